@@ -1,0 +1,1 @@
+"""Workloads from real traces, a load generator, reports and plots."""

@@ -1,0 +1,113 @@
+"""Plots as PNG files, drawn without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cloister.bench.records import RequestRecord
+from cloister.bench.report import Summary, list_spreads
+
+BLUE, ORANGE, GREEN, RED, GREY = "#2b6cb0", "#dd7a1f", "#2f855a", "#c53030", "#718096"
+COLOURS = (BLUE, ORANGE, GREEN, RED, GREY)
+
+STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e2e8f0",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "figure.dpi": 110,
+    "savefig.bbox": "tight",
+}
+
+
+@contextmanager
+def draw(
+    path: Path, title: str, rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.4, 3.6)
+) -> Iterator[list[Axes]]:
+    """Yields `rows * columns` axes, row by row, and writes them to `path` as a PNG."""
+    with style.context(STYLE):
+        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+        yield [figure.add_subplot(rows, columns, place + 1) for place in range(rows * columns)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+
+
+def plot_distribution(axes: Axes, values: Sequence[float], colour: str, label: str | None = None) -> None:
+    """Draws the share of `values` (seconds) that is at most x, on a logarithmic axis in milliseconds."""
+    milliseconds = np.sort(np.maximum(np.asarray(values), 1e-6)) * 1e3
+    shares = np.arange(1, len(milliseconds) + 1) / len(milliseconds)
+    axes.step(milliseconds, shares, color=colour, label=label, where="post")
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1.02)
+    axes.set_ylabel("share of values at most x")
+
+
+def plot_run(path: Path, title: str, records: Sequence[RequestRecord], summary: Summary) -> None:
+    """Draws one run: distributions of TTFT, TBT and E2E with their percentiles, and the run over time."""
+    good = [r for r in records if r.ok]
+    panels = (
+        ("TTFT", "Time to first token", [r.ttft_s for r in good if r.deliveries]),
+        ("TBT", "Time between tokens", [gap for r in good for gap in r.gaps_s]),
+        ("E2E", "Time to last token", [r.e2e_s for r in good]),
+    )
+    with draw(path, title, 2, 2) as axes:
+        for panel, (name, words, values) in zip(axes, panels, strict=False):
+            panel.set_title(f"{words} ({name})")
+            panel.set_xlabel(f"{name}, ms")
+            _plot_percentiles(panel, name, values, summary)
+        plot_timeline(axes[3], records)
+
+
+def plot_timeline(axes: Axes, records: Sequence[RequestRecord], num_bins: int = 60) -> None:
+    """Draws output tokens per second and requests in flight over the run."""
+    end_s = max(r.end_s for r in records)
+    edges = np.linspace(0, max(end_s, 1e-3), num_bins + 1)
+    times = [time_s for r in records for time_s, _ in r.deliveries]
+    weights = [count for r in records for count in _spread_tokens(r)]
+    tokens, _ = np.histogram(times, edges, weights=weights)
+    axes.fill_between(edges[:-1], tokens / np.diff(edges), step="post", color=BLUE, alpha=0.35)
+    axes.set_title("Over the run")
+    axes.set_xlabel("time since the first request, s")
+    axes.set_ylabel("output tokens per second", color=BLUE)
+    in_flight = [sum(r.due_s <= t < r.end_s for r in records) for t in edges]
+    other = axes.twinx()
+    other.plot(edges, in_flight, color=ORANGE)
+    other.set_ylabel("requests in flight", color=ORANGE)
+    other.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0)
+    other.grid(False)
+
+
+def _spread_tokens(record: RequestRecord) -> list[float]:
+    """Tokens of each delivery; where the sender saw only pieces, the tokens are spread evenly over them."""
+    seen = sum(count for _, count in record.deliveries)
+    factor = record.num_output_tokens / seen if seen else 0.0
+    return [count * factor for _, count in record.deliveries]
+
+
+def _plot_percentiles(axes: Axes, name: str, values: Sequence[float], summary: Summary) -> None:
+    spread = list_spreads(summary).get(name)
+    if spread is None:
+        axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=GREY)
+        return
+    plot_distribution(axes, values, BLUE)
+    marks = ((50, spread.p50, GREEN), (90, spread.p90, ORANGE), (99, spread.p99, RED))
+    for percent, value, colour in marks:
+        label = f"P{percent}  {value * 1e3:,.1f} ms"
+        axes.axvline(value * 1e3, color=colour, linewidth=1.2, linestyle="--", label=label)
+    axes.legend(loc="best")

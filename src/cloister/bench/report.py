@@ -1,0 +1,230 @@
+"""Figures of a run: percentiles, throughput, goodput under a service-level objective, failures. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.bench.records import RequestRecord
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Distribution of one latency, in seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """Returns the spread of `values`, None of none."""
+        if not values:
+            return None
+        p50, p90, p99 = (float(p) for p in np.percentile(values, PERCENTILES))
+        return cls(float(np.mean(values)), p50, p90, p99, float(max(values)))
+
+
+class Objective(Protocol):
+    """A service-level objective: does one answered request meet it?"""
+
+    @property
+    def words(self) -> str:
+        """The objective, for people."""
+        ...
+
+    def met_by(self, record: RequestRecord) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyObjective:
+    """Fixed limits. A limit of None asks nothing. TBT is met if 99% of the request's gaps are within it."""
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+    @property
+    def words(self) -> str:
+        limits = [("TTFT", self.ttft_s), ("P99 TBT", self.tbt_s)]
+        return " and ".join(f"{name} <= {limit * 1e3:g} ms" for name, limit in limits if limit is not None)
+
+    def met_by(self, record: RequestRecord) -> bool:
+        gaps = record.gaps_s
+        ttft_good = self.ttft_s is None or record.ttft_s <= self.ttft_s
+        tbt_good = self.tbt_s is None or not gaps or float(np.percentile(gaps, 99)) <= self.tbt_s
+        return ttft_good and tbt_good
+
+
+@dataclass(frozen=True, slots=True)
+class AloneModel:
+    """Time of a request alone: `base_s + input_s * input tokens + output_s * output tokens`, each at least 0."""
+
+    base_s: float
+    input_s: float
+    output_s: float
+
+    @classmethod
+    def fit(cls, records: Sequence[RequestRecord]) -> AloneModel:
+        """Fits the model to requests that ran one at a time, by least squares without negative coefficients.
+
+        Raises:
+            ValueError: no request was answered.
+        """
+        rows = [(1.0, r.num_input_tokens, r.num_output_tokens, r.e2e_s) for r in records if r.ok]
+        if not rows:
+            raise ValueError("no request was answered")
+        table = np.array(rows, dtype=np.float64)
+        base_s, input_s, output_s = fit_costs(table[:, :3], table[:, 3])
+        return cls(base_s, input_s, output_s)
+
+    def predict(self, record: RequestRecord) -> float:
+        """Returns how long the request would take alone, in seconds."""
+        return self.base_s + self.input_s * record.num_input_tokens + self.output_s * record.num_output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class AloneObjective:
+    """The default: the whole answer within `factor` times the request's time alone."""
+
+    alone: AloneModel
+    factor: float = 1.5
+
+    @property
+    def words(self) -> str:
+        return f"E2E <= {self.factor:g}x of its time alone"
+
+    def met_by(self, record: RequestRecord) -> bool:
+        return record.e2e_s <= self.factor * self.alone.predict(record)
+
+
+SLO_SHARE = 0.9
+"""Share of the requests that has to meet the objective for the run to meet it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run in figures. Times in seconds; throughput per second of the run.
+
+    Attributes:
+        duration_s: from the first request due to the last answer.
+        failures: kind -> how many; they count as requests, never as good ones.
+        slo: the objective in words; the three figures under it are None without one.
+        goodput_rps: answered requests per second that met the objective.
+    """
+
+    name: str
+    num_requests: int
+    num_ok: int
+    failures: dict[str, int]
+    duration_s: float
+    num_input_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    ttft: Spread | None
+    tpot: Spread | None
+    tbt: Spread | None
+    e2e: Spread | None
+    slo: str | None = None
+    slo_share: float | None = None
+    slo_met: bool | None = None
+    goodput_rps: float | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Returns the summary as plain JSON values."""
+        return asdict(self)
+
+
+def summarise(name: str, records: Sequence[RequestRecord], objective: Objective | None = None) -> Summary:
+    """Computes the figures of a run.
+
+    Raises:
+        ValueError: there is no record.
+    """
+    if not records:
+        raise ValueError("a run without requests has no figures")
+    good = [r for r in records if r.ok]
+    duration_s = max(max(r.end_s for r in records) - min(r.due_s for r in records), 1e-9)
+    num_input, num_output = sum(r.num_input_tokens for r in good), sum(r.num_output_tokens for r in good)
+    met = [r for r in good if objective.met_by(r)] if objective else []
+    share = len(met) / len(records) if objective else None
+    return Summary(
+        name=name,
+        num_requests=len(records),
+        num_ok=len(good),
+        failures=dict(Counter(r.failure for r in records if r.failure is not None)),
+        duration_s=duration_s,
+        num_input_tokens=num_input,
+        num_output_tokens=num_output,
+        num_cached_tokens=sum(r.num_cached_tokens for r in good),
+        requests_per_s=len(good) / duration_s,
+        output_tokens_per_s=num_output / duration_s,
+        total_tokens_per_s=(num_input + num_output) / duration_s,
+        ttft=Spread.of([r.ttft_s for r in good if r.deliveries]),
+        tpot=Spread.of([r.tpot_s for r in good if r.tpot_s is not None]),
+        tbt=Spread.of([gap for r in good for gap in r.gaps_s]),
+        e2e=Spread.of([r.e2e_s for r in good]),
+        slo=objective.words if objective else None,
+        slo_share=share,
+        slo_met=None if share is None else share >= SLO_SHARE,
+        goodput_rps=len(met) / duration_s if objective else None,
+    )
+
+
+def list_figures(summary: Summary) -> list[tuple[str, str]]:
+    """Returns (what, value with unit) rows for a table on a terminal."""
+    rows = [
+        ("requests answered", f"{summary.num_ok} of {summary.num_requests}"),
+        *((f"failed: {kind}", str(count)) for kind, count in sorted(summary.failures.items())),
+        ("duration", f"{summary.duration_s:.2f} s"),
+        ("requests", f"{summary.requests_per_s:.2f} /s"),
+        ("output tokens", f"{summary.output_tokens_per_s:.1f} /s"),
+        ("input + output tokens", f"{summary.total_tokens_per_s:.1f} /s"),
+        ("input tokens from cache", _format_share(summary.num_cached_tokens, summary.num_input_tokens)),
+    ]
+    if summary.slo is not None and summary.slo_share is not None:
+        verdict = "met" if summary.slo_met else f"missed, {SLO_SHARE:.0%} needed"
+        rows.append((f"goodput ({summary.slo})", f"{summary.goodput_rps:.2f} /s"))
+        rows.append(("requests within the SLO", f"{summary.slo_share:.1%} ({verdict})"))
+    return rows
+
+
+def list_spreads(summary: Summary) -> Mapping[str, Spread]:
+    """Returns the latencies that the run has, by name."""
+    named = {"TTFT": summary.ttft, "TPOT": summary.tpot, "TBT": summary.tbt, "E2E": summary.e2e}
+    return {name: spread for name, spread in named.items() if spread is not None}
+
+
+def fit_costs(features: npt.NDArray[np.float64], costs: npt.NDArray[np.float64]) -> list[float]:
+    """Fits `costs` [num_rows] by non-negative multiples of the columns of `features` [num_rows, num_features].
+
+    Least squares over every subset of the columns; the best one without a negative coefficient wins. Exact for the
+    handful of columns that a step cost has.
+    """
+    num_features = features.shape[1]
+    best, best_error = [0.0] * num_features, float(np.square(costs).sum())
+    for subset in range(1, 2**num_features):
+        columns = [c for c in range(num_features) if subset >> c & 1]
+        solution = np.linalg.lstsq(features[:, columns], costs, rcond=None)[0]
+        error = float(np.square(features[:, columns] @ solution - costs).sum())
+        if (solution >= 0).all() and error < best_error:
+            best = [0.0] * num_features
+            for column, value in zip(columns, solution, strict=True):
+                best[column] = float(value)
+            best_error = error
+    return best
+
+
+def _format_share(part: int, whole: int) -> str:
+    return f"{part} ({part / whole:.1%})" if whole else str(part)

@@ -1,0 +1,189 @@
+"""Workloads: requests with prompts, answer lengths and arrival times, made from a trace. Seeded, so they repeat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.bench.traces import MOONCAKE_BLOCK_TOKENS, Trace, TraceRow
+from cloister.types.errors import ConfigError
+
+Arrivals = Literal["recorded", "poisson", "burst"]
+ARRIVALS: tuple[Arrivals, ...] = ("recorded", "poisson", "burst")
+
+FIRST_TOKEN_ID = 32
+"""Made-up prompts use ids from here on: a tokenizer's special tokens often come first."""
+
+DEFAULT_VOCAB_SIZE = 2048
+"""Ids of made-up prompts stay below this unless told: every model that we know has as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """One request to send.
+
+    Attributes:
+        arrival_s: when, in seconds from the start of the run.
+        prompt: token ids, or text where the trace has it.
+        num_input_tokens: 0 for text.
+    """
+
+    arrival_s: float
+    prompt: list[int] | str
+    num_input_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Items in order of arrival, and how they came about.
+
+    Attributes:
+        num_skipped: rows left out because prompt and answer are longer than the context window.
+    """
+
+    name: str
+    items: tuple[WorkItem, ...]
+    num_skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a trace becomes a workload.
+
+    Attributes:
+        arrivals: as recorded, a Poisson process of `rate`, or all at once.
+        rate: requests per second; recorded times are stretched or squeezed to it.
+        scale: factor on every length; a length is at least 1.
+        max_model_len: requests longer than this (after scaling) are left out and counted.
+    """
+
+    arrivals: Arrivals = "recorded"
+    rate: float | None = None
+    num_requests: int | None = None
+    scale: Fraction = Fraction(1)
+    max_model_len: int | None = None
+    vocab_size: int = DEFAULT_VOCAB_SIZE
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.arrivals == "poisson" and self.rate is None:
+            raise ConfigError("Poisson arrivals need a rate; give --rate in requests per second", param="rate")
+        if self.arrivals == "burst" and self.rate is not None:
+            raise ConfigError("a burst has no rate; leave --rate out or choose --arrivals poisson", param="rate")
+        if self.rate is not None and self.rate <= 0:
+            raise ConfigError("the rate must be above 0 requests per second", param="rate")
+        if self.num_requests is not None and self.num_requests < 1:
+            raise ConfigError("the number of requests must be at least 1", param="num_requests")
+        if self.vocab_size <= FIRST_TOKEN_ID:
+            raise ConfigError(f"the vocabulary must have more than {FIRST_TOKEN_ID} ids", param="vocab_size")
+
+
+def parse_scale(text: str) -> Fraction:
+    """Reads a factor such as `1/16` or `0.5`.
+
+    Raises:
+        ConfigError: it is none, or not above 0.
+    """
+    try:
+        scale = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        scale = Fraction(0)
+    if scale <= 0:
+        raise ConfigError("the length scale must be a number or fraction above 0, such as 1/16", param="scale_lengths")
+    return scale
+
+
+def build_workload(trace: Trace, recipe: Recipe) -> Workload:
+    """Turns a trace into a workload.
+
+    Raises:
+        ConfigError: recorded arrivals are asked of a trace without, or no request fits.
+    """
+    fitting = [row for row in trace.rows if _fits(row, recipe)]
+    rows = fitting[: recipe.num_requests]
+    if not rows:
+        raise ConfigError(
+            f"no request of {trace.name} fits into {recipe.max_model_len} tokens; shorten them with --scale-lengths"
+        )
+    times = make_arrivals(trace, rows, recipe)
+    pairs = enumerate(zip(rows, times, strict=True))
+    items = tuple(_make_item(number, row, time_s, recipe) for number, (row, time_s) in pairs)
+    return Workload(trace.name, items, num_skipped=len(trace.rows) - len(fitting))
+
+
+def make_arrivals(trace: Trace, rows: Sequence[TraceRow], recipe: Recipe) -> list[float]:
+    """Returns arrival times of `rows` in seconds from the first one, never decreasing."""
+    if recipe.arrivals == "burst":
+        return [0.0] * len(rows)
+    if recipe.arrivals == "poisson":
+        assert recipe.rate is not None
+        gaps = np.random.default_rng([recipe.seed, 1]).exponential(1 / recipe.rate, len(rows))
+        return [float(t) for t in np.cumsum(gaps) - gaps[0]]
+    times = [row.arrival_s for row in rows if row.arrival_s is not None]
+    if len(times) < len(rows):
+        raise ConfigError(f"{trace.name} has no arrival times; choose --arrivals poisson --rate R or --arrivals burst")
+    return _stretch([time_s - times[0] for time_s in times], recipe.rate)
+
+
+def make_tokens(key: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
+    """Returns `num_tokens` made-up token ids; the same for the same `key`."""
+    ids: npt.NDArray[np.int64] = np.random.default_rng(list(key)).integers(FIRST_TOKEN_ID, vocab_size, num_tokens)
+    return [int(i) for i in ids]
+
+
+def make_shared_prompt(hash_ids: Sequence[int], num_tokens: int, recipe: Recipe) -> list[int]:
+    """Returns a prompt whose blocks are the ones that `hash_ids` name: equal leading ids give equal leading tokens."""
+    block_tokens = max(1, scale_length(MOONCAKE_BLOCK_TOKENS, recipe.scale))
+    blocks = (make_tokens((recipe.seed, 2, block), block_tokens, recipe.vocab_size) for block in hash_ids)
+    return [token for block in blocks for token in block][:num_tokens]
+
+
+def scale_length(num_tokens: int, scale: Fraction) -> int:
+    """Returns a length times the scale, rounded up, at least 1."""
+    return max(1, math.ceil(num_tokens * scale))
+
+
+def heavy_tailed_lengths(low: int, high: int, num: int, seed: int, shape: float = 1.0) -> list[int]:
+    """Draws lengths from a Pareto distribution cut to [low, high], by inversion. Many short ones, a few very long."""
+    u = np.random.default_rng([seed, 3]).random(num)
+    ratio = (low / high) ** shape
+    lengths = low * (1 - u * (1 - ratio)) ** (-1 / shape)
+    return [int(length) for length in np.clip(np.rint(lengths), low, high)]
+
+
+def iter_lengths(rows: Sequence[TraceRow], scale: Fraction) -> Iterator[tuple[int, int]]:
+    """Yields (input, output) lengths after scaling."""
+    return ((scale_length(r.num_input_tokens, scale), scale_length(r.num_output_tokens, scale)) for r in rows)
+
+
+def _fits(row: TraceRow, recipe: Recipe) -> bool:
+    if recipe.max_model_len is None:
+        return True
+    (lengths,) = iter_lengths([row], recipe.scale)
+    return sum(lengths) <= recipe.max_model_len
+
+
+def _stretch(times: list[float], rate: float | None) -> list[float]:
+    if rate is None or times[-1] <= 0:
+        return times
+    factor = (len(times) - 1) / rate / times[-1]
+    return [time_s * factor for time_s in times]
+
+
+def _make_item(number: int, row: TraceRow, arrival_s: float, recipe: Recipe) -> WorkItem:
+    num_output = scale_length(row.num_output_tokens, recipe.scale)
+    if row.prompt is not None:
+        return WorkItem(arrival_s, row.prompt, 0, num_output)
+    num_input = scale_length(row.num_input_tokens, recipe.scale)
+    if row.hash_ids:
+        prompt = make_shared_prompt(row.hash_ids, num_input, recipe)
+    else:
+        prompt = make_tokens((recipe.seed, 4, number), num_input, recipe.vocab_size)
+    return WorkItem(arrival_s, prompt, len(prompt), num_output)

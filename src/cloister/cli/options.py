@@ -1,0 +1,108 @@
+"""Command-line options made from the configuration classes (rule 8): one field, one flag."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+CONFIG_HELP = "TOML file of settings, named as the flags are with `_` for `-`; a flag wins over the file."
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSettings:
+    """What the command line said of the configuration: flags that were given, and the file.
+
+    Attributes:
+        flags: setting name -> value, only those that a flag set.
+    """
+
+    flags: dict[str, object]
+    config_file: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting as the command line and the documentation show it."""
+
+    name: str
+    kind: type[Any]
+    default: object
+    help: str
+    choices: tuple[str, ...]
+    low: float | None
+    high: float | None
+
+    @property
+    def declaration(self) -> str:
+        """`--kebab-case`, or `--kebab-case/--no-kebab-case` for a switch."""
+        kebab = self.name.replace("_", "-")
+        return f"--{kebab}/--no-{kebab}" if self.kind is bool else f"--{kebab}"
+
+    @property
+    def values(self) -> str:
+        """What the setting takes, for people: choices, a range, or a type."""
+        if self.choices:
+            return ", ".join(self.choices)
+        word = {str: "text", int: "whole number", float: "number", bool: "switch"}[self.kind]
+        if self.low is not None and self.high is not None:
+            return f"{word} from {self.low:g} to {self.high:g}"
+        return f"{word}, at least {self.low:g}" if self.low is not None else word
+
+
+def list_flags(cls: type[Any]) -> Iterator[Flag]:
+    """Yields a flag for each field of a configuration class, in order."""
+    hints = get_type_hints(cls)
+    for field in fields(cls):
+        kinds = [kind for kind in get_args(hints[field.name]) if kind is not type(None)] or [hints[field.name]]
+        about = field.metadata
+        choices, low, high = about["choices"], about["low"], about["high"]
+        yield Flag(field.name, kinds[0], field.default, about["help"], choices, low, high)
+
+
+def with_settings(*classes: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Returns a decorator that adds the flags of `classes` and `--config` to a verb.
+
+    The verb takes them as one argument, `settings: GivenSettings`. A flag that was not given is left out, so that the
+    config file and the defaults decide.
+    """
+    flags = [flag for cls in classes for flag in list_flags(cls)]
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(verb)
+        def run(**given: Any) -> None:
+            config_file = given.pop("config")
+            values = {flag.name: given.pop(flag.name) for flag in flags}
+            chosen = {name: value for name, value in values.items() if value is not None}
+            verb(settings=GivenSettings(chosen, config_file), **given)
+
+        own = inspect.signature(verb, eval_str=True).parameters.values()
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != "settings"]
+        parameters += [_config_parameter(), *(_parameter(flag) for flag in flags)]
+        run.__dict__["__signature__"] = inspect.Signature(parameters)
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+def _parameter(flag: Flag) -> inspect.Parameter:
+    parts = [flag.values] if flag.choices or flag.low is not None else []
+    parts += [] if flag.default is None else [f"default: {flag.default}"]
+    help_text = f"{flag.help} ({'; '.join(parts)})" if parts else flag.help
+    option = typer.Option(flag.declaration, help=help_text, show_default=False, rich_help_panel="Settings")
+    return inspect.Parameter(
+        flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[flag.kind | None, option]
+    )
+
+
+def _config_parameter() -> inspect.Parameter:
+    option = typer.Option("--config", help=CONFIG_HELP, metavar="FILE", rich_help_panel="Settings")
+    return inspect.Parameter(
+        "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option]
+    )
