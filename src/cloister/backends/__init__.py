@@ -1,0 +1,1 @@
+"""Back ends: each builds a program from a decoder spec and its weights."""

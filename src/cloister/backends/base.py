@@ -1,0 +1,132 @@
+"""The protocol between the runner and whatever computes: arrays in, logits out.
+
+Canonical weight names, which `models` maps a checkpoint onto (L is the layer number from 0):
+`embed.weight [vocab, hidden]`, `layers.L.attention_norm.weight [hidden]`, `layers.L.q.weight [num_heads * head_dim, hidden]`,
+`layers.L.k.weight`, `layers.L.v.weight [num_kv_heads * head_dim, hidden]`, `layers.L.o.weight [hidden, num_heads * head_dim]`,
+`layers.L.q_norm.weight`, `layers.L.k_norm.weight [head_dim]`, `layers.L.mlp_norm.weight [hidden]`,
+`layers.L.gate.weight`, `layers.L.up.weight [intermediate, hidden]`, `layers.L.down.weight [hidden, intermediate]`,
+`norm.weight [hidden]`, `head.weight [vocab, hidden]` (absent when tied), and `.bias` beside a projection that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends.spec import DecoderSpec
+from cloister.types.registry import Registry
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+
+class Weights(Protocol):
+    """Weights under canonical names, read tensor by tensor so that no second copy of the model is ever held."""
+
+    def names(self) -> Sequence[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """Returns one tensor, memory-mapped where possible (dtype float32, float16 or ml_dtypes.bfloat16)."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, npt.NDArray[Any]]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """A ragged batch: the tokens of all sequences one after another, no padding.
+
+    Attributes:
+        token_ids: [num_tokens] int32.
+        positions: [num_tokens] int32, absolute; consecutive inside a sequence.
+        query_starts: [num_seqs + 1] int32; sequence i owns tokens query_starts[i]:query_starts[i + 1].
+        context_lens: [num_seqs] int32; keys of sequence i after this step (its last position + 1).
+        block_tables: [num_seqs, max_blocks] int32; position p of sequence i lives in slot p % block_size of block
+            block_tables[i, p // block_size]. Entries past the context are not read.
+        logit_rows: [num_rows] int32 indexes into the tokens; logits are computed for these only, in this order.
+    """
+
+    token_ids: IntArray
+    positions: IntArray
+    query_starts: IntArray
+    context_lens: IntArray
+    block_tables: IntArray
+    logit_rows: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """How much KV a program holds.
+
+    Attributes:
+        num_blocks: blocks of all sequences together.
+        block_size: positions in a block, 1 to 256.
+    """
+
+    num_blocks: int
+    block_size: int
+
+
+class Program(Protocol):
+    """A model ready to run, with its weights and its KV cache."""
+
+    def forward(self, batch: ForwardBatch) -> FloatArray:
+        """Computes one step, writes K and V, and returns logits [num_rows, vocab] (float32).
+
+        A row's bits depend on its own sequence only (rule 6).
+        """
+        ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks (source, target) in every layer."""
+        ...
+
+    def wipe_blocks(self, block_ids: Sequence[int]) -> None:
+        """Overwrites blocks with zeros in every layer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """What a program will take, in bytes."""
+
+    weights_bytes: int
+    kv_block_bytes: int
+    activations_bytes: int
+
+
+class Backend(Protocol):
+    """Builds programs.
+
+    Attributes:
+        fingerprint: back end, version, instruction set and number of the numerics, for `system_fingerprint`.
+    """
+
+    fingerprint: str
+
+    def need(self, spec: DecoderSpec, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
+        """Says what `build` and `forward` will take, before anything is allocated."""
+        ...
+
+    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout) -> Program: ...
+
+
+class BackendFactory(Protocol):
+    """Makes a back end; called once, after its name was chosen.
+
+    Args:
+        num_threads: threads for arithmetic.
+        device: "cpu" or "cuda".
+        dtype: "float32" or "bfloat16", of weights, activations and KV.
+    """
+
+    def __call__(self, *, num_threads: int, device: str, dtype: str) -> Backend: ...
+
+
+BACKENDS: Registry[BackendFactory] = Registry("back end")

@@ -1,0 +1,16 @@
+"""KV memory as bookkeeping: blocks, block tables, prefix keys and the prefix tree. Pure: no I/O, no clock, no arrays."""
+
+from cloister.kv.keys import PrefixKeys
+from cloister.kv.pool import BlockPool, BlockState, OutOfBlocksError
+from cloister.kv.prefix import PREFIX_CACHE_THREAT, PrefixTree
+from cloister.kv.table import BlockTable
+
+__all__ = [
+    "PREFIX_CACHE_THREAT",
+    "BlockPool",
+    "BlockState",
+    "BlockTable",
+    "OutOfBlocksError",
+    "PrefixKeys",
+    "PrefixTree",
+]

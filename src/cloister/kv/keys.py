@@ -1,0 +1,43 @@
+"""Prefix keys: the one constructor, for pool, tiers, hand-off and router (rule 5). Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from cloister.types.scope import Scope
+
+
+class PrefixKeys:
+    """Makes SHA-256 chains: a key stands for all tokens up to its block's end, and for who may read them.
+
+    Args:
+        identity: what else KV depends on, such as the system fingerprint (weights, KV format, numerics, back end).
+        block_size: tokens in a block; keys of other block sizes never match.
+    """
+
+    def __init__(self, identity: str, block_size: int) -> None:
+        self.block_size = block_size
+        self._identity = identity.encode()
+
+    def root(self, scope: Scope, adapter: str | None = None) -> bytes:
+        """Returns the 32 bytes that start the chain of one scope and adapter; other scopes can never meet it."""
+        digest = hashlib.sha256(b"cloister/prefix/1\0")
+        for part in (scope.seed, self._identity, (adapter or "").encode(), str(self.block_size).encode()):
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.digest()
+
+    def next(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
+        """Returns the key of a full block of `token_ids` (exactly `block_size`) behind `parent`."""
+        if len(token_ids) != self.block_size:
+            raise ValueError("only a full block has a key")
+        return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+
+    def extend(self, chain: list[bytes], root: bytes, token_ids: Sequence[int], num_blocks: int) -> None:
+        """Appends keys to `chain` until it covers the first `num_blocks` blocks of `token_ids`."""
+        size = self.block_size
+        parent = chain[-1] if chain else root
+        for i in range(len(chain), num_blocks):
+            parent = self.next(parent, token_ids[i * size : (i + 1) * size])
+            chain.append(parent)

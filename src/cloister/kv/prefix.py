@@ -1,0 +1,154 @@
+"""The prefix tree: KV of full blocks kept for whoever shares scope and prefix (RadixAttention, Zheng et al. 2024, section 3).
+
+Pure. A node is one full block under its chain key; the chain makes the dictionary a tree. Unused leaves go first, the least
+recently used one before the others.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from cloister.kv.pool import BlockPool
+from cloister.types.threat import Requirement, ThreatProfile
+
+PREFIX_CACHE_THREAT = ThreatProfile(
+    row="prefix cache",
+    threats=frozenset({Requirement.STATELESS, Requirement.ENFORCEABLE}),
+    residue="token KV",
+    where=("device memory", "host memory"),
+    attack="data leak, inference by timing, access pattern",
+    mitigations=("keys start from the scope, so no scope reads another's", "wipe on eviction"),
+)
+
+
+class _Node:
+    __slots__ = ("block", "key", "last_used", "num_children", "offered", "parent")
+
+    def __init__(self, key: bytes, block: int, parent: _Node | None) -> None:
+        self.key = key
+        self.block = block
+        self.parent = parent
+        self.num_children = 0
+        self.last_used = 0
+        self.offered = False
+
+
+class PrefixTree:
+    """Finds, keeps and evicts blocks by prefix key.
+
+    Args:
+        pool: whose blocks it keeps; the tree attaches itself to it.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._nodes: dict[bytes, _Node] = {}
+        self._by_block: dict[int, _Node] = {}
+        self._evictable: list[tuple[int, int, _Node]] = []
+        self._tick = 0
+        pool.attach(self.evict_one, self._note_unused)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """Returns the blocks of the longest known prefix of `keys` and marks them as just used.
+
+        The caller must `share` them with the pool before it allocates anything.
+        """
+        self._tick += 1
+        blocks = []
+        for key in keys:
+            node = self._nodes.get(key)
+            if node is None:
+                break
+            node.last_used = self._tick
+            blocks.append(node.block)
+        return blocks
+
+    def match_length(self, keys: Sequence[bytes]) -> int:
+        """Returns how many blocks `match` would find; changes nothing."""
+        for length, key in enumerate(keys):
+            if key not in self._nodes:
+                return length
+        return len(keys)
+
+    def insert(self, keys: Sequence[bytes], blocks: Sequence[int], start: int) -> None:
+        """Keeps blocks[start:len(keys)], in use by the caller, under their keys.
+
+        Where a key is known already (two equal prompts computed side by side) the block that is there stays, and the
+        caller's remains its own.
+        """
+        self._tick += 1
+        # Ancestors may be gone: another one's equal blocks were kept in place of the caller's, and then evicted.
+        while start and keys[start - 1] not in self._nodes:
+            start -= 1
+        parent = self._nodes[keys[start - 1]] if start else None
+        for i in range(start, len(keys)):
+            node = self._nodes.get(keys[i])
+            if node is None:
+                node = self._add(keys[i], blocks[i], parent)
+            node.last_used = self._tick
+            parent = node
+
+    def evict_one(self) -> int | None:
+        """Drops the least recently used unused leaf; returns its block, or None if there is none."""
+        while self._evictable:
+            last_used, _, node = heapq.heappop(self._evictable)
+            node.offered = False
+            if self._nodes.get(node.key) is not node or not self._is_evictable(node):
+                continue
+            if node.last_used != last_used:
+                self._offer(node)
+                continue
+            self._remove(node)
+            return node.block
+        return None
+
+    def clear(self) -> None:
+        """Drops every unused block, leaf by leaf."""
+        while self.evict_one() is not None:
+            pass
+
+    def check(self) -> None:
+        """Raises AssertionError unless nodes, blocks and children agree."""
+        assert len(self._nodes) == len(self._by_block), "two keys hold one block"
+        children: dict[bytes, int] = {}
+        for node in self._nodes.values():
+            if node.parent is not None:
+                assert self._nodes.get(node.parent.key) is node.parent, "a node outlived its parent"
+                children[node.parent.key] = children.get(node.parent.key, 0) + 1
+        assert all(children.get(n.key, 0) == n.num_children for n in self._nodes.values()), "child counts are off"
+
+    def _add(self, key: bytes, block: int, parent: _Node | None) -> _Node:
+        node = _Node(key, block, parent)
+        if parent is not None:
+            parent.num_children += 1
+        self._nodes[key] = node
+        self._by_block[block] = node
+        self._pool.keep(block)
+        return node
+
+    def _remove(self, node: _Node) -> None:
+        del self._nodes[node.key]
+        del self._by_block[node.block]
+        if node.parent is not None:
+            node.parent.num_children -= 1
+            if self._is_evictable(node.parent):
+                self._offer(node.parent)
+        self._pool.drop(node.block)
+
+    def _is_evictable(self, node: _Node) -> bool:
+        return node.num_children == 0 and self._pool.references(node.block) == 0
+
+    def _note_unused(self, block: int) -> None:
+        node = self._by_block[block]
+        if self._is_evictable(node):
+            self._offer(node)
+
+    def _offer(self, node: _Node) -> None:
+        if node.offered:
+            return  # one entry a node bounds the heap; a stale time is put right when the entry is popped
+        node.offered = True
+        heapq.heappush(self._evictable, (node.last_used, node.block, node))

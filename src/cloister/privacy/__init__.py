@@ -1,0 +1,1 @@
+"""Who may ask, what may be switched on, and what may be kept."""

@@ -1,0 +1,44 @@
+"""Which requests can never run, said at once and with the figure that would do. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cloister.types.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one engine can hold.
+
+    Attributes:
+        max_model_len: prompt and output of one sequence, in tokens.
+        max_num_seqs: sequences that run at once.
+        num_kv_tokens: KV positions of the whole pool.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    num_kv_tokens: int
+
+
+def find_refusal(request: Request, limits: Limits) -> str | None:
+    """Says why a request can never run on an engine, or returns None if it can."""
+    num_prompt = len(request.token_ids)
+    num_output = request.sampling.max_tokens
+    if num_prompt < 1:
+        return "the prompt is empty; send at least one token"
+    if num_prompt + int(num_output != 0) > limits.max_model_len:
+        return (
+            f"the prompt has {num_prompt} tokens and the context window holds {limits.max_model_len}, answer included; "
+            "shorten the prompt"
+        )
+    if request.sampling.n > limits.max_num_seqs:
+        return f"n is {request.sampling.n} and at most {limits.max_num_seqs} sequences run at once; lower n"
+    num_most = limits.max_model_len if num_output is None else min(limits.max_model_len, num_prompt + num_output)
+    if num_most > limits.num_kv_tokens:
+        return (
+            f"prompt and answer may need {num_most} tokens of KV and the server holds {limits.num_kv_tokens}; "
+            f"set max_tokens to {max(0, limits.num_kv_tokens - num_prompt)} or less, or shorten the prompt"
+        )
+    return None

@@ -1,0 +1,159 @@
+"""The budget of a step, in tokens and in time (Sarathi-Serve, Agrawal et al. 2024, section 4.3). Pure: no clock.
+
+What a step costs is learned from what steps took: cost = a + b * tokens + c * attended, where `attended` is the sum over
+computed positions of the keys that each reads. Learned from counts and times only, never from content.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cloister.types.threat import Requirement, ThreatProfile
+
+BUDGET_THREAT = ThreatProfile(
+    row="adaptive tuning of the optimisations",
+    threats=frozenset({Requirement.STATELESS, Requirement.NON_TARGETABLE}),
+    residue="what the tuner learned",
+    where=("host memory",),
+    attack="infers the users' scenario",
+    mitigations=("three coefficients of step time, forgotten exponentially, that never leave the engine",),
+)
+
+_SCALE = (1.0, 1e3, 1e6)  # one unit of each feature, so that the fit is well conditioned
+_MAX_TRACE = 1e3
+
+
+class StepCost:
+    """Predicts the time of a step; recursive least squares with forgetting (Haykin, Adaptive Filter Theory, ch. 13).
+
+    Args:
+        forgetting: weight of the past at each step; 0.995 remembers about 200 steps.
+    """
+
+    def __init__(self, forgetting: float = 0.995) -> None:
+        self._forgetting = forgetting
+        self._theta = [0.0, 0.0, 0.0]
+        self._p = [[100.0 if i == j else 0.0 for j in range(3)] for i in range(3)]
+        self._spread_s = 0.0
+        self.num_learned = 0
+
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        """(seconds per step, per token, per key attended), none below zero."""
+        a, b, c = (max(0.0, t) / s for t, s in zip(self._theta, _SCALE, strict=True))
+        return a, b, c
+
+    def predict(self, num_tokens: float, num_attended: float) -> float:
+        """Returns the seconds that a step of this size takes; 0 before anything was learned."""
+        a, b, c = self.coefficients
+        return a + b * num_tokens + c * num_attended
+
+    def learn(self, num_tokens: float, num_attended: float, elapsed_s: float) -> None:
+        """Takes in one measured step. A step that took far longer than any spread explains counts as a little longer:
+        other programs on the machine are no news about the model."""
+        x = [1.0 / _SCALE[0], num_tokens / _SCALE[1], num_attended / _SCALE[2]]
+        error = elapsed_s - sum(t * v for t, v in zip(self._theta, x, strict=True))
+        if self.num_learned >= 10:
+            bound = 4.0 * self._spread_s + 1e-4
+            error = min(max(error, -bound), bound)
+        self._spread_s += (abs(error) - self._spread_s) / min(self.num_learned + 1, 50)
+        # While steps are all alike nothing is learned about the other directions: forgetting there would only wind up.
+        keep = self._forgetting if sum(self._p[i][i] for i in range(3)) < _MAX_TRACE else 1.0
+        px = [sum(row[j] * x[j] for j in range(3)) for row in self._p]
+        gain_below = keep + sum(x[i] * px[i] for i in range(3))
+        gain = [v / gain_below for v in px]
+        self._theta = [t + g * error for t, g in zip(self._theta, gain, strict=True)]
+        self._p = [[(self._p[i][j] - gain[i] * px[j]) / keep for j in range(3)] for i in range(3)]
+        self.num_learned += 1
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetConfig:
+    """How large a step may get.
+
+    Attributes:
+        max_tokens: tokens at most.
+        target_s: a fixed time for every step, or None for `max_stall`.
+        max_stall: a prefill chunk may stretch a step to this multiple of its decode part.
+        chunk: prefill is cut to multiples of this, and a step takes at least one of them, so that no prompt starves.
+    """
+
+    max_tokens: int = 2048
+    target_s: float | None = None
+    max_stall: float = 1.8
+    chunk: int = 32
+
+
+class StepBudget:
+    """What is left of one step while it is being filled.
+
+    Args:
+        cost: what steps cost.
+        config: how large a step may get.
+    """
+
+    __slots__ = ("_config", "_cost", "_limit_s", "num_attended", "num_tokens")
+
+    def __init__(self, cost: StepCost, config: BudgetConfig) -> None:
+        self._cost = cost
+        self._config = config
+        self._limit_s: float | None = config.target_s
+        self.num_tokens = 0
+        self.num_attended = 0.0
+
+    @property
+    def num_left(self) -> int:
+        return self._config.max_tokens - self.num_tokens
+
+    @property
+    def predicted_s(self) -> float:
+        return self._cost.predict(self.num_tokens, self.num_attended)
+
+    def bound_by_decodes(self) -> None:
+        """Says that the decodes are in: from now on they bound the time, unless a target does."""
+        if self._config.target_s is None:
+            self._limit_s = self.predicted_s * self._config.max_stall if self.num_tokens else None
+
+    def bound_by_slack(self, slack: float) -> None:
+        """Says that what follows may stretch the step by the ratio `slack` at most."""
+        limit_s = self.predicted_s * slack
+        self._limit_s = limit_s if self._config.target_s is None else min(limit_s, self._config.target_s)
+
+    def spend(self, start: int, num_tokens: int) -> None:
+        """Counts positions [start, start + num_tokens) of one sequence."""
+        self.num_tokens += num_tokens
+        self.num_attended += num_tokens * (start + (num_tokens + 1) / 2)
+
+    def admits(self, start: int) -> bool:
+        """True if one more decode at position `start` fits."""
+        if self.num_left < 1:
+            return False
+        if self._limit_s is None:
+            return True
+        return self._cost.predict(self.num_tokens + 1, self.num_attended + start + 1) <= self._limit_s
+
+    def fit(self, start: int, num_wanted: int, *, strict: bool = False) -> int:
+        """Returns how many of the positions from `start` on fit into what is left.
+
+        A chunk is never refused for time alone, else a prompt could starve behind decodes; `strict` does refuse it.
+        """
+        num_most = min(num_wanted, self.num_left)
+        if num_most <= 0 or self._limit_s is None or not self._cost.num_learned:
+            return max(0, num_most)
+        chunk = self._config.chunk
+        num_fit = int(self._solve(start, self._limit_s - self.predicted_s))
+        if num_fit >= num_most:
+            return num_most
+        num_fit -= num_fit % chunk
+        return min(num_most, num_fit if strict else max(num_fit, chunk))
+
+    def _solve(self, start: int, slack_s: float) -> float:
+        """Returns the largest n >= 0 with b n + c (n start + n^2 / 2) <= slack_s."""
+        if slack_s <= 0:
+            return 0.0
+        _, b, c = self._cost.coefficients
+        linear = b + c * (start + 0.5)
+        if c <= 0.0:
+            return slack_s / linear if linear > 0 else float(self._config.max_tokens)
+        return (math.sqrt(linear * linear + 2 * c * slack_s) - linear) / c

@@ -1,0 +1,136 @@
+"""What the scheduler knows of a request and of each of its sequences. Pure: no I/O, no clock."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from cloister.kv import BlockTable
+from cloister.types.request import Request
+
+
+class Status(Enum):
+    """Where a sequence is. Only WAITING ones are in a queue, only RUNNING ones are planned."""
+
+    NEW = "new"
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTING = "preempting"
+    """Gives its blocks back and waits again as soon as no plan in flight names it."""
+    ENDED = "ended"
+
+
+class RequestState:
+    """One request from arrival to its last sequence's end.
+
+    Attributes:
+        arrival_s, deadline_s: on the engine's clock.
+        order: rank of arrival, for first come first served.
+        seed: of the sampling noise, the client's or a drawn one.
+        root: start of its prefix-key chain.
+        num_open: sequences that have not ended.
+    """
+
+    __slots__ = (
+        "arrival_s",
+        "deadline_s",
+        "first_token_s",
+        "num_cached_tokens",
+        "num_open",
+        "order",
+        "request",
+        "root",
+        "scheduled_s",
+        "seed",
+        "sequences",
+        "stop_token_ids",
+    )
+
+    def __init__(self, request: Request, *, now: float, order: int, seed: int, root: bytes) -> None:
+        self.request = request
+        self.arrival_s = now
+        self.deadline_s = now + request.timeout_s
+        self.order = order
+        self.seed = seed
+        self.root = root
+        self.stop_token_ids: tuple[int, ...] = ()
+        self.num_open = request.sampling.n
+        self.num_cached_tokens = 0
+        self.scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+        self.sequences: list[Sequence] = []
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def num_unforked(self) -> int:
+        """Sequences that do not exist yet: they fork when the prompt is computed."""
+        return self.request.sampling.n - len(self.sequences)
+
+
+class Sequence:
+    """One continuation of a request, as counts (rule 2).
+
+    Attributes:
+        token_ids: prompt and committed output.
+        num_planned: positions that plans so far compute, those in flight included.
+        num_committed: positions whose KV is known to be there.
+        num_pending: tokens that plans in flight will sample.
+        num_in_flight: plans in flight that name it.
+        keys: prefix keys of its full blocks, as far as they were needed.
+        num_kept: leading blocks that the prefix tree was offered.
+    """
+
+    __slots__ = (
+        "group",
+        "index",
+        "keys",
+        "max_output",
+        "num_committed",
+        "num_in_flight",
+        "num_kept",
+        "num_pending",
+        "num_planned",
+        "seq_id",
+        "status",
+        "table",
+        "token_ids",
+    )
+
+    def __init__(self, seq_id: int, group: RequestState, index: int, token_ids: list[int], max_output: int) -> None:
+        self.seq_id = seq_id
+        self.group = group
+        self.index = index
+        self.token_ids = token_ids
+        self.max_output = max_output
+        self.status = Status.NEW
+        self.num_planned = 0
+        self.num_committed = 0
+        self.num_pending = 0
+        self.num_in_flight = 0
+        self.num_kept = 0
+        self.keys: list[bytes] = []
+        self.table: BlockTable | None = None
+
+    @property
+    def num_output(self) -> int:
+        """Committed output tokens."""
+        return len(self.token_ids) - self.group.num_prompt_tokens
+
+    @property
+    def num_wanted(self) -> int:
+        """Positions to compute until everything known, and everything that plans in flight will sample, is computed."""
+        if self.max_output and self.num_output + self.num_pending >= self.max_output:
+            return 0  # the token that ends it is sampled or in flight; its own KV is never read
+        return len(self.token_ids) + self.num_pending - self.num_planned
+
+    @property
+    def num_slots(self) -> int:
+        """Running slots that it takes: its own, and those of the sequences that will fork from it."""
+        return 1 + (self.group.num_unforked if self.index == 0 else 0)
+
+    @property
+    def is_decoding(self) -> bool:
+        """True if one more position is all it wants."""
+        return self.num_planned >= len(self.token_ids) + self.num_pending - 1

@@ -1,0 +1,153 @@
+"""Configuration: frozen dataclasses, resolved once by a pure function that can say why (rule 8).
+
+No I/O, no environment. Flags, documentation and the config file's keys are generated from the fields of these classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from cloister.types.errors import ConfigError
+
+C = TypeVar("C")
+
+
+def setting(
+    default: Any, help: str, *, choices: Sequence[str] = (), low: float | None = None, high: float | None = None
+) -> Any:
+    """Declares one setting: its default, one sentence for people, and what values it takes."""
+    return field(default=default, metadata={"help": help, "choices": tuple(choices), "low": low, "high": high})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine. None means: chosen at start from the model and the machine."""
+
+    model: str = setting("cloister-5m", "Embedded model's name, model directory, or hub name.")
+    backend: str = setting("torch", "What computes.")
+    device: str | None = setting(None, "Where it computes.", choices=("cpu", "cuda"))
+    dtype: str = setting("float32", "Number format of weights, activations and KV.", choices=("float32", "bfloat16"))
+    num_threads: int | None = setting(None, "Threads for arithmetic.", low=1)
+    max_model_len: int | None = setting(None, "Longest prompt and answer together, in tokens.", low=1)
+    block_size: int = setting(16, "Positions in one KV block.", low=1, high=256)
+    kv_memory_mb: float | None = setting(None, "Memory for KV blocks, in MiB.", low=0)
+    max_num_seqs: int = setting(64, "Sequences that run at once.", low=1)
+    max_batched_tokens: int = setting(2048, "Tokens in one step.", low=1)
+    target_step_ms: float | None = setting(
+        None, "Time that a step may take; unset, a step may take `max_stall` times its decode part.", low=0
+    )
+    max_stall: float = setting(1.8, "How much prefill may stretch a step that also decodes, as a ratio.", low=1)
+    scheduler: str = setting("fcfs", "Who goes first.")
+    prefix_cache: bool | None = setting(None, "Reuse KV of equal prefixes inside a scope; unset, as the profile says.")
+    profile: str | None = setting(
+        None,
+        "Privacy profile; unset, `open` on loopback without API keys, else `team`.",
+        choices=("open", "team", "private", "paranoid"),
+    )
+    max_waiting: int = setting(1024, "Requests that may wait; more are answered with 429.", low=0)
+    request_timeout_s: float = setting(600.0, "Deadline of a request, from arrival to its last token.", low=0.001)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Settings of the HTTP front."""
+
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
+    served_model_name: str | None = setting(None, "Name that clients use; unset, the model's own.")
+    api_keys: str | None = setting(None, "File of hashed API keys (`cloister keys` writes it); unset, none are asked for.")
+    max_request_kb: int = setting(4096, "Largest request body, in KiB.", low=1)
+    max_n: int = setting(64, "Most sequences (`n`) that one request may ask for.", low=1)
+    drain_timeout_s: float = setting(30.0, "After SIGTERM, how long running requests may take to end.", low=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a setting has its value."""
+
+    name: str
+    value: object
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved(Generic[C]):
+    """A configuration and the reason for each of its values."""
+
+    config: C
+    reasons: tuple[Reason, ...]
+
+    def explain(self, **changed: tuple[object, str]) -> Resolved[C]:
+        """Returns a copy in which each named setting has the value and the reason given."""
+        config = replace(self.config, **{name: value for name, (value, _) in changed.items()})  # type: ignore[type-var]
+        reasons = tuple(Reason(r.name, *changed[r.name]) if r.name in changed else r for r in self.reasons)
+        return Resolved(config, reasons)
+
+
+def resolve(cls: type[C], layers: Iterable[tuple[str, Mapping[str, object]]]) -> Resolved[C]:
+    """Merges layers of settings, later ones win, and checks every value.
+
+    Args:
+        cls: EngineConfig or ServerConfig.
+        layers: (where it comes from, settings by name), such as ("flag", {"port": 8001}). Values of None do not count.
+
+    Raises:
+        ConfigError: a value has the wrong type or range; the message says what would do.
+    """
+    hints = get_type_hints(cls)
+    values: dict[str, object] = {}
+    reasons = {f.name: Reason(f.name, f.default, "default") for f in fields(cls)}  # type: ignore[arg-type]
+    metadata = {f.name: f.metadata for f in fields(cls)}  # type: ignore[arg-type]
+    for source, settings in layers:
+        for name, given in settings.items():
+            if given is None or name not in reasons:
+                continue
+            value = check_value(name, given, hints[name], metadata[name])
+            values[name] = value
+            reasons[name] = Reason(name, value, source)
+    return Resolved(cls(**values), tuple(reasons.values()))
+
+
+def reject_unknown(names: Iterable[str], known: Iterable[str], source: str) -> None:
+    """Raises ConfigError for the first name that no configuration class has, with the nearest one that exists."""
+    known = tuple(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown setting {name!r} in {source}{hint}", param=name)
+
+
+def setting_names(*classes: type[Any]) -> tuple[str, ...]:
+    """Names of every setting of the classes given."""
+    return tuple(f.name for cls in classes for f in fields(cls))
+
+
+def check_value(name: str, value: object, hint: Any, metadata: Mapping[str, Any]) -> object:
+    """Returns `value` as the type that the setting declares.
+
+    Raises:
+        ConfigError: it cannot be, or lies outside the choices or the range.
+    """
+    kind = next(a for a in _alternatives(hint) if a is not type(None))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name} must be of type {kind.__name__}, not {type(value).__name__}", param=name)
+    if metadata["choices"] and value not in metadata["choices"]:
+        raise ConfigError(f"{name} must be one of: {', '.join(metadata['choices'])}", param=name)
+    if isinstance(value, int | float):
+        low, high = metadata["low"], metadata["high"]
+        if low is not None and value < low:
+            raise ConfigError(f"{name} must be at least {low:g}, not {value:g}", param=name)
+        if high is not None and value > high:
+            raise ConfigError(f"{name} must be at most {high:g}, not {value:g}", param=name)
+    return value
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)

@@ -1,0 +1,112 @@
+"""Errors that reach a person or a client. Each says what to do, none repeats what a user sent."""
+
+from __future__ import annotations
+
+
+class CloisterError(Exception):
+    """Base of every error that Cloister raises on purpose.
+
+    Attributes:
+        message: one or two sentences, what happened and what to do; free of user content.
+        code: machine-readable slug, as in the OpenAI error object.
+        param: the request field or setting at fault, if one is.
+        status: the HTTP status that the server answers with.
+    """
+
+    code = "internal_error"
+    status = 500
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequestError(CloisterError):
+    """The request itself is wrong; sending it again unchanged cannot work."""
+
+    code = "invalid_request"
+    status = 400
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and answer do not fit into the context window or the KV cache."""
+
+    code = "context_length_exceeded"
+
+
+class AuthenticationError(CloisterError):
+    """No API key, or one that is not known."""
+
+    code = "invalid_api_key"
+    status = 401
+
+
+class PolicyError(CloisterError):
+    """The active profile refuses a feature; the message names the rule."""
+
+    code = "refused_by_policy"
+    status = 403
+
+
+class NotFoundError(CloisterError):
+    """There is no such model or route."""
+
+    code = "not_found"
+    status = 404
+
+
+class RequestTooLargeError(CloisterError):
+    """The body is larger than the server accepts."""
+
+    code = "request_too_large"
+    status = 413
+
+
+class QueueFullError(CloisterError):
+    """Too many requests wait already.
+
+    Attributes:
+        retry_after_s: when to try again, in seconds, at least 1.
+    """
+
+    code = "queue_full"
+    status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = max(1.0, retry_after_s)
+
+
+class DeadlineError(CloisterError):
+    """The request's deadline passed before its answer was complete."""
+
+    code = "deadline_exceeded"
+    status = 504
+
+
+class EngineError(CloisterError):
+    """The engine failed or died while it held the request; it is safe to send it again."""
+
+    code = "engine_error"
+    status = 503
+
+
+class ModelError(CloisterError):
+    """A model directory cannot be used: missing file, unknown architecture, wrong shape."""
+
+    code = "model_error"
+
+
+class ConfigError(CloisterError):
+    """A setting has no meaning or contradicts another one."""
+
+    code = "config_error"
+
+
+class MemoryBudgetError(ConfigError):
+    """What was asked for cannot fit into memory; the message has the figure that would."""
+
+    code = "out_of_memory_budget"

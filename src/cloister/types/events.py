@@ -1,0 +1,126 @@
+"""The one event stream that metrics, traces, bench and usage counts derive from (rule 7).
+
+Times are of one monotonic clock, in seconds. Events carry counts and ids, never content.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
+
+
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """A request reached the engine."""
+
+    request_id: str
+    now_s: float
+    num_prompt_tokens: int
+
+
+class Scheduled(msgspec.Struct, frozen=True, tag=True):
+    """A request got its first slot in a plan (again after a preemption: `resumed`)."""
+
+    request_id: str
+    now_s: float
+    queue_s: float
+    num_cached_tokens: int
+    num_prompt_tokens: int
+    resumed: bool = False
+
+
+class Preempted(msgspec.Struct, frozen=True, tag=True):
+    """A running sequence lost its blocks and waits again."""
+
+    request_id: str
+    now_s: float
+
+
+class Progressed(msgspec.Struct, frozen=True, tag=True):
+    """A sequence gained `num_tokens` committed output tokens."""
+
+    request_id: str
+    seq_id: int
+    index: int
+    now_s: float
+    num_tokens: int
+    first: bool
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A sequence ended; the last one of a request carries `last=True`, exactly once per request (rule 4)."""
+
+    request_id: str
+    seq_id: int
+    index: int
+    now_s: float
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    arrival_s: float
+    first_token_s: float | None
+    last: bool
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """One step ran: what it did and how full the engine is."""
+
+    now_s: float
+    elapsed_s: float
+    num_tokens: int
+    num_samples: int
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_total_blocks: int
+
+
+Event = Arrived | Scheduled | Preempted | Progressed | Ended | Stepped
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: take this request."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: nobody waits for this request any more."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: end what runs within `timeout_s`, then exit."""
+
+    timeout_s: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Engine to front: the model is loaded."""
+
+    model: ModelInfo
+    memory: list[tuple[str, int]]
+    """Itemised memory budget: (what, bytes)."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Engine to front: it cannot start, and why; sent once before it exits."""
+
+    message: str
+    code: str
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """Engine to front: what a step brought."""
+
+    outputs: list[SequenceOutput]
+    events: list[Event]
+
+
+FrontMessage = Submit | Abort | Shutdown
+EngineMessage = Ready | Failed | Outputs

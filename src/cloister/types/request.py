@@ -1,0 +1,149 @@
+"""What is asked of the engine, and the messages in which front and engine talk."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from cloister.types.scope import LOCAL_SCOPE, Scope
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token is chosen. Defaults are the OpenAI API's; 0 or None switches a filter off.
+
+    Attributes:
+        n: sequences to generate from one prompt.
+        temperature: 0 is greedy.
+        top_p, top_k, min_p: truncations of the distribution, applied in the order temperature, top_k, top_p, min_p.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output
+            (CTRL, Keskar et al. 2019, section 4.1).
+        presence_penalty, frequency_penalty: subtracted once, or once per occurrence, for tokens of the output.
+        logit_bias: token id -> added to its logit, after penalties.
+        seed: makes the answer repeatable; None draws one.
+        stop: strings that end the answer; not part of it unless `include_stop`.
+        stop_token_ids: token ids that end the answer, beside the model's EOS ids.
+        min_tokens: EOS and stop tokens cannot be chosen, and stop strings do not count, before this many.
+        max_tokens: output tokens at most; None means as many as the context window holds.
+        ignore_eos: the model's EOS ids do not end the answer.
+        logprobs: None for none, k for the chosen token's and the k most likely ones'. They are log-probabilities of
+            the model's distribution before temperature, penalties and truncation.
+        prompt_logprobs: as `logprobs`, for every prompt token but the first; reads no prefix hits (rule 5).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One admitted request, tokenized, on its way to an engine.
+
+    Attributes:
+        request_id: unique for the life of the engine; never derived from content.
+        token_ids: the prompt, at least one token.
+        scope: who may share its KV.
+        tenant: whose fair share it uses; a name from the credential, never from content.
+        priority: class from the credential; smaller is more urgent.
+        timeout_s: from arrival at the engine until its last token; the deadline of every state it waits in.
+        adapter: name of a LoRA adapter, or None.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    scope: Scope = LOCAL_SCOPE
+    tenant: str = "local"
+    priority: int = 0
+    timeout_s: float = 600.0
+    adapter: str | None = None
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. STOP and LENGTH are answers, the others are errors with a reply."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    TIMEOUT = "timeout"
+    REJECTED = "rejected"
+    ERROR = "error"
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities (natural) at one position.
+
+    Attributes:
+        token_id, logprob: the chosen token.
+        top: (token id, logprob) of the most likely ones, best first.
+        text, top_texts: the tokens as bytes; filled by output processing, not by the runner.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    text: bytes = b""
+    top_texts: tuple[bytes, ...] = ()
+
+
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step added to one sequence of a request, as the front receives it.
+
+    Attributes:
+        index: which of the request's n sequences.
+        text: new text; always whole characters. Held back while it may be the start of a stop string.
+        token_ids: new tokens (those of held-back text included).
+        finish_reason: set exactly once per sequence, on its last output.
+        stop_reason: the stop string or token id that matched, or None for EOS and length.
+        error: for ERROR, REJECTED and TIMEOUT: what to tell the client, free of content.
+        prompt_logprobs: on the first output of index 0, when asked for; entry 0 is None.
+        num_cached_tokens: prompt tokens read from the prefix cache.
+    """
+
+    request_id: str
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front needs to know of the model that the engine holds.
+
+    Attributes:
+        max_model_len: prompt and answer together, in tokens.
+        eos_token_ids: every id that ends an answer.
+        defaults: sampling defaults of generation_config.json (temperature, top_p, top_k, repetition_penalty, ...).
+        fingerprint: `system_fingerprint` (rule 6): weights, format, instruction set, back end, layout.
+    """
+
+    name: str
+    path: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    defaults: dict[str, float] = {}
+    fingerprint: str = ""
+    created_s: int = 0

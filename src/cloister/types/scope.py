@@ -1,0 +1,39 @@
+"""Scope: who may ever share state with whom."""
+
+from __future__ import annotations
+
+import hashlib
+from enum import StrEnum
+
+import msgspec
+
+
+class ScopeKind(StrEnum):
+    """From narrow to wide. Nothing is shared between two scopes, whatever their kinds."""
+
+    REQUEST = "request"
+    SESSION = "session"
+    TENANT = "tenant"
+    LOCAL = "local"
+    PUBLIC = "public"
+
+
+class Scope(msgspec.Struct, frozen=True):
+    """The circle inside which cached state may be reused.
+
+    Attributes:
+        kind: how wide the circle is.
+        salt: bytes that no other scope has; for a tenant derived from its credential, for a request random.
+    """
+
+    kind: ScopeKind
+    salt: bytes
+
+    @property
+    def seed(self) -> bytes:
+        """32 bytes that start every prefix-key chain of this scope (rule 5)."""
+        return hashlib.sha256(b"cloister/scope/1\0" + self.kind.encode() + b"\0" + self.salt).digest()
+
+
+LOCAL_SCOPE = Scope(ScopeKind.LOCAL, b"")
+"""The one scope of a loopback server without API keys, and of `LLM`."""

@@ -1,0 +1,122 @@
+"""Where mind and muscle meet: a plan of one step, and what came out of it.
+
+A plan holds counts and blocks, never token ids of running sequences: the runner keeps those, so a plan can be made while
+the step before it still runs (rule 2).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cloister.types.request import SamplingParams, TokenLogprobs
+
+
+class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
+    """A sequence that the runner does not hold yet: new, or resumed after preemption.
+
+    Attributes:
+        token_ids: prompt, and what was generated before a preemption.
+        num_prompt_tokens: how many of them are prompt.
+        seed: key of the sampling noise, with `index` and the position (rule 6).
+        index: which of the request's n sequences.
+        stop_token_ids: ids that end the sequence (EOS included unless ignored); barred until `min_tokens`.
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int
+    index: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    adapter: str | None = None
+
+
+class SequencePlan(msgspec.Struct, kw_only=True):
+    """The part of one sequence in a step: compute positions [start, start + num_tokens).
+
+    Attributes:
+        table_start, new_block_ids: the block table from index `table_start` on becomes `new_block_ids`.
+        num_samples: tokens to sample after the last position (0 while a prompt is incomplete, else 1).
+        parents: for a draft tree, the parent of each drafted token; None is a chain.
+    """
+
+    seq_id: int
+    start: int
+    num_tokens: int
+    table_start: int
+    new_block_ids: list[int]
+    num_samples: int
+    parents: tuple[int, ...] | None = None
+
+
+class Fork(msgspec.Struct, frozen=True):
+    """`child_id` becomes a copy of `parent_id` and samples from the parent's logits of this step with its own noise.
+
+    The child shares the parent's block table; `index` is its place among the request's n sequences.
+    """
+
+    parent_id: int
+    child_id: int
+    index: int
+
+
+class StepPlan(msgspec.Struct, kw_only=True):
+    """One step. The runner does, in this order: departures, arrivals, wipes, copies, forward, samples (forks too).
+
+    Attributes:
+        departures: sequences that the runner forgets.
+        wipes: blocks to overwrite with zeros, before anyone may get them.
+        copies: (source block, target block), whole blocks: copy-on-write.
+    """
+
+    plan_id: int
+    sequences: list[SequencePlan] = []
+    arrivals: list[NewSequence] = []
+    forks: list[Fork] = []
+    copies: list[tuple[int, int]] = []
+    wipes: list[int] = []
+    departures: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions computed by this step."""
+        return sum(part.num_tokens for part in self.sequences)
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """Tokens that one sequence gained in a step: accepted drafts, then the sampled one."""
+
+    seq_id: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class StepResult(msgspec.Struct, kw_only=True):
+    """What came out of a plan.
+
+    Attributes:
+        samples: one entry per sequence (forked children too) that sampled.
+        prompt_logprobs: seq_id -> logprobs of the prompt tokens at the positions start + 1 .. start + num_tokens that
+            are still prompt, in order.
+        failures: seq_id -> what to tell the client; such a sequence has no sample.
+        elapsed_s: time the step took, for the budget and for every figure (rule 7).
+    """
+
+    plan_id: int
+    samples: list[Sample] = []
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    failures: dict[int, str] = {}
+    elapsed_s: float = 0.0
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """Output processing found the end of a sequence in the tokens of this step.
+
+    Attributes:
+        num_tokens: how many of the step's sampled tokens belong to the answer, the stopping one included.
+        reason: the stop string or token id, None for EOS.
+    """
+
+    num_tokens: int
+    reason: str | int | None = None

@@ -1,0 +1,84 @@
+"""A runner without a model that believes nothing: it keeps what every KV slot holds and checks each plan against it."""
+
+from __future__ import annotations
+
+from cloister.types.step import Sample, StepPlan, StepResult
+
+EMPTY = None
+"""What a wiped slot holds."""
+
+
+class CheckedRunner:
+    """Writes token ids into slots as a model would write KV, and fails the moment a sequence would read a wrong one.
+
+    Sampled tokens are a hash of the whole history, so that equal histories continue equally.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 50, step_s: float = 0.01) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.step_s = step_s
+        self.slots: list[list[tuple[int, int] | None]] = [[EMPTY] * block_size for _ in range(num_blocks)]
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.indexes: dict[int, int] = {}
+        self.num_computed = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for seq_id in plan.departures:
+            for held in (self.tokens, self.tables, self.indexes):
+                held.pop(seq_id, None)
+        for new in plan.arrivals:
+            assert new.seq_id not in self.tokens, "a sequence arrived twice"
+            self.tokens[new.seq_id] = list(new.token_ids)
+            self.tables[new.seq_id] = []
+            self.indexes[new.seq_id] = new.index
+        for block in plan.wipes:
+            self.slots[block] = [EMPTY] * self.block_size
+        for source, target in plan.copies:
+            assert all(slot is EMPTY for slot in self.slots[target]), "a copy goes to a block that was not wiped"
+            self.slots[target] = list(self.slots[source])
+        samples = [sample for part in plan.sequences for sample in self._compute(part, plan)]
+        self._check_private(plan)
+        return StepResult(plan_id=plan.plan_id, samples=samples, elapsed_s=self.step_s)
+
+    def _compute(self, part, plan: StepPlan) -> list[Sample]:
+        tokens, table = self.tokens[part.seq_id], self.tables[part.seq_id]
+        table[part.table_start :] = part.new_block_ids
+        for position in range(part.start):
+            assert self._slot(table, position) == (position, tokens[position]), "a sequence reads KV that is not its own"
+        for position in range(part.start, part.start + part.num_tokens):
+            block, offset = table[position // self.block_size], position % self.block_size
+            held = self.slots[block][offset]
+            assert held is EMPTY or held == (position, tokens[position]), "a block was not wiped before it was given away"
+            self.slots[block][offset] = (position, tokens[position])
+        self.num_computed += part.num_tokens
+        if not part.num_samples:
+            return []
+        end = part.start + part.num_tokens
+        assert end == len(tokens), "a sample in the middle of what is known"
+        forks = [fork for fork in plan.forks if fork.parent_id == part.seq_id]
+        for fork in forks:
+            self.tokens[fork.child_id] = list(tokens)
+            self.tables[fork.child_id] = list(table)
+            self.indexes[fork.child_id] = fork.index
+        return [self._sample(seq_id) for seq_id in (part.seq_id, *(fork.child_id for fork in forks))]
+
+    def _sample(self, seq_id: int) -> Sample:
+        tokens = self.tokens[seq_id]
+        token = hash((tuple(tokens), self.indexes[seq_id])) % self.vocab_size
+        tokens.append(token)
+        return Sample(seq_id, [token])
+
+    def _slot(self, table: list[int], position: int):
+        return self.slots[table[position // self.block_size]][position % self.block_size]
+
+    def _check_private(self, plan: StepPlan) -> None:
+        """Two sequences may hold one block only where both have the same tokens in it."""
+        for part in plan.sequences:
+            block = self.tables[part.seq_id][(part.start + part.num_tokens - 1) // self.block_size]
+            for other, table in self.tables.items():
+                if other != part.seq_id and block in table and other not in {f.child_id for f in plan.forks}:
+                    first = table.index(block) * self.block_size
+                    mine = self.tokens[part.seq_id][first : part.start + part.num_tokens]
+                    assert self.tokens[other][first : first + len(mine)] == mine, "a shared block was written"

@@ -1,0 +1,151 @@
+"""Blocks are conserved and every request ends exactly once, whatever comes in whatever order (rule 4)."""
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from tests.checked_runner import CheckedRunner
+
+from cloister.kv import BlockPool, PrefixKeys
+from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.types.events import Arrived, Ended
+from cloister.types.request import Request, SamplingParams
+from cloister.types.scope import Scope, ScopeKind
+from cloister.types.step import Stop
+
+SCOPES = [Scope(ScopeKind.TENANT, bytes([i])) for i in range(2)]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, go, stop, fail and time out around a scheduler with up to two plans in flight."""
+
+    requests = Bundle("requests")
+
+    @initialize(
+        policy=st.sampled_from(["fcfs", "static", "priority", "fair"]),
+        num_blocks=st.integers(4, 40),
+        block_size=st.sampled_from([1, 3, 4, 16]),
+        max_num_seqs=st.integers(1, 6),
+        max_tokens=st.integers(1, 40),
+        prefix_cache=st.booleans(),
+    )
+    def start(self, policy, num_blocks, block_size, max_num_seqs, max_tokens, prefix_cache):
+        self.pool = BlockPool(num_blocks, block_size)
+        config = SchedulerConfig(
+            max_model_len=48,
+            max_num_seqs=max_num_seqs,
+            policy=policy,
+            budget=BudgetConfig(max_tokens=max_tokens),
+            prefix_cache=prefix_cache,
+        )
+        self.scheduler = Scheduler(config, self.pool, PrefixKeys("model", block_size))
+        self.runner = CheckedRunner(num_blocks, block_size, vocab_size=3)
+        self.now = 0.0
+        self.flights = []
+        self.count = 0
+        self.arrived, self.last, self.ended = Counter(), Counter(), Counter()
+        self.expected = {}
+
+    def note(self, events):
+        for event in events:
+            if isinstance(event, Arrived):
+                self.arrived[event.request_id] += 1
+            if isinstance(event, Ended):
+                self.ended[event.request_id, event.index] += 1
+                self.last[event.request_id] += event.last
+
+    @rule(
+        target=requests,
+        length=st.integers(1, 40),
+        max_tokens=st.integers(0, 20),
+        n=st.integers(1, 3),
+        kind=st.integers(0, 2),
+        scope=st.sampled_from(SCOPES),
+        timeout_s=st.sampled_from([0.5, 5.0, 1e6]),
+    )
+    def come(self, length, max_tokens, n, kind, scope, timeout_s):
+        name = f"r{self.count}"
+        self.count += 1
+        self.expected[name] = n
+        request = Request(
+            request_id=name,
+            token_ids=[(kind + i // 7) % 3 for i in range(length)],
+            sampling=SamplingParams(n=n, max_tokens=max_tokens),
+            scope=scope,
+            tenant=str(kind),
+            priority=kind,
+            timeout_s=timeout_s,
+        )
+        self.scheduler.add(request, self.now)
+        return name
+
+    @rule(name=requests)
+    def leave(self, name):
+        self.scheduler.abort(name, self.now)
+
+    @rule(seconds=st.sampled_from([0.01, 0.6, 6.0]))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @rule()
+    def plan(self):
+        if len(self.flights) < 2 and (plan := self.scheduler.plan(self.now)) is not None:
+            self.flights.append(plan)
+
+    @rule(stop=st.integers(0, 3))
+    def commit(self, stop):
+        if self.flights:
+            result = self.runner.run(self.flights.pop(0))
+            stops = {s.seq_id: Stop(1) for s in result.samples if stop == 0 and s.seq_id % 2}
+            self.note(self.scheduler.commit(result, stops, self.now))
+
+    @rule()
+    def fail_a_sequence(self):
+        if self.flights:
+            result = self.runner.run(self.flights.pop(0))
+            failed = [sample.seq_id for sample in result.samples[:1]]
+            result.samples = result.samples[1:]
+            result.failures = dict.fromkeys(failed, "no number")
+            self.note(self.scheduler.commit(result, {}, self.now))
+
+    @rule()
+    def fail_a_step(self):
+        if self.flights:
+            self.flights.clear()
+            self.scheduler.fail("the step failed", self.now)
+
+    @invariant()
+    def blocks_are_conserved(self):
+        if hasattr(self, "pool"):
+            self.pool.check()
+            if self.scheduler.tree is not None:
+                self.scheduler.tree.check()
+
+    @invariant()
+    def nothing_ends_twice(self):
+        if hasattr(self, "ended"):
+            self.note(self.scheduler.take_events())
+            assert max(self.ended.values(), default=0) <= 1
+            assert max(self.last.values(), default=0) <= 1
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(20_000):
+            if not self.flights and (plan := self.scheduler.plan(self.now)) is not None:
+                self.flights.append(plan)
+            if not self.flights:
+                break
+            self.note(self.scheduler.commit(self.runner.run(self.flights.pop(0)), {}, self.now))
+        self.note(self.scheduler.take_events())
+        assert self.last == {name: 1 for name in self.expected}
+        assert self.ended == {(name, i): 1 for name, n in self.expected.items() for i in range(n)}
+        assert self.arrived == Counter(self.expected.keys())
+        assert self.pool.num_used == 0, "a block leaked"
+        assert self.scheduler.num_waiting == self.scheduler.num_running == 0
+        self.pool.check()
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestScheduler = SchedulerMachine.TestCase

@@ -1,0 +1,377 @@
+import pytest
+from tests.checked_runner import CheckedRunner
+
+from cloister.kv import BlockPool, PrefixKeys
+from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.types.events import Ended, Preempted, Progressed, Scheduled
+from cloister.types.request import FinishReason, Request, SamplingParams
+from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
+from cloister.types.step import Stop
+
+
+class Bench:
+    """A scheduler and a checked runner, stepped together under a clock that the test moves."""
+
+    def __init__(self, *, num_blocks=64, block_size=4, max_tokens=64, keys=True, **config):
+        self.pool = BlockPool(num_blocks, block_size)
+        config.setdefault("max_model_len", 256)
+        target_s = config.pop("target_s", None)
+        self.scheduler = Scheduler(
+            SchedulerConfig(budget=BudgetConfig(max_tokens=max_tokens, target_s=target_s), **config),
+            self.pool,
+            PrefixKeys("model", block_size) if keys else None,
+        )
+        self.runner = CheckedRunner(num_blocks, block_size)
+        self.now = 0.0
+        self.events = []
+        self.plans = []
+
+    def add(self, name, prompt, max_tokens=4, **fields):
+        sampling = SamplingParams(max_tokens=max_tokens, n=fields.pop("n", 1))
+        prompt = list(range(prompt)) if isinstance(prompt, int) else prompt
+        self.scheduler.add(Request(request_id=name, token_ids=prompt, sampling=sampling, **fields), self.now)
+
+    def step(self, stops=None):
+        self.now += 0.01
+        plan = self.scheduler.plan(self.now)
+        if plan is None:
+            self.events += self.scheduler.take_events()
+            return False
+        self.plans.append(plan)
+        self.events += self.scheduler.commit(self.runner.run(plan), stops or {}, self.now)
+        self.pool.check()
+        return True
+
+    def run(self, limit=2000):
+        for _ in range(limit):
+            if not self.step():
+                assert self.scheduler.num_requests == 0, "requests are left and nothing is planned"
+                return self
+        raise AssertionError("it does not end")
+
+    def ended(self, name=None):
+        return [e for e in self.events if isinstance(e, Ended) and name in (None, e.request_id)]
+
+    def of(self, kind):
+        return [e for e in self.events if isinstance(e, kind)]
+
+
+def test_a_request_runs_to_its_length_and_gives_everything_back():
+    bench = Bench()
+    bench.add("a", 10, max_tokens=5)
+    bench.run()
+    (end,) = bench.ended()
+    assert (end.reason, end.num_output_tokens, end.last) == (FinishReason.LENGTH, 5, True)
+    assert bench.pool.num_used == 0
+
+
+def test_work_counted_in_tokens_is_the_sum_of_the_prompts():
+    bench = Bench(max_tokens=1000, keys=False)
+    lengths = (3, 17, 40, 1)
+    for i, length in enumerate(lengths):
+        bench.add(str(i), [i] * length, max_tokens=1)
+    bench.step()
+    assert bench.plans[0].num_tokens == sum(lengths) == bench.runner.num_computed
+
+
+def test_a_long_prompt_is_cut_to_the_budget_and_decodes_go_first():
+    bench = Bench(max_tokens=16)
+    bench.add("short", 4, max_tokens=20)
+    bench.step()
+    bench.add("long", [9] * 60, max_tokens=1)
+    bench.step()
+    counts = {part.seq_id: part.num_tokens for part in bench.plans[-1].sequences}
+    assert counts == {0: 1, 1: 15}
+
+
+def test_a_request_that_comes_later_joins_at_the_next_step():
+    bench = Bench()
+    bench.add("a", 4, max_tokens=50)
+    for _ in range(5):
+        bench.step()
+    bench.add("b", 4, max_tokens=2)
+    bench.run()
+    assert [e.request_id for e in bench.ended()] == ["b", "a"]
+
+
+def test_static_batching_lets_nobody_join():
+    bench = Bench(policy="static")
+    bench.add("a", 4, max_tokens=20)
+    bench.step()
+    bench.add("b", 4, max_tokens=2)
+    bench.run()
+    assert [e.request_id for e in bench.ended()] == ["a", "b"]
+
+
+def test_a_stop_ends_the_sequence_and_says_why():
+    bench = Bench()
+    bench.add("a", 4, max_tokens=50)
+    bench.step({0: Stop(1, reason="END")})
+    (end,) = bench.ended()
+    assert (end.reason, end.stop_reason, end.num_output_tokens) == (FinishReason.STOP, "END", 1)
+
+
+def test_sequences_of_one_request_share_the_prompt():
+    bench = Bench(keys=False)
+    bench.add("a", 10, n=4, max_tokens=1)
+    bench.step()
+    assert bench.runner.num_computed == 10
+    assert len(bench.ended("a")) == 4
+    assert sum(e.last for e in bench.ended()) == 1
+
+
+def test_forked_sequences_copy_the_last_block_when_they_write():
+    bench = Bench(keys=False)
+    bench.add("a", 10, n=3, max_tokens=3)
+    bench.step()
+    assert bench.pool.num_used == 3
+    bench.step()
+    assert {target for _, target in bench.plans[-1].copies} == {part.new_block_ids[0] for part in bench.plans[-1].sequences}
+    assert bench.pool.num_used == 2 + 3, "full blocks stay shared, and the copied original is free again"
+    bench.run()
+    assert bench.pool.num_free == bench.pool.num_total
+
+
+def test_same_scope_hits():
+    bench = Bench()
+    bench.add("a", 17)
+    bench.run()
+    bench.add("b", 17)
+    bench.run()
+    assert [e.num_cached_tokens for e in bench.of(Scheduled)] == [0, 16]
+
+
+def test_another_scope_misses():
+    bench = Bench()
+    bench.add("a", 17)
+    bench.run()
+    bench.add("b", 17, scope=Scope(ScopeKind.TENANT, b"b"))
+    bench.run()
+    assert [e.num_cached_tokens for e in bench.of(Scheduled)] == [0, 0]
+
+
+def test_a_whole_prompt_in_the_cache_still_computes_its_last_token():
+    bench = Bench()
+    bench.add("a", 16)
+    bench.run()
+    bench.add("b", 16, max_tokens=1)
+    bench.run()
+    assert bench.of(Scheduled)[-1].num_cached_tokens == 12
+    assert bench.ended("b")[0].num_output_tokens == 1
+
+
+def test_a_request_for_prompt_logprobs_reads_no_hits():
+    bench = Bench()
+    bench.add("a", 17)
+    bench.run()
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    bench.scheduler.add(Request(request_id="b", token_ids=list(range(17)), sampling=sampling), bench.now)
+    bench.run()
+    assert bench.of(Scheduled)[-1].num_cached_tokens == 0
+
+
+def test_answers_are_cached_for_the_next_turn():
+    bench = Bench()
+    bench.add("a", 8, max_tokens=9)
+    bench.run()
+    tokens = [*range(8)]
+    for _ in range(9):
+        tokens.append(hash((tuple(tokens), 0)) % 50)
+    bench.add("b", [*tokens, 1, 2], max_tokens=1)
+    bench.run()
+    assert bench.of(Scheduled)[-1].num_cached_tokens == 16
+
+
+def test_without_room_the_latest_is_preempted_and_finishes_later_with_the_same_tokens():
+    roomy, tight = Bench(num_blocks=64), Bench(num_blocks=12)
+    for bench in (roomy, tight):
+        for name in "abc":
+            bench.add(name, [ord(name)] * 8, max_tokens=20, scope=LOCAL_SCOPE)
+        bench.run()
+    assert tight.of(Preempted)
+    assert not roomy.of(Preempted)
+    assert {e.request_id: e.num_output_tokens for e in tight.ended()} == dict.fromkeys("abc", 20)
+    assert tight.ended()[0].request_id == "a"
+
+
+def test_one_that_can_never_fit_is_refused_with_the_figure_that_would():
+    bench = Bench(num_blocks=4, block_size=4)
+    bench.add("a", 10, max_tokens=10)
+    bench.run()
+    (end,) = bench.ended()
+    assert end.reason is FinishReason.REJECTED
+    assert "max_tokens to 6 or less" in end.error
+
+
+@pytest.mark.parametrize(("prompt", "words"), [(0, "empty"), (256, "256 tokens")])
+def test_prompts_that_do_not_fit_the_window_are_refused(prompt, words):
+    bench = Bench(num_blocks=256)
+    bench.add("a", prompt)
+    bench.run()
+    assert words in bench.ended()[0].error
+
+
+def test_more_sequences_than_may_run_are_refused():
+    bench = Bench(max_num_seqs=2)
+    bench.add("a", 4, n=3)
+    bench.run()
+    assert [e.reason for e in bench.ended()] == [FinishReason.REJECTED] * 3
+
+
+def test_an_aborted_request_gives_its_blocks_back_at_once():
+    bench = Bench()
+    bench.add("a", 40, max_tokens=50)
+    bench.step()
+    bench.scheduler.abort("a", bench.now)
+    assert bench.pool.num_used == 0
+    bench.run()
+    assert bench.ended()[0].reason is FinishReason.ABORT
+
+
+def test_aborting_twice_ends_once():
+    bench = Bench()
+    bench.add("a", 4)
+    bench.scheduler.abort("a", bench.now)
+    bench.scheduler.abort("a", bench.now)
+    bench.run()
+    assert len(bench.ended()) == 1
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_deadline_ends_a_request_wherever_it_waits(running):
+    bench = Bench(max_num_seqs=1)
+    if not running:
+        bench.add("first", 4, max_tokens=100)
+    bench.add("a", 4, max_tokens=100, timeout_s=0.05)
+    for _ in range(10):
+        bench.step()
+    (end,) = bench.ended("a")
+    assert end.reason is FinishReason.TIMEOUT
+    assert "deadline" in end.error
+
+
+def test_blocks_of_a_cancelled_request_are_free_only_when_the_last_plan_that_names_it_is_committed():
+    bench = Bench()
+    bench.add("a", 8, max_tokens=50)
+    first = bench.scheduler.plan(0.0)
+    second = bench.scheduler.plan(0.0)
+    bench.scheduler.abort("a", 0.0)
+    assert bench.pool.num_used > 0
+    bench.scheduler.commit(bench.runner.run(first), {}, 0.0)
+    assert bench.pool.num_used > 0
+    bench.scheduler.commit(bench.runner.run(second), {}, 0.0)
+    assert bench.pool.num_used == 0
+
+
+def test_two_plans_in_flight_give_the_same_tokens_as_one():
+    def run(depth):
+        bench = Bench()
+        for name in "ab":
+            bench.add(name, [ord(name)] * 9, max_tokens=12)
+        flights = []
+        for _ in range(40):
+            if len(flights) < depth and (plan := bench.scheduler.plan(0.0)) is not None:
+                flights.append(plan)
+                continue
+            if not flights:
+                break
+            bench.events += bench.scheduler.commit(bench.runner.run(flights.pop(0)), {}, 0.0)
+        return [(e.request_id, e.num_output_tokens) for e in bench.ended()], bench.runner.num_computed
+
+    assert run(1) == run(2)
+
+
+def test_a_failed_step_ends_its_requests_and_loses_no_block():
+    bench = Bench()
+    bench.add("a", 8, max_tokens=50, n=2)
+    bench.add("b", 8, max_tokens=50)
+    bench.step()
+    bench.scheduler.plan(bench.now)
+    bench.scheduler.fail("the step failed", bench.now)
+    bench.runner.tokens.clear()
+    bench.add("c", 8, max_tokens=2)
+    bench.run()
+    assert {e.request_id: e.reason for e in bench.ended()} == {
+        "a": FinishReason.ERROR,
+        "b": FinishReason.ERROR,
+        "c": FinishReason.LENGTH,
+    }
+    assert bench.pool.num_used == 0
+
+
+def test_a_sequence_whose_logits_failed_ends_alone():
+    bench = Bench()
+    bench.add("a", 8)
+    bench.add("b", [1, 2, 3])
+    plan = bench.scheduler.plan(0.0)
+    result = bench.runner.run(plan)
+    result.samples = [s for s in result.samples if s.seq_id != 0]
+    result.failures = {0: "the model gave no number"}
+    bench.events += bench.scheduler.commit(result, {}, 0.0)
+    bench.run()
+    assert {e.request_id: e.reason for e in bench.ended()} == {"a": FinishReason.ERROR, "b": FinishReason.LENGTH}
+
+
+def test_scoring_without_output_ends_after_the_prompt():
+    bench = Bench()
+    bench.add("a", 10, max_tokens=0)
+    bench.run()
+    (end,) = bench.ended()
+    assert (end.reason, end.num_output_tokens) == (FinishReason.LENGTH, 0)
+    assert not bench.of(Progressed)
+
+
+def test_a_more_urgent_class_takes_the_place_of_a_less_urgent_one():
+    bench = Bench(policy="priority", max_num_seqs=1)
+    bench.add("slow", 4, max_tokens=30, priority=5)
+    bench.step()
+    bench.add("urgent", 4, max_tokens=2, priority=0)
+    bench.run()
+    assert [e.request_id for e in bench.ended()] == ["urgent", "slow"]
+    assert bench.of(Preempted)
+
+
+def test_inside_a_class_the_earlier_deadline_goes_first():
+    bench = Bench(policy="priority", max_num_seqs=1)
+    bench.add("patient", 4, timeout_s=500)
+    bench.add("hurried", 4, timeout_s=50)
+    bench.run()
+    assert [e.request_id for e in bench.ended()] == ["hurried", "patient"]
+
+
+def test_a_flood_leaves_others_alone():
+    bench = Bench(policy="fair", max_num_seqs=4, num_blocks=512, max_tokens=64)
+    for i in range(200):
+        bench.add(f"flood{i}", [i] * 100, max_tokens=20, tenant="flood")
+    for _ in range(400):
+        bench.step()
+    before = len(bench.plans)
+    bench.add("victim", 60, max_tokens=1, tenant="victim")
+    while not bench.ended("victim"):
+        bench.step()
+    assert len(bench.plans) - before <= 2
+
+
+def test_fair_tenants_get_equal_work():
+    bench = Bench(policy="fair", max_num_seqs=4, num_blocks=512, max_tokens=64, keys=False)
+    for i in range(60):
+        bench.add(f"long{i}", [i] * 100, max_tokens=20, tenant="long")
+        bench.add(f"short{i}", [i] * 10, max_tokens=2, tenant="short")
+        bench.add(f"short{i}b", [i] * 10, max_tokens=2, tenant="short")
+    for _ in range(120):
+        bench.step()
+    ends = bench.ended()
+    assert sum(e.request_id.startswith("short") for e in ends) > 2 * sum(e.request_id.startswith("long") for e in ends)
+
+
+def test_an_idle_scheduler_plans_nothing_and_names_no_deadline():
+    bench = Bench()
+    assert bench.scheduler.plan(0.0) is None
+    assert bench.scheduler.next_deadline_s is None
+
+
+def test_the_next_deadline_is_the_earliest_one():
+    bench = Bench()
+    bench.add("a", 4, timeout_s=9)
+    bench.add("b", 4, timeout_s=3)
+    assert bench.scheduler.next_deadline_s == 3
