@@ -1,0 +1,98 @@
+"""`cloister policy`: what each privacy profile makes of each feature, printed from the code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from cloister import kv, sched
+from cloister.backends.base import BACKENDS
+from cloister.privacy import PROFILING_THREAT, Entry, Profile, Ruling, Verdict, gather
+from cloister.privacy.catalogue import rows_in_build
+from cloister.privacy.document import show_letters, to_data, to_markdown
+from cloister.privacy.features import FEATURES
+from cloister.privacy.matrix import ROWS, row_of
+from cloister.sched.policies import POLICIES
+
+app = typer.Typer(help="What each privacy profile allows, mitigates and refuses.", no_args_is_help=True)
+
+_STYLES = {Verdict.ALLOWED: "green", Verdict.MITIGATED: "yellow", Verdict.REFUSED: "red"}
+
+
+@app.callback()
+def policy() -> None:
+    """What each privacy profile allows, mitigates and refuses."""
+
+
+@app.command()
+def show(
+    profile: Annotated[Profile | None, typer.Option(help="Show this profile only, with what must hold.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/threats.md.")] = False,
+) -> None:
+    """Print the threat matrix from the code: every feature, what it endangers, and what the profiles say of it."""
+    if markdown and (as_json or profile):
+        raise typer.BadParameter("docs/threats.md has every profile; give --markdown by itself")
+    entries = list_entries()
+    if markdown:
+        typer.echo(to_markdown(entries), nl=False)
+    elif as_json:
+        typer.echo(json.dumps(to_data(entries, [profile] if profile else Profile), indent=2))
+    else:
+        _print_tables(entries, profile)
+
+
+def list_entries() -> tuple[Entry, ...]:
+    """Everything that this build has: what is registered by name, then what the rooms declare beside their code."""
+    declared = {
+        "prefix cache": kv.PREFIX_CACHE_THREAT,
+        "step budget": sched.BUDGET_THREAT,
+        "metrics": PROFILING_THREAT,
+    }
+    return gather((BACKENDS, POLICIES), declared)
+
+
+def _print_tables(entries: tuple[Entry, ...], profile: Profile | None) -> None:
+    console = Console()
+    in_build = rows_in_build(entries)
+    matrix = _start_table("Threat matrix", profile)
+    for row in ROWS:
+        about = (row.name, show_letters(row), "yes" if row in in_build else "no")
+        matrix.add_row(*about, *_show_rulings(row.rulings, profile))
+    console.print(matrix)
+    parts = _start_table("Parts that are judged by themselves", profile)
+    for feature in FEATURES.values():
+        parts.add_row(feature.name, show_letters(row_of(feature.slug)), "yes", *_show_rulings(feature.rulings, profile))
+    console.print(parts)
+    console.print(
+        "S stateless computation, E enforceable guarantees, P no privileged runtime access, T non-targetability, "
+        "V verifiable transparency. --profile NAME shows what must hold; --markdown and --json show residue and attacks too.",
+        style="dim",
+    )
+
+
+def _start_table(title: str, profile: Profile | None) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_lines=profile is not None)
+    table.add_column("feature", min_width=20)
+    table.add_column("threat")
+    table.add_column("built")
+    for column in (profile.value, "what must hold, or why") if profile else tuple(Profile):
+        table.add_column(column)
+    return table
+
+
+def _show_rulings(rulings: Mapping[Profile, Ruling], profile: Profile | None) -> list[str]:
+    if profile is None:
+        return [_show_verdict(rulings[p]) for p in Profile]
+    ruling = rulings[profile]
+    return [_show_verdict(ruling), f"{ruling.text} [dim]({ruling.rule})[/]"]
+
+
+def _show_verdict(ruling: Ruling) -> str:
+    return f"[{_STYLES[ruling.verdict]}]{ruling.verdict}[/]"

@@ -1,0 +1,105 @@
+"""What this build can be asked for, by a setting or a request field, and what each profile says of it.
+
+Implementations that are found by name (`types.registry`) need no entry here: their threat profile leads to their row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cloister.privacy.matrix import row_of
+from cloister.privacy.verdict import Judgement, Profile, Ruling, Verdict, allow, mitigate, name_rulings, refuse
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something that a person may ask for.
+
+    Attributes:
+        name: what `Policy.check` and `Policy.resolve` call it.
+        slug: the row of the matrix that it belongs to.
+        setting: the setting or request field that asks for it.
+        rulings: one for every profile.
+        on_by_default: profiles in which it is on when nobody asks.
+        instead: what to do where it is refused.
+    """
+
+    name: str
+    slug: str
+    setting: str
+    rulings: Mapping[Profile, Ruling]
+    on_by_default: frozenset[Profile]
+    instead: str
+
+    def allowing(self) -> tuple[Profile, ...]:
+        """Profiles that do not refuse it."""
+        return tuple(p for p in Profile if self.rulings[p].verdict is not Verdict.REFUSED)
+
+
+_EVERYWHERE = frozenset(Profile)
+
+
+def _own(
+    subject: str, *, open: Judgement, team: Judgement, private: Judgement, paranoid: Judgement
+) -> Mapping[Profile, Ruling]:
+    """Rulings of a feature on which the profiles say more than on its row."""
+    judged = {Profile.OPEN: open, Profile.TEAM: team, Profile.PRIVATE: private, Profile.PARANOID: paranoid}
+    return name_rulings(subject, judged)
+
+
+_FROM_CREDENTIAL = refuse("the class comes from the credential only")
+_CLIENT_PRIORITY = _own(
+    "priority.client-field",
+    open=allow("one user orders its own requests"),
+    team=_FROM_CREDENTIAL,
+    private=_FROM_CREDENTIAL,
+    paranoid=_FROM_CREDENTIAL,
+)
+_PLAIN_STREAM = _own(
+    "speculation.plain-stream",
+    open=allow("the network is the user's own machine"),
+    team=allow("the team trusts its network; a proxy with TLS hides the text, not sizes and times"),
+    private=mitigate("no drafts are verified for a plain stream, so its packets tell no accepted lengths"),
+    paranoid=refuse("sizes and times of packets follow the tokens, and this build has no constant-shape streaming"),
+)
+_FRESH = mitigate("every request gets a scope of its own, and the server says so at start")
+_KEYLESS_BIND = _own("prefix-cache.keyless-bind", open=_FRESH, team=_FRESH, private=_FRESH, paranoid=_FRESH)
+
+PREFIX_CACHE = Feature(
+    "prefix-cache",
+    "prefix-cache",
+    "prefix_cache",
+    row_of("prefix-cache").rulings,
+    # A request's scope is random, so in `private` the cache helps only a preempted request to resume. Off unless asked for.
+    frozenset({Profile.OPEN, Profile.TEAM}),
+    "leave the setting `prefix_cache` out or switch it off",
+)
+CLIENT_PRIORITY = Feature(
+    "client-priority",
+    "priority",
+    "request field `priority`",
+    _CLIENT_PRIORITY,
+    frozenset({Profile.OPEN}),
+    "leave the field `priority` out; the API key's own class counts",
+)
+STREAMING = Feature(
+    "streaming",
+    "speculation",
+    "request field `stream`",
+    _PLAIN_STREAM,
+    _EVERYWHERE - {Profile.PARANOID},
+    "send the request with `stream` false",
+)
+KEYLESS_BIND = Feature(
+    "keyless-bind",
+    "prefix-cache",
+    "settings `host` and `api_keys`",
+    _KEYLESS_BIND,
+    _EVERYWHERE,
+    "make API keys and pass their file as the setting `api_keys`",
+)
+
+FEATURES: Mapping[str, Feature] = {
+    feature.name: feature for feature in (PREFIX_CACHE, CLIENT_PRIORITY, STREAMING, KEYLESS_BIND)
+}

@@ -1,0 +1,117 @@
+"""Admission: the credential, and nothing that a client says, fixes scope, tenant and class of a request."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+
+from cloister.privacy.credentials import Credential, Credentials, RandomBytes
+from cloister.privacy.policy import Policy, Use
+from cloister.types.errors import AuthenticationError, ConfigError
+from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
+
+KEYLESS_TENANT = "local"
+_SALT_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a request may do. Its text says nothing of who asks.
+
+    Attributes:
+        scope: who may share its KV.
+        tenant: whose fair share it uses.
+        priority: its class; smaller is more urgent.
+        client_priority_allowed: whether the request's own field `priority` counts.
+    """
+
+    scope: Scope = field(repr=False)
+    tenant: str = field(repr=False)
+    priority: int = field(repr=False)
+    client_priority_allowed: bool
+
+
+class Gate:
+    """Lets requests in, under the active profile.
+
+    Args:
+        policy: the active profile.
+        credentials: API keys; None when none are asked for.
+        loopback: only this machine can connect.
+        random: source of salts for scopes that live as long as one request.
+
+    Raises:
+        ConfigError: keys are asked for, and there are none.
+    """
+
+    def __init__(
+        self, policy: Policy, credentials: Credentials | None, *, loopback: bool, random: RandomBytes = os.urandom
+    ) -> None:
+        if credentials is not None and not credentials.keys:
+            raise ConfigError("the API key file has no keys; make one with: cloister keys add NAME", param="api_keys")
+        self.policy = policy
+        self._credentials = credentials
+        self._random = random
+        self._keyless_scope = _keyless_scope(loopback, policy.widest_scope)
+
+    def admit(self, api_key: str | None) -> Admission:
+        """Admits the holder of an API key; without keys, anyone (a key that a client sends all the same is not looked at).
+
+        Raises:
+            AuthenticationError: keys are asked for, and this is none of them.
+        """
+        client_priority_allowed = self.policy.allows("client-priority")
+        if self._credentials is None:
+            return Admission(self._keyless_scope or self._fresh_scope(), KEYLESS_TENANT, 0, client_priority_allowed)
+        credential = _authenticate(self._credentials, api_key)
+        if self.policy.widest_scope is ScopeKind.REQUEST:
+            scope = self._fresh_scope()
+        else:
+            scope = Scope(ScopeKind.TENANT, self._credentials.tenants[credential.tenant])
+        # Who is not told apart cannot be targeted: a strict profile shows the engine the public class in place of the tenant.
+        tenant = credential.tenant if self.policy.names_tenants else f"class {credential.priority}"
+        return Admission(scope, tenant, credential.priority, client_priority_allowed)
+
+    def honour(self, admission: Admission, *, stream: bool = False, priority: int | None = None) -> Admission:
+        """Returns the admission with the wishes of the request itself.
+
+        Args:
+            stream: the request's field `stream`.
+            priority: the request's field `priority`, None when it has none.
+
+        Raises:
+            PolicyError: the profile refuses one of them; the message names the rule.
+        """
+        self.policy.check(
+            {
+                "streaming": Use(stream, "the request"),
+                "client-priority": Use(priority is not None, "the request"),
+            }
+        )
+        return admission if priority is None else replace(admission, priority=priority)
+
+    def notice(self) -> str | None:
+        """Returns the line to say at start when nobody can be told apart, else None (rule 5)."""
+        if self._credentials is not None or self._keyless_scope is not None:
+            return None
+        return (
+            f"{self.policy.ruling('keyless-bind').rule}: without API keys every request gets a scope of its own, so no "
+            "request reuses another one's prefix. To share inside a tenant: `cloister keys add NAME`, then --api-keys FILE."
+        )
+
+    def _fresh_scope(self) -> Scope:
+        return Scope(ScopeKind.REQUEST, self._random(_SALT_BYTES))
+
+
+def _keyless_scope(loopback: bool, widest: ScopeKind) -> Scope | None:
+    """The one scope of all requests without keys, or None when each gets its own."""
+    return LOCAL_SCOPE if loopback and widest is ScopeKind.LOCAL else None
+
+
+def _authenticate(credentials: Credentials, api_key: str | None) -> Credential:
+    if not api_key:
+        raise AuthenticationError("this server asks for an API key: send it as 'Authorization: Bearer KEY'")
+    credential = credentials.find(api_key)
+    if credential is None:
+        raise AuthenticationError("this API key is not known here: check it, or ask the operator of the server for one")
+    return credential

@@ -1,0 +1,116 @@
+"""What a profile says of a row of the threat matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cloister.types.threat import ThreatProfile
+
+
+class Profile(StrEnum):
+    """Privacy profiles, from the most open to the strictest."""
+
+    OPEN = "open"
+    TEAM = "team"
+    PRIVATE = "private"
+    PARANOID = "paranoid"
+
+
+class Verdict(StrEnum):
+    """What may be done with a feature."""
+
+    ALLOWED = "allowed"
+    MITIGATED = "mitigated"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """The verdict of one profile on one feature.
+
+    Attributes:
+        rule: its name, such as `T6.prefix-cache.paranoid`.
+        text: ALLOWED: why nothing has to hold. MITIGATED: what must hold. REFUSED: why.
+    """
+
+    rule: str
+    verdict: Verdict
+    text: str
+
+
+Judgement = tuple[Verdict, str]
+"""A verdict and its text, before it has a name."""
+
+
+def allow(text: str) -> Judgement:
+    return Verdict.ALLOWED, text
+
+
+def mitigate(text: str) -> Judgement:
+    return Verdict.MITIGATED, text
+
+
+def refuse(text: str) -> Judgement:
+    return Verdict.REFUSED, text
+
+
+def name_rulings(subject: str, judgements: Mapping[Profile, Judgement]) -> dict[Profile, Ruling]:
+    """Returns a ruling per profile, named `T6.<subject>.<profile>`."""
+    return {profile: Ruling(f"T6.{subject}.{profile}", verdict, text) for profile, (verdict, text) in judgements.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the matrix: what a kind of feature endangers, and what each profile says of it.
+
+    Attributes:
+        slug: the row's part in the names of its rules.
+        threat: threats, residue and mitigation; `threat.row` is the row's name, which features point to.
+        rulings: one for every profile.
+        threat_note: when a threat holds only together with another feature.
+    """
+
+    slug: str
+    threat: ThreatProfile
+    rulings: Mapping[Profile, Ruling]
+    threat_note: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.threat.row
+
+
+@dataclass(frozen=True, slots=True)
+class Residue:
+    """What state a feature leaves, and which kinds of attack it opens (taxonomy of residue).
+
+    Attributes:
+        slug: the row of the matrix that it belongs to.
+        leak, inference, access_pattern, difference: kinds of attack on the state.
+    """
+
+    feature: str
+    slug: str
+    state: str
+    where: tuple[str, ...]
+    mitigation: str
+    leak: bool
+    inference: bool
+    access_pattern: bool
+    difference: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """How a feature could steer a target's requests to captured nodes; an empty text means it cannot that way.
+
+    Attributes:
+        slug: the row of the matrix that it belongs to.
+    """
+
+    feature: str
+    slug: str
+    raises_hits: str
+    lowers_misses: str
