@@ -5,7 +5,6 @@ from collections import Counter
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
-from tests.checked_runner import CheckedRunner
 
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
@@ -13,6 +12,7 @@ from cloister.types.events import Arrived, Ended
 from cloister.types.request import Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import Stop
+from tests.checked_runner import CheckedRunner
 
 SCOPES = [Scope(ScopeKind.TENANT, bytes([i])) for i in range(2)]
 
@@ -139,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.note(self.scheduler.commit(self.runner.run(self.flights.pop(0)), {}, self.now))
         self.note(self.scheduler.take_events())
-        assert self.last == {name: 1 for name in self.expected}
+        assert self.last == dict.fromkeys(self.expected, 1)
         assert self.ended == {(name, i): 1 for name, n in self.expected.items() for i in range(n)}
         assert self.arrived == Counter(self.expected.keys())
         assert self.pool.num_used == 0, "a block leaked"

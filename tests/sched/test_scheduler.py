@@ -1,5 +1,4 @@
 import pytest
-from tests.checked_runner import CheckedRunner
 
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
@@ -7,6 +6,7 @@ from cloister.types.events import Ended, Preempted, Progressed, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
 from cloister.types.step import Stop
+from tests.checked_runner import CheckedRunner
 
 
 class Bench:
@@ -200,7 +200,15 @@ def test_one_that_can_never_fit_is_refused_with_the_figure_that_would():
     bench.run()
     (end,) = bench.ended()
     assert end.reason is FinishReason.REJECTED
-    assert "max_tokens to 6 or less" in end.error
+    assert "max_tokens to 7 or less" in end.error
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [(16, 0), (16, 1), (10, 7), (1, 16)])
+def test_one_that_just_fits_runs(prompt, max_tokens):
+    bench = Bench(num_blocks=4, block_size=4)
+    bench.add("a", prompt, max_tokens=max_tokens)
+    bench.run()
+    assert bench.ended()[0].reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize(("prompt", "words"), [(0, "empty"), (256, "256 tokens")])

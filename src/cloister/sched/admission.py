@@ -36,9 +36,17 @@ def find_refusal(request: Request, limits: Limits) -> str | None:
     if request.sampling.n > limits.max_num_seqs:
         return f"n is {request.sampling.n} and at most {limits.max_num_seqs} sequences run at once; lower n"
     num_most = limits.max_model_len if num_output is None else min(limits.max_model_len, num_prompt + num_output)
-    if num_most > limits.num_kv_tokens:
+    num_positions = count_positions(num_prompt, num_most - num_prompt)
+    if num_positions > limits.num_kv_tokens:
+        num_fitting = limits.num_kv_tokens - num_prompt + 1
+        remedy = f"set max_tokens to {num_fitting} or less, or " if num_fitting > 0 else ""
         return (
-            f"prompt and answer may need {num_most} tokens of KV and the server holds {limits.num_kv_tokens}; "
-            f"set max_tokens to {max(0, limits.num_kv_tokens - num_prompt)} or less, or shorten the prompt"
+            f"prompt and answer may need {num_positions} tokens of KV and the server holds {limits.num_kv_tokens}; "
+            f"{remedy}shorten the prompt"
         )
     return None
+
+
+def count_positions(num_prompt: int, num_output: int) -> int:
+    """Returns the KV positions of a whole answer: its last token is never read back, so it needs none."""
+    return num_prompt + max(0, num_output - 1)

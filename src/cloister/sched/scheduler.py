@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cloister.kv import BlockPool, BlockTable, OutOfBlocksError, PrefixKeys, PrefixTree
-from cloister.sched.admission import Limits, find_refusal
+from cloister.sched.admission import Limits, count_positions, find_refusal
 from cloister.sched.budget import BudgetConfig, StepBudget, StepCost
 from cloister.sched.policies import POLICIES
 from cloister.sched.sequence import RequestState, Sequence, Status
@@ -316,7 +316,8 @@ class Scheduler:
 
     def _reserve(self, step: _Step, sequence: Sequence) -> bool:
         """True if the pool can hold all that is known of the sequence, beside what running prompts still need."""
-        needed = _table(sequence).num_missing(len(sequence.token_ids) + 1)
+        num_most = count_positions(sequence.group.num_prompt_tokens, sequence.max_output)
+        needed = _table(sequence).num_missing(min(len(sequence.token_ids) + 1, num_most))
         while self._running:
             promised = sum(_table(s).num_missing(len(s.token_ids)) for s in self._running.values())
             headroom = len(self._running)  # a block each, so that admission does not preempt a step later

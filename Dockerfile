@@ -1,0 +1,22 @@
+# docker build -t cloister . && docker run --rm -p 127.0.0.1:8000:8000 cloister
+# Inside the container the server binds to every address, so without API keys each request has a scope of its own.
+# Mount a key file to serve tenants: -v ./keys.json:/keys.json:ro ... cloister serve --host 0.0.0.0 --api-keys /keys.json
+FROM python:3.11-slim AS build
+WORKDIR /build
+COPY pyproject.toml README.md LICENSE ./
+COPY src ./src
+ARG TORCH_INDEX=""
+RUN python -m venv /opt/cloister \
+ && ( /opt/cloister/bin/pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "torch==2.13.0+cpu" \
+      || echo "no CPU build of torch was found; taking the default one" ) \
+ && /opt/cloister/bin/pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} .
+
+FROM python:3.11-slim
+COPY --from=build /opt/cloister /opt/cloister
+RUN useradd --system --create-home --uid 10001 cloister
+USER cloister
+EXPOSE 8000
+HEALTHCHECK --interval=30s --timeout=5s --start-period=60s \
+  CMD ["/opt/cloister/bin/python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+ENTRYPOINT ["/opt/cloister/bin/cloister"]
+CMD ["serve", "--host", "0.0.0.0"]
