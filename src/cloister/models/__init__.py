@@ -1,0 +1,6 @@
+"""Models as data: Hugging Face directories, opened without torch."""
+
+from cloister.models.loading import LoadedModel, load
+from cloister.models.location import embedded_names, locate
+
+__all__ = ["LoadedModel", "embedded_names", "load", "locate"]

@@ -1,0 +1,106 @@
+"""A checkpoint as `Weights`: the tensors of one or many safetensors files under canonical names."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from cloister.backends.spec import DecoderSpec
+from cloister.models.config import read_json
+from cloister.models.decoder import tensor_shapes
+from cloister.models.family import Family
+from cloister.models.safetensors import TensorEntry, read_header
+from cloister.types.errors import ModelError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_OLD_ROPE_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+class Checkpoint:
+    """Weights on disk (protocol `backends.base.Weights`); nothing is in memory before it is read."""
+
+    def __init__(self, entries: Mapping[str, TensorEntry]) -> None:
+        self._entries = dict(entries)
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        return self._entries[name].read()
+
+    def __iter__(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        return ((name, entry.read()) for name, entry in self._entries.items())
+
+
+def open_checkpoint(path: Path, family: Family, spec: DecoderSpec) -> Checkpoint:
+    """Maps the checkpoint in a model directory.
+
+    Raises:
+        ModelError: there is none, or a tensor is missing, is one too many, or has another shape than the config says.
+    """
+    found = _read_headers(path)
+    entries: dict[str, TensorEntry] = {}
+    for name, shape in tensor_shapes(spec):
+        stored = stored_name(family, name)
+        if stored not in found:
+            raise ModelError(f"the checkpoint lacks the tensor {stored!r} that config.json asks for")
+        entries[name] = found.pop(stored)
+        if entries[name].shape != shape:
+            raise ModelError(f"tensor {stored!r} has the shape {entries[name].shape}, config.json asks for {shape}")
+    _refuse_extra(found, family, spec)
+    return Checkpoint(entries)
+
+
+def stored_name(family: Family, name: str) -> str:
+    """Returns a family's name in the checkpoint for a canonical one."""
+    parts = name.split(".")
+    if parts[0] == "layers":
+        return f"{family.tensors[parts[2]].format(parts[1])}.{parts[3]}"
+    return f"{family.tensors[parts[0]]}.{parts[1]}"
+
+
+def digest_files(path: Path) -> str:
+    """Returns the SHA-256 of config.json and every checkpoint file, names included (hex; about 1 s per 1.5 GB)."""
+    digest = hashlib.sha256()
+    for file in (path / "config.json", *_files(path)):
+        with file.open("rb") as stream:
+            digest.update(file.name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    if not (path / _INDEX).exists():
+        return [path / _SINGLE]
+    placed = read_json(path / _INDEX).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise ModelError(f"{_INDEX} has no weight_map; download it again")
+    names = sorted({str(name) for name in placed.values()})
+    if any(Path(name).name != name for name in names):
+        raise ModelError(f"{_INDEX} names a file outside the model directory; download it again")
+    return [path / name for name in names]
+
+
+def _read_headers(path: Path) -> dict[str, TensorEntry]:
+    found: dict[str, TensorEntry] = {}
+    for file in _files(path):
+        for name, entry in read_header(file).items():
+            if name in found:
+                raise ModelError(f"tensor {name!r} is in two files of the checkpoint; download it again")
+            found[name] = entry
+    return found
+
+
+def _refuse_extra(found: Mapping[str, TensorEntry], family: Family, spec: DecoderSpec) -> None:
+    """A tied head and the rotary buffers of old exports may lie in a file unused; nothing else may."""
+    spare_head = f"{family.tensors['head']}.weight" if spec.tied_embeddings else None
+    for name in found:
+        if name != spare_head and not _OLD_ROPE_BUFFER.fullmatch(name):
+            raise ModelError(f"the checkpoint has a tensor {name!r} that config.json has no place for")

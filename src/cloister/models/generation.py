@@ -1,0 +1,44 @@
+"""generation_config.json: what ends an answer, and how it is sampled unless a request says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cloister.models.config import read_json
+from cloister.types.errors import ModelError
+
+DEFAULT_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def read_generation(path: Path, config: Mapping[str, Any], vocab_size: int) -> tuple[tuple[int, ...], dict[str, float]]:
+    """Returns (EOS ids of generation_config.json and config.json together, sampling defaults).
+
+    `do_sample: false` is a default temperature of 0. The file may be absent.
+
+    Raises:
+        ModelError: a value has the wrong type, or an id lies outside the vocabulary.
+    """
+    file = path / "generation_config.json"
+    settings = read_json(file) if file.exists() else {}
+    ids = dict.fromkeys([*_token_ids(settings, vocab_size), *_token_ids(config, vocab_size)])
+    defaults = {name: _number(name, settings[name]) for name in DEFAULT_NAMES if settings.get(name) is not None}
+    if settings.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    return tuple(ids), defaults
+
+
+def _token_ids(settings: Mapping[str, Any], vocab_size: int) -> list[int]:
+    value = settings.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise ModelError("eos_token_id must be a token id below vocab_size, or a list of them", param="eos_token_id")
+    return ids
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ModelError(f"{name!r} in generation_config.json must be a number", param=name)
+    return float(value)

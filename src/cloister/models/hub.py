@@ -1,0 +1,134 @@
+"""Downloads from the Hugging Face hub, with a deadline on reaching it and a progress bar."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from cloister.types.errors import ModelError
+
+FILES = (
+    "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+REACH_TIMEOUT_S = 8.0
+
+
+def download(name: str, progress: bool) -> Path:
+    """Returns the directory of a hub model's files, from the hub's cache on this machine where they are there already.
+
+    Raises:
+        ModelError: the hub does not answer within `REACH_TIMEOUT_S` and the model is not in the cache, there is no such
+            model, or access to it must be asked for.
+    """
+    if not _hub_answers(name):
+        return _cached(name)
+    try:
+        with _progress_class(progress) as bar:
+            return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(FILES), tqdm_class=bar))
+    except (OSError, RuntimeError, ValueError) as error:
+        kind = type(error).__name__
+        raise ModelError(f"the download of {name} broke off ({kind}); run the command again to resume it") from None
+
+
+def _hub_answers(name: str) -> bool:
+    """Asks the hub for the model, on a thread: a name look-up has no deadline of its own."""
+    answer: list[BaseException | None] = []
+
+    def ask() -> None:
+        try:
+            huggingface_hub.HfApi().model_info(name, timeout=REACH_TIMEOUT_S / 2)
+            answer.append(None)
+        except Exception as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(REACH_TIMEOUT_S)
+    error = answer[0] if answer else TimeoutError()
+    if isinstance(error, GatedRepoError):
+        raise ModelError(f"{name} is gated: ask for access on its page, then run `hf auth login`", param="model")
+    if isinstance(error, RepositoryNotFoundError):
+        raise ModelError(f"the hub has no model {name}, or it is private: check the name or run `hf auth login`")
+    return error is None
+
+
+def _cached(name: str) -> Path:
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(FILES), local_files_only=True))
+    except Exception:
+        raise ModelError(
+            f"{name} is not on this machine and the Hugging Face hub cannot be reached; connect to the network, or copy "
+            "the model's directory here and give its path",
+            param="model",
+        ) from None
+
+
+class _progress_class:
+    """Context manager: yields a class that the hub's library takes for tqdm and that draws on one rich display."""
+
+    def __init__(self, shown: bool) -> None:
+        self._display = Progress(
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+            console=Console(stderr=True), disable=not shown,
+        )  # fmt: skip
+
+    def __enter__(self) -> type[Any]:
+        display = self._display
+        display.start()
+        return type("HubBar", (_Bar,), {"display": display})
+
+    def __exit__(self, *_: object) -> None:
+        self._display.stop()
+
+
+class _Bar:
+    """As much of tqdm as the hub's library calls; only bars that count bytes of files are drawn."""
+
+    display: Progress
+
+    def __init__(self, *_: object, desc: str = "", total: float | None = None, unit: str = "it", **__: object) -> None:
+        self.n = 0.0
+        self._total = total or 0.0
+        drawn = unit == "B" and not desc.startswith("Downloading")
+        self._task = self.display.add_task("Downloading", total=total or None, visible=drawn)
+
+    @property
+    def total(self) -> float:
+        return self._total
+
+    @total.setter
+    def total(self, value: float) -> None:
+        self._total = value
+        self.refresh()
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        return {"rate": None}
+
+    def update(self, n: float | None = 1) -> None:
+        self.n += n or 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        self.display.update(self._task, completed=self.n, total=self._total or None)
+
+    def set_description(self, *_: object, **__: object) -> None:
+        self.refresh()
+
+    set_description_str = set_postfix_str = set_postfix = set_description
+
+    def close(self) -> None:
+        self.refresh()
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

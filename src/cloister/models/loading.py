@@ -1,0 +1,59 @@
+"""A model directory, opened: its spec, its weights on disk, and what a front needs to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cloister.backends.base import Weights
+from cloister.backends.spec import DecoderSpec
+from cloister.models.checkpoint import digest_files, open_checkpoint
+from cloister.models.config import read_json
+from cloister.models.decoder import find_family, read_spec
+from cloister.models.generation import read_generation
+from cloister.types.errors import ModelError
+from cloister.types.request import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that a back end can build a program from.
+
+    Attributes:
+        info: its `fingerprint` is the SHA-256 of config and checkpoint files (hex); the engine adds its own part.
+    """
+
+    spec: DecoderSpec
+    weights: Weights
+    info: ModelInfo
+    path: Path
+
+
+def load(path: Path | str, name: str | None = None) -> LoadedModel:
+    """Opens a model directory; the weights stay on disk, mapped.
+
+    Args:
+        name: what to call the model; None takes the directory's name.
+
+    Raises:
+        ModelError: something is missing, unknown or contradictory; the message names it.
+    """
+    path = Path(path)
+    config = read_json(path / "config.json")
+    family = find_family(config)
+    spec = read_spec(family, config)
+    weights = open_checkpoint(path, family, spec)
+    eos_token_ids, defaults = read_generation(path, config, spec.vocab_size)
+    if not (path / "tokenizer.json").exists():
+        raise ModelError(f"{path} has no tokenizer.json; export the tokenizer in the fast format and put it there")
+    info = ModelInfo(
+        name=name or path.name,
+        path=str(path),
+        max_model_len=spec.max_positions,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=eos_token_ids,
+        defaults=defaults,
+        fingerprint=digest_files(path),
+        created_s=int((path / "config.json").stat().st_mtime),
+    )
+    return LoadedModel(spec, weights, info, path)

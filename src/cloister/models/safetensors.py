@@ -1,0 +1,75 @@
+"""Safetensors files, mapped into memory: the header is parsed here because numpy has no bfloat16 of its own.
+
+Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data
+(https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cloister.types.errors import ModelError
+
+DTYPES: Mapping[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies.
+
+    Attributes:
+        start: offset of its first byte in the file.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    def read(self) -> npt.NDArray[Any]:
+        """Returns the tensor, read-only and mapped: its bytes are loaded when touched."""
+        dtype = np.dtype(DTYPES[self.dtype])
+        raw = np.memmap(self.path, np.uint8, "r", self.start, (math.prod(self.shape) * dtype.itemsize,))
+        return np.asarray(raw).view(dtype).reshape(self.shape)
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Returns the tensors of one file by name.
+
+    Raises:
+        ModelError: the file is missing, cut short, or not of this format, or a tensor's type is not supported.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ValueError
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return {name: _entry(path, name, fields, 8 + length, size) for name, fields in header.items()}
+    except FileNotFoundError:
+        raise ModelError(f"the model has no file {path.name}; download it again") from None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        raise ModelError(f"{path.name} is damaged or cut short; download it again") from None
+
+
+def _entry(path: Path, name: str, fields: Mapping[str, Any], data_start: int, file_size: int) -> TensorEntry:
+    dtype, shape = fields["dtype"], tuple(int(size) for size in fields["shape"])
+    if dtype not in DTYPES:
+        raise ModelError(f"tensor {name!r} has the type {dtype}; supported are: {', '.join(DTYPES)}")
+    start, end = fields["data_offsets"]
+    num_bytes = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+    if not 0 <= start <= end <= file_size - data_start or end - start != num_bytes or num_bytes == 0:
+        raise ValueError
+    return TensorEntry(path, dtype, shape, data_start + start)
