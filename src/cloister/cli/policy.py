@@ -16,7 +16,7 @@ from cloister.backends.base import BACKENDS
 from cloister.privacy import PROFILING_THREAT, Entry, Profile, Ruling, Verdict, gather
 from cloister.privacy.catalogue import rows_in_build
 from cloister.privacy.document import show_letters, to_data, to_markdown
-from cloister.privacy.features import FEATURES
+from cloister.privacy.features import judged_apart
 from cloister.privacy.matrix import ROWS, row_of
 from cloister.sched.policies import POLICIES
 
@@ -67,7 +67,7 @@ def _print_tables(entries: tuple[Entry, ...], profile: Profile | None) -> None:
         matrix.add_row(*about, *_show_rulings(row.rulings, profile))
     console.print(matrix)
     parts = _start_table("Parts that are judged by themselves", profile)
-    for feature in FEATURES.values():
+    for feature in judged_apart():
         parts.add_row(feature.name, show_letters(row_of(feature.slug)), "yes", *_show_rulings(feature.rulings, profile))
     console.print(parts)
     console.print(
@@ -79,11 +79,13 @@ def _print_tables(entries: tuple[Entry, ...], profile: Profile | None) -> None:
 
 def _start_table(title: str, profile: Profile | None) -> Table:
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_lines=profile is not None)
-    table.add_column("feature", min_width=20)
-    table.add_column("threat")
+    table.add_column("feature", min_width=16)
+    table.add_column("threat", max_width=6)
     table.add_column("built")
-    for column in (profile.value, "what must hold, or why") if profile else tuple(Profile):
-        table.add_column(column)
+    for column in (profile,) if profile else tuple(Profile):
+        table.add_column(column, no_wrap=True)
+    if profile:
+        table.add_column("what must hold, or why", overflow="fold")
     return table
 
 

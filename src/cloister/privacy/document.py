@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from cloister.privacy.catalogue import Entry, rows_in_build
-from cloister.privacy.features import FEATURES
+from cloister.privacy.features import FEATURES, judged_apart
 from cloister.privacy.matrix import REQUIREMENTS, RESIDUES, ROWS, STEERINGS, find_row
 from cloister.privacy.verdict import Profile, Residue, Row, Ruling
 from cloister.types.threat import Requirement
@@ -67,7 +67,7 @@ def to_markdown(entries: Sequence[Entry]) -> str:
         "Parts that are judged by themselves, and what asks for them:",
         _table(
             ("feature", "asked for by", *Profile),
-            ((f"`{f.name}`", f.setting, *_cells(f.rulings)) for f in FEATURES.values()),
+            ((f"`{f.name}`", f.setting, *_cells(f.rulings)) for f in judged_apart()),
         ),
         "## What this build has",
         _table(

@@ -103,3 +103,8 @@ KEYLESS_BIND = Feature(
 FEATURES: Mapping[str, Feature] = {
     feature.name: feature for feature in (PREFIX_CACHE, CLIENT_PRIORITY, STREAMING, KEYLESS_BIND)
 }
+
+
+def judged_apart() -> tuple[Feature, ...]:
+    """Features with rulings of their own, other than those of their row."""
+    return tuple(f for f in FEATURES.values() if f.rulings is not row_of(f.slug).rulings)

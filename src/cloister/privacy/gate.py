@@ -1,4 +1,4 @@
-"""Admission: the credential, and nothing that a client says, fixes scope, tenant and class of a request."""
+"""Admission: the credential fixes scope, tenant and class of a request; what a client says counts where the profile lets it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ class Admission:
         scope: who may share its KV.
         tenant: whose fair share it uses.
         priority: its class; smaller is more urgent.
-        client_priority_allowed: whether the request's own field `priority` counts.
     """
 
     scope: Scope = field(repr=False)
     tenant: str = field(repr=False)
     priority: int = field(repr=False)
-    client_priority_allowed: bool
 
 
 class Gate:
@@ -60,9 +58,8 @@ class Gate:
         Raises:
             AuthenticationError: keys are asked for, and this is none of them.
         """
-        client_priority_allowed = self.policy.allows("client-priority")
         if self._credentials is None:
-            return Admission(self._keyless_scope or self._fresh_scope(), KEYLESS_TENANT, 0, client_priority_allowed)
+            return Admission(self._keyless_scope or self._fresh_scope(), KEYLESS_TENANT, 0)
         credential = _authenticate(self._credentials, api_key)
         if self.policy.widest_scope is ScopeKind.REQUEST:
             scope = self._fresh_scope()
@@ -70,7 +67,7 @@ class Gate:
             scope = Scope(ScopeKind.TENANT, self._credentials.tenants[credential.tenant])
         # Who is not told apart cannot be targeted: a strict profile shows the engine the public class in place of the tenant.
         tenant = credential.tenant if self.policy.names_tenants else f"class {credential.priority}"
-        return Admission(scope, tenant, credential.priority, client_priority_allowed)
+        return Admission(scope, tenant, credential.priority)
 
     def honour(self, admission: Admission, *, stream: bool = False, priority: int | None = None) -> Admission:
         """Returns the admission with the wishes of the request itself.

@@ -77,10 +77,11 @@ def locked(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"cannot use the directory of the API key file {path}: {error.strerror}") from None
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process is changing the API key file {path}; try again when it is done") from None
         yield path
-    except BlockingIOError:
-        raise ConfigError(f"another process is changing the API key file {path}; try again when it is done") from None
     finally:
         os.close(directory)
 

@@ -29,6 +29,9 @@ class Scope(msgspec.Struct, frozen=True):
     kind: ScopeKind
     salt: bytes
 
+    def __repr__(self) -> str:
+        return f"Scope({self.kind.value})"  # the salt is a secret of the credential: not for logs or tracebacks
+
     @property
     def seed(self) -> bytes:
         """32 bytes that start every prefix-key chain of this scope (rule 5)."""

@@ -1,0 +1,85 @@
+"""`cloister policy` and `cloister keys`, run as a person runs them."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cloister.cli import keys, policy
+from cloister.privacy import read_credentials
+from cloister.privacy.document import to_markdown
+from cloister.privacy.matrix import ROWS
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "threats.md"
+
+
+def run(*arguments: str, width: int = 200) -> Result:
+    app = keys.app if arguments[0] == "keys" else policy.app
+    return CliRunner(env={"COLUMNS": str(width), "NO_COLOR": "1"}).invoke(app, arguments[1:])
+
+
+def test_the_document_is_what_the_code_prints() -> None:
+    printed = to_markdown(policy.list_entries())
+    assert DOCUMENT.read_text() == printed, "print it anew: cloister policy show --markdown > docs/threats.md"
+    assert run("policy", "show", "--markdown").output == printed
+
+
+def test_every_row_is_shown() -> None:
+    result = run("policy", "show")
+    assert result.exit_code == 0
+    assert all(row.name in result.output for row in ROWS)
+
+
+@pytest.mark.parametrize("profile", ["open", "team", "private", "paranoid"])
+def test_one_profile_is_shown_with_the_rules_that_hold(profile: str) -> None:
+    result = run("policy", "show", "--profile", profile)
+    assert result.exit_code == 0
+    assert all(f"(T6.{row.slug}.{profile})" in result.output for row in ROWS)
+    assert f"(T6.priority.client-field.{profile})" in result.output
+
+
+def test_json_has_every_row_and_only_the_profile_asked_for() -> None:
+    data = json.loads(run("policy", "show", "--json", "--profile", "paranoid").output)
+    rows = {row["feature"]: row for row in data["rows"]}
+    assert rows["prefix cache"]["rulings"] == {
+        "paranoid": {"rule": "T6.prefix-cache.paranoid", "verdict": "refused", "text": "nothing is reused at all"}
+    }
+    assert rows["prefix cache"]["in_build"] is True
+    assert rows["instance flip"]["in_build"] is False
+    assert len(rows) == len(ROWS)
+
+
+def test_what_cannot_be_combined_is_said() -> None:
+    result = run("policy", "show", "--markdown", "--json")
+    assert result.exit_code == 2
+    assert "by itself" in result.output
+
+
+def test_a_key_is_printed_once_and_works(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "keys.json"
+    result = run("keys", "add", "ann", "--tenant", "lab", "--priority", "-2", "--file", str(file))
+    assert result.exit_code == 0, result.output
+    api_key = result.stdout.strip()
+    credential = read_credentials(file).find(api_key)
+    assert credential is not None
+    assert (credential.name, credential.tenant, credential.priority) == ("ann", "lab", -2)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    listed = run("keys", "list", "--file", str(file))
+    assert "ann" in listed.output
+    assert "lab" in listed.output
+    assert api_key not in listed.output
+    assert json.loads(run("keys", "list", "--json", "--file", str(file)).output) == [
+        {"name": "ann", "tenant": "lab", "priority": -2}
+    ]
+
+
+def test_a_removed_key_is_gone(tmp_path: Path) -> None:
+    file = str(tmp_path / "keys.json")
+    api_key = run("keys", "add", "ann", "--file", file).stdout.strip()
+    assert run("keys", "remove", "ann", "--file", file).exit_code == 0
+    assert read_credentials(Path(file)).find(api_key) is None
