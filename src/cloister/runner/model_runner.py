@@ -1,0 +1,159 @@
+"""Runs one plan after another on a program."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cloister.backends.base import FloatArray, Program
+from cloister.runner.inputs import Part, forward_batch
+from cloister.runner.logprobs import token_logprobs
+from cloister.runner.noise import noise_keys
+from cloister.runner.sampling import IntArray, Sampler, finite_rows
+from cloister.runner.state import BatchState, SequenceState
+from cloister.types.clock import Clock, WallClock
+from cloister.types.errors import EngineError
+from cloister.types.request import TokenLogprobs
+from cloister.types.step import Fork, Sample, SequencePlan, StepPlan, StepResult
+
+_NOT_FINITE = "the model computed a value that is not a finite number; send the request again or choose another dtype"
+_NOTHING_LEFT = "logit_bias and min_tokens leave no token to choose; relax one of them"
+
+
+class ModelRunner:
+    """Keeps the tokens of running sequences and turns plans into results. Not thread-safe: one step at a time.
+
+    Args:
+        program: what computes, with its KV cache.
+        vocab_size: columns of its logits.
+        max_model_len: prompt and answer together, in tokens.
+        block_size: positions in one KV block.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        block_size: int,
+        clock: Clock | None = None,
+    ) -> None:
+        self._program = program
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._clock = clock or WallClock()
+        self._batch = BatchState(vocab_size=vocab_size, max_model_len=max_model_len)
+        self._sampler = Sampler(vocab_size)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences held."""
+        return len(self._batch)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Runs one step, in the order that `StepPlan` states.
+
+        Raises:
+            EngineError: the plan does not fit what the runner holds. After this, or an error of the program, the step's
+                sequences must depart before they are named again; the others are unharmed.
+        """
+        started_s = self._clock.now()
+        for seq_id in plan.departures:
+            self._batch.depart(seq_id)
+        for new in plan.arrivals:
+            self._batch.arrive(new)
+        if plan.wipes:
+            self._program.wipe_blocks(plan.wipes)
+        if plan.copies:
+            self._program.copy_blocks(plan.copies)
+        result = StepResult(plan_id=plan.plan_id)
+        self._compute(plan, result)
+        result.elapsed_s = self._clock.now() - started_s
+        return result
+
+    def _compute(self, plan: StepPlan, result: StepResult) -> None:
+        parts = [self._part(part) for part in plan.sequences]
+        live = [part for part in parts if part.state.failure is None]
+        rows, logits = self._forward(live)
+        draws = self._draws(live, plan.forks, rows)
+        result.prompt_logprobs = _prompt_logprobs([part for part in live if part.num_prompt_rows], rows, logits)
+        result.samples = self._sample(draws, logits)
+        touched = [part.state for part in parts] + [self._batch[fork.child_id] for fork in plan.forks]
+        result.failures = {state.seq_id: state.failure for state in touched if state.failure is not None}
+
+    def _part(self, plan: SequencePlan) -> Part:
+        state = self._batch[plan.seq_id]
+        if plan.table_start > len(state.blocks):
+            raise EngineError(f"the step plan leaves a gap in the block table of sequence {plan.seq_id}")
+        state.blocks.replace_from(plan.table_start, plan.new_block_ids)
+        return Part(plan, state)
+
+    def _forward(self, live: list[Part]) -> tuple[dict[int, slice], FloatArray]:
+        """Returns the rows of logits of each sequence, and the logits [num_rows, vocab]; marks those not finite."""
+        if not live:
+            return {}, np.zeros((0, self._vocab_size), np.float32)
+        batch = forward_batch(live, self._block_size)
+        logits = np.ascontiguousarray(self._program.forward(batch), np.float32)
+        if logits.shape != (batch.logit_rows.size, self._vocab_size):
+            raise EngineError(f"the program returned logits of shape {logits.shape}")
+        finite = finite_rows(logits)
+        ends = np.cumsum([part.num_rows for part in live]).tolist()
+        rows = {part.plan.seq_id: slice(end - part.num_rows, end) for part, end in zip(live, ends, strict=True)}
+        for part in live:
+            if not finite[rows[part.plan.seq_id]].all():
+                part.state.failure = _NOT_FINITE
+        return rows, logits
+
+    def _draws(self, live: list[Part], forks: list[Fork], rows: dict[int, slice]) -> list[tuple[SequenceState, int]]:
+        """Pairs each sequence that samples with its row of logits, forked children after their parents' like."""
+        sampling = {part.plan.seq_id: rows[part.plan.seq_id].stop - 1 for part in live if part.plan.num_samples}
+        draws = [(self._batch[seq_id], row) for seq_id, row in sampling.items()]
+        for fork in forks:
+            child = self._batch.fork(fork.parent_id, fork.child_id, fork.index)
+            if child.failure is None and fork.parent_id not in sampling:
+                raise EngineError(f"sequence {fork.parent_id} forks in a step in which it does not sample")
+            draws.append((child, sampling.get(fork.parent_id, -1)))
+        return [(state, row) for state, row in draws if state.failure is None]
+
+    def _sample(self, draws: list[tuple[SequenceState, int]], logits: FloatArray) -> list[Sample]:
+        if not draws:
+            return []
+        states, rows = [state for state, _ in draws], [row for _, row in draws]
+        picked = logits if rows == list(range(len(logits))) else logits[rows]
+        columns = self._batch.columns([state.slot for state in states])
+        positions = np.array([len(state.tokens) for state in states], np.int64)
+        keys = noise_keys(columns["seed"], columns["index"], positions)
+        tokens = self._sampler.choose(picked, states, columns, keys)
+        logprobs = _sample_logprobs(states, picked, tokens)
+        samples = []
+        for row, (state, token) in enumerate(zip(states, tokens.tolist(), strict=True)):
+            if token < 0:
+                state.failure = _NOTHING_LEFT
+                continue
+            state.append(token)
+            samples.append(Sample(state.seq_id, [token], logprobs.get(row)))
+        return samples
+
+
+def _sample_logprobs(states: list[SequenceState], logits: FloatArray, tokens: IntArray) -> dict[int, list[TokenLogprobs]]:
+    """Returns row -> logprobs of the token chosen there, for the rows that want them."""
+    wanting = [row for row, state in enumerate(states) if state.sampling.logprobs is not None and tokens[row] >= 0]
+    if not wanting:
+        return {}
+    num_top = np.array([states[row].sampling.logprobs for row in wanting], np.int64)
+    entries = token_logprobs(logits[wanting], tokens[wanting], num_top)
+    return {row: [entry] for row, entry in zip(wanting, entries, strict=True)}
+
+
+def _prompt_logprobs(parts: list[Part], rows: dict[int, slice], logits: FloatArray) -> dict[int, list[TokenLogprobs]]:
+    """Returns seq_id -> logprobs of the prompt tokens at the positions start + 1 onwards."""
+    found = {}
+    for part in parts:
+        if part.state.failure is not None:
+            continue
+        start, count = part.plan.start, part.num_prompt_rows
+        first = rows[part.plan.seq_id].start
+        ids = part.state.tokens.view[start + 1 : start + 1 + count].astype(np.int64)
+        num_top = np.full(count, part.state.sampling.prompt_logprobs, np.int64)
+        found[part.plan.seq_id] = token_logprobs(logits[first : first + count], ids, num_top)
+    return found

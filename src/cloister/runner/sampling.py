@@ -1,0 +1,106 @@
+"""Chooses tokens from logits. A row's token depends on that row alone: its logits, its parameters, its key (rule 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.runner.bias import apply_bias
+from cloister.runner.filters import kept_tokens
+from cloister.runner.noise import KeyArray, Noise
+from cloister.runner.penalties import apply_penalties
+from cloister.runner.pieces import row_pieces
+from cloister.runner.state import SequenceState
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+Columns = npt.NDArray[np.void]
+
+
+def finite_rows(logits: FloatArray) -> npt.NDArray[np.bool_]:
+    """Says which rows hold finite numbers only, [num_rows]: min and max let neither NaN nor infinity pass unseen."""
+    finite: npt.NDArray[np.bool_] = np.isfinite(logits.max(axis=1)) & np.isfinite(logits.min(axis=1))
+    return finite
+
+
+class Sampler:
+    """Temperature, truncation and noise over a vocabulary; greedy where the temperature is 0."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._noise = Noise(vocab_size)
+
+    def choose(self, logits: FloatArray, states: Sequence[SequenceState], columns: Columns, keys: KeyArray) -> IntArray:
+        """Chooses one token per row.
+
+        Args:
+            logits: [num_rows, vocab] float32, finite; left as they are.
+            states: the sequence of each row, for penalties, bias and bars.
+            columns: [num_rows] of `SAMPLING_COLUMNS`.
+            keys: [num_rows] noise keys.
+
+        Returns:
+            [num_rows] token ids; -1 where bias and bars leave nothing to choose.
+        """
+        tokens = np.empty(len(states), np.int64)
+        for piece in row_pieces(*logits.shape):
+            scores = _adjusted(logits[piece], states[piece])
+            tokens[piece] = self._choose_piece(scores, columns[piece], keys[piece])
+        return tokens
+
+    def _choose_piece(self, scores: FloatArray, columns: Columns, keys: KeyArray) -> IntArray:
+        tokens: IntArray = scores.argmax(axis=1)
+        best = scores[np.arange(len(tokens)), tokens]
+        choosable = np.isfinite(best)
+        tokens[~choosable] = -1
+        drawn = np.flatnonzero(choosable & (columns["temperature"] > 0))
+        if drawn.size:
+            scaled = scores[drawn] - best[drawn, None]
+            scaled /= columns["temperature"][drawn, None]
+            tokens[drawn] = self._draw(scaled, columns[drawn], keys[drawn])
+        return tokens
+
+    def _draw(self, scaled: FloatArray, columns: Columns, keys: KeyArray) -> IntArray:
+        """Draws one token per row from softmax(scaled) after truncation; the largest of each row is 0."""
+        filtered = (columns["top_k"] > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0)
+        if not filtered.any():
+            return self._draw_any(scaled, keys)
+        tokens = np.empty(len(keys), np.int64)
+        tokens[filtered] = self._draw_kept(scaled[filtered], columns[filtered], keys[filtered])
+        if not filtered.all():
+            tokens[~filtered] = self._draw_any(scaled[~filtered], keys[~filtered])
+        return tokens
+
+    def _draw_any(self, scaled: FloatArray, keys: KeyArray) -> IntArray:
+        races = np.exp(scaled, out=scaled)
+        races /= self._noise.dense(keys)
+        tokens: IntArray = races.argmax(axis=1)
+        return tokens
+
+    def _draw_kept(self, scaled: FloatArray, columns: Columns, keys: KeyArray) -> IntArray:
+        """As `_draw_any` among the kept tokens only, whose noise alone is computed."""
+        kept = kept_tokens(scaled, columns["top_k"], columns["top_p"], columns["min_p"])
+        rows, ids = np.nonzero(kept)
+        races = np.exp(scaled[rows, ids]) / self._noise.at(keys[rows], ids)
+        starts = np.searchsorted(rows, np.arange(len(keys)))
+        winners = np.flatnonzero(races == np.maximum.reduceat(races, starts)[rows])
+        _, first = np.unique(rows[winners], return_index=True)
+        tokens: IntArray = ids[winners[first]]
+        return tokens
+
+
+def _adjusted(logits: FloatArray, states: Sequence[SequenceState]) -> FloatArray:
+    """Returns logits after penalties, bias and bars: a copy, or the very array when no row asks for any."""
+    penalties = {row: state.penalties for row, state in enumerate(states) if state.penalties is not None}
+    biases = {row: state.bias for row, state in enumerate(states) if state.bias is not None}
+    bars = {row: state.active_bar for row, state in enumerate(states) if state.active_bar is not None}
+    if not (penalties or biases or bars):
+        return logits
+    scores = logits.copy()
+    if penalties:
+        apply_penalties(scores, list(penalties), list(penalties.values()))
+    for additions in (biases, bars):
+        if additions:
+            apply_bias(scores, list(additions), list(additions.values()))
+    return scores
