@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import uvicorn
@@ -105,7 +106,7 @@ def test_requests_leave_at_their_arrival_times_though_others_still_run(url):
 
 def test_one_at_a_time_counts_from_the_sending(url):
     records = send(url, [item("hello")] * 3, max_concurrency=1)
-    for before, after in zip(records, records[1:], strict=False):
+    for before, after in pairwise(records):
         assert after.due_s >= before.end_s
 
 

@@ -103,6 +103,4 @@ def _parameter(flag: Flag) -> inspect.Parameter:
 
 def _config_parameter() -> inspect.Parameter:
     option = typer.Option("--config", help=CONFIG_HELP, metavar="FILE", rich_help_panel="Settings")
-    return inspect.Parameter(
-        "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option]
-    )
+    return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping
 from typing import Annotated
@@ -50,6 +51,7 @@ def show(
 
 def list_entries() -> tuple[Entry, ...]:
     """Everything that this build has: what is registered by name, then what the rooms declare beside their code."""
+    importlib.import_module("cloister.backends.torch")  # files its entry in BACKENDS, without importing torch
     declared = {
         "prefix cache": kv.PREFIX_CACHE_THREAT,
         "step budget": sched.BUDGET_THREAT,

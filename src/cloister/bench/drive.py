@@ -1,0 +1,113 @@
+"""Runs requests on an engine in this very thread, at their arrival times: what is measured is the engine and nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cloister.bench.recorder import EventRecorder
+from cloister.bench.workloads import WorkItem
+from cloister.types.clock import Clock, WallClock
+from cloister.types.events import Abort, Event, FrontMessage, Outputs, Submit
+from cloister.types.request import Request, SamplingParams
+
+Listener = Callable[[Event], None]
+
+
+class _Inbox(Protocol):
+    def put(self, message: FrontMessage) -> None: ...
+
+
+class SteppingEngine(Protocol):
+    """An engine core as it is driven here: messages in, one step at a time."""
+
+    @property
+    def inbox(self) -> _Inbox: ...
+
+    def step(self) -> Outputs | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A request and when to submit it, in seconds from the start."""
+
+    due_s: float
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """What a run brought.
+
+    Attributes:
+        recorder: records and steps.
+        token_ids: by request id and sequence index, every output token.
+    """
+
+    recorder: EventRecorder
+    token_ids: dict[tuple[str, int], list[int]]
+
+
+def make_request(number: int, item: WorkItem, prefix: str = "bench") -> Request:
+    """Returns an item as a greedy request for an answer of exactly its length.
+
+    Raises:
+        ValueError: the item's prompt is text; the engine takes tokens.
+    """
+    if isinstance(item.prompt, str):
+        raise ValueError("tokenize the prompts first")
+    sampling = SamplingParams(temperature=0.0, max_tokens=item.num_output_tokens, ignore_eos=True)
+    return Request(request_id=f"{prefix}-{number}", token_ids=item.prompt, sampling=sampling)
+
+
+def make_requests(items: Iterable[WorkItem], prefix: str = "bench") -> list[Timed]:
+    """Returns a workload as timed requests."""
+    return [Timed(item.arrival_s, make_request(number, item, prefix)) for number, item in enumerate(items)]
+
+
+def drive(
+    engine: SteppingEngine, requests: Sequence[Timed], *, listeners: Sequence[Listener] = (), clock: Clock | None = None
+) -> Drive:
+    """Submits every request when it is due and steps until all of them ended.
+
+    Args:
+        listeners: called with every event as it happens.
+    """
+    clock = clock or WallClock()
+    run = Drive(EventRecorder(), {})
+    queue = sorted(requests, key=lambda timed: timed.due_s)
+    start_s, num_sent = clock.now(), 0
+    while num_sent < len(queue) or len(run.recorder.records) < len(queue):
+        now_s = clock.now() - start_s
+        while num_sent < len(queue) and queue[num_sent].due_s <= now_s:
+            engine.inbox.put(Submit(queue[num_sent].request))
+            num_sent += 1
+        outputs = engine.step()
+        if outputs is not None:
+            _take(outputs, run, listeners)
+        elif num_sent < len(queue):
+            time.sleep(max(0.0, queue[num_sent].due_s - (clock.now() - start_s)))
+    _settle(engine, run, listeners)
+    return run
+
+
+def abort(engine: SteppingEngine, request_id: str) -> None:
+    """Tells the engine that nobody waits for a request any more."""
+    engine.inbox.put(Abort(request_id))
+
+
+def _settle(engine: SteppingEngine, run: Drive, listeners: Sequence[Listener]) -> None:
+    """Lets the engine wipe what the last requests left, so that runs do not pay for each other."""
+    while (outputs := engine.step()) is not None:
+        _take(outputs, run, listeners)
+
+
+def _take(outputs: Outputs, run: Drive, listeners: Sequence[Listener]) -> None:
+    for event in outputs.events:
+        run.recorder(event)
+        for listener in listeners:
+            listener(event)
+    for output in outputs.outputs:
+        run.token_ids.setdefault((output.request_id, output.index), []).extend(output.token_ids)
