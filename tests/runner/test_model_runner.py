@@ -145,7 +145,9 @@ def test_forks_share_the_prompt_and_draw_with_their_own_noise():
 def test_copy_on_write_keeps_siblings_apart():
     _, runner = make()
     prompt = [1, 2, 3, 4, 5, 6]
-    first, _ = step(runner, part(1, 0, 6, blocks=[1, 2]), arrivals=[new(1, prompt, SamplingParams(n=2))], forks=[Fork(1, 2, 1)])
+    first, _ = step(
+        runner, part(1, 0, 6, blocks=[1, 2]), arrivals=[new(1, prompt, SamplingParams(n=2), seed=3)], forks=[Fork(1, 2, 1)]
+    )
     assert first[1] != first[2]
     step(runner, part(1, 6, 1, table=1, blocks=[3]), part(2, 6, 1, table=2), copies=[(2, 3)])
     for seq_id in (1, 2):
@@ -280,7 +282,7 @@ def test_forks_beside_prompt_rows_draw_from_the_right_row():
 
 def test_penalties_see_prompt_and_output():
     _, runner = make()
-    sampling = SamplingParams(temperature=0, repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.9)
+    sampling = SamplingParams(temperature=0, repetition_penalty=1.01, presence_penalty=0.02, frequency_penalty=0.03)
     prompt = [3, 1, 4, 1, 5]
     chosen, _ = step(runner, part(1, 0, 5, blocks=range(1, 17)), arrivals=[new(1, prompt, sampling)])
     tokens = chosen[1] + decode(runner, 1, 5, 40, [], sent=16)
@@ -288,9 +290,9 @@ def test_penalties_see_prompt_and_output():
     for token in tokens:
         logits = history_logits(known, VOCAB).astype(np.float64)
         for seen in set(known):
-            logits[seen] = logits[seen] / 1.5 if logits[seen] > 0 else logits[seen] * 1.5
+            logits[seen] = logits[seen] / 1.01 if logits[seen] > 0 else logits[seen] * 1.01
         for seen in set(output):
-            logits[seen] -= 0.9 * output.count(seen) + 0.7
+            logits[seen] -= 0.03 * output.count(seen) + 0.02
         assert token == logits.argmax()
         known.append(token)
         output.append(token)
