@@ -49,8 +49,13 @@ def test_no_guess_is_a_key(guess: str) -> None:
 
 def test_a_search_compares_with_every_entry_even_after_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
     credentials, keys = three_keys()
-    compared = []
-    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(a) or a == b)
+    compared: list[bytes] = []
+
+    def compare(kept: bytes, given: bytes) -> bool:
+        compared.append(kept)
+        return kept == given
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
     assert credentials.find(keys[0]) is not None
     assert compared == [key.digest for key in credentials.keys]
 
@@ -187,8 +192,8 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
 
 
 def test_two_writers_do_not_lose_each_others_keys(tmp_path: Path) -> None:
-    with locked(tmp_path / "keys.json"):
-        with pytest.raises(ConfigError, match="another process"), locked(tmp_path / "keys.json"):
-            pass
-    with locked(tmp_path / "keys.json") as path:
-        assert path == (tmp_path / "keys.json").resolve()
+    file = tmp_path / "keys.json"
+    with locked(file), pytest.raises(ConfigError, match="another process"), locked(file):
+        raise AssertionError("both hold the lock")
+    with locked(file) as path:
+        assert path == file.resolve()
