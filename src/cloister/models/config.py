@@ -77,7 +77,7 @@ class ConfigFields:
             value = float(value)
         if type(value) is not kind:
             raise ModelError(f"{name!r} in {self.source} must be of type {kind.__name__}", param=name)
-        return value  # type: ignore[no-any-return]
+        return value
 
     def take_size(self, name: str, default: int | None = None) -> int:
         """Returns field `name` as a positive integer (`take` says what is raised)."""

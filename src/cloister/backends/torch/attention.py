@@ -1,0 +1,65 @@
+"""Attention over the paged cache: online softmax, split by split (Milakov and Gimelshein 2018; Dao et al. 2022)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from cloister.backends.torch.schedule import SPLIT, UnitBatch
+from cloister.backends.torch.tiles import measure_tiles
+
+_NOTHING_YET = -1e30  # a running maximum that is finite, so that a hidden split leaves exp(0) = 1 and no NaN
+_VECTOR = 32  # exp is taken on whole vectors: torch rounds the scalar tail of a vector otherwise
+
+
+def attend(queries: Tensor, slots: Tensor, num_kv_heads: int, batch: UnitBatch, out: Tensor) -> None:
+    """Writes the attention outputs of one batch of units.
+
+    Args:
+        queries: [num_tokens * num_heads, head_dim] float32, rotated and scaled.
+        slots: [num_slots + 1, 2 * num_kv_heads * head_dim], one layer of the cache.
+        out: [num_tokens * num_heads + 1, head_dim] float32.
+    """
+    head_dim = queries.shape[-1]
+    shape = (num_kv_heads, batch.num_units, batch.num_rows)
+    rows = queries.index_select(0, batch.sources).view(*shape, head_dim)
+    highest = queries.new_full((*shape, 1), _NOTHING_YET)
+    total = queries.new_zeros(*shape, 1)
+    mixed = queries.new_zeros(*shape, head_dim)
+    for split in batch.splits:
+        active = split.num_units
+        found = slots.index_select(0, split.slots).float().view(active, SPLIT, 2, num_kv_heads, head_dim)
+        scores = queries.new_empty(num_kv_heads, active, batch.num_rows, SPLIT)
+        for head in range(num_kv_heads):
+            torch.bmm(rows[head, :active], found[:, :, 0, head].transpose(1, 2), out=scores[head])
+        if split.hidden is not None:
+            scores.masked_fill_(split.hidden, -torch.inf)
+        before = highest[:, :active]
+        after = torch.maximum(before, scores.amax(-1, keepdim=True))
+        fading = (before - after).expand(-1, -1, -1, _VECTOR).contiguous().exp_()[..., :1]
+        weights = scores.sub_(after).exp_()
+        before.copy_(after)
+        total[:, :active].mul_(fading).add_(weights.sum(-1, keepdim=True))
+        mixed[:, :active].mul_(fading)
+        for head in range(num_kv_heads):
+            mixed[head, :active].add_(torch.bmm(weights[head], found[:, :, 1, head]))
+    out.index_copy_(0, batch.targets, mixed.div_(total).view(-1, head_dim))
+
+
+@cache
+def attention_tiles(num_kv_heads: int, head_dim: int, device: torch.device) -> tuple[int, ...]:
+    """Returns how many query rows a unit may have (`tiles.measure_tiles`), for both products of attention."""
+    generator = torch.Generator().manual_seed(head_dim)
+    found = torch.randn(3, SPLIT, 2, num_kv_heads, head_dim, generator=generator).to(device)
+    keys, values = found[:, :, 0, -1].transpose(1, 2), found[:, :, 1, -1]
+
+    def score(rows: Tensor) -> Tensor:
+        return torch.bmm(rows.expand(3, -1, -1).contiguous(), keys).transpose(0, 1)
+
+    def mix(rows: Tensor) -> Tensor:
+        return torch.bmm(rows.expand(3, -1, -1).contiguous(), values).transpose(0, 1)
+
+    scoring = measure_tiles(score, head_dim, torch.float32, device)
+    return tuple(size for size in measure_tiles(mix, SPLIT, torch.float32, device) if size in scoring)

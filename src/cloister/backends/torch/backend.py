@@ -1,0 +1,79 @@
+"""The torch back end: checks the device, counts the memory, builds programs."""
+
+from __future__ import annotations
+
+import torch
+
+from cloister.backends.base import KVLayout, MemoryNeed, Weights
+from cloister.backends.spec import DecoderSpec, LayerSpec
+from cloister.backends.torch.cache import slot_size
+from cloister.backends.torch.program import TorchProgram
+from cloister.backends.torch.team import Team
+from cloister.types.errors import ConfigError
+
+NUMERICS = 1  # raise it when an answer may change in its last bit
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ATTENTION_BYTES = 16 << 20  # scores, gathered keys and running sums of one batch of units, per thread
+
+
+class TorchBackend:
+    """Builds programs that torch interprets (protocol `backends.base.Backend`).
+
+    Args:
+        num_threads: threads for arithmetic on a CPU.
+        device: "cpu" or "cuda".
+        dtype: "float32" or "bfloat16".
+
+    Raises:
+        ConfigError: an argument is not one of those, or there is no CUDA device.
+    """
+
+    def __init__(self, *, num_threads: int, device: str, dtype: str) -> None:
+        if device not in ("cpu", "cuda"):
+            raise ConfigError(f"the torch back end computes on cpu or cuda, not {device!r}", param="device")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("torch finds no CUDA device here; choose the device cpu", param="device")
+        if dtype not in DTYPES:
+            raise ConfigError(f"the torch back end has the types {', '.join(DTYPES)}, not {dtype!r}", param="dtype")
+        if num_threads < 1:
+            raise ConfigError("num_threads must be at least 1", param="num_threads")
+        self._device, self._dtype = torch.device(device), DTYPES[dtype]
+        self._team = Team(num_threads if device == "cpu" else 1)
+        chip = torch.backends.cpu.get_cpu_capability() if device == "cpu" else torch.cuda.get_device_name()
+        self.fingerprint = f"torch-{torch.__version__}-{chip}-{dtype}-{NUMERICS}".replace(" ", "-")
+
+    def need(self, spec: DecoderSpec, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
+        """Says what `build` and `forward` will take (`backends.base.Backend.need`)."""
+        layers = sum(_weights(layer, spec.hidden_size) for layer in spec.layers)
+        slots = sum(slot_size(layer.attention) for layer in spec.layers)
+        return MemoryNeed(
+            weights_bytes=(layers + spec.vocab_size * spec.hidden_size) * self._dtype.itemsize,
+            kv_block_bytes=slots * block_size * self._dtype.itemsize,
+            activations_bytes=max_batched_tokens * _row_bytes(spec) + self._team.num_threads * _ATTENTION_BYTES,
+        )
+
+    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout) -> TorchProgram:
+        """Loads the weights and makes an empty cache.
+
+        Raises:
+            ConfigError: the block size is outside 1 to 256, or there is no block.
+        """
+        if not 1 <= kv.block_size <= 256 or kv.num_blocks < 1:
+            raise ConfigError("a KV cache needs at least one block, of 1 to 256 positions", param="block_size")
+        return TorchProgram(spec, weights, kv, team=self._team, dtype=self._dtype, device=self._device)
+
+
+def _weights(layer: LayerSpec, hidden: int) -> int:
+    attention, mlp = layer.attention, layer.mlp
+    projections = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    return hidden * (projections + 3 * mlp.intermediate_size + 2)
+
+
+def _row_bytes(spec: DecoderSpec) -> int:
+    """Bytes that one token takes at the widest place of a step, its logits included (all may be asked for)."""
+    widest = max(
+        3 * layer.mlp.intermediate_size
+        + 4 * (layer.attention.num_heads + layer.attention.num_kv_heads) * layer.attention.head_dim
+        for layer in spec.layers
+    )
+    return 4 * (3 * spec.hidden_size + max(widest, spec.vocab_size))

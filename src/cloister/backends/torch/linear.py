@@ -1,0 +1,77 @@
+"""Matrix products whose rows have the same bits in any company: fixed tiles of rows, fixed panels of columns."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from cloister.backends.torch.team import Team
+from cloister.backends.torch.tiles import cut_rows, measure_tiles
+
+_PANEL = 1024  # columns in a panel; what one thread takes of a wide layer
+_WORTH_SHARING = 3e7  # operations below which waking another thread costs more than it saves
+
+
+class Linear:
+    """y = x W^T + b, with W kept transposed ([inputs, outputs], twice as quick for few rows) and cut into panels.
+
+    Args:
+        weight: [outputs, inputs].
+        bias: [outputs] or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, team: Team) -> None:
+        self.num_outputs, self.num_inputs = weight.shape
+        self.bias = bias
+        self._team = team
+        self._columns = cut_columns(self.num_outputs)
+        self._panels = [weight[start:end].t().contiguous() for start, end in self._columns]
+        self.tiles = common_tiles(*(panel_tiles(self.num_inputs, p.shape[1], p.dtype, p.device) for p in self._panels))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Returns [num_rows, outputs] for rows [num_rows, inputs], both float32; num_rows as `tiles.pad_rows` gives.
+
+        The product itself is computed in the weight's own type.
+        """
+        rows = rows.to(self._panels[0].dtype)
+        out = rows.new_empty(rows.shape[0], self.num_outputs)
+        tasks = [
+            partial(torch.mm, rows[top:bottom], panel, out=out[top:bottom, left:right])
+            for top, bottom in cut_rows(rows.shape[0], self.tiles)
+            for (left, right), panel in zip(self._columns, self._panels, strict=True)
+        ]
+        if 2.0 * rows.shape[0] * self.num_inputs * self.num_outputs >= _WORTH_SHARING:
+            self._team.run(tasks)
+        else:
+            for task in tasks:
+                task()
+        if self.bias is not None:
+            out.add_(self.bias)
+        return out.float()
+
+
+def cut_columns(num_outputs: int) -> list[tuple[int, int]]:
+    """Cuts columns into (start, end) panels, by their number alone."""
+    if num_outputs <= 3 * _PANEL // 2:
+        return [(0, num_outputs)]
+    return [(start, min(start + _PANEL, num_outputs)) for start in range(0, num_outputs, _PANEL)]
+
+
+def common_tiles(*tiles: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the tile sizes that are in every tuple."""
+    return tuple(sorted(set(tiles[0]).intersection(*tiles[1:])))
+
+
+@cache
+def panel_tiles(num_inputs: int, num_outputs: int, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
+    """Returns the tile sizes that agree for products of this shape, on this machine."""
+    generator = torch.Generator().manual_seed(num_outputs)
+    panel = torch.randn(num_inputs, num_outputs, generator=generator).to(device, dtype)
+    wide = panel.new_empty(256, 2 * num_outputs)  # outputs are panels of a wider matrix, here too
+
+    def multiply(rows: Tensor) -> Tensor:
+        return torch.mm(rows, panel, out=wide[: rows.shape[0], :num_outputs]).clone()
+
+    return measure_tiles(multiply, num_inputs, dtype, device)

@@ -1,0 +1,211 @@
+"""Which query rows attend to which keys, in which order: made once a step, used by every layer of the same shape.
+
+A unit is a run of query rows of one sequence; a row is one (token, head of the group), so the heads that share a KV head
+stand together (GQA). Units of equal padded size are computed as a batch, split by split: split s holds the keys at the
+absolute positions [256 s, 256 (s + 1)). A row therefore meets the same keys in the same order and the same shapes,
+whatever chunk, block size or company it came in (rule 6). No L x L buffer is ever made (Dao et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cloister.backends.base import ForwardBatch
+
+SPLIT = 256
+_SCORES_BYTES = 1 << 20  # scores of one batch: what stays in a core's own cache
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of an attention layer decides the order of work."""
+
+    num_heads: int
+    num_kv_heads: int
+    window: int | None
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """256 keys for the first `num_units` units of a batch.
+
+    Attributes:
+        slots: [num_units * 256] cache slots, the zero slot past a context.
+        hidden: [num_units, num_rows, 256], True where a row must not see a key; None when every row sees every key.
+    """
+
+    num_units: int
+    slots: Tensor
+    hidden: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBatch:
+    """Units that are computed together.
+
+    Attributes:
+        sources: [num_kv_heads * num_units * num_rows] rows of the queries [num_tokens * num_heads, head_dim].
+        targets: the same for the outputs; padding goes to the row after the last.
+    """
+
+    num_units: int
+    num_rows: int
+    sources: Tensor
+    targets: Tensor
+    splits: tuple[Split, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Rows [start, end) of a sequence, counted from its first query; `first` and `last` are splits."""
+
+    seq: int
+    start: int
+    end: int
+    first: int
+    last: int
+
+
+class KeySlots:
+    """Cache slots of every context of a step, split by split.
+
+    Attributes:
+        starts: [num_seqs] index of a sequence's first split in `slots`.
+        slots: [num_splits of all sequences, 256].
+    """
+
+    def __init__(self, batch: ForwardBatch, block_size: int, zero_slot: int) -> None:
+        counts = -(-batch.context_lens.astype(np.int64) // SPLIT)
+        self.starts = np.cumsum(counts) - counts
+        seqs = np.repeat(np.arange(len(counts)), counts)
+        positions = ((np.arange(counts.sum()) - self.starts[seqs]) * SPLIT)[:, None] + np.arange(SPLIT)
+        past = positions >= batch.context_lens[seqs, None]
+        places = np.where(past, 0, positions // block_size)
+        blocks = batch.block_tables[seqs[:, None], places].astype(np.int64)
+        self.slots: Int64Array = np.where(past, zero_slot, blocks * block_size + positions % block_size)
+
+
+def token_slots(batch: ForwardBatch, block_size: int) -> Int64Array:
+    """Returns the cache slot of each token of a step, [num_tokens]."""
+    seqs = np.repeat(np.arange(len(batch.context_lens)), np.diff(batch.query_starts))
+    blocks = batch.block_tables[seqs, batch.positions // block_size].astype(np.int64)
+    return blocks * block_size + batch.positions % block_size
+
+
+def schedule_units(
+    batch: ForwardBatch,
+    keys: KeySlots,
+    shape: Shape,
+    tiles: Sequence[int],
+    num_threads: int,
+    num_padded: int,
+    device: torch.device,
+) -> list[UnitBatch]:
+    """Returns the batches of a step for layers of one shape.
+
+    Args:
+        tiles: row counts that a unit may have, ascending (`tiles.measure_tiles`).
+        num_padded: tokens including padding; the row after theirs takes the output of padding.
+    """
+    rows_at_once = max(tiles[0], _SCORES_BYTES // (4 * SPLIT * shape.num_kv_heads))
+    largest = max(size for size in tiles if size <= max(rows_at_once, tiles[0]))
+    by_size: dict[int, list[_Unit]] = {}
+    for unit in _cut_units(batch, shape, largest):
+        size = next(size for size in tiles if size >= unit.end - unit.start)
+        by_size.setdefault(size, []).append(unit)
+    batches = []
+    for size, units in by_size.items():
+        units.sort(key=lambda unit: unit.last, reverse=True)
+        at_once = min(max(1, rows_at_once // size), -(-len(units) // num_threads))
+        for start in range(0, len(units), at_once):
+            chosen = units[start : start + at_once]
+            batches.append(_make_batch(batch, keys, shape, chosen, size, num_padded, device))
+    return batches
+
+
+def _cut_units(batch: ForwardBatch, shape: Shape, largest: int) -> Iterator[_Unit]:
+    for seq, (begin, end) in enumerate(zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True)):
+        if begin == end:
+            continue
+        position = int(batch.positions[begin])
+        num_rows = (end - begin) * shape.group
+        for start in range(0, num_rows, largest):
+            stop = min(start + largest, num_rows)
+            lowest, highest = position + start // shape.group, position + (stop - 1) // shape.group
+            first = 0 if shape.window is None else max(0, lowest - shape.window + 1) // SPLIT
+            yield _Unit(seq, start, stop, first, highest // SPLIT)
+
+
+def _make_batch(
+    batch: ForwardBatch,
+    keys: KeySlots,
+    shape: Shape,
+    units: Sequence[_Unit],
+    size: int,
+    num_padded: int,
+    device: torch.device,
+) -> UnitBatch:
+    seqs = np.array([unit.seq for unit in units])
+    starts = np.array([unit.start for unit in units])
+    counts = np.array([unit.end - unit.start for unit in units])
+    padding = np.arange(size) >= counts[:, None]
+    rows = np.where(padding, starts[:, None], starts[:, None] + np.arange(size))
+    tokens = batch.query_starts[seqs].astype(np.int64)[:, None] + rows // shape.group
+    heads = np.arange(shape.num_kv_heads)[:, None, None] * shape.group + rows % shape.group
+    sources = tokens * shape.num_heads + heads
+    targets = np.where(padding, num_padded * shape.num_heads, sources)
+    positions = batch.positions[tokens]
+    return UnitBatch(
+        num_units=len(units),
+        num_rows=size,
+        sources=torch.from_numpy(sources.reshape(-1)).to(device),
+        targets=torch.from_numpy(targets.reshape(-1)).to(device),
+        splits=tuple(_make_splits(keys, shape, units, seqs, positions, device)),
+    )
+
+
+def _make_splits(
+    keys: KeySlots,
+    shape: Shape,
+    units: Sequence[_Unit],
+    seqs: Int64Array,
+    positions: npt.NDArray[np.int32],
+    device: torch.device,
+) -> Iterator[Split]:
+    """Yields the splits in order; units are sorted by their last split, so those still at work stand in front.
+
+    A unit whose window begins later than the batch's first split meets splits that are hidden from it: they change no bit.
+    """
+    for number in range(min(unit.first for unit in units), units[0].last + 1):
+        active = sum(unit.last >= number for unit in units)
+        slots = keys.slots[keys.starts[seqs[:active]] + number].reshape(-1)
+        hidden = _hidden(number, positions[:active], shape.window)
+        yield Split(
+            num_units=active,
+            slots=torch.from_numpy(slots).to(device),
+            hidden=None if hidden is None else torch.from_numpy(hidden).to(device),
+        )
+
+
+def _hidden(number: int, positions: npt.NDArray[np.int32], window: int | None) -> npt.NDArray[np.bool_] | None:
+    begin, end = number * SPLIT, (number + 1) * SPLIT
+    inside = window is None or int(positions.max()) - window < begin
+    if inside and int(positions.min()) >= end - 1:
+        return None
+    places = np.arange(begin, end)
+    hidden = places > positions[..., None]
+    if window is not None:
+        hidden |= places <= positions[..., None] - window
+    return hidden
