@@ -42,7 +42,7 @@ def kept_tokens(
 def _most_likely(scaled: FloatArray, limits: IntArray, top_p: npt.NDArray[np.float64], width: int) -> BoolArray:
     """Keeps at most `limits` tokens per row, and no more than reach the mass `top_p`.
 
-    Looks at the `width` largest values first, or at all when a row's limit or mass asks for more.
+    Looks at the `width` largest values first, and at more when a row's limit or mass asks for more.
     """
     vocab_size = scaled.shape[1]
     bounded = limits < vocab_size
@@ -57,7 +57,7 @@ def _most_likely(scaled: FloatArray, limits: IntArray, top_p: npt.NDArray[np.flo
     narrow = counts > width
     kept = _first_in_order(scaled, largest, np.minimum(counts, width))
     if narrow.any():
-        kept[narrow] = _most_likely(scaled[narrow], limits[narrow], top_p[narrow], vocab_size)
+        kept[narrow] = _most_likely(scaled[narrow], limits[narrow], top_p[narrow], 16 * width)
     return kept
 
 

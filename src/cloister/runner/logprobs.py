@@ -27,7 +27,8 @@ def token_logprobs(logits: FloatArray, token_ids: IntArray, num_top: IntArray) -
 
 
 def _piece_logprobs(logits: FloatArray, token_ids: IntArray, num_top: IntArray) -> list[TokenLogprobs]:
-    shifted = logits - logits.max(axis=1, keepdims=True)
+    with np.errstate(over="ignore"):
+        shifted = logits - logits.max(axis=1, keepdims=True)
     log_sum = np.log(np.exp(shifted).sum(axis=1))
     chosen = shifted[np.arange(len(token_ids)), token_ids] - log_sum
     tops = _most_likely(shifted, log_sum, np.minimum(num_top, logits.shape[1]))

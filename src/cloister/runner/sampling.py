@@ -56,8 +56,9 @@ class Sampler:
         tokens[~choosable] = -1
         drawn = np.flatnonzero(choosable & (columns["temperature"] > 0))
         if drawn.size:
-            scaled = scores[drawn] - best[drawn, None]
-            scaled /= columns["temperature"][drawn, None]
+            with np.errstate(over="ignore"):  # a cold temperature sends unlikely tokens to -inf, which is right
+                scaled = scores[drawn] - best[drawn, None]
+                scaled /= columns["temperature"][drawn, None]
             tokens[drawn] = self._draw(scaled, columns[drawn], keys[drawn])
         return tokens
 

@@ -1,0 +1,162 @@
+"""What is drawn follows the stated distribution, and a row's token does not know of the other rows."""
+
+import numpy as np
+import pytest
+
+from cloister.runner.noise import noise_keys
+from cloister.runner.sampling import Sampler, finite_rows
+from cloister.runner.state import BatchState
+from cloister.types.request import SamplingParams
+from cloister.types.step import NewSequence
+
+
+def states_of(params, vocab_size, *, seeds=None, prompts=None):
+    """Makes one sequence per entry of `params`; returns states, columns and noise keys."""
+    batch = BatchState(vocab_size=vocab_size, max_model_len=1 << 20)
+    for i, sampling in enumerate(params):
+        tokens, num_prompt = prompts[i] if prompts else ([0], 1)
+        batch.arrive(
+            NewSequence(
+                seq_id=i,
+                token_ids=tokens,
+                num_prompt_tokens=num_prompt,
+                sampling=sampling,
+                seed=seeds[i] if seeds else i,
+                stop_token_ids=(0,),
+            )
+        )
+    states = [batch[i] for i in range(len(params))]
+    columns = batch.columns([state.slot for state in states])
+    positions = np.array([len(state.tokens) for state in states], np.int64)
+    return states, columns, noise_keys(columns["seed"], columns["index"], positions)
+
+
+def frequencies(sampling, logits, num_draws=100_000):
+    """Draws `num_draws` tokens from one row of logits, each at another position."""
+    states, columns, _ = states_of([sampling], len(logits))
+    sampler = Sampler(len(logits))
+    keys = noise_keys(np.full(num_draws, 42, np.uint64), np.zeros(num_draws, np.int64), np.arange(num_draws, dtype=np.int64))
+    tokens = sampler.choose(
+        np.tile(np.asarray(logits, np.float32), (num_draws, 1)), states * num_draws, np.repeat(columns, num_draws), keys
+    )
+    return np.bincount(tokens, minlength=len(logits))
+
+
+def softmax(logits):
+    weights = np.exp(logits - np.max(logits))
+    return weights / weights.sum()
+
+
+LOGITS = np.array([2.0, 1.5, 1.0, 0.3, 0.0, -0.4, -1.0, -2.0, -3.0, -4.0])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (SamplingParams(), 10),
+        (SamplingParams(temperature=0.5), 10),
+        (SamplingParams(temperature=2.0), 10),
+        (SamplingParams(top_k=4), 4),
+        (SamplingParams(temperature=0.7, top_p=0.8), 3),
+        (SamplingParams(min_p=0.1), 5),
+        (SamplingParams(temperature=1.5, top_k=6, top_p=0.9, min_p=0.05), 5),
+    ],
+)
+def test_draws_follow_the_distribution(sampling, kept):
+    exact = softmax(LOGITS / sampling.temperature)
+    exact[kept:] = 0
+    exact /= exact.sum()
+    counts = frequencies(sampling, LOGITS)
+    assert (counts[kept:] == 0).all()
+    expected = exact[:kept] * counts.sum()
+    statistic = ((counts[:kept] - expected) ** 2 / expected).sum()
+    critical = {2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5, 9: 27.9}[kept - 1]
+    assert statistic < critical
+
+
+def test_a_rare_token_is_drawn_as_rarely_as_it_should_be():
+    logits = np.zeros(1000)
+    logits[0] = 12.0
+    counts = frequencies(SamplingParams(), logits, num_draws=20_000)
+    rare = 999 / (np.exp(12) + 999) * 20_000
+    assert abs(counts[1:].sum() - rare) < 5 * np.sqrt(rare)
+
+
+def test_equal_tokens_are_drawn_equally_often():
+    counts = frequencies(SamplingParams(), np.zeros(8), num_draws=80_000)
+    assert np.abs(counts - 10_000).max() < 500
+
+
+MIXED = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.3, top_k=40),
+    SamplingParams(temperature=5.0, top_p=0.999),
+    SamplingParams(temperature=1, min_p=0.05),
+    SamplingParams(temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1),
+    SamplingParams(temperature=1, logit_bias={3: 5.0, 7: -100.0}, min_tokens=3),
+    SamplingParams(temperature=1, top_k=700, top_p=0.95, min_p=0.001),
+    SamplingParams(temperature=1e-6),
+]
+
+
+@pytest.mark.parametrize("vocab_size", [11, 1003, 4096, 5000, 151_669])
+def test_a_token_is_the_same_alone_and_among_64(vocab_size):
+    num_rows = 64 if vocab_size < 100_000 else 12
+    rng = np.random.default_rng(vocab_size)
+    logits = (rng.standard_normal((num_rows, vocab_size)) * 4).astype(np.float32)
+    logits[:, ::3] = np.round(logits[:, ::3])
+    params = [MIXED[i % len(MIXED)] for i in range(num_rows)]
+    prompts = [(rng.integers(0, vocab_size, 30).tolist(), 20) for _ in range(num_rows)]
+    states, columns, keys = states_of(params, vocab_size, prompts=prompts)
+    sampler = Sampler(vocab_size)
+    alone = [
+        int(sampler.choose(logits[i : i + 1].copy(), states[i : i + 1], columns[i : i + 1], keys[i : i + 1])[0])
+        for i in range(num_rows)
+    ]
+    for count in {1, 2, 3, 7, 8, num_rows // 2 + 1, num_rows}:
+        rows = rng.permutation(num_rows)[:count]
+        tokens = sampler.choose(logits[rows], [states[i] for i in rows], columns[rows], keys[rows])
+        assert tokens.tolist() == [alone[i] for i in rows]
+
+
+def test_the_choice_leaves_the_logits_as_they_are():
+    logits = np.random.default_rng(0).standard_normal((len(MIXED), 200)).astype(np.float32)
+    before = logits.copy()
+    states, columns, keys = states_of(MIXED, 200)
+    Sampler(200).choose(logits, states, columns, keys)
+    assert (logits == before).all()
+
+
+def test_temperature_zero_is_the_largest_logit():
+    logits = np.random.default_rng(1).standard_normal((5, 300)).astype(np.float32)
+    states, columns, keys = states_of([SamplingParams(temperature=0)] * 5, 300)
+    assert (Sampler(300).choose(logits, states, columns, keys) == logits.argmax(axis=1)).all()
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(top_k=1), SamplingParams(top_p=1e-9), SamplingParams(min_p=1.0)])
+def test_the_narrowest_filter_is_greedy(sampling):
+    logits = np.random.default_rng(2).standard_normal((50, 3000)).astype(np.float32)
+    states, columns, keys = states_of([sampling] * 50, 3000)
+    assert (Sampler(3000).choose(logits, states, columns, keys) == logits.argmax(axis=1)).all()
+
+
+def test_tiny_temperatures_and_huge_logits_do_not_overflow():
+    logits = np.array([[3e38, -3e38, 1.0], [1.0, 2.0, 1.9999]], np.float32)
+    states, columns, keys = states_of([SamplingParams(temperature=1e-30)] * 2, 3)
+    assert Sampler(3).choose(logits, states, columns, keys).tolist() == [0, 1]
+
+
+def test_a_seed_of_any_size_or_sign_is_taken():
+    logits = np.zeros((4, 1000), np.float32)
+    states, columns, keys = states_of([SamplingParams()] * 4, 1000, seeds=[-1, 2**64 - 1, 2**70, 0])
+    tokens = Sampler(1000).choose(logits, states, columns, keys)
+    assert tokens[0] == tokens[1]
+    assert tokens[2] == tokens[3]
+
+
+def test_rows_that_are_not_finite_are_found():
+    logits = np.zeros((5, 1001), np.float32)
+    logits[1, 1000], logits[2, 0], logits[4, 500] = np.nan, np.inf, -np.inf
+    assert finite_rows(logits).tolist() == [True, False, False, True, False]
