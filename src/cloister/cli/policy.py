@@ -12,14 +12,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cloister import kv, sched
-from cloister.backends.base import BACKENDS
 from cloister.privacy import PROFILING_THREAT, Entry, Profile, Ruling, Verdict, gather
 from cloister.privacy.catalogue import rows_in_build
 from cloister.privacy.document import show_letters, to_data, to_markdown
 from cloister.privacy.features import judged_apart
 from cloister.privacy.matrix import ROWS, row_of
-from cloister.sched.policies import POLICIES
 
 app = typer.Typer(help="What each privacy profile allows, mitigates and refuses.", no_args_is_help=True)
 
@@ -51,6 +48,10 @@ def show(
 
 def list_entries() -> tuple[Entry, ...]:
     """Everything that this build has: what is registered by name, then what the rooms declare beside their code."""
+    from cloister import kv, sched
+    from cloister.backends.base import BACKENDS
+    from cloister.sched.policies import POLICIES
+
     importlib.import_module("cloister.backends.torch")  # files its entry in BACKENDS, without importing torch
     declared = {
         "prefix cache": kv.PREFIX_CACHE_THREAT,
