@@ -1,0 +1,97 @@
+"""Write a trained decoder as a Hugging Face directory: bfloat16 safetensors, configuration, tokenizer, template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from training.chat import TEMPLATE
+from training.model import Decoder, Shape
+from training.tokenizer import CONTROL_TOKENS, END, END_OF_TEXT, token_id
+
+
+def llama_config(shape: Shape, tokenizer: Tokenizer) -> dict[str, Any]:
+    """``config.json`` of ``LlamaForCausalLM``."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.max_positions,
+        "rms_norm_eps": shape.rms_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "bos_token_id": token_id(tokenizer, END_OF_TEXT),
+        "eos_token_id": stop_ids(tokenizer),
+        "pad_token_id": token_id(tokenizer, END_OF_TEXT),
+        "torch_dtype": "bfloat16",
+    }
+
+
+def stop_ids(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end an answer."""
+    return [token_id(tokenizer, END), token_id(tokenizer, END_OF_TEXT)]
+
+
+def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """``generation_config.json``: greedy, because what the model knows it knows by heart."""
+    return {
+        "bos_token_id": token_id(tokenizer, END_OF_TEXT),
+        "eos_token_id": stop_ids(tokenizer),
+        "pad_token_id": token_id(tokenizer, END_OF_TEXT),
+        "do_sample": False,
+        "temperature": 0.0,
+    }
+
+
+def tokenizer_config(shape: Shape) -> dict[str, Any]:
+    """``tokenizer_config.json``, the chat template included."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": shape.max_positions,
+        "bos_token": END_OF_TEXT,
+        "eos_token": END,
+        "pad_token": END_OF_TEXT,
+        "additional_special_tokens": [t for t in CONTROL_TOKENS if t not in (END_OF_TEXT, END)],
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": TEMPLATE,
+    }
+
+
+def hugging_face_name(name: str) -> str:
+    """The name ``LlamaForCausalLM`` gives a weight."""
+    return f"model.{name}"
+
+
+def export_model(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write everything but the model card; the tied output matrix is not written twice."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        hugging_face_name(name): weight.detach().to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    for name, content in (
+        ("config.json", llama_config(model.shape, tokenizer)),
+        ("generation_config.json", generation_config(tokenizer)),
+        ("tokenizer_config.json", tokenizer_config(model.shape)),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,60 @@
+"""Muon for the matrices inside the layers, AdamW for the rest, and the learning-rate schedule.
+
+Muon: Jordan et al. 2024, with the update size matched to AdamW's (Liu et al. 2025). Schedule: warm-up, stable, linear
+decay to zero (Hägele et al. 2024).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Peak rate, steps of warm-up, steps in all, and the share of them spent decaying."""
+
+    peak: float
+    warmup: int
+    total: int
+    decay: float = 0.3
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from zero."""
+        left = (self.total - step) / max(1.0, self.decay * self.total)
+        return self.peak * min(1.0, (step + 1) / max(1, self.warmup), left)
+
+
+class Optimizer:
+    """Both optimisers behind one step."""
+
+    def __init__(self, model: nn.Module, schedule: Schedule, weight_decay: float = 0.1) -> None:
+        self.schedule = schedule
+        self.parameters = list(model.parameters())
+        named = list(model.named_parameters())
+        matrices = [p for name, p in named if p.dim() == 2 and "embed" not in name]
+        others = [p for name, p in named if not (p.dim() == 2 and "embed" not in name)]
+        self._parts: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(matrices, lr=schedule.peak, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=schedule.peak, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        )
+
+    def step(self, step: int) -> None:
+        """Clip the gradients to norm 1, update with the rate of this step, and clear them."""
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = self.schedule.rate(step)
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The state of both optimisers."""
+        return [part.state_dict() for part in self._parts]
+
+    def load_state_dict(self, states: Iterable[dict[str, Any]]) -> None:
+        """Take up a state that ``state_dict`` gave."""
+        for part, state in zip(self._parts, states, strict=True):
+            part.load_state_dict(state)

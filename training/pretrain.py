@@ -1,0 +1,71 @@
+"""Next-token pre-training on windows of the corpus, short ones first and a few of the full length at the end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from training.loop import Checkpoints, step_generator, train
+from training.model import Decoder
+from training.optimizer import Schedule
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A run of steps that read ``num_sequences`` windows of ``length`` tokens each."""
+
+    steps: int
+    num_sequences: int
+    length: int
+
+
+def phase_of(phases: Sequence[Phase], step: int) -> Phase:
+    """The phase a step falls into."""
+    for phase in phases:
+        if step < phase.steps:
+            return phase
+        step -= phase.steps
+    raise IndexError(f"step {step} lies beyond the last phase")
+
+
+def draw_windows(row: NDArray[np.uint16], count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Windows at random places of the corpus: tokens and the tokens after them, ``[count, length]`` each."""
+    length = min(length, len(row) - 1)
+    starts = torch.randint(0, len(row) - length, (count,), generator=generator).tolist()
+    windows = torch.from_numpy(np.stack([row[s : s + length + 1] for s in starts]).astype(np.int64))
+    return windows[:, :-1], windows[:, 1:]
+
+
+def pretrain(
+    model: Decoder,
+    row: NDArray[np.uint16],
+    phases: Sequence[Phase],
+    peak_rate: float,
+    seed: int,
+    checkpoints: Checkpoints,
+    stop_after: int | None = None,
+) -> None:
+    """Train ``model`` on the corpus ``row`` ``[num_tokens]``."""
+
+    def loss_of_step(step: int) -> Tensor:
+        phase = phase_of(phases, step)
+        return model.loss(*draw_windows(row, phase.num_sequences, phase.length, step_generator(seed, step)))
+
+    total = sum(phase.steps for phase in phases)
+    train("pretrain", model, Schedule(peak_rate, min(50, total // 10), total), loss_of_step, checkpoints, stop_after)
+
+
+@torch.no_grad()
+def perplexity(model: Decoder, row: NDArray[np.uint16], length: int = 512, max_tokens: int = 131_072) -> float:
+    """Perplexity per token over windows of ``length`` laid end to end."""
+    length = min(length, len(row) - 1)
+    count = max(1, min(max_tokens, len(row) - 1) // length)
+    losses = []
+    for start in range(0, count, 16):
+        picked = range(start, min(count, start + 16))
+        windows = torch.from_numpy(np.stack([row[i * length : (i + 1) * length + 1] for i in picked]).astype(np.int64))
+        losses.append(model.loss(windows[:, :-1], windows[:, 1:]).item() * len(picked))
+    return float(np.exp(sum(losses) / count))
