@@ -11,6 +11,7 @@ from cloister.backends.torch.schedule import SPLIT, UnitBatch
 from cloister.backends.torch.tiles import measure_tiles
 
 _NOTHING_YET = -1e30  # a running maximum that is finite, so that a hidden split leaves exp(0) = 1 and no NaN
+_WIDTHS = (64, 128, 192, SPLIT)
 _VECTOR = 32  # exp is taken on whole vectors: torch rounds the scalar tail of a vector otherwise
 
 
@@ -30,8 +31,8 @@ def attend(queries: Tensor, slots: Tensor, num_kv_heads: int, batch: UnitBatch, 
     mixed = queries.new_zeros(*shape, head_dim)
     for split in batch.splits:
         active = split.num_units
-        found = slots.index_select(0, split.slots).float().view(active, SPLIT, 2, num_kv_heads, head_dim)
-        scores = queries.new_empty(num_kv_heads, active, batch.num_rows, SPLIT)
+        found = slots.index_select(0, split.slots).float().view(active, split.width, 2, num_kv_heads, head_dim)
+        scores = queries.new_empty(num_kv_heads, active, batch.num_rows, split.width)
         for head in range(num_kv_heads):
             torch.bmm(rows[head, :active], found[:, :, 0, head].transpose(1, 2), out=scores[head])
         if split.hidden is not None:
@@ -63,3 +64,25 @@ def attention_tiles(num_kv_heads: int, head_dim: int, device: torch.device) -> t
 
     scoring = measure_tiles(score, head_dim, torch.float32, device)
     return tuple(size for size in measure_tiles(mix, SPLIT, torch.float32, device) if size in scoring)
+
+
+@cache
+def split_widths(num_kv_heads: int, head_dim: int, device: torch.device) -> tuple[int, ...]:
+    """Returns how many keys of a split may be computed when all the others are hidden, measured to change no bit."""
+    generator = torch.Generator().manual_seed(head_dim)
+    found = torch.randn(3, SPLIT, 2, num_kv_heads, head_dim, generator=generator).to(device)
+    keys, values = found[:, :, 0, -1], found[:, :, 1, -1]
+
+    def agrees(width: int, size: int) -> bool:
+        rows = torch.randn(3, size, head_dim, generator=torch.Generator().manual_seed(width)).to(device)
+        weights = torch.bmm(rows, keys.transpose(1, 2)).abs_()
+        weights[..., width:] = 0
+        part = weights[..., :width].contiguous()
+        return (
+            torch.equal(torch.bmm(rows, keys[:, :width].transpose(1, 2)).abs_(), part)
+            and torch.equal(torch.bmm(part, values[:, :width]), torch.bmm(weights, values))
+            and torch.equal(part.sum(-1), weights.sum(-1))
+        )
+
+    sizes = attention_tiles(num_kv_heads, head_dim, device)
+    return tuple(width for width in _WIDTHS if width == SPLIT or all(agrees(width, size) for size in sizes))

@@ -54,8 +54,12 @@ class Layer:
         self._qk_norms = (reader.norm(f"{prefix}.q_norm"), reader.norm(f"{prefix}.k_norm")) if attention.qk_norm else None
         self.linears = (self._qkv, self._o, self._gate_up, self._down)
 
-    def project(self, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns queries [num_rows * num_heads, head_dim], scaled, and keys and values [num_rows, slot size]; float32."""
+    def project(self, hidden: Tensor, cos_sin: Tensor, queries: Tensor, keys_values: Tensor) -> None:
+        """Writes queries [num_rows, num_heads, head_dim], scaled, and keys and values [num_rows, 2, num_kv_heads, head_dim].
+
+        Args:
+            cos_sin: [2, num_rows, 1, head_dim / 2].
+        """
         spec = self.attention
         normed = rms_norm(hidden, self._attention_norm, self._eps)
         heads = self._qkv(normed).view(hidden.shape[0], -1, spec.head_dim)
@@ -63,8 +67,10 @@ class Layer:
         if self._qk_norms is not None:
             query = rms_norm(query, self._qk_norms[0], self._eps)
             key = rms_norm(key, self._qk_norms[1], self._eps)
-        queries = rotate(query, cos_sin).mul_(spec.scale).view(-1, spec.head_dim)
-        return queries, torch.cat([rotate(key, cos_sin), value], dim=1).view(hidden.shape[0], -1)
+        rotate(query, cos_sin, queries)
+        queries.mul_(spec.scale)
+        rotate(key, cos_sin, keys_values[:, 0])
+        keys_values[:, 1] = value
 
     def finish(self, hidden: Tensor, mixed: Tensor) -> None:
         """Adds the outputs of attention [num_rows, num_heads * head_dim] and of the feed-forward to `hidden`, in place."""

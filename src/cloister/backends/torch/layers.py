@@ -58,12 +58,10 @@ class RopeTable:
         return torch.stack([angles.cos(), angles.sin()]).mul_(self._scale)
 
 
-def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
-    """Turns [num_rows, num_heads, head_dim] by position (Su et al. 2021), pairing the halves of a head."""
+def rotate(heads: Tensor, cos_sin: Tensor, turned: Tensor) -> None:
+    """Writes [num_rows, num_heads, head_dim] turned by position (Su et al. 2021), pairing the halves of a head."""
     cos, sin = cos_sin
     half = heads.shape[-1] // 2
     first, second = heads[..., :half], heads[..., half:]
-    turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
     torch.sub(first * cos, second * sin, out=turned[..., :half])
     torch.add(second * cos, first * sin, out=turned[..., half:])
-    return turned

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cloister.backends.base import FloatArray, ForwardBatch, KVLayout, Weights
 from cloister.backends.spec import AttentionSpec, DecoderSpec
-from cloister.backends.torch.attention import attend, attention_tiles
+from cloister.backends.torch.attention import attend, attention_tiles, split_widths
 from cloister.backends.torch.cache import KVCache
 from cloister.backends.torch.decoder import Layer, WeightReader, to_torch
 from cloister.backends.torch.layers import RopeTable, rms_norm
@@ -19,6 +19,8 @@ from cloister.backends.torch.linear import common_tiles
 from cloister.backends.torch.schedule import KeySlots, Shape, UnitBatch, schedule_units, token_slots
 from cloister.backends.torch.team import Team, use_one_thread_per_operation
 from cloister.backends.torch.tiles import pad_rows
+
+_CHUNK = 128  # rows; a multiple of the reference tile
 
 
 class TorchProgram:
@@ -64,9 +66,10 @@ class TorchProgram:
         units = self._schedule(batch, num_rows)
         written = torch.from_numpy(token_slots(batch, self._cache.layout.block_size)).to(self._device)
         for layer, slots in zip(self._layers, self._cache.layers, strict=True):
-            queries, keys_values = layer.project(hidden, angles[layer.attention.rope])
-            slots.index_copy_(0, written, keys_values[:num_tokens].to(slots.dtype))
-            layer.finish(hidden, self._attend(queries, slots, layer.attention, units[work_shape(layer.attention)]))
+            queries, keys_values = self._project(layer, hidden, angles[layer.attention.rope])
+            slots.index_copy_(0, written, keys_values.view(num_rows, -1)[:num_tokens].to(slots.dtype))
+            mixed = self._attend(queries, slots, layer.attention, units[work_shape(layer.attention)])
+            self._team.run([partial(layer.finish, hidden[rows], mixed[rows]) for rows in _chunks(num_rows)])
         return self._logits(hidden, batch)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -94,14 +97,28 @@ class TorchProgram:
             shape, spec = work_shape(layer.attention), layer.attention
             if shape not in units:
                 tiles = attention_tiles(spec.num_kv_heads, spec.head_dim, self._device)
+                widths = split_widths(spec.num_kv_heads, spec.head_dim, self._device)
                 threads = self._team.num_threads
-                units[shape] = schedule_units(batch, keys, shape, tiles, threads, num_rows, self._device)
+                units[shape] = schedule_units(batch, keys, shape, tiles, widths, threads, num_rows, self._device)
         return units
+
+    def _project(self, layer: Layer, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns queries [num_rows, num_heads, head_dim] and keys and values [num_rows, 2, num_kv_heads, head_dim]."""
+        spec, num_rows = layer.attention, len(hidden)
+        queries = hidden.new_empty(num_rows, spec.num_heads, spec.head_dim)
+        keys_values = hidden.new_empty(num_rows, 2, spec.num_kv_heads, spec.head_dim)
+        tasks = [
+            partial(layer.project, hidden[rows], cos_sin[:, rows], queries[rows], keys_values[rows])
+            for rows in _chunks(num_rows)
+        ]
+        self._team.run(tasks)
+        return queries, keys_values
 
     def _attend(self, queries: Tensor, slots: Tensor, spec: AttentionSpec, units: Sequence[UnitBatch]) -> Tensor:
         """Returns [num_rows, num_heads * head_dim]; a batch of units is a task for one thread."""
-        out = queries.new_zeros(len(queries) + 1, spec.head_dim)
-        self._team.run([partial(attend, queries, slots, spec.num_kv_heads, unit, out) for unit in units])
+        rows = queries.view(-1, spec.head_dim)
+        out = rows.new_zeros(len(rows) + 1, spec.head_dim)
+        self._team.run([partial(attend, rows, slots, spec.num_kv_heads, unit, out) for unit in units])
         return out[:-1].view(-1, spec.num_heads * spec.head_dim)
 
     def _logits(self, hidden: Tensor, batch: ForwardBatch) -> FloatArray:
@@ -113,6 +130,11 @@ class TorchProgram:
         chosen = hidden.index_select(0, torch.from_numpy(rows).to(self._device))
         logits: FloatArray = self._head(rms_norm(chosen, self._norm, self._spec.norm_eps))[:num_logits].cpu().numpy()
         return logits
+
+
+def _chunks(num_rows: int) -> list[slice]:
+    """Cuts rows into tasks for the team, small enough that what a layer makes of one stays in a core's own cache."""
+    return [slice(start, start + _CHUNK) for start in range(0, num_rows, _CHUNK)]
 
 
 def work_shape(spec: AttentionSpec) -> Shape:

@@ -39,14 +39,16 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """256 keys for the first `num_units` units of a batch.
+    """256 keys, or the first `width` of them, for the first `num_units` units of a batch.
 
     Attributes:
-        slots: [num_units * 256] cache slots, the zero slot past a context.
-        hidden: [num_units, num_rows, 256], True where a row must not see a key; None when every row sees every key.
+        width: keys that are computed; the rest would be hidden from every row.
+        slots: [num_units * width] cache slots, the zero slot past a context.
+        hidden: [num_units, num_rows, width], True where a row must not see a key; None when every row sees every key.
     """
 
     num_units: int
+    width: int
     slots: Tensor
     hidden: Tensor | None
 
@@ -69,7 +71,7 @@ class UnitBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Rows [start, end) of a sequence, counted from its first query; `first` and `last` are splits."""
+    """Rows [start, end) of a sequence, counted from its first query, that see keys at positions from `first` to `last`."""
 
     seq: int
     start: int
@@ -109,6 +111,7 @@ def schedule_units(
     keys: KeySlots,
     shape: Shape,
     tiles: Sequence[int],
+    widths: Sequence[int],
     num_threads: int,
     num_padded: int,
     device: torch.device,
@@ -116,7 +119,7 @@ def schedule_units(
     """Returns the batches of a step for layers of one shape.
 
     Args:
-        tiles: row counts that a unit may have, ascending (`tiles.measure_tiles`).
+        tiles, widths: rows that a unit and keys that a split may have, ascending (`attention.attention_tiles`).
         num_padded: tokens including padding; the row after theirs takes the output of padding.
     """
     rows_at_once = max(tiles[0], _SCORES_BYTES // (4 * SPLIT * shape.num_kv_heads))
@@ -131,7 +134,7 @@ def schedule_units(
         at_once = min(max(1, rows_at_once // size), -(-len(units) // num_threads))
         for start in range(0, len(units), at_once):
             chosen = units[start : start + at_once]
-            batches.append(_make_batch(batch, keys, shape, chosen, size, num_padded, device))
+            batches.append(_make_batch(batch, keys, shape, widths, chosen, size, num_padded, device))
     return batches
 
 
@@ -144,14 +147,14 @@ def _cut_units(batch: ForwardBatch, shape: Shape, largest: int) -> Iterator[_Uni
         for start in range(0, num_rows, largest):
             stop = min(start + largest, num_rows)
             lowest, highest = position + start // shape.group, position + (stop - 1) // shape.group
-            first = 0 if shape.window is None else max(0, lowest - shape.window + 1) // SPLIT
-            yield _Unit(seq, start, stop, first, highest // SPLIT)
+            yield _Unit(seq, start, stop, 0 if shape.window is None else max(0, lowest - shape.window + 1), highest)
 
 
 def _make_batch(
     batch: ForwardBatch,
     keys: KeySlots,
     shape: Shape,
+    widths: Sequence[int],
     units: Sequence[_Unit],
     size: int,
     num_padded: int,
@@ -172,35 +175,38 @@ def _make_batch(
         num_rows=size,
         sources=torch.from_numpy(sources.reshape(-1)).to(device),
         targets=torch.from_numpy(targets.reshape(-1)).to(device),
-        splits=tuple(_make_splits(keys, shape, units, seqs, positions, device)),
+        splits=tuple(_make_splits(keys, shape, widths, units, seqs, positions, device)),
     )
 
 
 def _make_splits(
     keys: KeySlots,
     shape: Shape,
+    widths: Sequence[int],
     units: Sequence[_Unit],
     seqs: Int64Array,
     positions: npt.NDArray[np.int32],
     device: torch.device,
 ) -> Iterator[Split]:
-    """Yields the splits in order; units are sorted by their last split, so those still at work stand in front.
+    """Yields the splits in order; units are sorted by their last key, so those still at work stand in front.
 
     A unit whose window begins later than the batch's first split meets splits that are hidden from it: they change no bit.
     """
-    for number in range(min(unit.first for unit in units), units[0].last + 1):
-        active = sum(unit.last >= number for unit in units)
-        slots = keys.slots[keys.starts[seqs[:active]] + number].reshape(-1)
-        hidden = _hidden(number, positions[:active], shape.window)
+    for number in range(min(unit.first for unit in units) // SPLIT, units[0].last // SPLIT + 1):
+        begin = number * SPLIT
+        active = sum(unit.last >= begin for unit in units)
+        width = next(width for width in widths if width >= min(units[0].last + 1 - begin, SPLIT))
+        slots = keys.slots[keys.starts[seqs[:active]] + number, :width].reshape(-1)
+        hidden = _hidden(begin, begin + width, positions[:active], shape.window)
         yield Split(
             num_units=active,
+            width=width,
             slots=torch.from_numpy(slots).to(device),
             hidden=None if hidden is None else torch.from_numpy(hidden).to(device),
         )
 
 
-def _hidden(number: int, positions: npt.NDArray[np.int32], window: int | None) -> npt.NDArray[np.bool_] | None:
-    begin, end = number * SPLIT, (number + 1) * SPLIT
+def _hidden(begin: int, end: int, positions: npt.NDArray[np.int32], window: int | None) -> npt.NDArray[np.bool_] | None:
     inside = window is None or int(positions.max()) - window < begin
     if inside and int(positions.min()) >= end - 1:
         return None

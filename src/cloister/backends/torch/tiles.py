@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 REFERENCE_ROWS = 32
-CANDIDATES = (8, 16, 32, 64, 128, 256)
+CANDIDATES = (4, 8, 16, 32, 64, 128, 256)
+_FEWEST_ROWS = 8  # so that whole vectors hold the rows of any elementwise step (`layers`)
 
 Product = Callable[[Tensor], Tensor]
 
@@ -36,7 +37,7 @@ def measure_tiles(product: Product, num_inputs: int, dtype: torch.dtype, device:
 def pad_rows(num_rows: int, tiles: Sequence[int]) -> int:
     """Returns how many rows to compute for `num_rows`: one tile if one is enough, else a multiple of the reference."""
     for size in tiles:
-        if num_rows <= size <= REFERENCE_ROWS:
+        if max(num_rows, _FEWEST_ROWS) <= size <= REFERENCE_ROWS:
             return size
     return -(-num_rows // REFERENCE_ROWS) * REFERENCE_ROWS
 
