@@ -6,16 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from pathlib import Path
+from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from cloister.bench.traces import MOONCAKE_BLOCK_TOKENS, Trace, TraceRow
+from cloister.bench.settings import ArrivalsConfig, WorkloadConfig
+from cloister.bench.traces import MOONCAKE_BLOCK_TOKENS, Trace, TraceRow, read_trace
 from cloister.types.errors import ConfigError
 
 Arrivals = Literal["recorded", "poisson", "burst"]
-ARRIVALS: tuple[Arrivals, ...] = ("recorded", "poisson", "burst")
 
 FIRST_TOKEN_ID = 32
 """Made-up prompts use ids from here on: a tokenizer's special tokens often come first."""
@@ -83,6 +84,31 @@ class Recipe:
             raise ConfigError("the number of requests must be at least 1", param="num_requests")
         if self.vocab_size <= FIRST_TOKEN_ID:
             raise ConfigError(f"the vocabulary must have more than {FIRST_TOKEN_ID} ids", param="vocab_size")
+
+
+def load_workload(
+    work: WorkloadConfig, arrivals: ArrivalsConfig, *, max_model_len: int | None = None, vocab_size: int = DEFAULT_VOCAB_SIZE
+) -> Workload:
+    """Reads the trace that the settings name, or makes requests of one length, and builds the workload.
+
+    Raises:
+        ConfigError: the settings or the trace cannot be used.
+    """
+    if work.trace is None:
+        rows = (TraceRow(None, work.input_tokens, work.output_tokens),) * work.num_requests
+        trace = Trace(f"{work.input_tokens}+{work.output_tokens}", rows)
+    else:
+        trace = read_trace(Path(work.trace).expanduser())
+    recipe = Recipe(
+        arrivals=cast(Arrivals, arrivals.arrivals) or ("recorded" if trace.has_arrivals else "poisson"),
+        rate=arrivals.rate,
+        num_requests=work.num_requests,
+        scale=parse_scale(work.scale_lengths),
+        max_model_len=min((n for n in (work.max_request_tokens, max_model_len) if n is not None), default=None),
+        vocab_size=min(vocab_size, DEFAULT_VOCAB_SIZE),
+        seed=work.seed,
+    )
+    return build_workload(trace, recipe)
 
 
 def parse_scale(text: str) -> Fraction:

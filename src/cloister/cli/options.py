@@ -7,9 +7,13 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
+
+from cloister.types.config import resolve, setting_names
+
+C = TypeVar("C")
 
 CONFIG_HELP = "TOML file of settings, named as the flags are with `_` for `-`; a flag wins over the file."
 
@@ -23,7 +27,20 @@ class GivenSettings:
     """
 
     flags: dict[str, object]
-    config_file: Path | None
+    config_file: Path | None = None
+
+    def of(self, *classes: type[Any]) -> dict[str, object]:
+        """Returns the flags that belong to the classes given."""
+        names = setting_names(*classes)
+        return {name: value for name, value in self.flags.items() if name in names}
+
+    def resolve(self, cls: type[C]) -> C:
+        """Returns a configuration that flags alone decide, such as that of a measurement.
+
+        Raises:
+            ConfigError: a value has the wrong type or range.
+        """
+        return resolve(cls, [("flag", self.of(cls))]).config
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +82,26 @@ def list_flags(cls: type[Any]) -> Iterator[Flag]:
         yield Flag(field.name, kinds[0], field.default, about["help"], choices, low, high)
 
 
-def with_settings(*classes: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Returns a decorator that adds the flags of `classes` and `--config` to a verb.
+def with_settings(*classes: type[Any], config_file: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Returns a decorator that adds the flags of `classes`, and `--config` unless told not to, to a verb.
 
     The verb takes them as one argument, `settings: GivenSettings`. A flag that was not given is left out, so that the
     config file and the defaults decide.
     """
-    flags = [flag for cls in classes for flag in list_flags(cls)]
+    flags = [(cls, flag) for cls in classes for flag in list_flags(cls)]
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(verb)
         def run(**given: Any) -> None:
-            config_file = given.pop("config")
-            values = {flag.name: given.pop(flag.name) for flag in flags}
+            path = given.pop("config", None)
+            values = {flag.name: given.pop(flag.name) for _, flag in flags}
             chosen = {name: value for name, value in values.items() if value is not None}
-            verb(settings=GivenSettings(chosen, config_file), **given)
+            verb(settings=GivenSettings(chosen, path), **given)
 
         own = inspect.signature(verb, eval_str=True).parameters.values()
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != "settings"]
-        parameters += [_config_parameter(), *(_parameter(flag) for flag in flags)]
+        parameters += [_config_parameter()] if config_file else []
+        parameters += [_parameter(flag, panel_of(cls)) for cls, flag in flags]
         run.__dict__["__signature__"] = inspect.Signature(parameters)
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -91,11 +109,16 @@ def with_settings(*classes: type[Any]) -> Callable[[Callable[..., None]], Callab
     return decorate
 
 
-def _parameter(flag: Flag) -> inspect.Parameter:
+def panel_of(cls: type[Any]) -> str:
+    """Returns the heading under which the flags of a class are shown."""
+    return cls.__name__.removesuffix("Config")
+
+
+def _parameter(flag: Flag, panel: str) -> inspect.Parameter:
     parts = [flag.values] if flag.choices or flag.low is not None else []
     parts += [] if flag.default is None else [f"default: {flag.default}"]
     help_text = f"{flag.help} ({'; '.join(parts)})" if parts else flag.help
-    option = typer.Option(flag.declaration, help=help_text, show_default=False, rich_help_panel="Settings")
+    option = typer.Option(flag.declaration, help=help_text, show_default=False, rich_help_panel=panel)
     return inspect.Parameter(
         flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[flag.kind | None, option]
     )

@@ -1,0 +1,5 @@
+"""`python -m cloister.cli` is `cloister`."""
+
+from cloister.cli import main
+
+main()

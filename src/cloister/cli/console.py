@@ -1,0 +1,46 @@
+"""What verbs print with: results on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+out = Console()
+err = Console(stderr=True)
+
+
+def print_error(message: str) -> None:
+    """Prints one red line on standard error."""
+    err.print(f"error: {message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_json(value: object) -> None:
+    """Prints a value as JSON on standard output, without colours."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints a table on standard output; the first column stands left, the others right."""
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for number, header in enumerate(headers):
+        table.add_column(header, justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    out.print(table)
+
+
+def make_progress() -> Progress:
+    """Returns a progress bar on standard error that is gone when it is done."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=err,
+        transient=True,
+    )

@@ -1,0 +1,161 @@
+"""`cloister doctor`: what this machine can do, and what to do where it cannot."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from cloister.cli.console import err, out, print_json
+from cloister.types.errors import CloisterError
+
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "asimd", "sve")
+LEAST_MEMORY_BYTES = 1 << 30
+HUB_TIMEOUT_S = 3.0
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What one look at the machine found.
+
+    Attributes:
+        essential: without it Cloister cannot serve at all.
+        advice: what to do if it is not good.
+    """
+
+    name: str
+    good: bool
+    detail: str
+    advice: str = ""
+    essential: bool = True
+
+
+def doctor(
+    port: Annotated[int, typer.Option(help="Port that the server would listen on.", min=1, max=65535)] = 8000,
+    model: Annotated[str, typer.Option(help="Model that the server would load.")] = "cloister-5m",
+    hub: Annotated[bool, typer.Option(help="Ask whether the model hub answers.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look at this machine: what works, and what to do about what does not. Exits with 1 if something essential fails."""
+    with err.status("Looking"):
+        checks = list(examine(port, model, hub))
+    failed = [check for check in checks if check.essential and not check.good]
+    if as_json:
+        print_json({"good": not failed, "checks": [asdict(check) for check in checks]})
+    else:
+        _print_checks(checks)
+    raise typer.Exit(1 if failed else 0)
+
+
+def examine(port: int, model: str, hub: bool) -> Iterator[Check]:
+    """Yields every check, in the order in which they build on each other."""
+    yield check_python()
+    yield check_torch()
+    yield check_features()
+    yield from check_limits()
+    yield check_port(port)
+    yield check_model(model)
+    if hub:
+        yield check_hub()
+
+
+def check_python() -> Check:
+    version = platform.python_version()
+    return Check("Python", sys.version_info >= (3, 11), f"{version} at {sys.executable}", "install Python 3.11 or newer")
+
+
+def check_torch() -> Check:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Check("torch", False, type(error).__name__, "run `make install`, or `pip install torch`")
+    where = f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "CPU"
+    return Check("torch", True, f"{importlib.metadata.version('torch')}, {where}")
+
+
+def check_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
+    """Which vector instructions the CPU has; without any it works, but slowly."""
+    try:
+        words = set(cpuinfo.read_text().split())
+    except OSError:
+        return Check("CPU", True, platform.machine() or "unknown", essential=False)
+    found = [name for name in CPU_FEATURES if name in words]
+    detail = f"{platform.machine()} with {', '.join(found) or 'no vector instructions that we know'}"
+    return Check("CPU", bool(found), detail, "expect slow answers, or use a CPU with AVX2 or newer", essential=False)
+
+
+def check_limits() -> Iterator[Check]:
+    """CPUs and memory, as the cgroup limits them."""
+    from cloister.engine.machine import read_machine
+
+    machine = read_machine()
+    host_cpus = os.cpu_count() or 1
+    yield Check("CPUs", True, f"{machine.num_cpus} of the host's {host_cpus} may be used", essential=False)
+    detail = f"{machine.available_bytes // MIB} of {machine.memory_bytes // MIB} MiB available, by the {machine.limited_by}"
+    advice = f"free memory or raise the limit to {LEAST_MEMORY_BYTES // MIB} MiB at least"
+    yield Check("memory", machine.available_bytes >= LEAST_MEMORY_BYTES, detail, advice)
+
+
+def check_port(port: int) -> Check:
+    """Is the port free on the loopback address?"""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            advice = f"stop what listens there, or serve with --port {port + 1 if port < 65535 else 8000}"
+            return Check("port", False, f"{port}: {error.strerror}", advice, essential=False)
+    return Check("port", True, f"{port} is free")
+
+
+def check_model(name: str) -> Check:
+    """Opens the model, every tensor's shape included, without computing anything."""
+    from cloister.models import load, locate
+
+    try:
+        model = load(locate(name))
+    except CloisterError as error:
+        return Check("model", False, name, error.message)
+    return Check("model", True, f"{model.info.name}, {model.info.max_model_len} positions, {model.info.vocab_size} tokens")
+
+
+def check_hub(reach: Callable[[], str] | None = None) -> Check:
+    """Does the model hub answer? Only models that are not here yet need it."""
+    advice = "models in directories and the embedded ones work without; set HTTPS_PROXY if you have a proxy"
+    try:
+        detail = (reach or _reach_hub)()
+    except OSError as error:
+        return Check("model hub", False, f"not reachable ({type(error).__name__})", advice, essential=False)
+    return Check("model hub", True, detail, essential=False)
+
+
+def _reach_hub() -> str:
+    """Returns a word on who answered; OSError if nobody did."""
+    import httpx
+    from huggingface_hub.constants import ENDPOINT
+
+    try:
+        httpx.head(ENDPOINT, timeout=HUB_TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise ConnectionError(type(error).__name__) from None
+    return f"{ENDPOINT} answers"
+
+
+def _print_checks(checks: list[Check]) -> None:
+    table = Table(title="Cloister on this machine", title_justify="left", title_style="bold", header_style="bold")
+    for header in ("", "what", "found", "what to do"):
+        table.add_column(header, overflow="fold")
+    for check in checks:
+        mark = "[green]ok[/]" if check.good else "[red]fails[/]" if check.essential else "[yellow]warning[/]"
+        table.add_row(mark, check.name, check.detail, "" if check.good else check.advice)
+    out.print(table)

@@ -1,0 +1,50 @@
+"""`cloister serve`: the OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cloister.cli.console import out, print_json, print_table
+from cloister.cli.options import GivenSettings, with_settings
+from cloister.types.config import EngineConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from cloister.types.config import Reason
+
+
+@with_settings(EngineConfig, ServerConfig)
+def serve(
+    settings: GivenSettings,
+    explain: Annotated[bool, typer.Option("--explain", help="Print every setting and why, and leave.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --explain: print JSON.")] = False,
+) -> None:
+    """Serve a model on the OpenAI API until SIGTERM or Ctrl-C."""
+    if as_json and not explain:
+        raise typer.BadParameter("it needs --explain", param_hint="--json")
+    from cloister.app import resolve_settings
+
+    resolved = resolve_settings(settings.flags, settings.config_file)
+    if explain:
+        _explain([*resolved.engine.reasons, *resolved.server.reasons], as_json)
+        return
+    from cloister.app import serve as run_server
+
+    raise typer.Exit(run_server(resolved))
+
+
+def _explain(reasons: list[Reason], as_json: bool) -> None:
+    if as_json:
+        print_json([{"setting": r.name, "value": r.value, "why": r.why} for r in reasons])
+        return
+    rows = [(reason.name.replace("_", "-"), show_value(reason.value), reason.why) for reason in reasons]
+    print_table("Settings", ("setting", "value", "why"), rows)
+    out.print("What is unset is chosen from the model when it is loaded; the memory budget is printed then.", style="dim")
+
+
+def show_value(value: object) -> str:
+    """Returns a setting's value as people write it."""
+    if value is None:
+        return "unset"
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

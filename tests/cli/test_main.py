@@ -1,0 +1,155 @@
+"""The command line as a person meets it."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cloister.cli import doctor, main
+from cloister.cli.reference import write_reference
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(capsys, *arguments):
+    """Returns (exit status, standard output, standard error) of one command."""
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    return caught.value.code or 0, captured.out, captured.err
+
+
+def test_help_is_quick_and_loads_no_heavy_library():
+    code = (
+        "import sys, cloister.cli\n"
+        "try: cloister.cli.main(['--help'])\n"
+        "finally: print([m for m in ('torch', 'matplotlib', 'transformers', 'uvicorn') if m in sys.modules], file=sys.stderr)"
+    )
+    elapsed_s = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+        elapsed_s.append(time.perf_counter() - start_s)
+    assert done.stderr.strip() == "[]"
+    assert "serve" in done.stdout
+    assert min(elapsed_s) < 1.0  # 0.2 s on an idle machine
+
+
+@pytest.mark.parametrize("verb", ["serve", "run", "chat", "doctor", "bench", "policy", "keys", "bench serve"])
+def test_every_verb_has_help(capsys, verb):
+    status, out, _ = run(capsys, *verb.split(), "--help")
+    assert status == 0
+    assert "Usage" in out
+
+
+def test_the_version_is_printed(capsys):
+    assert run(capsys, "--version")[:2] == (0, "cloister 0.1.0\n")
+
+
+def test_an_error_is_one_line_with_what_to_do_and_no_traceback(capsys):
+    status, out, err = run(capsys, "serve", "--explain", "--block-size", "300")
+    assert status == 1
+    assert out == ""
+    assert err.strip().count("\n") == 0
+    assert "block_size must be at most 256" in err
+
+
+def test_an_unknown_key_in_the_config_file_names_the_nearest_one(capsys, tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text("block_sise = 8\n")
+    status, _, err = run(capsys, "serve", "--explain", "--config", str(config))
+    assert status == 1
+    assert "did you mean 'block_size'" in err
+
+
+def test_wrong_usage_exits_with_two(capsys):
+    assert run(capsys, "serve", "--no-such-flag")[0] == 2
+    assert run(capsys, "serve", "--json")[0] == 2
+
+
+def test_explain_says_where_each_value_comes_from(capsys, tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text("port = 9001\nblock_size = 8\n")
+    status, out, _ = run(capsys, "serve", "--explain", "--json", "--config", str(config), "--port", "9002")
+    settings = {row["setting"]: (row["value"], row["why"]) for row in json.loads(out)}
+    assert status == 0
+    assert settings["port"] == (9002, "flag")
+    assert settings["block_size"] == (8, "file c.toml")
+    assert settings["scheduler"] == ("fcfs", "default")
+    assert settings["num_threads"][1] != "default"
+
+
+def test_explain_prints_a_table(capsys):
+    status, out, _ = run(capsys, "serve", "--explain")
+    assert status == 0
+    assert "max-num-seqs" in out
+    assert "default" in out
+
+
+def test_the_reference_page_is_what_the_code_says():
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert page == write_reference(), "run `python -m cloister.cli.reference > docs/cli.md`"
+
+
+def test_an_empty_prompt_is_refused(capsys):
+    status, _, err = run(capsys, "run", " ")
+    assert status == 1
+    assert "prompt is empty" in err
+
+
+def test_a_raw_prompt_takes_no_system_message(capsys):
+    assert run(capsys, "run", "x", "--raw", "--system", "y")[0] == 2
+
+
+def test_the_doctor_says_what_to_do_where_something_essential_fails(capsys):
+    status, out, _ = run(capsys, "doctor", "--no-hub", "--model", "/nowhere", "--json")
+    report = json.loads(out)
+    model = next(check for check in report["checks"] if check["name"] == "model")
+    assert status == 1
+    assert report["good"] is False
+    assert model["good"] is False
+    assert "no model" in model["advice"]
+
+
+def test_the_doctor_sees_a_taken_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        check = doctor.check_port(port)
+    assert not check.good
+    assert f"--port {port + 1}" in check.advice
+    assert doctor.check_port(port).good
+
+
+def test_the_doctor_names_vector_instructions(tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags : fpu avx2 avx512f\n")
+    assert "avx2, avx512f" in doctor.check_features(cpuinfo).detail
+    cpuinfo.write_text("flags : fpu\n")
+    assert not doctor.check_features(cpuinfo).good
+
+
+def test_a_hub_that_does_not_answer_is_a_warning():
+    def unreachable():
+        raise ConnectionError
+
+    check = doctor.check_hub(unreachable)
+    assert not check.good
+    assert not check.essential
+
+
+def test_a_bench_without_a_server_says_how_to_start_one(capsys):
+    status, _, err = run(capsys, "bench", "serve", "--url", "http://127.0.0.1:9", "--rate", "1")
+    assert status == 1
+    assert "cloister serve" in err
+
+
+def test_a_bench_without_a_rate_asks_for_one(capsys):
+    status, _, err = run(capsys, "bench", "serve")
+    assert status == 1
+    assert "--rate" in err
