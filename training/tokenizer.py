@@ -1,11 +1,12 @@
 """The byte-level BPE both models share, its special tokens included in the vocabulary."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from training.corpus import Document
 
@@ -33,13 +34,20 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=[AddedToken(t, special=True) for t in CONTROL_TOKENS]
-        + [AddedToken(t, special=False, normalized=False) for t in CALL_TOKENS],
+        special_tokens=[*CONTROL_TOKENS, *CALL_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    return show_calls(tokenizer)
+
+
+def show_calls(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer with the call tokens made text: a trainer makes every token it is told of special."""
+    state = json.loads(tokenizer.to_str())
+    for token in state["added_tokens"]:
+        token["special"] = token["content"] not in CALL_TOKENS
+    return Tokenizer.from_str(json.dumps(state))
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
