@@ -1,0 +1,103 @@
+"""Messages between front and engine over a stream socket: frames of msgpack, never pickle.
+
+A frame is four bytes of length, big-endian, and that many bytes of one message. The types of `types.events` are the
+whole protocol, so a frame that is none of them ends the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from cloister.types.config import EngineConfig
+from cloister.types.errors import CloisterError
+from cloister.types.events import EngineMessage, FrontMessage
+
+MAX_FRAME_BYTES: Final = 256 * 2**20
+"""Longest message that either side sends or takes: prompt log-probabilities of 128k tokens, with room."""
+
+_LENGTH: Final = struct.Struct(">I")
+
+
+class ChannelError(CloisterError):
+    """The other side sent what is no message, or a message is too long to send."""
+
+    code = "channel_error"
+
+
+class Boot(msgspec.Struct, frozen=True, tag=True):
+    """The first message to an engine process: what it shall become.
+
+    Attributes:
+        entry: "module:function"; the function takes the configuration and returns an EngineCore.
+        import_path: the front's `sys.path`, so that both sides import the same code.
+    """
+
+    entry: str
+    config: EngineConfig
+    import_path: list[str]
+
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+decode_boot: Final[Callable[[bytes], Boot]] = msgspec.msgpack.Decoder(Boot).decode
+decode_front: Final[Callable[[bytes], FrontMessage]] = msgspec.msgpack.Decoder(FrontMessage).decode
+decode_engine: Final[Callable[[bytes], EngineMessage]] = msgspec.msgpack.Decoder(EngineMessage).decode
+
+
+def frame(message: Boot | FrontMessage | EngineMessage, limit_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """Returns a message as bytes to send.
+
+    Raises:
+        ChannelError: it is longer than `limit_bytes`.
+    """
+    payload = _encode(message)
+    if len(payload) > limit_bytes:
+        raise ChannelError(f"a message of {len(payload)} bytes is over the channel's limit of {limit_bytes}")
+    return _LENGTH.pack(len(payload)) + payload
+
+
+async def receive(reader: asyncio.StreamReader, limit_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
+    """Reads one frame's payload; None when the other side closed, also in the middle of a frame.
+
+    Raises:
+        ChannelError: the frame claims more than `limit_bytes`.
+    """
+    try:
+        size = _payload_size(await reader.readexactly(_LENGTH.size), limit_bytes)
+        return await reader.readexactly(size)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def receive_blocking(sock: socket.socket, limit_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
+    """As `receive`, for a thread that may block until the other side sends or closes."""
+    head = _read_exactly(sock, _LENGTH.size)
+    return None if head is None else _read_exactly(sock, _payload_size(head, limit_bytes))
+
+
+def _payload_size(head: bytes, limit_bytes: int) -> int:
+    size: int = _LENGTH.unpack(head)[0]
+    if size > limit_bytes:
+        raise ChannelError(f"a frame of {size} bytes is over the channel's limit of {limit_bytes}")
+    return size
+
+
+def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
+    buffer = bytearray(num_bytes)
+    view, filled = memoryview(buffer), 0
+    while filled < num_bytes:
+        try:
+            got = sock.recv_into(view[filled:])
+        except TimeoutError:  # the socket's timeout is for sending; to receive, there is nothing to do but wait
+            continue
+        except OSError:
+            return None
+        if got == 0:
+            return None
+        filled += got
+    return bytes(buffer)

@@ -1,0 +1,113 @@
+"""The engine process: `python -m cloister.engine.child FD`, where FD is its end of a socket pair.
+
+It lives exactly as long as its front: it ends when the socket does, and the kernel ends it when the parent dies. Signals
+of the terminal are the front's business, which decides when to drain.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from cloister.engine import channel
+from cloister.engine.core import EngineCore
+from cloister.engine.faults import describe
+from cloister.engine.inbox import Inbox
+from cloister.types.config import EngineConfig
+from cloister.types.errors import CloisterError, ConfigError, EngineError
+from cloister.types.events import EngineMessage, Failed, Ready
+
+SEND_TIMEOUT_S: Final = 60.0
+"""A front that reads nothing for so long is taken for dead."""
+_PR_SET_PDEATHSIG: Final = 1
+
+_logger = logging.getLogger(__name__)
+
+CoreFactory = Callable[[EngineConfig], EngineCore]
+
+
+def main(fd: int) -> int:
+    """Builds the engine that the front asks for and runs it; returns the exit status."""
+    _tie_to_parent()
+    faulthandler.enable()  # prints places in the code, no values
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    sock.settimeout(SEND_TIMEOUT_S)
+    frame = channel.receive_blocking(sock)
+    if frame is None:
+        return 0
+    boot = channel.decode_boot(frame)
+    sys.path.extend(path for path in boot.import_path if path not in sys.path)
+    inbox = Inbox()
+    threading.Thread(target=_listen, args=(sock, inbox), name="cloister-channel", daemon=True).start()
+
+    def send(message: EngineMessage) -> None:
+        sock.sendall(channel.frame(message))
+
+    core = _build(boot, send)
+    if core is None:
+        return 1
+    core.inbox = inbox
+    send(Ready(core.model, core.memory))
+    try:
+        core.run(send)
+    except Exception as error:
+        _logger.critical("the engine ends: %s", describe(error))
+        return 1
+    return 0
+
+
+def find_entry(entry: str) -> CoreFactory:
+    """Returns the function that "module:function" names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    module, _, name = entry.partition(":")
+    try:
+        factory: CoreFactory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"the engine's entry point {entry!r} cannot be loaded: {error}") from error
+    return factory
+
+
+def _build(boot: channel.Boot, send: Callable[[EngineMessage], None]) -> EngineCore | None:
+    try:
+        return find_entry(boot.entry)(boot.config)
+    except CloisterError as error:
+        send(Failed(error.message, error.code))
+    except Exception as error:  # before the first request there is nothing a user sent
+        _logger.exception("the engine could not be built")
+        send(Failed(f"the engine could not start: {describe(error)}; the log says more", EngineError.code))
+    return None
+
+
+def _tie_to_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # covers what _listen cannot: a thread that holds the interpreter lock for good
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _listen(sock: socket.socket, inbox: Inbox) -> None:
+    """Fills the inbox until the front is gone, then ends the process, whatever the other thread does."""
+    try:
+        while (frame := channel.receive_blocking(sock)) is not None:
+            inbox.put(channel.decode_front(frame))
+    finally:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    sys.exit(main(int(sys.argv[1])))

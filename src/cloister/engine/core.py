@@ -1,0 +1,155 @@
+"""The step loop of one replica: plan, run, check, commit (steps 5 to 7 of the way of one request)."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from cloister.engine.faults import describe
+from cloister.engine.inbox import Inbox
+from cloister.engine.output import Output
+from cloister.sched import Scheduler
+from cloister.types.clock import Clock, WallClock
+from cloister.types.errors import EngineError
+from cloister.types.events import Abort, Ended, Event, FrontMessage, Outputs, Shutdown, Stepped, Submit
+from cloister.types.request import ModelInfo
+from cloister.types.step import StepPlan, StepResult
+
+IDLE_WAIT_S: Final = 5.0
+"""Longest sleep of an engine with nothing to do; a message ends it at once."""
+MAX_FAILURES_IN_ROW: Final = 3
+STEP_FAILED: Final = "the engine failed while it computed this request; send it again"
+
+_logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What carries a plan out."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class EngineCore:
+    """One replica: everything but how messages reach it.
+
+    Args:
+        scheduler: says what runs.
+        runner: runs it.
+        output: turns tokens into text and finds where answers end.
+        model: what is served.
+        memory: itemised budget, (what, bytes).
+        draw_seed: seed of the sampling noise of a request that brings none.
+
+    Attributes:
+        inbox: where the front's messages are put, from any thread.
+        is_done: the engine was told to shut down and everything ended.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        output: Output,
+        *,
+        model: ModelInfo,
+        memory: list[tuple[str, int]],
+        clock: Clock | None = None,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
+    ) -> None:
+        self.model = model
+        self.memory = memory
+        self.inbox = Inbox()
+        self.is_done = False
+        self._scheduler = scheduler
+        self._runner = runner
+        self._output = output
+        self._clock = clock or WallClock()
+        self._draw_seed = draw_seed
+        self._open: set[str] = set()
+        self._drain_by_s: float | None = None
+        self._num_failures = 0
+
+    def run(self, emit: Callable[[Outputs], None]) -> None:
+        """Steps until it is told to shut down; `emit` gets what each step brought.
+
+        Raises:
+            EngineError: too many steps in a row failed.
+        """
+        while not self.is_done:
+            outputs = self.step()
+            if outputs is not None:
+                emit(outputs)
+            elif not self.is_done:
+                self.inbox.wait(self._patience_s())
+
+    def step(self) -> Outputs | None:
+        """Reads the inbox and does one step; None if there was nothing to do.
+
+        Raises:
+            EngineError: too many steps in a row failed.
+        """
+        if self._num_failures >= MAX_FAILURES_IN_ROW:
+            raise EngineError(f"{MAX_FAILURES_IN_ROW} steps in a row failed")
+        now = self._clock.now()
+        for message in self.inbox.take():
+            self._read(message, now)
+        if self._drain_by_s is not None and now >= self._drain_by_s:
+            self._abort_all(now)
+        plan = self._scheduler.plan(now)
+        events = self._perform(plan) if plan is not None else self._scheduler.take_events()
+        self._open.difference_update(e.request_id for e in events if isinstance(e, Ended) and e.last)
+        self.is_done = self._drain_by_s is not None and plan is None and not self._open
+        return Outputs(self._output.collect(events), events) if events else None
+
+    def _read(self, message: FrontMessage, now: float) -> None:
+        match message:
+            case Submit(request):
+                self._open.add(request.request_id)
+                self._scheduler.add(request, now, seed=self._draw_seed())
+            case Abort(request_id):
+                self._scheduler.abort(request_id, now)
+            case Shutdown(timeout_s):
+                self._drain_by_s = now + timeout_s
+
+    def _perform(self, plan: StepPlan) -> list[Event]:
+        try:
+            result = self._runner.run(plan)
+            stops = self._output.check(plan, result)
+        except Exception as error:
+            return self._recover(error)
+        self._num_failures = 0
+        now = self._clock.now()
+        events = self._scheduler.commit(result, stops, now)
+        return [*events, self._stepped(plan, result, now)]
+
+    def _recover(self, error: Exception) -> list[Event]:
+        """Ends the requests of a step that could not be done; the others go on."""
+        self._num_failures += 1
+        _logger.error("a step failed: %s", describe(error))
+        self._scheduler.fail(STEP_FAILED, self._clock.now())
+        return self._scheduler.take_events()
+
+    def _stepped(self, plan: StepPlan, result: StepResult, now: float) -> Stepped:
+        pool = self._scheduler.pool
+        return Stepped(
+            now_s=now,
+            elapsed_s=result.elapsed_s,
+            num_tokens=plan.num_tokens,
+            num_samples=len(result.samples),
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_used_blocks=pool.num_used,
+            num_cached_blocks=pool.num_cached,
+            num_total_blocks=pool.num_total,
+        )
+
+    def _abort_all(self, now: float) -> None:
+        for request_id in self._open:
+            self._scheduler.abort(request_id, now)
+
+    def _patience_s(self) -> float:
+        """How long to wait for a message: until the next deadline of anybody, but never too long."""
+        deadlines = [d for d in (self._scheduler.next_deadline_s, self._drain_by_s) if d is not None]
+        return max(0.0, min([IDLE_WAIT_S, *(d - self._clock.now() for d in deadlines)]))

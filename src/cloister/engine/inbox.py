@@ -1,0 +1,33 @@
+"""What the front told the engine and the engine did not read yet."""
+
+from __future__ import annotations
+
+import threading
+
+from cloister.types.events import FrontMessage
+
+
+class Inbox:
+    """A queue from any thread to the engine's thread, which reads all of it between two steps."""
+
+    def __init__(self) -> None:
+        self._messages: list[FrontMessage] = []
+        self._arrived = threading.Condition()
+
+    def put(self, message: FrontMessage) -> None:
+        """Adds a message and wakes the engine."""
+        with self._arrived:
+            self._messages.append(message)
+            self._arrived.notify()
+
+    def take(self) -> list[FrontMessage]:
+        """Returns every message that is there, oldest first, and forgets them."""
+        with self._arrived:
+            messages, self._messages = self._messages, []
+        return messages
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns as soon as a message is there, or after `timeout_s`."""
+        with self._arrived:
+            if not self._messages:
+                self._arrived.wait(timeout_s)

@@ -1,0 +1,118 @@
+"""What this process may use of the machine: limits come from the cgroup, not the host (rule 8).
+
+Reads /proc and /sys (cgroups 1 and 2); the only I/O of this kind. Formats: Linux Documentation/admin-guide/cgroup-v2.rst,
+cgroup-v1/memory.rst and scheduler/sched-bwc.rst.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED_BYTES = 2**60
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """CPU and memory that this process may use.
+
+    Attributes:
+        num_cpus: CPUs of the affinity mask, or of the cgroup's quota where that is fewer; whole ones, at least 1.
+        memory_bytes: the smaller of the host's memory and the cgroup's limit.
+        available_bytes: how much of it can be taken now; file cache that the kernel can drop counts as available.
+        limited_by: "host" or "cgroup", whichever sets `available_bytes`.
+    """
+
+    num_cpus: int
+    memory_bytes: int
+    available_bytes: int
+    limited_by: str
+
+
+def read_machine(root: Path = Path("/"), num_affine_cpus: int | None = None) -> Machine:
+    """Reads the limits of this process.
+
+    Args:
+        root: where `proc` and `sys` lie.
+        num_affine_cpus: CPUs of the affinity mask; None asks the system.
+    """
+    total, available = _host_memory(root)
+    limits = [limit for group in _groups(root, "memory") if (limit := _memory_limit(group)) is not None]
+    cgroup_total = min((limit for limit, _ in limits), default=_UNLIMITED_BYTES)
+    cgroup_available = min((max(0, limit - used) for limit, used in limits), default=_UNLIMITED_BYTES)
+    quotas = [quota for group in _groups(root, "cpu") if (quota := _cpu_quota(group)) is not None]
+    num_cpus = num_affine_cpus if num_affine_cpus is not None else _affine_cpus()
+    return Machine(
+        # a fraction of a CPU is rounded down: a thread more than the quota is throttled and stalls the others
+        num_cpus=max(1, min([num_cpus, *(math.floor(quota) for quota in quotas)])),
+        memory_bytes=min(total, cgroup_total),
+        available_bytes=min(available, cgroup_available),
+        limited_by="cgroup" if cgroup_available < available else "host",
+    )
+
+
+def _affine_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _host_memory(root: Path) -> tuple[int, int]:
+    """Total and available bytes of the host."""
+    lines = (_read(root / "proc/meminfo") or "").splitlines()
+    figures = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    if "MemTotal" not in figures:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total, total
+    return figures["MemTotal"], figures.get("MemAvailable", figures["MemTotal"])
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Every directory whose limits of `controller` hold for this process: its cgroup and all those above it."""
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / controllers
+            mount = mount if mount.exists() else root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        # inside a container the path may be the host's; then only the mount's own files exist, and _read skips the rest
+        group = mount / path.strip("/")
+        yield group
+        while group != mount:
+            group = group.parent
+            yield group
+
+
+def _memory_limit(group: Path) -> tuple[int, int] | None:
+    """(limit, use without file cache that can be dropped) in bytes, or None where there is no limit."""
+    for limit_name, usage_name, cache_name in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit = _read(group / limit_name)
+        if limit is None or limit == "max" or int(limit) >= _UNLIMITED_BYTES:
+            continue
+        stat = dict(line.split() for line in (_read(group / "memory.stat") or "").splitlines())
+        return int(limit), max(0, int(_read(group / usage_name) or 0) - int(stat.get(cache_name, 0)))
+    return None
+
+
+def _cpu_quota(group: Path) -> float | None:
+    """CPUs that the group may use at once, or None where there is no quota."""
+    if (both := _read(group / "cpu.max")) is not None:
+        quota, period = both.split()
+    else:
+        quota = _read(group / "cpu.cfs_quota_us") or "-1"
+        period = _read(group / "cpu.cfs_period_us") or "100000"
+    return None if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,185 @@
+"""Output processing (step 7 of the way of one request): tokens become text, and content ends answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from cloister.engine.ends import end_output
+from cloister.text import Detokenizer, StopStrings, Tokenizer
+from cloister.types.events import Ended, Event, Progressed, Scheduled
+from cloister.types.request import FinishReason, ModelInfo, SequenceOutput, TokenLogprobs
+from cloister.types.step import NewSequence, Sample, StepPlan, StepResult, Stop
+
+
+@dataclass(slots=True)
+class _Gain:
+    """What one step added to a sequence."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class _Stream:
+    """The answer of one sequence, as text that grows.
+
+    Args:
+        new: how the scheduler introduced it.
+        max_output: tokens after which the scheduler ends it, whatever they say.
+    """
+
+    def __init__(self, new: NewSequence, index: int, tokenizer: Tokenizer, max_model_len: int) -> None:
+        sampling = new.sampling
+        room = max_model_len - new.num_prompt_tokens
+        self.new = new
+        self.index = index
+        self.num_tokens = 0
+        self.gain = _Gain()
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if index == 0 and sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * new.num_prompt_tokens
+        self._max_output = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids=new.token_ids[: new.num_prompt_tokens])
+        self._stop_strings = StopStrings([stop for stop in sampling.stop if stop], sampling.include_stop)
+
+    def take(self, sample: Sample) -> Stop | None:
+        """Reads the tokens that a step sampled, up to where the answer ends."""
+        self.gain = gain = _Gain()
+        token_ids = sample.token_ids[: self._max_output - self.num_tokens]
+        stop = None
+        for token_id in token_ids:
+            gain.token_ids.append(token_id)
+            self.num_tokens += 1
+            stop = self._read(token_id)
+            if stop is not None:
+                break
+        if sample.logprobs is not None:
+            gain.logprobs = sample.logprobs[: len(gain.token_ids)]
+        return stop
+
+    def finish(self) -> str:
+        """Returns the text that was held back, at the end of the answer."""
+        rest, _ = self._stop_strings.push(self._detokenizer.flush())
+        return rest + self._stop_strings.flush()
+
+    def _read(self, token_id: int) -> Stop | None:
+        counts = self.num_tokens > self.new.sampling.min_tokens
+        if counts and token_id in self.new.stop_token_ids:
+            is_asked_for = token_id in self.new.sampling.stop_token_ids
+            return Stop(len(self.gain.token_ids), token_id if is_asked_for else None)
+        text = self._detokenizer.push([token_id])
+        if not counts:
+            self.gain.text += text
+            return None
+        text, match = self._stop_strings.push(text)
+        self.gain.text += text
+        return None if match is None else Stop(len(self.gain.token_ids), match)
+
+
+class Output:
+    """Turns what steps bring into what the front receives.
+
+    Args:
+        tokenizer: of the model.
+        model: its `max_model_len` bounds answers.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, model: ModelInfo) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = model.max_model_len
+        self._streams: dict[int, _Stream] = {}
+        self._num_cached: dict[str, int] = {}
+
+    def check(self, plan: StepPlan, result: StepResult) -> dict[int, Stop]:
+        """Reads the step's tokens; returns, by seq_id, where EOS, a stop token or a stop string ends an answer."""
+        for new in plan.arrivals:
+            if new.seq_id not in self._streams:  # else it resumes, and its text so far is here
+                self._streams[new.seq_id] = self._open(new, new.index)
+        for fork in plan.forks:
+            self._streams[fork.child_id] = self._open(self._streams[fork.parent_id].new, fork.index)
+        for part in plan.sequences:
+            if part.seq_id in result.prompt_logprobs:
+                self._keep_prompt(part.seq_id, part.start, result.prompt_logprobs[part.seq_id])
+        stops = {}
+        for sample in result.samples:
+            stop = self._streams[sample.seq_id].take(sample)
+            if stop is not None:
+                stops[sample.seq_id] = stop
+        return stops
+
+    def collect(self, events: Sequence[Event]) -> list[SequenceOutput]:
+        """Builds the outputs that belong to the events of a step, one per sequence."""
+        progressed: dict[int, Progressed] = {}
+        outputs = []
+        for event in events:
+            match event:
+                case Scheduled(resumed=False):
+                    self._num_cached[event.request_id] = event.num_cached_tokens
+                case Progressed():
+                    progressed[event.seq_id] = event
+                case Ended():
+                    outputs.append(self._end(event, event.seq_id in progressed))
+                    progressed.pop(event.seq_id, None)
+                case _:
+                    pass
+        return [*(self._go_on(event) for event in progressed.values()), *outputs]
+
+    def _open(self, new: NewSequence, index: int) -> _Stream:
+        return _Stream(new, index, self._tokenizer, self._max_model_len)
+
+    def _keep_prompt(self, seq_id: int, start: int, entries: list[TokenLogprobs]) -> None:
+        """Files log-probabilities by position: a prompt that was preempted is computed again from its start."""
+        kept = self._streams[seq_id].prompt_logprobs
+        if kept is not None:
+            kept[start + 1 : start + 1 + len(entries)] = [self._spell(entry) for entry in entries]
+
+    def _go_on(self, event: Progressed) -> SequenceOutput:
+        stream = self._streams[event.seq_id]
+        return SequenceOutput(
+            request_id=event.request_id,
+            index=event.index,
+            text=stream.gain.text,
+            token_ids=stream.gain.token_ids,
+            logprobs=self._take_logprobs(stream),
+            prompt_logprobs=_take_prompt(stream),
+            num_prompt_tokens=stream.new.num_prompt_tokens,
+            num_output_tokens=stream.num_tokens,
+            num_cached_tokens=self._num_cached.get(event.request_id, 0),
+        )
+
+    def _end(self, event: Ended, has_gained: bool) -> SequenceOutput:
+        if event.last:
+            self._num_cached.pop(event.request_id, None)
+        stream = self._streams.pop(event.seq_id, None)
+        output = end_output(event)
+        if stream is None:
+            return output
+        gain = stream.gain if has_gained else _Gain()
+        matched = event.reason is FinishReason.STOP and isinstance(event.stop_reason, str)
+        return msgspec.structs.replace(
+            output,
+            text=gain.text if matched else gain.text + stream.finish(),
+            token_ids=gain.token_ids,
+            logprobs=self._take_logprobs(stream) if has_gained else None,
+            prompt_logprobs=_take_prompt(stream),
+        )
+
+    def _take_logprobs(self, stream: _Stream) -> list[TokenLogprobs] | None:
+        entries = stream.gain.logprobs
+        return None if entries is None else [self._spell(entry) for entry in entries]
+
+    def _spell(self, entry: TokenLogprobs) -> TokenLogprobs:
+        """Attaches the bytes of the tokens."""
+        spell = self._tokenizer.token_bytes
+        return msgspec.structs.replace(
+            entry, text=spell(entry.token_id), top_texts=tuple(spell(token_id) for token_id, _ in entry.top)
+        )
+
+
+def _take_prompt(stream: _Stream) -> list[TokenLogprobs | None] | None:
+    """Returns the log-probabilities of the prompt, once."""
+    entries, stream.prompt_logprobs = stream.prompt_logprobs, None
+    return entries

@@ -1,0 +1,186 @@
+"""The engine in a process of its own, watched and replaced when it dies (rule 4: whatever happens, everybody gets a reply)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from cloister.engine.base import EventListener, Health
+from cloister.engine.desk import Desk
+from cloister.engine.launch import EngineChild, launch
+from cloister.engine.restarts import Restarts
+from cloister.engine.watchdog import Watchdog
+from cloister.types.clock import Clock, WallClock
+from cloister.types.config import EngineConfig
+from cloister.types.errors import CloisterError
+from cloister.types.events import FrontMessage, Outputs, Shutdown
+from cloister.types.request import ModelInfo, Request, SequenceOutput
+
+DRAINING: Final = "the server is shutting down; send the request again to another one, or later"
+RESTARTING: Final = "the engine is being restarted; send the request again in a few seconds"
+DIED: Final = "the engine stopped while it held this request; send it again"
+BROKEN: Final = "the engine died too often and is not restarted any more; the operator must look at the log"
+STOP_GRACE_S: Final = 5.0
+"""How long past the drain's deadline the engine may take to exit by itself."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """How an engine process is watched.
+
+    Attributes:
+        start_timeout_s: loading the model may take so long.
+        patience_s, first_patience_s: without a step for so long while requests wait, it hangs and is replaced; the first
+            step of a process may take longer.
+        look_every_s: how often the watchdog looks.
+        restarts: how often and how soon it may be started again.
+    """
+
+    start_timeout_s: float = 600.0
+    patience_s: float = 60.0
+    first_patience_s: float = 180.0
+    look_every_s: float = 0.5
+    restarts: Restarts = field(default_factory=Restarts)
+
+
+class ProcessEngine:
+    """An AsyncEngine whose engine runs in a child process.
+
+    Args:
+        entry: "module:function" that takes the configuration in the child and returns its EngineCore.
+        config: the engine's settings; `max_waiting` and `max_num_seqs` also bound the queue here.
+
+    Attributes:
+        model, memory: as the engine said; set by `start`.
+    """
+
+    model: ModelInfo
+    memory: list[tuple[str, int]]
+
+    def __init__(
+        self, entry: str, config: EngineConfig, *, supervision: Supervision | None = None, clock: Clock | None = None
+    ) -> None:
+        self._entry = entry
+        self._config = config
+        self._supervision = supervision or Supervision()
+        self._clock = clock or WallClock()
+        self._watchdog = Watchdog(self._supervision.patience_s, self._supervision.first_patience_s)
+        self._desk = Desk(self._send, self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
+        self._desk.closed = "the engine has not been started"
+        self._child: EngineChild | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._drain_s: float | None = None
+
+    async def start(self) -> None:
+        """Starts the engine and waits until its model is loaded.
+
+        Raises:
+            CloisterError: it cannot start; the message says why.
+        """
+        await self._launch()
+        self._keeper = asyncio.create_task(self._keep(), name="engine keeper")
+
+    @property
+    def pid(self) -> int | None:
+        """The process that the engine runs in at present."""
+        return self._child.pid if self._child is not None else None
+
+    def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
+        return self._desk.generate(request)
+
+    def subscribe(self, listener: EventListener) -> None:
+        self._desk.subscribe(listener)
+
+    def health(self) -> Health:
+        if self._desk.closed is not None:
+            return Health(False, self._desk.closed)
+        detail = f"{self._desk.num_in_flight} requests in flight, {self._desk.num_waiting} of them waiting"
+        if self._watchdog.is_hung:
+            return Health(False, f"no step for {self._watchdog.stalled_s:.0f} s; {detail}")
+        return Health(True, detail)
+
+    async def drain(self, timeout_s: float) -> None:
+        self._desk.closed = DRAINING
+        self._drain_s = timeout_s
+        if self._keeper is None:
+            return
+        if self._child is None:
+            self._keeper.cancel()
+        self._send(Shutdown(timeout_s))
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+            await asyncio.wait_for(self._keeper, timeout_s + STOP_GRACE_S)
+        self._desk.fail_all(DRAINING)
+
+    def _send(self, message: FrontMessage) -> None:
+        if self._child is not None:
+            self._child.send(message)
+
+    async def _launch(self) -> None:
+        child = await launch(self._entry, self._config, self._supervision.start_timeout_s)
+        self._child = child
+        self.model, self.memory = child.ready.model, child.ready.memory
+        self._watchdog.restart(self._clock.now())
+        self._desk.closed = None if self._drain_s is None else DRAINING
+
+    async def _keep(self) -> None:
+        """Lives as long as the engine shall: serves one process after the other."""
+        try:
+            while self._child is not None:
+                await self._serve(self._child)
+                await self._bury(self._child)
+                if self._drain_s is None:
+                    await self._replace()
+        finally:
+            if self._child is not None:
+                self._child.kill()
+                await self._bury(self._child)
+
+    async def _serve(self, child: EngineChild) -> None:
+        """Passes on what the engine says, until it is gone; kills it when it hangs."""
+        watch = asyncio.create_task(self._watch(child), name="engine watchdog")
+        try:
+            while isinstance(message := await child.receive(), Outputs):
+                self._watchdog.advance()
+                self._desk.deliver(message)
+        finally:
+            watch.cancel()
+
+    async def _watch(self, child: EngineChild) -> None:
+        while True:
+            await asyncio.sleep(self._supervision.look_every_s)
+            self._watchdog.look(self._clock.now(), is_waited_for=self._desk.num_in_flight > 0)
+            if self._watchdog.is_hung:
+                _logger.error("the engine made no step for %.1f s; it is replaced", self._watchdog.stalled_s)
+                child.kill()
+                return
+
+    async def _bury(self, child: EngineChild) -> None:
+        """Ends every request of an engine that is gone."""
+        self._child = None
+        is_draining = self._drain_s is not None
+        self._desk.closed = DRAINING if is_draining else RESTARTING
+        status = await child.close()
+        if not is_draining:
+            _logger.error("the engine process ended with status %d; %d requests fail", status, self._desk.num_in_flight)
+        self._desk.fail_all(DRAINING if is_draining else DIED)
+
+    async def _replace(self) -> None:
+        """Starts the engine again, or gives up for good."""
+        restarts = self._supervision.restarts
+        while self._child is None:
+            delay_s = restarts.next_delay_s(self._clock.now())
+            if delay_s is None:
+                self._desk.closed = BROKEN
+                _logger.critical("%d restarts in %.0f s: %s", restarts.max_restarts, restarts.window_s, BROKEN)
+                return
+            await asyncio.sleep(delay_s)
+            try:
+                await self._launch()
+            except CloisterError as error:
+                _logger.error("the engine did not start again: %s", error.message)
