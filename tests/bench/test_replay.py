@@ -48,7 +48,7 @@ def test_a_request_waits_for_its_arrival_on_the_virtual_clock():
 def test_step_costs_are_found_again():
     truth = StepCosts(0.004, 1e-5, 2e-4, 3e-6)
     steps = [
-        Stepped(0, 0, n, s, s, 0, b, 0, 999) for n, s, b in [(1, 1, 3), (512, 1, 80), (16, 16, 200), (40, 8, 31), (9, 9, 400)]
+        Stepped(0, 0, n, s, s, 0, 0, 0, 999, b) for n, s, b in [(1, 1, 3), (512, 1, 80), (16, 16, 200), (40, 8, 31), (9, 9, 400)]
     ]
     measured = [Stepped(*[truth(s) if f == "elapsed_s" else getattr(s, f) for f in s.__struct_fields__]) for s in steps] * 30
     found = StepCosts.fit(measured)

@@ -70,7 +70,7 @@ def make_requests(items: Iterable[WorkItem], prefix: str = "bench") -> list[Time
 def drive(
     engine: SteppingEngine, requests: Sequence[Timed], *, listeners: Sequence[Listener] = (), clock: Clock | None = None
 ) -> Drive:
-    """Submits every request when it is due and steps until all of them ended.
+    """Submits every request when it is due and steps until all of them ended, and what listeners submitted too.
 
     Args:
         listeners: called with every event as it happens.
@@ -79,7 +79,7 @@ def drive(
     run = Drive(EventRecorder(), {})
     queue = sorted(requests, key=lambda timed: timed.due_s)
     start_s, num_sent = clock.now(), 0
-    while num_sent < len(queue) or len(run.recorder.records) < len(queue):
+    while num_sent < len(queue) or len(run.recorder.names) < num_sent or run.recorder.num_open:
         now_s = clock.now() - start_s
         while num_sent < len(queue) and queue[num_sent].due_s <= now_s:
             engine.inbox.put(Submit(queue[num_sent].request))

@@ -46,25 +46,25 @@ class CountingRunner:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Time of a step: `step_s + token_s * tokens + sample_s * samples + block_s * KV blocks in use`, in seconds."""
+    """Time of a step: `step_s + token_s * tokens + sample_s * samples + key_s * keys attended`, in seconds."""
 
     step_s: float
     token_s: float
     sample_s: float
-    block_s: float
+    key_s: float
 
     @classmethod
     def fit(cls, steps: Sequence[Stepped]) -> StepCosts:
         """Fits the costs to measured steps (least squares without negative costs; the slowest 1% left out as noise)."""
         limit_s = float(np.percentile([step.elapsed_s for step in steps], 99))
         kept = [step for step in steps if step.elapsed_s <= limit_s and step.num_tokens]
-        table = np.array([(1.0, s.num_tokens, s.num_samples, s.num_used_blocks) for s in kept], dtype=np.float64)
+        table = np.array([(1.0, s.num_tokens, s.num_samples, s.num_attended) for s in kept], dtype=np.float64)
         elapsed_s = np.array([s.elapsed_s for s in kept])
         return cls(*fit_costs(table, elapsed_s))
 
     def __call__(self, step: Stepped) -> float:
-        blocks = self.block_s * step.num_used_blocks
-        return self.step_s + self.token_s * step.num_tokens + self.sample_s * step.num_samples + blocks
+        rows = self.token_s * step.num_tokens + self.sample_s * step.num_samples
+        return self.step_s + rows + self.key_s * step.num_attended
 
 
 @dataclass(slots=True)
@@ -114,6 +114,7 @@ class Replay:
             num_used_blocks=pool.num_used,
             num_cached_blocks=pool.num_cached,
             num_total_blocks=pool.num_total,
+            num_attended=plan.num_attended,
         )
 
 

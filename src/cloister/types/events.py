@@ -77,6 +77,8 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     num_used_blocks: int
     num_cached_blocks: int
     num_total_blocks: int
+    num_attended: float = 0.0
+    """Keys read by attention, summed over the positions computed."""
 
 
 Event = Arrived | Scheduled | Preempted | Progressed | Ended | Stepped

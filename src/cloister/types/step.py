@@ -31,6 +31,10 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     adapter: str | None = None
 
+    def __repr__(self) -> str:
+        """Says nothing of content (rule 12)."""
+        return f"NewSequence(seq_id={self.seq_id}, num_tokens={len(self.token_ids)})"
+
 
 class SequencePlan(msgspec.Struct, kw_only=True):
     """The part of one sequence in a step: compute positions [start, start + num_tokens).
@@ -83,6 +87,11 @@ class StepPlan(msgspec.Struct, kw_only=True):
         """Positions computed by this step."""
         return sum(part.num_tokens for part in self.sequences)
 
+    @property
+    def num_attended(self) -> float:
+        """Keys read by this step's attention, summed over the positions computed."""
+        return sum(part.num_tokens * (part.start + (part.num_tokens + 1) / 2) for part in self.sequences)
+
 
 class Sample(msgspec.Struct, frozen=True):
     """Tokens that one sequence gained in a step: accepted drafts, then the sampled one."""
@@ -90,6 +99,10 @@ class Sample(msgspec.Struct, frozen=True):
     seq_id: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
+
+    def __repr__(self) -> str:
+        """Says nothing of content (rule 12)."""
+        return f"Sample(seq_id={self.seq_id}, num_tokens={len(self.token_ids)})"
 
 
 class StepResult(msgspec.Struct, kw_only=True):
@@ -120,3 +133,7 @@ class Stop(msgspec.Struct, frozen=True):
 
     num_tokens: int
     reason: str | int | None = None
+
+    def __repr__(self) -> str:
+        """Says nothing of content (rule 12)."""
+        return f"Stop(num_tokens={self.num_tokens})"
