@@ -47,8 +47,8 @@ class TorchProgram:
         self._layers = [Layer(layer, reader, f"layers.{number}", spec.norm_eps) for number, layer in enumerate(spec.layers)]
         self._norm = reader.norm("norm")
         self._head = reader.linear("embed" if spec.tied_embeddings else "head", bias=False)
-        linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
-        self._tiles = common_tiles(*(linear.tiles for linear in linears))
+        self.linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
+        self._tiles = common_tiles(*(linear.tiles for linear in self.linears))
         self._ropes = {layer.attention.rope: RopeTable(layer.attention.rope, device) for layer in spec.layers}
         self._cache = KVCache(kv, [layer.attention for layer in spec.layers], dtype, device)
 

@@ -1,0 +1,57 @@
+"""Rule 6: logits are bit-identical whatever else runs, however a prompt is cut, on any number of threads."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cloister.backends.spec import DecoderSpec
+from cloister.backends.torch.linear import Linear
+from tests.company import differing_arrangements
+from tests.driving import Driver, RandomWeights, build, make_spec
+
+NARROW = make_spec(hidden=256, intermediate=172, heads=(8, 2), head_dim=32)
+WINDOWED = make_spec(hidden=96, intermediate=100, heads=(3, 1), head_dim=24, window=50, qk_norm=True)
+MANY_HEADS = make_spec(hidden=100, intermediate=50, heads=(6, 6), head_dim=10)
+WIDE = make_spec(hidden=2048, intermediate=5632, heads=(16, 4), head_dim=128, num_layers=1, vocab=2100)
+
+
+def make(spec: DecoderSpec, weights: RandomWeights, block_size: int, num_threads: int, **settings: Any) -> Driver:
+    return build(spec, weights, num_blocks=8192 // block_size, block_size=block_size, num_threads=num_threads, **settings)
+
+
+def tokens_of(spec: DecoderSpec, count: int) -> list[int]:
+    return torch.randint(spec.vocab_size, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+
+
+@pytest.mark.parametrize("spec", [NARROW, WINDOWED, MANY_HEADS], ids=["narrow", "windowed", "many heads"])
+def test_company_chunks_blocks_threads_and_hits_change_no_bit(spec: DecoderSpec) -> None:
+    check = partial(make, spec, RandomWeights(spec))
+    assert differing_arrangements(check, tokens_of(spec, 301), vocab=spec.vocab_size) == []
+
+
+def test_company_changes_no_bit_in_bfloat16() -> None:
+    check = partial(make, NARROW, RandomWeights(NARROW), dtype="bfloat16")
+    assert differing_arrangements(check, tokens_of(NARROW, 270), vocab=320, chunks=(7, 90), companions=(3, 40)) == []
+
+
+def test_company_changes_no_bit_of_a_wide_model() -> None:
+    check = cache(partial(make, WIDE, RandomWeights(WIDE)))  # a program for each block size and number of threads
+    found = differing_arrangements(
+        check, tokens_of(WIDE, 70), vocab=WIDE.vocab_size, chunks=(7, 33), block_sizes=(3,), companions=(2, 20)
+    )
+    assert found == []
+
+
+def test_a_product_that_takes_rows_as_they_come_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain_product(self: Linear, rows: Tensor) -> Tensor:
+        weight = torch.cat([panel.t() for panel in self._panels])
+        return torch.cat([torch.nn.functional.linear(part, weight) for part in (rows[:1], rows[1:])])
+
+    monkeypatch.setattr(Linear, "__call__", plain_product)
+    check = partial(make, NARROW, RandomWeights(NARROW))
+    assert differing_arrangements(check, tokens_of(NARROW, 60), vocab=320, chunks=(7,), block_sizes=(), companions=(2,))

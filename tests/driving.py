@@ -1,0 +1,136 @@
+"""Drives a program by hand: block tables in a shuffled pool, ragged steps, logits of every token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends import BACKENDS
+from cloister.backends.base import FloatArray, ForwardBatch, KVLayout, Program, Weights
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+from cloister.models import load
+from cloister.models.decoder import tensor_shapes
+
+
+class RandomWeights:
+    """Weights of a spec, drawn from a seed (protocol `backends.base.Weights`)."""
+
+    def __init__(self, spec: DecoderSpec, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self._tensors = {name: _draw(rng, name, shape) for name, shape in tensor_shapes(spec)}
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        return iter(self._tensors.items())
+
+
+def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    values = rng.standard_normal(shape, dtype=np.float32)
+    if len(shape) == 1:
+        return values * np.float32(0.3) + np.float32(not name.endswith("bias"))
+    return values if name.startswith("embed") else values * np.float32(shape[1] ** -0.5)
+
+
+def make_spec(
+    *, hidden: int, intermediate: int, heads: tuple[int, int], head_dim: int, num_layers: int = 2, vocab: int = 320,
+    window: int | None = None, qk_norm: bool = False,
+) -> DecoderSpec:  # fmt: skip
+    """A decoder of any size; `heads` are (num_heads, num_kv_heads)."""
+    frequencies = tuple(float(10000.0 ** (-2 * i / head_dim)) for i in range(head_dim // 2))
+    attention = AttentionSpec(*heads, head_dim, head_dim**-0.5, RopeSpec(frequencies), qk_norm=qk_norm, window=window)
+    layer = LayerSpec(attention, MlpSpec(intermediate))
+    return DecoderSpec("random", vocab, hidden, (layer,) * num_layers, 1e-5, 4096)
+
+
+def build(
+    spec: DecoderSpec, weights: Weights, *, num_blocks: int = 256, block_size: int = 16, num_threads: int = 1,
+    dtype: str = "float32",
+) -> Driver:  # fmt: skip
+    """Builds a program with the torch back end and a driver for it."""
+    backend = BACKENDS.get("torch")(num_threads=num_threads, device="cpu", dtype=dtype)
+    return Driver(backend.build(spec, weights, KVLayout(num_blocks, block_size)), num_blocks, block_size)
+
+
+def build_from(path: Path, **settings: Any) -> Driver:
+    """`build` for a model directory."""
+    model = load(path)
+    return build(model.spec, model.weights, **settings)
+
+
+class Driver:
+    """Runs steps of any raggedness; blocks are handed out in a shuffled order, so no table is contiguous."""
+
+    def __init__(self, program: Program, num_blocks: int, block_size: int) -> None:
+        self.program, self.block_size = program, block_size
+        self._free = list(range(num_blocks))
+        random.Random(num_blocks).shuffle(self._free)
+        self._tables: dict[object, list[int]] = {}
+        self._lengths: dict[object, int] = {}
+
+    def share(self, source: object, target: object, num_tokens: int) -> None:
+        """Gives `target` the first tokens of `source`: whole blocks shared, a partial one copied."""
+        whole, rest = divmod(num_tokens, self.block_size)
+        self._tables[target] = self._tables[source][:whole]
+        self._lengths[target] = num_tokens
+        if rest:
+            self._tables[target].append(self._free.pop())
+            self.program.copy_blocks([(self._tables[source][whole], self._tables[target][whole])])
+
+    def free(self, seq: object) -> None:
+        """Wipes and gives back the blocks of a sequence that shares none."""
+        self.forget(seq, None)
+
+    def forget(self, seq: object, owner: object) -> None:
+        """`free` for a sequence that shares blocks with `owner`, which keeps them."""
+        kept = self._tables.get(owner, [])
+        blocks = [block for block in self._tables.pop(seq) if block not in kept]
+        del self._lengths[seq]
+        self.program.wipe_blocks(blocks)
+        self._free += blocks
+
+    def step(self, parts: Mapping[Any, Sequence[int]]) -> dict[Any, FloatArray]:
+        """Computes the next tokens of each sequence and returns their logits, [num_tokens, vocab] for each."""
+        logits = self.program.forward(self.plan(parts))
+        ends = np.cumsum([len(tokens) for tokens in parts.values()])
+        return dict(zip(parts, np.split(logits, ends[:-1]), strict=True))
+
+    def plan(self, parts: Mapping[Any, Sequence[int]], logit_rows: Sequence[int] | None = None) -> ForwardBatch:
+        """Places the next tokens of each sequence and returns the batch; without `logit_rows` it asks for all logits."""
+        for seq, tokens in parts.items():
+            self._tables.setdefault(seq, [])
+            start = self._lengths.get(seq, 0)
+            self._lengths[seq] = start + len(tokens)
+            while len(self._tables[seq]) * self.block_size < self._lengths[seq]:
+                self._tables[seq].append(self._free.pop())
+        counts = [len(tokens) for tokens in parts.values()]
+        ends = [self._lengths[seq] for seq in parts]
+        tables = np.full((len(parts), max(len(self._tables[seq]) for seq in parts)), -1, np.int32)
+        for row, seq in enumerate(parts):
+            tables[row, : len(self._tables[seq])] = self._tables[seq]
+        positions = [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        return ForwardBatch(
+            token_ids=np.concatenate([np.asarray(tokens) for tokens in parts.values()]).astype(np.int32),
+            positions=np.concatenate(positions).astype(np.int32),
+            query_starts=np.cumsum([0, *counts]).astype(np.int32),
+            context_lens=np.array(ends, np.int32),
+            block_tables=tables,
+            logit_rows=np.arange(sum(counts), dtype=np.int32) if logit_rows is None else np.array(logit_rows, np.int32),
+        )
+
+    def run(self, seq: object, tokens: Sequence[int], chunk: int | None = None) -> FloatArray:
+        """Computes a sequence alone, `chunk` tokens at a time, and returns the logits of all its tokens."""
+        size = chunk or len(tokens)
+        return np.concatenate([self.step({seq: tokens[i : i + size]})[seq] for i in range(0, len(tokens), size)])

@@ -1,0 +1,88 @@
+"""Small random models in the directories that Hugging Face's transformers writes, for any test that needs a real one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL_TOKENS = ("<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+SMALL: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+def make_model(directory: Path, family: str, *, seed: int = 0, shard_size: str = "5GB", **config: Any) -> Path:
+    """Writes a model whose every tensor is random, norms and biases too, and returns its directory.
+
+    Args:
+        family: "llama", "qwen2" or "qwen3".
+        config: fields of config.json that differ from `SMALL`.
+    """
+    fields = {**SMALL, **({"head_dim": 32} if family == "qwen3" else {}), **config}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(family, architectures=[ARCHITECTURES[family]], bos_token_id=0, eos_token_id=1, **fields)
+        )
+        randomise(model)
+    model.save_pretrained(directory, max_shard_size=shard_size)
+    write_tokenizer(directory)
+    generation = {"bos_token_id": 0, "eos_token_id": [1, 0], "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20}
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Fills every parameter so that logits spread over some units and no tensor is 0 or 1 throughout."""
+    for name, tensor in model.named_parameters():
+        if tensor.dim() == 2:
+            torch.nn.init.normal_(tensor, std=1.0 if "embed" in name else tensor.shape[1] ** -0.5)
+        else:
+            torch.nn.init.normal_(tensor, mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja of a byte-level BPE with at most 320 ids."""
+    (directory / "tokenizer.json").write_text(_trained_tokenizer())
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "bos_token": "<|endoftext|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+
+
+@cache
+def _trained_tokenizer() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sentences(), trainer)
+    return str(tokenizer.to_str())
+
+
+def _sentences() -> Iterator[str]:
+    yield from ("the cat sat on the mat and the dog ran to the hat", "what is that, and then what was this?") * 8
