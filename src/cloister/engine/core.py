@@ -143,6 +143,7 @@ class EngineCore:
             num_used_blocks=pool.num_used,
             num_cached_blocks=pool.num_cached,
             num_total_blocks=pool.num_total,
+            num_attended=plan.num_attended,
         )
 
     def _abort_all(self, now: float) -> None:
