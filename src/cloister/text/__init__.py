@@ -1,0 +1,25 @@
+"""Text in and out: tokenizer, chat templates, incremental detokenizer, stop strings.
+
+The face is lazy, so that who wants stop strings alone does not load the tokenizers library or jinja2.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cloister.text.chat import ChatTemplate
+    from cloister.text.detokenizer import Detokenizer
+    from cloister.text.stops import StopStrings
+    from cloister.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "Tokenizer"]
+
+_MODULES = {"ChatTemplate": "chat", "Detokenizer": "detokenizer", "StopStrings": "stops", "Tokenizer": "tokenizer"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

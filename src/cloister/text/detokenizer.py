@@ -1,0 +1,64 @@
+"""Token ids to text as they come, never half a character."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from cloister.text.special import SpecialTokens
+from cloister.text.spelling import Spelling
+
+_TAIL_TOKENS = 8
+
+
+class TokenBytes(Protocol):
+    """The part of a tokenizer that a detokenizer needs."""
+
+    special: SpecialTokens
+    spelling: Spelling
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class Detokenizer:
+    """Text of one sequence. What all pushes and the flush return, joined, is what `Tokenizer.decode` returns for all ids.
+
+    Bytes that begin a character wait for the rest of it; bytes that cannot become one are U+FFFD, one per maximal
+    subpart (Unicode 16, section 3.9, table 3-8). O(1) per token.
+
+    Args:
+        skip_special_tokens: control tokens have no text.
+        prompt_ids: what the text goes on from. A character that the prompt's last tokens left open is finished, and a
+            leading space is text then, while at the start of a text SentencePiece put it there itself.
+    """
+
+    def __init__(self, tokenizer: TokenBytes, *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special.control_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_to_strip = tokenizer.spelling.num_leading_spaces
+        if any(self._bytes([token_id]) for token_id in prompt_ids):
+            self._num_to_strip = 0
+        self._decoder.decode(self._bytes(prompt_ids[-_TAIL_TOKENS:]))
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Takes tokens in and returns the text that is certain now."""
+        return self._stripped(self._decoder.decode(self._bytes(token_ids)))
+
+    def flush(self) -> str:
+        """Returns what is left when no more tokens come: U+FFFD for a character cut short, else nothing."""
+        return self._stripped(self._decoder.decode(b"", final=True))
+
+    def _bytes(self, token_ids: Iterable[int]) -> bytes:
+        token_bytes, skipped = self._tokenizer.token_bytes, self._skipped
+        return b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in skipped])
+
+    def _stripped(self, text: str) -> str:
+        while text and self._num_to_strip:
+            if not text.startswith(" "):
+                self._num_to_strip = 0
+                break
+            text = text[1:]
+            self._num_to_strip -= 1
+        return text

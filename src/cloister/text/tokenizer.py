@@ -1,0 +1,190 @@
+"""Text to token ids and back, for Hugging Face's tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from cloister.text.detokenizer import Detokenizer
+from cloister.text.guard import MARK
+from cloister.text.special import SpecialTokens, read_json, read_tokenizer_config
+from cloister.text.spelling import Spelling, read_spelling
+from cloister.types.errors import InvalidRequestError, ModelError
+
+
+class Tokenizer:
+    """A model's tokenizer. Thread-safe: nothing changes after it was made.
+
+    Args:
+        path: model directory with tokenizer.json, and tokenizer_config.json if there is one.
+
+    Attributes:
+        special: the added tokens, and which of them control the model.
+        spelling: how vocabulary entries stand for bytes.
+        vocab_size: one more than the largest token id.
+
+    Raises:
+        ModelError: tokenizer.json is missing, cannot be read, or is of a kind that is not supported.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        settings = read_json(self._path / "tokenizer.json")
+        config = read_tokenizer_config(self._path)
+        self.special = SpecialTokens.parse(settings, config)
+        self.spelling: Spelling = read_spelling(settings.get("decoder"))
+        self._tokenizer = _build(settings, self.special)
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self._adds_bos: bool | None = config.get("add_bos_token")
+        self._token_bytes: dict[int, bytes] = {}
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that begins a text, if the model has one."""
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text, if the model has one; generation_config.json may list more."""
+        return self._named_id("eos_token")
+
+    def encode(self, text: str, add_special_tokens: bool = False, *, parse_special: bool = True) -> list[int]:
+        """Returns the token ids of `text`.
+
+        Args:
+            add_special_tokens: begin with BOS, or whatever else the model wants around a plain text. A chat template
+                writes these itself.
+            parse_special: spellings of control tokens become control tokens, except where they are marked (see
+                `guard`). False makes every one of them plain text.
+
+        Raises:
+            InvalidRequestError: the text is not valid Unicode.
+        """
+        if not _is_unicode(text):
+            raise InvalidRequestError("text holds half of a surrogate pair; send valid Unicode")
+        add_special_tokens = add_special_tokens and self._adds_bos is not False
+        if not parse_special:
+            ids = self._guarded.encode_plain(text, add_special_tokens)
+        elif MARK in text:
+            ids = self._guarded.encode_marked(text, add_special_tokens)
+        else:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._with_bos(ids) if add_special_tokens and self._adds_bos else ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        detokenizer = Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        return detokenizer.push(ids) + detokenizer.flush()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the exact bytes of one token; none for an id without a token."""
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            found = self._token_bytes[token_id] = self._read_token(token_id)
+        return found
+
+    def token_id(self, text: str) -> int | None:
+        """Returns the id of the vocabulary entry or added token that is written `text`, if there is one."""
+        return self._tokenizer.token_to_id(text)
+
+    @cached_property
+    def _guarded(self) -> _GuardedTokenizer:
+        settings = read_json(self._path / "tokenizer.json")
+        return _GuardedTokenizer(settings, self.special)
+
+    def _read_token(self, token_id: int) -> bytes:
+        if token_id in self.special.added:
+            return self.special.added[token_id].encode()
+        token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        return b"" if token is None else self.spelling.to_bytes(token)
+
+    def _named_id(self, name: str) -> int | None:
+        text = self.special.named.get(name)
+        return None if text is None else self.token_id(text)
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        bos = self.bos_token_id
+        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+
+class _GuardedTokenizer:
+    """The same tokenizer with its control tokens under names that nobody can guess.
+
+    What a user writes cannot become a control token, since nothing that anyone can write spells one. Splits, prefix
+    spaces and normalisation stay what they are.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], special: SpecialTokens) -> None:
+        nonce = secrets.token_hex(16)
+        self._names = {text: f"<{nonce}:{place}>" for place, text in enumerate(special.control_texts)}
+        self._tokenizer = _build(_renamed(settings, self._names), special, self._names)
+        self._controls = re.compile("|".join(re.escape(text) + _unmarked(text) for text in self._names) or r"(?!)")
+
+    def encode_plain(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Takes every letter as text."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_marked(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Takes spellings of control tokens as such unless a mark is inside; the marks are no part of the text."""
+        named = self._controls.sub(lambda match: self._names[match[0]], text)
+        return self.encode_plain(named.replace(MARK, ""), add_special_tokens)
+
+
+def _build(settings: Mapping[str, Any], special: SpecialTokens, names: Mapping[str, str] | None = None) -> tokenizers.Tokenizer:
+    """Makes a tokenizer that neither cuts nor pads, with the added tokens that only tokenizer_config.json has."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(settings))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"tokenizer.json cannot be used: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    known = {token["id"] for token in settings.get("added_tokens") or []}
+    for token_id in sorted(special.added.keys() - known):
+        text = (names or {}).get(special.added[token_id], special.added[token_id])
+        control = token_id in special.control_ids
+        add = tokenizer.add_special_tokens if control else tokenizer.add_tokens
+        add([tokenizers.AddedToken(text, special=control, normalized=False)])
+        if tokenizer.token_to_id(text) != token_id:
+            raise ModelError("tokenizer.json and tokenizer_config.json number their added tokens differently")
+    return tokenizer
+
+
+def _renamed(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns tokenizer.json with tokens renamed wherever text could lead to them: added tokens, vocabulary, merges."""
+    added = [{**token, "content": names.get(token["content"], token["content"])} for token in settings["added_tokens"]]
+    model = dict(settings["model"])
+    vocab = model["vocab"]
+    if isinstance(vocab, Mapping):
+        model["vocab"] = {names.get(token, token): token_id for token, token_id in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+    if "merges" in model:
+        model["merges"] = [merge for merge in model["merges"] if not _makes(merge, names)]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return {**settings, "added_tokens": added, "model": model}
+
+
+def _makes(merge: str | Sequence[str], names: Mapping[str, str]) -> bool:
+    first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return first in names or second in names or first + second in names
+
+
+def _unmarked(text: str) -> str:
+    """A mark goes after the first letter: inside a control token, but after one that is a single letter."""
+    return f"(?!{MARK})" if len(text) == 1 else ""
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
