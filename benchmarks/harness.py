@@ -1,0 +1,139 @@
+"""What every benchmark shares: options, an engine, tables, checks, and the files that a run leaves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cloister.bench.traces import Trace, TraceRow, read_trace
+from cloister.bench.workloads import iter_lengths
+from cloister.engine import EngineCore
+from cloister.engine.machine import read_machine
+
+ROOT = Path(__file__).parents[1]
+MODEL = "cloister-5m"
+CONTEXT_TOKENS = 8192
+AZURE = "azure_llm_2023_conv.csv.gz"
+MOONCAKE = "mooncake_fast25_conversation.jsonl.gz"
+
+console = Console()
+
+
+def make_parser(about: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of the options that every benchmark has."""
+    summary = (about or "").split("\n\n", 1)[0]
+    parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces", help="folder of the traces")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder for JSON and PNG")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    parser.add_argument("--num-threads", type=int, default=None, help="threads of the engine; unset, all that it may use")
+    return parser
+
+
+def open_engine(options: argparse.Namespace, **settings: object) -> EngineCore:
+    """Returns an engine core of the embedded model that this thread steps itself; `settings` as in EngineConfig."""
+    from cloister.app import build_engine, resolve_settings
+
+    flags = {"model": MODEL, "num_threads": options.num_threads, "prefix_cache": False, **settings}
+    return build_engine(resolve_settings(flags, listens=False).engine.config)
+
+
+def make_progress() -> Progress:
+    """Returns a progress bar that is gone when it is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def read_azure(options: argparse.Namespace) -> Trace:
+    """Returns the Azure conversation trace (CC-BY 4.0, Patel et al., ISCA 2024)."""
+    return read_trace(options.traces / AZURE)
+
+
+def find_scale(rows: Sequence[TraceRow], num_tokens: int) -> Fraction:
+    """Returns the largest factor of the form 1 or 1/k with which every row fits into `num_tokens`."""
+    divisor = 1
+    while max(sum(lengths) for lengths in iter_lengths(rows, Fraction(1, divisor))) > num_tokens:
+        divisor += 1
+    return Fraction(1, divisor)
+
+
+@dataclass(slots=True)
+class Bench:
+    """One benchmark as it is told: prediction first, then what was measured, then whether it held.
+
+    Attributes:
+        name: of the files that it leaves.
+        figures: everything measured, as JSON values.
+        checks: (what, bound, measured, held).
+    """
+
+    name: str
+    title: str
+    prediction: str
+    figures: dict[str, Any] = field(default_factory=dict)
+    checks: list[tuple[str, str, str, bool]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        console.rule(f"[bold]{self.title}", align="left")
+        console.print(f"[bold]Predicted:[/] {self.prediction}", highlight=False)
+
+    def print_rows(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Prints a table and keeps it among the figures."""
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for number, header in enumerate(headers):
+            table.add_column(header, justify="left" if number == 0 else "right")
+        for row in rows:
+            table.add_row(*(f"{cell:,.4g}" if isinstance(cell, float) else str(cell) for cell in row))
+        console.print(table)
+        self.figures[title] = [dict(zip(headers, row, strict=True)) for row in rows]
+
+    def check(self, what: str, measured: float, *, low: float | None = None, high: float | None = None) -> None:
+        """Judges one figure against its bound."""
+        held = (low is None or measured >= low) and (high is None or measured <= high)
+        bound = f">= {low:,.4g}" if low is not None else f"<= {high:,.4g}"
+        self.checks.append((what, bound, f"{measured:,.4g}", held))
+
+    def check_true(self, what: str, held: bool) -> None:
+        """Judges something that holds or does not."""
+        self.checks.append((what, "holds", "holds" if held else "does not", held))
+
+    def finish(self, options: argparse.Namespace) -> int:
+        """Prints the verdicts and writes the JSON; returns the exit status, 1 if a check did not hold."""
+        table = Table(title="Checks", title_justify="left", title_style="bold")
+        for header in ("check", "wanted", "measured", ""):
+            table.add_column(header)
+        for what, bound, measured, held in self.checks:
+            table.add_row(what, bound, measured, "[green]held[/]" if held else "[red]missed[/]")
+        console.print(table)
+        self._write(options)
+        return 0 if all(held for *_, held in self.checks) else 1
+
+    def picture(self, options: argparse.Namespace) -> Path:
+        """Returns where the benchmark's plot goes."""
+        return Path(options.output) / f"{self.name}.png"
+
+    def _write(self, options: argparse.Namespace) -> None:
+        machine = read_machine()
+        checks = [{"what": w, "wanted": b, "measured": m, "held": h} for w, b, m, h in self.checks]
+        content = {
+            "title": self.title,
+            "prediction": self.prediction,
+            "checks": checks,
+            "figures": self.figures,
+            "machine": {"cpus": machine.num_cpus, "architecture": platform.machine(), "python": platform.python_version()},
+            "seed": options.seed,
+        }
+        path = Path(options.output) / f"{self.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        console.print(f"Written: {path}", style="dim", highlight=False)

@@ -1,0 +1,131 @@
+"""B2, Sarathi-Serve: what running streams feel while a prompt of 8k tokens arrives.
+
+Sarathi-Serve (Agrawal et al., OSDI 2024, section 4): prefill in chunks beside the decodes, the chunk bounded by the time that
+it adds to the step. Beside it the prefill-first baseline: a budget that takes the whole prompt in one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from benchmarks.harness import CONTEXT_TOKENS, Bench, console, make_parser, open_engine
+from cloister.bench.drive import SteppingEngine, Timed, abort, drive, make_request, make_requests
+from cloister.bench.plots import BLUE, GREEN, ORANGE, draw, plot_distribution
+from cloister.bench.workloads import WorkItem, make_tokens
+from cloister.types.events import Event, Progressed
+
+NUM_STREAMS = 8
+STREAM_TOKENS = 4000
+QUIET_TOKENS = 300
+LONG_TOKENS = CONTEXT_TOKENS - 16
+ARRIVAL_S = 2.0
+LONG = "long-0"
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """What one engine did.
+
+    Attributes:
+        alone_s: TTFT of the long prompt on an idle engine.
+        quiet_s, loaded_s: gaps of the streams without the prompt, and from its arrival to its first token.
+        ttft_s: of the long prompt beside the streams.
+    """
+
+    alone_s: float
+    quiet_s: list[float]
+    loaded_s: list[float]
+    ttft_s: float
+
+    @property
+    def tbt_ratio(self) -> float:
+        return float(np.percentile(self.loaded_s, 99) / np.percentile(self.quiet_s, 99))
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    options = parser.parse_args()
+    bench = Bench(
+        "sarathi",
+        "B2 Sarathi-Serve: an 8k prompt arrives beside eight streams",
+        "a step may take 1.8x of its decodes, so P99 TBT stays within 2x; prefill then has 0.8 of 1.8 of the time and the "
+        "prompt's TTFT is 2.3x of alone, within 3x; prefill-first stalls every stream for the whole prompt",
+    )
+    with console.status("chunked"):
+        chunked = measure(options)
+    with console.status("prefill first"):
+        whole = measure(options, max_batched_tokens=2 * CONTEXT_TOKENS, max_stall=1e6)
+    headers = (
+        "engine",
+        "P99 TBT quiet, ms",
+        "P99 TBT loaded, ms",
+        "max TBT, ms",
+        "ratio",
+        "TTFT alone, s",
+        "TTFT, s",
+        "TTFT ratio",
+    )
+    bench.print_rows("Streams", headers, [describe("chunked", chunked), describe("prefill first", whole)])
+    bench.check("P99 TBT while the prompt arrives, over without", chunked.tbt_ratio, high=2.0)
+    bench.check("TTFT of the prompt, over alone", chunked.ttft_s / chunked.alone_s, high=3.0)
+    bench.check("longest stall of prefill-first, over chunked", max(whole.loaded_s) / max(chunked.loaded_s), low=2.0)
+    with draw(bench.picture(options), bench.title, size=(7.2, 4.2)) as (axes,):
+        plot_distribution(axes, chunked.quiet_s, GREEN, "no prompt arrives")
+        plot_distribution(axes, chunked.loaded_s, BLUE, "prompt arrives, chunked")
+        plot_distribution(axes, whole.loaded_s, ORANGE, "prompt arrives, prefill first")
+        axes.set_xlabel("time between tokens of the streams, ms")
+        axes.legend(loc="lower right")
+    return bench.finish(options)
+
+
+def measure(options: argparse.Namespace, **settings: object) -> Stall:
+    """Measures the prompt alone, the streams alone, and both together on one engine."""
+    engine = open_engine(options, max_num_seqs=2 * NUM_STREAMS, **settings)
+    long_item = WorkItem(ARRIVAL_S, make_tokens((options.seed, 1), LONG_TOKENS, 2048), LONG_TOKENS, 2)
+    drive(engine, [Timed(0.0, make_request(0, long_item, "warm-up")), *streams(options, 100, "warm-up-stream")])
+    alone = drive(engine, [Timed(0.0, make_request(0, long_item, "alone"))]).recorder.records[0]
+    quiet = drive(engine, streams(options, QUIET_TOKENS, "quiet")).recorder.records
+    long = Timed(ARRIVAL_S, make_request(0, long_item, "long"))
+    both = drive(engine, [*streams(options, STREAM_TOKENS, "stream"), long], listeners=[_StopStreams(engine)]).recorder
+    arrived = both.record_of(LONG)
+    start_s, end_s = arrived.due_s, arrived.due_s + arrived.ttft_s
+    others = [r for number, r in enumerate(both.records) if number != both.names[LONG]]
+    loaded = [gap for r in others for gap in gaps_within([t for t, _ in r.deliveries], start_s, end_s)]
+    return Stall(alone.ttft_s, [gap for r in quiet for gap in r.gaps_s[1:]], loaded, arrived.ttft_s)
+
+
+def streams(options: argparse.Namespace, num_tokens: int, prefix: str) -> list[Timed]:
+    items = [WorkItem(0.0, make_tokens((options.seed, 2, n), 32, 2048), 32, num_tokens) for n in range(NUM_STREAMS)]
+    return make_requests(items, prefix)
+
+
+def gaps_within(times: list[float], start_s: float, end_s: float) -> list[float]:
+    """Returns the gaps that end inside [start_s, end_s]."""
+    return [after - before for before, after in pairwise(times) if start_s <= after <= end_s + 1e-9]
+
+
+class _StopStreams:
+    """Ends the streams once the long prompt has its first token: what comes later is not measured."""
+
+    def __init__(self, engine: SteppingEngine) -> None:
+        self._engine = engine
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Progressed) and event.request_id == LONG and event.first:
+            for number in range(NUM_STREAMS):
+                abort(self._engine, f"stream-{number}")
+
+
+def describe(name: str, stall: Stall) -> list[object]:
+    quiet, loaded = (float(np.percentile(gaps, 99)) * 1e3 for gaps in (stall.quiet_s, stall.loaded_s))
+    ratio = stall.ttft_s / stall.alone_s
+    return [name, quiet, loaded, max(stall.loaded_s) * 1e3, stall.tbt_ratio, stall.alone_s, stall.ttft_s, ratio]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
