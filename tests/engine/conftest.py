@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.replica import write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer of one token per byte."""
+    return write_tokenizer(tmp_path_factory.mktemp("model"))

@@ -1,0 +1,228 @@
+"""Real engines for tests: scheduler, runner, tokenizer and output processing as in production, around a tiny program.
+
+The `build*` functions are entry points of engine processes; `EngineConfig.model` is the directory of a tokenizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from cloister.engine.core import EngineCore, Runner
+from cloister.engine.output import Output
+from cloister.kv import BlockPool, PrefixKeys
+from cloister.runner import ModelRunner
+from cloister.sched import Scheduler, SchedulerConfig
+from cloister.text import Tokenizer
+from cloister.types.clock import Clock
+from cloister.types.config import EngineConfig
+from cloister.types.errors import MemoryBudgetError
+from cloister.types.events import Ended, Event, Outputs
+from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams, SequenceOutput
+from cloister.types.step import Sample, StepPlan, StepResult
+from tests.history_program import HistoryProgram
+
+EOS = 256
+TRIGGER = 255
+"""A prompt that begins with this token makes the special replicas do what they are for."""
+VOCAB_SIZE = 257
+MAX_MODEL_LEN = 256
+NUM_BLOCKS = 64
+BLOCK_SIZE = 8
+
+_ids = itertools.count()
+
+
+def write_tokenizer(path: Path) -> Path:
+    """Writes a tokenizer of one token per byte, whose id is the byte, and `<eos>`."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({letter: _byte_of(letter) for letter in letters}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def _byte_of(letter: str) -> int:
+    """GPT-2's byte-level alphabet: printable bytes are themselves, the others follow from U+0100 on."""
+    if ord(letter) < 0x100:
+        return ord(letter)
+    others = [b for b in range(256) if not (0x21 <= b <= 0x7E or 0xA1 <= b <= 0xAC or 0xAE <= b <= 0xFF)]
+    return others[ord(letter) - 0x100]
+
+
+def make_config(path: Path, **changes: object) -> EngineConfig:
+    return dataclasses.replace(EngineConfig(model=str(path), max_num_seqs=16, block_size=BLOCK_SIZE), **changes)
+
+
+def make_request(
+    prompt: str | Sequence[int] = "once upon a time", *, timeout_s: float = 60.0, **sampling: object
+) -> Request:
+    token_ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **sampling})
+    return Request(request_id=f"r{next(_ids)}", token_ids=token_ids, sampling=params, timeout_s=timeout_s)
+
+
+class SpeakingRunner:
+    """Says what it is told: sequence after sequence gets the same tokens, one a step."""
+
+    def __init__(self, speech: str | Sequence[int]) -> None:
+        self.token_ids = list(speech.encode()) if isinstance(speech, str) else list(speech)
+        self._held: dict[int, int] = {}
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for new in plan.arrivals:
+            self._held[new.seq_id] = len(new.token_ids) - new.num_prompt_tokens
+        for fork in plan.forks:
+            self._held[fork.child_id] = 0
+        speakers = [p.seq_id for p in plan.sequences if p.num_samples] + [fork.child_id for fork in plan.forks]
+        return StepResult(plan_id=plan.plan_id, samples=[self._speak(seq_id) for seq_id in speakers])
+
+    def _speak(self, seq_id: int) -> Sample:
+        place = self._held[seq_id]
+        self._held[seq_id] += 1
+        return Sample(seq_id, [self.token_ids[place % len(self.token_ids)]])
+
+
+class SteppedRunner:
+    """A real runner that does `before` each step and takes at least `step_s`."""
+
+    def __init__(self, runner: Runner, *, step_s: float = 0.0, before: Callable[[StepPlan], None] | None = None) -> None:
+        self._runner = runner
+        self._step_s = step_s
+        self._before = before
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if self._before is not None:
+            self._before(plan)
+        time.sleep(self._step_s)
+        return self._runner.run(plan)
+
+
+@dataclasses.dataclass
+class Replica:
+    """An engine core and what it is made of."""
+
+    core: EngineCore
+    scheduler: Scheduler
+    program: HistoryProgram
+
+    def drive(self, *, max_steps: int = 2000) -> tuple[list[SequenceOutput], list[Event]]:
+        """Steps until nothing is left to do."""
+        outputs: list[SequenceOutput] = []
+        events: list[Event] = []
+        for _ in range(max_steps):
+            brought = self.core.step()
+            if brought is None:
+                return outputs, events
+            outputs += brought.outputs
+            events += brought.events
+        raise AssertionError("the engine does not come to rest")
+
+
+def make_replica(
+    path: Path,
+    runner: Runner | None = None,
+    *,
+    wrap: Callable[[Runner], Runner] = lambda runner: runner,
+    clock: Clock | None = None,
+    max_num_seqs: int = 16,
+    num_blocks: int = NUM_BLOCKS,
+) -> Replica:
+    info = ModelInfo(
+        name="history", path=str(path), max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)
+    )
+    program = HistoryProgram(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    scheduler = Scheduler(
+        SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs, eos_token_ids=(EOS,)),
+        BlockPool(num_blocks, BLOCK_SIZE),
+        PrefixKeys("history", BLOCK_SIZE),
+    )
+    real = ModelRunner(program, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
+    core = EngineCore(
+        scheduler,
+        wrap(runner or real),
+        Output(Tokenizer(path), info),
+        model=info,
+        memory=[("KV cache", num_blocks * BLOCK_SIZE)],
+        clock=clock,
+    )
+    return Replica(core, scheduler, program)
+
+
+def build(config: EngineConfig) -> EngineCore:
+    """A replica that works, and takes a millisecond per step."""
+    return make_replica(
+        Path(config.model), wrap=lambda r: SteppedRunner(r, step_s=0.001), max_num_seqs=config.max_num_seqs
+    ).core
+
+
+def build_slow(config: EngineConfig) -> EngineCore:
+    """A replica that takes 50 ms per step."""
+    return make_replica(Path(config.model), wrap=lambda r: SteppedRunner(r, step_s=0.05)).core
+
+
+def build_hanging(config: EngineConfig) -> EngineCore:
+    """A replica that hangs for good when the trigger arrives."""
+    return make_replica(
+        Path(config.model), wrap=lambda r: SteppedRunner(r, before=lambda plan: _on_trigger(plan, lambda: time.sleep(600)))
+    ).core
+
+
+def build_failing(config: EngineConfig) -> EngineCore:
+    """A replica whose every step fails, with the prompt in the exception's text."""
+
+    def fail(plan: StepPlan) -> None:
+        raise ValueError(f"cannot compute {[bytes(i for i in new.token_ids if i < 256) for new in plan.arrivals]}")
+
+    return make_replica(Path(config.model), wrap=lambda r: SteppedRunner(r, before=fail)).core
+
+
+def build_refusing(config: EngineConfig) -> EngineCore:
+    raise MemoryBudgetError("it does not fit; set --max-model-len 7 or less")
+
+
+def build_broken(config: EngineConfig) -> EngineCore:
+    raise RuntimeError("this is a bug")
+
+
+def build_once(config: EngineConfig) -> EngineCore:
+    """A replica that starts the first time only."""
+    mark = Path(config.model) / "started"
+    if mark.exists():
+        raise MemoryBudgetError("it does not fit any more")
+    mark.touch()
+    return build(config)
+
+
+def _on_trigger(plan: StepPlan, act: Callable[[], None]) -> None:
+    if any(new.token_ids[0] == TRIGGER for new in plan.arrivals):
+        act()
+
+
+def texts(outputs: Sequence[SequenceOutput], request: Request) -> list[str]:
+    """Returns the text of each of a request's sequences."""
+    mine = [o for o in outputs if o.request_id == request.request_id]
+    return ["".join(o.text for o in mine if o.index == index) for index in range(request.sampling.n)]
+
+
+def ends(outputs: Sequence[SequenceOutput], request: Request) -> list[FinishReason]:
+    """Returns every finish reason that a request's sequences got, in the order of index."""
+    mine = sorted((o for o in outputs if o.request_id == request.request_id), key=lambda o: o.index)
+    return [o.finish_reason for o in mine if o.finish_reason is not None]
+
+
+def ended_events(events: Sequence[Event], request: Request) -> list[Ended]:
+    return [e for e in events if isinstance(e, Ended) and e.request_id == request.request_id]
+
+
+def no_outputs(_: Outputs) -> None:
+    """Takes an engine's outputs and drops them."""
