@@ -1,3 +1,29 @@
 """Cloister: a language-model server that people with secrets can trust."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cloister.llm import LLM, Completion, CompletionOutput
+    from cloister.types.errors import CloisterError
+    from cloister.types.request import SamplingParams
+
 __version__ = "0.1.0"
+__all__ = ["LLM", "CloisterError", "Completion", "CompletionOutput", "SamplingParams", "__version__"]
+
+_HOME = {
+    "LLM": "cloister.llm",
+    "Completion": "cloister.llm",
+    "CompletionOutput": "cloister.llm",
+    "CloisterError": "cloister.types.errors",
+    "SamplingParams": "cloister.types.request",
+}
+
+
+def __getattr__(name: str) -> object:
+    # lazy: importing a room from below must not load the ones above
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -14,7 +14,7 @@ from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import Stop
 from tests.checked_runner import CheckedRunner
 
-SCOPES = [Scope(ScopeKind.TENANT, bytes([i])) for i in range(2)]
+SCOPES = [Scope(kind, b"salt") for kind in (ScopeKind.TENANT, ScopeKind.LOCAL, ScopeKind.REQUEST)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):

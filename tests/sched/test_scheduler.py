@@ -25,6 +25,7 @@ class Bench:
         self.now = 0.0
         self.events = []
         self.plans = []
+        self.wiped, self.touched = [], []
 
     def add(self, name, prompt, max_tokens=4, **fields):
         sampling = SamplingParams(max_tokens=max_tokens, n=fields.pop("n", 1))
@@ -38,6 +39,8 @@ class Bench:
             self.events += self.scheduler.take_events()
             return False
         self.plans.append(plan)
+        self.wiped += plan.wipes
+        self.touched += [block for part in plan.sequences for block in part.new_block_ids]
         self.events += self.scheduler.commit(self.runner.run(plan), stops or {}, self.now)
         self.pool.check()
         return True
@@ -148,6 +151,15 @@ def test_another_scope_misses():
     bench.add("b", 17, scope=Scope(ScopeKind.TENANT, b"b"))
     bench.run()
     assert [e.num_cached_tokens for e in bench.of(Scheduled)] == [0, 0]
+
+
+def test_nothing_of_a_request_scope_stays_when_its_request_ends():
+    bench = Bench()
+    bench.add("a", 33, max_tokens=9, n=2, scope=Scope(ScopeKind.REQUEST, b"once"))
+    bench.run()
+    assert bench.pool.num_free == bench.pool.num_total
+    assert len(bench.scheduler.tree) == 0
+    assert sorted(set(bench.wiped)) == sorted(set(bench.touched)), "every block that held KV was wiped"
 
 
 def test_a_whole_prompt_in_the_cache_still_computes_its_last_token():

@@ -28,7 +28,7 @@ def chat(
     seed: Seed = None,
 ) -> None:
     """Talk to a model, several turns. Ctrl-C stops an answer, Ctrl-D leaves."""
-    from cloister.app import open_llm
+    from cloister.llm import open_llm
 
     with err.status("Loading the model"):
         llm = open_llm(settings.flags, settings.config_file)

@@ -38,7 +38,7 @@ def run(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise InvalidRequestError("the prompt is empty; give some text, or `-` to read standard input")
-    from cloister.app import open_llm
+    from cloister.llm import open_llm
 
     with err.status("Loading the model"):
         llm = open_llm(settings.flags, settings.config_file)

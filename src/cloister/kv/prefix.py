@@ -106,10 +106,12 @@ class PrefixTree:
             return node.block
         return None
 
-    def clear(self) -> None:
-        """Drops every unused block, leaf by leaf."""
-        while self.evict_one() is not None:
-            pass
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Drops the unused end of one chain: nobody can ask for these keys again."""
+        for key in reversed(keys):
+            node = self._nodes.get(key)
+            if node is not None and self._is_evictable(node):
+                self._remove(node)
 
     def check(self) -> None:
         """Raises AssertionError unless nodes, blocks and children agree."""

@@ -37,6 +37,8 @@ class BlockTable:
         """
         pool, size = self._pool, self._pool.block_size
         first = start // size
+        if end <= min(first + 1, len(self.blocks)) * size and not pool.is_shared(self.blocks[first]):
+            return []  # nearly every decode
         shared = [i for i in range(first, min(len(self.blocks), -(-end // size))) if pool.is_shared(self.blocks[i])]
         missing = self.num_missing(end)
         if not shared and not missing:

@@ -18,6 +18,7 @@ from cloister.sched.policies import POLICIES
 from cloister.sched.sequence import RequestState, Sequence, Status
 from cloister.types.events import Arrived, Ended, Event, Preempted, Progressed, Scheduled
 from cloister.types.request import FinishReason, Request
+from cloister.types.scope import ScopeKind
 from cloister.types.step import Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
 
 LEVEL_SLACK = 1.1
@@ -475,6 +476,9 @@ class Scheduler:
             sequence.table.close()
             sequence.table = None
             self._departures.append(sequence.seq_id)
+        is_last_use = sequence.status is Status.ENDED and sequence.group.request.scope.kind is ScopeKind.REQUEST
+        if self.tree is not None and is_last_use:
+            self.tree.discard(sequence.keys)  # the scope ends with the request, and its residue with it
         if sequence.status is Status.PREEMPTING:
             sequence.num_planned = sequence.num_committed = sequence.num_pending = sequence.num_kept = 0
             self._wait(sequence)

@@ -50,6 +50,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    def __repr__(self) -> str:
+        """Says nothing of content (rule 12): stop strings and biases are a user's words too."""
+        return f"SamplingParams(n={self.n}, temperature={self.temperature}, max_tokens={self.max_tokens})"
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One admitted request, tokenized, on its way to an engine.
@@ -72,6 +76,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     timeout_s: float = 600.0
     adapter: str | None = None
+
+    def __repr__(self) -> str:
+        """Says nothing of content (rule 12)."""
+        return f"Request(num_prompt_tokens={len(self.token_ids)})"
 
 
 class FinishReason(StrEnum):
@@ -100,6 +108,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     text: bytes = b""
     top_texts: tuple[bytes, ...] = ()
 
+    def __repr__(self) -> str:
+        """Says nothing of content (rule 12)."""
+        return f"TokenLogprobs(num_top={len(self.top)})"
+
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one step added to one sequence of a request, as the front receives it.
@@ -127,6 +139,10 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+
+    def __repr__(self) -> str:
+        """Says nothing of content (rule 12)."""
+        return f"SequenceOutput(index={self.index}, num_tokens={len(self.token_ids)}, finish_reason={self.finish_reason})"
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,204 @@
+"""The only place where the rooms are put together."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from cloister.backends.base import BACKENDS, Backend, KVLayout
+from cloister.engine.machine import Machine, read_machine
+from cloister.engine.memory import MemoryBudget, budget_memory
+from cloister.kv import BlockPool, PrefixKeys
+from cloister.models import LoadedModel, load, locate
+from cloister.privacy import Entry, Gate, Policy, is_loopback, read_credentials, settle
+from cloister.sched import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
+from cloister.types.config import (
+    EngineConfig,
+    Resolved,
+    ServerConfig,
+    reject_unknown,
+    resolve,
+    setting_names,
+)
+from cloister.types.errors import ConfigError
+from cloister.types.request import ModelInfo
+
+if TYPE_CHECKING:
+    from cloister.engine import EngineCore
+
+ENGINE_ENTRY: Final = "cloister.app:build_engine"
+BACKEND_MODULES: Final[Mapping[str, str]] = {"torch": "cloister.backends.torch"}
+"""Back ends by the module that registers them; imported when chosen, since each brings its library."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that was decided before anything was loaded, and why."""
+
+    engine: Resolved[EngineConfig]
+    server: Resolved[ServerConfig]
+    policy: Policy
+
+
+def resolve_settings(
+    flags: Mapping[str, object] | None = None, config_file: Path | None = None, *, listens: bool = True
+) -> Settings:
+    """Resolves settings from flags, a TOML file, the machine and the privacy profile.
+
+    Args:
+        flags: settings by name; None values do not count.
+        listens: False for an engine that no socket leads to, such as `LLM`'s.
+
+    Raises:
+        ConfigError: a setting is unknown, has no meaning or contradicts another one.
+        PolicyError: the profile denies what a setting asks for.
+    """
+    known = setting_names(EngineConfig, ServerConfig)
+    layers: list[tuple[str, Mapping[str, object]]] = []
+    if config_file is not None:
+        from_file = _read_toml(config_file)
+        reject_unknown(from_file, known, config_file.name)
+        layers.append((f"file {config_file.name}", from_file))
+    if flags:
+        reject_unknown(flags, known, "the settings given")
+        layers.append(("flag", flags))
+    server = resolve(ServerConfig, layers)
+    engine = _settle_machine(resolve(EngineConfig, layers), read_machine())
+    _import_backend(engine.config.backend)
+    policy, engine = settle(
+        engine,
+        loopback=not listens or is_loopback(server.config.host),
+        has_api_keys=server.config.api_keys is not None,
+        entries=(
+            Entry.of(BACKENDS, engine.config.backend),
+            Entry.of(POLICIES, engine.config.scheduler),
+        ),
+    )
+    return Settings(engine, server, policy)
+
+
+def build_gate(settings: Settings) -> Gate:
+    """Returns who lets requests in.
+
+    Raises:
+        ConfigError: the API key file cannot be used.
+    """
+    server = settings.server.config
+    credentials = read_credentials(Path(server.api_keys).expanduser()) if server.api_keys is not None else None
+    return Gate(settings.policy, credentials, loopback=is_loopback(server.host))
+
+
+def build_engine(config: EngineConfig) -> EngineCore:
+    """Loads the model and puts an engine together; the entry point of the engine process.
+
+    Raises:
+        ModelError: the model cannot be used.
+        MemoryBudgetError: it cannot fit; the message has the figure that would.
+    """
+    from cloister.engine import EngineCore, Output
+    from cloister.runner import ModelRunner
+    from cloister.text import Tokenizer
+
+    machine = read_machine()
+    model = load(locate(config.model, progress=True))
+    max_model_len = _max_model_len(config, model)
+    backend = make_backend(config, machine)
+    budget = _plan_memory(config, model, backend, machine, max_model_len)
+    program = backend.build(model.spec, model.weights, KVLayout(budget.num_blocks, config.block_size))
+    fingerprint = _fingerprint(model, backend, config)
+    info = msgspec.structs.replace(model.info, max_model_len=max_model_len, fingerprint=fingerprint)
+    runner = ModelRunner(program, vocab_size=model.spec.vocab_size, max_model_len=max_model_len, block_size=config.block_size)
+    return EngineCore(
+        build_scheduler(config, info, budget.num_blocks),
+        runner,
+        Output(Tokenizer(model.path), info),
+        model=info,
+        memory=list(budget.items),
+    )
+
+
+def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int) -> Scheduler:
+    """Returns a scheduler as the settings want it, over `num_blocks` blocks of its own."""
+    target_s = config.target_step_ms / 1e3 if config.target_step_ms is not None else None
+    return Scheduler(
+        SchedulerConfig(
+            max_model_len=model.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            policy=config.scheduler,
+            budget=BudgetConfig(config.max_batched_tokens, target_s, config.max_stall),
+            eos_token_ids=model.eos_token_ids,
+            prefix_cache=bool(config.prefix_cache),
+        ),
+        BlockPool(num_blocks, config.block_size),
+        PrefixKeys(model.fingerprint, config.block_size),
+    )
+
+
+def make_backend(config: EngineConfig, machine: Machine) -> Backend:
+    """Returns the back end that the settings name."""
+    _import_backend(config.backend)
+    factory = BACKENDS.get(config.backend)
+    return factory(num_threads=config.num_threads or machine.num_cpus, device=config.device or "cpu", dtype=config.dtype)
+
+
+def _settle_machine(engine: Resolved[EngineConfig], machine: Machine) -> Resolved[EngineConfig]:
+    """Fills what the machine decides."""
+    chosen: dict[str, tuple[object, str]] = {}
+    if engine.config.num_threads is None:
+        chosen["num_threads"] = (machine.num_cpus, f"CPUs that this process may use ({machine.num_cpus})")
+    if engine.config.device is None:
+        has_gpu = Path("/dev/nvidiactl").exists()
+        chosen["device"] = ("cuda", "there is an NVIDIA device") if has_gpu else ("cpu", "there is no NVIDIA device")
+    return engine.explain(**chosen)
+
+
+def _plan_memory(
+    config: EngineConfig, model: LoadedModel, backend: Backend, machine: Machine, max_model_len: int
+) -> MemoryBudget:
+    need = backend.need(model.spec, block_size=config.block_size, max_batched_tokens=config.max_batched_tokens)
+    return budget_memory(
+        need,
+        available_bytes=machine.available_bytes,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        kv_memory_mb=config.kv_memory_mb,
+    )
+
+
+def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
+    trained = model.spec.max_positions
+    if config.max_model_len is not None and config.max_model_len > trained:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len} and the model was trained for {trained} positions; set {trained} or less",
+            param="max_model_len",
+        )
+    return config.max_model_len or trained
+
+
+def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> str:
+    """What the bits of an answer depend on (rule 6), as `system_fingerprint`."""
+    parts = (model.info.fingerprint, backend.fingerprint, config.dtype)
+    return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _import_backend(name: str) -> None:
+    if name not in BACKEND_MODULES:
+        raise ConfigError(f"unknown back end {name!r}; choose one of: {', '.join(BACKEND_MODULES)}", param="backend")
+    importlib.import_module(BACKEND_MODULES[name])
+
+
+def _read_toml(path: Path) -> dict[str, object]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the config file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file {path} is not TOML: {error}") from None
