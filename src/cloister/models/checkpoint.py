@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.spec import DecoderSpec
@@ -55,7 +56,9 @@ def open_checkpoint(path: Path, family: Family, spec: DecoderSpec) -> Checkpoint
         entries[name] = found.pop(stored)
         if entries[name].shape != shape:
             raise ModelError(f"tensor {stored!r} has the shape {entries[name].shape}, config.json asks for {shape}")
-    _refuse_extra(found, family, spec)
+    if spec.tied_embeddings:
+        _check_tied(found.pop(f"{family.tensors['head']}.weight", None), entries["embed.weight"])
+    _refuse_extra(found)
     return Checkpoint(entries)
 
 
@@ -98,9 +101,21 @@ def _read_headers(path: Path) -> dict[str, TensorEntry]:
     return found
 
 
-def _refuse_extra(found: Mapping[str, TensorEntry], family: Family, spec: DecoderSpec) -> None:
-    """A tied head and the rotary buffers of old exports may lie in a file unused; nothing else may."""
-    spare_head = f"{family.tensors['head']}.weight" if spec.tied_embeddings else None
+def _check_tied(head: TensorEntry | None, embedding: TensorEntry) -> None:
+    """A head may be stored beside the embedding that it is tied to, as long as the two are the same."""
+    if head is None:
+        return
+    same_form = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
+    if not same_form or not np.array_equal(head.read(), embedding.read()):
+        raise ModelError(
+            "config.json ties the head to the embedding, but the checkpoint has a head of its own; set "
+            "tie_word_embeddings to false if the head is meant",
+            param="tie_word_embeddings",
+        )
+
+
+def _refuse_extra(found: Mapping[str, TensorEntry]) -> None:
+    """The rotary buffers of old exports may lie in a file unused; nothing else may."""
     for name in found:
-        if name != spare_head and not _OLD_ROPE_BUFFER.fullmatch(name):
+        if not _OLD_ROPE_BUFFER.fullmatch(name):
             raise ModelError(f"the checkpoint has a tensor {name!r} that config.json has no place for")
