@@ -1,0 +1,251 @@
+"""The step loop: what it does with messages, deadlines and faults."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cloister.engine.core import MAX_FAILURES_IN_ROW
+from cloister.engine.inbox import Inbox
+from cloister.types.clock import VirtualClock
+from cloister.types.errors import EngineError
+from cloister.types.events import Abort, FrontMessage, Outputs, Shutdown, Stepped, Submit
+from cloister.types.request import FinishReason
+from cloister.types.step import StepPlan
+from tests.engine.replica import (
+    MAX_MODEL_LEN,
+    TRIGGER,
+    VOCAB_SIZE,
+    SteppedRunner,
+    ended_events,
+    ends,
+    make_replica,
+    make_request,
+    texts,
+)
+from tests.history_program import greedy_continuation
+
+
+def test_an_answer_is_what_the_model_says(model_path: Path) -> None:
+    replica = make_replica(model_path)
+    request = make_request("tell me", max_tokens=20)
+    replica.core.inbox.put(Submit(request))
+    outputs, _ = replica.drive()
+    assert [i for o in outputs for i in o.token_ids] == greedy_continuation(request.token_ids, 20, VOCAB_SIZE)
+
+
+def test_a_request_that_can_never_run_is_told_why(model_path: Path) -> None:
+    replica = make_replica(model_path)
+    request = make_request("x" * (MAX_MODEL_LEN + 1), n=2)
+    replica.core.inbox.put(Submit(request))
+    outputs, events = replica.drive()
+    assert ends(outputs, request) == [FinishReason.REJECTED] * 2
+    assert all(str(MAX_MODEL_LEN) in (o.error or "") for o in outputs)
+    assert [e.last for e in ended_events(events, request)] == [False, True]
+
+
+def test_an_aborted_request_gives_its_blocks_back_at_the_next_step(model_path: Path) -> None:
+    replica = make_replica(model_path)
+    request = make_request(max_tokens=100)
+    replica.core.inbox.put(Submit(request))
+    for _ in range(5):
+        replica.core.step()
+    assert replica.scheduler.pool.num_used > 0
+    replica.core.inbox.put(Abort(request.request_id))
+    brought = replica.core.step()
+    assert brought is not None
+    assert ends(brought.outputs, request) == [FinishReason.ABORT]
+    assert replica.scheduler.pool.num_used == 0
+
+
+def test_blocks_are_wiped_when_nothing_else_is_left_to_do(model_path: Path) -> None:
+    replica = make_replica(model_path)
+    replica.core.inbox.put(Submit(make_request(max_tokens=30)))
+    replica.drive()
+    free = [b for b in range(replica.scheduler.pool.num_total) if replica.scheduler.pool.state(b).value == "free"]
+    assert free
+    assert not replica.program.slots[free].any()
+
+
+def test_every_step_says_how_full_the_engine_is(model_path: Path) -> None:
+    replica = make_replica(model_path)
+    replica.core.inbox.put(Submit(make_request("x" * 20, max_tokens=3)))
+    _, events = replica.drive()
+    steps = [event for event in events if isinstance(event, Stepped)]
+    assert [s.num_tokens for s in steps[:3]] == [20, 1, 1]
+    assert all(s.num_total_blocks == replica.scheduler.pool.num_total for s in steps)
+    assert steps[-1].num_running == steps[-1].num_used_blocks == 0
+
+
+class TestFaults:
+    """A step that cannot be done ends its requests and nothing else."""
+
+    @staticmethod
+    def fail_on_trigger(plan: StepPlan) -> None:
+        if any(new.token_ids[0] == TRIGGER for new in plan.arrivals):
+            raise ValueError(f"the secret word is {bytes(plan.arrivals[0].token_ids[1:])!r}")
+
+    def test_its_requests_end_with_an_error_and_the_engine_goes_on(
+        self, model_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        replica = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=self.fail_on_trigger))
+        doomed, fine = make_request([TRIGGER, *b"xylophone"], n=3), make_request("fine", max_tokens=20)
+        with caplog.at_level(logging.DEBUG):
+            replica.core.inbox.put(Submit(doomed))
+            outputs, events = replica.drive()
+            replica.core.inbox.put(Submit(fine))
+            more, _ = replica.drive()
+        assert ends(outputs, doomed) == [FinishReason.ERROR] * 3
+        assert [e.last for e in ended_events(events, doomed)].count(True) == 1
+        assert [i for o in more for i in o.token_ids] == greedy_continuation(fine.token_ids, 20, VOCAB_SIZE)
+        assert "xylophone" not in caplog.text
+        assert "xylophone" not in str([(o.error, o.text) for o in outputs])
+        assert "ValueError" in caplog.text
+        replica.scheduler.pool.check()
+        assert replica.scheduler.pool.num_used == 0
+
+    def test_answers_in_progress_end_too_and_no_block_is_lost(self, model_path: Path) -> None:
+        replica = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=self.fail_on_trigger))
+        running = [make_request(f"{i} bottles", max_tokens=50) for i in range(5)]
+        for request in running:
+            replica.core.inbox.put(Submit(request))
+        for _ in range(4):
+            replica.core.step()
+        replica.core.inbox.put(Submit(make_request([TRIGGER])))
+        outputs, _ = replica.drive()
+        assert [ends(outputs, request) for request in running] == [[FinishReason.ERROR]] * 5
+        replica.scheduler.pool.check()
+        assert replica.scheduler.pool.num_used == 0
+
+    def test_one_failure_now_and_then_is_survived(self, model_path: Path) -> None:
+        replica = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=self.fail_on_trigger))
+        for _ in range(2 * MAX_FAILURES_IN_ROW):
+            for request in (make_request([TRIGGER]), make_request("fine")):
+                replica.core.inbox.put(Submit(request))
+                outputs, _ = replica.drive()
+                assert len(ends(outputs, request)) == 1
+
+    def test_failures_in_a_row_end_the_engine(self, model_path: Path) -> None:
+        def fail(plan: StepPlan) -> None:
+            raise RuntimeError
+
+        replica = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=fail))
+        replies: list[FinishReason] = []
+        with pytest.raises(EngineError, match="in a row"):
+            for _ in range(MAX_FAILURES_IN_ROW + 1):
+                request = make_request()
+                replica.core.inbox.put(Submit(request))
+                brought = replica.core.step()
+                assert brought is not None
+                replies += ends(brought.outputs, request)
+        assert replies == [FinishReason.ERROR] * MAX_FAILURES_IN_ROW
+
+
+class TestShutdown:
+    """What runs may end; what takes too long is aborted with a reply."""
+
+    def test_running_requests_end_first(self, model_path: Path) -> None:
+        replica = make_replica(model_path)
+        request = make_request(max_tokens=30)
+        replica.core.inbox.put(Submit(request))
+        replica.core.inbox.put(Shutdown(60.0))
+        outputs, _ = replica.drive()
+        assert ends(outputs, request) == [FinishReason.LENGTH]
+        assert replica.core.is_done
+
+    def test_the_rest_is_aborted_with_a_reply(self, model_path: Path) -> None:
+        clock = VirtualClock()
+        replica = make_replica(
+            model_path, wrap=lambda r: SteppedRunner(r, before=lambda plan: clock.advance(1.0)), clock=clock
+        )
+        request = make_request(max_tokens=100, timeout_s=1000.0)
+        replica.core.inbox.put(Submit(request))
+        replica.core.inbox.put(Shutdown(10.0))
+        outputs, _ = replica.drive()
+        assert ends(outputs, request) == [FinishReason.ABORT]
+        assert outputs[-1].error
+        assert 9 <= outputs[-1].num_output_tokens <= 11
+        assert replica.core.is_done
+        assert not replica.program.slots[replica.scheduler.pool._free].any()
+
+
+class TestWaiting:
+    """An engine with nothing to do sleeps, and wakes at once."""
+
+    def test_it_costs_next_to_nothing(self, model_path: Path) -> None:
+        with Running(Inbox(), model_path):
+            time.sleep(0.2)
+            before_s = time.process_time()
+            time.sleep(1.0)
+            assert time.process_time() - before_s < 0.05
+
+    def test_a_message_wakes_it_at_once(self, model_path: Path) -> None:
+        with Running(Inbox(), model_path) as engine:
+            time.sleep(0.1)
+            assert engine.answer_time_s() < 1.0
+
+    def test_a_lost_wake_up_is_noticed(self, model_path: Path) -> None:
+        with Running(ForgetfulInbox(), model_path) as engine:
+            time.sleep(0.1)
+            assert engine.answer_time_s(give_up_s=1.0) >= 1.0
+
+    def test_a_deadline_wakes_it(self, model_path: Path) -> None:
+        clock = VirtualClock()
+        replica = make_replica(model_path, clock=clock)
+        replica.core.inbox.put(Submit(make_request("x" * 200, max_tokens=56, timeout_s=3.0)))
+        replica.core.step()
+        clock.advance(2.5)
+        assert replica.core._patience_s() == pytest.approx(0.5)
+
+    def test_a_request_past_its_deadline_is_told(self, model_path: Path) -> None:
+        clock = VirtualClock()
+        replica = make_replica(
+            model_path, wrap=lambda r: SteppedRunner(r, before=lambda plan: clock.advance(1.0)), clock=clock
+        )
+        request = make_request(max_tokens=100, timeout_s=5.0)
+        replica.core.inbox.put(Submit(request))
+        outputs, _ = replica.drive()
+        assert ends(outputs, request) == [FinishReason.TIMEOUT]
+        assert outputs[-1].error
+        assert texts(outputs, request) != [""]
+
+
+class ForgetfulInbox(Inbox):
+    """The planted fault: it takes messages and wakes nobody."""
+
+    def put(self, message: FrontMessage) -> None:
+        self._messages.append(message)
+
+
+class Running:
+    """An engine core that runs in a thread, with an inbox of choice."""
+
+    def __init__(self, inbox: Inbox, path: Path) -> None:
+        self._core = make_replica(path).core
+        self._core.inbox = inbox
+        self._answered = threading.Event()
+        self._thread = threading.Thread(target=self._core.run, args=(self._note,), daemon=True)
+
+    def __enter__(self) -> Running:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Inbox.put(self._core.inbox, Shutdown(0.0))
+        self._thread.join(10.0)
+        assert not self._thread.is_alive()
+
+    def answer_time_s(self, give_up_s: float = 5.0) -> float:
+        """Returns how long a request of one token takes, or `give_up_s` if there is no answer until then."""
+        started_s = time.monotonic()
+        self._core.inbox.put(Submit(make_request(max_tokens=1)))
+        self._answered.wait(give_up_s)
+        return time.monotonic() - started_s
+
+    def _note(self, outputs: Outputs) -> None:
+        if any(o.finish_reason for o in outputs.outputs):
+            self._answered.set()

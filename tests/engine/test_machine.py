@@ -1,0 +1,72 @@
+"""Limits come from the cgroup, not the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cloister.engine.machine import read_machine
+
+GIB = 2**30
+HOST = {"proc/meminfo": f"MemTotal: {64 * 2**20} kB\nMemFree: 100 kB\nMemAvailable: {48 * 2**20} kB\n"}
+
+
+def lay_out(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_without_cgroup_the_host_counts(tmp_path: Path) -> None:
+    machine = read_machine(lay_out(tmp_path, HOST), num_affine_cpus=8)
+    assert (machine.num_cpus, machine.memory_bytes, machine.available_bytes) == (8, 64 * GIB, 48 * GIB)
+    assert machine.limited_by == "host"
+
+
+def test_cgroup_2_limits_memory_and_cpus_at_every_level(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/outer/inner\n",
+        "sys/fs/cgroup/outer/memory.max": str(4 * GIB),
+        "sys/fs/cgroup/outer/memory.current": str(3 * GIB),
+        "sys/fs/cgroup/outer/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+        "sys/fs/cgroup/outer/inner/memory.max": "max\n",
+        "sys/fs/cgroup/outer/inner/cpu.max": "250000 100000\n",
+        "sys/fs/cgroup/outer/cpu.max": "max 100000\n",
+    }
+    machine = read_machine(lay_out(tmp_path, HOST | files), num_affine_cpus=8)
+    assert (machine.num_cpus, machine.memory_bytes, machine.available_bytes) == (2, 4 * GIB, 2 * GIB)
+    assert machine.limited_by == "cgroup"
+
+
+def test_cgroup_1_limits_memory_and_cpus(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/job\n2:cpu,cpuacct:/job\n0::/\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": str(2 * GIB),
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": str(GIB),
+        "sys/fs/cgroup/memory/job/memory.stat": "total_inactive_file 0\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "300000",
+        "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000",
+    }
+    machine = read_machine(lay_out(tmp_path, HOST | files), num_affine_cpus=8)
+    assert (machine.num_cpus, machine.memory_bytes, machine.available_bytes) == (3, 2 * GIB, GIB)
+
+
+def test_a_container_that_sees_only_its_own_mount_is_read_there(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/../../outside/of/the/mount\n",
+        "sys/fs/cgroup/memory.max": str(GIB),
+        "sys/fs/cgroup/memory.current": "0",
+    }
+    assert read_machine(lay_out(tmp_path, HOST | files), num_affine_cpus=1).memory_bytes == GIB
+
+
+def test_less_than_one_cpu_is_one(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}
+    assert read_machine(lay_out(tmp_path, HOST | files), num_affine_cpus=4).num_cpus == 1
+
+
+def test_this_machine_can_be_read() -> None:
+    machine = read_machine()
+    assert machine.num_cpus >= 1
+    assert 0 < machine.available_bytes <= machine.memory_bytes

@@ -1,0 +1,86 @@
+"""Memory is budgeted once, and refused with the figure that would fit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cloister.backends.base import MemoryNeed
+from cloister.engine.memory import MIB, MemoryBudget, budget_memory
+from cloister.types.errors import MemoryBudgetError
+
+NEED = MemoryNeed(weights_bytes=20 * MIB, kv_block_bytes=MIB // 4, activations_bytes=50 * MIB)
+
+
+def budget(
+    available_mib: float, *, max_model_len: int = 8192, max_num_seqs: int = 64, kv_memory_mb: float | None = None
+) -> MemoryBudget:
+    return budget_memory(
+        NEED,
+        available_bytes=int(available_mib * MIB),
+        block_size=16,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        kv_memory_mb=kv_memory_mb,
+    )
+
+
+def test_every_item_is_named_and_they_add_up() -> None:
+    found = budget(4096)
+    assert [what for what, _ in found.items] == ["weights", "KV cache", "activations", "overhead"]
+    assert dict(found.items)["KV cache"] == found.num_blocks * NEED.kv_block_bytes
+    assert found.total_bytes <= 4096 * MIB
+
+
+def test_a_large_machine_gives_every_sequence_full_length_and_no_more() -> None:
+    assert budget(10**6).num_blocks == 64 * 8192 // 16
+
+
+def test_a_small_machine_keeps_half_of_what_is_left_free() -> None:
+    found = budget(4096)
+    left = 4096 * MIB - dict(found.items)["overhead"] - NEED.weights_bytes - NEED.activations_bytes
+    assert found.num_blocks == left // 2 // NEED.kv_block_bytes
+
+
+def test_one_sequence_of_full_length_always_fits() -> None:
+    assert budget(600).num_blocks == 8192 // 16
+
+
+def test_a_given_size_is_taken_as_it_is() -> None:
+    assert budget(4096, kv_memory_mb=200).num_blocks == 800
+
+
+def test_weights_that_do_not_fit_are_refused_with_what_is_needed() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"smaller model") as refusal:
+        budget(100)
+    needed = figure(r"give it (\d+) MiB", refusal)
+    assert budget(needed + 1, max_model_len=16).num_blocks >= 1
+
+
+def test_a_window_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    with pytest.raises(MemoryBudgetError) as refusal:
+        budget(500)
+    fits = figure(r"--max-model-len (\d+) or less", refusal)
+    assert budget(500, max_model_len=fits).num_blocks >= fits // 16
+
+
+def test_too_much_kv_is_refused_with_what_fits() -> None:
+    with pytest.raises(MemoryBudgetError) as refusal:
+        budget(1000, kv_memory_mb=900)
+    fits = figure(r"--kv-memory-mb (\d+) or less", refusal)
+    assert budget(1000, kv_memory_mb=fits).num_blocks == fits * 4
+
+
+def test_too_little_kv_is_refused_with_both_ways_out() -> None:
+    with pytest.raises(MemoryBudgetError) as refusal:
+        budget(4096, kv_memory_mb=10)
+    assert budget(4096, kv_memory_mb=figure(r"--kv-memory-mb (\d+) or more", refusal)).num_blocks >= 512
+    assert budget(4096, kv_memory_mb=10, max_model_len=figure(r"--max-model-len (\d+)", refusal)).num_blocks == 40
+
+
+def figure(pattern: str, refusal: pytest.ExceptionInfo[MemoryBudgetError]) -> int:
+    """Returns the figure that a refusal recommends."""
+    found = re.search(pattern, refusal.value.message)
+    assert found, refusal.value.message
+    return int(found[1])
