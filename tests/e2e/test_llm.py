@@ -1,0 +1,158 @@
+"""The engine in this process, with the embedded model."""
+
+import threading
+
+import pytest
+
+from cloister import LLM, CloisterError, SamplingParams
+from cloister.types.events import Preempted, Scheduled
+
+PROMPTS = [
+    "The CREATE INDEX command",
+    "A decorator is a function that",
+    "In PostgreSQL, VACUUM reclaims storage occupied by dead tuples. " * 6,
+    "import",
+    "The following table lists the functions that are available for text. " * 3,
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+
+
+def fingerprint(completion):
+    """Tokens, and log-probabilities to the last bit."""
+    output = completion.outputs[0]
+    return output.token_ids, [(entry.logprob, entry.top) for entry in output.logprobs]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("cloister-5m", max_num_seqs=16) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(llm):
+    """Each prompt's answer when nobody else is there and nothing is cached."""
+    with LLM("cloister-5m", prefix_cache=False) as fresh:
+        return [fingerprint(fresh.generate([prompt], GREEDY)[0]) for prompt in PROMPTS]
+
+
+def test_answers_are_the_same_to_the_last_bit_in_company(llm, alone):
+    together = llm.generate(PROMPTS * 3, GREEDY)
+    assert [fingerprint(completion) for completion in together] == alone * 3
+
+
+def test_answers_are_the_same_to_the_last_bit_from_the_prefix_cache(llm, alone):
+    llm.generate(PROMPTS, GREEDY)
+    again = llm.generate(PROMPTS, GREEDY)
+    assert again[2].num_cached_tokens > 0
+    assert [fingerprint(completion) for completion in again] == alone
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 256])
+def test_answers_are_the_same_to_the_last_bit_at_any_block_size(alone, block_size):
+    with LLM("cloister-5m", block_size=block_size, max_model_len=1024) as other:
+        assert [fingerprint(completion) for completion in other.generate(PROMPTS, GREEDY)] == alone
+
+
+def test_answers_are_the_same_to_the_last_bit_in_chunks_and_on_two_threads(alone):
+    with LLM("cloister-5m", max_batched_tokens=7, num_threads=2, max_num_seqs=5) as other:
+        assert [fingerprint(completion) for completion in other.generate(PROMPTS, GREEDY)] == alone
+
+
+def test_answers_are_the_same_to_the_last_bit_after_preemption(alone):
+    with LLM("cloister-5m", max_model_len=256, kv_memory_mb=0.76, block_size=4, prefix_cache=False) as tight:
+        events = []
+        tight.subscribe(events.append)
+        answers = tight.generate(PROMPTS, GREEDY)
+        assert any(isinstance(event, Preempted) for event in events), "the test must be tight enough to preempt"
+    assert [fingerprint(completion) for completion in answers] == alone
+
+
+def test_a_seed_means_the_same_tokens_in_any_company(llm):
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=20, ignore_eos=True)
+    (one,) = llm.generate([PROMPTS[0]], sampling)
+    many = llm.generate([PROMPTS[0]] * 4 + PROMPTS[1:], sampling)
+    assert [completion.outputs[0].token_ids for completion in many[:4]] == [one.outputs[0].token_ids] * 4
+
+
+def test_without_a_seed_answers_differ(llm):
+    sampling = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
+    texts = {completion.text for completion in llm.generate([PROMPTS[0]] * 4, sampling)}
+    assert len(texts) > 1
+
+
+def test_sequences_of_one_request_differ_and_compute_the_prompt_once(llm):
+    events = []
+    llm.subscribe(events.append)
+    (completion,) = llm.generate(["A prompt for several answers"], SamplingParams(n=3, seed=1, max_tokens=12, ignore_eos=True))
+    assert len({tuple(output.token_ids) for output in completion.outputs}) == 3
+    assert sum(isinstance(event, Scheduled) for event in events) == 1
+
+
+def test_a_stream_adds_up_to_the_answer(llm, alone):
+    outputs = list(llm.stream(PROMPTS[0], GREEDY))
+    assert [token for output in outputs for token in output.token_ids] == alone[0][0]
+    assert outputs[-1].finish_reason == "length"
+
+
+def test_a_stream_that_is_closed_early_gives_its_blocks_back(llm):
+    events = []
+    llm.subscribe(events.append)
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=2000, ignore_eos=True))
+    next(stream)
+    stream.close()
+    llm.generate(["x"], SamplingParams(max_tokens=1))
+    assert [event.reason for event in events if type(event).__name__ == "Ended"][0] == "abort"
+
+
+def test_threads_may_share_it(llm, alone):
+    found = {}
+
+    def ask(number):
+        found[number] = fingerprint(llm.generate([PROMPTS[number]], GREEDY)[0])
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found[number] for number in range(len(PROMPTS))] == alone
+
+
+def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(llm):
+    (whole,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    stop = whole.text[10:14]
+    (cut,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=(stop,)))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+
+
+def test_prompt_logprobs_come_for_every_token_but_the_first(llm):
+    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+    (completion,) = llm.generate([PROMPTS[2]], sampling)
+    assert len(completion.prompt_logprobs) == len(completion.prompt_token_ids)
+    assert completion.prompt_logprobs[0] is None
+    assert [entry.token_id for entry in completion.prompt_logprobs[1:]] == completion.prompt_token_ids[1:]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [([10**6], "token id that is not in"), ([1] * 9000, "9000 tokens and the context window holds 8192"), ([], "empty")],
+)
+def test_a_prompt_that_cannot_run_is_refused_with_what_to_do(llm, prompt, words):
+    with pytest.raises(CloisterError, match=words):
+        llm.generate([prompt], SamplingParams(max_tokens=1))
+
+
+def test_a_closed_llm_says_so():
+    llm = LLM("cloister-5m", max_model_len=64, kv_memory_mb=1)
+    llm.close()
+    llm.close()
+    with pytest.raises(CloisterError, match="was closed"):
+        llm.generate(["x"])
+
+
+@pytest.mark.parametrize("settings", [{"blok_size": 1}, {"block_size": 0}, {"scheduler": "lottery"}, {"kv_memory_mb": 0.001}])
+def test_wrong_settings_are_refused(settings):
+    with pytest.raises(CloisterError):
+        LLM("cloister-5m", **settings)
