@@ -1,0 +1,122 @@
+"""B10, fairness: one tenant floods the engine; what does another one feel who stays below its share?
+
+Virtual token counters (Sheng et al., OSDI 2024): the tenant that got least goes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.harness import Bench, make_parser, make_progress, open_engine
+from cloister.bench.drive import SteppingEngine, Timed, abort, drive
+from cloister.bench.plots import BLUE, GREEN, ORANGE, draw, plot_distribution
+from cloister.bench.workloads import make_tokens
+from cloister.types.events import Ended, Event, Submit
+from cloister.types.request import Request, SamplingParams
+
+VICTIM_PROMPT, VICTIM_ANSWER = 512, 16
+FLOOD_PROMPT, FLOOD_ANSWER = 512, 64
+MAX_NUM_SEQS = 16
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--num-requests", type=int, default=40, help="requests of the victim")
+    parser.add_argument("--interval-s", type=float, default=1.5, help="between two requests of the victim")
+    parser.add_argument("--num-flood", type=int, default=64, help="requests of the other tenant, always in the engine")
+    options = parser.parse_args()
+    bench = Bench(
+        "fairness",
+        "B10 Fair share: a flood by another tenant",
+        "under fcfs the victim waits behind the whole flood; under fair its prompt goes before the flood's work, so its P99 "
+        "TTFT stays within 1.5x of alone",
+    )
+    alone = measure(options, "fair", flooded=False)
+    flooded = {scheduler: measure(options, scheduler, flooded=True) for scheduler in ("fcfs", "fair")}
+    base = float(np.percentile(alone, 99))
+    rows: list[tuple[object, ...]] = [("alone", *spread(alone), 1.0)]
+    rows += [(f"flooded, {name}", *spread(ttfts), float(np.percentile(ttfts, 99)) / base) for name, ttfts in flooded.items()]
+    bench.print_rows("TTFT of the victim", ("run", "P50, ms", "P90, ms", "P99, ms", "P99 over alone"), rows)
+    bench.check("P99 TTFT under a flood, fair over alone", float(np.percentile(flooded["fair"], 99)) / base, high=1.5)
+    bench.check("P99 TTFT under a flood, fcfs over alone", float(np.percentile(flooded["fcfs"], 99)) / base, low=1.5)
+    with draw(bench.picture(options), bench.title, size=(7.2, 4.2)) as (axes,):
+        plot_distribution(axes, alone, GREEN, "alone")
+        plot_distribution(axes, flooded["fair"], BLUE, "flooded, fair")
+        plot_distribution(axes, flooded["fcfs"], ORANGE, "flooded, fcfs")
+        axes.set_xlabel("victim's time to first token, ms")
+        axes.legend(loc="lower right")
+    return bench.finish(options)
+
+
+def measure(options: argparse.Namespace, scheduler: str, *, flooded: bool) -> list[float]:
+    """Returns the victim's times to first token, in seconds."""
+    engine = open_engine(options, scheduler=scheduler, max_num_seqs=MAX_NUM_SEQS)
+    drive(engine, [Timed(0.0, make(f"warm-up-{n}", "warm-up", FLOOD_PROMPT, FLOOD_ANSWER)) for n in range(MAX_NUM_SEQS)])
+    victims = [
+        Timed(1.0 + n * options.interval_s, make(f"victim-{n}", "victim", VICTIM_PROMPT, VICTIM_ANSWER))
+        for n in range(options.num_requests)
+    ]
+    with make_progress() as progress:
+        task = progress.add_task(f"{scheduler}, {'flooded' if flooded else 'alone'}", total=len(victims))
+        flood = Flood(engine, options.num_flood if flooded else 0, len(victims), lambda: progress.advance(task))
+        recorder = drive(engine, [*flood.start(), *victims], listeners=[flood]).recorder
+    records = [recorder.record_of(timed.request.request_id) for timed in victims]
+    if not all(record.ok for record in records):
+        raise SystemExit("a request of the victim was not answered; the figures would mean nothing")
+    return [record.ttft_s for record in records]
+
+
+def make(request_id: str, tenant: str, num_prompt: int, num_answer: int) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_answer, ignore_eos=True)
+    tokens = make_tokens((*request_id.encode(),), num_prompt, 2048)
+    return Request(request_id=request_id, token_ids=tokens, sampling=sampling, tenant=tenant)
+
+
+def spread(values: list[float]) -> list[float]:
+    return [float(p) * 1e3 for p in np.percentile(values, (50, 90, 99))]
+
+
+class Flood:
+    """Keeps `num_open` requests of the flooding tenant in the engine until the victim has all its answers."""
+
+    def __init__(self, engine: SteppingEngine, num_open: int, num_victims: int, on_answer: Callable[[], None]) -> None:
+        self._engine = engine
+        self._num_open = num_open
+        self._num_left = num_victims
+        self._on_answer = on_answer
+        self._open: set[str] = set()
+        self._numbers = itertools.count()
+
+    def start(self) -> list[Timed]:
+        return [Timed(0.0, self._next()) for _ in range(self._num_open)]
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, Ended) or not event.last:
+            return
+        if event.request_id in self._open:
+            self._open.remove(event.request_id)
+            if self._num_left:
+                self._engine.inbox.put(Submit(self._next()))
+        else:
+            self._count_answer()
+
+    def _next(self) -> Request:
+        request = make(f"flood-{next(self._numbers)}", "flood", FLOOD_PROMPT, FLOOD_ANSWER)
+        self._open.add(request.request_id)
+        return request
+
+    def _count_answer(self) -> None:
+        self._num_left -= 1
+        self._on_answer()
+        if not self._num_left:
+            for request_id in self._open:
+                abort(self._engine, request_id)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
