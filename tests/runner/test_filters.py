@@ -103,10 +103,12 @@ def test_the_repetition_penalty_is_that_of_transformers():
 def test_counts_that_grow_equal_counts_made_afresh(prompt, output, at):
     grown = TokenCounts(np.array(prompt + output[:at], np.int32), len(prompt))
     fork = grown.copy()
-    for token in output[at:]:
+    other = [11 - token for token in output[at:]]
+    for token, its_own in zip(output[at:], other, strict=True):
         grown.add(token)
+        fork.add(its_own)
     assert as_dict(grown) == as_dict(TokenCounts(np.array(prompt + output, np.int32), len(prompt)))
-    assert as_dict(fork) == as_dict(TokenCounts(np.array(prompt + output[:at], np.int32), len(prompt)))
+    assert as_dict(fork) == as_dict(TokenCounts(np.array(prompt + output[:at] + other, np.int32), len(prompt)))
 
 
 def as_dict(counts):

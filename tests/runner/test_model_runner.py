@@ -238,6 +238,16 @@ def test_min_tokens_bars_stop_tokens_until_then():
             known.append(token)
 
 
+def test_the_bar_falls_exactly_at_min_tokens():
+    prompt = [3, 1, 4]
+    expected = greedy_continuation(prompt, 3, VOCAB)
+    assert len(set(expected)) == 3
+    _, runner = make()
+    arrival = new(1, prompt, SamplingParams(temperature=0, min_tokens=2), stop=(expected[2],))
+    chosen, _ = step(runner, part(1, 0, 3, blocks=[1, 2, 3]), arrivals=[arrival])
+    assert chosen[1] + decode(runner, 1, 3, 2, [1, 2, 3], sent=3) == expected
+
+
 def test_nothing_left_to_choose_is_a_failure():
     _, runner = make()
     sampling = SamplingParams(temperature=1, min_tokens=1)

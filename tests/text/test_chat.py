@@ -168,6 +168,20 @@ def test_a_user_cannot_write_control_tokens(tmp_path, messages):
     assert tokenizer.decode(ids, skip_special_tokens=False) == theirs.replace(MARK, "")
 
 
+@pytest.mark.parametrize("content", ["☃", "a☃b☃", f"{MARK}☃", f"☃{MARK}", f"{MARK}hello"])
+def test_a_control_token_of_one_letter_is_guarded_too(tmp_path, content):
+    path = models.byte_level(tmp_path, chat_template="☃{{ messages[0].content }}☃")
+    library = Tokenizer(path)._tokenizer
+    library.add_special_tokens(["☃"])
+    models.save(path, library, chat_template="☃{{ messages[0].content }}☃")
+    tokenizer = Tokenizer(path)
+    ids = tokenizer.encode(ChatTemplate.load(path).render([{"role": "user", "content": content}]))
+    control = tokenizer.token_id("☃")
+    assert ids.count(control) == 2
+    assert ids[0] == ids[-1] == control
+    assert tokenizer.decode(ids) == content.replace(MARK, "")
+
+
 def test_a_tool_description_cannot_write_control_tokens(tmp_path):
     path = models.byte_level(tmp_path, chat_template=HEADERS_AND_TOOLS)
     template, tokenizer = ChatTemplate.load(path), Tokenizer(path)
