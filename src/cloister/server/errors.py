@@ -1,0 +1,113 @@
+"""Errors as OpenAI clients read them: {"error": {message, type, code, param}} and a status. Never a word of the request."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import msgspec
+
+from cloister.types.errors import (
+    AuthenticationError,
+    CloisterError,
+    ContextLengthError,
+    DeadlineError,
+    EngineError,
+    InvalidRequestError,
+    QueueFullError,
+)
+from cloister.types.request import FinishReason, SequenceOutput
+
+ENGINE_RETRY_S: Final = 2.0
+"""What a client is told to wait for an engine that is down; a restart of the embedded model takes about as long."""
+
+
+class MethodError(CloisterError):
+    """The route exists, the method does not."""
+
+    code = "method_not_allowed"
+    status = 405
+
+
+class MediaTypeError(CloisterError):
+    """The body is not declared as plain JSON."""
+
+    code = "unsupported_media_type"
+    status = 415
+
+
+class BodyTimeoutError(CloisterError):
+    """The body did not arrive in time."""
+
+    code = "request_timeout"
+    status = 408
+
+
+class HostError(CloisterError):
+    """A browser was led here under a foreign name (DNS rebinding)."""
+
+    code = "host_not_allowed"
+    status = 403
+
+
+class OverloadedError(CloisterError):
+    """The front could not prepare the prompt in time; it is safe to send it again."""
+
+    code = "overloaded"
+    status = 503
+
+
+INTERNAL: Final = CloisterError("The server made a mistake; it was logged without your data. Please try again.")
+
+
+def error_type(status: int) -> str:
+    """Returns the `type` that OpenAI clients expect with a status."""
+    named = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    return named.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def error_object(error: CloisterError) -> dict[str, Any]:
+    """Returns the body of an error reply."""
+    fields = {
+        "message": error.message,
+        "type": error_type(error.status),
+        "param": error.param,
+        "code": error.code,
+    }
+    return {"error": fields}
+
+
+def error_body(error: CloisterError) -> bytes:
+    """Returns `error_object` as JSON."""
+    return msgspec.json.encode(error_object(error))
+
+
+def error_headers(error: CloisterError) -> dict[str, str]:
+    """Returns the headers that belong to an error: when to try again (RFC 9110, 10.2.3), how to authenticate (11.6.1)."""
+    if isinstance(error, QueueFullError):
+        return {"retry-after": str(math.ceil(error.retry_after_s))}
+    if error.status == 503:
+        return {"retry-after": str(math.ceil(ENGINE_RETRY_S))}
+    if isinstance(error, AuthenticationError):
+        return {"www-authenticate": "Bearer"}
+    return {}
+
+
+def failure_of(output: SequenceOutput) -> CloisterError | None:
+    """Returns the error that a sequence ended with, or None if it goes on or ended with an answer."""
+    match output.finish_reason:
+        case None | FinishReason.STOP | FinishReason.LENGTH:
+            return None
+        case FinishReason.REJECTED:
+            return ContextLengthError(output.error or "The request cannot run on this server; make it shorter.")
+        case FinishReason.TIMEOUT:
+            return DeadlineError(output.error or "The answer was not complete in time; ask for fewer tokens.")
+        case FinishReason.ABORT:
+            return EngineError(output.error or "The server stops; send the request again in a moment.")
+        case _:
+            return EngineError(output.error or "The engine failed; it is safe to send the request again.")
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> InvalidRequestError:
+    """Returns a 400 that names the field at fault."""
+    return InvalidRequestError(message, param=param, code=code)

@@ -1,0 +1,77 @@
+"""Fields of the OpenAI API whose effect this server does not have: refused unless they ask for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cloister.server.errors import invalid
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why a field is refused, and the values that ask for nothing and pass (null always does).
+
+    Attributes:
+        why: half a sentence, after "is refused: ".
+    """
+
+    why: str
+    harmless: tuple[object, ...] = ()
+
+
+_TOOLS: Final = "tool calling is not available on this server yet"
+_TEXT: Final = "models here read and write text only"
+_JSON: Final = "structured output is not available on this server yet"
+
+REFUSED: Final[Mapping[str, Refused]] = {
+    "tools": Refused(_TOOLS, ([],)),
+    "tool_choice": Refused(_TOOLS, ("none",)),
+    "functions": Refused(_TOOLS, ([],)),
+    "function_call": Refused(_TOOLS, ("none",)),
+    "response_format": Refused(_JSON, ({"type": "text"},)),
+    "guided_json": Refused(_JSON),
+    "guided_regex": Refused(_JSON),
+    "guided_choice": Refused(_JSON),
+    "guided_grammar": Refused(_JSON),
+    "modalities": Refused(_TEXT, (["text"],)),
+    "audio": Refused(_TEXT),
+    "prediction": Refused("predicted outputs are not available"),
+    "web_search_options": Refused("this server does not search the web"),
+    "reasoning_effort": Refused("models here have no reasoning levels", ("none",)),
+    "verbosity": Refused("models here have no verbosity levels", ("medium",)),
+    "moderation": Refused("this server does not moderate"),
+    "store": Refused("nothing is kept here, so there is nothing to store in", (False,)),
+    "service_tier": Refused("a request's class comes from its API key", ("auto", "default")),
+    "suffix": Refused("models here do not fill in the middle", ("",)),
+    "use_beam_search": Refused("beam search is not available", (False,)),
+    "length_penalty": Refused("beam search is not available", (1, 1.0)),
+}
+
+IGNORED: Final = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+)
+"""Known fields that have no effect here: they are checked for their type and then forgotten."""
+
+
+def refuse_unsupported(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the body without the fields of `REFUSED`.
+
+    Raises:
+        InvalidRequestError: one of them asks for something.
+    """
+    for name, value in body.items():
+        entry = REFUSED.get(name)
+        if entry is not None and value is not None and not _is_one_of(value, entry.harmless):
+            raise invalid(f"`{name}` is refused: {entry.why}. Leave it out.", param=name, code="unsupported_parameter")
+    return {name: value for name, value in body.items() if name not in REFUSED}
+
+
+def _is_one_of(value: object, harmless: tuple[object, ...]) -> bool:
+    return any(type(value) is type(other) and value == other for other in harmless)

@@ -1,0 +1,73 @@
+"""What the routes of one server share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cloister.engine.base import AsyncEngine
+from cloister.privacy.gate import Admission
+from cloister.server.errors import OverloadedError
+from cloister.server.metrics import Exposition
+from cloister.server.prompts import PromptReader
+
+PREPARE_TIMEOUT_S: Final = 30.0
+"""How long parsing, templating and tokenizing may take, waiting for a free thread included."""
+
+T = TypeVar("T")
+
+
+def _few_threads() -> anyio.CapacityLimiter:
+    return anyio.CapacityLimiter(max(2, min(8, os.cpu_count() or 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """The parts of a server, put together by `create_app`."""
+
+    engine: AsyncEngine
+    reader: PromptReader
+    metrics: Exposition
+    prepare_timeout_s: float = PREPARE_TIMEOUT_S
+    threads: anyio.CapacityLimiter = field(default_factory=_few_threads)
+
+    async def off_the_loop(self, work: Callable[..., T], *args: Any) -> T:
+        """Runs text work in a thread, with a deadline.
+
+        Raises:
+            OverloadedError: it took too long.
+        """
+        call = partial(work, *args)
+        try:
+            with anyio.fail_after(self.prepare_timeout_s):
+                return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self.threads)
+        except TimeoutError:
+            raise OverloadedError("The server is too busy to read the prompt; try again in a moment.") from None
+
+
+def front_of(request: Request) -> Front:
+    """Returns the front that serves a request."""
+    front = request.app.state.front
+    assert isinstance(front, Front)
+    return front
+
+
+def admission_of(request: Request) -> Admission:
+    """Returns what the credential of a request allows."""
+    admission = request.scope["state"]["admission"]
+    assert isinstance(admission, Admission)
+    return admission
+
+
+def json_response(answer: Any) -> Response:
+    """Returns a struct as the body of a reply."""
+    return Response(msgspec.json.encode(answer), media_type="application/json")

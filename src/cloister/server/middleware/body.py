@@ -1,0 +1,97 @@
+"""The body of a request, read whole before its route runs: within a size, within a time, and as plain JSON."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cloister.server.errors import BodyTimeoutError, MediaTypeError
+from cloister.server.middleware.failures import send_error
+from cloister.types.errors import CloisterError, RequestTooLargeError
+
+
+class _GoneError(Exception):
+    """The client closed the connection before its body was complete."""
+
+
+class BodyReader:
+    """Hands the route a request whose body is there. One that is refused is not read on: the server below discards it.
+
+    Args:
+        limit_bytes: longest body.
+        timeout_s: how long a body may take to arrive.
+    """
+
+    def __init__(self, app: ASGIApp, limit_bytes: int, timeout_s: float) -> None:
+        self._app = app
+        self._limit_bytes = limit_bytes
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body: bytes | None = await self._read(scope, receive)
+        except _GoneError:
+            return
+        except CloisterError as error:
+            await send_error(send, error, close=isinstance(error, BodyTimeoutError))
+            return
+
+        async def replay() -> Message:
+            nonlocal body
+            if body is None:
+                return await receive()
+            message: Message = {"type": "http.request", "body": body, "more_body": False}
+            body = None
+            return message
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        if scope["method"] == "POST":
+            _check_media_type(scope)
+        if _declared_bytes(scope) > self._limit_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._collect(receive)
+        except TimeoutError:
+            raise BodyTimeoutError(
+                f"The body did not arrive within {self._timeout_s:g} s; send the request again, in one go."
+            ) from None
+
+    async def _collect(self, receive: Receive) -> bytes:
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _GoneError
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._limit_bytes:
+                raise self._too_large()
+        return bytes(body)
+
+    def _too_large(self) -> RequestTooLargeError:
+        return RequestTooLargeError(f"The body is larger than this server's limit of {self._limit_bytes // 1024} KiB.")
+
+
+def _check_media_type(scope: Scope) -> None:
+    # A browser may send text/plain or a form to any address without asking it first; JSON it may not.
+    media_type = _header(scope, b"content-type").partition(";")[0].strip()
+    if media_type != "application/json":
+        raise MediaTypeError("The body must be JSON; send the header `Content-Type: application/json`.")
+    if _header(scope, b"content-encoding") not in ("", "identity"):
+        raise MediaTypeError("The body must not be compressed; leave out the header `Content-Encoding`.")
+
+
+def _declared_bytes(scope: Scope) -> int:
+    value = _header(scope, b"content-length")
+    return int(value) if value.isascii() and value.isdecimal() and len(value) < 20 else 0
+
+
+def _header(scope: Scope, wanted: bytes) -> str:
+    return next((value.decode("latin-1").strip().lower() for name, value in scope["headers"] if name == wanted), "")

@@ -1,0 +1,73 @@
+"""A client that goes away cancels its request, at any moment and whether the reply is streamed or not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+WRITE_TIMEOUT_S: Final = 60.0
+"""How long a client may leave a reply unread before it counts as gone."""
+
+
+class CancelOnDisconnect:
+    """Runs a route beside a watch on the connection. Expects the whole body in the first message (see `BodyReader`).
+
+    The route's task is cancelled, which closes the engine's iterator: the blocks are free at the next step.
+    """
+
+    def __init__(self, app: ASGIApp, write_timeout_s: float = WRITE_TIMEOUT_S) -> None:
+        self._app = app
+        self._write_timeout_s = write_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body: Message | None = await receive()
+        gone = asyncio.create_task(_wait_until_gone(receive))
+        stuck = asyncio.Event()
+
+        async def receive_body() -> Message:
+            nonlocal body
+            if body is None:
+                await asyncio.wait([gone])
+                return {"type": "http.disconnect"}
+            message, body = body, None
+            return message
+
+        async def send_in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self._write_timeout_s):
+                    await send(message)
+            except (TimeoutError, OSError):
+                stuck.set()
+                raise asyncio.CancelledError from None
+
+        work = asyncio.create_task(_run(self._app, scope, receive_body, send_in_time))
+        try:
+            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            finished = work.done()
+            await _end(gone)
+            await _end(work)
+        if finished and not stuck.is_set():
+            work.result()  # passes its error on
+
+
+async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    await app(scope, receive, send)
+
+
+async def _wait_until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Cancels a task and waits until it is over; what it raised stays in it."""
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()  # looked at, so that asyncio does not log it

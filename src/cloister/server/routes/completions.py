@@ -1,0 +1,134 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cloister.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
+from cloister.server.choices import Choice, collect
+from cloister.server.front import admission_of, front_of, json_response
+from cloister.server.generation import Numbered, Tally, run_job
+from cloister.server.job import Echo, Job
+from cloister.server.logprobs import LegacyLogprobs, joined
+from cloister.server.stream import Chunks, events, open_stream
+from cloister.types.request import SequenceOutput, TokenLogprobs
+
+router = APIRouter()
+
+PromptLogprobs = list[TokenLogprobs | None]
+
+
+@router.post("/v1/completions")
+async def create_completion(request: Request) -> Response:
+    """Continues one or more prompts, at once or as a stream."""
+    front = front_of(request)
+    job = await front.off_the_loop(front.reader.read_completion, await request.body(), admission_of(request))
+    outputs = run_job(front.engine, job)
+    if job.stream:
+        return await open_stream(stream_completion(job, outputs))
+    return json_response(await answer_completion(job, outputs))
+
+
+async def answer_completion(job: Job, outputs: AsyncGenerator[Numbered, None]) -> Completion:
+    """Returns the whole reply."""
+    choices, usage = await collect(job, outputs)
+    whole = []
+    for i, choice in enumerate(choices):
+        scribe = _Scribe(job, i // job.n)
+        # Sequences of one prompt share its log-probabilities, which came with the first of them.
+        prompt_logprobs = choices[i - i % job.n].prompt_logprobs
+        whole.append(_whole_choice(i, choice, scribe, prompt_logprobs))
+    return _completion(job, whole, usage)
+
+
+def _whole_choice(index: int, choice: Choice, scribe: _Scribe, prompt_logprobs: PromptLogprobs | None) -> CompletionChoice:
+    head_text, head = scribe.begin(prompt_logprobs)
+    logprobs = _joined(head, scribe.go_on(choice.logprobs))
+    return CompletionChoice(index, head_text + "".join(choice.texts), logprobs, choice.finish_reason)
+
+
+async def stream_completion(job: Job, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
+    """Yields events: the echo first where asked for, then text as it comes, at last the usage if asked for."""
+    tally = Tally(job)
+    writer = _StreamWriter(job)
+    async with aclosing(outputs):
+        async for number, output in outputs:
+            tally.add(number, output)
+            if chunks := writer.add(number, output):
+                yield events(chunks)
+    if job.include_usage:
+        yield events([_completion(job, [], tally.usage())])
+
+
+class _StreamWriter:
+    """Turns outputs into chunks; with an echo's log-probabilities it holds back what comes before them."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._scribes: dict[int, _Scribe] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self._held: dict[int, list[SequenceOutput]] = {}
+
+    def add(self, number: int, output: SequenceOutput) -> list[Completion]:
+        """Returns the chunks that an output of prompt `number` allows to be written."""
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[number] = output.prompt_logprobs
+        ready = [*self._held.pop(number, []), output]
+        if self._job.requests[0].sampling.prompt_logprobs is not None and number not in self._prompt_logprobs:
+            self._held[number] = ready  # every sequence's echo needs them, and they come with the first sequence only
+            return []
+        return [chunk for item in ready if (chunk := self._write(number, item)) is not None]
+
+    def _write(self, number: int, output: SequenceOutput) -> Completion | None:
+        index = number * self._job.n + output.index
+        text, head = "", None
+        if index not in self._scribes:
+            self._scribes[index] = _Scribe(self._job, number)
+            text, head = self._scribes[index].begin(self._prompt_logprobs.get(number))
+        text += output.text
+        logprobs = _joined(head, self._scribes[index].go_on(output.logprobs))
+        if not text and logprobs is None and output.finish_reason is None:
+            return None
+        reason = output.finish_reason.value if output.finish_reason is not None else None
+        return _completion(self._job, [CompletionChoice(index, text, logprobs, reason)])
+
+
+class _Scribe:
+    """Writes one choice: its echo, and log-probabilities whose offsets run on."""
+
+    def __init__(self, job: Job, number: int) -> None:
+        self._echo: Echo | None = job.echoes[number] if job.echoes else None
+        self._legacy = LegacyLogprobs(self._echo)
+
+    def begin(self, prompt_logprobs: PromptLogprobs | None) -> tuple[str, CompletionLogprobs | None]:
+        """Returns the echo's text, and its log-probabilities if there are some."""
+        if self._echo is None:
+            return "", None
+        return self._echo.text, None if prompt_logprobs is None else self._legacy.add_prompt(prompt_logprobs)
+
+    def go_on(self, logprobs: list[TokenLogprobs] | None) -> CompletionLogprobs | None:
+        """Returns the log-probabilities of the next tokens."""
+        return None if logprobs is None else self._legacy.add(logprobs)
+
+
+def _joined(head: CompletionLogprobs | None, rest: CompletionLogprobs | None) -> CompletionLogprobs | None:
+    if head is None or rest is None:
+        return rest if head is None else head
+    return joined(head, rest)
+
+
+def _completion(job: Job, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
+    return Completion(
+        id=job.job_id,
+        created=job.created_s,
+        model=job.model_name,
+        system_fingerprint=job.fingerprint,
+        choices=choices,
+        usage=usage if usage is not None or job.include_usage else UNSET,
+    )

@@ -1,0 +1,21 @@
+"""`/health`: good while steps advance or nothing waits (rule 11). The one route that needs no key."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cloister.server.errors import error_headers
+from cloister.server.front import front_of
+from cloister.types.errors import EngineError
+
+router = APIRouter()
+
+
+@router.api_route("/health", methods=["GET", "HEAD"])
+async def report_health(request: Request) -> Response:
+    """Answers 200 or 503. Says no more than that: who asks need not be known."""
+    if front_of(request).engine.health().good:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "unavailable"}, 503, error_headers(EngineError("")))

@@ -1,0 +1,104 @@
+"""From a request's fields and the model's defaults to `SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from cloister.server.errors import invalid
+from cloister.server.schemas import GenerationBody
+from cloister.types.errors import ContextLengthError
+from cloister.types.request import ModelInfo, SamplingParams
+
+T = TypeVar("T")
+
+
+def sampling_params(
+    body: GenerationBody,
+    model: ModelInfo,
+    *,
+    max_tokens: int | None,
+    vocab_size: int,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """Returns how to sample: the client's word, else the model's generation_config.json, else the OpenAI default.
+
+    Args:
+        max_tokens: output tokens at most, None for as many as fit.
+        vocab_size: token ids are below it.
+
+    Raises:
+        InvalidRequestError: fields contradict each other, or name a token that the model does not have.
+    """
+    defaults = model.defaults
+    if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
+        raise invalid("`min_tokens` is more than the answer may have; lower it or raise `max_tokens`.", "min_tokens")
+    return SamplingParams(
+        n=body.n or 1,
+        temperature=float(_first(body.temperature, defaults.get("temperature"), 1.0)),
+        top_p=float(_first(body.top_p, defaults.get("top_p"), 1.0)),
+        top_k=max(0, int(_first(body.top_k, defaults.get("top_k"), 0))),
+        min_p=float(_first(body.min_p, defaults.get("min_p"), 0.0)),
+        repetition_penalty=float(_first(body.repetition_penalty, defaults.get("repetition_penalty"), 1.0)),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_token_biases(body.logit_bias or {}, vocab_size),
+        seed=body.seed,
+        stop=tuple(body.stop or ()),
+        stop_token_ids=_known_tokens(body.stop_token_ids or [], vocab_size, "stop_token_ids"),
+        min_tokens=body.min_tokens or 0,
+        max_tokens=max_tokens,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def check_number_of_sequences(n: int, num_prompts: int, max_n: int) -> None:
+    """Raises InvalidRequestError when a request asks for more sequences of a prompt than `max_n` allows."""
+    if n > max_n:
+        raise invalid(f"`n` may be at most {max_n} on this server; send several requests.", "n", "invalid_value")
+    if num_prompts > 1 and n * num_prompts > max(max_n, num_prompts):
+        raise invalid(
+            f"{num_prompts} prompts with `n` = {n} are {n * num_prompts} answers; one request may ask for {max_n}.", "n"
+        )
+
+
+def check_length(num_prompt_tokens: int, sampling: SamplingParams, model: ModelInfo, param: str) -> None:
+    """Checks that a prompt is not empty and leaves room for the answer.
+
+    Raises:
+        InvalidRequestError: the prompt has no token.
+        ContextLengthError: it is too long; the message has the figures.
+    """
+    if num_prompt_tokens == 0:
+        raise invalid(f"`{param}` is empty; send at least one token.", param, "empty_prompt")
+    room = model.max_model_len - num_prompt_tokens
+    asked = max(sampling.max_tokens or 1, sampling.min_tokens)
+    if asked <= room:
+        return
+    window = f"The context window holds {model.max_model_len} tokens; the prompt has {num_prompt_tokens}"
+    if room < 1:
+        raise ContextLengthError(f"{window}. Shorten it to at most {model.max_model_len - 1}.", param=param)
+    raise ContextLengthError(
+        f"{window} and the answer asks for {asked}. Ask for at most {room}, or shorten the prompt.", param="max_tokens"
+    )
+
+
+def _first(*values: T | None) -> T:
+    return next(value for value in values if value is not None)
+
+
+def _token_biases(biases: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    # isdecimal alone accepts digits of other scripts and int() accepts "1_0" and " 1": keep to ASCII digits.
+    if not all(key.isascii() and key.isdecimal() and len(key) < 10 for key in biases):
+        raise invalid("`logit_bias` must map token ids, as strings of digits, to numbers.", "logit_bias")
+    _known_tokens([int(key) for key in biases], vocab_size, "logit_bias")
+    return {int(key): value for key, value in biases.items()}
+
+
+def _known_tokens(ids: list[int], vocab_size: int, param: str) -> tuple[int, ...]:
+    if not all(0 <= token_id < vocab_size for token_id in ids):
+        raise invalid(f"`{param}` has a token id that is not in [0, {vocab_size}).", param, "token_id_out_of_range")
+    return tuple(ids)

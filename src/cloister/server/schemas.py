@@ -1,0 +1,173 @@
+"""Requests of the OpenAI API as strict models: no coercion, no unknown field, every limit named."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+
+from cloister.server.errors import invalid
+
+MAX_STOP: Final = 16
+"""Stop strings in one request (OpenAI allows 4)."""
+MAX_STOP_CHARS: Final = 1024
+MAX_LOGPROBS: Final = 20
+MAX_LOGIT_BIAS: Final = 1024
+MAX_STOP_TOKENS: Final = 256
+MAX_PROMPTS: Final = 256
+"""Prompts in one request to /v1/completions."""
+MAX_METADATA: Final = 16
+INT64: Final = 2**63
+INT32: Final = 2**31
+
+
+class Strict(BaseModel):
+    """Base of every request object: types are not converted, unknown fields are refused, inputs are never shown."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, frozen=True)
+
+
+class StreamOptions(Strict):
+    """What a stream carries beside the answer."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stop = Annotated[list[StopString], Field(max_length=MAX_STOP), BeforeValidator(_as_list)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenId = Annotated[int, Field(ge=0, lt=INT32)]
+MetadataText = Annotated[str, Field(max_length=512)]
+
+
+class GenerationBody(Strict):
+    """What chat and text completions have in common. None means that the client did not say."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1)
+    stop: Stop | None = None
+    max_tokens: int | None = Field(None, ge=0, lt=INT32)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+
+    top_k: int | None = Field(None, ge=-1, lt=INT32)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    min_tokens: int | None = Field(None, ge=0, lt=INT32)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    priority: int | None = Field(None, ge=-INT32, lt=INT32)
+
+    user: str | None = None
+    metadata: Annotated[dict[str, MetadataText], Field(max_length=MAX_METADATA)] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a chunk of usage counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class TextPart(Strict):
+    """A part of a message's content; the models here read text only."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Strict):
+    """Which function an assistant called before, with which arguments (JSON as a string)."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call in the history of a conversation."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+def _as_parts(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Content = Annotated[list[TextPart], BeforeValidator(_as_parts)]
+
+
+class Message(Strict):
+    """One message of a conversation, of any role. The last four fields are what an OpenAI client sends back of an answer."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @property
+    def text(self) -> str | None:
+        """The content's parts, joined as they stand."""
+        return None if self.content is None else "".join(part.text for part in self.content)
+
+
+class ChatBody(GenerationBody):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1, lt=INT32)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+
+def check_prompt(value: object) -> list[str] | list[list[int]]:
+    """Returns any of the four forms of a prompt (text, texts, token ids, lists of token ids) as a list of prompts.
+
+    Raises:
+        InvalidRequestError: it is none of them, or empty.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise invalid("`prompt` must be a string, a list of strings, token ids, or a list of lists of token ids.", "prompt")
+    if not value:
+        raise invalid("`prompt` is empty; send at least one token.", "prompt", "empty_prompt")
+    if _is_token_list(value):
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise invalid(f"`prompt` may be a list of at most {MAX_PROMPTS} prompts; send several requests.", "prompt")
+    if all(isinstance(item, str) for item in value) or all(_is_token_list(item) for item in value):
+        return value
+    raise invalid("`prompt` must be a list of strings, of token ids (whole numbers), or of lists of token ids.", "prompt")
+
+
+def _is_token_list(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+class CompletionBody(GenerationBody):
+    """Body of /v1/completions."""
+
+    prompt: Annotated[list[str] | list[list[int]], PlainValidator(check_prompt)]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = Field(None, ge=1)

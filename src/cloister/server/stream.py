@@ -1,0 +1,65 @@
+"""Server-sent events (WHATWG HTML, 9.2) as OpenAI clients read them: one `data:` line per chunk, `[DONE]` at the end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cloister.server.errors import error_object
+from cloister.server.failures import told
+
+DONE: Final = b"data: [DONE]\n\n"
+_encode: Final = msgspec.json.Encoder().encode
+
+Chunks = AsyncGenerator[bytes, None]
+
+
+def events(chunks: Iterable[Any]) -> bytes:
+    """Returns chunks as events, ready to be written at once."""
+    return b"".join(b"data: " + _encode(chunk) + b"\n\n" for chunk in chunks)
+
+
+async def open_stream(chunks: Chunks) -> EventStream:
+    """Waits for the first chunk, so that a request that is refused still gets its status, and returns the response.
+
+    Raises:
+        CloisterError: the request was refused, or failed before its first token.
+    """
+    try:
+        return EventStream(await anext(chunks), chunks)
+    except BaseException:
+        await chunks.aclose()
+        raise
+
+
+class EventStream(Response):
+    """A response that streams. What goes wrong on the way is its last event, before the end."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: Chunks) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"x-accel-buffering": "no"})  # a proxy that buffers would undo the streaming
+        self._first = first
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._rest):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await _send_body(send, self._first)
+            try:
+                async for chunk in self._rest:
+                    await _send_body(send, chunk)
+            except Exception as error:
+                await _send_body(send, events([error_object(told(error))]))
+            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+async def _send_body(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
