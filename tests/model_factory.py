@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+UNTYPED: Any = AutoModelForCausalLM  # its constructors carry no types
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
@@ -41,10 +42,10 @@ def make_model(directory: Path, family: str, *, seed: int = 0, shard_size: str =
     fields = {**SMALL, **({"head_dim": 32} if family == "qwen3" else {}), **config}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
+        model = UNTYPED.from_config(
             AutoConfig.for_model(family, architectures=[ARCHITECTURES[family]], bos_token_id=0, eos_token_id=1, **fields)
         )
-        randomise(model)
+        randomise(model, fields["tie_word_embeddings"])
     model.save_pretrained(directory, max_shard_size=shard_size)
     write_tokenizer(directory)
     generation = {"bos_token_id": 0, "eos_token_id": [1, 0], "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20}
@@ -52,11 +53,11 @@ def make_model(directory: Path, family: str, *, seed: int = 0, shard_size: str =
     return directory
 
 
-def randomise(model: torch.nn.Module) -> None:
+def randomise(model: torch.nn.Module, tied: bool) -> None:
     """Fills every parameter so that logits spread over some units and no tensor is 0 or 1 throughout."""
     for name, tensor in model.named_parameters():
         if tensor.dim() == 2:
-            torch.nn.init.normal_(tensor, std=1.0 if "embed" in name else tensor.shape[1] ** -0.5)
+            torch.nn.init.normal_(tensor, std=1.0 if "embed" in name and not tied else tensor.shape[1] ** -0.5)
         else:
             torch.nn.init.normal_(tensor, mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
 

@@ -31,7 +31,7 @@ class Agreement:
 
 def reference_logits(path: Path, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
     """Logits of transformers in float32, [num_tokens, vocab]."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         logits: npt.NDArray[np.float32] = model(torch.tensor([list(tokens)])).logits[0].numpy()
     return logits
