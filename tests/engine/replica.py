@@ -63,9 +63,7 @@ def make_config(path: Path, **changes: object) -> EngineConfig:
     return dataclasses.replace(EngineConfig(model=str(path), max_num_seqs=16, block_size=BLOCK_SIZE), **changes)
 
 
-def make_request(
-    prompt: str | Sequence[int] = "once upon a time", *, timeout_s: float = 60.0, **sampling: object
-) -> Request:
+def make_request(prompt: str | Sequence[int] = "once upon a time", *, timeout_s: float = 60.0, **sampling: object) -> Request:
     token_ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **sampling})
     return Request(request_id=f"r{next(_ids)}", token_ids=token_ids, sampling=params, timeout_s=timeout_s)
@@ -137,9 +135,7 @@ def make_replica(
     max_num_seqs: int = 16,
     num_blocks: int = NUM_BLOCKS,
 ) -> Replica:
-    info = ModelInfo(
-        name="history", path=str(path), max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)
-    )
+    info = ModelInfo(name="history", path=str(path), max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
     program = HistoryProgram(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, block_size=BLOCK_SIZE)
     scheduler = Scheduler(
         SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs, eos_token_ids=(EOS,)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Final
 
 from cloister.engine.base import EventListener, Health
 from cloister.engine.desk import Desk
+from cloister.engine.faults import describe
 from cloister.engine.launch import EngineChild, launch
 from cloister.engine.restarts import Restarts
 from cloister.engine.watchdog import Watchdog
@@ -111,10 +111,11 @@ class ProcessEngine:
         if self._keeper is None:
             return
         if self._child is None:
-            self._keeper.cancel()
+            self._keeper.cancel()  # it waits to start the engine again
         self._send(Shutdown(timeout_s))
-        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
-            await asyncio.wait_for(self._keeper, timeout_s + STOP_GRACE_S)
+        await asyncio.wait({self._keeper}, timeout=timeout_s + STOP_GRACE_S)
+        self._keeper.cancel()
+        await asyncio.wait({self._keeper}, timeout=STOP_GRACE_S)
         self._desk.fail_all(DRAINING)
 
     def _send(self, message: FrontMessage) -> None:
@@ -136,10 +137,14 @@ class ProcessEngine:
                 await self._bury(self._child)
                 if self._drain_s is None:
                     await self._replace()
+        except Exception as error:
+            _logger.critical("the engine's keeper failed: %s", describe(error))
         finally:
             if self._child is not None:
                 self._child.kill()
                 await self._bury(self._child)
+            if self._drain_s is None:
+                self._desk.closed = BROKEN
 
     async def _serve(self, child: EngineChild) -> None:
         """Passes on what the engine says, until it is gone; kills it when it hangs."""
@@ -176,7 +181,6 @@ class ProcessEngine:
         while self._child is None:
             delay_s = restarts.next_delay_s(self._clock.now())
             if delay_s is None:
-                self._desk.closed = BROKEN
                 _logger.critical("%d restarts in %.0f s: %s", restarts.max_restarts, restarts.window_s, BROKEN)
                 return
             await asyncio.sleep(delay_s)

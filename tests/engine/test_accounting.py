@@ -1,0 +1,132 @@
+"""Whatever clients, engine and front do, in any order: every sequence ends exactly once (rule 4), no block is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cloister.engine.desk import Desk
+from cloister.types.clock import VirtualClock
+from cloister.types.events import Arrived, Ended, Event, FrontMessage
+from cloister.types.request import FinishReason, Request, SequenceOutput
+from cloister.types.step import StepPlan
+from tests.engine.replica import SteppedRunner, make_replica, make_request
+
+
+class Accounting(RuleBasedStateMachine):
+    """A front's desk with a real engine behind it, which fails, is killed and comes back."""
+
+    path: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = VirtualClock()
+        self.events: list[Event] = []
+        self.replies: dict[str, list[tuple[int, FinishReason]]] = {}
+        self.requests: dict[str, Request] = {}
+        self.left: set[str] = set()
+        self.desk = Desk(self.pass_on, self.clock, max_waiting=6, max_num_seqs=4)
+        self.desk.subscribe(self.events.append)
+        self.fails_next = False
+        self.start_engine()
+
+    def start_engine(self) -> None:
+        self.replica = make_replica(
+            self.path,
+            wrap=lambda r: SteppedRunner(r, before=self.maybe_fail),
+            clock=self.clock,
+            max_num_seqs=4,
+            num_blocks=10,
+        )
+        self.num_failed = 0
+
+    def maybe_fail(self, plan: StepPlan) -> None:
+        fails, self.fails_next = self.fails_next, False
+        if fails:
+            self.num_failed += 1
+            raise RuntimeError
+
+    def pass_on(self, message: FrontMessage) -> None:
+        self.replica.core.inbox.put(message)
+
+    def take(self, output: SequenceOutput) -> None:
+        if output.finish_reason is not None:
+            self.replies[output.request_id].append((output.index, output.finish_reason))
+
+    @precondition(lambda self: self.desk.has_room())
+    @rule(size=st.integers(0, 90), n=st.integers(1, 5), max_tokens=st.integers(0, 20), timeout_s=st.integers(1, 30))
+    def submit(self, size: int, n: int, max_tokens: int, timeout_s: int) -> None:
+        request = make_request([size] * size, n=n, max_tokens=max_tokens, timeout_s=float(timeout_s))
+        self.requests[request.request_id] = request
+        self.replies[request.request_id] = []
+        self.desk.submit(request, self.take)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(list(self.requests)))
+        self.left.add(request_id)
+        self.desk.abandon(request_id)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        self.desk.give_up(data.draw(st.sampled_from(list(self.requests))))
+
+    @rule(num_steps=st.integers(1, 8))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.clock.advance(0.1)
+            brought = self.replica.core.step()
+            if brought is not None:
+                self.desk.deliver(brought)
+
+    @precondition(lambda self: self.num_failed < 2)
+    @rule()
+    def fail(self) -> None:
+        self.fails_next = True
+
+    @rule()
+    def kill(self) -> None:
+        self.desk.fail_all("the engine died")
+        assert self.desk.num_in_flight == 0
+        self.start_engine()
+
+    @invariant()
+    def no_block_is_lost(self) -> None:
+        self.replica.scheduler.pool.check()
+
+    @invariant()
+    def no_sequence_ends_twice(self) -> None:
+        for request_id, replies in self.replies.items():
+            assert len({index for index, _ in replies}) == len(replies)
+            ended = [e.index for e in self.events if isinstance(e, Ended) and e.request_id == request_id]
+            assert len(set(ended)) == len(ended)
+
+    def teardown(self) -> None:
+        """Lets everything end, then counts."""
+        self.fails_next = False
+        self.step(400)
+        assert self.desk.num_in_flight == 0
+        assert self.replica.scheduler.pool.num_used == 0
+        for request_id, request in self.requests.items():
+            every_index = list(range(request.sampling.n))
+            if request_id not in self.left:
+                assert sorted(index for index, _ in self.replies[request_id]) == every_index
+            ended = [e for e in self.events if isinstance(e, Ended) and e.request_id == request_id]
+            assert sorted(e.index for e in ended) == every_index
+            assert [e.last for e in ended] == [False] * (len(ended) - 1) + [True]
+            assert sum(isinstance(e, Arrived) and e.request_id == request_id for e in self.events) == 1
+
+
+TestAccounting = Accounting.TestCase
+TestAccounting.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tokenizer(model_path: Path) -> None:
+    Accounting.path = model_path

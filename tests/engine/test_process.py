@@ -1,0 +1,322 @@
+"""The engine in a process of its own: everybody gets a reply, whatever becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloister.engine import ProcessEngine, Supervision
+from cloister.engine.restarts import Restarts
+from cloister.types.errors import ConfigError, EngineError, MemoryBudgetError, QueueFullError
+from cloister.types.events import Ended
+from cloister.types.request import FinishReason, Request, SequenceOutput
+from tests.engine.replica import TRIGGER, VOCAB_SIZE, make_config, make_request
+from tests.engine.soak import soak
+from tests.history_program import greedy_continuation
+
+DEADLINE_S = 30.0
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Runs a test that must end in time."""
+    asyncio.run(asyncio.wait_for(main, DEADLINE_S))
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    path: Path, entry: str = "build", supervision: Supervision | None = None, **changes: object
+) -> AsyncIterator[ProcessEngine]:
+    engine = ProcessEngine(f"tests.engine.replica:{entry}", make_config(path, **changes), supervision=supervision)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.drain(0.0)
+        assert engine.pid is None
+
+
+async def answer(engine: ProcessEngine, request: Request) -> list[SequenceOutput]:
+    return [output async for output in engine.generate(request)]
+
+
+def reasons(outputs: list[SequenceOutput]) -> list[FinishReason]:
+    return [o.finish_reason for o in outputs if o.finish_reason is not None]
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    give_up_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_s, "it did not come to pass"
+        await asyncio.sleep(0.01)
+
+
+def test_it_answers_as_an_engine_in_this_process_would(model_path: Path) -> None:
+    async def main() -> None:
+        async with serving(model_path) as engine:
+            assert engine.model.vocab_size == VOCAB_SIZE
+            assert engine.memory
+            assert engine.health().good
+            request = make_request("tell me", max_tokens=20)
+            outputs = await answer(engine, request)
+            assert [i for o in outputs for i in o.token_ids] == greedy_continuation(request.token_ids, 20, VOCAB_SIZE)
+            assert reasons(outputs) == [FinishReason.LENGTH]
+
+    run(main())
+
+
+def test_every_request_ends_once_though_clients_leave_and_the_engine_is_killed(model_path: Path) -> None:
+    async def main() -> None:
+        async with serving(model_path, max_waiting=1000) as engine:
+            outcome = await soak(engine, num_clients=200, num_kills=1, seed=5)
+            outcome.check()
+            assert set(outcome.reasons) == {FinishReason.ERROR, FinishReason.LENGTH}
+            assert None in outcome.ends.values()
+            assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
+
+    run(main())
+
+
+def test_a_killed_engine_is_reported_and_replaced(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with serving(model_path, "build_slow") as engine:
+            first = engine.pid
+            stream = engine.generate(make_request("xylophone", max_tokens=100))
+            await anext(stream)
+            assert first is not None
+            os.kill(first, signal.SIGKILL)
+            rest = [output async for output in stream]
+            assert reasons(rest) == [FinishReason.ERROR]
+            assert "send it again" in (rest[-1].error or "")
+            with pytest.raises(EngineError, match="restarted"):
+                await answer(engine, make_request())
+            assert not engine.health().good
+            await until(lambda: engine.health().good)
+            assert engine.pid != first
+            assert reasons(await answer(engine, make_request(max_tokens=2))) == [FinishReason.LENGTH]
+
+    with caplog.at_level(logging.DEBUG):
+        run(main())
+    assert "status -9" in caplog.text
+    assert "xylophone" not in caplog.text
+
+
+def test_a_hung_engine_is_replaced(model_path: Path) -> None:
+    supervision = Supervision(patience_s=0.5, first_patience_s=0.5, look_every_s=0.1)
+
+    async def main() -> None:
+        async with serving(model_path, "build_hanging", supervision) as engine:
+            assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
+            first, fine = engine.pid, asyncio.create_task(answer(engine, make_request(max_tokens=200)))
+            await asyncio.sleep(0.01)
+            hung = await answer(engine, make_request([TRIGGER, 1]))
+            assert reasons(hung) == [FinishReason.ERROR]
+            assert len(reasons(await fine)) == 1
+            await until(lambda: engine.health().good)
+            assert engine.pid != first
+            assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
+
+    run(main())
+
+
+def test_an_idle_engine_is_healthy_for_as_long_as_it_likes(model_path: Path) -> None:
+    supervision = Supervision(patience_s=0.2, first_patience_s=0.2, look_every_s=0.05)
+
+    async def main() -> None:
+        async with serving(model_path, supervision=supervision) as engine:
+            first = engine.pid
+            await asyncio.sleep(1.0)
+            assert engine.health().good
+            assert engine.pid == first
+
+    run(main())
+
+
+def test_too_many_deaths_are_the_end_and_health_says_so(model_path: Path) -> None:
+    supervision = Supervision(restarts=Restarts(max_restarts=2, window_s=60.0, backoff_s=0.01))
+
+    async def main() -> None:
+        async with serving(model_path, "build_failing", supervision) as engine:
+            await until_broken(engine)
+            assert not engine.health().good
+            with pytest.raises(EngineError, match="operator"):
+                await answer(engine, make_request())
+
+    async def until_broken(engine: ProcessEngine) -> None:
+        while "too often" not in engine.health().detail:
+            with contextlib.suppress(EngineError):
+                assert reasons(await answer(engine, make_request())) == [FinishReason.ERROR]
+            await asyncio.sleep(0.02)
+
+    run(main())
+
+
+def test_a_restart_that_fails_counts_as_one(model_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "tokenizer.json").write_bytes((model_path / "tokenizer.json").read_bytes())
+    supervision = Supervision(restarts=Restarts(max_restarts=2, window_s=60.0, backoff_s=0.01))
+
+    async def main() -> None:
+        async with serving(path, "build_once", supervision) as engine:
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+            await until(lambda: "too often" in engine.health().detail)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("entry", "kind", "text"),
+    [
+        ("build_refusing", MemoryBudgetError, "--max-model-len 7"),
+        ("build_broken", EngineError, "RuntimeError"),
+        ("no_such_function", ConfigError, "no_such_function"),
+    ],
+)
+def test_an_engine_that_cannot_start_says_why(model_path: Path, entry: str, kind: type[Exception], text: str) -> None:
+    async def main() -> None:
+        engine = ProcessEngine(f"tests.engine.replica:{entry}", make_config(model_path))
+        with pytest.raises(kind, match=text):
+            await engine.start()
+        assert engine.pid is None
+
+    run(main())
+
+
+def test_a_client_that_leaves_frees_its_place(model_path: Path) -> None:
+    ended: list[Ended] = []
+
+    async def main() -> None:
+        async with serving(model_path, "build_slow") as engine:
+            engine.subscribe(lambda event: ended.append(event) if isinstance(event, Ended) else None)
+            stream = engine.generate(make_request(max_tokens=200))
+            await anext(stream)
+            await stream.aclose()  # type: ignore[attr-defined]
+            await until(lambda: len(ended) == 1, timeout_s=1.0)
+            assert ended[0].reason is FinishReason.ABORT
+            assert ended[0].num_output_tokens < 10
+
+    run(main())
+
+
+def test_a_full_queue_refuses_before_anything_is_sent(model_path: Path) -> None:
+    async def main() -> None:
+        async with serving(model_path, "build_slow", max_waiting=3, max_num_seqs=1) as engine:
+            taken = [asyncio.create_task(answer(engine, make_request(max_tokens=5))) for _ in range(4)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError) as refusal:
+                await answer(engine, make_request())
+            assert refusal.value.retry_after_s >= 1.0
+            assert [reasons(outputs) for outputs in await asyncio.gather(*taken)] == [[FinishReason.LENGTH]] * 4
+
+    run(main())
+
+
+class TestDrain:
+    """The way out of SIGTERM."""
+
+    def test_running_requests_end_and_new_ones_are_refused(self, model_path: Path) -> None:
+        async def main() -> None:
+            async with serving(model_path, "build_slow") as engine:
+                running = asyncio.create_task(answer(engine, make_request(max_tokens=15)))
+                await asyncio.sleep(0.1)
+                draining = asyncio.create_task(engine.drain(20.0))
+                await asyncio.sleep(0)
+                with pytest.raises(EngineError, match="shutting down"):
+                    await answer(engine, make_request())
+                assert not engine.health().good
+                assert reasons(await running) == [FinishReason.LENGTH]
+                await asyncio.wait_for(draining, 5.0)
+                assert engine.pid is None
+
+        run(main())
+
+    def test_what_takes_too_long_is_ended_with_a_reply(self, model_path: Path) -> None:
+        async def main() -> None:
+            async with serving(model_path, "build_slow") as engine:
+                running = asyncio.create_task(answer(engine, make_request(max_tokens=200)))
+                await asyncio.sleep(0.1)
+                await asyncio.wait_for(engine.drain(0.5), 3.0)
+                outputs = await running
+                assert reasons(outputs) == [FinishReason.ABORT]
+                assert "shutting down" in (outputs[-1].error or "")
+
+        run(main())
+
+    def test_a_hung_engine_does_not_hold_it_up_for_ever(self, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("cloister.engine.process.STOP_GRACE_S", 0.5)
+
+        async def main() -> None:
+            async with serving(model_path, "build_hanging") as engine:
+                hung = asyncio.create_task(answer(engine, make_request([TRIGGER])))
+                await asyncio.sleep(0.2)
+                await asyncio.wait_for(engine.drain(0.1), 5.0)
+                assert len(reasons(await hung)) == 1
+
+        run(main())
+
+    def test_the_engine_itself_ignores_the_signals_of_a_terminal(self, model_path: Path) -> None:
+        async def main() -> None:
+            async with serving(model_path, "build_slow") as engine:
+                running = asyncio.create_task(answer(engine, make_request(max_tokens=10)))
+                await asyncio.sleep(0.1)
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    assert engine.pid is not None
+                    os.kill(engine.pid, number)
+                assert reasons(await running) == [FinishReason.LENGTH]
+
+        run(main())
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from cloister.engine import ProcessEngine
+from tests.engine.replica import make_config
+
+async def main():
+    engine = ProcessEngine("tests.engine.replica:build", make_config(Path(sys.argv[1])))
+    await engine.start()
+    print(engine.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_an_engine_whose_front_is_killed_ends_too(model_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(model_path)],
+        stdout=subprocess.PIPE,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    with parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert is_alive(child)
+        parent.kill()
+    give_up_s = time.monotonic() + 5.0
+    while is_alive(child):
+        assert time.monotonic() < give_up_s, "the engine outlives its front"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """True if the process runs; a zombie that nobody collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
