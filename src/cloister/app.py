@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -32,6 +32,7 @@ from cloister.types.request import ModelInfo
 
 if TYPE_CHECKING:
     from cloister.engine import EngineCore
+    from cloister.server.serve import Site
 
 ENGINE_ENTRY: Final = "cloister.app:build_engine"
 BACKEND_MODULES: Final[Mapping[str, str]] = {"torch": "cloister.backends.torch"}
@@ -93,6 +94,63 @@ def build_gate(settings: Settings) -> Gate:
     server = settings.server.config
     credentials = read_credentials(Path(server.api_keys).expanduser()) if server.api_keys is not None else None
     return Gate(settings.policy, credentials, loopback=is_loopback(server.host))
+
+
+def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status.
+
+    Args:
+        announce: told, line by line, what was started and with what memory.
+
+    Raises:
+        CloisterError: something cannot be used or does not fit; the message says what to do.
+    """
+    from cloister.server.serve import serve as serve_site
+
+    gate = build_gate(settings)
+    return serve_site(settings.server.config, lambda: _open_site(settings, gate, announce), announce)
+
+
+async def _open_site(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
+    """Starts the engine process, and the front that talks to it."""
+    from cloister.engine import ProcessEngine
+    from cloister.server.app import create_app
+    from cloister.server.serve import Site
+    from cloister.text import ChatTemplate, Tokenizer
+
+    config = settings.engine.config
+    engine = ProcessEngine(ENGINE_ENTRY, config)
+    await engine.start()
+    try:
+        path = Path(engine.model.path)
+        app = create_app(
+            engine,
+            Tokenizer(path),
+            ChatTemplate.load(path),
+            gate,
+            settings.server.config,
+            request_timeout_s=config.request_timeout_s,
+        )
+    except BaseException:
+        await engine.drain(0.0)
+        raise
+    for line in describe_start(settings, engine.model, engine.memory, gate.notice()):
+        announce(line)
+    return Site(app, engine)
+
+
+def describe_start(
+    settings: Settings, model: ModelInfo, memory: Sequence[tuple[str, int]], notice: str | None
+) -> Iterator[str]:
+    """Yields the lines that an operator reads at start: what runs, under which profile, and where the memory goes."""
+    config = settings.engine.config
+    yield f"{model.name} ({model.fingerprint}) on {config.backend}, {config.device}, {config.num_threads} threads"
+    yield f"profile {config.profile}, scheduler {config.scheduler}, prefix cache {'on' if config.prefix_cache else 'off'}"
+    yield f"context window {model.max_model_len} tokens, {config.max_num_seqs} sequences at once"
+    items = [*memory, ("in all", sum(size for _, size in memory))]
+    yield "memory: " + ", ".join(f"{what} {size / 2**20:.0f} MiB" for what, size in items)
+    if notice is not None:
+        yield notice
 
 
 def build_engine(config: EngineConfig) -> EngineCore:

@@ -102,7 +102,7 @@ def test_a_stream_that_is_closed_early_gives_its_blocks_back(llm):
     next(stream)
     stream.close()
     llm.generate(["x"], SamplingParams(max_tokens=1))
-    assert [event.reason for event in events if type(event).__name__ == "Ended"][0] == "abort"
+    assert next(event.reason for event in events if type(event).__name__ == "Ended") == "abort"
 
 
 def test_threads_may_share_it(llm, alone):
