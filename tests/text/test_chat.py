@@ -1,6 +1,7 @@
 """Templates render as transformers renders them, and nobody but the template writes control tokens."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.text import chat as chat_module
-from cloister.text.guard import MARK
+from cloister.text.guard import MARK, Guard
+from cloister.text.special import SpecialTokens
 from cloister.types.errors import InvalidRequestError, ModelError
 from tests.text import models
 
@@ -281,3 +283,12 @@ def test_a_chat_holds_json_values_only(tmp_path):
     template = ChatTemplate.load(models.byte_level(tmp_path, chat_template=CHATML))
     with pytest.raises(TypeError, match="JSON"):
         template.render([{"role": "user", "content": object()}])
+
+
+def test_guarding_a_long_page_takes_no_time():
+    added = {i: f"<|reserved_special_token_{i}|>" for i in range(256)}
+    guard = Guard(SpecialTokens(added, frozenset(added), {}, are_literal=True))
+    started_s = time.perf_counter()
+    for text in ("<p>a < b</p> " * 20_000, "<" * 200_000, "<|reserved_special_token_" * 8_000):
+        assert len(guard.mark(text)) <= len(text) + 1
+    assert time.perf_counter() - started_s < 2

@@ -18,6 +18,8 @@ from typing import Any
 from cloister.text.special import SpecialTokens
 
 MARK = "\ufdd0"
+NOTHING = "(?!)"
+"""A pattern that matches nowhere."""
 
 
 class Guard:
@@ -29,11 +31,14 @@ class Guard:
 
     def __init__(self, special: SpecialTokens) -> None:
         texts = special.control_texts
-        ends = {text[:size] for text in texts for size in range(1, len(text))}
-        whole = "|".join(re.escape(text[:1]) + f"(?={re.escape(text[1:])})" for text in texts)
-        tails = "|".join(re.escape(end) for end in sorted(ends, key=len, reverse=True))
-        self._starts = re.compile(whole) if whole else None
-        self._tail = re.compile(f"(?:{tails})\\Z") if tails else None
+        rests: dict[str, list[str]] = {}
+        for text in texts:
+            rests.setdefault(text[0], []).append(re.escape(text[1:]))
+        starts = [f"{re.escape(first)}(?={'|'.join(endings)})" for first, endings in rests.items()]
+        tails = sorted({text[:size] for text in texts for size in range(1, len(text))}, key=len, reverse=True)
+        self._starts = re.compile("|".join(starts) or NOTHING)
+        self._tail = re.compile(f"(?:{'|'.join(map(re.escape, tails)) or NOTHING})\\Z")
+        self._longest = max(map(len, texts), default=0)
 
     def mark(self, value: Any) -> Any:
         """Returns a copy of a JSON value with every string in it marked where it has to be, keys of objects too."""
@@ -48,10 +53,5 @@ class Guard:
         raise TypeError(f"a chat holds JSON values only, not {type(value).__name__}")
 
     def _mark_text(self, text: str) -> str:
-        text = text.replace(MARK, "")
-        if self._starts is None:
-            return text
-        text = self._starts.sub(lambda match: match[0] + MARK, text)
-        if self._tail is not None and self._tail.search(text):
-            text += MARK
-        return text
+        text = self._starts.sub(lambda match: match[0] + MARK, text.replace(MARK, ""))
+        return text + MARK if self._tail.search(text, max(0, len(text) - self._longest)) else text

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from cloister.text.detokenizer import Detokenizer
-from cloister.text.guard import MARK
+from cloister.text.guard import MARK, NOTHING
 from cloister.text.special import SpecialTokens, read_json, read_tokenizer_config
 from cloister.text.spelling import Spelling, read_spelling
 from cloister.types.errors import InvalidRequestError, ModelError
@@ -125,7 +125,7 @@ class _GuardedTokenizer:
         nonce = secrets.token_hex(16)
         self._names = {text: f"<{nonce}:{place}>" for place, text in enumerate(special.control_texts)}
         self._tokenizer = _build(_renamed(settings, self._names), special, self._names)
-        self._controls = re.compile("|".join(re.escape(text) + _unmarked(text) for text in self._names) or r"(?!)")
+        self._controls = re.compile("|".join(re.escape(text) + _unmarked(text) for text in self._names) or NOTHING)
 
     def encode_plain(self, text: str, add_special_tokens: bool) -> list[int]:
         """Takes every letter as text."""
