@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.house import House, serving, start_speaking, start_thinking, write_model
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("server_model"))
+
+
+@pytest.fixture(scope="session")
+def speaking(model_path: Path) -> Iterator[House]:
+    """A server whose model always says "Größe: 5 €. " again and again."""
+    with serving(model_path, lambda: start_speaking(model_path)) as house:
+        yield house
+
+
+@pytest.fixture(scope="session")
+def thinking(model_path: Path) -> Iterator[House]:
+    """A server with a real runner, for log-probabilities and sampling."""
+    with serving(model_path, lambda: start_thinking(model_path)) as house:
+        yield house
+
+
+@pytest.fixture(scope="session")
+def client(speaking: House) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=speaking.url, timeout=20) as client:
+        yield client

@@ -1,0 +1,183 @@
+"""A whole server for tests: uvicorn on a free port, in a thread, in front of a real engine or a scripted one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cloister.engine.base import AsyncEngine, EventListener, Health
+from cloister.engine.thread import ThreadEngine
+from cloister.privacy import Credentials, Gate, Policy
+from cloister.server.app import create_app
+from cloister.server.serve import Server, Site, address_of, bind
+from cloister.text import ChatTemplate, Tokenizer
+from cloister.types.config import ServerConfig
+from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
+from tests.engine.replica import MAX_MODEL_LEN, VOCAB_SIZE, SpeakingRunner, make_config, make_replica, write_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant', 'tool') %}"
+    "{{ raise_exception('unknown role') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+)
+MODEL = "history"
+INFO = ModelInfo(
+    name=MODEL,
+    path="",
+    max_model_len=MAX_MODEL_LEN,
+    vocab_size=VOCAB_SIZE,
+    eos_token_ids=(256,),
+    defaults={"temperature": 0.25, "top_k": 7},
+    fingerprint="fp_test",
+    created_s=1_700_000_000,
+)
+
+
+def write_model(path: Path) -> Path:
+    """Writes a tokenizer of one token per byte, and a chat template."""
+    write_tokenizer(path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@dataclass
+class ScriptedEngine:
+    """An AsyncEngine that plays a script: for each request a list of outputs, delays, or an error to raise.
+
+    Attributes:
+        script: what happens to a request; a float is a pause in seconds, an Exception is raised.
+        taken: every request that was submitted.
+        closed: ids of requests whose iterator was closed before its end.
+    """
+
+    script: Callable[[Request], Sequence[SequenceOutput | float | Exception]]
+    good: bool = True
+    model: ModelInfo = INFO
+    memory: list[tuple[str, int]] = field(default_factory=list)
+    taken: list[Request] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+    listeners: list[EventListener] = field(default_factory=list)
+
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        self.taken.append(request)
+        complete = False
+        try:
+            for item in self.script(request):
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, float):
+                    await asyncio.sleep(item)
+                else:
+                    yield item
+            complete = True
+        finally:
+            if not complete:
+                self.closed.append(request.request_id)
+            self.ended.set()
+
+    def subscribe(self, listener: EventListener) -> None:
+        self.listeners.append(listener)
+
+    def health(self) -> Health:
+        return Health(self.good, "scripted")
+
+    async def drain(self, timeout_s: float) -> None:
+        self.good = False
+
+
+def output(request: Request, text: str = "", *, index: int = 0, end: FinishReason | None = None, **more: object) -> SequenceOutput:
+    tokens = {"token_ids": list(text.encode()), "num_prompt_tokens": len(request.token_ids), **more}
+    return SequenceOutput(request_id=request.request_id, index=index, text=text, finish_reason=end, **tokens)
+
+
+def says(text: str) -> Callable[[Request], list[SequenceOutput | float | Exception]]:
+    """A script in which every sequence gets a text, letter by letter."""
+
+    def script(request: Request) -> list[SequenceOutput | float | Exception]:
+        letters = [output(request, letter, index=i) for letter in text for i in range(request.sampling.n)]
+        return [*letters, *(output(request, index=i, end=FinishReason.STOP) for i in range(request.sampling.n))]
+
+    return script
+
+
+def endless(request: Request) -> Iterator[SequenceOutput | float]:
+    """A script without an end."""
+    while True:
+        yield output(request, "a")
+        yield 0.01
+
+
+async def start_speaking(path: Path, speech: str = "Größe: 5 €. ") -> ThreadEngine:
+    """Starts a real engine whose every sequence says the same."""
+    engine = ThreadEngine(make_replica(path, SpeakingRunner(speech)).core, make_config(path))
+    await engine.start()
+    return engine
+
+
+async def start_thinking(path: Path) -> ThreadEngine:
+    """Starts a real engine with a real runner and a tiny program."""
+    engine = ThreadEngine(make_replica(path).core, make_config(path))
+    await engine.start()
+    return engine
+
+
+@dataclass
+class House:
+    """A server that runs."""
+
+    url: str
+    engine: AsyncEngine
+    server: Server
+
+
+def make_gate(profile: str = "open", credentials: Credentials | None = None) -> Gate:
+    return Gate(Policy(profile), credentials, loopback=True)
+
+
+@contextmanager
+def serving(
+    path: Path,
+    start: Callable[[], Awaitable[AsyncEngine]],
+    *,
+    gate: Gate | None = None,
+    config: ServerConfig | None = None,
+    **options: float,
+) -> Iterator[House]:
+    """Serves while the block runs."""
+    config = config or ServerConfig(port=0, drain_timeout_s=1.0)
+    ready: list[House] = []
+    started = threading.Event()
+
+    async def main() -> None:
+        engine = await start()
+        app = create_app(engine, Tokenizer(path), ChatTemplate.load(path), gate or make_gate(), config, **options)
+        with bind(config.host, 0) as listener:
+            server = Server(Site(app, engine), config)
+            ready.append(House(address_of(listener), engine, server))
+            started.set()
+            await server.serve([listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    assert started.wait(10)
+    try:
+        yield ready[0]
+    finally:
+        ready[0].server.should_exit = True
+        thread.join(15)
+        assert not thread.is_alive(), "the server does not stop"
+
+
+async def _return(engine: AsyncEngine) -> AsyncEngine:
+    return engine
+
+
+@contextmanager
+def serving_script(path: Path, engine: ScriptedEngine, **options: object) -> Iterator[House]:
+    """Serves a scripted engine."""
+    with serving(path, lambda: _return(engine), **options) as house:
+        yield house
