@@ -182,6 +182,14 @@ def test_a_request_for_prompt_logprobs_reads_no_hits():
     assert bench.of(Scheduled)[-1].num_cached_tokens == 0
 
 
+def test_a_prompt_that_is_scored_comes_in_small_chunks():
+    bench = Bench(num_blocks=300, max_model_len=1000, max_tokens=1000)
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    bench.scheduler.add(Request(request_id="a", token_ids=[1] * 600, sampling=sampling), 0.0)
+    bench.run()
+    assert max(plan.num_tokens for plan in bench.plans) == 256
+
+
 def test_answers_are_cached_for_the_next_turn():
     bench = Bench()
     bench.add("a", 8, max_tokens=9)

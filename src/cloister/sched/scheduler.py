@@ -272,7 +272,7 @@ class Scheduler:
 
     def _extend_chunk(self, step: _Step, sequence: Sequence) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
-        num_tokens = step.budget.fit(sequence.num_planned, sequence.num_wanted, strict=step.prefill_level is not None)
+        num_tokens = step.budget.fit(sequence.num_planned, sequence.max_chunk, strict=step.prefill_level is not None)
         if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
             step.prefill_level = self._policy.level(sequence)
 

@@ -19,6 +19,10 @@ class Status(Enum):
     ENDED = "ended"
 
 
+MAX_SCORED_CHUNK = 256
+"""Positions a step computes of a prompt whose log-probabilities were asked for: each of them has a row of logits."""
+
+
 class RequestState:
     """One request from arrival to its last sequence's end.
 
@@ -124,6 +128,12 @@ class Sequence:
         if self.max_output and self.num_output + self.num_pending >= self.max_output:
             return 0  # the token that ends it is sampled or in flight; its own KV is never read
         return len(self.token_ids) + self.num_pending - self.num_planned
+
+    @property
+    def max_chunk(self) -> int:
+        """Positions that one step may compute of it."""
+        scored = self.group.request.sampling.prompt_logprobs is not None
+        return min(self.num_wanted, MAX_SCORED_CHUNK) if scored else self.num_wanted
 
     @property
     def num_slots(self) -> int:

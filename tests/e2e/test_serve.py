@@ -1,0 +1,216 @@
+"""`cloister serve` as a person starts it: a process of its own, the embedded model, real clients."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+START_TIMEOUT_S = 90
+MODEL = "cloister-5m"
+
+
+class Running:
+    """A server process and where it listens."""
+
+    def __init__(self, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cloister.cli", "serve", "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.url = self._wait_for_address()
+
+    def _wait_for_address(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if found := re.search(r"Serving on (\S+)", line):
+                return found[1]
+        raise AssertionError("the server did not start: " + "".join(self.lines))
+
+    @property
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(rf"cloister_{name}(\{{| )", line))
+
+    def wait_until(self, condition, timeout_s: float = 30) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come about in time"
+            time.sleep(0.05)
+
+    def is_well(self) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        return False
+
+    def stop(self) -> tuple[int, str]:
+        """Ends the server as an operator would; returns exit status and everything it printed."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> tuple[int, str]:
+        rest, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, "".join(self.lines) + rest
+
+
+@pytest.fixture(scope="module")
+def server():
+    running = Running()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def test_the_openai_sdk_chats(client):
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hello"}], max_tokens=8, temperature=0
+    )
+    assert answer.usage.completion_tokens <= 8
+    assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+def test_the_openai_sdk_streams_what_it_answers_at_once(client):
+    ask = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16, "temperature": 0}
+    whole = client.chat.completions.create(**ask).choices[0].message.content
+    chunks = client.chat.completions.create(**ask, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+
+
+def test_the_openai_sdk_gets_logprobs(client):
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=4,
+        logprobs=True,
+        top_logprobs=3,
+        temperature=0,
+    )
+    for entry in answer.choices[0].logprobs.content:
+        assert entry.logprob <= 0
+        assert len(entry.top_logprobs) == 3
+        assert bytes(entry.bytes).decode(errors="replace") == entry.token
+
+
+def test_a_bad_request_is_an_openai_error(client):
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], temperature=9)
+
+
+def test_a_disconnect_frees_the_blocks(server):
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 7000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        server.wait_until(lambda: server.metric("num_requests_running") == 1)
+    server.wait_until(lambda: server.metric("num_requests_running") == 0)
+    assert server.metric("kv_cache_usage_perc") == 0
+
+
+async def ask(client: httpx.AsyncClient, url: str, chance: random.Random) -> str:
+    """Sends one request that may be left in the middle; returns how it ended."""
+    body = {"model": MODEL, "prompt": [chance.randrange(300, 4000)] * chance.randint(1, 60), "stream": True}
+    body |= {"max_tokens": chance.randint(1, 60), "ignore_eos": True, "n": chance.choice([1, 1, 1, 2])}
+    leave_after = chance.randint(1, 10) if chance.random() < 0.3 else None
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as reply:
+        if reply.status_code != 200:
+            return f"status {reply.status_code}"
+        num_lines, last = 0, ""
+        async for line in reply.aiter_lines():
+            num_lines += line.startswith("data:")
+            last = line or last
+            if leave_after is not None and num_lines >= leave_after:
+                return "left"
+            if "error" in line and "error" in json.loads(line.removeprefix("data: ")):
+                return "error"
+        return "answered" if last == "data: [DONE]" else "cut off"
+
+
+async def ask_many(url: str, num_requests: int, seed: int, meanwhile) -> list[str]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=90, limits=limits) as client:
+        asks = [asyncio.create_task(ask(client, url, random.Random(seed + i))) for i in range(num_requests)]
+        await meanwhile()
+        return await asyncio.gather(*asks)
+
+
+def test_everybody_gets_a_reply_when_the_engine_is_killed_and_the_server_serves_on(server):
+    killed = server.engine_pid
+
+    async def kill():
+        while server_running() < 5:
+            await asyncio.sleep(0.05)
+        os.kill(killed, signal.SIGKILL)
+
+    def server_running() -> float:
+        return server.metric("num_requests_running")
+
+    ends = asyncio.run(ask_many(server.url, 120, 0, kill))
+    assert len(ends) == 120
+    assert set(ends) <= {"answered", "left", "error", "status 503", "status 429"}
+    assert ends.count("error") > 0, "the kill must have hit somebody"
+    server.wait_until(server.is_well, timeout_s=60)
+    assert server.engine_pid != killed
+    after = asyncio.run(ask_many(server.url, 40, 1000, lambda: asyncio.sleep(0)))
+    assert set(after) <= {"answered", "left"}
+    server.wait_until(lambda: server.metric("kv_cache_usage_perc") == 0)
+
+
+def test_a_drained_server_ends_what_runs_and_prints_nothing_that_was_sent():
+    running = Running("--max-num-seqs", "4")
+    body = {"model": MODEL, "prompt": "unmistakeable-marker-words", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        running.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    status, printed = running.wait()
+    assert status == 0
+    assert "unmistakeable" not in printed
+
+
+def test_tenants_do_not_feel_each_others_prefixes(tmp_path):
+    keys = tmp_path / "keys.json"
+    made = {}
+    for name in ("alice", "bob"):
+        command = [sys.executable, "-m", "cloister.cli", "keys", "add", name, "--tenant", name, "--file", str(keys)]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        made[name] = max(printed.split(), key=len)
+    running = Running("--api-keys", str(keys))
+    try:
+        assert httpx.get(f"{running.url}/v1/models", timeout=10).status_code == 401
+        assert httpx.get(f"{running.url}/health", timeout=10).status_code == 200
+
+        def num_cached(name: str) -> int:
+            client = openai.OpenAI(base_url=f"{running.url}/v1", api_key=made[name], max_retries=0)
+            answer = client.completions.create(model=MODEL, prompt="the same long prompt " * 20, max_tokens=1)
+            return answer.usage.prompt_tokens_details.cached_tokens
+
+        assert num_cached("alice") == 0
+        assert num_cached("alice") > 0
+        assert num_cached("bob") == 0
+    finally:
+        running.stop()
