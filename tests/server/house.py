@@ -89,7 +89,9 @@ class ScriptedEngine:
         self.good = False
 
 
-def output(request: Request, text: str = "", *, index: int = 0, end: FinishReason | None = None, **more: object) -> SequenceOutput:
+def output(
+    request: Request, text: str = "", *, index: int = 0, end: FinishReason | None = None, **more: object
+) -> SequenceOutput:
     tokens = {"token_ids": list(text.encode()), "num_prompt_tokens": len(request.token_ids), **more}
     return SequenceOutput(request_id=request.request_id, index=index, text=text, finish_reason=end, **tokens)
 

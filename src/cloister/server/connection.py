@@ -12,6 +12,8 @@ from cloister.server.errors import error_body, invalid
 
 REQUEST_TIMEOUT_S: Final = 20.0
 """How long a connection may go without a whole request head, or with the rest of a body that nobody reads any more."""
+LINGER_S: Final = 2.0
+"""How long a refused client may go on sending: closing at once would take back the reply before it was read."""
 
 
 class Connection(H11Protocol):
@@ -19,12 +21,15 @@ class Connection(H11Protocol):
 
     request_timeout_s = REQUEST_TIMEOUT_S
     _patience: asyncio.TimerHandle | None = None
+    _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_waiting()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         super().data_received(data)
         if self._is_working():
             self._stop_waiting()
@@ -48,7 +53,10 @@ class Connection(H11Protocol):
         reply = (h11.Response(status_code=400, headers=headers, reason=b"Bad Request"), h11.Data(body), h11.EndOfMessage())
         for event in reply:
             self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        self._is_refused = True
+        self._stop_waiting()
+        self.transport.write_eof()
+        self._patience = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _is_working(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete

@@ -1,0 +1,129 @@
+"""Figures come from the engine's events alone, and no label from a request."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cloister.privacy import CountRelease
+from cloister.server.metrics import Metrics, ReleasedCounts
+from cloister.types.events import Arrived, Ended, Preempted, Progressed, Scheduled, Stepped
+from cloister.types.request import FinishReason
+from tests.server.house import MODEL, make_gate, serving, start_speaking
+
+LABELS = {"finished_reason", "route", "status", "le"}
+
+
+def figures(text: str) -> dict[str, float]:
+    """Every sample as name{labels} -> value."""
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert set(sample.labels) <= LABELS
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()) if name != "le")
+            samples[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+    return samples
+
+
+def ended(request_id: str, now_s: float, **more: object) -> Ended:
+    fields = {"seq_id": 1, "index": 0, "reason": FinishReason.STOP, "num_prompt_tokens": 30, "num_output_tokens": 3}
+    times = {"num_cached_tokens": 16, "arrival_s": 10.0, "first_token_s": 10.5, "last": True}
+    return Ended(request_id=request_id, now_s=now_s, **{**fields, **times, **more})
+
+
+def life_of_a_request() -> list[object]:
+    return [
+        Arrived("r", 10.0, 30),
+        Scheduled("r", 10.2, 0.2, 16, 30),
+        Progressed("r", 1, 0, 10.5, 1, True),
+        Progressed("r", 1, 0, 10.9, 2, False),
+        Stepped(10.9, 0.1, 2, 1, 1, 0, 4, 2, 8),
+        Preempted("r", 11.0),
+        Scheduled("r", 11.5, 0.5, 0, 30, resumed=True),
+        ended("r", 12.0),
+    ]
+
+
+def test_events_become_figures():
+    metrics = Metrics()
+    events = life_of_a_request()
+    for event in events[:5]:
+        metrics.observe(event)
+    running = figures(metrics.render().decode())
+    assert (running["cloister_num_requests_running"], running["cloister_num_requests_waiting"]) == (1, 0)
+    metrics.observe(events[5])
+    preempted = figures(metrics.render().decode())
+    assert (preempted["cloister_num_requests_running"], preempted["cloister_num_requests_waiting"]) == (0, 1)
+    for event in events[6:]:
+        metrics.observe(event)
+    after = figures(metrics.render().decode())
+    assert (after["cloister_num_requests_running"], after["cloister_num_requests_waiting"]) == (0, 0)
+    assert after["cloister_kv_cache_usage_perc"] == 0.5
+    assert after["cloister_prompt_tokens_total"] == 30
+    assert after["cloister_generation_tokens_total"] == 3
+    assert after["cloister_prefix_cache_hits_total"] == 16
+    assert after["cloister_prefix_cache_queries_total"] == 30
+    assert after["cloister_num_preemptions_total"] == 1
+    assert after["cloister_request_success_total{finished_reason=stop}"] == 1
+    assert after["cloister_time_to_first_token_seconds_sum"] == pytest.approx(0.5)
+    assert after["cloister_e2e_request_latency_seconds_sum"] == pytest.approx(2.0)
+    assert after["cloister_request_queue_time_seconds_sum"] == pytest.approx(0.2)
+    assert after["cloister_inter_token_latency_seconds_count"] == 2
+    assert after["cloister_inter_token_latency_seconds_sum"] == pytest.approx(0.4)
+
+
+def test_requests_that_ended_leave_nothing_behind():
+    metrics = Metrics()
+    for event in life_of_a_request():
+        metrics.observe(event)
+    assert not any(vars(metrics._lives).values())
+
+
+def test_the_metrics_of_a_real_server_add_up(model_path):
+    with serving(model_path, lambda: start_speaking(model_path)) as house, httpx.Client(base_url=house.url) as client:
+        for _ in range(3):
+            client.post("/v1/completions", json={"model": MODEL, "prompt": "four", "max_tokens": 5})
+        client.post("/v1/completions", json={"model": MODEL, "prompt": ""})
+        client.get("/v1/made-up-by-a-client")
+        reply = client.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = figures(reply.text)
+    assert samples["cloister_prompt_tokens_total"] == 12
+    assert samples["cloister_generation_tokens_total"] == 15
+    assert samples["cloister_request_success_total{finished_reason=length}"] == 3
+    assert samples["cloister_num_requests_running"] == 0
+    assert samples["cloister_http_replies_total{route=/v1/completions,status=200}"] == 3
+    assert samples["cloister_http_replies_total{route=/v1/completions,status=400}"] == 1
+    assert samples["cloister_http_replies_total{route=none,status=404}"] == 1
+    assert "made-up" not in reply.text
+
+
+def test_a_strict_profile_lets_out_sums_of_many_requests_only(model_path):
+    gate = make_gate("private")
+    with (
+        serving(model_path, lambda: start_speaking(model_path), gate=gate) as house,
+        httpx.Client(base_url=house.url) as client,
+    ):
+        assert client.get("/metrics").text == ""
+        for _ in range(19):
+            client.post("/v1/completions", json={"model": MODEL, "prompt": "four", "max_tokens": 2})
+        assert client.get("/metrics").text == ""
+        client.post("/v1/completions", json={"model": MODEL, "prompt": "four", "max_tokens": 2})
+        shown = figures(client.get("/metrics").text)
+    assert shown["cloister_requests_total"] == 20
+    assert shown["cloister_prompt_tokens_total"] == 80
+    assert shown["cloister_output_tokens_total"] == 40
+    assert not [name for name in shown if re.search("seconds|cache|waiting|reason", name)]
+
+
+def test_sequences_of_one_request_count_once_in_what_is_released():
+    counts = ReleasedCounts(CountRelease(threshold=2))
+    for request_id in ("a", "b"):
+        counts.observe(ended(request_id, 12.0, last=False))
+        counts.observe(ended(request_id, 12.0, index=1))
+    shown = figures(counts.render().decode())
+    assert (shown["cloister_requests_total"], shown["cloister_prompt_tokens_total"]) == (2, 60)
+    assert shown["cloister_output_tokens_total"] == 12
