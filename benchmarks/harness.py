@@ -100,7 +100,8 @@ class Bench:
     def check(self, what: str, measured: float, *, low: float | None = None, high: float | None = None) -> None:
         """Judges one figure against its bound."""
         held = (low is None or measured >= low) and (high is None or measured <= high)
-        bound = f">= {low:,.4g}" if low is not None else f"<= {high:,.4g}"
+        sign = "=" if low == high else ">=" if low is not None else "<="
+        bound = f"{sign} {low if low is not None else high:,.4g}"
         self.checks.append((what, bound, f"{measured:,.4g}", held))
 
     def check_true(self, what: str, held: bool) -> None:

@@ -31,7 +31,7 @@ def main() -> int:
     bench = Bench(
         "paging",
         "M1 PagedAttention: unused slots of allocated KV blocks",
-        "half a block of each running sequence is unused, 8 of some 1,300 slots, so under 1% of what is allocated; "
+        "half a block of each running sequence is unused, 8 of some 700 slots, so little over 1% of what is allocated; "
         "reserving the context window would leave most of it empty",
     )
     trace = read_azure(options)

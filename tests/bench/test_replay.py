@@ -1,7 +1,7 @@
 import pytest
 
 from cloister.bench.drive import Timed, make_requests
-from cloister.bench.ideal import count_ideal_hits, count_ideal_id_hits
+from cloister.bench.ideal import IdealCache, count_ideal_id_hits
 from cloister.bench.replay import StepCosts, count_nothing, make_scheduler, replay, replay_one_by_one
 from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.sched import SchedulerConfig
@@ -48,7 +48,8 @@ def test_a_request_waits_for_its_arrival_on_the_virtual_clock():
 def test_step_costs_are_found_again():
     truth = StepCosts(0.004, 1e-5, 2e-4, 3e-6)
     steps = [
-        Stepped(0, 0, n, s, s, 0, 0, 0, 999, b) for n, s, b in [(1, 1, 3), (512, 1, 80), (16, 16, 200), (40, 8, 31), (9, 9, 400)]
+        Stepped(0, 0, n, s, s, 0, 0, 0, 999, b)
+        for n, s, b in [(1, 1, 3), (512, 1, 80), (16, 16, 200), (40, 8, 31), (9, 9, 400)]
     ]
     measured = [Stepped(*[truth(s) if f == "elapsed_s" else getattr(s, f) for f in s.__struct_fields__]) for s in steps] * 30
     found = StepCosts.fit(measured)
@@ -61,7 +62,8 @@ def test_the_cache_hits_what_the_ideal_cache_hits():
     requests = [Timed(0.0, make_requests([WorkItem(0.0, p, len(p), 1)], f"r{i}")[0].request) for i, p in enumerate(prompts)]
     run = replay_one_by_one(scheduler(prefix_cache=True), requests)
     hits = [r.num_cached_tokens for r in run.recorder.records]
-    assert hits == count_ideal_hits(prompts, 16) == [0, 48, 96, 80, 0]
+    ideal = IdealCache(16)
+    assert hits == [ideal.take(prompt) for prompt in prompts] == [0, 48, 96, 80, 0]
     assert run.runner.num_tokens == sum(map(len, prompts)) - sum(hits)
 
 

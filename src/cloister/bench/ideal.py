@@ -7,21 +7,33 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 
-def count_ideal_hits(prompts: Iterable[Sequence[int]], block_size: int) -> list[int]:
-    """Returns, per prompt, the leading tokens that an unbounded cache of full blocks would have.
+class IdealCache:
+    """An unbounded cache of full blocks."""
 
-    The last token of a prompt is always computed, since its logits are wanted: a hit is at most `len(prompt) - 1` tokens,
-    in whole blocks. Prompts come one after the other.
-    """
-    known: set[bytes] = set()
-    hits = []
-    for prompt in prompts:
-        chain = _chain(prompt, block_size)
-        usable = chain[: (len(prompt) - 1) // block_size]
-        num_hit = next((number for number, key in enumerate(usable) if key not in known), len(usable))
-        hits.append(num_hit * block_size)
-        known.update(chain)
-    return hits
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._known: set[bytes] = set()
+
+    def take(self, prompt: Sequence[int]) -> int:
+        """Returns how many leading tokens of the prompt are there already, and keeps the prompt.
+
+        The last token of a prompt is always computed, since its logits are wanted: a hit is at most `len(prompt) - 1` tokens,
+        in whole blocks.
+        """
+        chain = self._chain(prompt)
+        usable = chain[: (len(prompt) - 1) // self._block_size]
+        num_hit = next((number for number, key in enumerate(usable) if key not in self._known), len(usable))
+        self._known.update(chain)
+        return num_hit * self._block_size
+
+    def _chain(self, prompt: Sequence[int]) -> list[bytes]:
+        """Keys of the full blocks of a prompt, each standing for everything up to its end."""
+        digest = hashlib.blake2b(digest_size=16)
+        keys = []
+        for start in range(0, len(prompt) - self._block_size + 1, self._block_size):
+            digest.update(array("q", prompt[start : start + self._block_size]).tobytes())
+            keys.append(digest.copy().digest())
+        return keys
 
 
 def count_ideal_id_hits(rows: Iterable[Sequence[int]]) -> tuple[int, int]:
@@ -33,13 +45,3 @@ def count_ideal_id_hits(rows: Iterable[Sequence[int]]) -> tuple[int, int]:
         num_all += len(ids)
         known.update(ids)
     return num_hits, num_all
-
-
-def _chain(tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """Keys of the full blocks of `tokens`, each standing for everything up to its end."""
-    digest = hashlib.blake2b(digest_size=16)
-    keys = []
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        digest.update(array("q", tokens[start : start + block_size]).tobytes())
-        keys.append(digest.copy().digest())
-    return keys

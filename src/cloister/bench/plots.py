@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cloister.bench.records import RequestRecord
 from cloister.bench.report import Summary, list_spreads
@@ -48,13 +49,23 @@ def draw(
 
 
 def plot_distribution(axes: Axes, values: Sequence[float], colour: str, label: str | None = None) -> None:
-    """Draws the share of `values` (seconds) that is at most x, on a logarithmic axis in milliseconds."""
+    """Draws the share of `values` (seconds) that is at most x, in milliseconds; logarithmic where they span much."""
     milliseconds = np.sort(np.maximum(np.asarray(values), 1e-6)) * 1e3
     shares = np.arange(1, len(milliseconds) + 1) / len(milliseconds)
     axes.step(milliseconds, shares, color=colour, label=label, where="post")
-    axes.set_xscale("log")
+    _scale_axis(axes)
     axes.set_ylim(0, 1.02)
     axes.set_ylabel("share of values at most x")
+
+
+def _scale_axis(axes: Axes) -> None:
+    """Makes the x axis logarithmic, with plain numbers, once what is drawn spans more than a factor of 8."""
+    low, high = axes.dataLim.intervalx
+    if low > 0 and high / low > 8:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 200 else (1.0,)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x < 1e4 else f"{x:,.0f}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def plot_run(path: Path, title: str, records: Sequence[RequestRecord], summary: Summary) -> None:
@@ -73,14 +84,14 @@ def plot_run(path: Path, title: str, records: Sequence[RequestRecord], summary: 
         plot_timeline(axes[3], records)
 
 
-def plot_timeline(axes: Axes, records: Sequence[RequestRecord], num_bins: int = 60) -> None:
+def plot_timeline(axes: Axes, records: Sequence[RequestRecord], num_bins: int = 32) -> None:
     """Draws output tokens per second and requests in flight over the run."""
     end_s = max(r.end_s for r in records)
     edges = np.linspace(0, max(end_s, 1e-3), num_bins + 1)
     times = [time_s for r in records for time_s, _ in r.deliveries]
     weights = [count for r in records for count in _spread_tokens(r)]
     tokens, _ = np.histogram(times, edges, weights=weights)
-    axes.fill_between(edges[:-1], tokens / np.diff(edges), step="post", color=BLUE, alpha=0.35)
+    axes.stairs(tokens / np.diff(edges), edges, fill=True, color=BLUE, alpha=0.35)
     axes.set_title("Over the run")
     axes.set_xlabel("time since the first request, s")
     axes.set_ylabel("output tokens per second", color=BLUE)

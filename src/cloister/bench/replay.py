@@ -138,7 +138,7 @@ def replay(scheduler: Scheduler, requests: Iterable[Timed], step_time: StepTime,
 
 
 def replay_one_by_one(scheduler: Scheduler, requests: Iterable[Timed]) -> Replay:
-    """Runs each request to its end before the next one arrives: what a cache of this size can hit at best."""
+    """Runs each request to its end before the next one is taken: nobody waits for another one's prefix."""
     run = Replay(scheduler)
     for timed in requests:
         scheduler.add(timed.request, run.clock.now())

@@ -34,7 +34,7 @@ def chat(
         llm = open_llm(settings.flags, settings.config_file)
     with llm:
         given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-        talk(Conversation(llm, choose_sampling(llm.model.defaults, given), system), llm.model.name)
+        talk(Conversation(llm, choose_sampling(llm.default_sampling, given), system), llm.model.name)
 
 
 def talk(conversation: Conversation, name: str) -> None:

@@ -44,7 +44,7 @@ def run(
         llm = open_llm(settings.flags, settings.config_file)
     with llm:
         given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-        sampling = choose_sampling(llm.model.defaults, given)
+        sampling = choose_sampling(llm.default_sampling, given)
         outputs = llm.stream(text, sampling) if raw else Conversation(llm, sampling, system).ask(text)
         raise typer.Exit(print_answer(outputs, as_json))
 

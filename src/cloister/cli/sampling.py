@@ -21,9 +21,6 @@ TopK = Annotated[int | None, typer.Option(help="Only the k most likely tokens.",
 Seed = Annotated[int | None, typer.Option(help="Makes the answer repeatable.", rich_help_panel=PANEL)]
 
 
-def choose_sampling(defaults: Mapping[str, float], given: Mapping[str, object]) -> SamplingParams:
-    """Returns sampling parameters: what was given, else the model's own defaults, else the API's."""
-    known = {field.name for field in msgspec.structs.fields(SamplingParams)}
-    chosen: dict[str, object] = {name: value for name, value in defaults.items() if name in known}
-    chosen |= {name: value for name, value in given.items() if value is not None}
-    return msgspec.convert(chosen, SamplingParams, strict=False)
+def choose_sampling(defaults: SamplingParams, given: Mapping[str, object]) -> SamplingParams:
+    """Returns the model's own defaults with what was given in their place; None was not given."""
+    return msgspec.structs.replace(defaults, **{name: value for name, value in given.items() if value is not None})

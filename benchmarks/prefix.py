@@ -1,0 +1,166 @@
+"""M4, RadixAttention: prefix hits on the Mooncake conversation trace, and what they do to the time to first token.
+
+SGLang (Zheng et al., 2024, section 3). First the pure scheduler and cache over the whole trace with a runner that counts,
+against an unbounded cache; then the real engine on 500 requests with lengths / 16, one after the other, cache on and off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+
+from benchmarks.harness import CONTEXT_TOKENS, MOONCAKE, Bench, make_parser, make_progress, open_engine
+from cloister.bench.drive import Timed, drive, make_request
+from cloister.bench.ideal import IdealCache, count_ideal_id_hits
+from cloister.bench.plots import BLUE, GREY, ORANGE, draw
+from cloister.bench.records import RequestRecord
+from cloister.bench.replay import make_scheduler, replay_one_by_one
+from cloister.bench.traces import Trace, TraceRow, read_trace
+from cloister.bench.workloads import Recipe, WorkItem, build_workload
+from cloister.sched import BudgetConfig, SchedulerConfig
+
+PURE_BLOCK_SIZE = 256
+SCALE = Fraction(1, 16)
+SHARES = (0.0, 0.01, 0.25, 0.5, 0.75, 1.0)
+"""Bounds of the groups of requests by the share of the prompt that was hit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One request with the cache and without."""
+
+    num_prompt_tokens: int
+    num_hit_tokens: int
+    on_s: float
+    off_s: float
+    same_answer: bool
+
+    @property
+    def share(self) -> float:
+        return self.num_hit_tokens / self.num_prompt_tokens
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--num-requests", type=int, default=500, help="requests on the real engine")
+    parser.add_argument("--num-pure", type=int, default=None, help="requests through the pure cache; unset, the whole trace")
+    options = parser.parse_args()
+    bench = Bench(
+        "prefix",
+        "M4 RadixAttention: prefix hits of the Mooncake conversation trace",
+        "the cache hits, token for token, what an unbounded cache hits in the same order; on the engine the time to first "
+        "token falls with the share that is hit, and answers are the same with the cache on and off",
+    )
+    count_hits(bench, read_trace(options.traces / MOONCAKE, options.num_pure), options.seed)
+    timings = time_hits(options, read_trace(options.traces / MOONCAKE))
+    judge(bench, timings)
+    plot(bench, options, timings)
+    return bench.finish(options)
+
+
+def count_hits(bench: Bench, trace: Trace, seed: int) -> None:
+    """Counts hits of the real scheduler and cache, each prompt before the next one, against the ideal."""
+    longest = max(row.num_input_tokens for row in trace.rows) + 2
+    num_blocks = sum(row.num_input_tokens // PURE_BLOCK_SIZE + 2 for row in trace.rows)
+    config = SchedulerConfig(longest, max_num_seqs=4, budget=BudgetConfig(max_tokens=longest), prefix_cache=True)
+    scheduler = make_scheduler(config, num_blocks, PURE_BLOCK_SIZE)
+    cache, ideal = IdealCache(PURE_BLOCK_SIZE), []
+    with make_progress() as progress:
+
+        def feed() -> Iterator[Timed]:
+            rows = progress.track(trace.rows, description="pure scheduler and cache")
+            for number, item in enumerate(make_items(trace, rows, seed)):
+                assert isinstance(item.prompt, list)
+                ideal.append(cache.take(item.prompt))
+                yield Timed(0.0, make_request(number, replace(item, num_output_tokens=1)))
+
+        run = replay_one_by_one(scheduler, feed())
+    hits = [record.num_cached_tokens for record in run.recorder.records]
+    num_tokens = sum(row.num_input_tokens for row in trace.rows)
+    id_hits, num_ids = count_ideal_id_hits(row.hash_ids for row in trace.rows)
+    headers = ("requests", "prompt tokens", "hit tokens", "ideal", "share", "ideal share of the trace's own ids")
+    shares = (f"{sum(hits) / num_tokens:.2%}", f"{id_hits / num_ids:.2%}")
+    bench.print_rows("Pure cache", headers, [(len(hits), num_tokens, sum(hits), sum(ideal), *shares)])
+    bench.check_true("every request hits exactly what the ideal cache hits", hits == ideal)
+    bench.check(
+        "tokens computed and hit, over all prompt tokens", (run.runner.num_tokens + sum(hits)) / num_tokens, low=1, high=1
+    )
+
+
+def make_items(trace: Trace, rows: Iterable[TraceRow], seed: int) -> Iterator[WorkItem]:
+    """Yields prompts one by one: all of them at once would fill the memory."""
+    for row in rows:
+        yield from build_workload(Trace(trace.name, (row,)), Recipe("burst", seed=seed)).items
+
+
+def time_hits(options: argparse.Namespace, trace: Trace) -> list[Timing]:
+    """Times the first requests on the engine, one after the other, with the cache and without."""
+    recipe = Recipe("burst", num_requests=options.num_requests, scale=SCALE, max_model_len=CONTEXT_TOKENS, seed=options.seed)
+    items = build_workload(trace, recipe).items
+    on, off = (run_one_by_one(options, items, prefix_cache=cache) for cache in (True, False))
+    return [
+        Timing(a.num_input_tokens, a.num_cached_tokens, a.ttft_s, b.ttft_s, same_answer=tokens_a == tokens_b)
+        for (a, tokens_a), (b, tokens_b) in zip(on, off, strict=True)
+    ]
+
+
+def run_one_by_one(
+    options: argparse.Namespace, items: Sequence[WorkItem], *, prefix_cache: bool
+) -> list[tuple[RequestRecord, list[int]]]:
+    """Returns each request's record and answer; the engine knows nothing before the first one but a warm-up."""
+    engine = open_engine(options, prefix_cache=prefix_cache, kv_memory_mb=4096)
+    answers = []
+    for number, length in enumerate((64, 512, 2048)):
+        drive(engine, [Timed(0.0, make_request(number, WorkItem(0.0, [5] * length, length, 2), "warm-up"))])
+    with make_progress() as progress:
+        for number, item in enumerate(progress.track(items, description=f"engine, cache {'on' if prefix_cache else 'off'}")):
+            run = drive(engine, [Timed(0.0, make_request(number, item))])
+            answers.append((run.recorder.records[0], run.token_ids[f"bench-{number}", 0]))
+    return answers
+
+
+def judge(bench: Bench, timings: Sequence[Timing]) -> None:
+    """Groups the requests by the share that was hit and checks that more hits mean less waiting."""
+    rows, ratios = [], []
+    for low, high in pairwise(SHARES):
+        group = [t for t in timings if low <= t.share < high]
+        if len(group) >= 5:
+            on_s, off_s = (float(np.median(times)) for times in ([t.on_s for t in group], [t.off_s for t in group]))
+            ratios.append(float(np.median([t.on_s / t.off_s for t in group])))
+            rows.append((f"{low:.0%} to {high:.0%}", len(group), on_s * 1e3, off_s * 1e3, ratios[-1]))
+    headers = ("hit share of the prompt", "requests", "TTFT on, ms", "TTFT off, ms", "median of on / off")
+    bench.print_rows("Engine", headers, rows)
+    bench.check_true("the more is hit, the smaller the time to first token", ratios == sorted(ratios, reverse=True))
+    bench.check("TTFT on / off where most is hit", ratios[-1], high=0.6)
+    bench.check("TTFT on / off where nothing is hit", ratios[0], high=1.1)
+    num_same = sum(t.same_answer for t in timings)
+    bench.check_true(f"{num_same} of {len(timings)} answers are equal with the cache on and off", num_same == len(timings))
+
+
+def plot(bench: Bench, options: argparse.Namespace, timings: Sequence[Timing]) -> None:
+    hits = [t.num_hit_tokens for t in timings]
+    shares = np.array([t.share for t in timings])
+    with draw(bench.picture(options), bench.title, 1, 2) as (lengths, ratios):
+        lengths.scatter([t.num_prompt_tokens for t in timings], [t.off_s * 1e3 for t in timings], s=8, color=GREY, label="off")
+        lengths.scatter(
+            [t.num_prompt_tokens for t in timings], [t.on_s * 1e3 for t in timings], s=8, c=shares, cmap="viridis", label="on"
+        )
+        lengths.set_title("Colour: share of the prompt that was hit")
+        lengths.set_xlabel("prompt, tokens (grey: cache off)")
+        lengths.set_ylabel("time to first token, ms")
+        ratios.scatter(hits, [t.on_s / t.off_s for t in timings], s=8, color=BLUE)
+        ratios.axhline(1, color=ORANGE, linestyle="--")
+        ratios.set_title("Gain by hit length")
+        ratios.set_xlabel("prompt tokens hit")
+        ratios.set_ylabel("TTFT, cache on / off")
+        ratios.set_ylim(0, 1.6)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
