@@ -59,7 +59,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         header.pop("__metadata__", None)
         return {name: _entry(path, name, fields, 8 + length, size) for name, fields in header.items()}
     except FileNotFoundError:
-        raise ModelError(f"the model has no file {path.name}; download it again") from None
+        raise ModelError(f"the model has no file {path.name}; weights must be in safetensors files") from None
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         raise ModelError(f"{path.name} is damaged or cut short; download it again") from None
 
