@@ -90,7 +90,7 @@ async def _be_client(engine: ProcessEngine, run: Soak, request: Request, patienc
     while True:
         outputs: list[SequenceOutput] = []
         try:
-            async with contextlib.aclosing(engine.generate(request)) as stream:  # type: ignore[type-var]
+            async with contextlib.aclosing(engine.generate(request)) as stream:
                 async for output in stream:
                     outputs.append(output)
                     if patience is not None and len(outputs) >= patience:

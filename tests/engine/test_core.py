@@ -11,6 +11,7 @@ import pytest
 
 from cloister.engine.core import MAX_FAILURES_IN_ROW
 from cloister.engine.inbox import Inbox
+from cloister.kv import BlockState
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import EngineError
 from cloister.types.events import Abort, FrontMessage, Outputs, Shutdown, Stepped, Submit
@@ -20,6 +21,7 @@ from tests.engine.replica import (
     MAX_MODEL_LEN,
     TRIGGER,
     VOCAB_SIZE,
+    Replica,
     SteppedRunner,
     ended_events,
     ends,
@@ -66,9 +68,8 @@ def test_blocks_are_wiped_when_nothing_else_is_left_to_do(model_path: Path) -> N
     replica = make_replica(model_path)
     replica.core.inbox.put(Submit(make_request(max_tokens=30)))
     replica.drive()
-    free = [b for b in range(replica.scheduler.pool.num_total) if replica.scheduler.pool.state(b).value == "free"]
-    assert free
-    assert not replica.program.slots[free].any()
+    assert replica.scheduler.pool.num_free > 0
+    assert not dirty_blocks(replica)
 
 
 def test_every_step_says_how_full_the_engine_is(model_path: Path) -> None:
@@ -121,6 +122,16 @@ class TestFaults:
         replica.scheduler.pool.check()
         assert replica.scheduler.pool.num_used == 0
 
+    def test_what_it_should_have_wiped_is_wiped_after_all(self, model_path: Path) -> None:
+        replica = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=self.fail_on_trigger))
+        leaving = make_request("a secret of some length", max_tokens=50)
+        replica.core.inbox.put(Submit(leaving))
+        replica.core.step()
+        replica.core.inbox.put(Abort(leaving.request_id))
+        replica.core.inbox.put(Submit(make_request([TRIGGER])))
+        replica.drive()
+        assert not dirty_blocks(replica)
+
     def test_one_failure_now_and_then_is_survived(self, model_path: Path) -> None:
         replica = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=self.fail_on_trigger))
         for _ in range(2 * MAX_FAILURES_IN_ROW):
@@ -169,7 +180,7 @@ class TestShutdown:
         assert outputs[-1].error
         assert 9 <= outputs[-1].num_output_tokens <= 11
         assert replica.core.is_done
-        assert not replica.program.slots[replica.scheduler.pool._free].any()
+        assert not dirty_blocks(replica)
 
 
 class TestWaiting:
@@ -209,6 +220,12 @@ class TestWaiting:
         assert ends(outputs, request) == [FinishReason.TIMEOUT]
         assert outputs[-1].error
         assert texts(outputs, request) != [""]
+
+
+def dirty_blocks(replica: Replica) -> list[int]:
+    """Returns the free blocks that still hold something."""
+    pool = replica.scheduler.pool
+    return [b for b in range(pool.num_total) if pool.state(b) is BlockState.FREE and replica.program.slots[b].any()]
 
 
 class ForgetfulInbox(Inbox):

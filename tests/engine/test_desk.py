@@ -70,7 +70,7 @@ def test_an_engine_that_dies_ends_each_unfinished_sequence_once() -> None:
     front.desk.fail_all("the engine died")
     front.desk.fail_all("the engine died")
     assert front.ends(request) == [(1, FinishReason.LENGTH), (0, FinishReason.ERROR), (2, FinishReason.ERROR)]
-    assert front.events[-1].num_cached_tokens == 3  # type: ignore[union-attr]
+    assert front.events[-1].num_cached_tokens == 3
     assert front.desk.num_in_flight == 0
 
 
@@ -90,6 +90,17 @@ def test_what_the_engine_says_after_the_end_is_dropped() -> None:
     assert isinstance(front.sent[-1], Abort)
     front.end(request)
     assert front.ends(request) == [(0, FinishReason.TIMEOUT)]
+
+
+def test_a_sequence_that_the_engine_ends_twice_ends_once() -> None:
+    front = Front()
+    request = front.submit(n=2)
+    front.start(request)
+    front.end(request, index=1, last=False)
+    front.end(request, index=1, last=False)
+    front.end(request, index=0)
+    front.end(request, index=0)
+    assert front.ends(request) == [(1, FinishReason.LENGTH), (0, FinishReason.LENGTH)]
 
 
 def test_an_abandoned_request_stays_accounted_for_until_the_engine_ended_it() -> None:

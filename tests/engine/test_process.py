@@ -202,7 +202,7 @@ def test_a_client_that_leaves_frees_its_place(model_path: Path) -> None:
             engine.subscribe(lambda event: ended.append(event) if isinstance(event, Ended) else None)
             stream = engine.generate(make_request(max_tokens=200))
             await anext(stream)
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
             await until(lambda: len(ended) == 1, timeout_s=1.0)
             assert ended[0].reason is FinishReason.ABORT
             assert ended[0].num_output_tokens < 10
@@ -296,12 +296,11 @@ asyncio.run(main())
 
 
 def test_an_engine_whose_front_is_killed_ends_too(model_path: Path) -> None:
-    root = Path(__file__).parents[2]
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(model_path)],
         stdout=subprocess.PIPE,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
     with parent:
         assert parent.stdout is not None

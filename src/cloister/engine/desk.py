@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
-from cloister.engine.base import EventListener
+from cloister.engine.base import EventListener, Health
 from cloister.engine.ends import end_output
 from cloister.engine.faults import describe
+from cloister.engine.watchdog import Watchdog
 from cloister.types.clock import Clock
 from cloister.types.errors import EngineError, InvalidRequestError, QueueFullError
 from cloister.types.events import Abort, Arrived, Ended, Event, FrontMessage, Outputs, Progressed, Scheduled, Stepped, Submit
@@ -112,10 +113,19 @@ class Desk:
         """Requests that somebody waits for and that have not been scheduled yet."""
         return sum(1 for t in self._tickets.values() if not t.started and t.sink is not None)
 
+    def health(self, watchdog: Watchdog) -> Health:
+        """Good while requests are taken, and steps advance or nothing waits (rule 11)."""
+        if self.closed is not None:
+            return Health(False, self.closed)
+        detail = f"{self.num_in_flight} requests in flight, {self.num_waiting} of them waiting"
+        if watchdog.is_hung:
+            return Health(False, f"no step for {watchdog.stalled_s:.0f} s; {detail}")
+        return Health(True, detail)
+
     def subscribe(self, listener: EventListener) -> None:
         self._listeners.append(listener)
 
-    async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
         """As `AsyncEngine.generate`."""
         queue: asyncio.Queue[SequenceOutput] = asyncio.Queue()
         self.submit(request, queue.put_nowait)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -91,19 +91,14 @@ class ProcessEngine:
         """The process that the engine runs in at present."""
         return self._child.pid if self._child is not None else None
 
-    def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
+    def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
         return self._desk.generate(request)
 
     def subscribe(self, listener: EventListener) -> None:
         self._desk.subscribe(listener)
 
     def health(self) -> Health:
-        if self._desk.closed is not None:
-            return Health(False, self._desk.closed)
-        detail = f"{self._desk.num_in_flight} requests in flight, {self._desk.num_waiting} of them waiting"
-        if self._watchdog.is_hung:
-            return Health(False, f"no step for {self._watchdog.stalled_s:.0f} s; {detail}")
-        return Health(True, detail)
+        return self._desk.health(self._watchdog)
 
     async def drain(self, timeout_s: float) -> None:
         self._desk.closed = DRAINING

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -62,19 +62,14 @@ class ThreadEngine:
         self._thread.start()
         self._watcher = asyncio.create_task(self._watch(), name="engine watchdog")
 
-    def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
+    def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
         return self._desk.generate(request)
 
     def subscribe(self, listener: EventListener) -> None:
         self._desk.subscribe(listener)
 
     def health(self) -> Health:
-        if self._desk.closed is not None:
-            return Health(False, self._desk.closed)
-        detail = f"{self._desk.num_in_flight} requests in flight, {self._desk.num_waiting} of them waiting"
-        if self._watchdog.is_hung:
-            return Health(False, f"no step for {self._watchdog.stalled_s:.0f} s; {detail}")
-        return Health(True, detail)
+        return self._desk.health(self._watchdog)
 
     async def drain(self, timeout_s: float) -> None:
         self._desk.closed = DRAINING
