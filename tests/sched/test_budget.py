@@ -2,41 +2,66 @@ import random
 
 import pytest
 
-from cloister.sched import BudgetConfig, StepBudget, StepCost
+from cloister.sched import BudgetConfig, StepBudget, StepCost, StepSize
+
+TRUTH = (5e-3, 1e-4, 1e-8, 1e-7)
 
 
-def taught(a=5e-3, b=1e-4, c=1e-8, num_steps=300, noise=0.0, spike=None):
+def true_cost(size, truth=TRUTH):
+    return truth[0] + sum(per * count for per, count in zip(truth[1:], size, strict=True))
+
+
+def random_size(chance):
+    return StepSize(chance.randint(1, 2000), chance.randint(1, 4_000_000), chance.randint(1, 20_000))
+
+
+def taught(num_steps=300, noise=0.0, spike=None):
     cost, chance = StepCost(), random.Random(1)
     for i in range(num_steps):
-        tokens, attended = chance.randint(1, 2000), chance.randint(1, 4_000_000)
-        seconds = (a + b * tokens + c * attended) * (1 + noise * chance.uniform(-1, 1))
-        cost.learn(tokens, attended, seconds * (50 if spike and i % spike == 0 and i > 50 else 1))
+        size = random_size(chance)
+        seconds = true_cost(size) * (1 + noise * chance.uniform(-1, 1))
+        cost.learn(size, seconds * (50 if spike and i % spike == 0 and i > 50 else 1))
     return cost
 
 
 def test_the_cost_of_a_step_is_learned():
-    assert taught().coefficients == pytest.approx((5e-3, 1e-4, 1e-8), rel=0.01)
+    assert taught().coefficients == pytest.approx(TRUTH, rel=0.01)
 
 
 def test_noise_and_lone_slow_steps_do_not_mislead():
-    cost = taught(noise=0.1, spike=25)
-    assert cost.predict(500, 1_000_000) == pytest.approx(5e-3 + 0.05 + 0.01, rel=0.25)
+    size = StepSize(500, 1_000_000, 10_000)
+    assert taught(noise=0.1, spike=25).predict(size) == pytest.approx(true_cost(size), rel=0.25)
 
 
 def test_a_change_of_speed_is_followed():
-    cost = taught()
-    chance = random.Random(2)
+    cost, chance = taught(), random.Random(2)
+    slower = tuple(2 * value for value in TRUTH)
     for _ in range(2000):
-        tokens = chance.randint(1, 2000)
-        cost.learn(tokens, 0, 1e-2 + 2e-4 * tokens)
-    assert cost.predict(1000, 0) == pytest.approx(0.21, rel=0.1)
+        size = random_size(chance)
+        cost.learn(size, true_cost(size, slower))
+    size = StepSize(1000, 100_000, 5_000)
+    assert cost.predict(size) == pytest.approx(true_cost(size, slower), rel=0.1)
+
+
+def test_the_cost_of_prefill_is_learned_at_once_after_many_decodes():
+    cost, chance = StepCost(), random.Random(3)
+    for _ in range(2000):
+        decodes = StepSize(8, 8 * 300, 8 * 300)
+        cost.learn(decodes, true_cost(decodes) * (1 + 0.02 * chance.uniform(-1, 1)))
+    for start in range(0, 64, 8):
+        size = decodes.plus(start, 8)
+        cost.learn(size, true_cost(size))
+    size = decodes.plus(64, 64)
+    assert cost.predict(size) == pytest.approx(true_cost(size), rel=0.2)
 
 
 def test_many_equal_steps_do_not_unlearn_what_they_do_not_show():
     cost = taught()
+    decodes = StepSize(16, 16 * 300, 16 * 300)
     for _ in range(20_000):
-        cost.learn(16, 16 * 300, (5e-3 + 16e-4) * 1.02)
-    assert cost.predict(1000, 0) == pytest.approx(0.105, rel=0.3)
+        cost.learn(decodes, true_cost(decodes) * 1.02)
+    size = StepSize(1000, 0, 0)
+    assert cost.predict(size) == pytest.approx(true_cost(size), rel=0.3)
 
 
 def test_a_chunk_fills_the_time_that_decodes_leave():
@@ -48,7 +73,7 @@ def test_a_chunk_fills_the_time_that_decodes_leave():
     budget.bound_by_decodes()
     chunk = budget.fit(0, 4096)
     budget.spend(0, chunk)
-    assert chunk % 32 == 0
+    assert chunk % 8 == 0
     assert 1.5 * before < budget.predicted_s <= 2.0 * before
 
 
@@ -60,7 +85,7 @@ def test_a_target_time_bounds_every_step():
 
 def test_a_prompt_is_never_starved_for_time_alone():
     budget = StepBudget(taught(), BudgetConfig(max_tokens=4096, target_s=1e-6))
-    assert budget.fit(0, 4096) == 32
+    assert budget.fit(0, 4096) == 8
     assert budget.fit(0, 4096, strict=True) == 0
 
 

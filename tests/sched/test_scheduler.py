@@ -106,6 +106,15 @@ def test_static_batching_lets_nobody_join():
     assert [e.request_id for e in bench.ended()] == ["a", "b"]
 
 
+def test_a_static_batch_fills_up_over_several_steps():
+    bench = Bench(policy="static", max_tokens=16, max_num_seqs=3)
+    for name in "abcd":
+        bench.add(name, [ord(name)] * 14, max_tokens=10)
+    for _ in range(8):
+        bench.step()
+    assert bench.scheduler.num_running == 3
+
+
 def test_a_stop_ends_the_sequence_and_says_why():
     bench = Bench()
     bench.add("a", 4, max_tokens=50)

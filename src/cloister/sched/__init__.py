@@ -1,6 +1,6 @@
 """Who is computed next: scheduler, admission, budget, and policies one file each. Pure: no I/O, no clock, no arrays."""
 
-from cloister.sched.budget import BUDGET_THREAT, BudgetConfig, StepBudget, StepCost
+from cloister.sched.budget import BUDGET_THREAT, BudgetConfig, StepBudget, StepCost, StepSize
 from cloister.sched.policies import POLICIES, Policy
 from cloister.sched.scheduler import Scheduler, SchedulerConfig
 
@@ -13,4 +13,5 @@ __all__ = [
     "SchedulerConfig",
     "StepBudget",
     "StepCost",
+    "StepSize",
 ]

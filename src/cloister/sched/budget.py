@@ -1,13 +1,15 @@
 """The budget of a step, in tokens and in time (Sarathi-Serve, Agrawal et al. 2024, section 4.3). Pure: no clock.
 
-What a step costs is learned from what steps took: cost = a + b * tokens + c * attended, where `attended` is the sum over
-computed positions of the keys that each reads. Learned from counts and times only, never from content.
+What a step costs is learned from what steps took: cost = a + b * tokens + c * attended + d * read. `attended` is the sum over
+computed positions of the keys that each weighs (arithmetic), `read` the sum over sequences of the keys that each fetches once
+(memory). Learned from counts and times only, never from content.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -17,11 +19,29 @@ BUDGET_THREAT = ThreatProfile(
     residue="what the tuner learned",
     where=("host memory",),
     attack="infers the users' scenario",
-    mitigations=("three coefficients of step time, forgotten exponentially, that never leave the engine",),
+    mitigations=("four coefficients of step time, forgotten exponentially, that never leave the engine",),
 )
 
-_SCALE = (1.0, 1e3, 1e6)  # one unit of each feature, so that the fit is well conditioned
-_MAX_TRACE = 1e3
+_SCALE = (1.0, 1e3, 1e6, 1e4)  # one unit of each feature, so that the fit is well conditioned
+_FIRST_VARIANCE = 1e4
+_MAX_TRACE = 1e6
+_SIZE = range(4)
+
+
+class StepSize(NamedTuple):
+    """How much a step does, in counts."""
+
+    num_tokens: float = 0.0
+    num_attended: float = 0.0
+    num_read: float = 0.0
+
+    def plus(self, start: int, num_tokens: int) -> StepSize:
+        """Returns the size with positions [start, start + num_tokens) of one more sequence."""
+        return StepSize(
+            self.num_tokens + num_tokens,
+            self.num_attended + num_tokens * (start + (num_tokens + 1) / 2),
+            self.num_read + start + num_tokens,
+        )
 
 
 class StepCost:
@@ -33,38 +53,40 @@ class StepCost:
 
     def __init__(self, forgetting: float = 0.995) -> None:
         self._forgetting = forgetting
-        self._theta = [0.0, 0.0, 0.0]
-        self._p = [[100.0 if i == j else 0.0 for j in range(3)] for i in range(3)]
+        self._theta = [0.0 for _ in _SIZE]
+        self._p = [[_FIRST_VARIANCE if i == j else 0.0 for j in _SIZE] for i in _SIZE]
         self._spread_s = 0.0
         self.num_learned = 0
 
     @property
-    def coefficients(self) -> tuple[float, float, float]:
-        """(seconds per step, per token, per key attended), none below zero."""
-        a, b, c = (max(0.0, t) / s for t, s in zip(self._theta, _SCALE, strict=True))
-        return a, b, c
+    def coefficients(self) -> tuple[float, float, float, float]:
+        """Seconds (per step, per token, per key attended, per key read), none below zero."""
+        a, b, c, d = (max(0.0, t) / s for t, s in zip(self._theta, _SCALE, strict=True))
+        return a, b, c, d
 
-    def predict(self, num_tokens: float, num_attended: float) -> float:
+    def predict(self, size: StepSize) -> float:
         """Returns the seconds that a step of this size takes; 0 before anything was learned."""
-        a, b, c = self.coefficients
-        return a + b * num_tokens + c * num_attended
+        a, b, c, d = self.coefficients
+        return a + b * size.num_tokens + c * size.num_attended + d * size.num_read
 
-    def learn(self, num_tokens: float, num_attended: float, elapsed_s: float) -> None:
+    def learn(self, size: StepSize, elapsed_s: float) -> None:
         """Takes in one measured step. A step that took far longer than any spread explains counts as a little longer:
         other programs on the machine are no news about the model."""
-        x = [1.0 / _SCALE[0], num_tokens / _SCALE[1], num_attended / _SCALE[2]]
+        x = [value / unit for value, unit in zip((1.0, *size), _SCALE, strict=True)]
         error = elapsed_s - sum(t * v for t, v in zip(self._theta, x, strict=True))
+        px = [sum(row[j] * x[j] for j in _SIZE) for row in self._p]
+        novelty = sum(x[i] * px[i] for i in _SIZE)
+        # A surprise counts in full where the past says little of such a step, and little where it says much.
+        doubt = math.sqrt(1.0 + novelty)
         if self.num_learned >= 10:
-            bound = 4.0 * self._spread_s + 1e-4
+            bound = 4.0 * self._spread_s * doubt + 1e-5
             error = min(max(error, -bound), bound)
-        self._spread_s += (abs(error) - self._spread_s) / min(self.num_learned + 1, 50)
+        self._spread_s += (abs(error) / doubt - self._spread_s) / min(self.num_learned + 1, 50)
         # While steps are all alike nothing is learned about the other directions: forgetting there would only wind up.
-        keep = self._forgetting if sum(self._p[i][i] for i in range(3)) < _MAX_TRACE else 1.0
-        px = [sum(row[j] * x[j] for j in range(3)) for row in self._p]
-        gain_below = keep + sum(x[i] * px[i] for i in range(3))
-        gain = [v / gain_below for v in px]
+        keep = self._forgetting if sum(self._p[i][i] for i in _SIZE) < _MAX_TRACE else 1.0
+        gain = [v / (keep + novelty) for v in px]
         self._theta = [t + g * error for t, g in zip(self._theta, gain, strict=True)]
-        self._p = [[(self._p[i][j] - gain[i] * px[j]) / keep for j in range(3)] for i in range(3)]
+        self._p = [[(self._p[i][j] - gain[i] * px[j]) / keep for j in _SIZE] for i in _SIZE]
         self.num_learned += 1
 
 
@@ -82,7 +104,7 @@ class BudgetConfig:
     max_tokens: int = 2048
     target_s: float | None = None
     max_stall: float = 1.8
-    chunk: int = 32
+    chunk: int = 8
 
 
 class StepBudget:
@@ -93,14 +115,14 @@ class StepBudget:
         config: how large a step may get.
     """
 
-    __slots__ = ("_config", "_cost", "_limit_s", "num_attended", "num_tokens")
+    __slots__ = ("_config", "_cost", "_limit_s", "num_tokens", "size")
 
     def __init__(self, cost: StepCost, config: BudgetConfig) -> None:
         self._cost = cost
         self._config = config
         self._limit_s: float | None = config.target_s
         self.num_tokens = 0
-        self.num_attended = 0.0
+        self.size = StepSize()
 
     @property
     def num_left(self) -> int:
@@ -108,7 +130,7 @@ class StepBudget:
 
     @property
     def predicted_s(self) -> float:
-        return self._cost.predict(self.num_tokens, self.num_attended)
+        return self._cost.predict(self.size)
 
     def bound_by_decodes(self) -> None:
         """Says that the decodes are in: from now on they bound the time, unless a target does."""
@@ -123,7 +145,7 @@ class StepBudget:
     def spend(self, start: int, num_tokens: int) -> None:
         """Counts positions [start, start + num_tokens) of one sequence."""
         self.num_tokens += num_tokens
-        self.num_attended += num_tokens * (start + (num_tokens + 1) / 2)
+        self.size = self.size.plus(start, num_tokens)
 
     def admits(self, start: int) -> bool:
         """True if one more decode at position `start` fits."""
@@ -131,7 +153,7 @@ class StepBudget:
             return False
         if self._limit_s is None:
             return True
-        return self._cost.predict(self.num_tokens + 1, self.num_attended + start + 1) <= self._limit_s
+        return self._cost.predict(self.size.plus(start, 1)) <= self._limit_s
 
     def fit(self, start: int, num_wanted: int, *, strict: bool = False) -> int:
         """Returns how many of the positions from `start` on fit into what is left.
@@ -149,11 +171,12 @@ class StepBudget:
         return min(num_most, num_fit if strict else max(num_fit, chunk))
 
     def _solve(self, start: int, slack_s: float) -> float:
-        """Returns the largest n >= 0 with b n + c (n start + n^2 / 2) <= slack_s."""
+        """Returns the largest n >= 0 with b n + c (n start + n^2 / 2) + d (start + n) <= slack_s."""
+        _, b, c, d = self._cost.coefficients
+        slack_s -= d * start
         if slack_s <= 0:
             return 0.0
-        _, b, c = self._cost.coefficients
-        linear = b + c * (start + 0.5)
+        linear = b + d + c * (start + 0.5)
         if c <= 0.0:
             return slack_s / linear if linear > 0 else float(self._config.max_tokens)
         return (math.sqrt(linear * linear + 2 * c * slack_s) - linear) / c

@@ -47,7 +47,7 @@ class SchedulerConfig:
 class _Step:
     """A step while it is filled, and until it is committed."""
 
-    __slots__ = ("budget", "forked", "is_held_up", "now", "parts", "plan", "planned", "prefill_level")
+    __slots__ = ("budget", "forked", "is_held_up", "may_admit", "now", "parts", "plan", "planned", "prefill_level")
 
     def __init__(self, plan: StepPlan, budget: StepBudget, now: float) -> None:
         self.plan = plan
@@ -60,6 +60,7 @@ class _Step:
         self.prefill_level: int | None = None
         """The most urgent level that prefills in this step."""
         self.is_held_up = False
+        self.may_admit = True
 
     def enter(self, level: int) -> None:
         """From here on sequences of `level` are planned; they must not slow down the prefill of a more urgent one."""
@@ -229,7 +230,7 @@ class Scheduler:
         for sequence in step.forked:
             self._settle(sequence)
         if step.parts:
-            self.cost.learn(step.budget.num_tokens, step.budget.num_attended, result.elapsed_s)
+            self.cost.learn(step.budget.size, result.elapsed_s)
         return self.take_events()
 
     def _land(self, step: _Step) -> None:
@@ -244,20 +245,20 @@ class Scheduler:
 
     def _fill(self, step: _Step) -> None:
         """Level by level: waiting sequences of more urgent levels, then decodes, then prefill in what time they leave."""
-        num_before = len(self._running)
+        step.may_admit = self._policy.may_admit(len(self._running))
         by_level: dict[int, tuple[list[Sequence], list[Sequence]]] = {}
         for sequence in self._running.values():
             if sequence.num_wanted > 0:
                 decodes, prefills = by_level.setdefault(self._policy.level(sequence), ([], []))
                 (decodes if sequence.is_decoding else prefills).append(sequence)
         for level in sorted(by_level):
-            self._admit(step, num_before, before=level)
+            self._admit(step, before=level)
             step.enter(level)
             decodes, prefills = by_level[level]
             self._fill_decodes(step, decodes)
             for sequence in sorted(prefills, key=self._policy.rank):
                 self._extend_chunk(step, sequence)
-        self._admit(step, num_before, before=None)
+        self._admit(step, before=None)
 
     def _fill_decodes(self, step: _Step, decodes: list[Sequence]) -> None:
         """Plans one position for each sequence, and lets them bound the time of what follows."""
@@ -276,14 +277,13 @@ class Scheduler:
         if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
             step.prefill_level = self._policy.level(sequence)
 
-    def _admit(self, step: _Step, num_before: int, before: int | None) -> None:
+    def _admit(self, step: _Step, before: int | None) -> None:
         """Lets waiting sequences join while there is room for them.
 
         Args:
-            num_before: sequences that ran before this step.
             before: only those of a more urgent level than this one.
         """
-        while self._policy.may_admit(num_before) and step.budget.num_left > 0:
+        while step.may_admit and step.budget.num_left > 0:
             sequence = self._policy.peek()
             if sequence is None or (before is not None and self._policy.level(sequence) >= before):
                 return
