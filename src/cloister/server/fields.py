@@ -49,17 +49,6 @@ REFUSED: Final[Mapping[str, Refused]] = {
     "length_penalty": Refused("beam search is not available", (1, 1.0)),
 }
 
-IGNORED: Final = (
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "parallel_tool_calls",
-)
-"""Known fields that have no effect here: they are checked for their type and then forgotten."""
-
-
 def refuse_unsupported(body: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the body without the fields of `REFUSED`.
 

@@ -69,6 +69,7 @@ class GenerationBody(Strict):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     priority: int | None = Field(None, ge=-INT32, lt=INT32)
 
+    # Known fields without effect here: checked for their type and forgotten.
     user: str | None = None
     metadata: Annotated[dict[str, MetadataText], Field(max_length=MAX_METADATA)] | None = None
     safety_identifier: str | None = None
