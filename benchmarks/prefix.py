@@ -23,7 +23,7 @@ from cloister.bench.records import RequestRecord
 from cloister.bench.replay import make_scheduler, replay_one_by_one
 from cloister.bench.traces import Trace, TraceRow, read_trace
 from cloister.bench.workloads import Recipe, WorkItem, build_workload
-from cloister.sched import BudgetConfig, SchedulerConfig
+from cloister.sched import SchedulerConfig
 
 PURE_BLOCK_SIZE = 256
 SCALE = Fraction(1, 16)
@@ -68,7 +68,7 @@ def count_hits(bench: Bench, trace: Trace, seed: int) -> None:
     """Counts hits of the real scheduler and cache, each prompt before the next one, against the ideal."""
     longest = max(row.num_input_tokens for row in trace.rows) + 2
     num_blocks = sum(row.num_input_tokens // PURE_BLOCK_SIZE + 2 for row in trace.rows)
-    config = SchedulerConfig(longest, max_num_seqs=4, budget=BudgetConfig(max_tokens=longest), prefix_cache=True)
+    config = SchedulerConfig(longest, max_num_seqs=4, prefix_cache=True)
     scheduler = make_scheduler(config, num_blocks, PURE_BLOCK_SIZE)
     cache, ideal = IdealCache(PURE_BLOCK_SIZE), []
     with make_progress() as progress:
