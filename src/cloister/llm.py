@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +126,7 @@ class LLM:
         self._clock = WallClock()
         core = build_engine(config)
         self._engine = ThreadEngine(core, config)
-        self._max_open = config.max_num_seqs + config.max_waiting
+        self._max_open = max(1, config.max_waiting)  # so many are never refused
         self.model: ModelInfo = core.model
         self.memory = core.memory
         self.tokenizer = Tokenizer(Path(core.model.path))
@@ -251,14 +251,14 @@ class LLM:
     async def _answer(self, request: Request) -> Completion:
         answers = [CompletionOutput(index) for index in range(request.sampling.n)]
         completion = Completion(request.request_id, request.token_ids, answers, self._clock.now())
-        async with _closing(self._engine.generate(request)) as outputs:
+        async with aclosing(self._engine.generate(request)) as outputs:
             async for output in outputs:
                 completion.take(output, self._clock.now())
         return completion
 
     async def _pump(self, request: Request, into: queue.SimpleQueue[SequenceOutput | Exception | None]) -> None:
         try:
-            async with self._room, _closing(self._engine.generate(request)) as outputs:
+            async with self._room, aclosing(self._engine.generate(request)) as outputs:
                 check = Completion(request.request_id, [], [CompletionOutput(i) for i in range(request.sampling.n)], 0.0)
                 async for output in outputs:
                     check.take(output, 0.0)
@@ -295,11 +295,6 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and all(isinstance(item, int) for item in prompts):
         return [cast("Sequence[int]", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
-
-
-def _closing(outputs: AsyncIterator[SequenceOutput]) -> aclosing[AsyncGenerator[SequenceOutput, None]]:
-    """Closes an engine's outputs at the end, which gives the request up if it still runs (`AsyncEngine.generate`)."""
-    return aclosing(cast("AsyncGenerator[SequenceOutput, None]", outputs))
 
 
 def open_llm(flags: Mapping[str, object] | None = None, config_file: Path | None = None) -> LLM:

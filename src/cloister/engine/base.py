@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +36,7 @@ class AsyncEngine(Protocol):
     model: ModelInfo
     memory: list[tuple[str, int]]
 
-    def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
+    def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
         """Submits a request at the first `anext` and yields what its sequences gain, until the last one ended.
 
         Closing the iterator early aborts the request; its blocks are free at the next step. Every sequence's last

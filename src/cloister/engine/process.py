@@ -20,6 +20,7 @@ from cloister.types.errors import CloisterError
 from cloister.types.events import FrontMessage, Outputs, Shutdown
 from cloister.types.request import ModelInfo, Request, SequenceOutput
 
+NOT_STARTED: Final = "the engine has not been started"
 DRAINING: Final = "the server is shutting down; send the request again to another one, or later"
 RESTARTING: Final = "the engine is being restarted; send the request again in a few seconds"
 DIED: Final = "the engine stopped while it held this request; send it again"
@@ -72,7 +73,7 @@ class ProcessEngine:
         self._clock = clock or WallClock()
         self._watchdog = Watchdog(self._supervision.patience_s, self._supervision.first_patience_s)
         self._desk = Desk(self._send, self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
-        self._desk.closed = "the engine has not been started"
+        self._desk.closed = NOT_STARTED
         self._child: EngineChild | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._drain_s: float | None = None

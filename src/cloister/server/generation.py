@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Final, cast
+from typing import Final
 
 import msgspec
 
@@ -48,7 +48,7 @@ async def _next(outputs: AsyncIterator[Numbered], deadline: float) -> Numbered |
 
 async def _side_by_side(engine: AsyncEngine, requests: tuple[Request, ...]) -> AsyncGenerator[Numbered, None]:
     if len(requests) == 1:  # the usual case needs no task and no queue
-        async with aclosing(_outputs(engine, requests[0])) as outputs:
+        async with aclosing(engine.generate(requests[0])) as outputs:
             async for output in outputs:
                 yield 0, output
         return
@@ -72,17 +72,12 @@ async def _side_by_side(engine: AsyncEngine, requests: tuple[Request, ...]) -> A
 
 async def _pump(engine: AsyncEngine, request: Request, number: int, queue: asyncio.Queue[Numbered | Exception | None]) -> None:
     try:
-        async with aclosing(_outputs(engine, request)) as outputs:
+        async with aclosing(engine.generate(request)) as outputs:
             async for output in outputs:
                 queue.put_nowait((number, output))
         queue.put_nowait(None)
     except Exception as error:
         queue.put_nowait(error)
-
-
-def _outputs(engine: AsyncEngine, request: Request) -> AsyncGenerator[SequenceOutput, None]:
-    # The contract says that closing the iterator aborts the request, so it has `aclose`, as a generator has.
-    return cast("AsyncGenerator[SequenceOutput, None]", engine.generate(request))
 
 
 def _without_answer(output: SequenceOutput) -> SequenceOutput:
