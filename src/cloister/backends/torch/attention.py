@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from cloister.backends.torch.schedule import SPLIT, UnitBatch
+from cloister.backends.torch.schedule import SPLIT, Run, UnitBatch
 from cloister.backends.torch.tiles import measure_tiles
 
 _NOTHING_YET = -1e30  # a running maximum that is finite, so that a hidden split leaves exp(0) = 1 and no NaN
@@ -26,27 +27,56 @@ def attend(queries: Tensor, slots: Tensor, num_kv_heads: int, batch: UnitBatch, 
     head_dim = queries.shape[-1]
     shape = (num_kv_heads, batch.num_units, batch.num_rows)
     rows = queries.index_select(0, batch.sources).view(*shape, head_dim)
-    highest = queries.new_full((*shape, 1), _NOTHING_YET)
-    total = queries.new_zeros(*shape, 1)
-    mixed = queries.new_zeros(*shape, head_dim)
-    for split in batch.splits:
-        active = split.num_units
-        found = slots.index_select(0, split.slots).float().view(active, split.width, 2, num_kv_heads, head_dim)
-        scores = queries.new_empty(num_kv_heads, active, batch.num_rows, split.width)
-        for head in range(num_kv_heads):
-            torch.bmm(rows[head, :active], found[:, :, 0, head].transpose(1, 2), out=scores[head])
-        if split.hidden is not None:
-            scores.masked_fill_(split.hidden, -torch.inf)
-        before = highest[:, :active]
-        after = torch.maximum(before, scores.amax(-1, keepdim=True))
-        fading = (before - after).expand(-1, -1, -1, _VECTOR).contiguous().exp_()[..., :1]
-        weights = scores.sub_(after).exp_()
-        before.copy_(after)
-        total[:, :active].mul_(fading).add_(weights.sum(-1, keepdim=True))
-        mixed[:, :active].mul_(fading)
-        for head in range(num_kv_heads):
-            mixed[head, :active].add_(torch.bmm(weights[head], found[:, :, 1, head]))
-    out.index_copy_(0, batch.targets, mixed.div_(total).view(-1, head_dim))
+    state = _State(
+        highest=queries.new_full((*shape, 1), _NOTHING_YET),
+        total=queries.new_zeros(*shape, 1),
+        mixed=queries.new_zeros(*shape, head_dim),
+    )
+    for run in batch.runs:
+        found = slots.index_select(0, run.slots).float()
+        _attend_run(rows[:, : run.num_units], found.view(run.num_splits, run.num_units, run.width, 2, -1), run, state)
+    out.index_copy_(0, batch.targets, state.mixed.div_(state.total).view(-1, head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Online softmax of a batch: the highest score so far, the sum of weights below it, and the weighted values."""
+
+    highest: Tensor
+    total: Tensor
+    mixed: Tensor
+
+
+def _attend_run(rows: Tensor, found: Tensor, run: Run, state: _State) -> None:
+    """Computes every split of a run against the running maximum at that split, then joins them in order.
+
+    Args:
+        rows: [num_kv_heads, num_units, num_rows, head_dim].
+        found: [num_splits, num_units, width, 2, num_kv_heads * head_dim], keys before values.
+    """
+    num_kv_heads, num_units, num_rows, head_dim = rows.shape
+    found = found.view(run.num_splits * num_units, run.width, 2, num_kv_heads, head_dim)
+    rows = rows if run.num_splits == 1 else rows.repeat(1, run.num_splits, 1, 1)
+    scores = rows.new_empty(num_kv_heads, run.num_splits * num_units, num_rows, run.width)
+    for head in range(num_kv_heads):
+        torch.bmm(rows[head], found[:, :, 0, head].transpose(1, 2), out=scores[head])
+    if run.hidden is not None:
+        scores.masked_fill_(run.hidden, -torch.inf)
+    scores = scores.view(num_kv_heads, run.num_splits, num_units, num_rows, run.width)
+    highest = state.highest[:, :num_units]
+    peaks = torch.cat((highest.unsqueeze(1), scores.amax(-1, keepdim=True)), 1).cummax(1).values
+    fading = (peaks[:, :-1] - peaks[:, 1:]).expand(*scores.shape[:-1], _VECTOR).contiguous().exp_()[..., :1]
+    weights = scores.sub_(peaks[:, 1:]).exp_()
+    sums = weights.sum(-1, keepdim=True)
+    values = rows.new_empty(num_kv_heads, run.num_splits * num_units, num_rows, head_dim)
+    for head in range(num_kv_heads):
+        torch.bmm(weights[head].flatten(0, 1), found[:, :, 1, head], out=values[head])
+    values = values.view(num_kv_heads, run.num_splits, num_units, num_rows, head_dim)
+    total, mixed = state.total[:, :num_units], state.mixed[:, :num_units]
+    for split in range(run.num_splits):
+        total.mul_(fading[:, split]).add_(sums[:, split])
+        mixed.mul_(fading[:, split]).add_(values[:, split])
+    highest.copy_(peaks[:, -1])
 
 
 @cache

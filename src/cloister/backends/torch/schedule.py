@@ -20,6 +20,7 @@ from cloister.backends.base import ForwardBatch
 
 SPLIT = 256
 _SCORES_BYTES = 1 << 20  # scores of one batch: what stays in a core's own cache
+_SPLITS_AT_ONCE = 16  # splits of all units of a run together: each is 256 keys and values to fetch
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -38,15 +39,19 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """256 keys, or the first `width` of them, for the first `num_units` units of a batch.
+class Run:
+    """Consecutive splits of 256 keys, or of the first `width` of them, for the first `num_units` units of a batch.
+
+    Their products are computed at once, and joined one after the other.
 
     Attributes:
-        width: keys that are computed; the rest would be hidden from every row.
-        slots: [num_units * width] cache slots, the zero slot past a context.
-        hidden: [num_units, num_rows, width], True where a row must not see a key; None when every row sees every key.
+        width: keys of each split that are computed; the rest would be hidden from every row.
+        slots: [num_splits * num_units * width] cache slots, the zero slot past a context.
+        hidden: [num_units, num_rows, width], True where a row must not see a key; None when every row sees every key,
+            which is so in every run of several splits.
     """
 
+    num_splits: int
     num_units: int
     width: int
     slots: Tensor
@@ -66,7 +71,7 @@ class UnitBatch:
     num_rows: int
     sources: Tensor
     targets: Tensor
-    splits: tuple[Split, ...]
+    runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +180,11 @@ def _make_batch(
         num_rows=size,
         sources=torch.from_numpy(sources.reshape(-1)).to(device),
         targets=torch.from_numpy(targets.reshape(-1)).to(device),
-        splits=tuple(_make_splits(keys, shape, widths, units, seqs, positions, device)),
+        runs=tuple(_make_runs(keys, shape, widths, units, seqs, positions, device)),
     )
 
 
-def _make_splits(
+def _make_runs(
     keys: KeySlots,
     shape: Shape,
     widths: Sequence[int],
@@ -187,31 +192,37 @@ def _make_splits(
     seqs: Int64Array,
     positions: npt.NDArray[np.int32],
     device: torch.device,
-) -> Iterator[Split]:
+) -> Iterator[Run]:
     """Yields the splits in order; units are sorted by their last key, so those still at work stand in front.
 
     A unit whose window begins later than the batch's first split meets splits that are hidden from it: they change no bit.
     """
-    for number in range(min(unit.first for unit in units) // SPLIT, units[0].last // SPLIT + 1):
-        begin = number * SPLIT
-        active = sum(unit.last >= begin for unit in units)
-        width = next(width for width in widths if width >= min(units[0].last + 1 - begin, SPLIT))
-        slots = keys.slots[keys.starts[seqs[:active]] + number, :width].reshape(-1)
-        hidden = _hidden(begin, begin + width, positions[:active], shape.window)
-        yield Split(
-            num_units=active,
-            width=width,
-            slots=torch.from_numpy(slots).to(device),
-            hidden=None if hidden is None else torch.from_numpy(hidden).to(device),
-        )
+    number, end = min(unit.first for unit in units) // SPLIT, units[0].last // SPLIT + 1
+    while number < end:
+        active = sum(unit.last >= number * SPLIT for unit in units)
+        open_splits = _count_open(number, positions[:active], shape.window, max(1, _SPLITS_AT_ONCE // active))
+        count, hidden, width = open_splits, None, SPLIT
+        if not open_splits:
+            begin = number * SPLIT
+            width = next(width for width in widths if width >= min(units[0].last + 1 - begin, SPLIT))
+            count, hidden = 1, torch.from_numpy(_hidden(begin, begin + width, positions[:active], shape.window)).to(device)
+        numbers = number + np.arange(count)
+        slots = keys.slots[keys.starts[seqs[:active]] + numbers[:, None], :width].reshape(-1)
+        yield Run(count, active, width, torch.from_numpy(slots).to(device), hidden)
+        number += count
 
 
-def _hidden(begin: int, end: int, positions: npt.NDArray[np.int32], window: int | None) -> npt.NDArray[np.bool_] | None:
-    inside = window is None or int(positions.max()) - window < begin
-    if inside and int(positions.min()) >= end - 1:
-        return None
+def _count_open(number: int, positions: npt.NDArray[np.int32], window: int | None, most: int) -> int:
+    """Returns how many whole splits from `number` on every row sees every key of, `most` at most."""
+    if window is not None and int(positions.max()) - window >= number * SPLIT:
+        return 0
+    return min(most, max(0, (int(positions.min()) + 1) // SPLIT - number))
+
+
+def _hidden(begin: int, end: int, positions: npt.NDArray[np.int32], window: int | None) -> npt.NDArray[np.bool_]:
+    """[num_units, num_rows, end - begin]: where a row must not see a key."""
     places = np.arange(begin, end)
-    hidden = places > positions[..., None]
+    hidden: npt.NDArray[np.bool_] = places > positions[..., None]
     if window is not None:
         hidden |= places <= positions[..., None] - window
     return hidden

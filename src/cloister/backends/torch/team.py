@@ -19,7 +19,9 @@ class Team:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        self._helpers = ThreadPoolExecutor(num_threads - 1, "arithmetic") if num_threads > 1 else None
+        self._helpers: ThreadPoolExecutor | None = None
+        if num_threads > 1:
+            self._helpers = ThreadPoolExecutor(num_threads - 1, "arithmetic", use_one_thread_per_operation)
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Runs every task and returns when all are done. A helper that is late to wake finds nothing left to do."""
@@ -41,7 +43,10 @@ class Team:
 
 
 def use_one_thread_per_operation() -> None:
-    """Keeps torch and its libraries from splitting an operation; a tenth of a microsecond when nothing changes."""
+    """Keeps torch and its libraries from splitting an operation; a tenth of a microsecond when nothing changes.
+
+    OpenMP keeps the setting thread by thread, so every thread that computes must ask for it.
+    """
     torch.set_num_threads(1)
 
 
