@@ -1,6 +1,7 @@
 """B1, Orca: iteration-level against request-level batching on the same engine.
 
 Orca (Yu et al., OSDI 2022, section 3): requests join and leave at every step, so that no short answer waits for a long one.
+Whoever joins brings its whole prompt, as in Orca; the stall-free budget that serves by default (Sarathi-Serve, B2) runs beside.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from cloister.bench.recorder import EventRecorder
 from cloister.bench.replay import StepCosts, make_scheduler, replay
 from cloister.bench.workloads import Recipe, WorkItem, build_workload, heavy_tailed_lengths, make_tokens
 from cloister.sched import BudgetConfig, SchedulerConfig
+from cloister.types.config import EngineConfig
 from cloister.types.events import Ended, Event
 
 BATCH = 16
 PROMPT_TOKENS = 32
 BLOCK_SIZE = 16
-SCHEDULERS = ("static", "fcfs")
+EAGER = 1e6
+"""A `max_stall` that bounds nothing."""
+STALL_FREE = EngineConfig().max_stall
+RUNS = {"static": ("static", EAGER), "fcfs": ("fcfs", EAGER), "fcfs, stall-free": ("fcfs", STALL_FREE)}
+"""Label -> scheduler and `max_stall`."""
 
 
 def main() -> int:
@@ -38,15 +44,15 @@ def main() -> int:
     )
     heavy = make_heavy_tail(options)
     azure = make_azure(options)
-    runs = {(name, s): run(options, s, work, name) for name, work in (("heavy", heavy), ("azure", azure)) for s in SCHEDULERS}
+    runs = {(name, s): run(options, s, work, name) for name, work in (("heavy", heavy), ("azure", azure)) for s in RUNS}
     seconds = {key: span(recorder) for key, recorder in runs.items()}
     rows = []
     for name, work in (("heavy", heavy), ("azure", azure)):
         costs = StepCosts.fit(runs[name, "static"].steps)
         bench.figures[f"step costs, {name}"] = asdict(costs)
-        predicted = {s: span(replay_run(s, work, costs)) for s in SCHEDULERS}
-        rows += [describe(name, s, runs[name, s], seconds[name, s], predicted[s]) for s in SCHEDULERS]
-        ratio, expected = (t["static"] / t["fcfs"] for t in ({s: seconds[name, s] for s in SCHEDULERS}, predicted))
+        predicted = {s: span(replay_run(s, work, costs)) for s in RUNS}
+        rows += [describe(name, s, runs[name, s], seconds[name, s], predicted[s]) for s in RUNS]
+        ratio, expected = (t["static"] / t["fcfs"] for t in ({s: seconds[name, s] for s in RUNS}, predicted))
         bench.figures[f"gain, {name}"] = {"measured": ratio, "predicted by step cost": expected}
         if name == "heavy":
             bench.check("gain on heavy-tailed answers", ratio, low=2.0)
@@ -76,13 +82,14 @@ def make_azure(options: argparse.Namespace) -> list[Timed]:
     return make_requests(build_workload(trace, recipe).items)
 
 
-def run(options: argparse.Namespace, scheduler: str, requests: Sequence[Timed], name: str) -> EventRecorder:
+def run(options: argparse.Namespace, label: str, requests: Sequence[Timed], name: str) -> EventRecorder:
     """Runs the requests on a fresh engine, after a warm-up that its steps do not count."""
-    engine = open_engine(options, scheduler=scheduler, max_num_seqs=BATCH, block_size=BLOCK_SIZE)
+    scheduler, stall = RUNS[label]
+    engine = open_engine(options, scheduler=scheduler, max_stall=stall, max_num_seqs=BATCH, block_size=BLOCK_SIZE)
     warmup = [WorkItem(0.0, make_tokens((9, n), 64, 2048), 64, 24) for n in range(BATCH)]
     drive(engine, make_requests(warmup, "warm-up"))
     with make_progress() as progress:
-        task = progress.add_task(f"{name}, {scheduler}", total=len(requests))
+        task = progress.add_task(f"{name}: {label}", total=len(requests))
 
         def listen(event: Event) -> None:
             if isinstance(event, Ended):
@@ -91,9 +98,12 @@ def run(options: argparse.Namespace, scheduler: str, requests: Sequence[Timed], 
         return drive(engine, requests, listeners=[listen]).recorder
 
 
-def replay_run(scheduler: str, requests: Sequence[Timed], costs: StepCosts) -> EventRecorder:
+def replay_run(label: str, requests: Sequence[Timed], costs: StepCosts) -> EventRecorder:
     """Replays the same requests through the same scheduler, each step taking what the costs say."""
-    config = SchedulerConfig(CONTEXT_TOKENS, max_num_seqs=BATCH, policy=scheduler, budget=BudgetConfig(), prefix_cache=False)
+    scheduler, stall = RUNS[label]
+    config = SchedulerConfig(
+        CONTEXT_TOKENS, max_num_seqs=BATCH, policy=scheduler, budget=BudgetConfig(max_stall=stall), prefix_cache=False
+    )
     return replay(make_scheduler(config, 2 * BATCH * CONTEXT_TOKENS // BLOCK_SIZE, BLOCK_SIZE), requests, costs).recorder
 
 

@@ -32,11 +32,11 @@ class Conversation:
         """Yields the answer as it comes. Whatever came before the caller stopped reading belongs to the conversation."""
         messages = [*self.messages, {"role": "user", "content": text}]
         outputs = self._llm.stream_chat(messages, self._sampling)
-        answer = ""
+        answer, is_answered = "", False
         try:
             for output in outputs:
-                answer += output.text
+                answer, is_answered = answer + output.text, True
                 yield output
         finally:
-            if answer:  # a question that got no answer is forgotten, so that the next one can
+            if is_answered:  # a question that could not be answered is forgotten, so that the next one can be
                 self.messages = [*messages, {"role": "assistant", "content": answer}]
