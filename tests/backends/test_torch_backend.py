@@ -23,6 +23,8 @@ from tests.driving import RandomWeights, build, make_spec
 
 SPEC = make_spec(hidden=64, intermediate=80, heads=(4, 2), head_dim=16)
 CPU = torch.device("cpu")
+MANY = 1e12
+"""Operations that are worth sharing."""
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def test_a_team_does_every_task_once_and_on_more_than_one_thread() -> None:
         time.sleep(0.005)
         done.append((number, threading.get_ident()))
 
-    Team(2).run([lambda number=number: task(number) for number in range(20)])  # type: ignore[misc]
+    Team(2).run([lambda number=number: task(number) for number in range(20)], MANY)  # type: ignore[misc]
     assert sorted(number for number, _ in done) == list(range(20))
     assert len({thread for _, thread in done}) == 2
 
@@ -135,15 +137,15 @@ def test_a_team_reports_a_failure_and_works_on() -> None:
         raise RuntimeError("planted")
 
     with pytest.raises(RuntimeError, match="planted"):
-        team.run([fail, fail, fail])
-    team.run([lambda: done.append(1)] * 3)
+        team.run([fail, fail, fail], MANY)
+    team.run([lambda: done.append(1)] * 3, MANY)
     assert done == [1, 1, 1]
 
 
 def test_a_team_may_be_asked_from_within_its_own_tasks() -> None:
     team, done = Team(2), []
     inner = [lambda: done.append(1)] * 4
-    worker = threading.Thread(target=team.run, args=([lambda: team.run(inner)] * 5,), daemon=True)
+    worker = threading.Thread(target=team.run, args=([lambda: team.run(inner, MANY)] * 5, MANY), daemon=True)
     worker.start()
     worker.join(10)
     assert len(done) == 20

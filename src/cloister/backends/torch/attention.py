@@ -33,7 +33,8 @@ def attend(queries: Tensor, slots: Tensor, num_kv_heads: int, batch: UnitBatch, 
         mixed=queries.new_zeros(*shape, head_dim),
     )
     for run in batch.runs:
-        found = slots.index_select(0, run.slots).float()
+        pages = slots if run.page_size == 1 else slots[:-1].view(-1, run.page_size * slots.shape[1])
+        found = pages.index_select(0, run.pages).float()
         _attend_run(rows[:, : run.num_units], found.view(run.num_splits, run.num_units, run.width, 2, -1), run, state)
     out.index_copy_(0, batch.targets, state.mixed.div_(state.total).view(-1, head_dim))
 

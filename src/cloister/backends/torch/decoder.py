@@ -38,7 +38,11 @@ class WeightReader:
 
 
 class Layer:
-    """One block of the decoder, all but attention itself: what is computed row by row."""
+    """One block of the decoder, all but attention itself: what is computed row by row.
+
+    Attributes:
+        project_operations, finish_operations: multiplications and additions of products with weights, for one row.
+    """
 
     def __init__(self, spec: LayerSpec, reader: WeightReader, prefix: str, norm_eps: float) -> None:
         attention, mlp = spec.attention, spec.mlp
@@ -53,6 +57,8 @@ class Layer:
         self._down = reader.linear(f"{prefix}.down", bias=mlp.bias)
         self._qk_norms = (reader.norm(f"{prefix}.q_norm"), reader.norm(f"{prefix}.k_norm")) if attention.qk_norm else None
         self.linears = (self._qkv, self._o, self._gate_up, self._down)
+        self.project_operations = self._qkv.num_operations
+        self.finish_operations = sum(linear.num_operations for linear in (self._o, self._gate_up, self._down))
 
     def project(self, hidden: Tensor, cos_sin: Tensor, queries: Tensor, keys_values: Tensor) -> None:
         """Writes queries [num_rows, num_heads, head_dim], scaled, and keys and values [num_rows, 2, num_kv_heads, head_dim].

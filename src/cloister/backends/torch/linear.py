@@ -11,7 +11,6 @@ from cloister.backends.torch.team import Team
 from cloister.backends.torch.tiles import cut_rows, measure_tiles
 
 _PANEL = 1024  # columns in a panel; what one thread takes of a wide layer
-_WORTH_SHARING = 3e7  # operations below which waking another thread costs more than it saves
 
 
 class Linear:
@@ -24,6 +23,7 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, team: Team) -> None:
         self.num_outputs, self.num_inputs = weight.shape
+        self.num_operations = 2.0 * self.num_outputs * self.num_inputs
         self.bias = bias
         self._team = team
         self._columns = cut_columns(self.num_outputs)
@@ -42,11 +42,7 @@ class Linear:
             for top, bottom in cut_rows(rows.shape[0], self.tiles)
             for (left, right), panel in zip(self._columns, self._panels, strict=True)
         ]
-        if 2.0 * rows.shape[0] * self.num_inputs * self.num_outputs >= _WORTH_SHARING:
-            self._team.run(tasks)
-        else:
-            for task in tasks:
-                task()
+        self._team.run(tasks, rows.shape[0] * self.num_operations)
         if self.bias is not None:
             out.add_(self.bias)
         return out.float()

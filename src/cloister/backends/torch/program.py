@@ -69,7 +69,8 @@ class TorchProgram:
             queries, keys_values = self._project(layer, hidden, angles[layer.attention.rope])
             slots.index_copy_(0, written, keys_values.view(num_rows, -1)[:num_tokens].to(slots.dtype))
             mixed = self._attend(queries, slots, layer.attention, units[work_shape(layer.attention)])
-            self._team.run([partial(layer.finish, hidden[rows], mixed[rows]) for rows in _chunks(num_rows)])
+            tasks = [partial(layer.finish, hidden[rows], mixed[rows]) for rows in _chunks(num_rows)]
+            self._team.run(tasks, num_rows * layer.finish_operations)
         return self._logits(hidden, batch)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -111,14 +112,15 @@ class TorchProgram:
             partial(layer.project, hidden[rows], cos_sin[:, rows], queries[rows], keys_values[rows])
             for rows in _chunks(num_rows)
         ]
-        self._team.run(tasks)
+        self._team.run(tasks, num_rows * layer.project_operations)
         return queries, keys_values
 
     def _attend(self, queries: Tensor, slots: Tensor, spec: AttentionSpec, units: Sequence[UnitBatch]) -> Tensor:
         """Returns [num_rows, num_heads * head_dim]; a batch of units is a task for one thread."""
         rows = queries.view(-1, spec.head_dim)
         out = rows.new_zeros(len(rows) + 1, spec.head_dim)
-        self._team.run([partial(attend, rows, slots, spec.num_kv_heads, unit, out) for unit in units])
+        tasks = [partial(attend, rows, slots, spec.num_kv_heads, unit, out) for unit in units]
+        self._team.run(tasks, 4.0 * slots.shape[1] / 2 * sum(unit.num_pairs for unit in units))
         return out[:-1].view(-1, spec.num_heads * spec.head_dim)
 
     def _logits(self, hidden: Tensor, batch: ForwardBatch) -> FloatArray:

@@ -46,7 +46,8 @@ class Run:
 
     Attributes:
         width: keys of each split that are computed; the rest would be hidden from every row.
-        slots: [num_splits * num_units * width] cache slots, the zero slot past a context.
+        page_size: slots that are fetched at once; in a run that sees every key whole blocks, which is much quicker.
+        pages: [num_splits * num_units * width / page_size] pages of the cache; single slots past a context are the zero slot.
         hidden: [num_units, num_rows, width], True where a row must not see a key; None when every row sees every key,
             which is so in every run of several splits.
     """
@@ -54,7 +55,8 @@ class Run:
     num_splits: int
     num_units: int
     width: int
-    slots: Tensor
+    page_size: int
+    pages: Tensor
     hidden: Tensor | None
 
 
@@ -72,6 +74,11 @@ class UnitBatch:
     sources: Tensor
     targets: Tensor
     runs: tuple[Run, ...]
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query row and a key, of one KV head."""
+        return self.num_rows * sum(run.num_splits * run.num_units * run.width for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,7 @@ class KeySlots:
     """
 
     def __init__(self, batch: ForwardBatch, block_size: int, zero_slot: int) -> None:
+        self.block_size = block_size
         counts = -(-batch.context_lens.astype(np.int64) // SPLIT)
         self.starts = np.cumsum(counts) - counts
         seqs = np.repeat(np.arange(len(counts)), counts)
@@ -208,7 +216,9 @@ def _make_runs(
             count, hidden = 1, torch.from_numpy(_hidden(begin, begin + width, positions[:active], shape.window)).to(device)
         numbers = number + np.arange(count)
         slots = keys.slots[keys.starts[seqs[:active]] + numbers[:, None], :width].reshape(-1)
-        yield Run(count, active, width, torch.from_numpy(slots).to(device), hidden)
+        page_size = keys.block_size if hidden is None and SPLIT % keys.block_size == 0 else 1
+        pages = torch.from_numpy(slots[::page_size] // page_size).to(device)
+        yield Run(count, active, width, page_size, pages, hidden)
         number += count
 
 
