@@ -40,7 +40,7 @@ def main() -> int:
     with draw(bench.picture(options), bench.title, size=(7.2, 4.2)) as (axes,):
         axes.plot(BLOCK_SIZES, [cost for _, cost, _, _ in rows], "o-", color=BLUE, label="decode step")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(BLOCK_SIZES, [str(size) for size in BLOCK_SIZES])
+        axes.set_xticks(BLOCK_SIZES, [str(size) if size != 100 else "" for size in BLOCK_SIZES])
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.set_xlabel("block size, positions")

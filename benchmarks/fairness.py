@@ -49,7 +49,7 @@ def main() -> int:
         plot_distribution(axes, flooded["fair"], BLUE, "flooded, fair")
         plot_distribution(axes, flooded["fcfs"], ORANGE, "flooded, fcfs")
         axes.set_xlabel("victim's time to first token, ms")
-        axes.legend(loc="lower right")
+        axes.legend(loc="center")
     return bench.finish(options)
 
 

@@ -80,7 +80,7 @@ def main() -> int:
         plot_distribution(axes, chunked.loaded_s, BLUE, "prompt arrives, chunked")
         plot_distribution(axes, whole.loaded_s, ORANGE, "prompt arrives, prefill first")
         axes.set_xlabel("time between tokens of the streams, ms")
-        axes.legend(loc="lower right")
+        axes.legend(loc="center right")
     return bench.finish(options)
 
 
