@@ -20,6 +20,7 @@ from cloister.backends.base import ForwardBatch
 
 SPLIT = 256
 _SCORES_BYTES = 1 << 20  # scores of one batch: what stays in a core's own cache
+_ROWS_TO_SHARE = 256  # fewer rows of one sequence are quicker in one unit: every unit fetches the keys anew
 _SPLITS_AT_ONCE = 16  # splits of all units of a run together: each is 256 keys and values to fetch
 
 Int64Array = npt.NDArray[np.int64]
@@ -138,7 +139,7 @@ def schedule_units(
     rows_at_once = max(tiles[0], _SCORES_BYTES // (4 * SPLIT * shape.num_kv_heads))
     largest = max(size for size in tiles if size <= max(rows_at_once, tiles[0]))
     by_size: dict[int, list[_Unit]] = {}
-    for unit in _cut_units(batch, shape, largest):
+    for unit in _cut_units(batch, shape, tiles, largest, num_threads):
         size = next(size for size in tiles if size >= unit.end - unit.start)
         by_size.setdefault(size, []).append(unit)
     batches = []
@@ -151,14 +152,19 @@ def schedule_units(
     return batches
 
 
-def _cut_units(batch: ForwardBatch, shape: Shape, largest: int) -> Iterator[_Unit]:
+def _cut_units(batch: ForwardBatch, shape: Shape, tiles: Sequence[int], largest: int, num_threads: int) -> Iterator[_Unit]:
+    """Cuts the rows of each sequence into units; many rows into one for each thread at least."""
     for seq, (begin, end) in enumerate(zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True)):
         if begin == end:
             continue
         position = int(batch.positions[begin])
         num_rows = (end - begin) * shape.group
-        for start in range(0, num_rows, largest):
-            stop = min(start + largest, num_rows)
+        share = -(-num_rows // num_threads)
+        at_once = largest
+        if num_rows >= _ROWS_TO_SHARE:
+            at_once = min(largest, next((size for size in tiles if size >= share), largest))
+        for start in range(0, num_rows, at_once):
+            stop = min(start + at_once, num_rows)
             lowest, highest = position + start // shape.group, position + (stop - 1) // shape.group
             yield _Unit(seq, start, stop, 0 if shape.window is None else max(0, lowest - shape.window + 1), highest)
 
