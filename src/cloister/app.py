@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from cloister.backends.base import BACKENDS, Backend, KVLayout
+from cloister.backends import BACKENDS
+from cloister.backends.base import Backend, KVLayout
 from cloister.engine.machine import Machine, read_machine
 from cloister.engine.memory import MemoryBudget, budget_memory
 from cloister.kv import BlockPool, PrefixKeys
-from cloister.models import LoadedModel, load, locate
+from cloister.models import LoadedModel, embedded_names, load, locate
 from cloister.privacy import Entry, Gate, Policy, is_loopback, read_credentials, settle
 from cloister.sched import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
 from cloister.types.config import (
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from cloister.server.serve import Site
 
 ENGINE_ENTRY: Final = "cloister.app:build_engine"
-BACKEND_MODULES: Final[Mapping[str, str]] = {"torch": "cloister.backends.torch"}
-"""Back ends by the module that registers them; imported when chosen, since each brings its library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,6 @@ def resolve_settings(
         layers.append(("flag", flags))
     server = resolve(ServerConfig, layers)
     engine = _settle_machine(resolve(EngineConfig, layers), read_machine())
-    _import_backend(engine.config.backend)
     policy, engine = settle(
         engine,
         loopback=not listens or is_loopback(server.config.host),
@@ -165,7 +162,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
     from cloister.text import Tokenizer
 
     machine = read_machine()
-    model = load(locate(config.model, progress=True))
+    path = locate(config.model, progress=True)
+    is_local = config.model in embedded_names() or Path(config.model).expanduser().is_dir()
+    model = load(path, name=None if is_local else config.model)
     max_model_len = _max_model_len(config, model)
     backend = make_backend(config, machine)
     budget = _plan_memory(config, model, backend, machine, max_model_len)
@@ -201,7 +200,6 @@ def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int) -> 
 
 def make_backend(config: EngineConfig, machine: Machine) -> Backend:
     """Returns the back end that the settings name."""
-    _import_backend(config.backend)
     factory = BACKENDS.get(config.backend)
     return factory(num_threads=config.num_threads or machine.num_cpus, device=config.device or "cpu", dtype=config.dtype)
 
@@ -245,12 +243,6 @@ def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> 
     """What the bits of an answer depend on (rule 6), as `system_fingerprint`."""
     parts = (model.info.fingerprint, backend.fingerprint, config.dtype)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _import_backend(name: str) -> None:
-    if name not in BACKEND_MODULES:
-        raise ConfigError(f"unknown back end {name!r}; choose one of: {', '.join(BACKEND_MODULES)}", param="backend")
-    importlib.import_module(BACKEND_MODULES[name])
 
 
 def _read_toml(path: Path) -> dict[str, object]:

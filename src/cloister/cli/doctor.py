@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import socket
@@ -76,11 +75,10 @@ def check_python() -> Check:
 
 def check_torch() -> Check:
     try:
-        import torch
+        from cloister.backends.torch.probe import describe_torch
     except (ImportError, OSError) as error:
         return Check("torch", False, type(error).__name__, "run `make install`, or `pip install torch`")
-    where = f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "CPU"
-    return Check("torch", True, f"{importlib.metadata.version('torch')}, {where}")
+    return Check("torch", True, describe_torch())
 
 
 def check_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
