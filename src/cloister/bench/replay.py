@@ -55,12 +55,15 @@ class StepCosts:
 
     @classmethod
     def fit(cls, steps: Sequence[Stepped]) -> StepCosts:
-        """Fits the costs to measured steps (least squares without negative costs; the slowest 1% left out as noise)."""
-        limit_s = float(np.percentile([step.elapsed_s for step in steps], 99))
-        kept = [step for step in steps if step.elapsed_s <= limit_s and step.num_tokens]
+        """Fits the costs to measured steps, without negative costs.
+
+        Errors count relative to the step's time: else the few steps with whole prompts would outweigh all the others, and
+        a step that another program held up would outweigh both.
+        """
+        kept = [step for step in steps if step.num_tokens and step.elapsed_s > 0]
         table = np.array([(1.0, s.num_tokens, s.num_samples, s.num_attended) for s in kept], dtype=np.float64)
         elapsed_s = np.array([s.elapsed_s for s in kept])
-        return cls(*fit_costs(table, elapsed_s))
+        return cls(*fit_costs(table / elapsed_s[:, None], np.ones(len(kept))))
 
     def __call__(self, step: Stepped) -> float:
         rows = self.token_s * step.num_tokens + self.sample_s * step.num_samples
