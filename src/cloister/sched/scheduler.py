@@ -6,7 +6,6 @@ known plus what is drafted (rule 1). Pure: no I/O, no clock, no arrays, no rando
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,10 +14,10 @@ from cloister.kv import BlockPool, BlockTable, OutOfBlocksError, PrefixKeys, Pre
 from cloister.sched.admission import Limits, count_positions, find_refusal
 from cloister.sched.budget import BudgetConfig, StepBudget, StepCost
 from cloister.sched.policies import POLICIES
-from cloister.sched.sequence import RequestState, Sequence, Status
-from cloister.types.events import Arrived, Ended, Event, Preempted, Progressed, Scheduled
+from cloister.sched.roster import Roster, table_of
+from cloister.sched.sequence import Sequence, Status
+from cloister.types.events import Event, Progressed, Scheduled
 from cloister.types.request import FinishReason, Request
-from cloister.types.scope import ScopeKind
 from cloister.types.step import Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
 
 LEVEL_SLACK = 1.1
@@ -82,35 +81,25 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.cost = StepCost()
-        self.tree = PrefixTree(pool) if keys is not None and config.prefix_cache else None
-        self._keys = keys
         self._policy = POLICIES.get(config.policy)()
-        self._groups: dict[str, RequestState] = {}
-        self._sequences: dict[int, Sequence] = {}
-        self._running: dict[int, Sequence] = {}
-        self._num_waiting = 0
-        self._deadlines: list[tuple[float, int, str]] = []
+        self._roster = Roster(pool, self._policy, keys if config.prefix_cache else None)
         self._steps: deque[_Step] = deque()
-        self._departures: list[int] = []
-        self._events: list[Event] = []
         self._next_plan = 0
-        self._next_seq = 0
-        self._next_order = 0
 
     # What is going on
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._roster.running)
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return self._roster.num_waiting
 
     @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
-        return len(self._groups)
+        return len(self._roster.groups)
 
     @property
     def num_in_flight(self) -> int:
@@ -120,24 +109,20 @@ class Scheduler:
     @property
     def next_deadline_s(self) -> float | None:
         """When `plan` must be called again even if nothing else happens."""
-        while self._deadlines and self._deadlines[0][2] not in self._groups:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._roster.next_deadline_s
+
+    @property
+    def tree(self) -> PrefixTree | None:
+        """The prefix cache, if there is one."""
+        return self._roster.tree
 
     def num_unused_slots(self) -> int:
         """KV positions that are allocated to running sequences and hold nothing: the waste of paging, in tokens."""
-        size = self.pool.block_size
-        held: dict[int, int] = {}
-        for sequence in self._running.values():
-            for i, block in enumerate(_table(sequence).blocks):
-                filled = min(size, max(0, sequence.num_planned - i * size))
-                held[block] = max(held.get(block, 0), filled)
-        return sum(size - filled for filled in held.values())
+        return self._roster.num_unused_slots()
 
     def take_events(self) -> list[Event]:
         """Returns what happened since the last call, oldest first."""
-        events, self._events = self._events, []
-        return events
+        return self._roster.take_events()
 
     # Coming and going
 
@@ -147,58 +132,50 @@ class Scheduler:
         Args:
             seed: of the sampling noise, if the request brings none.
         """
-        if request.request_id in self._groups:
-            raise ValueError("a request id may be used once only")
-        chosen_seed = request.sampling.seed if request.sampling.seed is not None else seed
-        root = self._keys.root(request.scope, request.adapter) if self._keys else b""
-        group = RequestState(request, now=now, order=self._next_order, seed=chosen_seed, root=root)
-        self._next_order += 1
+        group = self._roster.enlist(request, now, request.sampling.seed if request.sampling.seed is not None else seed)
         eos = () if request.sampling.ignore_eos else self.config.eos_token_ids
         group.stop_token_ids = tuple(dict.fromkeys((*eos, *request.sampling.stop_token_ids)))
-        self._groups[request.request_id] = group
-        self._events.append(Arrived(request.request_id, now, group.num_prompt_tokens))
         max_output = min(
             self.config.max_model_len - group.num_prompt_tokens,
             request.sampling.max_tokens if request.sampling.max_tokens is not None else self.config.max_model_len,
         )
-        sequence = self._make_sequence(group, 0, list(request.token_ids), max_output)
+        sequence = self._roster.make_sequence(group, 0, list(request.token_ids), max_output)
         limits = Limits(self.config.max_model_len, self.config.max_num_seqs, self.pool.num_total * self.pool.block_size)
         refusal = find_refusal(request, limits)
         if refusal is not None:
-            self._end_group(group, FinishReason.REJECTED, now, error=refusal)
-            return
-        heapq.heappush(self._deadlines, (group.deadline_s, group.order, request.request_id))
-        self._wait(sequence)
+            self._roster.end_group(group, FinishReason.REJECTED, now, error=refusal)
+        else:
+            self._roster.wait(sequence)
 
     def abort(self, request_id: str, now: float) -> None:
         """Ends a request that nobody waits for; does nothing if it has ended already."""
-        group = self._groups.get(request_id)
+        group = self._roster.groups.get(request_id)
         if group is not None:
-            self._end_group(group, FinishReason.ABORT, now)
+            self._roster.end_group(group, FinishReason.ABORT, now)
 
     def fail(self, message: str, now: float) -> None:
         """Ends every request that a plan in flight names, and forgets those plans: the step could not be done."""
         steps, self._steps = list(self._steps), deque()
         for step in steps:
             self._land(step)
-            self._departures.extend(step.plan.departures)
+            self._roster.departures.extend(step.plan.departures)
         for step in steps:
             for sequence in (*(part[0] for part in step.parts), *step.forked):
                 if sequence.status is not Status.ENDED:
-                    self._end_group(sequence.group, FinishReason.ERROR, now, error=message)
-                self._settle(sequence)
+                    self._roster.end_group(sequence.group, FinishReason.ERROR, now, error=message)
+                self._roster.settle(sequence)
             self.pool.wipe_again(step.plan.wipes)
 
     # One step
 
     def plan(self, now: float) -> StepPlan | None:
         """Fills one step, or returns None if there is nothing to do (never while blocks wait to be wiped)."""
-        self._expire(now)
+        self._roster.expire(now)
         step = _Step(StepPlan(plan_id=self._next_plan), StepBudget(self.cost, self.config.budget), now)
         self._fill(step)
         plan = step.plan
         plan.wipes = self.pool.take_wipes()
-        plan.departures, self._departures = self._departures, []
+        plan.departures = self._roster.take_departures()
         if not (plan.sequences or plan.wipes or plan.departures):
             return None
         self._next_plan += 1
@@ -220,7 +197,7 @@ class Scheduler:
                 self._policy.charge(sequence, num_prefill, end - sequence.num_committed - num_prefill)
                 sequence.num_committed = end
                 if sequence.seq_id not in result.failures:
-                    self._keep_blocks(sequence)
+                    self._roster.keep_blocks(sequence)
         for sample in result.samples:
             self._take_sample(sample, stops.get(sample.seq_id), now)
         for seq_id, message in result.failures.items():
@@ -228,7 +205,7 @@ class Scheduler:
         for sequence, _, _ in step.parts:
             self._after_step(sequence, now)
         for sequence in step.forked:
-            self._settle(sequence)
+            self._roster.settle(sequence)
         if step.parts:
             self.cost.learn(step.budget.size, result.elapsed_s)
         return self.take_events()
@@ -245,9 +222,9 @@ class Scheduler:
 
     def _fill(self, step: _Step) -> None:
         """Level by level: waiting sequences of more urgent levels, then decodes, then prefill in what time they leave."""
-        step.may_admit = self._policy.may_admit(len(self._running))
+        step.may_admit = self._policy.may_admit(len(self._roster.running))
         by_level: dict[int, tuple[list[Sequence], list[Sequence]]] = {}
-        for sequence in self._running.values():
+        for sequence in self._roster.running.values():
             if sequence.num_wanted > 0:
                 decodes, prefills = by_level.setdefault(self._policy.level(sequence), ([], []))
                 (decodes if sequence.is_decoding else prefills).append(sequence)
@@ -290,7 +267,7 @@ class Scheduler:
             step.enter(self._policy.level(sequence))
             if not self._make_room(step, sequence):
                 return
-            keys = self._match_keys(sequence)
+            keys = self._roster.match_keys(sequence)
             hits = self.tree.match(keys) if self.tree is not None else []
             num_hit = len(hits) * self.pool.block_size
             if not step.budget.fit(num_hit, len(sequence.token_ids) - num_hit, strict=step.prefill_level is not None):
@@ -306,35 +283,35 @@ class Scheduler:
 
     def _make_room(self, step: _Step, sequence: Sequence) -> bool:
         """Frees running slots for a waiting sequence, by displacing others if the policy says so."""
-        num_taken = sum(s.num_slots for s in self._running.values())
+        num_taken = sum(s.num_slots for s in self._roster.running.values())
         while num_taken + sequence.num_slots > self.config.max_num_seqs:
             victim = self._choose_victim(step, behind=sequence)
             if victim is None:
                 return False
             num_taken -= victim.num_slots
-            self._preempt(victim, step.now)
+            self._roster.preempt(victim, step.now)
         return True
 
     def _reserve(self, step: _Step, sequence: Sequence) -> bool:
         """True if the pool can hold all that is known of the sequence, beside what running prompts still need."""
         num_most = count_positions(sequence.group.num_prompt_tokens, sequence.max_output)
-        needed = _table(sequence).num_missing(min(len(sequence.token_ids) + 1, num_most))
-        while self._running:
-            promised = sum(_table(s).num_missing(len(s.token_ids)) for s in self._running.values())
-            headroom = len(self._running)  # a block each, so that admission does not preempt a step later
+        needed = table_of(sequence).num_missing(min(len(sequence.token_ids) + 1, num_most))
+        while self._roster.running:
+            promised = sum(table_of(s).num_missing(len(s.token_ids)) for s in self._roster.running.values())
+            headroom = len(self._roster.running)  # a block each, so that admission does not preempt a step later
             if self.pool.num_available >= needed + promised + headroom:
                 return True
             victim = self._choose_victim(step, behind=sequence)
             if victim is None:
                 return False
-            self._preempt(victim, step.now)
+            self._roster.preempt(victim, step.now)
         return self.pool.num_available >= needed
 
     def _start(self, step: _Step, sequence: Sequence, num_hit: int) -> None:
         """Moves a waiting sequence to running and introduces it to the runner."""
         self._policy.pop()
-        self._num_waiting -= 1
-        self._run(sequence)
+        self._roster.num_waiting -= 1
+        self._roster.run(sequence)
         sequence.num_planned = sequence.num_committed = num_hit
         sequence.num_kept = num_hit // self.pool.block_size
         group = sequence.group
@@ -342,7 +319,7 @@ class Scheduler:
         if not resumed:
             group.scheduled_s = step.now
             group.num_cached_tokens = num_hit
-        self._events.append(
+        self._roster.events.append(
             Scheduled(
                 request_id=group.request.request_id,
                 now_s=step.now,
@@ -374,7 +351,7 @@ class Scheduler:
             return False
         was_decoding = sequence.is_decoding
         samples = int(end == len(sequence.token_ids) + sequence.num_pending and sequence.max_output > 0)
-        table_start, new_blocks = _table(sequence).take_unsent()
+        table_start, new_blocks = table_of(sequence).take_unsent()
         step.plan.sequences.append(
             SequencePlan(
                 seq_id=sequence.seq_id,
@@ -399,13 +376,13 @@ class Scheduler:
         """Makes positions [start, end) writable; False if the blocks for it cannot be had in this step."""
         while True:
             try:
-                step.plan.copies.extend(_table(sequence).grow(start, end))
+                step.plan.copies.extend(table_of(sequence).grow(start, end))
                 return True
             except OutOfBlocksError:
                 victim = self._choose_victim(step, behind=None)
                 if victim is None:
                     return False
-                self._preempt(victim, step.now)
+                self._roster.preempt(victim, step.now)
                 if victim is sequence or victim.num_in_flight:
                     return False  # its blocks come back when the plans that name it are committed
 
@@ -413,14 +390,14 @@ class Scheduler:
         """Makes the request's other sequences from the one that has just computed the prompt."""
         group = parent.group
         for index in range(len(group.sequences), group.request.sampling.n):
-            child = self._make_sequence(group, index, list(parent.token_ids), parent.max_output)
-            child.table = _table(parent).fork()
+            child = self._roster.make_sequence(group, index, list(parent.token_ids), parent.max_output)
+            child.table = table_of(parent).fork()
             child.num_planned = parent.num_planned
             child.num_committed = parent.num_planned
             child.num_kept = parent.num_planned // self.pool.block_size
             child.num_pending = 1
             child.num_in_flight = 1
-            self._run(child)
+            self._roster.run(child)
             step.planned.add(child.seq_id)
             step.forked.append(child)
             step.plan.forks.append(Fork(parent.seq_id, child.seq_id, index))
@@ -433,60 +410,15 @@ class Scheduler:
         """
         choices = [
             s
-            for s in self._running.values()
+            for s in self._roster.running.values()
             if s.seq_id not in step.planned and (behind is None or self._policy.displaces(behind, s))
         ]
         return max(choices, key=lambda s: (self._policy.level(s), self._policy.rank(s)), default=None)
 
-    # State changes
-
-    def _make_sequence(self, group: RequestState, index: int, token_ids: list[int], max_output: int) -> Sequence:
-        sequence = Sequence(self._next_seq, group, index, token_ids, max_output)
-        self._next_seq += 1
-        self._sequences[sequence.seq_id] = sequence
-        group.sequences.append(sequence)
-        return sequence
-
-    def _wait(self, sequence: Sequence) -> None:
-        sequence.status = Status.WAITING
-        self._num_waiting += 1
-        self._policy.push(sequence)
-
-    def _run(self, sequence: Sequence) -> None:
-        sequence.status = Status.RUNNING
-        self._running[sequence.seq_id] = sequence
-        self._policy.join(sequence)
-
-    def _leave(self, sequence: Sequence, status: Status) -> None:
-        del self._running[sequence.seq_id]
-        self._policy.leave(sequence)
-        sequence.status = status
-
-    def _preempt(self, sequence: Sequence, now: float) -> None:
-        """Takes a running sequence's blocks (recomputation, vLLM section 4.5), at once or when no plan names it."""
-        self._leave(sequence, Status.PREEMPTING)
-        self._events.append(Preempted(sequence.group.request.request_id, now))
-        self._settle(sequence)
-
-    def _settle(self, sequence: Sequence | None) -> None:
-        """Gives back the blocks of a sequence that left, as soon as no plan in flight names it."""
-        if sequence is None or sequence.num_in_flight or sequence.status in (Status.RUNNING, Status.WAITING):
-            return
-        if sequence.table is not None:
-            sequence.table.close()
-            sequence.table = None
-            self._departures.append(sequence.seq_id)
-        is_last_use = sequence.status is Status.ENDED and sequence.group.request.scope.kind is ScopeKind.REQUEST
-        if self.tree is not None and is_last_use:
-            self.tree.discard(sequence.keys)  # the scope ends with the request, and its residue with it
-        if sequence.status is Status.PREEMPTING:
-            sequence.num_planned = sequence.num_committed = sequence.num_pending = sequence.num_kept = 0
-            self._wait(sequence)
-        else:
-            self._sequences.pop(sequence.seq_id, None)
+    # What a step brought
 
     def _take_sample(self, sample: Sample, stop: Stop | None, now: float) -> None:
-        sequence = self._sequences.get(sample.seq_id)
+        sequence = self._roster.sequences.get(sample.seq_id)
         if sequence is None or sequence.status is Status.ENDED:
             return
         sequence.num_pending -= 1
@@ -497,7 +429,7 @@ class Scheduler:
         first = group.first_token_s is None
         if first:
             group.first_token_s = now
-        self._events.append(
+        self._roster.events.append(
             Progressed(
                 request_id=group.request.request_id,
                 seq_id=sequence.seq_id,
@@ -508,101 +440,18 @@ class Scheduler:
             )
         )
         if stop is not None:
-            self._end(sequence, FinishReason.STOP, now, stop_reason=stop.reason)
+            self._roster.end(sequence, FinishReason.STOP, now, stop_reason=stop.reason)
         elif sequence.num_output >= sequence.max_output:
-            self._end(sequence, FinishReason.LENGTH, now)
+            self._roster.end(sequence, FinishReason.LENGTH, now)
 
     def _after_step(self, sequence: Sequence, now: float) -> None:
         """Ends what only wanted its prompt computed, and settles who left while the step ran."""
         is_done = not sequence.max_output and sequence.num_committed >= len(sequence.token_ids)
         if sequence.status is Status.RUNNING and is_done:
-            self._end_group(sequence.group, FinishReason.LENGTH, now)
-        self._settle(sequence)
-
-    def _keep_blocks(self, sequence: Sequence) -> None:
-        """Offers full blocks to the prefix tree."""
-        if self.tree is None or self._keys is None:
-            return
-        num_full = min(sequence.num_committed, len(sequence.token_ids)) // self.pool.block_size
-        if num_full > sequence.num_kept:
-            self._keys.extend(sequence.keys, sequence.group.root, sequence.token_ids, num_full)
-            self.tree.insert(sequence.keys[:num_full], _table(sequence).blocks, sequence.num_kept)
-            sequence.num_kept = num_full
-
-    def _match_keys(self, sequence: Sequence) -> list[bytes]:
-        """Returns the keys whose blocks a waiting sequence may read: all but the last token, which gives the logits."""
-        if self.tree is None or self._keys is None or sequence.group.request.sampling.prompt_logprobs is not None:
-            return []
-        num_blocks = (len(sequence.token_ids) - 1) // self.pool.block_size
-        self._keys.extend(sequence.keys, sequence.group.root, sequence.token_ids, num_blocks)
-        return sequence.keys[:num_blocks]
+            self._roster.end_group(sequence.group, FinishReason.LENGTH, now)
+        self._roster.settle(sequence)
 
     def _fail_sequence(self, seq_id: int, message: str, now: float) -> None:
-        sequence = self._sequences.get(seq_id)
+        sequence = self._roster.sequences.get(seq_id)
         if sequence is not None and sequence.status is not Status.ENDED:
-            self._end_group(sequence.group, FinishReason.ERROR, now, error=message)
-
-    def _end_group(self, group: RequestState, reason: FinishReason, now: float, error: str | None = None) -> None:
-        """Ends every open sequence of a request, those included that were still to be forked."""
-        while group.num_unforked:
-            self._make_sequence(group, len(group.sequences), [], 0)
-        for sequence in list(group.sequences):
-            self._end(sequence, reason, now, error=error)
-
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        now: float,
-        *,
-        stop_reason: str | int | None = None,
-        error: str | None = None,
-    ) -> None:
-        """Ends a sequence, once; the request's last one carries `last` (rule 4)."""
-        if sequence.status is Status.ENDED:
-            return
-        if sequence.status is Status.RUNNING:
-            self._leave(sequence, Status.ENDED)
-        elif sequence.status is Status.WAITING:
-            self._num_waiting -= 1
-        sequence.status = Status.ENDED
-        group = sequence.group
-        group.num_open -= 1
-        self._events.append(
-            Ended(
-                request_id=group.request.request_id,
-                seq_id=sequence.seq_id,
-                index=sequence.index,
-                now_s=now,
-                reason=reason,
-                num_prompt_tokens=group.num_prompt_tokens,
-                num_output_tokens=max(0, sequence.num_output),
-                num_cached_tokens=group.num_cached_tokens,
-                arrival_s=group.arrival_s,
-                first_token_s=group.first_token_s,
-                last=group.num_open == 0,
-                stop_reason=stop_reason,
-                error=error,
-            )
-        )
-        if group.num_open == 0:
-            del self._groups[group.request.request_id]
-        self._settle(sequence)
-
-    def _expire(self, now: float) -> None:
-        """Ends requests whose deadline has passed, whatever they wait for."""
-        while (deadline := self.next_deadline_s) is not None and deadline <= now:
-            group = self._groups[heapq.heappop(self._deadlines)[2]]
-            waited = now - group.arrival_s
-            message = (
-                f"the request was not complete after {waited:.1f} s, its deadline; try again when the server is "
-                "less busy, ask for fewer tokens, or raise --request-timeout-s"
-            )
-            self._end_group(group, FinishReason.TIMEOUT, now, error=message)
-
-
-def _table(sequence: Sequence) -> BlockTable:
-    """The block table of a running sequence."""
-    if sequence.table is None:
-        raise AssertionError("a sequence without blocks was treated as running")
-    return sequence.table
+            self._roster.end_group(sequence.group, FinishReason.ERROR, now, error=message)

@@ -1,0 +1,222 @@
+"""Who is there: requests and sequences from arrival to end, their blocks and their place in the queue. Pure: no I/O, no clock.
+
+Every request ends exactly once, and every block comes back (rule 4).
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from cloister.kv import BlockPool, BlockTable, PrefixKeys, PrefixTree
+from cloister.sched.policies import Policy
+from cloister.sched.sequence import RequestState, Sequence, Status
+from cloister.types.events import Arrived, Ended, Event, Preempted
+from cloister.types.request import FinishReason, Request
+from cloister.types.scope import ScopeKind
+
+
+class Roster:
+    """Requests that have not ended, and how they come and go.
+
+    Args:
+        pool: the KV blocks that sequences hold.
+        policy: told who waits, runs and leaves.
+        keys: makes prefix keys; None switches the prefix cache off.
+
+    Attributes:
+        groups: requests by id.
+        sequences: by id; those included that ended while a plan in flight still names them.
+        running: sequences that are planned.
+        departures: sequences that the runner shall forget.
+        events: what happened and was not taken yet.
+    """
+
+    def __init__(self, pool: BlockPool, policy: Policy, keys: PrefixKeys | None) -> None:
+        self.pool = pool
+        self.tree = PrefixTree(pool) if keys is not None else None
+        self.groups: dict[str, RequestState] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.running: dict[int, Sequence] = {}
+        self.num_waiting = 0
+        self.departures: list[int] = []
+        self.events: list[Event] = []
+        self._policy = policy
+        self._keys = keys
+        self._deadlines: list[tuple[float, int, str]] = []
+        self._next_seq = 0
+        self._next_order = 0
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When somebody's deadline passes next."""
+        while self._deadlines and self._deadlines[0][2] not in self.groups:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def num_unused_slots(self) -> int:
+        """KV positions that are allocated to running sequences and hold nothing: the waste of paging, in tokens."""
+        size = self.pool.block_size
+        held: dict[int, int] = {}
+        for sequence in self.running.values():
+            for i, block in enumerate(table_of(sequence).blocks):
+                filled = min(size, max(0, sequence.num_planned - i * size))
+                held[block] = max(held.get(block, 0), filled)
+        return sum(size - filled for filled in held.values())
+
+    def take_events(self) -> list[Event]:
+        """Returns what happened since the last call, oldest first."""
+        events, self.events = self.events, []
+        return events
+
+    def take_departures(self) -> list[int]:
+        """Returns the sequences that left since the last call."""
+        departures, self.departures = self.departures, []
+        return departures
+
+    def enlist(self, request: Request, now: float, seed: int) -> RequestState:
+        """Takes a request down, with the deadline it brings.
+
+        Raises:
+            ValueError: its id is in use.
+        """
+        if request.request_id in self.groups:
+            raise ValueError("a request id may be used once only")
+        root = self._keys.root(request.scope, request.adapter) if self._keys is not None else b""
+        group = RequestState(request, now=now, order=self._next_order, seed=seed, root=root)
+        self._next_order += 1
+        self.groups[request.request_id] = group
+        self.events.append(Arrived(request.request_id, now, group.num_prompt_tokens))
+        heapq.heappush(self._deadlines, (group.deadline_s, group.order, request.request_id))
+        return group
+
+    def make_sequence(self, group: RequestState, index: int, token_ids: list[int], max_output: int) -> Sequence:
+        """Adds a sequence to a request; it neither waits nor runs yet."""
+        sequence = Sequence(self._next_seq, group, index, token_ids, max_output)
+        self._next_seq += 1
+        self.sequences[sequence.seq_id] = sequence
+        group.sequences.append(sequence)
+        return sequence
+
+    def wait(self, sequence: Sequence) -> None:
+        """Queues a sequence."""
+        sequence.status = Status.WAITING
+        self.num_waiting += 1
+        self._policy.push(sequence)
+
+    def run(self, sequence: Sequence) -> None:
+        """Lets a sequence be planned from now on."""
+        sequence.status = Status.RUNNING
+        self.running[sequence.seq_id] = sequence
+        self._policy.join(sequence)
+
+    def leave(self, sequence: Sequence, status: Status) -> None:
+        """Stops planning a running sequence; `settle` takes its blocks."""
+        del self.running[sequence.seq_id]
+        self._policy.leave(sequence)
+        sequence.status = status
+
+    def preempt(self, sequence: Sequence, now: float) -> None:
+        """Takes a running sequence's blocks (recomputation, vLLM section 4.5), at once or when no plan names it."""
+        self.leave(sequence, Status.PREEMPTING)
+        self.events.append(Preempted(sequence.group.request.request_id, now))
+        self.settle(sequence)
+
+    def settle(self, sequence: Sequence | None) -> None:
+        """Gives back the blocks of a sequence that left, as soon as no plan in flight names it."""
+        if sequence is None or sequence.num_in_flight or sequence.status in (Status.RUNNING, Status.WAITING):
+            return
+        if sequence.table is not None:
+            sequence.table.close()
+            sequence.table = None
+            self.departures.append(sequence.seq_id)
+        is_last_use = sequence.status is Status.ENDED and sequence.group.request.scope.kind is ScopeKind.REQUEST
+        if self.tree is not None and is_last_use:
+            self.tree.discard(sequence.keys)  # the scope ends with the request, and its residue with it
+        if sequence.status is Status.PREEMPTING:
+            sequence.num_planned = sequence.num_committed = sequence.num_pending = sequence.num_kept = 0
+            self.wait(sequence)
+        else:
+            self.sequences.pop(sequence.seq_id, None)
+
+    def keep_blocks(self, sequence: Sequence) -> None:
+        """Offers full blocks to the prefix tree."""
+        if self.tree is None or self._keys is None:
+            return
+        num_full = min(sequence.num_committed, len(sequence.token_ids)) // self.pool.block_size
+        if num_full > sequence.num_kept:
+            self._keys.extend(sequence.keys, sequence.group.root, sequence.token_ids, num_full)
+            self.tree.insert(sequence.keys[:num_full], table_of(sequence).blocks, sequence.num_kept)
+            sequence.num_kept = num_full
+
+    def match_keys(self, sequence: Sequence) -> list[bytes]:
+        """Returns the keys whose blocks a waiting sequence may read: all but the last token, which gives the logits."""
+        if self.tree is None or self._keys is None or sequence.group.request.sampling.prompt_logprobs is not None:
+            return []
+        num_blocks = (len(sequence.token_ids) - 1) // self.pool.block_size
+        self._keys.extend(sequence.keys, sequence.group.root, sequence.token_ids, num_blocks)
+        return sequence.keys[:num_blocks]
+
+    def end_group(self, group: RequestState, reason: FinishReason, now: float, error: str | None = None) -> None:
+        """Ends every open sequence of a request, those included that were still to be forked."""
+        while group.num_unforked:
+            self.make_sequence(group, len(group.sequences), [], 0)
+        for sequence in list(group.sequences):
+            self.end(sequence, reason, now, error=error)
+
+    def end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now: float,
+        *,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Ends a sequence, once; the request's last one carries `last` (rule 4)."""
+        if sequence.status is Status.ENDED:
+            return
+        if sequence.status is Status.RUNNING:
+            self.leave(sequence, Status.ENDED)
+        elif sequence.status is Status.WAITING:
+            self.num_waiting -= 1
+        sequence.status = Status.ENDED
+        group = sequence.group
+        group.num_open -= 1
+        self.events.append(
+            Ended(
+                request_id=group.request.request_id,
+                seq_id=sequence.seq_id,
+                index=sequence.index,
+                now_s=now,
+                reason=reason,
+                num_prompt_tokens=group.num_prompt_tokens,
+                num_output_tokens=max(0, sequence.num_output),
+                num_cached_tokens=group.num_cached_tokens,
+                arrival_s=group.arrival_s,
+                first_token_s=group.first_token_s,
+                last=group.num_open == 0,
+                stop_reason=stop_reason,
+                error=error,
+            )
+        )
+        if group.num_open == 0:
+            del self.groups[group.request.request_id]
+        self.settle(sequence)
+
+    def expire(self, now: float) -> None:
+        """Ends requests whose deadline has passed, whatever they wait for."""
+        while (deadline := self.next_deadline_s) is not None and deadline <= now:
+            group = self.groups[heapq.heappop(self._deadlines)[2]]
+            waited = now - group.arrival_s
+            message = (
+                f"the request was not complete after {waited:.1f} s, its deadline; try again when the server is "
+                "less busy, ask for fewer tokens, or raise --request-timeout-s"
+            )
+            self.end_group(group, FinishReason.TIMEOUT, now, error=message)
+
+
+def table_of(sequence: Sequence) -> BlockTable:
+    """The block table of a running sequence."""
+    if sequence.table is None:
+        raise AssertionError("a sequence without blocks was treated as running")
+    return sequence.table
