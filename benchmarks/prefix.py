@@ -26,7 +26,7 @@ from cloister.sched import SchedulerConfig
 
 PURE_BLOCK_SIZE = 256
 SCALE = Fraction(1, 16)
-HIT_TOKENS = (0, 33, 256, 512, 1024, CONTEXT_TOKENS)
+HIT_TOKENS = (0, 33, 128, 256, 512, 1024, CONTEXT_TOKENS)
 """Bounds of the groups of requests by the tokens that were hit; nearly all share the first 32, a system prompt."""
 
 
