@@ -49,6 +49,7 @@ REFUSED: Final[Mapping[str, Refused]] = {
     "length_penalty": Refused("beam search is not available", (1, 1.0)),
 }
 
+
 def refuse_unsupported(body: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the body without the fields of `REFUSED`.
 
