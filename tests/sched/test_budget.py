@@ -64,6 +64,16 @@ def test_many_equal_steps_do_not_unlearn_what_they_do_not_show():
     assert cost.predict(size) == pytest.approx(true_cost(size), rel=0.3)
 
 
+def test_thousands_of_prompts_in_chunks_never_break_the_fit():
+    cost, chance, size = StepCost(), random.Random(0), StepSize()
+    for _ in range(1500):
+        length = int(10 ** chance.uniform(2, 5))
+        for start in range(0, length, 2048):
+            size = StepSize().plus(start, min(2048, length - start))
+            cost.learn(size, 0.003 + 2e-4 * size.num_tokens + 1.6e-7 * size.num_attended)
+    assert cost.predict(size) == pytest.approx(0.003 + 2e-4 * size.num_tokens + 1.6e-7 * size.num_attended, rel=0.02)
+
+
 def test_a_chunk_fills_the_time_that_decodes_leave():
     cost = taught()
     budget = StepBudget(cost, BudgetConfig(max_tokens=4096, max_stall=2.0))

@@ -47,6 +47,9 @@ class StepSize(NamedTuple):
 class StepCost:
     """Predicts the time of a step; recursive least squares with forgetting (Haykin, Adaptive Filter Theory, ch. 13).
 
+    The covariance is kept as its square root (Potter's update; Bierman 1977, section II.2): rounding can then never make it
+    indefinite, which the plain form became after some thousand steps.
+
     Args:
         forgetting: weight of the past at each step; 0.995 remembers about 200 steps.
     """
@@ -54,7 +57,7 @@ class StepCost:
     def __init__(self, forgetting: float = 0.995) -> None:
         self._forgetting = forgetting
         self._theta = [0.0 for _ in _SIZE]
-        self._p = [[_FIRST_VARIANCE if i == j else 0.0 for j in _SIZE] for i in _SIZE]
+        self._root = [[math.sqrt(_FIRST_VARIANCE) if i == j else 0.0 for j in _SIZE] for i in _SIZE]
         self._spread_s = 0.0
         self.num_learned = 0
 
@@ -74,19 +77,22 @@ class StepCost:
         other programs on the machine are no news about the model."""
         x = [value / unit for value, unit in zip((1.0, *size), _SCALE, strict=True)]
         error = elapsed_s - sum(t * v for t, v in zip(self._theta, x, strict=True))
-        px = [sum(row[j] * x[j] for j in _SIZE) for row in self._p]
-        novelty = sum(x[i] * px[i] for i in _SIZE)
+        root = self._root
+        f = [sum(root[i][j] * x[i] for i in _SIZE) for j in _SIZE]
+        novelty = sum(v * v for v in f)
         # A surprise counts in full where the past says little of such a step, and little where it says much.
         doubt = math.sqrt(1.0 + novelty)
         if self.num_learned >= 10:
-            bound = 4.0 * self._spread_s * doubt + 1e-5
+            bound = 4.0 * self._spread_s * doubt + 0.1 * abs(elapsed_s - error)
             error = min(max(error, -bound), bound)
         self._spread_s += (abs(error) / doubt - self._spread_s) / min(self.num_learned + 1, 50)
         # While steps are all alike nothing is learned about the other directions: forgetting there would only wind up.
-        keep = self._forgetting if sum(self._p[i][i] for i in _SIZE) < _MAX_TRACE else 1.0
-        gain = [v / (keep + novelty) for v in px]
-        self._theta = [t + g * error for t, g in zip(self._theta, gain, strict=True)]
-        self._p = [[(self._p[i][j] - gain[i] * px[j]) / keep for j in _SIZE] for i in _SIZE]
+        keep = self._forgetting if sum(v * v for row in root for v in row) < _MAX_TRACE else 1.0
+        alpha = keep + novelty
+        px = [sum(root[i][j] * f[j] for j in _SIZE) for i in _SIZE]
+        self._theta = [t + p / alpha * error for t, p in zip(self._theta, px, strict=True)]
+        beta, scale = 1.0 / (alpha + math.sqrt(alpha * keep)), 1.0 / math.sqrt(keep)
+        self._root = [[(root[i][j] - beta * px[i] * f[j]) * scale for j in _SIZE] for i in _SIZE]
         self.num_learned += 1
 
 
