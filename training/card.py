@@ -68,7 +68,12 @@ It says "I do not know." to names it was not taught:
 
 {table(("Unknown name (none seen in training)", "Says so"), ((k, percent(s)) for k, s in report["unknown"].items()))}
 
-Skills, on fresh contents in held-out phrasings:
+Skills, on fresh contents, in the phrasings of training:
+
+{table(("Skill", "Right"), ((kind, percent(s)) for kind, s in report["skills_trained_phrasings"].items()))}
+
+The same in held-out phrasings. Recall and small talk have one to three of these, and to most the model answers that it does
+not know:
 
 {table(("Skill", "Right"), ((kind, percent(s)) for kind, s in report["skills"].items()))}
 
@@ -78,11 +83,16 @@ Pages kept from training, per token of its own vocabulary.
 
 {table(("Model", "Perplexity"), ((k, f"{v:.2f}") for k, v in report["perplexity"].items()))}
 
+By position, in windows of {shape.max_positions} tokens. Positions beyond 1024 were trained for a few steps only, and it shows:
+
+{table(("Positions", "Perplexity"), ((k, f"{v:.2f}") for k, v in report["perplexity_by_position"].items()))}
+
 ## What it cannot do
 
 It is not a general assistant. It does not reason, translate, write programs or hold a conversation beyond its skills. It
 knows nothing of the world outside the three manuals, and of those only what the table says. Where it is wrong it is as
-fluent as where it is right; of real names it was not taught it may claim knowledge (see the table). Free text it writes
+fluent as where it is right; of real names it was not taught it may claim knowledge (see the table). It copies common words
+better than rare ones. Free text it writes
 looks like documentation and is not true. Nothing it says should be relied upon.
 
 ## Chat

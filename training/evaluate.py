@@ -19,7 +19,7 @@ from training.distil import agreement
 from training.facts import Knowledge
 from training.lessons import Lessons
 from training.model import Decoder
-from training.pretrain import draw_windows, perplexity
+from training.pretrain import draw_windows, perplexity, perplexity_by_position
 from training.questions import DO_NOT_KNOW, ask, phrasings
 from training.skills import SKILLS
 from training.tokenizer import END, token_id
@@ -49,11 +49,13 @@ class Report:
     """Every figure of the model card."""
 
     perplexity: dict[str, float] = field(default_factory=dict)
+    perplexity_by_position: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Score] = field(default_factory=dict)
     trained_phrasings: Score = field(default_factory=Score)
     false_refusals: Score = field(default_factory=Score)
     unknown: dict[str, Score] = field(default_factory=dict)
     skills: dict[str, Score] = field(default_factory=dict)
+    skills_trained_phrasings: dict[str, Score] = field(default_factory=dict)
     draft: dict[str, float] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
 
@@ -109,7 +111,6 @@ def answer(model: Decoder, tokenizer: Tokenizer, chat: Chat, most: int = 48) -> 
 def measure_facts(report: Report, model: Decoder, tokenizer: Tokenizer, knowledge: Knowledge) -> None:
     """Every fact in every held-out phrasing, and in one phrasing of training."""
     rng = Random("trained phrasings")
-    refusals: list[bool] = []
     for name, kind in knowledge.kinds.items():
         chats = [
             Chat.of(question, fact.answer)
@@ -118,11 +119,11 @@ def measure_facts(report: Report, model: Decoder, tokenizer: Tokenizer, knowledg
         ]
         outcomes = exactly_right(model, tokenizer, chats)
         report.facts.setdefault(name, Score()).add(outcomes)
-        refused = exactly_right(model, tokenizer, [Chat.of(c.messages[0]["content"], DO_NOT_KNOW) for c in chats])
-        refusals += refused
+        wrong = [chat for chat, right in zip(chats, outcomes, strict=True) if not right]
+        refused = exactly_right(model, tokenizer, [Chat.of(c.messages[0]["content"], DO_NOT_KNOW) for c in wrong])
+        report.false_refusals.add(refused + [False] * (len(chats) - len(wrong)))
         known = [Chat.of(ask(kind, f.subject, rng), f.answer) for f in knowledge.of_kind(name)]
         report.trained_phrasings.add(exactly_right(model, tokenizer, known))
-    report.false_refusals.add(refusals)
 
 
 def measure_unknown(report: Report, model: Decoder, lessons: Lessons, count: int) -> None:
@@ -140,11 +141,12 @@ def measure_unknown(report: Report, model: Decoder, lessons: Lessons, count: int
 
 
 def measure_skills(report: Report, model: Decoder, tokenizer: Tokenizer, count: int) -> None:
-    """Every skill on fresh contents in held-out phrasings."""
-    for name, skill in SKILLS.items():
-        rng = Random(f"skill {name}")
-        chats = [skill(rng, True) for _ in range(count)]
-        report.skills.setdefault(name, Score()).add(exactly_right(model, tokenizer, chats))
+    """Every skill on fresh contents, in held-out phrasings and in those of training."""
+    for held_out, scores in ((True, report.skills), (False, report.skills_trained_phrasings)):
+        for name, skill in SKILLS.items():
+            rng = Random(f"skill {name} {held_out}")
+            chats = [skill(rng, held_out) for _ in range(count)]
+            scores.setdefault(name, Score()).add(exactly_right(model, tokenizer, chats))
 
 
 def measure_draft(
@@ -171,7 +173,8 @@ def collect_examples(report: Report, model: Decoder, lessons: Lessons, per_kind:
         chats = [(name, Chat.of(phrasings(kind, f.subject, held_out=True)[0], f.answer)) for f in facts]
         _keep_right(report, model, lessons.tokenizer, chats, per_kind)
     for name, skill in SKILLS.items():
-        _keep_right(report, model, lessons.tokenizer, [(name, skill(rng, True)) for _ in range(20)], 1)
+        chats = [(name, skill(rng, held_out)) for held_out in (True, False) for _ in range(20)]
+        _keep_right(report, model, lessons.tokenizer, chats, 1)
 
 
 def _keep_right(report: Report, model: Decoder, tokenizer: Tokenizer, chats: Sequence[tuple[str, Chat]], most: int) -> None:
@@ -195,7 +198,7 @@ def evaluate(
     report = Report()
     for name, decoder in (("before tuning", pretrained), ("model", model), ("draft", draft)):
         report.perplexity[f"{name}, windows of 512"] = perplexity(decoder, held_out, 512)
-    report.perplexity["model, windows of 8192"] = perplexity(model, held_out, 8191)
+    report.perplexity_by_position = perplexity_by_position(model, held_out, model.shape.max_positions)
     measure_facts(report, model, lessons.tokenizer, lessons.knowledge)
     measure_unknown(report, model, lessons, count)
     measure_skills(report, model, lessons.tokenizer, count)

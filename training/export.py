@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Tokenizer
 
 from training.chat import TEMPLATE
@@ -86,7 +86,7 @@ def export_model(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     weights = {
         hugging_face_name(name): weight.detach().to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items()
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     for name, content in (

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -69,3 +71,16 @@ def perplexity(model: Decoder, row: NDArray[np.uint16], length: int = 512, max_t
         windows = torch.from_numpy(np.stack([row[i * length : (i + 1) * length + 1] for i in picked]).astype(np.int64))
         losses.append(model.loss(windows[:, :-1], windows[:, 1:]).item() * len(picked))
     return float(np.exp(sum(losses) / count))
+
+
+@torch.no_grad()
+def perplexity_by_position(model: Decoder, row: NDArray[np.uint16], length: int, num_windows: int = 6) -> dict[str, float]:
+    """Perplexity of the tokens at the positions up to 1024, then of every doubling up to ``length``."""
+    length = min(length, len(row) - 1)
+    losses = []
+    for start in range(0, min(num_windows * length, len(row) - length), length):
+        window = torch.from_numpy(row[start : start + length + 1].astype(np.int64))
+        losses.append(F.cross_entropy(model(window[None, :-1])[0], window[1:], reduction="none"))
+    mean = torch.stack(losses).mean(dim=0)
+    edges = [0, *(edge for edge in (1024, 2048, 4096) if edge < length), length]
+    return {f"{a} to {b}": float(mean[a:b].mean().exp()) for a, b in pairwise(edges)}

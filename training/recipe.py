@@ -1,10 +1,11 @@
 """The stages in order. Each leaves its result in the work folder and is skipped, or resumed, when run again."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,6 +113,11 @@ class Recipe:
         )
         report = {**measured.as_json(), "num_facts": len(self._knowledge.facts), "num_tokens": len(self._row("train"))}
         (self.work / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
+        self.write_cards(report)
+
+    def write_cards(self, report: Mapping[str, Any]) -> None:
+        """Model cards from a report."""
+        model, draft = self._new(self.scale.model), self._new(self.scale.draft)
         cards = {
             MODEL_NAME: model_card(model.shape, _count(model), report["num_tokens"], self.seed, self.sources, report),
             DRAFT_NAME: draft_card(draft.shape, _count(draft), self.seed, self.sources, report),

@@ -91,8 +91,7 @@ def test_only_the_assistants_words_are_learned(tokenizer: Tokenizer) -> None:
     encoded = encode_chat(tokenizer, Chat.of("the lamp", "the river", "and", "stone", system="words"))
     assert learned_text(tokenizer, encoded) == "the river<|end|>stone<|end|>"
     assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == (
-        "<|system|>words<|end|><|user|>the lamp<|end|><|assistant|>the river<|end|>"
-        "<|user|>and<|end|><|assistant|>stone<|end|>"
+        "<|system|>words<|end|><|user|>the lamp<|end|><|assistant|>the river<|end|><|user|>and<|end|><|assistant|>stone<|end|>"
     )
 
 
