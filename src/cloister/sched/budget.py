@@ -109,7 +109,7 @@ class BudgetConfig:
 
     max_tokens: int = 2048
     target_s: float | None = None
-    max_stall: float = 1.8
+    max_stall: float = 1.7
     chunk: int = 8
 
 

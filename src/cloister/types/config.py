@@ -40,7 +40,7 @@ class EngineConfig:
     target_step_ms: float | None = setting(
         None, "Time that a step may take; unset, a step may take `max_stall` times its decode part.", low=0
     )
-    max_stall: float = setting(1.8, "How much prefill may stretch a step that also decodes, as a ratio.", low=1)
+    max_stall: float = setting(1.7, "How much prefill may stretch a step that also decodes, as a ratio.", low=1)
     scheduler: str = setting("fcfs", "Who goes first.")
     prefix_cache: bool | None = setting(None, "Reuse KV of equal prefixes inside a scope; unset, as the profile says.")
     profile: str | None = setting(
