@@ -41,11 +41,15 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def open_engine(options: argparse.Namespace, **settings: object) -> EngineCore:
-    """Returns an engine core of the embedded model that this thread steps itself; `settings` as in EngineConfig."""
+    """Returns an engine core of the embedded model, set as a server's, that this thread steps itself.
+
+    Args:
+        settings: as in EngineConfig.
+    """
     from cloister.app import build_engine, resolve_settings
 
     flags = {"model": MODEL, "num_threads": options.num_threads, "prefix_cache": False, **settings}
-    return build_engine(resolve_settings(flags, listens=False).engine.config)
+    return build_engine(resolve_settings(flags).engine.config)
 
 
 def make_progress() -> Progress:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from cloister.server.serve import Site
 
 ENGINE_ENTRY: Final = "cloister.app:build_engine"
+OFFLINE_STALL: Final = 100.0
+"""`max_stall` of an engine that no server stands before: prompts go in as fast as they can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ def resolve_settings(
     """
     known = setting_names(EngineConfig, ServerConfig)
     layers: list[tuple[str, Mapping[str, object]]] = []
+    if not listens:
+        layers.append(("nobody watches the streams of a batch", {"max_stall": OFFLINE_STALL}))
     if config_file is not None:
         from_file = _read_toml(config_file)
         reject_unknown(from_file, known, config_file.name)
