@@ -20,7 +20,7 @@ from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.types.events import Event, Progressed
 
 STREAM_TOKENS = 4000
-QUIET_TOKENS = 200
+QUIET_TOKENS = 400
 LONG_TOKENS = CONTEXT_TOKENS - 16
 SETTLE_S = 1.0
 LONG = "long-0"
@@ -32,7 +32,7 @@ class Stall:
 
     Attributes:
         alone_s: TTFT of the long prompt on an idle engine.
-        quiet_s: gaps of the streams without the prompt, once all of them stream.
+        quiet_s: gaps of the streams without the prompt, while all of them stream.
         loaded_s: the same from the prompt's arrival to its first token.
         ttft_s: of the long prompt beside the streams.
     """
@@ -81,7 +81,7 @@ def main() -> int:
         plot_distribution(axes, chunked.loaded_s, BLUE, "prompt arrives, chunked")
         plot_distribution(axes, whole.loaded_s, ORANGE, "prompt arrives, prefill first")
         axes.set_xlabel("time between tokens of the streams, ms")
-        axes.legend(loc="center right")
+        axes.legend(loc="center", bbox_to_anchor=(0.66, 0.5))
     return bench.finish(options)
 
 
@@ -94,7 +94,8 @@ def measure(options: argparse.Namespace, **settings: object) -> Stall:
     quiet = drive(engine, streams(options, QUIET_TOKENS, "quiet")).recorder.records
     first_due_s = min(record.due_s for record in quiet)
     all_stream_s = max(record.deliveries[0][0] for record in quiet)
-    gaps = [gap for r in quiet for gap in gaps_within([t for t, _ in r.deliveries], all_stream_s, float("inf"))]
+    first_ends_s = min(record.deliveries[-1][0] for record in quiet)
+    gaps = [gap for r in quiet for gap in gaps_within([t for t, _ in r.deliveries], all_stream_s, first_ends_s)]
     arrival_s = all_stream_s - first_due_s + SETTLE_S
     long = Timed(arrival_s, make_request(0, replace(long_item, arrival_s=arrival_s), "long"))
     stop = _StopStreams(engine, options.num_streams)
