@@ -412,3 +412,68 @@ def test_the_next_deadline_is_the_earliest_one():
     bench.add("a", 4, timeout_s=9)
     bench.add("b", 4, timeout_s=3)
     assert bench.scheduler.next_deadline_s == 3
+
+
+def test_two_tenants_with_long_prompts_do_not_displace_each_other_for_ever():
+    bench = Bench(policy="fair", max_num_seqs=1, num_blocks=512, block_size=16, max_tokens=1024, max_model_len=8192, keys=False)
+    for tenant in ("a", "b"):
+        bench.add(tenant, [1] * 6000, max_tokens=100, tenant=tenant)
+    bench.run(limit=400)
+    assert bench.runner.num_computed < 1.1 * 2 * 6100
+
+
+def test_who_comes_while_all_rest_gains_nothing_from_what_others_did_before():
+    bench = Bench(policy="fair", max_num_seqs=1, num_blocks=64, block_size=16, max_tokens=1024, max_model_len=1024, keys=False)
+    for i in range(60):
+        bench.add(f"old{i}", [1] * 1000, max_tokens=1, tenant="old")
+    bench.run()
+    for i in range(60):
+        bench.add(f"new{i}", [1] * 1000, max_tokens=1, tenant="new")
+    bench.add("back", [1] * 1000, max_tokens=1, tenant="old")
+    bench.run()
+    order = [e.request_id for e in bench.ended()]
+    assert order.index("back") < order.index("new20")  # its burst, not all of the old work
+
+
+def test_one_who_is_displaced_waits_and_ends_though_others_worked_more_before():
+    fields = {"max_num_seqs": 2, "num_blocks": 1024, "block_size": 16, "max_tokens": 1024, "max_model_len": 8192}
+    bench = Bench(policy="fair", keys=False, **fields)
+    bench.add("stream", 10, max_tokens=1200, tenant="slow")
+    for i in range(40):
+        bench.add(f"flood{i}", [1] * 1000, max_tokens=1, tenant="flood")
+    while not bench.ended("flood39"):
+        bench.step()
+    bench.add("flood", 10, max_tokens=1, tenant="flood")  # back from a rest, far ahead of all
+    while not bench.ended("flood"):
+        bench.step()
+    bench.add("first", [1] * 7000, max_tokens=1, tenant="busy")
+    bench.add("second", [1] * 1000, max_tokens=500, tenant="busy")
+    while not bench.ended("first"):
+        bench.step()
+    for _ in range(5):
+        bench.step()
+    bench.add("urgent", 10, max_tokens=5, tenant="slow")
+    bench.run(limit=5000)
+    assert bench.of(Preempted)
+    assert bench.ended("second")
+
+
+@pytest.mark.parametrize("ending", ["the first answer ends first", "abort"])
+def test_nothing_of_a_request_scope_stays_when_its_forks_end_one_by_one(ending):
+    bench = Bench(num_blocks=32)
+    bench.add("a", 8, max_tokens=3, n=2, scope=Scope(ScopeKind.REQUEST, b"once"))
+    bench.step()
+    if ending == "abort":
+        bench.scheduler.abort("a", bench.now)
+    else:
+        bench.step({0: Stop(1)})
+    bench.run()
+    assert bench.pool.num_free == bench.pool.num_total
+
+
+def test_a_negative_length_is_refused():
+    bench = Bench()
+    bench.add("a", 8, max_tokens=-1)
+    (end,) = bench.scheduler.take_events()[1:]
+    assert end.reason is FinishReason.REJECTED
+    assert "max_tokens" in end.error

@@ -28,6 +28,8 @@ def find_refusal(request: Request, limits: Limits) -> str | None:
     num_output = request.sampling.max_tokens
     if num_prompt < 1:
         return "the prompt is empty; send at least one token"
+    if num_output is not None and num_output < 0:
+        return f"max_tokens is {num_output}; set it to 0 or more, or leave it out"
     if num_prompt + int(num_output != 0) > limits.max_model_len:
         return (
             f"the prompt has {num_prompt} tokens and the context window holds {limits.max_model_len}, answer included; "

@@ -131,7 +131,9 @@ class Roster:
             self.departures.append(sequence.seq_id)
         is_last_use = sequence.status is Status.ENDED and sequence.group.request.scope.kind is ScopeKind.REQUEST
         if self.tree is not None and is_last_use:
-            self.tree.discard(sequence.keys)  # the scope ends with the request, and its residue with it
+            # The scope ends with the request, and its residue with it; forks may know only their own end of the chain.
+            self.tree.discard(sequence.keys)
+            self.tree.discard(sequence.group.sequences[0].keys)
         if sequence.status is Status.PREEMPTING:
             sequence.num_planned = sequence.num_committed = sequence.num_pending = sequence.num_kept = 0
             self.wait(sequence)

@@ -67,10 +67,15 @@ class Fair:
         return 0 if self._lags(self._tenants[sequence.group.request.tenant]) else 1
 
     def rank(self, sequence: Sequence) -> tuple[float, int]:
-        return self._tenants[sequence.group.request.tenant].counter, sequence.group.order
+        return self._counter(sequence), sequence.group.order
 
     def displaces(self, candidate: Sequence, victim: Sequence) -> bool:
-        return self.level(candidate) < self.level(victim)
+        if self.level(candidate) >= self.level(victim):
+            return False
+        # It must still lag when its own start and the victim's second one are paid for: else two tenants with long
+        # prompts would take each other's place for ever, and compute nothing but beginnings.
+        ahead = self._counter(victim) - self._counter(candidate)
+        return ahead > self._quantum + len(candidate.token_ids) + victim.num_planned
 
     def charge(self, sequence: Sequence, num_prefill: int, num_decode: int) -> None:
         self._tenants[sequence.group.request.tenant].counter += num_prefill + DECODE_WEIGHT * num_decode
@@ -82,6 +87,7 @@ class Fair:
 
     def leave(self, sequence: Sequence) -> None:
         tenant = self._tenants[sequence.group.request.tenant]
+        self._survey()  # while it still counts: who comes when all are gone must not gain from its work
         tenant.num_running -= 1
         self._ahead = None
         if not tenant.num_running and not tenant.queue:
@@ -93,20 +99,26 @@ class Fair:
         if tenant is None:
             tenant = self._tenants[name] = _Tenant(0.0)
         if not tenant.num_running and not tenant.queue:
-            active = [t.counter for t in self._tenants.values() if t.num_running or t.queue]
-            tenant.counter = max(tenant.counter, (min(active) if active else self._floor) - self._burst)
-            self._floor = max(self._floor, tenant.counter)
+            self._survey()
+            tenant.counter = max(tenant.counter, self._floor - self._burst)
         return tenant
 
+    def _counter(self, sequence: Sequence) -> float:
+        return self._tenants[sequence.group.request.tenant].counter
+
     def _lags(self, tenant: _Tenant) -> bool:
+        return tenant.counter + self._quantum < self._survey()
+
+    def _survey(self) -> float:
+        """Returns the counter of the tenant farthest ahead, and lets the floor follow the one farthest behind."""
         if self._ahead is None:
-            self._ahead = max((t.counter for t in self._tenants.values() if t.num_running or t.queue), default=0.0)
-        return tenant.counter + self._quantum < self._ahead
+            active = [t.counter for t in self._tenants.values() if t.num_running or t.queue]
+            self._ahead = max(active, default=0.0)
+            self._floor = max(self._floor, min(active, default=0.0))
+        return self._ahead
 
     def _forget_idle(self) -> None:
-        """Drops tenants whose counter the lift would replace anyway, so that names do not pile up."""
-        active = [t.counter for t in self._tenants.values() if t.num_running or t.queue]
-        self._floor = max(self._floor, min(active, default=self._floor))
+        """Drops tenants whose counter the lift would replace anyway (the floor never sinks), so that names do not pile up."""
         idle = [n for n, t in self._tenants.items() if not t.num_running and not t.queue]
         for name in idle:
             if self._tenants[name].counter <= self._floor - self._burst:
