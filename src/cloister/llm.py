@@ -7,6 +7,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,12 +175,14 @@ class LLM:
         """Yields what each step adds to the answer; closing the iterator early gives the request up."""
         request = self._make_request(prompt, sampling or self.default_sampling)
         outputs: queue.SimpleQueue[SequenceOutput | Exception | None] = queue.SimpleQueue()
-        future = asyncio.run_coroutine_threadsafe(self._pump(request, outputs), self._loop)
+        future = self._start_work(self._pump(request, outputs))
         try:
             while (item := outputs.get(timeout=request.timeout_s + _CLOSE_TIMEOUT_S)) is not None:
                 if isinstance(item, Exception):
                     raise item
                 yield item
+        except queue.Empty:
+            raise EngineError("the request waited for others of this program past its deadline; send fewer at once") from None
         finally:
             future.cancel()
 
@@ -219,15 +222,18 @@ class LLM:
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Runs a coroutine on the LLM's loop and waits; an interrupt gives it up. Requests bring deadlines of their own."""
-        if not self._thread.is_alive():
-            work.close()
-            raise EngineError("this LLM was closed; open another one")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._start_work(work)
         try:
             return future.result(timeout_s)
         except BaseException:
             future.cancel()
             raise
+
+    def _start_work(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if not self._thread.is_alive():
+            work.close()
+            raise EngineError("this LLM was closed; open another one")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _answer_all(self, requests: Sequence[Request], on_progress: Progress | None) -> list[Completion]:
         num_done = 0

@@ -151,6 +151,17 @@ def test_a_closed_llm_says_so():
     llm.close()
     with pytest.raises(CloisterError, match="was closed"):
         llm.generate(["x"])
+    with pytest.raises(CloisterError, match="was closed"):
+        list(llm.stream("x"))
+
+
+def test_a_stream_that_gets_no_turn_says_so(monkeypatch):
+    with LLM("cloister-5m", max_model_len=64, kv_memory_mb=1, max_waiting=1, request_timeout_s=0.1) as llm:
+        llm._call(llm._room.acquire())
+        with monkeypatch.context() as patch:
+            patch.setattr("cloister.llm._CLOSE_TIMEOUT_S", 0.1)
+            with pytest.raises(CloisterError, match="send fewer at once"):
+                list(llm.stream("x"))
 
 
 @pytest.mark.parametrize("settings", [{"blok_size": 1}, {"block_size": 0}, {"scheduler": "lottery"}, {"kv_memory_mb": 0.001}])
