@@ -125,6 +125,19 @@ def test_a_private_copy_takes_the_place_of_an_evicted_original(pool, tree, keys)
     pool.check()
 
 
+def test_what_is_cached_can_be_had_while_an_equal_prompt_still_runs(pool, tree, keys):
+    found = chain(keys, [1] * 12)
+    first, second = BlockTable(pool), BlockTable(pool)
+    for table, length in ((first, 8), (second, 12)):
+        table.grow(0, length)
+        tree.insert(found[: length // SIZE], table.blocks, 0)
+    first.close()
+    tree.check()
+    assert len(pool.allocate(pool.num_available)) == 5
+    tree.check()
+    pool.check()
+
+
 def test_many_uses_of_one_prefix_do_not_pile_up(pool, tree, keys):
     found = chain(keys, [1] * 8)
     blocks = remember(pool, tree, found)

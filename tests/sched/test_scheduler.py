@@ -458,6 +458,18 @@ def test_one_who_is_displaced_waits_and_ends_though_others_worked_more_before():
     assert bench.ended("second")
 
 
+def test_equal_prompts_side_by_side_leave_no_block_that_admission_counts_and_nobody_can_have():
+    bench = Bench(num_blocks=26, max_tokens=256)
+    bench.add("first", [7] * 40, max_tokens=1)
+    bench.add("twin", [7] * 40, max_tokens=40)
+    for _ in range(7):
+        bench.step()
+    bench.add("other", [9] * 36, max_tokens=2)
+    bench.run()
+    assert [e.request_id for e in bench.ended()] == ["first", "other", "twin"]
+    assert not bench.of(Preempted)
+
+
 @pytest.mark.parametrize("ending", ["the first answer ends first", "abort"])
 def test_nothing_of_a_request_scope_stays_when_its_forks_end_one_by_one(ending):
     bench = Bench(num_blocks=32)

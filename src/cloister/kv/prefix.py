@@ -78,11 +78,12 @@ class PrefixTree:
         """Keeps blocks[start:len(keys)], in use by the caller, under their keys.
 
         Where a key is known already (two equal prompts computed side by side) the block that is there stays, and the
-        caller's remains its own.
+        caller's remain its own from there on: nothing is kept below a block that its owner does not hold, so that
+        whatever is unused has unused children only, and every cached block can be evicted.
         """
         self._tick += 1
-        # Ancestors may be gone: another one's equal blocks were kept in place of the caller's, and then evicted.
-        while start and keys[start - 1] not in self._nodes:
+        # Ancestors may be another's, or gone: its equal blocks were kept in place of the caller's, and then evicted.
+        while start and not self._keeps(keys[start - 1], blocks[start - 1]):
             start -= 1
         parent = self._nodes[keys[start - 1]] if start else None
         for i in range(start, len(keys)):
@@ -90,6 +91,8 @@ class PrefixTree:
             if node is None:
                 node = self._add(keys[i], blocks[i], parent)
             node.last_used = self._tick
+            if node.block != blocks[i]:
+                return
             parent = node
 
     def evict_one(self) -> int | None:
@@ -121,7 +124,13 @@ class PrefixTree:
             if node.parent is not None:
                 assert self._nodes.get(node.parent.key) is node.parent, "a node outlived its parent"
                 children[node.parent.key] = children.get(node.parent.key, 0) + 1
+                is_used = self._pool.references(node.block) > 0
+                assert not is_used or self._pool.references(node.parent.block), "a cached block cannot be evicted"
         assert all(children.get(n.key, 0) == n.num_children for n in self._nodes.values()), "child counts are off"
+
+    def _keeps(self, key: bytes, block: int) -> bool:
+        node = self._nodes.get(key)
+        return node is not None and node.block == block
 
     def _add(self, key: bytes, block: int, parent: _Node | None) -> _Node:
         node = _Node(key, block, parent)
