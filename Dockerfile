@@ -1,6 +1,8 @@
 # docker build -t cloister . && docker run --rm -p 127.0.0.1:8000:8000 cloister
 # Inside the container the server binds to every address, so without API keys each request has a scope of its own.
-# Mount a key file to serve tenants: -v ./keys.json:/keys.json:ro ... cloister serve --host 0.0.0.0 --api-keys /keys.json
+# To serve tenants, mount a key file as the user that owns it (it must be readable by that user alone):
+#   docker run --rm -p 8000:8000 --user "$(id -u)" -v "$PWD/keys.json:/keys.json:ro" cloister \
+#     serve --host 0.0.0.0 --api-keys /keys.json
 FROM python:3.11-slim AS build
 WORKDIR /build
 COPY pyproject.toml README.md LICENSE ./

@@ -62,6 +62,7 @@ def resolve_settings(
         PolicyError: the profile denies what a setting asks for.
     """
     known = setting_names(EngineConfig, ServerConfig)
+    known_flags = known if listens else setting_names(EngineConfig)
     layers: list[tuple[str, Mapping[str, object]]] = []
     if not listens:
         layers.append(("nobody watches the streams of a batch", {"max_stall": OFFLINE_STALL}))
@@ -70,14 +71,14 @@ def resolve_settings(
         reject_unknown(from_file, known, config_file.name)
         layers.append((f"file {config_file.name}", from_file))
     if flags:
-        reject_unknown(flags, known, "the settings given")
+        reject_unknown(flags, known_flags, "the settings given")
         layers.append(("flag", flags))
     server = resolve(ServerConfig, layers)
     engine = _settle_machine(resolve(EngineConfig, layers), read_machine())
     policy, engine = settle(
         engine,
         loopback=not listens or is_loopback(server.config.host),
-        has_api_keys=server.config.api_keys is not None,
+        has_api_keys=listens and server.config.api_keys is not None,
         entries=(
             Entry.of(BACKENDS, engine.config.backend),
             Entry.of(POLICIES, engine.config.scheduler),

@@ -19,7 +19,7 @@ from cloister.engine import ThreadEngine
 from cloister.privacy import Gate
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.clock import WallClock
-from cloister.types.errors import CloisterError, EngineError, InvalidRequestError
+from cloister.types.errors import EngineError, InvalidRequestError
 from cloister.types.events import Event
 from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams, SequenceOutput, TokenLogprobs
 
@@ -127,7 +127,8 @@ class LLM:
         self._clock = WallClock()
         core = build_engine(config)
         self._engine = ThreadEngine(core, config)
-        self._max_open = max(1, config.max_waiting)  # so many are never refused
+        # So many are never refused, and few enough start that a deadline does not pass while they only wait.
+        self._max_open = max(1, min(config.max_waiting, 2 * config.max_num_seqs))
         self.model: ModelInfo = core.model
         self.memory = core.memory
         self.tokenizer = Tokenizer(Path(core.model.path))
@@ -250,8 +251,8 @@ class LLM:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(answer(request)) for request in requests]
-        except* CloisterError as errors:
-            raise errors.exceptions[0] from None
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the first one that failed gave the others up
         return [task.result() for task in tasks]
 
     async def _answer(self, request: Request) -> Completion:
@@ -275,7 +276,7 @@ class LLM:
 
     def _make_request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
         token_ids = self.tokenizer.encode(prompt, True) if isinstance(prompt, str) else list(prompt)
-        if not all(0 <= token_id < self.model.vocab_size for token_id in token_ids):
+        if not all(isinstance(token_id, int) and 0 <= token_id < self.model.vocab_size for token_id in token_ids):
             raise InvalidRequestError(f"a prompt has a token id that is not in [0, {self.model.vocab_size})")
         admission = self._gate.admit(None)
         return Request(

@@ -164,7 +164,9 @@ def test_a_stream_that_gets_no_turn_says_so(monkeypatch):
                 list(llm.stream("x"))
 
 
-@pytest.mark.parametrize("settings", [{"blok_size": 1}, {"block_size": 0}, {"scheduler": "lottery"}, {"kv_memory_mb": 0.001}])
+@pytest.mark.parametrize(
+    "settings", [{"port": 9000}, {"blok_size": 1}, {"block_size": 0}, {"scheduler": "lottery"}, {"kv_memory_mb": 0.001}]
+)
 def test_wrong_settings_are_refused(settings):
     with pytest.raises(CloisterError):
         LLM("cloister-5m", **settings)

@@ -1,7 +1,10 @@
+import gc
+
 import pytest
 
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.sched.sequence import Sequence, Status
 from cloister.types.events import Ended, Preempted, Progressed, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
@@ -489,3 +492,43 @@ def test_a_negative_length_is_refused():
     (end,) = bench.scheduler.take_events()[1:]
     assert end.reason is FinishReason.REJECTED
     assert "max_tokens" in end.error
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"min_p": 2.0},
+        {"top_k": -1},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": float("inf")},
+        {"logprobs": -1},
+    ],
+    ids=str,
+)
+def test_sampling_without_meaning_is_refused_and_named(wrong):
+    bench = Bench()
+    sampling = SamplingParams(**{"max_tokens": 1, **wrong})
+    bench.scheduler.add(Request(request_id="a", token_ids=[1], sampling=sampling), 0.0)
+    bench.run()
+    assert all(next(iter(wrong)) in end.error for end in bench.ended())
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "static"])
+def test_requests_that_gave_up_waiting_do_not_pile_up(policy):
+    bench = Bench(policy=policy, max_num_seqs=1)
+    bench.add("first", 4, max_tokens=200)
+    bench.step()
+    for i in range(1000):
+        bench.add(f"r{i}", 4, priority=5)
+        bench.scheduler.abort(f"r{i}", bench.now)
+    gc.collect()
+    held = [s for s in gc.get_objects() if isinstance(s, Sequence) and s.status is Status.ENDED]
+    assert len(held) < 200
+
+
+def test_a_request_for_no_sequence_is_a_mistake_of_the_caller():
+    with pytest.raises(ValueError, match="at least one sequence"):
+        Bench().add("a", 4, n=0)

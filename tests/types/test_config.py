@@ -23,6 +23,8 @@ def test_none_does_not_count():
         ({"port": 70000}, "at most 65535"),
         ({"port": True}, "of type int"),
         ({"drain_timeout_s": -1}, "at least 0"),
+        ({"drain_timeout_s": float("nan")}, "finite"),
+        ({"drain_timeout_s": float("inf")}, "finite"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_would_do(settings, words):

@@ -88,10 +88,10 @@ def _default_blocks(block_bytes: int, left: int, blocks_per_seq: int, max_num_se
 
 def _check_fits(block_bytes: int, num_blocks: int, left: int, blocks_per_seq: int, block_size: int, *, given: bool) -> None:
     if num_blocks < blocks_per_seq:
+        shorter = f", or --max-model-len {num_blocks * block_size} or less" if num_blocks else ""
         raise MemoryBudgetError(
             f"a KV cache of {_mib(num_blocks * block_bytes)} does not hold one sequence of full length; "
-            f"set --kv-memory-mb {_mib_figure(blocks_per_seq * block_bytes)} or more, "
-            f"or --max-model-len {num_blocks * block_size} or less",
+            f"set --kv-memory-mb {_mib_figure(blocks_per_seq * block_bytes)} or more{shorter}",
             param="kv_memory_mb",
         )
     if num_blocks * block_bytes > left:

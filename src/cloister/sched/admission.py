@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from cloister.types.request import Request
+from cloister.types.request import Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,34 @@ class Limits:
 
 def find_refusal(request: Request, limits: Limits) -> str | None:
     """Says why a request can never run on an engine, or returns None if it can."""
+    return find_wrong_sampling(request.sampling) or _find_misfit(request, limits)
+
+
+def find_wrong_sampling(sampling: SamplingParams) -> str | None:
+    """Names the first sampling parameter that has no meaning, and the values that have one."""
+    for name, holds, values in (
+        ("temperature", sampling.temperature >= 0, "0 or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", sampling.top_k >= 0, "0 or more"),
+        ("min_p", 0 <= sampling.min_p <= 1, "from 0 to 1"),
+        ("repetition_penalty", sampling.repetition_penalty > 0, "above 0"),
+        ("presence_penalty", math.isfinite(sampling.presence_penalty), "a finite number"),
+        ("frequency_penalty", math.isfinite(sampling.frequency_penalty), "a finite number"),
+        ("min_tokens", sampling.min_tokens >= 0, "0 or more"),
+        ("max_tokens", sampling.max_tokens is None or sampling.max_tokens >= 0, "0 or more"),
+        ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0, "0 or more"),
+        ("prompt_logprobs", sampling.prompt_logprobs is None or sampling.prompt_logprobs >= 0, "0 or more"),
+    ):
+        if not holds:
+            return f"{name} must be {values}"
+    return None
+
+
+def _find_misfit(request: Request, limits: Limits) -> str | None:
     num_prompt = len(request.token_ids)
     num_output = request.sampling.max_tokens
     if num_prompt < 1:
         return "the prompt is empty; send at least one token"
-    if num_output is not None and num_output < 0:
-        return f"max_tokens is {num_output}; set it to 0 or more, or leave it out"
     if num_prompt + int(num_output != 0) > limits.max_model_len:
         return (
             f"the prompt has {num_prompt} tokens and the context window holds {limits.max_model_len}, answer included; "

@@ -77,10 +77,12 @@ class Roster:
         """Takes a request down, with the deadline it brings.
 
         Raises:
-            ValueError: its id is in use.
+            ValueError: its id is in use, or it asks for no sequence; a front refuses both before.
         """
         if request.request_id in self.groups:
             raise ValueError("a request id may be used once only")
+        if request.sampling.n < 1:
+            raise ValueError("a request asks for at least one sequence")
         root = self._keys.root(request.scope, request.adapter) if self._keys is not None else b""
         group = RequestState(request, now=now, order=self._next_order, seed=seed, root=root)
         self._next_order += 1

@@ -6,6 +6,7 @@ No I/O, no environment. Flags, documentation and the config file's keys are gene
 from __future__ import annotations
 
 import difflib
+import math
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -141,6 +142,8 @@ def check_value(name: str, value: object, hint: Any, metadata: Mapping[str, Any]
     if metadata["choices"] and value not in metadata["choices"]:
         raise ConfigError(f"{name} must be one of: {', '.join(metadata['choices'])}", param=name)
     if isinstance(value, int | float):
+        if not math.isfinite(value):
+            raise ConfigError(f"{name} must be a finite number", param=name)
         low, high = metadata["low"], metadata["high"]
         if low is not None and value < low:
             raise ConfigError(f"{name} must be at least {low:g}, not {value:g}", param=name)

@@ -71,15 +71,24 @@ class Policy(Protocol):
         ...
 
 
+MIN_SWEEP = 64
+"""A queue shorter than this is not swept."""
+
+
 class OrderedQueue:
-    """Waiting sequences by a key that never changes while they wait."""
+    """Waiting sequences by a key that never changes while they wait. Those that ended are swept out, with their tokens."""
 
     def __init__(self, key: Callable[[Sequence], Any]) -> None:
         self._key = key
         self._heap: list[tuple[Any, int, Sequence]] = []
+        self._sweep_at = MIN_SWEEP
 
     def push(self, sequence: Sequence) -> None:
         heapq.heappush(self._heap, (self._key(sequence), sequence.seq_id, sequence))
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [entry for entry in self._heap if entry[2].status is Status.WAITING]
+            heapq.heapify(self._heap)
+            self._sweep_at = max(MIN_SWEEP, 2 * len(self._heap))
 
     def peek(self) -> Sequence | None:
         while self._heap and self._heap[0][2].status is not Status.WAITING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from cloister.sched.policies.base import POLICIES, PRIORITY_THREAT
+from cloister.sched.policies.base import MIN_SWEEP, POLICIES, PRIORITY_THREAT
 from cloister.sched.sequence import Sequence, Status
 
 DECODE_WEIGHT = 2.0
@@ -17,12 +17,13 @@ DECODE_WEIGHT = 2.0
 
 
 class _Tenant:
-    __slots__ = ("counter", "num_running", "queue")
+    __slots__ = ("counter", "num_running", "queue", "sweep_at")
 
     def __init__(self, counter: float) -> None:
         self.counter = counter
         self.num_running = 0
         self.queue: deque[Sequence] = deque()
+        self.sweep_at = MIN_SWEEP
 
 
 @POLICIES.register("fair", PRIORITY_THREAT)
@@ -48,6 +49,9 @@ class Fair:
             tenant.queue.appendleft(sequence)  # preempted: it was first before
         else:
             tenant.queue.append(sequence)
+        if len(tenant.queue) >= tenant.sweep_at:
+            tenant.queue = deque(waiting for waiting in tenant.queue if waiting.status is Status.WAITING)
+            tenant.sweep_at = max(MIN_SWEEP, 2 * len(tenant.queue))
 
     def peek(self) -> Sequence | None:
         waiting = [tenant for tenant in self._tenants.values() if self._head(tenant) is not None]
