@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.spec import DecoderSpec
+from cloister.backends.tensors import Tensor
 from cloister.types.registry import Registry
 
 IntArray = npt.NDArray[np.int32]
@@ -31,11 +32,11 @@ class Weights(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str) -> npt.NDArray[Any]:
-        """Returns one tensor, memory-mapped where possible (dtype float32, float16 or ml_dtypes.bfloat16)."""
+    def read(self, name: str) -> Tensor:
+        """Returns one tensor, memory-mapped where possible; a matrix may be quantised (`backends.tensors`)."""
         ...
 
-    def __iter__(self) -> Iterator[tuple[str, npt.NDArray[Any]]]: ...
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
 @dataclass(frozen=True, slots=True)

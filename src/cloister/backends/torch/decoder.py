@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cloister.backends.base import Weights
 from cloister.backends.spec import LayerSpec
+from cloister.backends.tensors import dequantized
 from cloister.backends.torch.layers import ACTIVATIONS, rms_norm, rotate
 from cloister.backends.torch.linear import Linear
 from cloister.backends.torch.team import Team
@@ -24,7 +25,7 @@ class WeightReader:
         self._weights, self._dtype, self._device, self._team = weights, dtype, device, team
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        return to_torch(self._weights.read(name)).to(self._device, dtype)
+        return to_torch(dequantized(self._weights.read(name))).to(self._device, dtype)
 
     def norm(self, name: str) -> Tensor:
         """A norm's weight; norms are computed in float32."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cloister.backends.base import FloatArray, ForwardBatch, KVLayout, Weights
 from cloister.backends.spec import AttentionSpec, DecoderSpec
+from cloister.backends.tensors import dequantized
 from cloister.backends.torch.attention import attend, attention_tiles, split_widths
 from cloister.backends.torch.cache import KVCache
 from cloister.backends.torch.decoder import Layer, WeightReader, to_torch
@@ -43,7 +44,7 @@ class TorchProgram:
         use_one_thread_per_operation()
         reader = WeightReader(weights, dtype, device, team)
         self._spec, self._team, self._device = spec, team, device
-        self._embedding = weights.read("embed.weight")
+        self._embedding = dequantized(weights.read("embed.weight"))
         self._layers = [Layer(layer, reader, f"layers.{number}", spec.norm_eps) for number, layer in enumerate(spec.layers)]
         self._norm = reader.norm("norm")
         self._head = reader.linear("embed" if spec.tied_embeddings else "head", bias=False)
