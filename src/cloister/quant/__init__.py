@@ -1,0 +1,22 @@
+"""Number formats: how weights are written in few bits, and how that is made to cost little. numpy only.
+
+Importing this package registers every format in `FORMATS`.
+"""
+
+from cloister.quant.base import FORMATS, FormatOptions, KVDtype, NumberFormat, QuantizedTensor
+from cloister.quant.int4 import make_int4
+from cloister.quant.int8 import make_int8
+from cloister.quant.qoq import make_qoq
+from cloister.quant.weights import QuantizedWeights
+
+__all__ = [
+    "FORMATS",
+    "FormatOptions",
+    "KVDtype",
+    "NumberFormat",
+    "QuantizedTensor",
+    "QuantizedWeights",
+    "make_int4",
+    "make_int8",
+    "make_qoq",
+]

@@ -1,0 +1,120 @@
+"""The protocol of number formats: a matrix in, its codes out. Nothing here knows a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends.tensors import Activations, GroupedTensor, ProgressiveTensor
+from cloister.types.errors import ConfigError
+from cloister.types.registry import Registry
+from cloister.types.threat import ThreatProfile
+
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+QuantizedTensor: TypeAlias = GroupedTensor | ProgressiveTensor
+KVDtype: TypeAlias = Literal["bfloat16", "int8", "int4"]
+
+THREAT = ThreatProfile(row="paging, continuous batching, chunked prefill, TP, SP", residue="none of its own: weights only")
+"""A number format changes weights and what a KV slot holds; blocks are wiped as in any format."""
+
+_CHUNK = 1 << 18  # numbers at once: a chunk and what is made of it stay in a core's own cache
+
+
+@dataclass(frozen=True, slots=True)
+class FormatOptions:
+    """What may be chosen about a format.
+
+    Attributes:
+        group_size: inputs that share a scale; None for the format's own.
+        activations: what meets the codes; None for the format's own.
+    """
+
+    group_size: int | None = None
+    activations: Activations | None = None
+
+
+class NumberFormat(Protocol):
+    """A way to write a weight matrix in few bits.
+
+    Attributes:
+        name: its name in `FORMATS`.
+        kv_dtype: what it wants the KV cache to hold.
+        smooths_keys: whether keys should be smoothed before they are written in few bits (`smooth_attention`).
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kv_dtype(self) -> KVDtype: ...
+
+    @property
+    def smooths_keys(self) -> bool: ...
+
+    def quantize(self, weight: npt.NDArray[Any], importance: FloatArray | None = None) -> QuantizedTensor:
+        """Writes a projection in this format.
+
+        Args:
+            weight: [out, in], float32, float16 or bfloat16.
+            importance: [in] what a squared error of a weight costs, such as the mean square of its input; None for 1.
+        """
+        ...
+
+    def quantize_vocabulary(self, weight: npt.NDArray[Any]) -> GroupedTensor:
+        """Writes an embedding or a head [vocab, hidden]: 8 bits and one scale per token in every format."""
+        ...
+
+
+class FormatFactory(Protocol):
+    """Makes a format.
+
+    Raises:
+        ConfigError: an option is not one that the format has.
+    """
+
+    def __call__(self, options: FormatOptions) -> NumberFormat: ...
+
+
+FORMATS: Registry[FormatFactory] = Registry("number format")
+"""Formats by name; to leave weights as they are is no format."""
+
+
+def choose(value: int | None, default: int, allowed: tuple[int, ...], name: str) -> int:
+    """Returns a group size that a format has (ConfigError lists those)."""
+    if value is not None and value not in allowed:
+        known = ", ".join(str(size) for size in allowed) or "none to choose"
+        raise ConfigError(f"the number format {name} has group sizes {known}, not {value}", param="group_size")
+    return default if value is None else value
+
+
+def fit_group_size(num_inputs: int, group_size: int, multiple: int) -> int | None:
+    """Returns the greatest group size, at most `group_size` and a multiple of `multiple`, that divides the inputs."""
+    sizes = range(group_size // multiple * multiple, 0, -multiple)
+    return next((size for size in sizes if num_inputs % size == 0), None)
+
+
+def row_chunks(weight: npt.NDArray[Any]) -> Iterator[tuple[slice, FloatArray]]:
+    """Yields a matrix in float32, some rows at a time, so that no second copy of it is ever held."""
+    num_rows = max(1, _CHUNK // weight.shape[1])
+    for start in range(0, weight.shape[0], num_rows):
+        yield slice(start, start + num_rows), np.asarray(weight[start : start + num_rows], dtype=np.float32)
+
+
+def to_columns(rows: FloatArray, group_size: int) -> FloatArray:
+    """Returns rows [num_rows, in] as [group_size, num_rows * in / group_size]: a group is a column, and whole vectors of
+    groups are computed side by side."""
+    return np.ascontiguousarray(rows.reshape(-1, group_size).T)
+
+
+def from_columns(columns: npt.NDArray[np.uint8], num_rows: int) -> npt.NDArray[np.uint8]:
+    """Undoes `to_columns` for codes."""
+    return np.ascontiguousarray(columns.T).reshape(num_rows, -1)
+
+
+def reciprocal(values: FloatArray) -> FloatArray:
+    """Returns 1 / values, and 0 for 0."""
+    return np.divide(np.float32(1), values, out=np.zeros_like(values), where=values != 0)

@@ -1,0 +1,46 @@
+"""Weights that are written in few bits as they are read, matrix by matrix, so that no second model is ever held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from cloister.backends.base import Weights
+from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor
+from cloister.quant.base import NumberFormat
+
+PROJECTIONS = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
+VOCABULARY = frozenset(("embed.weight", "head.weight"))
+
+
+def is_projection(name: str) -> bool:
+    """Whether a canonical name is that of a layer's matrix (`backends.base` lists the names)."""
+    parts = name.split(".")
+    return len(parts) == 4 and parts[2] in PROJECTIONS and parts[3] == "weight"
+
+
+def quantize_tensor(name: str, tensor: Tensor, number_format: NumberFormat) -> Tensor:
+    """Returns what a format makes of one tensor: norms and biases, and what has few bits already, stay as they are."""
+    if isinstance(tensor, GroupedTensor | ProgressiveTensor):
+        return tensor
+    if is_projection(name):
+        return number_format.quantize(tensor)
+    return number_format.quantize_vocabulary(tensor) if name in VOCABULARY else tensor
+
+
+class QuantizedWeights:
+    """Other weights in a number format (protocol `backends.base.Weights`)."""
+
+    def __init__(self, weights: Weights, number_format: NumberFormat) -> None:
+        self._weights, self._format = weights, number_format
+
+    def names(self) -> Sequence[str]:
+        return self._weights.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        return quantize_tensor(name, self._weights.read(name), self._format)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.read(name)) for name in self.names())
