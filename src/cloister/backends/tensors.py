@@ -106,6 +106,13 @@ def dequantized(tensor: Tensor) -> npt.NDArray[Any]:
     return tensor.dequantize() if isinstance(tensor, GroupedTensor | ProgressiveTensor) else tensor
 
 
+def activations_of(tensor: Tensor) -> Activations:
+    """Returns what meets a matrix in a product; one that is not quantised meets inputs as they are."""
+    if isinstance(tensor, ProgressiveTensor):
+        return "int8"
+    return tensor.activations if isinstance(tensor, GroupedTensor) else "bfloat16"
+
+
 def _in_order(weight: npt.NDArray[np.float32], order: npt.NDArray[np.int32] | None) -> npt.NDArray[np.float32]:
     if order is None:
         return weight

@@ -88,7 +88,7 @@ def search_scales(groups: FloatArray, costs: FloatArray | None) -> FloatArray:
         costs: the same shape, or None for 1.
     """
     highest, lowest = groups.max(0), groups.min(0)
-    peaks = np.where(highest > -lowest, highest, lowest)
+    peaks: FloatArray = np.where(highest > -lowest, highest, lowest)
     inverse = reciprocal(peaks)
     weighted = groups if costs is None else groups * costs
     best, scales = np.full_like(peaks, -1), np.zeros_like(peaks)
@@ -114,4 +114,5 @@ def round_to_half(scales: FloatArray) -> FloatArray:
 def _round(groups: FloatArray, inverse: FloatArray) -> FloatArray:
     levels = groups * inverse
     np.rint(levels, out=levels)
-    return np.clip(levels, _LOWEST, _HIGHEST, out=levels)
+    np.clip(levels, _LOWEST, _HIGHEST, out=levels)
+    return levels

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -12,10 +14,14 @@ from torch import Tensor
 
 from cloister.backends.base import Weights
 from cloister.backends.spec import LayerSpec
-from cloister.backends.tensors import dequantized
+from cloister.backends.tensors import Activations, activations_of, dequantized
+from cloister.backends.tensors import Tensor as AnyTensor
 from cloister.backends.torch.layers import ACTIVATIONS, rms_norm, rotate
 from cloister.backends.torch.linear import Linear
+from cloister.backends.torch.rounded import JoinedLinear, RoundedLinear
 from cloister.backends.torch.team import Team
+
+AnyLinear: TypeAlias = Linear | RoundedLinear | JoinedLinear
 
 
 class WeightReader:
@@ -31,11 +37,20 @@ class WeightReader:
         """A norm's weight; norms are computed in float32."""
         return self.read(f"{name}.weight", torch.float32)
 
-    def linear(self, *names: str, bias: bool) -> Linear:
-        """Projections of the same input, joined into one product."""
-        weight = torch.cat([self.read(f"{name}.weight", self._dtype) for name in names])
-        offset = torch.cat([self.read(f"{name}.bias", self._dtype) for name in names]) if bias else None
-        return Linear(weight, offset, self._team)
+    def linear(self, *names: str, bias: bool) -> AnyLinear:
+        """Projections of the same input, joined into one product as far as they take that input in the same form."""
+        tensors = {name: self._weights.read(f"{name}.weight") for name in names}
+        parts = [
+            self._join({name: tensors[name] for name in run}, bias, activations)
+            for activations, run in groupby(names, lambda name: activations_of(tensors[name]))
+        ]
+        return parts[0] if len(parts) == 1 else JoinedLinear(parts)
+
+    def _join(self, tensors: Mapping[str, AnyTensor], bias: bool, activations: Activations) -> Linear | RoundedLinear:
+        dtype = torch.float32 if activations == "int8" else self._dtype
+        weight = torch.cat([to_torch(dequantized(tensor)).to(self._device, dtype) for tensor in tensors.values()])
+        offset = torch.cat([self.read(f"{name}.bias", dtype) for name in tensors]) if bias else None
+        return (RoundedLinear if activations == "int8" else Linear)(weight, offset, self._team)
 
 
 class Layer:
