@@ -279,6 +279,64 @@ def test_prompt_logprobs_come_chunk_by_chunk():
     assert sample.logprobs[0].token_id == sample.token_ids[0] == sample.logprobs[0].top[0][0]
 
 
+class GreedyHistoryProgram(HistoryProgram):
+    """Finds the most likely tokens itself; counts how often it is asked for logits instead."""
+
+    num_logits = 0
+
+    def forward(self, batch):
+        self.num_logits += 1
+        return super().forward(batch)
+
+    def forward_best(self, batch):
+        logits = super().forward(batch)
+        finite = np.isfinite(logits).all(axis=1)
+        return np.where(finite, logits.argmax(axis=1), -1).astype(np.int32)
+
+
+def test_a_program_that_finds_the_best_tokens_is_asked_for_logits_only_where_they_matter():
+    program = GreedyHistoryProgram(vocab_size=VOCAB, num_blocks=64, block_size=BLOCK, poison=66)
+    runner = ModelRunner(program, vocab_size=VOCAB, max_model_len=256, block_size=BLOCK)
+    chosen, result = step(
+        runner,
+        part(1, 0, 3, blocks=[1]),
+        part(2, 0, 2, samples=0, blocks=[2]),
+        part(3, 0, 3, blocks=[3]),
+        arrivals=[new(1, [1, 2, 3]), new(2, [1, 2, 3]), new(3, [66, 2, 3])],
+    )
+    assert chosen == {1: greedy_continuation([1, 2, 3], 1, VOCAB)}
+    assert result.failures.keys() == {3}
+    assert program.num_logits == 0
+    drawing = new(4, [1, 2, 3], SamplingParams(temperature=1))
+    chosen, _ = step(runner, part(1, 3, 1, table=1), part(4, 0, 3, blocks=[4]), arrivals=[drawing], departures=[3])
+    assert chosen[1] == greedy_continuation([1, 2, 3], 2, VOCAB)[1:]
+    assert program.num_logits == 1
+
+
+def test_a_program_that_returns_too_few_tokens_is_an_engine_error():
+    program = GreedyHistoryProgram(vocab_size=VOCAB, num_blocks=64, block_size=BLOCK)
+    program.forward_best = lambda batch: np.zeros(0, np.int32)
+    runner = ModelRunner(program, vocab_size=VOCAB, max_model_len=256, block_size=BLOCK)
+    with pytest.raises(EngineError, match="shape"):
+        step(runner, part(1, 0, 3, blocks=[1]), arrivals=[new(1, [1, 2, 3])])
+
+
+def test_the_end_of_a_block_table_can_be_replaced():
+    _, runner = make()
+    step(runner, part(1, 0, 5, blocks=[1, 2]), arrivals=[new(1, [1, 2, 3, 4, 5])])
+    chosen, _ = step(runner, part(1, 5, 1, table=1, blocks=[7]), copies=[(2, 7)])
+    more = decode(runner, 1, 6, 100, [1, 7, *range(8, 60)], sent=2)
+    assert chosen[1] + more == greedy_continuation([1, 2, 3, 4, 5], 102, VOCAB)[1:]
+
+
+def test_nothing_of_a_sequence_that_left_stays_in_memory():
+    _, runner = make()
+    step(runner, part(1, 0, 3, blocks=[1]), arrivals=[new(1, [9, 8, 7])])
+    tokens = runner._batch[1].tokens
+    step(runner, departures=[1], wipes=[1])
+    assert set(tokens) == {0}
+
+
 def test_forks_beside_prompt_rows_draw_from_the_right_row():
     _, runner = make()
     sampling = SamplingParams(n=2, temperature=1, seed=1, prompt_logprobs=0)

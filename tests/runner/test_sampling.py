@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cloister.runner.noise import noise_keys
-from cloister.runner.sampling import Sampler, finite_rows
+from cloister.runner.sampling import Sampler, best_tokens, finite_rows
 from cloister.runner.state import BatchState
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
@@ -160,3 +160,15 @@ def test_rows_that_are_not_finite_are_found():
     logits = np.zeros((5, 1001), np.float32)
     logits[1, 1000], logits[2, 0], logits[4, 500] = np.nan, np.inf, -np.inf
     assert finite_rows(logits).tolist() == [True, False, False, True, False]
+
+
+def test_the_best_token_is_the_first_of_the_largest_and_none_where_a_logit_is_not_finite():
+    logits = np.zeros((6, 200_000), np.float32)
+    logits[0, [7, 199_999]] = 3.0
+    logits[1, 150_000] = np.nan
+    logits[2, 3] = np.inf
+    logits[3, 4] = -np.inf
+    logits[4] = -1.0
+    logits[5, 123_456] = np.finfo(np.float32).max
+    assert best_tokens(logits).tolist() == [7, -1, -1, -1, 0, 123_456]
+    assert best_tokens(logits[:0]).tolist() == []

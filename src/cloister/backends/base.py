@@ -11,8 +11,9 @@ Canonical weight names, which `models` maps a checkpoint onto (L is the layer nu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +91,50 @@ class Program(Protocol):
 
     def wipe_blocks(self, block_ids: Sequence[int]) -> None:
         """Overwrites blocks with zeros in every layer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Time that one thread spent on one operator; nothing of what was computed.
+
+    Attributes:
+        name: the operator, whichever layer it belongs to: embed, norm, qkv, rope, attention, output, mlp_norm, gate_up, down,
+            head, quantize; or several of them where a program computes them together.
+        thread: 0 is the thread that called `forward`; helpers count from 1.
+        start_s: on the clock of `time.perf_counter`.
+    """
+
+    name: str
+    thread: int
+    start_s: float
+    duration_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.duration_s
+
+
+class Recording(Protocol):
+    """What a program offers beside `Program` when it can say where its time goes."""
+
+    def record(self) -> AbstractContextManager[list[Span]]:
+        """Records every `forward` inside the context; the list is complete when the context ends.
+
+        Outside of it a program keeps no times at all.
+        """
+        ...
+
+
+@runtime_checkable
+class GreedyProgram(Program, Protocol):
+    """A program that can find the most likely tokens itself, so that a greedy step moves no logits (optional)."""
+
+    def forward_best(self, batch: ForwardBatch) -> IntArray:
+        """As `forward`, but returns for each row the id of its largest logit, [num_rows] int32.
+
+        The lowest id among equal ones, as `numpy.argmax`; -1 where a logit of the row is not a finite number.
+        """
         ...
 
 

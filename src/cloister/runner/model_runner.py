@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 
-from cloister.backends.base import FloatArray, Program
-from cloister.runner.inputs import Part, forward_batch
+from cloister.backends.base import FloatArray, ForwardBatch, GreedyProgram, Program
+from cloister.runner.inputs import Part, forward_batch, make_part
 from cloister.runner.logprobs import token_logprobs
 from cloister.runner.noise import noise_keys
-from cloister.runner.sampling import IntArray, Sampler, finite_rows
+from cloister.runner.sampling import IntArray, Sampler, best_tokens, finite_rows
 from cloister.runner.state import BatchState, SequenceState
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import EngineError
@@ -39,6 +41,7 @@ class ModelRunner:
         clock: Clock | None = None,
     ) -> None:
         self._program = program
+        self._greedy = program if isinstance(program, GreedyProgram) else None
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._clock = clock or WallClock()
@@ -74,34 +77,63 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, result: StepResult) -> None:
         parts = [self._part(part) for part in plan.sequences]
         live = [part for part in parts if part.state.failure is None]
-        rows, logits = self._forward(live)
-        draws = self._draws(live, plan.forks, rows)
-        result.prompt_logprobs = _prompt_logprobs([part for part in live if part.num_prompt_rows], rows, logits)
-        result.samples = self._sample(draws, logits)
-        touched = [part.state for part in parts] + [self._batch[fork.child_id] for fork in plan.forks]
+        if live and not plan.forks and all(part.state.is_plain for part in live):
+            result.samples = self._take_best(live)
+        else:
+            rows, logits = self._forward(live)
+            draws = self._draws(live, plan.forks, rows)
+            result.prompt_logprobs = _prompt_logprobs([part for part in live if part.num_prompt_rows], rows, logits)
+            result.samples = self._sample(draws, logits)
+        touched = [part.state for part in parts]
+        touched += [self._batch[fork.child_id] for fork in plan.forks]
         result.failures = {state.seq_id: state.failure for state in touched if state.failure is not None}
 
     def _part(self, plan: SequencePlan) -> Part:
         state = self._batch[plan.seq_id]
-        if plan.table_start > len(state.blocks):
-            raise EngineError(f"the step plan leaves a gap in the block table of sequence {plan.seq_id}")
-        state.blocks.replace_from(plan.table_start, plan.new_block_ids)
-        return Part(plan, state)
+        tables = self._batch.tables
+        if plan.new_block_ids or plan.table_start != tables.sizes[state.slot]:
+            if plan.table_start > tables.sizes[state.slot]:
+                raise EngineError(f"the step plan leaves a gap in the block table of sequence {plan.seq_id}")
+            tables.replace_from(state.slot, plan.table_start, plan.new_block_ids)
+        return make_part(plan, state)
+
+    def _take_best(self, live: list[Part]) -> list[Sample]:
+        """A step in which every sequence is plain: each one that samples takes its most likely token."""
+        batch = forward_batch(live, self._batch.tables, self._block_size)
+        samples = []
+        for part, token in zip([part for part in live if part.plan.num_samples], self._best(batch), strict=True):
+            if token < 0:
+                part.state.failure = _NOT_FINITE
+                continue
+            part.state.tokens.append(token)
+            samples.append(Sample(part.plan.seq_id, [token]))
+        return samples
+
+    def _best(self, batch: ForwardBatch) -> list[int]:
+        tokens = best_tokens(self._logits(batch)) if self._greedy is None else self._greedy.forward_best(batch)
+        if tokens.shape != batch.logit_rows.shape:
+            raise EngineError(f"the program returned tokens of shape {tokens.shape}")
+        found: list[int] = tokens.tolist()
+        return found
+
+    def _logits(self, batch: ForwardBatch) -> FloatArray:
+        logits = np.ascontiguousarray(self._program.forward(batch), np.float32)
+        if logits.shape != (batch.logit_rows.size, self._vocab_size):
+            raise EngineError(f"the program returned logits of shape {logits.shape}")
+        return logits
 
     def _forward(self, live: list[Part]) -> tuple[dict[int, slice], FloatArray]:
         """Returns the rows of logits of each sequence, and the logits [num_rows, vocab]; marks those not finite."""
         if not live:
             return {}, np.zeros((0, self._vocab_size), np.float32)
-        batch = forward_batch(live, self._block_size)
-        logits = np.ascontiguousarray(self._program.forward(batch), np.float32)
-        if logits.shape != (batch.logit_rows.size, self._vocab_size):
-            raise EngineError(f"the program returned logits of shape {logits.shape}")
-        finite = finite_rows(logits)
-        ends = np.cumsum([part.num_rows for part in live]).tolist()
+        logits = self._logits(forward_batch(live, self._batch.tables, self._block_size))
+        ends = list(accumulate([part.num_rows for part in live]))
         rows = {part.plan.seq_id: slice(end - part.num_rows, end) for part, end in zip(live, ends, strict=True)}
-        for part in live:
-            if not finite[rows[part.plan.seq_id]].all():
-                part.state.failure = _NOT_FINITE
+        finite = finite_rows(logits)
+        if not finite.all():
+            for part in live:
+                if not finite[rows[part.plan.seq_id]].all():
+                    part.state.failure = _NOT_FINITE
         return rows, logits
 
     def _draws(self, live: list[Part], forks: list[Fork], rows: dict[int, slice]) -> list[tuple[SequenceState, int]]:
@@ -153,7 +185,7 @@ def _prompt_logprobs(parts: list[Part], rows: dict[int, slice], logits: FloatArr
             continue
         start, count = part.plan.start, part.num_prompt_rows
         first = rows[part.plan.seq_id].start
-        ids = part.state.tokens.view[start + 1 : start + 1 + count].astype(np.int64)
+        ids = np.array(part.state.tokens[start + 1 : start + 1 + count], np.int64)
         num_top = np.full(count, part.state.sampling.prompt_logprobs, np.int64)
         found[part.plan.seq_id] = token_logprobs(logits[first : first + count], ids, num_top)
     return found

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from cloister.runner.bias import Bias
-from cloister.runner.growing import GrowingInts
 from cloister.runner.penalties import Penalties, TokenCounts
+from cloister.runner.tables import BlockTables
 from cloister.types.errors import EngineError
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
@@ -24,19 +25,19 @@ class SequenceState:
     """One sequence.
 
     Attributes:
-        slot: its row in the sampling columns.
-        tokens: prompt, then output.
-        blocks: the block table.
+        slot: its row in the sampling columns and in the block tables.
+        tokens: prompt, then output, as C ints.
+        is_plain: it takes the most likely token as the model says it, and wants to know nothing else.
         penalties, bias, bar: what changes its logits; None where nothing was asked for. `bar` holds before `min_tokens`.
         failure: why it cannot go on, in words for the client; set once, and the sequence computes no more.
     """
 
     seq_id: int
     slot: int
-    tokens: GrowingInts
-    blocks: GrowingInts
+    tokens: array[int]
     num_prompt_tokens: int
     sampling: SamplingParams
+    is_plain: bool = False
     penalties: Penalties | None = None
     bias: Bias | None = None
     bar: Bias | None = None
@@ -61,6 +62,9 @@ class SequenceState:
 class BatchState:
     """Every sequence that the runner holds, by id.
 
+    Attributes:
+        tables: the block tables, by slot.
+
     Sampling parameters lie in columns, one row per slot, so that a step gathers them without a loop.
     """
 
@@ -69,6 +73,7 @@ class BatchState:
         self._max_model_len = max_model_len
         self._sequences: dict[int, SequenceState] = {}
         self._columns = np.zeros(16, SAMPLING_COLUMNS)
+        self.tables = BlockTables(16)
         self._free_slots = list(range(16))[::-1]
 
     def __len__(self) -> int:
@@ -90,8 +95,7 @@ class BatchState:
         state = SequenceState(
             seq_id=new.seq_id,
             slot=self._take_slot(),
-            tokens=GrowingInts(),
-            blocks=GrowingInts(),
+            tokens=array("i"),
             num_prompt_tokens=new.num_prompt_tokens,
             sampling=sampling,
             failure=self._objection(new),
@@ -101,10 +105,11 @@ class BatchState:
             sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, new.seed & (2**64 - 1), new.index
         )  # fmt: skip
         if state.failure is None:
-            state.tokens = GrowingInts(new.token_ids)
-            state.penalties = _penalties(sampling, state.tokens.view, new.num_prompt_tokens)
+            state.tokens.extend(new.token_ids)
+            state.penalties = _penalties(sampling, new)
             state.bias = _bias(sampling)
             state.bar = self._bar(new)
+            state.is_plain = _is_plain(state)
 
     def fork(self, parent_id: int, child_id: int, index: int) -> SequenceState:
         """Makes `child_id` a copy of `parent_id` that draws with noise of its own."""
@@ -115,10 +120,10 @@ class BatchState:
         child = SequenceState(
             seq_id=child_id,
             slot=self._take_slot(),
-            tokens=parent.tokens.copy(),
-            blocks=parent.blocks.copy(),
+            tokens=parent.tokens[:],
             num_prompt_tokens=parent.num_prompt_tokens,
             sampling=parent.sampling,
+            is_plain=parent.is_plain,
             penalties=penalties,
             bias=parent.bias,
             bar=parent.bar,
@@ -127,6 +132,7 @@ class BatchState:
         self._file(child)
         self._columns[child.slot] = self._columns[parent.slot]
         self._columns["index"][child.slot] = index
+        self.tables.copy(parent.slot, child.slot)
         return child
 
     def depart(self, seq_id: int) -> None:
@@ -137,8 +143,9 @@ class BatchState:
         state = self._sequences.pop(seq_id, None)
         if state is None:
             return
-        state.tokens.clear()
+        memoryview(state.tokens).cast("B")[:] = bytes(state.tokens.itemsize * len(state.tokens))
         self._columns[state.slot] = 0
+        self.tables.sizes[state.slot] = 0
         self._free_slots.append(state.slot)
 
     def _file(self, state: SequenceState) -> None:
@@ -150,6 +157,7 @@ class BatchState:
         if not self._free_slots:
             size = self._columns.size
             self._columns = np.concatenate([self._columns, np.zeros(size, SAMPLING_COLUMNS)])
+            self.tables.add_slots(size)
             self._free_slots = list(range(size, 2 * size))[::-1]
         return self._free_slots.pop()
 
@@ -169,9 +177,17 @@ class BatchState:
         return Bias.bar(ids) if ids and new.sampling.min_tokens else None
 
 
-def _penalties(sampling: SamplingParams, token_ids: npt.NDArray[np.int32], num_prompt_tokens: int) -> Penalties | None:
+def _is_plain(state: SequenceState) -> bool:
+    sampling = state.sampling
+    is_greedy = sampling.temperature == 0 and sampling.logprobs is None and sampling.prompt_logprobs is None
+    return is_greedy and state.penalties is None and state.bias is None and state.bar is None
+
+
+def _penalties(sampling: SamplingParams, new: NewSequence) -> Penalties | None:
     asked = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-    return None if asked == (1.0, 0.0, 0.0) else Penalties(*asked, TokenCounts(token_ids, num_prompt_tokens))
+    if asked == (1.0, 0.0, 0.0):
+        return None
+    return Penalties(*asked, TokenCounts(np.array(new.token_ids, np.int32), new.num_prompt_tokens))
 
 
 def _bias(sampling: SamplingParams) -> Bias | None:
