@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -14,22 +13,30 @@ from cloister.types.request import FinishReason, ModelInfo, SequenceOutput, Toke
 from cloister.types.step import NewSequence, Sample, StepPlan, StepResult, Stop
 
 
-@dataclass(slots=True)
-class _Gain:
-    """What one step added to a sequence."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
-
-
 class _Stream:
     """The answer of one sequence, as text that grows.
 
     Args:
         new: how the scheduler introduced it.
-        max_output: tokens after which the scheduler ends it, whatever they say.
+        max_model_len: bounds its answer, as `max_tokens` does.
+
+    Attributes:
+        num_tokens: of the answer so far.
+        text, token_ids, logprobs: what the last step added.
     """
+
+    __slots__ = (
+        "_detokenizer",
+        "_max_output",
+        "_stop_strings",
+        "index",
+        "logprobs",
+        "new",
+        "num_tokens",
+        "prompt_logprobs",
+        "text",
+        "token_ids",
+    )
 
     def __init__(self, new: NewSequence, index: int, tokenizer: Tokenizer, max_model_len: int) -> None:
         sampling = new.sampling
@@ -37,7 +44,9 @@ class _Stream:
         self.new = new
         self.index = index
         self.num_tokens = 0
-        self.gain = _Gain()
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if index == 0 and sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * new.num_prompt_tokens
@@ -47,36 +56,41 @@ class _Stream:
 
     def take(self, sample: Sample) -> Stop | None:
         """Reads the tokens that a step sampled, up to where the answer ends."""
-        self.gain = gain = _Gain()
+        self.text = ""
         token_ids = sample.token_ids[: self._max_output - self.num_tokens]
         stop = None
-        for token_id in token_ids:
-            gain.token_ids.append(token_id)
+        for num_read, token_id in enumerate(token_ids, start=1):
             self.num_tokens += 1
-            stop = self._read(token_id)
+            stop = self._read(token_id, num_read)
             if stop is not None:
+                del token_ids[num_read:]
                 break
-        if sample.logprobs is not None:
-            gain.logprobs = sample.logprobs[: len(gain.token_ids)]
+        self.token_ids = token_ids
+        self.logprobs = None if sample.logprobs is None else sample.logprobs[: len(token_ids)]
         return stop
+
+    def drop_gain(self) -> None:
+        """Forgets what the last step added."""
+        self.text, self.token_ids, self.logprobs = "", [], None
 
     def finish(self) -> str:
         """Returns the text that was held back, at the end of the answer."""
         rest, _ = self._stop_strings.push(self._detokenizer.flush())
         return rest + self._stop_strings.flush()
 
-    def _read(self, token_id: int) -> Stop | None:
+    def _read(self, token_id: int, num_read: int) -> Stop | None:
+        """Reads one token, the `num_read`-th of this step."""
         counts = self.num_tokens > self.new.sampling.min_tokens
         if counts and token_id in self.new.stop_token_ids:
             is_asked_for = token_id in self.new.sampling.stop_token_ids
-            return Stop(len(self.gain.token_ids), token_id if is_asked_for else None)
-        text = self._detokenizer.push([token_id])
+            return Stop(num_read, token_id if is_asked_for else None)
+        text = self._detokenizer.push((token_id,))
         if not counts:
-            self.gain.text += text
+            self.text += text
             return None
         text, match = self._stop_strings.push(text)
-        self.gain.text += text
-        return None if match is None else Stop(len(self.gain.token_ids), match)
+        self.text += text
+        return None if match is None else Stop(num_read, match)
 
 
 class Output:
@@ -116,10 +130,10 @@ class Output:
         outputs = []
         for event in events:
             match event:
-                case Scheduled(resumed=False):
-                    self._num_cached[event.request_id] = event.num_cached_tokens
                 case Progressed():
                     progressed[event.seq_id] = event
+                case Scheduled(resumed=False):
+                    self._num_cached[event.request_id] = event.num_cached_tokens
                 case Ended():
                     outputs.append(self._end(event, event.seq_id in progressed))
                     progressed.pop(event.seq_id, None)
@@ -141,8 +155,8 @@ class Output:
         return SequenceOutput(
             request_id=event.request_id,
             index=event.index,
-            text=stream.gain.text,
-            token_ids=stream.gain.token_ids,
+            text=stream.text,
+            token_ids=stream.token_ids,
             logprobs=self._take_logprobs(stream),
             prompt_logprobs=_take_prompt(stream),
             num_prompt_tokens=stream.new.num_prompt_tokens,
@@ -157,18 +171,19 @@ class Output:
         output = end_output(event)
         if stream is None:
             return output
-        gain = stream.gain if has_gained else _Gain()
+        if not has_gained:
+            stream.drop_gain()
         matched = event.reason is FinishReason.STOP and isinstance(event.stop_reason, str)
         return msgspec.structs.replace(
             output,
-            text=gain.text if matched else gain.text + stream.finish(),
-            token_ids=gain.token_ids,
-            logprobs=self._take_logprobs(stream) if has_gained else None,
+            text=stream.text if matched else stream.text + stream.finish(),
+            token_ids=stream.token_ids,
+            logprobs=self._take_logprobs(stream),
             prompt_logprobs=_take_prompt(stream),
         )
 
     def _take_logprobs(self, stream: _Stream) -> list[TokenLogprobs] | None:
-        entries = stream.gain.logprobs
+        entries = stream.logprobs
         return None if entries is None else [self._spell(entry) for entry in entries]
 
     def _spell(self, entry: TokenLogprobs) -> TokenLogprobs:

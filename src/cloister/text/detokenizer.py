@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -36,19 +36,23 @@ class Detokenizer:
     def __init__(self, tokenizer: TokenBytes, *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special.control_ids if skip_special_tokens else frozenset()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._open = b""
         self._num_to_strip = tokenizer.spelling.num_leading_spaces
         if any(self._bytes([token_id]) for token_id in prompt_ids):
             self._num_to_strip = 0
-        self._decoder.decode(self._bytes(prompt_ids[-_TAIL_TOKENS:]))
+        self.push(prompt_ids[-_TAIL_TOKENS:])
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Takes tokens in and returns the text that is certain now."""
-        return self._stripped(self._decoder.decode(self._bytes(token_ids)))
+        data = self._open + self._bytes(token_ids)
+        text, num_read = utf_8_decode(data, "replace", False)
+        self._open = data[num_read:]
+        return self._stripped(text) if self._num_to_strip else text
 
     def flush(self) -> str:
         """Returns what is left when no more tokens come: U+FFFD for a character cut short, else nothing."""
-        return self._stripped(self._decoder.decode(b"", final=True))
+        rest, self._open = self._open, b""
+        return self._stripped(utf_8_decode(rest, "replace", True)[0])
 
     def _bytes(self, token_ids: Iterable[int]) -> bytes:
         token_bytes, skipped = self._tokenizer.token_bytes, self._skipped
