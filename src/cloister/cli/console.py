@@ -23,14 +23,14 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, default=str))
 
 
-def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints a table on standard output; the first column stands left, the others right."""
+def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], console: Console | None = None) -> None:
+    """Prints a table on standard output, or on another console; the first column stands left, the others right."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for number, header in enumerate(headers):
         table.add_column(header, justify="left" if number == 0 else "right")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    out.print(table)
+    (console or out).print(table)
 
 
 def make_progress() -> Progress:

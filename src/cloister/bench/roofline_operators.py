@@ -1,0 +1,288 @@
+"""The operators of one step of a decoder, counted: operations, and bytes of weights, activations and KV. Pure.
+
+Every operator stands for itself, as in a textbook table of arithmetic intensity: it reads its inputs from memory and writes
+its output there. A multiplication and an addition are two operations. What a fused program saves is said by the step's limit
+(`roofline.Step.limit_s`), for which activations stay on the chip.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
+from cloister.types.errors import ConfigError
+
+NORM_FLOPS = 4
+"""Per element: square, add, times the reciprocal root, times the weight (Zhang and Sennrich 2019, equation 4)."""
+ROPE_FLOPS = 3
+"""Per element: four multiplications and two additions turn a pair (Su et al. 2021, equation 34)."""
+SOFTMAX_FLOPS = 5
+"""Per score: scale, compare, subtract, exponential, add; an exponential counts as one operation."""
+ACTIVATION_FLOPS: Mapping[str, int] = {"silu": 4, "gelu": 5, "gelu_tanh": 9}
+"""Per element, without the product with `up`; an exponential, an erf or a tanh counts as one operation."""
+
+Unit = Literal["matrix", "vector", "link"]
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """How wide numbers are, in bits. A fraction counts the scales in: Q4_0 takes 4.5 bits a weight.
+
+    Attributes:
+        head_bits: of embedding and head, which many formats leave wider.
+    """
+
+    weights_bits: float = 16.0
+    activation_bits: float = 16.0
+    kv_bits: float = 16.0
+    head_bits: float = 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One step over sequences of equal length.
+
+    Attributes:
+        name: "prefill" or "decode".
+        num_queries: positions that the step computes, of each sequence.
+        context: keys of each sequence after the step.
+        square: count every score of the [num_queries, context] square, as textbook tables do, and not only those that a
+            causal mask leaves.
+    """
+
+    name: str
+    num_seqs: int
+    num_queries: int
+    context: int
+    square: bool = False
+
+    @classmethod
+    def prefill(cls, num_tokens: int, num_seqs: int, square: bool = False) -> Work:
+        """Whole prompts of `num_tokens`, from nothing."""
+        return cls("prefill", num_seqs, num_tokens, num_tokens, square)
+
+    @classmethod
+    def decode(cls, context: int, num_seqs: int, square: bool = False) -> Work:
+        """One token of each sequence, which then has `context` keys, its own included."""
+        return cls("decode", num_seqs, 1, context, square)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_seqs * self.num_queries
+
+    def num_pairs(self, window: int | None) -> int:
+        """Returns pairs of a query and a key that it sees, over all sequences, for one head."""
+        widest = self.context if window is None else min(window, self.context)
+        if self.square:
+            return self.num_tokens * widest
+        first = self.context - self.num_queries + 1  # keys that the first query sees
+        num_growing = max(0, min(self.num_queries, widest - first))  # queries that see fewer than the widest
+        growing = num_growing * first + num_growing * (num_growing - 1) // 2
+        return self.num_seqs * (growing + (self.num_queries - num_growing) * widest)
+
+    def num_keys(self, window: int | None) -> int:
+        """Returns keys that any query sees, over all sequences."""
+        return self.num_seqs * (self.context if window is None else min(self.context, self.num_queries + window - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator of a layer or of the ends of a decoder; figures are of one call.
+
+    Attributes:
+        shape: what is computed, for people.
+        unit: which part of a chip computes it.
+        bits: the wider operand of a product.
+        link_bytes: sent to other chips.
+        count: calls in a step.
+    """
+
+    name: str
+    shape: str
+    unit: Unit
+    num_flops: float
+    weights_bytes: float = 0.0
+    activations_bytes: float = 0.0
+    kv_bytes: float = 0.0
+    link_bytes: float = 0.0
+    bits: float = 32.0
+    count: int = 1
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes read from and written to memory."""
+        return self.weights_bytes + self.activations_bytes + self.kv_bytes
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.num_flops / self.num_bytes if self.num_bytes else 0.0
+
+
+def list_operators(spec: DecoderSpec, work: Work, numbers: Numbers, num_chips: int = 1) -> list[Operator]:
+    """Returns every operator of a step in order, equal layers together; of `num_chips` chips, the part of one.
+
+    Raises:
+        ConfigError: the decoder cannot be cut into that many parts.
+    """
+    count = _Counting(work, numbers, spec.hidden_size, num_chips)
+    part = cut(spec, num_chips)
+    kinds = Counter(part.layers)
+    operators = [count.embed()]
+    for layer, num_layers in kinds.items():
+        window = layer.attention.window
+        label = "" if len(kinds) == 1 else " (full)" if window is None else f" (window {window})"
+        operators += [replace(op, name=op.name + label, count=op.count * num_layers) for op in count.layer(layer)]
+    return [*operators, *count.end(part.vocab_size)]
+
+
+def cut(spec: DecoderSpec, num_chips: int) -> DecoderSpec:
+    """Returns the part of a decoder that one of `num_chips` chips computes under tensor parallelism (Shoeybi et al. 2019).
+
+    Query heads, the feed-forward and the vocabulary are cut; KV heads too, and repeated where there are fewer than chips.
+
+    Raises:
+        ConfigError: it does not divide.
+    """
+    if num_chips == 1:
+        return spec
+    layers = {layer: _cut_layer(layer, num_chips) for layer in set(spec.layers)}
+    vocab_size = -(-spec.vocab_size // num_chips)
+    return replace(spec, layers=tuple(layers[layer] for layer in spec.layers), vocab_size=vocab_size)
+
+
+def _cut_layer(layer: LayerSpec, num_chips: int) -> LayerSpec:
+    attention, mlp = layer.attention, layer.mlp
+    num_kv_heads = attention.num_kv_heads
+    shares_kv = num_kv_heads % num_chips == 0 or num_chips % num_kv_heads == 0
+    if attention.num_heads % num_chips or mlp.intermediate_size % num_chips or not shares_kv:
+        raise ConfigError(
+            f"{attention.num_heads} heads, {num_kv_heads} KV heads and {mlp.intermediate_size} columns of the feed-forward do "
+            f"not divide over {num_chips} chips; choose a divisor of all three",
+            param="tp",
+        )
+    heads = replace(attention, num_heads=attention.num_heads // num_chips, num_kv_heads=max(1, num_kv_heads // num_chips))
+    return LayerSpec(heads, replace(mlp, intermediate_size=mlp.intermediate_size // num_chips))
+
+
+class _Counting:
+    """Counts operators of one step."""
+
+    def __init__(self, work: Work, numbers: Numbers, hidden: int, num_chips: int) -> None:
+        self._work, self._numbers, self._hidden, self._num_chips = work, numbers, hidden, num_chips
+        self._rows = work.num_tokens
+
+    def embed(self) -> Operator:
+        rows, hidden = self._rows, self._hidden
+        read, written = rows * hidden * self._numbers.head_bits / 8, self._activations(rows * hidden)
+        return Operator("embed", f"[{rows}] rows of {hidden}", "vector", 0, weights_bytes=read, activations_bytes=written)
+
+    def layer(self, layer: LayerSpec) -> Iterator[Operator]:
+        yield self._norm("attention norm", self._rows, self._hidden)
+        yield from self._attention(layer.attention)
+        yield from self._joined("attention")
+        yield self._norm("mlp norm", self._rows, self._hidden)
+        yield from self._mlp(layer.mlp)
+        yield from self._joined("mlp")
+
+    def end(self, vocab_size: int) -> Iterator[Operator]:
+        """Only the last position of a sequence gets logits."""
+        rows, numbers = self._work.num_seqs, self._numbers
+        yield self._norm("final norm", rows, self._hidden)
+        yield self._project("head", self._hidden, vocab_size, False, rows=rows, bits=numbers.head_bits)
+        if self._num_chips > 1:
+            sent = self._activations(rows * vocab_size * (self._num_chips - 1))
+            yield Operator("all-gather", f"[{rows}, {vocab_size * self._num_chips}]", "link", 0, link_bytes=sent)
+
+    def _attention(self, spec: AttentionSpec) -> Iterator[Operator]:
+        hidden, q_size, kv_size = self._hidden, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        yield self._project("q", hidden, q_size, spec.qkv_bias)
+        yield self._project("k", hidden, kv_size, spec.qkv_bias)
+        yield self._project("v", hidden, kv_size, spec.qkv_bias)
+        if spec.qk_norm:
+            yield self._norm("q and k norm", self._rows * (spec.num_heads + spec.num_kv_heads), spec.head_dim)
+        yield self._rope(spec)
+        yield self._write_kv(kv_size)
+        yield from self._attend(spec)
+        yield self._project("o", q_size, hidden, spec.output_bias)
+
+    def _rope(self, spec: AttentionSpec) -> Operator:
+        num_heads = spec.num_heads + spec.num_kv_heads
+        angles = 4 * self._rows * spec.head_dim  # a cosine and a sine for each pair, in float32
+        size = self._rows * num_heads * spec.head_dim
+        moved = self._activations(2 * size) + angles
+        return Operator(
+            "rope", f"[{self._rows}, {num_heads}, {spec.head_dim}]", "vector", ROPE_FLOPS * size, activations_bytes=moved
+        )
+
+    def _write_kv(self, kv_size: int) -> Operator:
+        size = 2 * self._rows * kv_size
+        return Operator(
+            "KV write", f"[{self._rows}, 2, {kv_size}]", "vector", 0,
+            activations_bytes=self._activations(size), kv_bytes=size * self._numbers.kv_bits / 8,
+        )  # fmt: skip
+
+    def _attend(self, spec: AttentionSpec) -> Iterator[Operator]:
+        """Scores, softmax and values; a key is read once for all the query heads that share it (Ainslie et al. 2023)."""
+        work, numbers = self._work, self._numbers
+        num_scores = work.num_pairs(spec.window) * spec.num_heads
+        num_keys = work.num_keys(spec.window)
+        q_size = self._rows * spec.num_heads * spec.head_dim
+        product = Operator(
+            "", "", "matrix", 2 * num_scores * spec.head_dim,
+            activations_bytes=self._activations(q_size + num_scores),
+            kv_bytes=num_keys * spec.num_kv_heads * spec.head_dim * numbers.kv_bits / 8,
+            bits=max(numbers.activation_bits, numbers.kv_bits),
+        )  # fmt: skip
+        each = f"{work.num_seqs * spec.num_heads} x "
+        num_keys //= work.num_seqs
+        queries, head_dim = work.num_queries, spec.head_dim
+        yield replace(product, name="scores QK^T", shape=f"{each}[{queries}, {head_dim}] x [{head_dim}, {num_keys}]")
+        yield Operator(
+            "softmax", f"{each}[{queries}, {num_keys}]", "vector", SOFTMAX_FLOPS * num_scores,
+            activations_bytes=self._activations(2 * num_scores),
+        )  # fmt: skip
+        yield replace(product, name="values PV", shape=f"{each}[{queries}, {num_keys}] x [{num_keys}, {head_dim}]")
+
+    def _mlp(self, spec: MlpSpec) -> Iterator[Operator]:
+        wide = spec.intermediate_size
+        yield self._project("gate", self._hidden, wide, spec.bias)
+        yield self._project("up", self._hidden, wide, spec.bias)
+        flops, size = ACTIVATION_FLOPS[spec.activation] + 1, self._rows * wide
+        name = f"{spec.activation.split('_')[0]} x up"
+        moved = self._activations(3 * size)
+        yield Operator(name, f"[{self._rows}, {wide}]", "vector", flops * size, activations_bytes=moved)
+        yield self._project("down", wide, self._hidden, spec.bias)
+
+    def _joined(self, part: str) -> Iterator[Operator]:
+        """The sum over chips (each sends 2 (n - 1) / n of it in a ring), and the sum with the residual stream."""
+        size, shape = self._rows * self._hidden, f"[{self._rows}, {self._hidden}]"
+        if self._num_chips > 1:
+            sent = self._activations(2 * size * (self._num_chips - 1) / self._num_chips)
+            yield Operator(f"{part} all-reduce", shape, "link", 0, link_bytes=sent)
+        yield Operator(f"{part} residual", shape, "vector", size, activations_bytes=self._activations(3 * size))
+
+    def _norm(self, name: str, rows: int, size: int) -> Operator:
+        return Operator(
+            name, f"[{rows}, {size}]", "vector", NORM_FLOPS * rows * size,
+            weights_bytes=self._activations(size), activations_bytes=self._activations(2 * rows * size),
+        )  # fmt: skip
+
+    def _project(
+        self, name: str, num_in: int, num_out: int, bias: bool, *, rows: int | None = None, bits: float | None = None
+    ) -> Operator:
+        """A product with weights [num_in, num_out]; biases are as wide as activations."""
+        rows = self._rows if rows is None else rows
+        bits = self._numbers.weights_bits if bits is None else bits
+        return Operator(
+            name, f"[{rows}, {num_in}] x [{num_in}, {num_out}]", "matrix", rows * num_out * (2 * num_in + bias),
+            weights_bytes=num_in * num_out * bits / 8 + self._activations(num_out * bias),
+            activations_bytes=self._activations(rows * (num_in + num_out)),
+            bits=max(bits, self._numbers.activation_bits),
+        )  # fmt: skip
+
+    def _activations(self, num_elements: float) -> float:
+        return num_elements * self._numbers.activation_bits / 8

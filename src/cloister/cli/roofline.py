@@ -1,0 +1,146 @@
+"""`cloister roofline`: every operator of a model under the roof of a chip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from cloister.cli.console import err, out, print_json, print_table
+from cloister.types.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from cloister.backends.spec import DecoderSpec
+    from cloister.bench.chips import Chip
+    from cloister.bench.roofline import Roofline
+
+WIDE = 150
+"""Columns that the whole table takes; a narrower terminal gets it without shapes."""
+FEWEST_BITS, MOST_BITS = 1.0, 32.0
+
+
+def roofline(
+    model: Annotated[str, typer.Argument(help="Embedded model's name, model directory, or a config.json alone.")],
+    chip: Annotated[
+        str, typer.Option(help="Chip of the table (part of its name will do), or `here`: this machine, measured now.")
+    ] = "here",
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt, for prefill.", min=1)] = 512,
+    context: Annotated[int, typer.Option(help="Keys of each sequence, for decode.", min=1)] = 512,
+    batch: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 1,
+    weights_bits: Annotated[float, typer.Option(help="Bits of a weight, its share of the scales included (Q4_0: 4.5).")] = 16.0,
+    activation_bits: Annotated[float, typer.Option(help="Bits of an activation.")] = 16.0,
+    kv_bits: Annotated[float, typer.Option(help="Bits of a number in the KV cache.")] = 16.0,
+    head_bits: Annotated[
+        float | None, typer.Option(help="Bits of embedding and head; unset, those of weights.", show_default=False)
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Chips that share the model (tensor parallel); figures are of one.", min=1)] = 1,
+    square: Annotated[
+        bool,
+        typer.Option("--square", help="Count the whole square of scores in prefill, as textbooks do, not its causal half."),
+    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: operations, bytes, seconds.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the roofline into a PNG.", metavar="FILE")] = None,
+) -> None:
+    """Count every operator of a model, in prefill and in decode, and put it under the roof of a chip.
+
+    Prints operations, bytes, arithmetic intensity, what bounds it, the time at the roof, tokens per second. Reads no weights.
+    """
+    from cloister.bench.roofline import draw_roofline
+    from cloister.bench.roofline_operators import Numbers
+    from cloister.bench.roofline_report import to_json, to_markdown
+
+    numbers = Numbers(
+        weights_bits=_check_bits("weights-bits", weights_bits),
+        activation_bits=_check_bits("activation-bits", activation_bits),
+        kv_bits=_check_bits("kv-bits", kv_bits),
+        head_bits=_check_bits("head-bits", weights_bits if head_bits is None else head_bits),
+    )
+    spec = read_model_spec(model)
+    drawn = draw_roofline(
+        spec, open_chip(chip), model=_short(model), prompt=prompt, context=context, num_seqs=batch, numbers=numbers,
+        num_chips=tp, square=square,
+    )  # fmt: skip
+    if as_json:
+        print_json(to_json(drawn))
+    elif markdown:
+        print(to_markdown(drawn), end="")
+    else:
+        _print(drawn)
+    if plot is not None:
+        from cloister.bench.roofline_plot import plot_roofline
+
+        plot_roofline(plot, drawn)
+        err.print(f"Written: {plot}", highlight=False)
+
+
+def read_model_spec(name: str) -> DecoderSpec:
+    """Returns the decoder of an embedded model, a model directory or a config.json; reads no weights and no network.
+
+    Raises:
+        ModelError: there is no such model, or its config is not understood.
+    """
+    from cloister.models import embedded_names, locate
+    from cloister.models.config import read_json
+    from cloister.models.decoder import find_family, read_spec
+
+    path = Path(name).expanduser()
+    if not path.is_file() and (name in embedded_names() or path.is_dir()):
+        path = locate(name) / "config.json"
+    elif not path.is_file():
+        embedded = ", ".join(embedded_names())
+        message = f"there is no model {name!r}; give an embedded model ({embedded}), a model directory, or a config.json"
+        raise ModelError(message, param="model")
+    config = read_json(path)
+    return read_spec(find_family(config), config)
+
+
+def open_chip(name: str, num_threads: int | None = None) -> Chip:
+    """Returns a chip of the table, or this machine, measured.
+
+    Raises:
+        ConfigError: there is no chip of that name.
+    """
+    from cloister.bench.chips import HERE, find_chip
+
+    if name != HERE:
+        return find_chip(name)
+    from cloister.bench.chips_here import measure_here
+
+    with err.status("Measuring this machine"):
+        return measure_here(num_threads)
+
+
+def _print(drawn: Roofline) -> None:
+    from cloister.bench import roofline_report as report
+
+    for line in report.describe_roof(drawn):
+        out.print(line, highlight=False, soft_wrap=True)
+    hidden = (report.WIDEST,) if out.is_terminal and out.width < WIDE else ()
+    console = out if out.is_terminal else Console(width=WIDE)
+    for step in drawn.steps:
+        rows = [_without(row, hidden) for row in report.list_rows(step)]
+        out.print()
+        print_table(report.title(step), _without(report.HEADERS, hidden), rows, console)
+        out.print(report.describe_step(step), highlight=False, soft_wrap=True)
+    out.print()
+    style = None if drawn.fits else "bold red"
+    out.print(report.describe_memory(drawn), highlight=False, style=style)
+
+
+def _without(row: tuple[str, ...], hidden: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(cell for number, cell in enumerate(row) if number not in hidden)
+
+
+def _check_bits(flag: str, bits: float) -> float:
+    if not FEWEST_BITS <= bits <= MOST_BITS:
+        raise ConfigError(f"--{flag} must be from {FEWEST_BITS:g} to {MOST_BITS:g}, not {bits:g}", param=flag.replace("-", "_"))
+    return bits
+
+
+def _short(model: str) -> str:
+    """The model's name for titles: of a config.json, its directory's."""
+    path = Path(model)
+    return path.resolve().parent.name if path.name == "config.json" else path.name or model
