@@ -8,6 +8,7 @@ computed positions of the keys that each weighs (arithmetic), `read` the sum ove
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,10 +77,10 @@ class StepCost:
         """Takes in one measured step. A step that took far longer than any spread explains counts as a little longer:
         other programs on the machine are no news about the model."""
         x = [value / unit for value, unit in zip((1.0, *size), _SCALE, strict=True)]
-        error = elapsed_s - sum(t * v for t, v in zip(self._theta, x, strict=True))
         root = self._root
-        f = [sum(root[i][j] * x[i] for i in _SIZE) for j in _SIZE]
-        novelty = sum(v * v for v in f)
+        error = elapsed_s - _dot(self._theta, x)
+        f = [_dot(column, x) for column in zip(*root, strict=True)]
+        novelty = _dot(f, f)
         # A surprise counts in full where the past says little of such a step, and little where it says much.
         doubt = math.sqrt(1.0 + novelty)
         if self.num_learned >= 10:
@@ -87,13 +88,24 @@ class StepCost:
             error = min(max(error, -bound), bound)
         self._spread_s += (abs(error) / doubt - self._spread_s) / min(self.num_learned + 1, 50)
         # While steps are all alike nothing is learned about the other directions: forgetting there would only wind up.
-        keep = self._forgetting if sum(v * v for row in root for v in row) < _MAX_TRACE else 1.0
+        keep = self._forgetting if sum([_dot(row, row) for row in root]) < _MAX_TRACE else 1.0
         alpha = keep + novelty
-        px = [sum(root[i][j] * f[j] for j in _SIZE) for i in _SIZE]
+        px = [_dot(row, f) for row in root]
         self._theta = [t + p / alpha * error for t, p in zip(self._theta, px, strict=True)]
         beta, scale = 1.0 / (alpha + math.sqrt(alpha * keep)), 1.0 / math.sqrt(keep)
-        self._root = [[(root[i][j] - beta * px[i] * f[j]) * scale for j in _SIZE] for i in _SIZE]
+        f0, f1, f2, f3 = f
+        self._root = [
+            [(a - beta * p * f0) * scale, (b - beta * p * f1) * scale, (c - beta * p * f2) * scale, (d - beta * p * f3) * scale]
+            for (a, b, c, d), p in zip(root, px, strict=True)
+        ]
         self.num_learned += 1
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    # written out: this runs a dozen times a step, and a loop would cost more than the arithmetic
+    a, b, c, d = left
+    e, f, g, h = right
+    return a * e + b * f + c * g + d * h
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +133,20 @@ class StepBudget:
         config: how large a step may get.
     """
 
-    __slots__ = ("_config", "_cost", "_limit_s", "num_tokens", "size")
+    __slots__ = ("_config", "_cost", "_limit_s", "_num_attended", "_num_read", "num_tokens")
 
     def __init__(self, cost: StepCost, config: BudgetConfig) -> None:
         self._cost = cost
         self._config = config
         self._limit_s: float | None = config.target_s
         self.num_tokens = 0
-        self.size = StepSize()
+        self._num_attended = 0.0
+        self._num_read = 0
+
+    @property
+    def size(self) -> StepSize:
+        """What was spent so far."""
+        return StepSize(self.num_tokens, self._num_attended, self._num_read)
 
     @property
     def num_left(self) -> int:
@@ -151,7 +169,8 @@ class StepBudget:
     def spend(self, start: int, num_tokens: int) -> None:
         """Counts positions [start, start + num_tokens) of one sequence."""
         self.num_tokens += num_tokens
-        self.size = self.size.plus(start, num_tokens)
+        self._num_attended += num_tokens * (start + (num_tokens + 1) / 2)
+        self._num_read += start + num_tokens
 
     def admits(self, start: int) -> bool:
         """True if one more decode at position `start` fits."""

@@ -46,7 +46,7 @@ class SchedulerConfig:
 class _Step:
     """A step while it is filled, and until it is committed."""
 
-    __slots__ = ("budget", "forked", "is_held_up", "may_admit", "now", "parts", "plan", "planned", "prefill_level")
+    __slots__ = ("budget", "forked", "is_held_up", "may_admit", "now", "parts", "plan", "prefill_level")
 
     def __init__(self, plan: StepPlan, budget: StepBudget, now: float) -> None:
         self.plan = plan
@@ -55,11 +55,14 @@ class _Step:
         self.parts: list[tuple[Sequence, int, int]] = []
         """(sequence, first position behind its part, positions of the part that are prefill)"""
         self.forked: list[Sequence] = []
-        self.planned: set[int] = set()
         self.prefill_level: int | None = None
         """The most urgent level that prefills in this step."""
         self.is_held_up = False
         self.may_admit = True
+
+    def planned(self) -> set[int]:
+        """Returns the ids of the sequences that are in this step."""
+        return {part[0].seq_id for part in self.parts} | {sequence.seq_id for sequence in self.forked}
 
     def enter(self, level: int) -> None:
         """From here on sequences of `level` are planned; they must not slow down the prefill of a more urgent one."""
@@ -192,18 +195,20 @@ class Scheduler:
         if step.plan.plan_id != result.plan_id:
             raise ValueError(f"plan {step.plan.plan_id} must be committed before plan {result.plan_id}")
         self._land(step)
+        block_size = self.pool.block_size
         for sequence, end, num_prefill in step.parts:
             if sequence.status is Status.RUNNING:
                 self._policy.charge(sequence, num_prefill, end - sequence.num_committed - num_prefill)
                 sequence.num_committed = end
-                if sequence.seq_id not in result.failures:
+                if end // block_size > sequence.num_kept and sequence.seq_id not in result.failures:
                     self._roster.keep_blocks(sequence)
         for sample in result.samples:
             self._take_sample(sample, stops.get(sample.seq_id), now)
         for seq_id, message in result.failures.items():
             self._fail_sequence(seq_id, message, now)
         for sequence, _, _ in step.parts:
-            self._after_step(sequence, now)
+            if sequence.status is not Status.RUNNING or not sequence.max_output:
+                self._after_step(sequence, now)
         for sequence in step.forked:
             self._roster.settle(sequence)
         if step.parts:
@@ -225,9 +230,12 @@ class Scheduler:
         step.may_admit = self._policy.may_admit(len(self._roster.running))
         by_level: dict[int, tuple[list[Sequence], list[Sequence]]] = {}
         for sequence in self._roster.running.values():
-            if sequence.num_wanted > 0:
-                decodes, prefills = by_level.setdefault(self._policy.level(sequence), ([], []))
-                (decodes if sequence.is_decoding else prefills).append(sequence)
+            num_wanted = sequence.num_wanted
+            if num_wanted > 0:
+                level = self._policy.level(sequence)
+                if level not in by_level:
+                    by_level[level] = ([], [])
+                by_level[level][num_wanted > 1].append(sequence)
         for level in sorted(by_level):
             self._admit(step, before=level)
             step.enter(level)
@@ -346,12 +354,15 @@ class Scheduler:
         """Puts the next `num_tokens` positions of a running sequence into the plan, preempting others for blocks."""
         if sequence.status is not Status.RUNNING or step.budget.num_left < num_tokens:
             return False
-        start, end = sequence.num_planned, sequence.num_planned + num_tokens
-        if not self._grow(step, sequence, start, end):
+        start = sequence.num_planned
+        end = start + num_tokens
+        table = table_of(sequence)
+        if not self._grow(step, sequence, table, start, end):
             return False
-        was_decoding = sequence.is_decoding
-        samples = int(end == len(sequence.token_ids) + sequence.num_pending and sequence.max_output > 0)
-        table_start, new_blocks = table_of(sequence).take_unsent()
+        num_known = len(sequence.token_ids) + sequence.num_pending
+        is_decode = start == num_known - 1
+        samples = int(end == num_known and sequence.max_output > 0)
+        table_start, new_blocks = table.take_unsent()
         step.plan.sequences.append(
             SequencePlan(
                 seq_id=sequence.seq_id,
@@ -362,8 +373,7 @@ class Scheduler:
                 num_samples=samples,
             )
         )
-        step.parts.append((sequence, end, 0 if was_decoding else num_tokens))
-        step.planned.add(sequence.seq_id)
+        step.parts.append((sequence, end, 0 if is_decode else num_tokens))
         step.budget.spend(start, num_tokens)
         sequence.num_planned = end
         sequence.num_in_flight += 1
@@ -372,11 +382,11 @@ class Scheduler:
             self._fork(step, sequence)
         return True
 
-    def _grow(self, step: _Step, sequence: Sequence, start: int, end: int) -> bool:
+    def _grow(self, step: _Step, sequence: Sequence, table: BlockTable, start: int, end: int) -> bool:
         """Makes positions [start, end) writable; False if the blocks for it cannot be had in this step."""
         while True:
             try:
-                step.plan.copies.extend(table_of(sequence).grow(start, end))
+                step.plan.copies.extend(table.grow(start, end))
                 return True
             except OutOfBlocksError:
                 victim = self._choose_victim(step, behind=None)
@@ -398,7 +408,6 @@ class Scheduler:
             child.num_pending = 1
             child.num_in_flight = 1
             self._roster.run(child)
-            step.planned.add(child.seq_id)
             step.forked.append(child)
             step.plan.forks.append(Fork(parent.seq_id, child.seq_id, index))
 
@@ -408,10 +417,11 @@ class Scheduler:
         Args:
             behind: only one that the policy lets this waiting sequence displace.
         """
+        planned = step.planned()
         choices = [
             s
             for s in self._roster.running.values()
-            if s.seq_id not in step.planned and (behind is None or self._policy.displaces(behind, s))
+            if s.seq_id not in planned and (behind is None or self._policy.displaces(behind, s))
         ]
         return max(choices, key=lambda s: (self._policy.level(s), self._policy.rank(s)), default=None)
 
@@ -422,26 +432,19 @@ class Scheduler:
         if sequence is None or sequence.status is Status.ENDED:
             return
         sequence.num_pending -= 1
-        token_ids = sample.token_ids[: stop.num_tokens] if stop else sample.token_ids
-        token_ids = token_ids[: sequence.max_output - sequence.num_output]
-        sequence.token_ids.extend(token_ids)
         group = sequence.group
+        num_left = sequence.max_output + group.num_prompt_tokens - len(sequence.token_ids)
+        token_ids = sample.token_ids[: num_left if stop is None else min(num_left, stop.num_tokens)]
+        sequence.token_ids += token_ids
         first = group.first_token_s is None
         if first:
             group.first_token_s = now
         self._roster.events.append(
-            Progressed(
-                request_id=group.request.request_id,
-                seq_id=sequence.seq_id,
-                index=sequence.index,
-                now_s=now,
-                num_tokens=len(token_ids),
-                first=first,
-            )
+            Progressed(group.request.request_id, sequence.seq_id, sequence.index, now, len(token_ids), first)
         )
         if stop is not None:
             self._roster.end(sequence, FinishReason.STOP, now, stop_reason=stop.reason)
-        elif sequence.num_output >= sequence.max_output:
+        elif len(token_ids) >= num_left:
             self._roster.end(sequence, FinishReason.LENGTH, now)
 
     def _after_step(self, sequence: Sequence, now: float) -> None:

@@ -28,6 +28,7 @@ class RequestState:
 
     Attributes:
         arrival_s, deadline_s: on the engine's clock.
+        num_prompt_tokens: length of its prompt.
         order: rank of arrival, for first come first served.
         seed: of the sampling noise, the client's or a drawn one.
         root: start of its prefix-key chain.
@@ -40,6 +41,7 @@ class RequestState:
         "first_token_s",
         "num_cached_tokens",
         "num_open",
+        "num_prompt_tokens",
         "order",
         "request",
         "root",
@@ -51,6 +53,7 @@ class RequestState:
 
     def __init__(self, request: Request, *, now: float, order: int, seed: int, root: bytes) -> None:
         self.request = request
+        self.num_prompt_tokens = len(request.token_ids)
         self.arrival_s = now
         self.deadline_s = now + request.timeout_s
         self.order = order
@@ -62,10 +65,6 @@ class RequestState:
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.sequences: list[Sequence] = []
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.token_ids)
 
     @property
     def num_unforked(self) -> int:
@@ -125,9 +124,10 @@ class Sequence:
     @property
     def num_wanted(self) -> int:
         """Positions to compute until everything known, and everything that plans in flight will sample, is computed."""
-        if self.max_output and self.num_output + self.num_pending >= self.max_output:
+        num_coming = len(self.token_ids) + self.num_pending
+        if self.max_output and num_coming - self.group.num_prompt_tokens >= self.max_output:
             return 0  # the token that ends it is sampled or in flight; its own KV is never read
-        return len(self.token_ids) + self.num_pending - self.num_planned
+        return num_coming - self.num_planned
 
     @property
     def max_chunk(self) -> int:
@@ -139,8 +139,3 @@ class Sequence:
     def num_slots(self) -> int:
         """Running slots that it takes: its own, and those of the sequences that will fork from it."""
         return 1 + (self.group.num_unforked if self.index == 0 else 0)
-
-    @property
-    def is_decoding(self) -> bool:
-        """True if one more position is all it wants."""
-        return self.num_planned >= len(self.token_ids) + self.num_pending - 1

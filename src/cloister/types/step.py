@@ -85,12 +85,12 @@ class StepPlan(msgspec.Struct, kw_only=True):
     @property
     def num_tokens(self) -> int:
         """Positions computed by this step."""
-        return sum(part.num_tokens for part in self.sequences)
+        return sum([part.num_tokens for part in self.sequences])
 
     @property
     def num_attended(self) -> float:
         """Keys read by this step's attention, summed over the positions computed."""
-        return sum(part.num_tokens * (part.start + (part.num_tokens + 1) / 2) for part in self.sequences)
+        return sum([part.num_tokens * (part.start + (part.num_tokens + 1) / 2) for part in self.sequences])
 
 
 class Sample(msgspec.Struct, frozen=True):
