@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -130,7 +131,7 @@ def test_a_download_fetches_the_files_of_a_model_and_draws_their_bytes(
         bar.set_description("done")
         return str(path)
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=None))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert locate("owner/model", progress=True) == path
     assert asked["name"] == "owner/model"

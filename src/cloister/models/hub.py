@@ -11,6 +11,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from cloister.models.location import choose_gguf, find_model
 from cloister.types.errors import ModelError
 
 FILES = (
@@ -21,51 +22,72 @@ REACH_TIMEOUT_S = 8.0
 
 
 def download(name: str, progress: bool) -> Path:
-    """Returns the directory of a hub model's files, from the hub's cache on this machine where they are there already.
+    """Returns the directory of a hub model's files, or its GGUF file, from the hub's cache on this machine where they are
+    there already.
+
+    Args:
+        name: "owner/model", or "owner/model/FILE.gguf". A model without safetensors, but with one GGUF file, is that file.
 
     Raises:
         ModelError: the hub does not answer within `REACH_TIMEOUT_S` and the model is not in the cache, there is no such
-            model, or access to it must be asked for.
+            model, access to it must be asked for, or it has several GGUF files to choose from.
     """
-    if not _hub_answers(name):
-        return _cached(name)
+    owner, model, *inner = name.split("/")
+    repo, file = f"{owner}/{model}", "/".join(inner) or None
+    stored = _ask_hub(repo)
+    if stored is None:
+        return _find(_cached(repo), file, name)
+    if file is None and not any(path.endswith(".safetensors") for path in stored):
+        file = choose_gguf(stored, repo)
     try:
         with _progress_class(progress) as bar:
-            return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(FILES), tqdm_class=bar))
+            patterns = list(FILES) if file is None else [file]
+            root = Path(huggingface_hub.snapshot_download(repo, allow_patterns=patterns, tqdm_class=bar))
     except (OSError, RuntimeError, ValueError) as error:
         kind = type(error).__name__
         raise ModelError(f"the download of {name} broke off ({kind}); run the command again to resume it") from None
+    return _find(root, file, name)
 
 
-def _hub_answers(name: str) -> bool:
-    """Asks the hub for the model, on a thread: a name look-up has no deadline of its own."""
-    answer: list[BaseException | None] = []
+def _find(root: Path, file: str | None, name: str) -> Path:
+    """Returns the model in a snapshot of a repository."""
+    if file is not None and not (root / file).is_file():
+        raise ModelError(f"there is no file {name} on the hub or in its cache here; check the name", param="model")
+    return find_model(root if file is None else root / file)
+
+
+def _ask_hub(name: str) -> list[str] | None:
+    """Returns the files of a repository, None if the hub does not answer.
+
+    It is asked on a thread: a name look-up has no deadline of its own.
+    """
+    answer: list[BaseException | list[str]] = []
 
     def ask() -> None:
         try:
-            huggingface_hub.HfApi().model_info(name, timeout=REACH_TIMEOUT_S / 2)
-            answer.append(None)
+            info = huggingface_hub.HfApi().model_info(name, timeout=REACH_TIMEOUT_S / 2)
+            answer.append([file.rfilename for file in info.siblings or ()])
         except Exception as error:
             answer.append(error)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(REACH_TIMEOUT_S)
-    error = answer[0] if answer else TimeoutError()
-    if isinstance(error, GatedRepoError):
+    found = answer[0] if answer else TimeoutError()
+    if isinstance(found, GatedRepoError):
         raise ModelError(f"{name} is gated: ask for access on its page, then run `hf auth login`", param="model")
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(found, RepositoryNotFoundError):
         raise ModelError(f"the hub has no model {name}, or it is private: check the name or run `hf auth login`")
-    return error is None
+    return found if isinstance(found, list) else None
 
 
 def _cached(name: str) -> Path:
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(FILES), local_files_only=True))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=[*FILES, "*.gguf"], local_files_only=True))
     except Exception:
         raise ModelError(
             f"{name} is not on this machine and the Hugging Face hub cannot be reached; connect to the network, or copy "
-            "the model's directory here and give its path",
+            "the model's directory or GGUF file here and give its path",
             param="model",
         ) from None
 

@@ -1,4 +1,4 @@
-"""A model directory, opened: its spec, its weights on disk, and what a front needs to know of it."""
+"""A model directory or GGUF file, opened: its spec, its weights on disk, and what a front needs to know of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from cloister.models.checkpoint import digest_files, open_checkpoint
 from cloister.models.config import read_json
 from cloister.models.decoder import find_family, read_spec
 from cloister.models.generation import read_generation
+from cloister.models.gguf import open_gguf
+from cloister.models.location import find_model
 from cloister.types.errors import ModelError
 from cloister.types.request import ModelInfo
 
@@ -20,7 +22,9 @@ class LoadedModel:
     """A model that a back end can build a program from.
 
     Attributes:
-        info: its `fingerprint` is the SHA-256 of config and checkpoint files (hex); the engine adds its own part.
+        info: its `fingerprint` is the SHA-256 of config and checkpoint files, or of the GGUF file (hex); the engine adds its
+            own part.
+        path: the directory, or the GGUF file.
     """
 
     spec: DecoderSpec
@@ -30,15 +34,35 @@ class LoadedModel:
 
 
 def load(path: Path | str, name: str | None = None) -> LoadedModel:
-    """Opens a model directory; the weights stay on disk, mapped.
+    """Opens a model directory or a GGUF file; the weights stay on disk, mapped.
 
     Args:
-        name: what to call the model; None takes the directory's name.
+        path: a directory without safetensors, but with one GGUF file in it, is that file.
+        name: what to call the model; None takes the directory's name, or the file's without its ending.
 
     Raises:
         ModelError: something is missing, unknown or contradictory; the message names it.
     """
-    path = Path(path)
+    path = find_model(Path(path))
+    return _load_gguf(path, name) if path.is_file() else _load_directory(path, name)
+
+
+def _load_gguf(path: Path, name: str | None) -> LoadedModel:
+    opened = open_gguf(path)
+    info = ModelInfo(
+        name=name or path.stem,
+        path=str(path),
+        max_model_len=opened.spec.max_positions,
+        vocab_size=opened.spec.vocab_size,
+        eos_token_ids=opened.eos_token_ids,
+        defaults=dict(opened.defaults),
+        fingerprint=opened.fingerprint,
+        created_s=int(path.stat().st_mtime),
+    )
+    return LoadedModel(opened.spec, opened.weights, info, path)
+
+
+def _load_directory(path: Path, name: str | None) -> LoadedModel:
     config = read_json(path / "config.json")
     family = find_family(config)
     spec = read_spec(family, config)

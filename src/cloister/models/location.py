@@ -1,14 +1,17 @@
-"""Where a model is: inside the package, in a directory, or on the Hugging Face hub."""
+"""Where a model is: inside the package, in a directory, in a GGUF file, or on the Hugging Face hub."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
 from cloister.types.errors import ModelError
+from cloister.types.gguf import is_gguf
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:/[\w./-]+\.gguf)?")
+_NOT_A_MODEL = "mmproj"  # how the names of files for images and sound begin
 
 
 def embedded_names() -> tuple[str, ...]:
@@ -20,10 +23,11 @@ def embedded_names() -> tuple[str, ...]:
 
 
 def locate(name: str, progress: bool = False) -> Path:
-    """Returns the directory of a model, downloading it if it is one of the hub's.
+    """Returns the directory or GGUF file of a model, downloading it if it is one of the hub's.
 
     Args:
-        name: an embedded model's name, a directory, or a hub name such as "owner/model".
+        name: an embedded model's name, a directory, a GGUF file, or a hub name: "owner/model", or
+            "owner/model/FILE.gguf" for one of several GGUF files.
         progress: draw a progress bar on standard error while downloading.
 
     Raises:
@@ -32,17 +36,51 @@ def locate(name: str, progress: bool = False) -> Path:
     if name in embedded_names():
         return _embedded_root() / name
     path = Path(name).expanduser()
-    if path.is_dir():
-        return path.resolve()
+    if path.exists():
+        return find_model(path.resolve() if path.is_dir() else path.parent.resolve() / path.name)
     if path.is_absolute() or name.startswith((".", "~")) or not _HUB_NAME.fullmatch(name):
         embedded = ", ".join(embedded_names()) or "none"
         raise ModelError(
-            f"there is no model {name!r}; give an embedded model ({embedded}), a directory, or a hub name 'owner/model'",
+            f"there is no model {name!r}; give an embedded model ({embedded}), a directory, a GGUF file, or a hub name "
+            "'owner/model'",
             param="model",
         )
     from cloister.models.hub import download  # reaches for the network libraries only when they are needed
 
     return download(name, progress)
+
+
+def find_model(path: Path) -> Path:
+    """Returns what holds the model at a path: the directory itself, or the GGUF file in it if it has no safetensors.
+
+    Raises:
+        ModelError: the path is a file of another kind, or there are several GGUF files to choose from.
+    """
+    if path.is_file() and not is_gguf(path):
+        raise ModelError(
+            f"{path.name} is no GGUF file; give a GGUF file or the directory of a Hugging Face model", param="model"
+        )
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return path
+    chosen = choose_gguf((file.name for file in path.glob("*.gguf")), str(path))
+    return path / chosen if chosen is not None else path
+
+
+def choose_gguf(names: Iterable[str], place: str) -> str | None:
+    """Returns the one GGUF file among file names, None if there is none.
+
+    Args:
+        place: where the files are, for the message.
+
+    Raises:
+        ModelError: there are several.
+    """
+    found = sorted(name for name in names if name.endswith(".gguf") and not Path(name).name.startswith(_NOT_A_MODEL))
+    if len(found) > 1:
+        raise ModelError(
+            f"{place} holds several GGUF files; give one: {', '.join(f'{place}/{name}' for name in found)}", param="model"
+        )
+    return found[0] if found else None
 
 
 def _embedded_root() -> Path:

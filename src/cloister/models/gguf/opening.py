@@ -1,0 +1,109 @@
+"""A GGUF file, opened: what a back end and a front need of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cloister.backends.spec import DecoderSpec
+from cloister.models.decoder import tensor_shapes
+from cloister.models.gguf.architecture import ROPE_FACTORS, find_architecture, read_spec, stored_name
+from cloister.models.gguf.tensors import GGUFEntry, GGUFWeights, find_entry
+from cloister.types.errors import ModelError
+from cloister.types.gguf import GGUFFile, read_gguf
+
+_ENDS = ("eos", "eot", "eom")
+_END_TEXTS = frozenset(
+    ("</s>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+)
+_SAMPLING: Mapping[str, tuple[str, type[int] | type[float]]] = {
+    "temp": ("temperature", float), "top_p": ("top_p", float), "top_k": ("top_k", int), "min_p": ("min_p", float),
+    "penalty_repeat": ("repetition_penalty", float),
+}  # fmt: skip
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedGGUF:
+    """A model in a GGUF file.
+
+    Attributes:
+        eos_token_ids: what ends an answer.
+        defaults: sampling defaults, by the names of generation_config.json.
+        fingerprint: SHA-256 of the file (hex).
+    """
+
+    spec: DecoderSpec
+    weights: GGUFWeights
+    eos_token_ids: tuple[int, ...]
+    defaults: Mapping[str, float]
+    fingerprint: str
+
+
+def open_gguf(path: Path) -> OpenedGGUF:
+    """Opens a GGUF file; the weights stay on disk, mapped.
+
+    Raises:
+        ModelError: something is missing, damaged, unknown or contradictory; the message names it.
+    """
+    file = read_gguf(path)
+    spec = read_spec(file)
+    weights = _open_weights(file, spec)
+    ends = tuple(dict.fromkeys(_find_ends(file, spec.vocab_size)))
+    return OpenedGGUF(spec, weights, ends, dict(_read_sampling(file)), _digest(path))
+
+
+def _open_weights(file: GGUFFile, spec: DecoderSpec) -> GGUFWeights:
+    paired = find_architecture(file)[1].paired
+    entries: dict[str, GGUFEntry] = {}
+    left = {name for name in file.tensors if name != ROPE_FACTORS}
+    for name, shape in tensor_shapes(spec):
+        stored = stored_name(name)
+        if stored not in left:
+            raise ModelError(f"{file.path.name} lacks the tensor {stored!r} that its metadata asks for; download it again")
+        left.remove(stored)
+        entries[name] = find_entry(file, stored, _num_paired_heads(spec, name) if paired else None)
+        if entries[name].shape != shape:
+            raise ModelError(
+                f"tensor {stored!r} has the shape {entries[name].shape}, the metadata of {file.path.name} says {shape}"
+            )
+    if left:
+        raise ModelError(f"{file.path.name} has a tensor {min(left)!r} that its architecture has no place for")
+    return GGUFWeights(entries)
+
+
+def _num_paired_heads(spec: DecoderSpec, name: str) -> int | None:
+    parts = name.split(".")
+    if parts[0] != "layers" or parts[2] not in ("q", "k"):
+        return None
+    attention = spec.layers[int(parts[1])].attention
+    return attention.num_heads if parts[2] == "q" else attention.num_kv_heads
+
+
+def _find_ends(file: GGUFFile, vocab_size: int) -> Iterator[int]:
+    """Yields the ids that the metadata names, then control tokens with a text that always ends an answer."""
+    for name in _ENDS:
+        key = f"tokenizer.ggml.{name}_token_id"
+        token_id = file.get(key, int)
+        if token_id is not None and not 0 <= token_id < vocab_size:
+            raise ModelError(f"{key!r} in {file.path.name} is no id of its token list", param=key)
+        if token_id is not None:
+            yield token_id
+    tokens, kinds = file.strings("tokenizer.ggml.tokens") or [], file.numbers("tokenizer.ggml.token_type") or []
+    for token_id, (text, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        if kind in (_CONTROL, _USER_DEFINED) and text in _END_TEXTS:
+            yield token_id
+
+
+def _read_sampling(file: GGUFFile) -> Iterator[tuple[str, float]]:
+    for stored, (name, kind) in _SAMPLING.items():
+        value = file.get(f"general.sampling.{stored}", kind)
+        if value is not None:
+            yield name, float(value)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
