@@ -57,10 +57,10 @@ def make_spec(
 
 def build(
     spec: DecoderSpec, weights: Weights, *, num_blocks: int = 256, block_size: int = 16, num_threads: int = 1,
-    dtype: str = "float32",
+    dtype: str = "float32", backend: str = "torch", **options: Any,
 ) -> Driver:  # fmt: skip
-    """Builds a program with the torch back end and a driver for it."""
-    backend = BACKENDS.get("torch")(num_threads=num_threads, device="cpu", dtype=dtype)
+    """Builds a program and a driver for it; `options` are the back end's own."""
+    backend = BACKENDS.get(backend)(num_threads=num_threads, device="cpu", dtype=dtype, **options)
     return Driver(backend.build(spec, weights, KVLayout(num_blocks, block_size)), num_blocks, block_size)
 
 

@@ -1,0 +1,95 @@
+"""Types of the compiled kernels (cpp/module.cpp)."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_Ints = npt.NDArray[np.int32]
+_Bytes = npt.NDArray[np.uint8]
+_Floats = npt.NDArray[np.float32]
+
+def kernel_names() -> list[str]: ...
+def packed_bytes(kind: int, outputs: int, inputs: int) -> int: ...
+def kv_block_bytes(kind: int, num_kv_heads: int, head_dim: int, block_size: int) -> int: ...
+
+class Pool:
+    def __init__(self, num_threads: int) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+
+def pack(
+    pool: Pool, kind: int, source: int, data: _Bytes, num_rows: int, inputs: int, places: _Ints, codes: _Bytes
+) -> None: ...
+
+class Matrix:
+    def __init__(
+        self,
+        *,
+        kind: int,
+        outputs: int,
+        inputs: int,
+        group: int,
+        zero_point: int,
+        codes: _Bytes,
+        channel_scales: _Floats | None,
+        scales: _Bytes | None,
+        wide_scales: bool,
+        zeros: _Bytes | None,
+        offsets: _Floats | None,
+        group_scales: _Bytes | None,
+        bias: _Floats | None,
+    ) -> None: ...
+
+class Program:
+    def __init__(self, kernels: str, pool: Pool, vocab_size: int, hidden_size: int, norm_eps: float) -> None: ...
+    def set_ends(self, embedding: Matrix, head: Matrix, norm: _Floats) -> None: ...
+    def add_rope(self, inv_freq: list[float], scale: float) -> None: ...
+    def add_layer(
+        self,
+        *,
+        shape: tuple[int, int, int, int],
+        scale: float,
+        rope: int,
+        activation: int,
+        qkv: Matrix,
+        output: Matrix,
+        gate_up: Matrix,
+        down: Matrix,
+        attention_norm: _Floats,
+        mlp_norm: _Floats,
+        q_norm: _Floats | None,
+        k_norm: _Floats | None,
+        cache: _Bytes,
+        kv_kind: int,
+        block_size: int,
+    ) -> None: ...
+    def forward(
+        self,
+        token_ids: _Ints,
+        positions: _Ints,
+        query_starts: _Ints,
+        context_lens: _Ints,
+        tables: _Ints,
+        logit_rows: _Ints,
+        logits: _Floats,
+        visible: npt.NDArray[np.uint64] | None,
+    ) -> None: ...
+    def forward_best(
+        self,
+        token_ids: _Ints,
+        positions: _Ints,
+        query_starts: _Ints,
+        context_lens: _Ints,
+        tables: _Ints,
+        logit_rows: _Ints,
+        best: _Ints,
+    ) -> None: ...
+    def record(self, on: bool) -> None: ...
+    def spans(self) -> list[tuple[str, int, float, float]]: ...
+    @property
+    def num_phases(self) -> int: ...
+    @property
+    def buffer_bytes(self) -> int: ...
+
+__all__: Any

@@ -1,0 +1,100 @@
+"""The native back end: chooses the instruction set, counts the memory, packs weights and builds programs."""
+
+from __future__ import annotations
+
+from cloister.backends.base import KVLayout, MemoryNeed, Weights
+from cloister.backends.native.packing import LAYOUT, Kind, Packer
+from cloister.backends.spec import DecoderSpec, LayerSpec
+from cloister.types.errors import ConfigError
+
+try:
+    from cloister.backends.native import _native
+except ImportError as error:  # pragma: no cover - an installation without a compiler
+    raise ConfigError(
+        "the native kernels were not compiled; install a C++ compiler (Debian: apt install g++) and reinstall Cloister, "
+        "or install the extra cloister[torch] and choose the back end torch",
+        param="backend",
+    ) from error
+
+from cloister.backends.native.model import pack_model
+from cloister.backends.native.program import KV_KINDS, NativeProgram
+
+NUMERICS = 1  # raise it when an answer may change in its last bit
+_SCRATCH_BYTES = 2 << 20  # per thread: gathered keys, scores, an unpacked panel
+
+
+class NativeBackend:
+    """Builds programs on the native kernels (protocol `backends.base.Backend`).
+
+    Args:
+        num_threads: threads for arithmetic.
+        device: "cpu".
+        dtype: of weights that come as numbers, of activations and of KV: "float32" or "bfloat16".
+        kv_dtype: of KV: None for `dtype`, or one of `KV_KINDS`.
+        kernels: an instruction set to use in place of the best that the processor has.
+
+    Raises:
+        ConfigError: an argument is not one of those.
+    """
+
+    def __init__(
+        self, *, num_threads: int, device: str, dtype: str, kv_dtype: str | None = None, kernels: str | None = None
+    ) -> None:
+        if device != "cpu":
+            raise ConfigError(f"the native back end computes on the cpu, not on {device!r}", param="device")
+        if dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"the native back end has the types float32, bfloat16, not {dtype!r}", param="dtype")
+        if num_threads < 1:
+            raise ConfigError("num_threads must be at least 1", param="num_threads")
+        self._kv_dtype = kv_dtype or dtype
+        if self._kv_dtype not in KV_KINDS or (dtype == "float32") != (self._kv_dtype == "float32"):
+            raise ConfigError(f"KV of type {self._kv_dtype!r} does not go with {dtype}", param="kv_dtype")
+        names = _native.kernel_names()
+        if kernels is not None and kernels not in names:
+            raise ConfigError(f"this processor runs the kernels {', '.join(names)}, not {kernels!r}", param="kernels")
+        self.kernels = kernels or names[0]
+        self._dense = Kind.F32 if dtype == "float32" else Kind.BF16
+        self._pool = _native.Pool(num_threads)
+        self.fingerprint = f"native-{NUMERICS}-{LAYOUT}-{self.kernels}-{dtype}-{self._kv_dtype}"
+
+    def need(self, spec: DecoderSpec, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
+        """Says what `build` and `forward` will take (`backends.base.Backend.need`)."""
+        width = 4 if self._dense is Kind.F32 else 2
+        layers = sum(_weights(layer, spec.hidden_size) for layer in spec.layers)
+        vocabulary = spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
+        return MemoryNeed(
+            weights_bytes=(layers + vocabulary) * width,
+            kv_block_bytes=sum(
+                _native.kv_block_bytes(
+                    KV_KINDS[self._kv_dtype], layer.attention.num_kv_heads, layer.attention.head_dim, block_size
+                )
+                for layer in spec.layers
+            ),
+            activations_bytes=max_batched_tokens * _row_bytes(spec) + self._pool.num_threads * _SCRATCH_BYTES,
+        )
+
+    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout) -> NativeProgram:
+        """Packs the weights and makes an empty cache.
+
+        Raises:
+            ConfigError: the block size is outside 1 to 256, or there is no block.
+        """
+        if not 1 <= kv.block_size <= 256 or kv.num_blocks < 1:
+            raise ConfigError("a KV cache needs at least one block, of 1 to 256 positions", param="block_size")
+        model = pack_model(spec, weights, Packer(self._pool, self._dense))
+        return NativeProgram(spec, model, kv, kernels=self.kernels, pool=self._pool, kv_dtype=self._kv_dtype)
+
+
+def _weights(layer: LayerSpec, hidden: int) -> int:
+    attention, mlp = layer.attention, layer.mlp
+    projections = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    return hidden * (projections + 3 * mlp.intermediate_size + 2)
+
+
+def _row_bytes(spec: DecoderSpec) -> int:
+    """Bytes that one token takes in the buffers of a step: residual, QKV, queries, mixed values, inputs of two products."""
+    widest = max(
+        6 * layer.mlp.intermediate_size + 14 * (layer.attention.num_heads + layer.attention.num_kv_heads) * layer.attention.head_dim
+        for layer in spec.layers
+    )
+    return 12 * spec.hidden_size + widest

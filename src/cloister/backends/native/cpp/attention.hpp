@@ -1,0 +1,458 @@
+// Attention over the paged cache with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), split at absolute
+// positions: split s holds the keys [256 s, 256 (s + 1)). The result of one split depends on nothing but its keys and the query;
+// results are joined in the order of splits. Whoever computes a split, and beside whom, changes no bit.
+//
+// A block of the cache holds for each KV head, with D the padded head dimension and B the block size:
+//   float32   K [D][B], V [B][D]
+//   bfloat16  K [D / 2][B][2], V [B / 2][D][2]       pairs of dimensions of K and pairs of keys of V stand together, as the
+//   int8      the same in bytes, then scales K [B], V [B]           instructions for products of pairs want them
+//   int4      K [D / 2][B] and V [B][D / 2] in bytes of two codes, then K [B] and V [B] of (scale, zero)
+#pragma once
+#include "kernels.hpp"
+#include "rows.hpp"
+#include "simd.hpp"
+
+namespace cloister::CLOISTER_ISA {
+
+constexpr float nothing_yet = -1e30f;  // a maximum that is finite, so that e^(nothing_yet - m) is 0 and never NaN
+constexpr int query_rows = 32;
+
+// ---- the places of a block ------------------------------------------------------------------------------------------------
+
+struct HeadPlace {
+    uint8_t *keys, *values;
+    float *key_scales, *value_scales;
+};
+
+INLINE HeadPlace head_place(const Cache& cache, const AttentionShape& shape, int block, int head) {
+    size_t size = size_t(cache.block_size), even = (size + 1) / 2 * 2, dim = size_t(shape.padded_dim);
+    size_t keys = 0, values = 0, scales = 0;
+    switch (cache.kind) {
+        case KVKind::f32: keys = values = 4 * dim * size; break;
+        case KVKind::bf16: keys = 2 * dim * size; values = 2 * dim * even; break;
+        case KVKind::int8: keys = dim * size; values = dim * even; scales = 4 * size; break;
+        case KVKind::int4: keys = values = dim / 2 * size; scales = 8 * size; break;
+    }
+    uint8_t* at = cache.base + size_t(block) * cache.block_bytes + (keys + values + 2 * scales) * size_t(head);
+    return {at, at + keys, (float*)(at + keys + values), (float*)(at + keys + values + scales)};
+}
+
+INLINE float peak(const float* x, int length) {
+    f32x16 most = {};
+    for (int i = 0; i < length; i += 16) most = max(most, abs(load_some(x + i, length - i)));
+    return highest(most);
+}
+
+INLINE void put_int8_head(const float* x, int dim, int padded, float* scale, int8_t* out, size_t stride, bool pairs, int size, int slot) {
+    float most = peak(x, dim), inverse = most > 0 ? 127.0f / most : 0.0f;
+    *scale = most / 127.0f;
+    for (int d = 0; d < padded; d++) {
+        float v = d < dim ? x[d] * inverse : 0.0f;
+        int8_t q = int8_t(int32_t(__builtin_rintf(v)));
+        if (pairs) out[(size_t(d / 2) * size + slot) * 2 + d % 2] = q;
+        else out[(size_t(slot / 2) * stride + d) * 2 + slot % 2] = q;
+    }
+}
+
+// 4 bits with a scale and a zero point for each head and position (QServe, Lin et al. 2024, section 5.3).
+INLINE void put_int4_head(const float* x, int dim, int padded, float* scale_zero, uint8_t* out, bool keys, int size, int slot) {
+    float low = x[0], high = x[0];
+    for (int d = 1; d < dim; d++) { low = x[d] < low ? x[d] : low; high = x[d] > high ? x[d] : high; }
+    float scale = (high - low) / 15.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    scale_zero[0] = scale;
+    scale_zero[1] = low;
+    for (int d = 0; d < padded; d += 2) {
+        uint8_t byte = 0;
+        for (int i = 0; i < 2; i++) {
+            float v = d + i < dim ? (x[d + i] - low) * inverse : 0.0f;
+            v = v < 0 ? 0 : v > 15 ? 15 : v;
+            byte = uint8_t(byte | (int(__builtin_rintf(v)) << (4 * i)));
+        }
+        if (keys) out[size_t(d / 2) * size + slot] = byte;
+        else out[size_t(slot) * (padded / 2) + d / 2] = byte;
+    }
+}
+
+static void put_keys(const float* keys, const float* values, const AttentionShape& shape, const Cache& cache, int block, int slot) {
+    int dim = shape.head_dim, padded = shape.padded_dim, size = cache.block_size;
+    for (int h = 0; h < shape.num_kv_heads; h++, keys += dim, values += dim) {
+        HeadPlace at = head_place(cache, shape, block, h);
+        if (cache.kind == KVKind::int8) {
+            put_int8_head(keys, dim, padded, at.key_scales + slot, (int8_t*)at.keys, 0, true, size, slot);
+            put_int8_head(values, dim, padded, at.value_scales + slot, (int8_t*)at.values, size_t(padded), false, size, slot);
+            continue;
+        }
+        if (cache.kind == KVKind::int4) {
+            put_int4_head(keys, dim, padded, at.key_scales + 2 * slot, at.keys, true, size, slot);
+            put_int4_head(values, dim, padded, at.value_scales + 2 * slot, at.values, false, size, slot);
+            continue;
+        }
+        for (int d = 0; d < padded; d++) {
+            float k = d < dim ? keys[d] : 0.0f, v = d < dim ? values[d] : 0.0f;
+            if (cache.kind == KVKind::f32) {
+                ((float*)at.keys)[size_t(d) * size + slot] = k;
+                ((float*)at.values)[size_t(slot) * padded + d] = v;
+            } else {
+                ((uint16_t*)at.keys)[(size_t(d / 2) * size + slot) * 2 + d % 2] = to_bf16(k);
+                ((uint16_t*)at.values)[(size_t(slot / 2) * padded + d) * 2 + slot % 2] = to_bf16(v);
+            }
+        }
+    }
+}
+
+// ---- one split of one KV head, gathered ------------------------------------------------------------------------------------
+
+// Panels: float32 K [D][256], V [256][D]; else bfloat16 K [D / 2][256][2], V [128][D][2].
+struct Panels {
+    uint8_t *keys, *values;
+};
+
+INLINE u32x16 pair_up(f32x16 low, f32x16 high) {
+    return __builtin_convertvector(to_bf16(low), u32x16) | (__builtin_convertvector(to_bf16(high), u32x16) << 16);
+}
+
+// Keys [from, to) of a block, all in one split, to column `column` of the panels.
+static void gather_run(const Cache& cache, const AttentionShape& shape, const HeadPlace& at, int from, int to, int column, Panels p) {
+    int dim = shape.padded_dim, size = cache.block_size, count = to - from;
+    if (cache.kind == KVKind::f32) {
+        for (int d = 0; d < dim; d++)
+            memcpy((float*)p.keys + size_t(d) * split_keys + column, (float*)at.keys + size_t(d) * size + from, size_t(count) * 4);
+        memcpy((float*)p.values + size_t(column) * dim, (float*)at.values + size_t(from) * dim, size_t(count) * dim * 4);
+        return;
+    }
+    uint32_t* keys = (uint32_t*)p.keys + column;
+    uint16_t* values = (uint16_t*)p.values;
+    if (cache.kind == KVKind::bf16) {
+        const uint32_t* source = (const uint32_t*)at.keys + from;
+        if (count == 16) {
+            for (int d = 0; d < dim / 2; d++) store(keys + size_t(d) * split_keys, load<u32x16>(source + size_t(d) * size));
+        } else {
+            for (int d = 0; d < dim / 2; d++) memcpy(keys + size_t(d) * split_keys, source + size_t(d) * size, size_t(count) * 4);
+        }
+        if (from % 2 == 0 && column % 2 == 0) {
+            memcpy(values + size_t(column) * dim, (const uint16_t*)at.values + size_t(from) * dim, size_t(count + 1) / 2 * dim * 4);
+        } else {
+            for (int j = 0; j < count; j++)
+                for (int d = 0; d < dim; d++)
+                    values[(size_t((column + j) / 2) * dim + d) * 2 + (column + j) % 2] =
+                        ((const uint16_t*)at.values)[(size_t((from + j) / 2) * dim + d) * 2 + (from + j) % 2];
+        }
+        return;
+    }
+    bool wide = cache.kind == KVKind::int8;
+    for (int j = 0; j < count; j += 16) {
+        int some = count - j < 16 ? count - j : 16;
+        f32x16 scale = {}, zero = {};
+        for (int i = 0; i < some; i++) {
+            scale[i] = wide ? at.key_scales[from + j + i] : at.key_scales[2 * (from + j + i)];
+            zero[i] = wide ? 0.0f : at.key_scales[2 * (from + j + i) + 1];
+        }
+        for (int d = 0; d < dim / 2; d++) {
+            i32x16 low = {}, high = {};
+            if (wide) {
+                const uint8_t* codes = at.keys + (size_t(d) * size + from + j) * 2;
+                u16x16 both = {};
+                if (some == 16) both = load<u16x16>(codes); else memcpy(&both, codes, size_t(some) * 2);
+                i32x16 lanes = __builtin_convertvector(both, i32x16);
+                low = (lanes << 24) >> 24;
+                high = (lanes << 16) >> 24;
+            } else {
+                const uint8_t* codes = at.keys + size_t(d) * size + from + j;
+                for (int i = 0; i < some; i++) { low[i] = codes[i] & 15; high[i] = codes[i] >> 4; }
+            }
+            u32x16 pairs = pair_up(fma(to_f32(low), scale, zero), fma(to_f32(high), scale, zero));
+            memcpy(keys + size_t(d) * split_keys + j, &pairs, size_t(some) * 4);
+        }
+    }
+    for (int j = 0; j < count; j++) {
+        int key = from + j, to_key = column + j;
+        float scale = wide ? at.value_scales[key] : at.value_scales[2 * key], zero = wide ? 0.0f : at.value_scales[2 * key + 1];
+        uint16_t* out = values + size_t(to_key / 2) * dim * 2 + to_key % 2;
+        for (int d = 0; d < dim; d += 16) {
+            i32x16 q;
+            for (int i = 0; i < 16; i++) {
+                q[i] = wide ? ((const int8_t*)at.values)[(size_t(key / 2) * dim + d + i) * 2 + key % 2]
+                            : (at.values[size_t(key) * (dim / 2) + (d + i) / 2] >> (4 * (i % 2))) & 15;
+            }
+            u16x16 v = to_bf16(fma(to_f32(q), set(scale), set(zero)));
+            for (int i = 0; i < 16; i++) out[2 * (d + i)] = v[i];
+        }
+    }
+}
+
+// Gathers keys [start, end); the columns up to the next multiple of 32 become zeros.
+static void gather(const Cache& cache, const AttentionShape& shape, const Sequence& sequence, int head, int start, int end, Panels p) {
+    int dim = shape.padded_dim;
+    for (int key = start; key < end;) {
+        int place = key % cache.block_size, run = cache.block_size - place;
+        if (run > end - key) run = end - key;
+        int block = sequence.table[key / cache.block_size];
+        gather_run(cache, shape, head_place(cache, shape, block, head), place, place + run, key - start, p);
+        key += run;
+    }
+    int count = end - start, padded = (count + 31) / 32 * 32;
+    if (padded == count) return;
+    if (cache.kind == KVKind::f32) {
+        for (int d = 0; d < dim; d++) memset((float*)p.keys + size_t(d) * split_keys + count, 0, size_t(padded - count) * 4);
+        memset((float*)p.values + size_t(count) * dim, 0, size_t(padded - count) * dim * 4);
+        return;
+    }
+    for (int d = 0; d < dim / 2; d++) memset((uint32_t*)p.keys + size_t(d) * split_keys + count, 0, size_t(padded - count) * 4);
+    for (int key = count; key < padded; key++)
+        for (int d = 0; d < dim; d++) ((uint16_t*)p.values)[(size_t(key / 2) * dim + d) * 2 + key % 2] = 0;
+}
+
+// ---- small products -----------------------------------------------------------------------------------------------------
+
+// c [rows][stride_c] = a [rows][k] b: b has rows of `columns` lanes of 4 bytes (one float32, or a pair of bfloat16 of K).
+template <int R, bool floats>
+INLINE void product_rows(const uint8_t* a, size_t stride_a, const uint8_t* b, size_t stride_b, int depth, int columns, float* c, size_t stride_c) {
+    for (int n = 0; n < columns; n += 32) {
+        f32x16 acc[R][2] = {};
+        bool both = n + 16 < columns;
+        for (int k = 0; k < depth; k++) {
+            const uint8_t* row = b + size_t(k) * stride_b + size_t(n) * 4;
+            const uint8_t* second = both ? row + 64 : row;
+            for (int r = 0; r < R; r++) {
+                if constexpr (floats) {
+                    f32x16 value = set(load<float>(a + r * stride_a + size_t(k) * 4));
+                    acc[r][0] = fma(value, load<f32x16>(row), acc[r][0]);
+                    acc[r][1] = fma(value, load<f32x16>(second), acc[r][1]);
+                } else {
+                    uint32_t pair = load<uint32_t>(a + r * stride_a + size_t(k) * 4);
+                    acc[r][0] = dot_bf16(acc[r][0], row, pair);
+                    acc[r][1] = dot_bf16(acc[r][1], second, pair);
+                }
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            store(c + r * stride_c + n, acc[r][0]);
+            if (both) store(c + r * stride_c + n + 16, acc[r][1]);
+        }
+    }
+}
+
+template <bool floats>
+static void product_vectors(const uint8_t* a, size_t stride_a, int rows, const uint8_t* b, size_t stride_b, int depth, int columns, float* c, size_t stride_c) {
+    int r = 0;
+    for (; r + 4 <= rows; r += 4) product_rows<4, floats>(a + r * stride_a, stride_a, b, stride_b, depth, columns, c + r * stride_c, stride_c);
+    for (; r < rows; r++) product_rows<1, floats>(a + r * stride_a, stride_a, b, stride_b, depth, columns, c + r * stride_c, stride_c);
+}
+
+#if defined(__AMX_TILE__)
+// depth is a multiple of 16 pairs, columns one of 16, rows at most 32.
+static void product_tiles(const uint8_t* a, size_t stride_a, int rows, const uint8_t* b, size_t stride_b, int depth, int columns, float* c, size_t stride_c) {
+    int top = rows < 16 ? rows : 16, bottom = rows - top;
+    for (int n = 0; n < columns; n += 32) {
+        clear_tiles();
+        bool both = n + 16 < columns;
+        const uint8_t* at = b + size_t(n) * 4;
+        for (int k = 0; k < depth; k += 16) {
+            _tile_loadd(4, a + size_t(k) * 4, stride_a);
+            if (bottom) _tile_loadd(5, a + 16 * stride_a + size_t(k) * 4, stride_a);
+            _tile_loadd(6, at + size_t(k) * stride_b, stride_b);
+            _tile_dpbf16ps(0, 4, 6);
+            if (bottom) _tile_dpbf16ps(2, 5, 6);
+            if (!both) continue;
+            _tile_loadd(7, at + 64 + size_t(k) * stride_b, stride_b);
+            _tile_dpbf16ps(1, 4, 7);
+            if (bottom) _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, c + n, stride_c * 4);
+        if (both) _tile_stored(1, c + n + 16, stride_c * 4);
+        if (!bottom) continue;
+        _tile_stored(2, c + 16 * stride_c + n, stride_c * 4);
+        if (both) _tile_stored(3, c + 16 * stride_c + n + 16, stride_c * 4);
+    }
+}
+#endif
+
+INLINE void product(bool floats, const uint8_t* a, size_t stride_a, int rows, const uint8_t* b, size_t stride_b, int depth, int columns, float* c, size_t stride_c) {
+    if (floats) return product_vectors<true>(a, stride_a, rows, b, stride_b, depth, columns, c, stride_c);
+#if defined(__AMX_TILE__)
+    product_tiles(a, stride_a, rows, b, stride_b, depth, columns, c, stride_c);
+#else
+    product_vectors<false>(a, stride_a, rows, b, stride_b, depth, columns, c, stride_c);
+#endif
+}
+
+// ---- softmax ----------------------------------------------------------------------------------------------------------------
+
+// Which keys of a split one row sees.
+struct View {
+    int low, high;  // columns [low, high)
+};
+
+INLINE View view_of(const AttentionShape& shape, const Sequence& sequence, int row, int start) {
+    int position = sequence.first_position + row / shape.group();
+    int low = shape.window && position - shape.window + 1 > start ? position - shape.window + 1 - start : 0;
+    int high = position + 1 - start;
+    return {low < split_keys ? low : split_keys, high < 0 ? 0 : high < split_keys ? high : split_keys};
+}
+
+// Hides the tokens of this step that are not among the ancestors of this row's token.
+static void hide_strangers(const AttentionShape& shape, const Sequence& sequence, int row, int start, int count, float* scores) {
+    const uint64_t* visible = sequence.visible + size_t(row / shape.group()) * sequence.words;
+    for (int column = 0; column < count; column++) {
+        int token = start + column - sequence.first_position;
+        if (token >= 0 && token < sequence.num_tokens && !(visible[token / 64] >> (token % 64) & 1)) scores[column] = -INFINITY;
+    }
+}
+
+// Turns scores into weights e^(score - maximum); returns maximum and sum.
+template <bool floats>
+INLINE void soften(float* scores, int count, View view, uint8_t* weights, float* maximum, float* total) {
+    i32x16 lanes;
+    for (int i = 0; i < 16; i++) lanes[i] = i;
+    f32x16 most = set(nothing_yet);
+    for (int j = 0; j < count; j += 16) {
+        f32x16 s = load<f32x16>(scores + j);
+        if (j < view.low || j + 16 > view.high) {
+            i32x16 column = lanes + j;
+            s = (column >= view.low) & (column < view.high) ? s : set(-INFINITY);
+            store(scores + j, s);
+        }
+        most = max(most, s);
+    }
+    *maximum = highest(most);
+    f32x16 sums = {};
+    for (int j = 0; j < count; j += 16) {
+        f32x16 p = exp(load<f32x16>(scores + j) - *maximum);
+        sums += p;
+        if constexpr (floats) store(weights + size_t(j) * 4, p);
+        else store(weights + size_t(j) * 2, to_bf16(p));
+    }
+    *total = sum(sums);
+}
+
+// Joins one split's result into a state [padded_dim] values, maximum, sum.
+INLINE void join_split(float* state, const float* values, float maximum, float total, int dim, int padded) {
+    float highest_yet = state[padded], *sum_yet = state + padded + 1;
+    float together = highest_yet > maximum ? highest_yet : maximum;
+    f32x16 both = exp(f32x16{highest_yet, maximum} - together);
+    f32x16 fade = set(both[0]), rise = set(both[1]);
+    for (int d = 0; d < dim; d += 16) store(state + d, fma(load<f32x16>(values + d), rise, load<f32x16>(state + d) * fade));
+    *sum_yet = __builtin_fmaf(total, both[1], *sum_yet * both[0]);
+    state[padded] = together;
+}
+
+INLINE void clear_state(float* state, int padded) {
+    memset(state, 0, size_t(padded + 16) * 4);
+    state[padded] = nothing_yet;
+}
+
+INLINE void write_out(const float* state, const AttentionShape& shape, const Sequence& sequence, int kv_head, int row, float* out, size_t stride) {
+    int token = sequence.first_token + row / shape.group(), head = kv_head * shape.group() + row % shape.group();
+    float* at = out + size_t(token) * stride + size_t(head) * shape.head_dim;
+    float inverse = 1.0f / state[shape.padded_dim + 1];
+    for (int d = 0; d < shape.head_dim; d++) at[d] = state[d] * inverse;
+}
+
+// ---- tasks ------------------------------------------------------------------------------------------------------------------
+
+struct AttendScratch {
+    uint8_t *keys, *values, *queries, *weights;
+    float *scores, *outputs, *states;
+
+    static size_t panel(const AttentionShape& shape) { return size_t(split_keys) * shape.padded_dim * 4; }
+    static size_t bytes(const AttentionShape& shape) {
+        size_t padded = size_t(shape.padded_dim);
+        return 2 * panel(shape) + task_rows * padded * 4 + query_rows * split_keys * 4 * 2 + query_rows * padded * 4 +
+               task_rows * (padded + 16) * 4;
+    }
+    AttendScratch(uint8_t* at, const AttentionShape& shape) {
+        size_t padded = size_t(shape.padded_dim);
+        keys = at;
+        values = keys + panel(shape);
+        queries = values + panel(shape);
+        weights = queries + task_rows * padded * 4;
+        scores = (float*)(weights + query_rows * split_keys * 4);
+        outputs = scores + query_rows * split_keys;
+        states = outputs + query_rows * padded;
+    }
+};
+
+template <bool floats>
+static void attend_rows(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const Cache& cache,
+                        const uint8_t* queries, float* out, size_t out_stride, uint8_t* memory) {
+    AttendScratch scratch(memory, shape);
+    int padded = shape.padded_dim, group = shape.group(), num_rows = task.end - task.begin;
+    size_t width = floats ? 4 : 2, query_bytes = size_t(padded) * width, state_length = partial_row(shape);
+    for (int r = 0; r < num_rows; r++) {
+        int row = task.begin + r;
+        size_t head = size_t(sequence.first_token + row / group) * shape.num_heads + task.kv_head * group + row % group;
+        memcpy(scratch.queries + r * query_bytes, queries + head * query_bytes, query_bytes);
+        if (!task.partial) clear_state(scratch.states + r * state_length, padded);
+    }
+    int last_position = sequence.first_position + (task.end - 1) / group;
+    for (int split = task.first_split; split <= task.last_split; split++) {
+        int start = split * split_keys;
+        int end = last_position + 1 < start + split_keys ? last_position + 1 : start + split_keys;
+        gather(cache, shape, sequence, task.kv_head, start, end, {scratch.keys, scratch.values});
+        for (int first = 0; first < num_rows; first += query_rows) {
+            int rows = num_rows - first < query_rows ? num_rows - first : query_rows;
+            View widest = view_of(shape, sequence, task.begin + first + rows - 1, start);
+            int count = (widest.high + 31) / 32 * 32;
+            if (count == 0) {  // this split lies wholly after these rows
+                if (task.partial)
+                    for (int r = 0; r < rows; r++)
+                        clear_state(task.partial + (size_t(split - task.first_split) * num_rows + first + r) * state_length, padded);
+                continue;
+            }
+#if defined(__AMX_TILE__)
+            if (!floats) configure_tiles(rows < 16 ? rows : 16, rows > 16 ? rows - 16 : 0, 16);
+#endif
+            const uint8_t* q = scratch.queries + size_t(first) * query_bytes;
+            product(floats, q, query_bytes, rows, scratch.keys, split_keys * 4, floats ? padded : padded / 2, count, scratch.scores, split_keys);
+            float maxima[query_rows], totals[query_rows];
+            for (int r = 0; r < rows; r++) {
+                float* scores = scratch.scores + size_t(r) * split_keys;
+                int row = task.begin + first + r;
+                if (sequence.visible) hide_strangers(shape, sequence, row, start, count, scores);
+                soften<floats>(scores, count, view_of(shape, sequence, row, start), scratch.weights + size_t(r) * split_keys * width,
+                               maxima + r, totals + r);
+            }
+            product(floats, scratch.weights, split_keys * width, rows, scratch.values, size_t(padded) * 4, floats ? count : count / 2,
+                    padded, scratch.outputs, size_t(padded));
+            for (int r = 0; r < rows; r++) {
+                const float* values = scratch.outputs + size_t(r) * padded;
+                if (task.partial) {
+                    float* to = task.partial + (size_t(split - task.first_split) * num_rows + first + r) * state_length;
+                    memcpy(to, values, size_t(padded) * 4);
+                    to[padded] = maxima[r];
+                    to[padded + 1] = totals[r];
+                } else {
+                    join_split(scratch.states + size_t(first + r) * state_length, values, maxima[r], totals[r], padded, padded);
+                }
+            }
+        }
+    }
+    if (task.partial) return;
+    for (int r = 0; r < num_rows; r++)
+        write_out(scratch.states + size_t(r) * state_length, shape, sequence, task.kv_head, task.begin + r, out, out_stride);
+}
+
+static void attend(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const Cache& cache,
+                   const uint8_t* queries, float* out, size_t out_stride, uint8_t* scratch) {
+    if (cache.kind == KVKind::f32) attend_rows<true>(task, sequence, shape, cache, queries, out, out_stride, scratch);
+    else attend_rows<false>(task, sequence, shape, cache, queries, out, out_stride, scratch);
+}
+
+static void join(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const float* partial, int num_splits,
+                 float* out, size_t out_stride) {
+    int padded = shape.padded_dim, num_rows = task.end - task.begin;
+    size_t length = partial_row(shape);
+    float state[1024 + 16];
+    for (int r = 0; r < num_rows; r++) {
+        clear_state(state, padded);
+        for (int split = 0; split < num_splits; split++) {
+            const float* from = partial + (size_t(split) * num_rows + r) * length;
+            join_split(state, from, from[padded], from[padded + 1], padded, padded);
+        }
+        write_out(state, shape, sequence, task.kv_head, task.begin + r, out, out_stride);
+    }
+}
+
+static size_t attend_scratch(const AttentionShape& shape) { return AttendScratch::bytes(shape); }
+
+}  // namespace cloister::CLOISTER_ISA

@@ -1,0 +1,2 @@
+#define CLOISTER_ISA amx
+#include "isa.inc"

@@ -1,0 +1,2 @@
+#define CLOISTER_ISA avx2
+#include "isa.inc"

@@ -1,0 +1,2 @@
+#define CLOISTER_ISA avx512
+#include "isa.inc"

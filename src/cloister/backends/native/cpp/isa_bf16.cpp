@@ -1,0 +1,2 @@
+#define CLOISTER_ISA bf16
+#include "isa.inc"

@@ -1,0 +1,2 @@
+#define CLOISTER_ISA neon
+#include "isa.inc"

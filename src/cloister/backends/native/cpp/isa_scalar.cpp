@@ -1,0 +1,2 @@
+#define CLOISTER_ISA scalar
+#include "isa.inc"

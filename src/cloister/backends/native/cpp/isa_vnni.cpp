@@ -1,0 +1,2 @@
+#define CLOISTER_ISA vnni
+#include "isa.inc"

@@ -1,0 +1,101 @@
+// The kernels of one instruction set, behind a table of functions: chosen once, at start, by what the processor has.
+#pragma once
+#include "layout.hpp"
+
+namespace cloister {
+
+enum class KVKind : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
+
+// The cache of one layer. A block holds, for each KV head, K then V (layout in attention.hpp), then their scales.
+struct Cache {
+    uint8_t* base = nullptr;
+    size_t block_bytes = 0;
+    int block_size = 0;
+    KVKind kind = KVKind::bf16;
+};
+
+// What attention of one layer computes.
+struct AttentionShape {
+    int num_heads = 0, num_kv_heads = 0, head_dim = 0, padded_dim = 0;
+    int window = 0;  // 0: none
+    int group() const { return num_heads / num_kv_heads; }
+};
+
+// One sequence of a step.
+struct Sequence {
+    const int32_t* table = nullptr;  // blocks
+    int first_token = 0, num_tokens = 0, first_position = 0, context = 0;
+    const uint64_t* visible = nullptr;  // [num_tokens][words]: which tokens of this step a token sees; null for all up to itself
+    int words = 0;
+};
+
+// Attention of rows [begin, end) of one sequence and one KV head; a row is (token, head of the group).
+struct AttentionTask {
+    int sequence = 0, kv_head = 0, begin = 0, end = 0;
+    int first_split = 0, last_split = 0;  // computed here, inclusive
+    float* partial = nullptr;             // where results of single splits go, or null: this task has all splits
+    double cost = 0;
+};
+
+struct Span16 { int begin, end; };
+
+struct Kernels {
+    const char* name;
+
+    // Multiplies row blocks [begin, end) of x with one panel of w.
+    void (*multiply)(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink, uint8_t* scratch);
+    size_t (*multiply_scratch)(const Matrix& w);
+
+    // RMS norm of one row of float32; `out` may be `row`.
+    void (*norm)(const float* row, const float* weight, float eps, int length, float* out);
+    // Writes one row of inputs: rounds to bfloat16, or to int8 with a scale and sums. `length` is rounded up to whole chunks.
+    void (*put_row)(const float* row, int length, Input input, Rows& rows, int index);
+    void (*put_wide_row)(const uint16_t* row, int length, Rows& rows, int index);
+
+    // Rotates heads of one row in place: pairs (d, d + half).
+    void (*rotate)(float* heads, int num_heads, int head_dim, const float* cos, const float* sin);
+    // Writes queries [num_heads][padded_dim] of one token, scaled: bfloat16, or float32 with a float32 cache.
+    void (*put_queries)(const float* heads, const AttentionShape& shape, float scale, KVKind kind, uint8_t* out);
+    void (*put_keys)(const float* keys, const float* values, const AttentionShape& shape, const Cache& cache, int block, int slot);
+
+    void (*attend)(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const Cache& cache,
+                   const uint8_t* queries, float* out, size_t out_stride, uint8_t* scratch);
+    // Joins the partial results of all splits of a task's rows.
+    void (*join)(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const float* partial,
+                 int num_splits, float* out, size_t out_stride);
+    size_t (*attend_scratch)(const AttentionShape& shape);
+
+    // Reads one row of a packed matrix (an embedding) as float32.
+    void (*read_row)(const Matrix& w, int row, float* out);
+    // The place of the largest of `length` numbers, the lowest among equal ones; -1 when one is not finite.
+    int (*find_best)(const float* values, int length);
+};
+
+constexpr int split_keys = 256;
+constexpr int task_rows = 128;
+
+// The tables that this build has, best first; null-terminated. Whether the processor can run one: `cpu.hpp`.
+extern const Kernels kernels_scalar;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2, kernels_avx512, kernels_vnni, kernels_bf16, kernels_amx;
+#elif defined(__aarch64__)
+extern const Kernels kernels_neon;
+#endif
+
+// Floats of one split's result for one row: the values, then the maximum and the sum.
+inline size_t partial_row(const AttentionShape& shape) { return size_t(shape.padded_dim) + 16; }
+
+// Bytes of a block of one layer's cache.
+inline size_t kv_block_bytes(const AttentionShape& shape, KVKind kind, int block_size) {
+    size_t even = size_t(block_size + 1) / 2 * 2, dim = size_t(shape.padded_dim);
+    size_t head = 0;
+    switch (kind) {
+        case KVKind::f32: head = 8 * dim * size_t(block_size); break;
+        case KVKind::bf16: head = 2 * dim * (size_t(block_size) + even); break;
+        case KVKind::int8: head = dim * (size_t(block_size) + even) + 8 * size_t(block_size); break;
+        case KVKind::int4: head = dim / 2 * 2 * size_t(block_size) + 16 * size_t(block_size); break;
+    }
+    return (head * size_t(shape.num_kv_heads) + 63) / 64 * 64;
+}
+
+}  // namespace cloister

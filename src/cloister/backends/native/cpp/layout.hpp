@@ -1,0 +1,88 @@
+// How packed weights and the inputs of a product lie in memory. The same layout serves every instruction set.
+//
+// A product meets K in chunks: 64 bytes of a row of inputs (16 float32, 32 bfloat16 or 64 int8). Weights come in panels of 32
+// outputs; a panel holds, chunk after chunk, two tiles of 16 outputs. A tile has 16 rows of 64 bytes, and a row holds for each of
+// its 16 outputs the 4 bytes (1 float32, 2 bfloat16, 4 int8) that meet the same 4 bytes of the inputs. Int4 tiles take half of
+// that: the low halves of row r are row r, the high halves are row r + 8.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace cloister {
+
+enum class Kind : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, qoq = 4, int4_bf16 = 5 };
+
+// What the inputs of a product with such weights must be.
+enum class Input : int { f32 = 0, bf16 = 1, int8 = 2 };
+
+inline Input input_of(Kind kind) {
+    if (kind == Kind::f32) return Input::f32;
+    return kind == Kind::int8 || kind == Kind::int4 || kind == Kind::qoq ? Input::int8 : Input::bf16;
+}
+inline int chunk_length(Input input) { return input == Input::f32 ? 16 : input == Input::bf16 ? 32 : 64; }
+inline int chunk_length(Kind kind) { return chunk_length(input_of(kind)); }
+inline int tile_bytes(Kind kind) {
+    switch (kind) {
+        case Kind::int4: case Kind::qoq: return 512;
+        case Kind::int4_bf16: return 256;
+        default: return 1024;
+    }
+}
+
+constexpr int panel_width = 32;
+constexpr int block_rows = 16;
+constexpr int sum_length = 32;  // inputs that share a sum, for zero points
+
+// One packed matrix; everything it points at lives in memory that Python keeps.
+struct Matrix {
+    Kind kind = Kind::bf16;
+    int outputs = 0, inputs = 0;
+    int panels = 0, chunks = 0;
+    int group = 0, groups = 0;              // inputs that share a scale, and how many such; 0 without groups
+    const uint8_t* codes = nullptr;         // [panels][chunks][2][tile]
+    const float* channel_scales = nullptr;  // [panels][32]: int8 without groups, and qoq
+    const void* scales = nullptr;           // [panels][groups][32] float16 or float32
+    bool wide_scales = false;               // float32
+    const uint8_t* zeros = nullptr;         // [panels][groups][32], or null for zero_point everywhere
+    const float* offsets = nullptr;         // [panels][groups][32], or null
+    const uint8_t* group_scales = nullptr;  // [panels][groups][32]: qoq
+    const float* bias = nullptr;            // [panels][32], or null
+    int zero_point = 0;
+
+    size_t panel_bytes() const { return size_t(chunks) * 2 * tile_bytes(kind); }
+};
+
+// The inputs of a product: blocks of 16 rows (the last has what is left), each [chunks][rows of the block][64 bytes].
+struct Rows {
+    uint8_t* data = nullptr;
+    float* scales = nullptr;   // [num_rows], int8 only
+    int32_t* sums = nullptr;   // [num_rows][chunks * 2], int8 only: sums of 32 codes
+    int num_rows = 0, chunks = 0;
+
+    int height(int block) const {
+        int left = num_rows - block * block_rows;
+        return left < block_rows ? left : block_rows;
+    }
+    uint8_t* block(int block) const { return data + size_t(block) * block_rows * chunks * 64; }
+    uint8_t* at(int row, int chunk) const {
+        int b = row / block_rows;
+        return block(b) + (size_t(chunk) * height(b) + row % block_rows) * 64;
+    }
+    int32_t* sums_of(int row) const { return sums + size_t(row) * chunks * 2; }
+};
+
+enum class Finish : int { store = 0, add = 1, glu = 2 };
+enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2 };
+
+// What becomes of a finished tile of a product.
+struct Sink {
+    Finish finish = Finish::store;
+    float* out = nullptr;       // store, add: [num_rows][stride]
+    size_t stride = 0;
+    Activation activation = Activation::silu;
+    Rows* next = nullptr;       // glu: inputs of the next product, where they need no scale
+    Input next_input = Input::bf16;
+    uint16_t* wide = nullptr;   // glu: bfloat16 [num_rows][stride], where they do
+};
+
+}  // namespace cloister

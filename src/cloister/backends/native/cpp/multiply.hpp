@@ -1,0 +1,292 @@
+// Products of rows with packed weights. Each output is the sum over K in one order, whatever the number of rows: chunk after
+// chunk, inside a chunk as the instruction has it. Integer sums are exact, so any instruction may make them.
+#pragma once
+#include "kernels.hpp"
+#include "simd.hpp"
+#include "tiles.hpp"
+
+namespace cloister::CLOISTER_ISA {
+
+#if defined(__AVX512F__)
+constexpr int max_rows = 8;
+#else
+constexpr int max_rows = 2;
+#endif
+
+// ---- the end of a tile: 32 outputs of one row -------------------------------------------------------------------------------
+
+INLINE void finish_row(const Matrix& w, const Rows& x, int row, int panel, f32x16 low, f32x16 high, const Sink& sink) {
+    if (input_of(w.kind) == Input::int8) {
+        low *= x.scales[row];
+        high *= x.scales[row];
+    }
+    if (w.bias) {
+        low += load<f32x16>(w.bias + panel * 32);
+        high += load<f32x16>(w.bias + panel * 32 + 16);
+    }
+    if (sink.finish == Finish::glu) {
+        f32x16 value = activate(low, int(sink.activation)) * high;
+        if (sink.wide) {
+            store(sink.wide + size_t(row) * sink.stride + panel * 16, to_bf16(value));
+        } else if (sink.next_input == Input::f32) {
+            store(sink.next->at(row, panel), value);
+        } else {
+            uint8_t* at = sink.next->at(row, panel / 2) + 32 * (panel % 2);
+            store(at, to_bf16(value));
+            if (panel == w.panels - 1 && panel % 2 == 0) memset(at + 32, 0, 32);
+        }
+        return;
+    }
+    float* out = sink.out + size_t(row) * sink.stride + size_t(panel) * 32;
+    int left = w.outputs - panel * 32;
+    if (sink.finish == Finish::add) {
+        low += load<f32x16>(out);
+        high += load<f32x16>(out + 16);
+    }
+    if (left >= 32 || sink.finish == Finish::add) {
+        store(out, low);
+        store(out + 16, high);
+    } else {
+        float both[32];
+        store(both, low);
+        store(both + 16, high);
+        memcpy(out, both, size_t(left) * 4);
+    }
+}
+
+INLINE int32_t sum_inputs(const Rows& x, int row, int first, int count) {
+    const int32_t* sums = x.sums_of(row) + first;
+    int32_t total = 0;
+    for (int i = 0; i < count; i++) total += sums[i];
+    return total;
+}
+
+// An int8 product over all of K: takes off the zero point, and scales by output.
+INLINE f32x16 scale_channel(const Matrix& w, int panel, int half, i32x16 acc, int32_t total) {
+    return to_f32(acc - w.zero_point * total) * load<f32x16>(w.channel_scales + panel * 32 + 16 * half);
+}
+
+INLINE f32x16 group_scale(const Matrix& w, size_t at) {
+    return w.wide_scales ? load<f32x16>((const float*)w.scales + at) : from_f16(load<u16x16>((const uint16_t*)w.scales + at));
+}
+
+// Adds one group's integer product to the float32 sum.
+INLINE f32x16 fold(const Matrix& w, size_t at, f32x16 scale, i32x16 acc, int32_t total, f32x16 c) {
+    if (w.zeros) {
+        acc -= __builtin_convertvector(load<i8x16>(w.zeros + at), i32x16) * total;
+    } else {
+        acc -= w.zero_point * total;
+    }
+    c = fma(to_f32(acc), scale, c);
+    if (w.offsets) c = fma(load<f32x16>(w.offsets + at), set(float(total)), c);
+    return c;
+}
+
+// ---- unpacking ------------------------------------------------------------------------------------------------------------
+
+// Integer tiles of a chunk as unsigned bytes; `group` is that of the first half. Rows 0-7 are the chunk's first 32 inputs.
+INLINE void unpack_tile(const Matrix& w, int panel, int half, const uint8_t* packed, int group, int next_group, uint8_t* tile) {
+#if defined(__AVX512BW__)
+    __m512i mask = _mm512_set1_epi8(15);
+    if (w.kind == Kind::int4) {
+        for (int r = 0; r < 8; r++) {
+            __m512i v = _mm512_loadu_si512(packed + 64 * r);
+            _mm512_storeu_si512(tile + 64 * r, _mm512_and_si512(v, mask));
+            _mm512_storeu_si512(tile + 64 * (r + 8), _mm512_and_si512(_mm512_srli_epi16(v, 4), mask));
+        }
+        return;
+    }
+    __m512i scale[2], offset[2];
+    int groups[2] = {group, next_group};
+    for (int h = 0; h < 2; h++) {
+        size_t at = (size_t(panel) * w.groups + groups[h]) * 32 + 16 * half;
+        __m512i s = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(w.group_scales + at)));
+        __m512i z = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(w.zeros + at)));
+        scale[h] = _mm512_or_si512(s, _mm512_slli_epi32(s, 16));
+        __m512i o = _mm512_and_si512(_mm512_sub_epi32(_mm512_set1_epi32(128), _mm512_mullo_epi32(s, z)), _mm512_set1_epi32(255));
+        o = _mm512_or_si512(o, _mm512_slli_epi32(o, 8));
+        offset[h] = _mm512_or_si512(o, _mm512_slli_epi32(o, 16));
+    }
+    for (int r = 0; r < 8; r++) {
+        __m512i v = _mm512_loadu_si512(packed + 64 * r);
+        // 16-bit products of two codes at once: a code times its scale stays below 256 and so does not carry
+        __m512i a = _mm512_mullo_epi16(_mm512_and_si512(v, mask), scale[0]);
+        __m512i b = _mm512_mullo_epi16(_mm512_and_si512(_mm512_srli_epi16(v, 4), mask), scale[1]);
+        _mm512_storeu_si512(tile + 64 * r, _mm512_add_epi8(a, offset[0]));
+        _mm512_storeu_si512(tile + 64 * (r + 8), _mm512_add_epi8(b, offset[1]));
+    }
+#else
+    int groups[2] = {group, next_group};
+    for (int i = 0; i < 512; i++) {
+        int codes[2] = {packed[i] & 15, packed[i] >> 4};
+        for (int h = 0; h < 2; h++) {
+            int value = codes[h];
+            if (w.kind == Kind::qoq) {
+                size_t at = (size_t(panel) * w.groups + groups[h]) * 32 + 16 * half + (i % 64) / 4;
+                value = (value - w.zeros[at]) * w.group_scales[at] + 128;
+            }
+            tile[i + 512 * h] = uint8_t(value);
+        }
+    }
+#endif
+}
+
+// The tiles of one chunk of a panel, unpacked where they must be.
+INLINE const uint8_t* integer_tiles(const Matrix& w, int panel, const uint8_t* codes, int chunk, uint8_t* scratch) {
+    const uint8_t* packed = codes + size_t(chunk) * 2 * tile_bytes(w.kind);
+    if (w.kind == Kind::int8) return packed;
+    int group = 0, next = 0;
+    if (w.kind == Kind::qoq) {
+        group = chunk * 64 / w.group;
+        next = (chunk * 64 + 32) / w.group;
+        group = group < w.groups ? group : w.groups - 1;
+        next = next < w.groups ? next : w.groups - 1;
+    }
+    unpack_tile(w, panel, 0, packed, group, next, scratch);
+    unpack_tile(w, panel, 1, packed + 512, group, next, scratch + 1024);
+    return scratch;
+}
+
+INLINE void prefetch_ahead(const uint8_t* p, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
+}
+
+// ---- vector kernels: R rows by 32 outputs -------------------------------------------------------------------------------------
+
+template <int R, Kind K>
+INLINE void multiply_floats(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
+    f32x16 c[R][2] = {};
+    int height = x.height(block);
+    const uint8_t* a = x.block(block) + size_t(first) * 64;
+    const uint8_t* b = w.codes + size_t(panel) * w.panel_bytes();
+    for (int chunk = 0; chunk < w.chunks; chunk++, a += size_t(height) * 64, b += 2048) {
+        prefetch_ahead(b + 4096, 2048);
+        for (int k = 0; k < 16; k++) {
+            for (int r = 0; r < R; r++) {
+                if constexpr (K == Kind::f32) {
+                    f32x16 value = set(load<float>(a + r * 64 + k * 4));
+                    c[r][0] = fma(value, load<f32x16>(b + k * 64), c[r][0]);
+                    c[r][1] = fma(value, load<f32x16>(b + 1024 + k * 64), c[r][1]);
+                } else {
+                    uint32_t pair = load<uint32_t>(a + r * 64 + k * 4);
+                    c[r][0] = dot_bf16(c[r][0], b + k * 64, pair);
+                    c[r][1] = dot_bf16(c[r][1], b + 1024 + k * 64, pair);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; r++) finish_row(w, x, block * 16 + first + r, panel, c[r][0], c[r][1], sink);
+}
+
+template <int R>
+INLINE void add_products(i32x16 (&acc)[R][2], const uint8_t* tiles, const uint8_t* a, int first_row, int last_row) {
+    for (int k = first_row; k < last_row; k++) {
+        for (int r = 0; r < R; r++) {
+            int32_t quad = load<int32_t>(a + r * 64 + k * 4);
+            acc[r][0] = dot_u8s8(acc[r][0], tiles + k * 64, quad);
+            acc[r][1] = dot_u8s8(acc[r][1], tiles + 1024 + k * 64, quad);
+        }
+    }
+}
+
+// Int8 over all of K, and QoQ.
+template <int R>
+INLINE void multiply_channels(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
+    alignas(64) uint8_t scratch[2048];
+    i32x16 acc[R][2] = {};
+    int height = x.height(block);
+    const uint8_t* a = x.block(block) + size_t(first) * 64;
+    const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
+    int step = 2 * tile_bytes(w.kind);
+    for (int chunk = 0; chunk < w.chunks; chunk++, a += size_t(height) * 64) {
+        prefetch_ahead(codes + size_t(chunk) * step + 4096, step);
+        add_products<R>(acc, integer_tiles(w, panel, codes, chunk, scratch), a, 0, 16);
+    }
+    for (int r = 0; r < R; r++) {
+        int row = block * 16 + first + r;
+        int32_t total = sum_inputs(x, row, 0, 2 * w.chunks);
+        finish_row(w, x, row, panel, scale_channel(w, panel, 0, acc[r][0], total), scale_channel(w, panel, 1, acc[r][1], total), sink);
+    }
+}
+
+// Groups with scales of their own.
+template <int R>
+INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
+    alignas(64) uint8_t scratch[2048];
+    f32x16 c[R][2] = {};
+    int height = x.height(block), halves = w.group / 32;
+    const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
+    const uint8_t* a = x.block(block) + size_t(first) * 64;
+    const uint8_t* tiles = nullptr;
+    int step = 2 * tile_bytes(w.kind);
+    for (int group = 0, half = 0; group < w.groups; group++) {
+        i32x16 acc[R][2] = {};
+        for (int end = half + halves; half < end; half++) {
+            if (half % 2 == 0) {
+                prefetch_ahead(codes + size_t(half / 2) * step + 4096, step);
+                tiles = integer_tiles(w, panel, codes, half / 2, scratch);
+            }
+            add_products<R>(acc, tiles, a + size_t(half / 2) * height * 64, 8 * (half % 2), 8 * (half % 2) + 8);
+        }
+        size_t at = (size_t(panel) * w.groups + group) * 32;
+        f32x16 low = group_scale(w, at), high = group_scale(w, at + 16);
+        for (int r = 0; r < R; r++) {
+            int32_t total = sum_inputs(x, block * 16 + first + r, half - halves, halves);
+            c[r][0] = fold(w, at, low, acc[r][0], total, c[r][0]);
+            c[r][1] = fold(w, at + 16, high, acc[r][1], total, c[r][1]);
+        }
+    }
+    for (int r = 0; r < R; r++) finish_row(w, x, block * 16 + first + r, panel, c[r][0], c[r][1], sink);
+}
+
+template <int R>
+INLINE void multiply_some(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
+    if (w.kind == Kind::f32) return multiply_floats<R, Kind::f32>(w, x, block, first, panel, sink);
+    if (w.kind == Kind::bf16) return multiply_floats<R, Kind::bf16>(w, x, block, first, panel, sink);
+    if (w.channel_scales) return multiply_channels<R>(w, x, block, first, panel, sink);
+    multiply_groups<R>(w, x, block, first, panel, sink);
+}
+
+template <int R>
+static void multiply_vectors(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
+    for (int block = begin; block < end; block++) {
+        int row = 0;
+        for (; row + R <= x.height(block); row += R) multiply_some<R>(w, x, block, row, panel, sink);
+        if constexpr (R > 1) {
+            for (int left = x.height(block) - row; left > 0;) {
+                if (R > 4 && left >= 4) { multiply_some<(R > 4 ? 4 : 1)>(w, x, block, row, panel, sink); row += 4; left -= 4; continue; }
+                if (R > 2 && left >= 2) { multiply_some<(R > 2 ? 2 : 1)>(w, x, block, row, panel, sink); row += 2; left -= 2; continue; }
+                multiply_some<1>(w, x, block, row, panel, sink); row++; left--;
+            }
+        }
+    }
+}
+
+// An int4 or QoQ panel as int8, for many rows.
+static void unpack_panel(const Matrix& w, int panel, uint8_t* scratch) {
+    const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
+    for (int chunk = 0; chunk < w.chunks; chunk++) integer_tiles(w, panel, codes, chunk, scratch + size_t(chunk) * 2048);
+}
+
+static size_t multiply_scratch(const Matrix& w) {
+    bool packed = w.kind == Kind::int4 || w.kind == Kind::qoq;
+    return packed ? size_t(w.chunks) * 2048 : 0;
+}
+
+static void multiply(const Matrix& matrix, const Rows& x, int begin, int end, int panel, const Sink& sink, uint8_t* scratch) {
+    Matrix w = matrix;
+    if (multiply_scratch(w) && end - begin > 1) {
+        unpack_panel(w, panel, scratch);
+        w.codes = scratch - size_t(panel) * w.chunks * 2048;  // so that this panel begins at scratch
+        w.kind = Kind::int8;
+        if (w.channel_scales) w.zero_point = 128;
+    }
+#if defined(__AMX_TILE__)
+    int rows = (end - begin) * 16 - 16 + x.height(end - 1);
+    if (w.kind == Kind::bf16) return multiply_bf16_tiles(w, x, begin, end, panel, sink);
+    if (w.kind != Kind::f32 && rows > 4) return multiply_integer_tiles(w, x, begin, end, panel, sink);
+#endif
+    multiply_vectors<max_rows>(w, x, begin, end, panel, sink);
+}
+
+}  // namespace cloister::CLOISTER_ISA

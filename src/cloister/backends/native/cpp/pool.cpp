@@ -1,0 +1,96 @@
+#include "pool.hpp"
+
+#include <chrono>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace cloister {
+
+namespace {
+
+constexpr auto spin_time = std::chrono::microseconds(300);
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+void sleep_until_changed(std::atomic<uint32_t>& word, uint32_t seen) {
+#if defined(__linux__)
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+#else
+    word.wait(seen);
+#endif
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+#if defined(__linux__)
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+#else
+    word.notify_all();
+#endif
+}
+
+}  // namespace
+
+Pool::Pool(int num_threads) {
+    for (int thread = 1; thread < num_threads; thread++) workers_.emplace_back([this, thread] { serve(thread); });
+}
+
+Pool::~Pool() {
+    stopping_ = true;
+    generation_.fetch_add(1);
+    wake_all(generation_);
+    for (std::thread& worker : workers_) worker.join();
+}
+
+void Pool::share(int num_tasks, int grain, Call call, void* work) {
+    call_ = call;
+    work_ = work;
+    num_tasks_ = num_tasks;
+    grain_ = grain;
+    next_.store(0, std::memory_order_relaxed);
+    busy_.store(int(workers_.size()), std::memory_order_relaxed);
+    generation_.fetch_add(1);  // sequentially consistent, and so ordered against the count of sleepers
+    if (sleeping_.load()) wake_all(generation_);
+    take(0);
+    for (int spins = 0; busy_.load(std::memory_order_acquire) != 0; spins++) {
+        pause_briefly();
+        if (spins > 20000) std::this_thread::yield();  // the core that a worker needs may be this one
+    }
+}
+
+void Pool::take(int thread) {
+    while (true) {
+        int task = next_.fetch_add(grain_, std::memory_order_relaxed);
+        if (task >= num_tasks_) return;
+        int end = task + grain_ < num_tasks_ ? task + grain_ : num_tasks_;
+        for (; task < end; task++) call_(work_, task, thread);
+    }
+}
+
+void Pool::serve(int thread) {
+    uint32_t seen = 0;
+    while (true) {
+        auto give_up = std::chrono::steady_clock::now() + spin_time;
+        for (int spins = 0; generation_.load(std::memory_order_acquire) == seen; spins++) {
+            pause_briefly();
+            if (spins % 64 != 63 || std::chrono::steady_clock::now() < give_up) continue;
+            sleeping_.fetch_add(1);
+            while (generation_.load() == seen) sleep_until_changed(generation_, seen);
+            sleeping_.fetch_sub(1);
+        }
+        seen = generation_.load(std::memory_order_acquire);
+        if (stopping_) return;
+        take(thread);
+        busy_.fetch_sub(1, std::memory_order_release);
+    }
+}
+
+}  // namespace cloister

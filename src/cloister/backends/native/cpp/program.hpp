@@ -1,0 +1,111 @@
+// A decoder compiled into one call a step: the phases of each layer, each a list of tasks for the team.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.hpp"
+#include "pool.hpp"
+
+namespace cloister {
+
+// Memory that is aligned, zero at first, and grows.
+class Buffer {
+public:
+    ~Buffer();
+    Buffer() = default;
+    Buffer(Buffer&& other) noexcept : data_(other.data_), size_(other.size_) { other.data_ = nullptr; other.size_ = 0; }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    // Returns at least `size` bytes; what was there is lost when it grows.
+    uint8_t* reserve(size_t size);
+    template <class T> T* get() const { return reinterpret_cast<T*>(data_); }
+    size_t size() const { return size_; }
+
+private:
+    uint8_t* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+struct Layer {
+    AttentionShape shape;
+    float scale = 1;
+    int rope = 0;
+    Activation activation = Activation::silu;
+    Matrix qkv, output, gate_up, down;
+    const float *attention_norm = nullptr, *mlp_norm = nullptr, *q_norm = nullptr, *k_norm = nullptr;
+    Cache cache;
+};
+
+struct Rope {
+    std::vector<float> inv_freq;
+    float scale = 1;
+    std::vector<float> table;  // [num_positions][2][head_dim / 2]: cosines, sines
+    int num_positions = 0;
+};
+
+// What ran when: one entry for each phase and thread.
+struct Span {
+    const char* name;
+    int thread;
+    double start_s, duration_s;
+};
+
+struct Batch {
+    const int32_t *token_ids, *positions, *query_starts, *context_lens, *tables, *logit_rows;
+    int num_tokens, num_sequences, table_stride, num_rows;
+    const uint64_t* visible;  // [num_tokens][visible_words], or null
+    int visible_words;
+};
+
+class Program {
+public:
+    Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_size, int hidden_size, float norm_eps);
+
+    std::vector<Layer> layers;
+    std::vector<Rope> ropes;
+    Matrix embedding, head;
+    const float* norm_weight = nullptr;
+
+    // Computes one step and writes logits [num_rows][vocab_size]; nothing is checked here that `inputs.py` checked.
+    void forward(const Batch& batch, float* logits);
+
+    // As `forward`, but writes the id of each row's largest logit, the lowest among equal ones; -1 where one is not finite.
+    void forward_best(const Batch& batch, int32_t* best);
+
+    void record(bool on) { recording_ = on; spans_.clear(); }
+    const std::vector<Span>& spans() const { return spans_; }
+    // Calls of `run` so far, and bytes of buffers: for the ratchets.
+    uint64_t num_phases() const { return num_phases_; }
+    size_t buffer_bytes() const;
+
+private:
+    template <class Work> void phase(const char* name, int num_tasks, Work&& work, int grain = 1);
+    template <class Work> void each_row(const char* name, int num_rows, Work&& work);
+    void extend_ropes(const Batch& batch);
+    void attention(const Layer& layer, const Batch& batch);
+    void list_tasks(const Layer& layer, const Batch& batch);
+    void product(const char* name, const Matrix& w, const Rows& x, const Sink& sink);
+    Rows shape_rows(Buffer& buffer, Input input, int num_rows, int length);
+    uint8_t* scratch(int thread, size_t size);
+
+    const Kernels& kernels_;
+    std::shared_ptr<Pool> pool_;
+    int vocab_size_, hidden_size_;
+    float norm_eps_;
+    size_t stride_;  // of the residual stream: whole panels
+
+    Buffer residual_, normed_, inputs_, next_inputs_, qkv_, queries_, mixed_, wide_, partial_, logits_;
+    std::vector<Buffer> scratch_;
+    std::vector<Sequence> sequences_;
+    std::vector<int> sequence_of_;
+    std::vector<AttentionTask> tasks_;
+    struct Join { AttentionTask task; const float* partial; int num_splits; };
+    std::vector<Join> joins_;
+
+    bool recording_ = false;
+    std::vector<Span> spans_;
+    uint64_t num_phases_ = 0;
+};
+
+}  // namespace cloister

@@ -1,0 +1,128 @@
+// What happens to each row on its own: norm, rounding to the inputs of a product, rotation, what goes into the cache.
+#pragma once
+#include "kernels.hpp"
+#include "simd.hpp"
+
+namespace cloister::CLOISTER_ISA {
+
+// Root mean square norm (Zhang and Sennrich 2019). Rows are padded with zeros to whole vectors, weights too.
+static void norm(const float* row, const float* weight, float eps, int length, float* out) {
+    f32x16 squares = {};
+    for (int i = 0; i < length; i += 16) {
+        f32x16 v = i + 16 <= length ? load<f32x16>(row + i) : f32x16{};
+        if (i + 16 > length) for (int j = i; j < length; j++) v[j - i] = row[j];
+        squares = fma(v, v, squares);
+    }
+    float root = std::sqrt(sum(squares) / float(length) + eps);
+    f32x16 factor = set(1.0f / root);
+    int i = 0;
+    for (; i + 16 <= length; i += 16) store(out + i, load<f32x16>(row + i) * factor * load<f32x16>(weight + i));
+    for (; i < length; i++) out[i] = row[i] * factor[0] * weight[i];
+}
+
+INLINE f32x16 load_some(const float* p, int count) {
+    if (count >= 16) return load<f32x16>(p);
+    f32x16 v = {};
+    if (count > 0) memcpy(&v, p, size_t(count) * 4);
+    return v;
+}
+INLINE f32x16 load_some(const uint16_t* p, int count) {
+    if (count >= 16) return from_bf16(load<u16x16>(p));
+    u16x16 v = {};
+    if (count > 0) memcpy(&v, p, size_t(count) * 2);
+    return from_bf16(v);
+}
+
+// Symmetric, one scale a token: q = round(x * 127 / max|x|), half to even.
+template <class T> INLINE void put_int8(const T* row, int length, Rows& rows, int index) {
+    f32x16 most = {};
+    for (int i = 0; i < length; i += 16) most = max(most, abs(load_some(row + i, length - i)));
+    float peak = highest(most);
+    float inverse = peak > 0 ? 127.0f / peak : 0.0f;
+    rows.scales[index] = peak / 127.0f;
+    int32_t* sums = rows.sums_of(index);
+    f32x16 magic = set(12582912.0f);  // 1.5 * 2^23: adding it rounds half to even
+    for (int chunk = 0; chunk < rows.chunks; chunk++) {
+        alignas(64) int8_t codes[64];
+        for (int part = 0; part < 4; part++) {
+            int i = chunk * 64 + part * 16;
+            f32x16 scaled = load_some(row + i, length - i) * inverse + magic;
+            i32x16 q = (i32x16)as_u32(scaled) - 0x4b400000;
+            store(codes + part * 16, __builtin_convertvector(q, i8x16));
+        }
+        memcpy(rows.at(index, chunk), codes, 64);
+        for (int half = 0; half < 2; half++) {
+            int32_t total = 0;
+            for (int j = 0; j < 32; j++) total += codes[32 * half + j];
+            sums[2 * chunk + half] = total;
+        }
+    }
+}
+
+static void put_row(const float* row, int length, Input input, Rows& rows, int index) {
+    if (input == Input::int8) return put_int8(row, length, rows, index);
+    for (int chunk = 0; chunk < rows.chunks; chunk++) {
+        uint8_t* at = rows.at(index, chunk);
+        if (input == Input::f32) {
+            store(at, load_some(row + chunk * 16, length - chunk * 16));
+        } else {
+            store(at, to_bf16(load_some(row + chunk * 32, length - chunk * 32)));
+            store(at + 32, to_bf16(load_some(row + chunk * 32 + 16, length - chunk * 32 - 16)));
+        }
+    }
+}
+
+static void put_wide_row(const uint16_t* row, int length, Rows& rows, int index) { put_int8(row, length, rows, index); }
+
+// Rotary embedding (Su et al. 2021), half-split; no fused multiply-add, so that it equals the oracle's two roundings.
+static void rotate(float* heads, int num_heads, int head_dim, const float* cos, const float* sin) {
+    int half = head_dim / 2;
+    for (int h = 0; h < num_heads; h++) {
+        float* first = heads + size_t(h) * head_dim;
+        float* second = first + half;
+        int i = 0;
+        for (; i + 16 <= half; i += 16) {
+            f32x16 a = load<f32x16>(first + i), b = load<f32x16>(second + i), c = load<f32x16>(cos + i), s = load<f32x16>(sin + i);
+            store(first + i, a * c - b * s);
+            store(second + i, b * c + a * s);
+        }
+        for (; i < half; i++) {
+            float a = first[i], b = second[i];
+            first[i] = a * cos[i] - b * sin[i];
+            second[i] = b * cos[i] + a * sin[i];
+        }
+    }
+}
+
+static void put_queries(const float* heads, const AttentionShape& shape, float scale, KVKind kind, uint8_t* out) {
+    int dim = shape.head_dim, padded = shape.padded_dim;
+    for (int h = 0; h < shape.num_heads; h++) {
+        for (int i = 0; i < padded; i += 16) {
+            f32x16 v = load_some(heads + h * dim + i, dim - i) * scale;
+            size_t at = size_t(h) * padded + i;
+            if (kind == KVKind::f32) store(out + at * 4, v);
+            else store(out + at * 2, to_bf16(v));
+        }
+    }
+}
+
+static int find_best(const float* values, int length) {
+    f32x16 most = set(-INFINITY), worst = {};
+    int i = 0;
+    for (; i + 16 <= length; i += 16) {
+        f32x16 v = load<f32x16>(values + i);
+        most = max(v, most);
+        worst = fma(v, set(0.0f), worst);  // stays 0 unless a value is infinite or no number
+    }
+    float best = highest(most), bad = sum(worst);
+    for (int j = i; j < length; j++) {
+        best = values[j] > best ? values[j] : best;
+        bad += values[j] * 0.0f;
+    }
+    if (bad != 0.0f) return -1;
+    for (int j = 0; j < length; j++)
+        if (values[j] == best) return j;
+    return -1;
+}
+
+}  // namespace cloister::CLOISTER_ISA

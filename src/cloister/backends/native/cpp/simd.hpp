@@ -1,0 +1,178 @@
+// Sixteen lanes at a time, in terms of the compiler's vectors; compiled once for each instruction set.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace cloister::CLOISTER_ISA {
+
+typedef float f32x16 __attribute__((vector_size(64), may_alias));
+typedef int32_t i32x16 __attribute__((vector_size(64), may_alias));
+typedef uint32_t u32x16 __attribute__((vector_size(64), may_alias));
+typedef uint16_t u16x16 __attribute__((vector_size(32), may_alias));
+typedef uint16_t u16x32 __attribute__((vector_size(64), may_alias));
+typedef uint8_t u8x64 __attribute__((vector_size(64), may_alias));
+typedef int8_t i8x16 __attribute__((vector_size(16), may_alias));
+
+#define INLINE inline __attribute__((always_inline))
+
+template <class V> INLINE V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
+template <class V> INLINE void store(void* p, V v) { memcpy(p, &v, sizeof v); }
+INLINE f32x16 set(float x) { return f32x16{} + x; }
+INLINE i32x16 set(int32_t x) { return i32x16{} + x; }
+INLINE f32x16 as_f32(u32x16 v) { f32x16 r; memcpy(&r, &v, 64); return r; }
+INLINE u32x16 as_u32(f32x16 v) { u32x16 r; memcpy(&r, &v, 64); return r; }
+INLINE f32x16 to_f32(i32x16 v) { return __builtin_convertvector(v, f32x16); }
+
+INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    __m256 x[2], y[2], z[2];
+    memcpy(x, &a, 64);
+    memcpy(y, &b, 64);
+    memcpy(z, &c, 64);
+    for (int half = 0; half < 2; half++) z[half] = _mm256_fmadd_ps(x[half], y[half], z[half]);
+    f32x16 r;
+    memcpy(&r, z, 64);
+    return r;
+#else
+    return a * b + c;
+#endif
+}
+INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+INLINE f32x16 min(f32x16 a, f32x16 b) { return a < b ? a : b; }
+INLINE f32x16 abs(f32x16 a) { return as_f32(as_u32(a) & 0x7fffffffu); }
+
+// Lanes are joined in one fixed order, so that a sum has the same bits wherever it is made.
+INLINE float sum(f32x16 v) {
+    float a[16];
+    memcpy(a, &v, 64);
+    for (int step = 8; step; step /= 2)
+        for (int i = 0; i < step; i++) a[i] += a[i + step];
+    return a[0];
+}
+INLINE float highest(f32x16 v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float a[16];
+    memcpy(a, &v, 64);
+    for (int step = 8; step; step /= 2)
+        for (int i = 0; i < step; i++) a[i] = a[i] > a[i + step] ? a[i] : a[i + step];
+    return a[0];
+#endif
+}
+
+INLINE f32x16 from_bf16(u16x16 v) { return as_f32(__builtin_convertvector(v, u32x16) << 16); }
+// Round to nearest, ties to even; a NaN stays one.
+INLINE u16x16 to_bf16(f32x16 v) {
+#if defined(__AVX512BF16__)
+    return (u16x16)_mm512_cvtneps_pbh((__m512)v);
+#else
+    u32x16 bits = as_u32(v);
+    u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    u32x16 nan = (bits & 0x7fffffffu) > 0x7f800000u ? u32x16{} + 0x7fc0u : rounded;
+    return __builtin_convertvector(nan, u16x16);
+#endif
+}
+INLINE float from_bf16(uint16_t x) { uint32_t b = uint32_t(x) << 16; float f; memcpy(&f, &b, 4); return f; }
+INLINE uint16_t to_bf16(float f) {
+    uint32_t b;
+    memcpy(&b, &f, 4);
+    if ((b & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+    return uint16_t((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
+}
+
+INLINE f32x16 from_f16(u16x16 h) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtph_ps((__m256i)h);
+#else
+    // exact also for subnormals: shift the exponent into place and multiply
+    u32x16 w = __builtin_convertvector(h, u32x16);
+    f32x16 magnitude = as_f32((w & 0x7fffu) << 13) * 0x1p112f;
+    u32x16 infinite = (w & 0x7c00u) == 0x7c00u ? u32x16{} + 0x7f800000u : u32x16{};
+    return as_f32(as_u32(magnitude) | infinite | ((w & 0x8000u) << 16));
+#endif
+}
+
+// e^x by splitting x = n ln 2 + r and a polynomial in r (Cephes' expf; relative error below 2e-7); 0 below -87.
+INLINE f32x16 exp(f32x16 x) {
+    f32x16 floor_x = max(min(x, set(88.0f)), set(-87.5f));
+    f32x16 scaled = floor_x * 1.44269504088896341f;
+    f32x16 magic = set(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    f32x16 n = (scaled + magic) - magic;
+    f32x16 r = fma(n, set(-0.693359375f), floor_x);
+    r = fma(n, set(2.12194440e-4f), r);
+    f32x16 p = set(1.9875691500e-4f);
+    p = fma(p, r, set(1.3981999507e-3f));
+    p = fma(p, r, set(8.3334519073e-3f));
+    p = fma(p, r, set(4.1665795894e-2f));
+    p = fma(p, r, set(1.6666665459e-1f));
+    p = fma(p, r, set(5.0000001201e-1f));
+    p = fma(p, r * r, r) + 1.0f;
+    u32x16 power = (u32x16)(__builtin_convertvector(n, i32x16) + 127) << 23;
+    f32x16 y = p * as_f32(power);
+    return x < -87.0f ? set(0.0f) : y;
+}
+
+// acc + a . b over the bytes of each lane, b unsigned, a signed: 4 products, exact.
+INLINE i32x16 dot_u8s8(i32x16 acc, const uint8_t* b, int32_t a) {
+#if defined(__AVX512VNNI__)
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, _mm512_loadu_si512(b), _mm512_set1_epi32(a));
+#elif defined(__AVX512BW__)
+    __m512i w = _mm512_loadu_si512(b), low = _mm512_set1_epi16(0xff);
+    int32_t even = int32_t(uint16_t(int16_t(int8_t(a)))) | int32_t(uint32_t(uint16_t(int16_t(int8_t(a >> 16)))) << 16);
+    int32_t odd = int32_t(uint16_t(int16_t(int8_t(a >> 8)))) | int32_t(uint32_t(uint16_t(int16_t(int8_t(a >> 24)))) << 16);
+    __m512i s = _mm512_add_epi32(_mm512_madd_epi16(_mm512_and_si512(w, low), _mm512_set1_epi32(even)),
+                                 _mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_set1_epi32(odd)));
+    return acc + (i32x16)s;
+#elif defined(__AVX2__)
+    int32_t even = int32_t(uint16_t(int16_t(int8_t(a)))) | int32_t(uint32_t(uint16_t(int16_t(int8_t(a >> 16)))) << 16);
+    int32_t odd = int32_t(uint16_t(int16_t(int8_t(a >> 8)))) | int32_t(uint32_t(uint16_t(int16_t(int8_t(a >> 24)))) << 16);
+    __m256i e = _mm256_set1_epi32(even), o = _mm256_set1_epi32(odd), low = _mm256_set1_epi16(0xff);
+    i32x16 r;
+    for (int half = 0; half < 2; half++) {
+        __m256i w = _mm256_loadu_si256((const __m256i*)(b + 32 * half));
+        __m256i s = _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(w, low), e), _mm256_madd_epi16(_mm256_srli_epi16(w, 8), o));
+        memcpy((char*)&r + 32 * half, &s, 32);
+    }
+    return acc + r;
+#else
+    int8_t x[4];
+    memcpy(x, &a, 4);
+    for (int lane = 0; lane < 16; lane++)
+        for (int k = 0; k < 4; k++) acc[lane] += int32_t(b[4 * lane + k]) * x[k];
+    return acc;
+#endif
+}
+
+// acc + a . b over the two bfloat16 of each lane, in float32.
+INLINE f32x16 dot_bf16(f32x16 acc, const uint8_t* b, uint32_t a) {
+#if defined(__AVX512BF16__)
+    return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_loadu_si512(b), (__m512bh)_mm512_set1_epi32(int(a)));
+#else
+    u32x16 w = load<u32x16>(b);
+    uint32_t low = a << 16, high = a & 0xffff0000u;
+    float x, y;
+    memcpy(&x, &low, 4);
+    memcpy(&y, &high, 4);
+    acc = fma(as_f32(w << 16), set(x), acc);
+    return fma(as_f32(w & 0xffff0000u), set(y), acc);
+#endif
+}
+
+INLINE f32x16 activate(f32x16 x, int kind) {
+    if (kind == 0) return x / (1.0f + exp(-x));  // SiLU
+    if (kind == 1) {                               // GELU with the error function
+        for (int i = 0; i < 16; i++) x[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678118654752f));
+        return x;
+    }
+    f32x16 inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
+    return x / (1.0f + exp(-2.0f * inner));  // 0.5 (1 + tanh u) = 1 / (1 + e^-2u)
+}
+
+}  // namespace cloister::CLOISTER_ISA

@@ -1,0 +1,96 @@
+"""A decoder's weights, packed: what a program is bound to, and what a cache file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends.base import Weights
+from cloister.backends.native.packing import PackedMatrix, Packer
+from cloister.backends.spec import DecoderSpec, LayerSpec
+from cloister.backends.tensors import Tensor, dequantized
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    """Matrices and norms of one layer; a norm is padded with zeros to whole vectors of 16."""
+
+    qkv: PackedMatrix
+    output: PackedMatrix
+    gate_up: PackedMatrix
+    down: PackedMatrix
+    attention_norm: FloatArray
+    mlp_norm: FloatArray
+    q_norm: FloatArray | None
+    k_norm: FloatArray | None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedModel:
+    """All weights of a decoder.
+
+    Attributes:
+        head: None when the embedding serves.
+    """
+
+    embedding: PackedMatrix
+    head: PackedMatrix | None
+    norm: FloatArray
+    layers: tuple[PackedLayer, ...]
+
+
+def pack_model(
+    spec: DecoderSpec, weights: Weights, packer: Packer, progress: Callable[[int, int], None] | None = None
+) -> PackedModel:
+    """Packs a model tensor by tensor, so that beside the packed model only one layer's matrix is in memory.
+
+    Args:
+        progress: told (layers done, layers in all).
+    """
+    packed = []
+    for number, layer in enumerate(spec.layers):
+        packed.append(_pack_layer(layer, weights, packer, f"layers.{number}"))
+        if progress is not None:
+            progress(number + 1, len(spec.layers))
+    return PackedModel(
+        embedding=packer.join([weights.read("embed.weight")], [None]),
+        head=None if spec.tied_embeddings else packer.join([weights.read("head.weight")], [None]),
+        norm=_vector(weights.read("norm.weight")),
+        layers=tuple(packed),
+    )
+
+
+def _pack_layer(layer: LayerSpec, weights: Weights, packer: Packer, prefix: str) -> PackedLayer:
+    attention, mlp = layer.attention, layer.mlp
+
+    def matrix(name: str) -> Tensor:
+        return weights.read(f"{prefix}.{name}.weight")
+
+    def bias(name: str, present: bool) -> npt.NDArray[Any] | None:
+        return _row(weights.read(f"{prefix}.{name}.bias")) if present else None
+
+    return PackedLayer(
+        qkv=packer.join([matrix(n) for n in "qkv"], [bias(n, attention.qkv_bias) for n in "qkv"]),
+        output=packer.join([matrix("o")], [bias("o", attention.output_bias)]),
+        gate_up=packer.interleave(matrix("gate"), matrix("up"), [bias("gate", mlp.bias), bias("up", mlp.bias)]),
+        down=packer.join([matrix("down")], [bias("down", mlp.bias)]),
+        attention_norm=_vector(weights.read(f"{prefix}.attention_norm.weight")),
+        mlp_norm=_vector(weights.read(f"{prefix}.mlp_norm.weight")),
+        q_norm=_vector(weights.read(f"{prefix}.q_norm.weight")) if attention.qk_norm else None,
+        k_norm=_vector(weights.read(f"{prefix}.k_norm.weight")) if attention.qk_norm else None,
+    )
+
+
+def _row(tensor: Tensor) -> FloatArray:
+    return np.asarray(dequantized(tensor)).astype(np.float32)
+
+
+def _vector(tensor: Tensor) -> FloatArray:
+    values = _row(tensor)
+    return np.pad(values, (0, -len(values) % 16))

@@ -1,0 +1,195 @@
+"""Packs weights, once, into the layout of the kernels (cpp/layout.hpp)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends.native import _native
+from cloister.backends.native.memory import ByteArray, reserve
+from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor
+
+LAYOUT = 1  # raise it when packed bytes change their meaning
+PANEL = 32
+_SUM_LENGTH = 32  # the kernels keep sums of inputs for groups of this length and its multiples
+IntArray = npt.NDArray[np.int32]
+
+
+class Kind(IntEnum):
+    """What a packed matrix holds (cpp/layout.hpp, `Kind`)."""
+
+    F32 = 0
+    BF16 = 1
+    INT8 = 2
+    INT4 = 3
+    QOQ = 4
+
+
+_SOURCES: Mapping[np.dtype[Any], int] = {
+    np.dtype(np.float32): 0,
+    np.dtype(ml_dtypes.bfloat16): 1,
+    np.dtype(np.float16): 2,
+    np.dtype(np.uint8): 3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """One matrix as the kernels read it.
+
+    Attributes:
+        group: inputs that share a scale; 0 for none.
+        zero_point: what is taken off every code where there are no `zeros`.
+        parts: flat arrays by name: codes, channel_scales, scales, zeros, offsets, group_scales, bias.
+    """
+
+    kind: Kind
+    outputs: int
+    inputs: int
+    group: int
+    zero_point: int
+    parts: Mapping[str, npt.NDArray[Any]] = field(repr=False)
+
+    def bind(self) -> _native.Matrix:
+        """Returns the kernels' view; it does not keep the arrays alive."""
+        part = self.parts.get
+        scales = part("scales")
+        return _native.Matrix(
+            kind=int(self.kind),
+            outputs=self.outputs,
+            inputs=self.inputs,
+            group=self.group,
+            zero_point=self.zero_point,
+            codes=self.parts["codes"],
+            channel_scales=part("channel_scales"),
+            scales=None if scales is None else scales.view(np.uint8),
+            wide_scales=scales is not None and scales.dtype == np.float32,
+            zeros=part("zeros"),
+            offsets=part("offsets"),
+            group_scales=part("group_scales"),
+            bias=part("bias"),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+
+class Packer:
+    """Packs matrices of one model.
+
+    Args:
+        dense: kind of matrices that come as numbers, F32 or BF16.
+    """
+
+    def __init__(self, pool: _native.Pool, dense: Kind) -> None:
+        self._pool, self._dense = pool, dense
+
+    def join(self, tensors: Sequence[Tensor], biases: Sequence[npt.NDArray[Any] | None]) -> PackedMatrix:
+        """Packs matrices of the same inputs one below the other."""
+        heights = [tensor.shape[0] for tensor in tensors]
+        starts = np.cumsum([0, *heights])
+        return self._pack(tensors, [_places(start, start + rows) for start, rows in zip(starts, heights, strict=False)], biases)
+
+    def interleave(self, gate: Tensor, up: Tensor, biases: Sequence[npt.NDArray[Any] | None]) -> PackedMatrix:
+        """Packs gate and up so that a panel holds 16 outputs of each."""
+        rows = np.arange(gate.shape[0], dtype=np.int32)
+        places = (rows // 16 * PANEL + rows % 16).astype(np.int32)
+        return self._pack([gate, up], [places, (places + 16).astype(np.int32)], biases)
+
+    def _pack(
+        self, tensors: Sequence[Tensor], places: Sequence[IntArray], biases: Sequence[npt.NDArray[Any] | None]
+    ) -> PackedMatrix:
+        tensors = _alike([_supported(tensor) for tensor in tensors])
+        kind = self._dense if isinstance(tensors[0], np.ndarray) else _kind_of(tensors[0])
+        outputs, inputs = int(max(place[-1] for place in places)) + 1, tensors[0].shape[1]
+        parts: dict[str, npt.NDArray[Any]] = {"codes": reserve(_native.packed_bytes(int(kind), outputs, inputs))}
+        for tensor, place in zip(tensors, places, strict=True):
+            self._pack_codes(kind, tensor, place, parts["codes"])
+        panels = -(-outputs // PANEL)
+        for name, columns in _metadata(kind, tensors).items():
+            parts[name] = _by_panel(columns, places, panels)
+        if any(bias is not None for bias in biases):
+            shifts = [
+                np.zeros((t.shape[0], 1), np.float32) if bias is None else np.asarray(bias, np.float32)[:, None]
+                for t, bias in zip(tensors, biases, strict=True)
+            ]
+            parts["bias"] = _by_panel(shifts, places, panels)
+        grouped = kind is Kind.QOQ or "scales" in parts
+        group = tensors[0].group_size if grouped and not isinstance(tensors[0], np.ndarray) else 0
+        zero_point = {Kind.INT8: 128, Kind.INT4: 8, Kind.QOQ: 128}.get(kind, 0)
+        return PackedMatrix(kind, outputs, inputs, group, zero_point, parts)
+
+    def _pack_codes(self, kind: Kind, tensor: Tensor, places: IntArray, codes: ByteArray) -> None:
+        data = tensor if isinstance(tensor, np.ndarray) else tensor.codes
+        if data.dtype not in _SOURCES:
+            data = data.astype(np.float32)
+        data = np.ascontiguousarray(data)
+        flat = data.reshape(-1).view(np.uint8)
+        _native.pack(self._pool, int(kind), _SOURCES[data.dtype], flat, data.shape[0], data.shape[1], places, codes)
+
+
+def _places(start: int, end: int) -> IntArray:
+    return np.arange(start, end, dtype=np.int32)
+
+
+def _supported(tensor: Tensor) -> Tensor:
+    """Returns the tensor, or its dequantisation in bfloat16 where no kernel computes on its codes."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    whole_groups = tensor.group_size % _SUM_LENGTH == 0 or tensor.group_size == tensor.shape[1]
+    plain = isinstance(tensor, ProgressiveTensor) or (tensor.order is None and tensor.activations == "int8")
+    return tensor if plain and whole_groups else tensor.dequantize().astype(ml_dtypes.bfloat16)
+
+
+def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns tensors that can stand in one matrix: themselves, or all as numbers."""
+    kinds = {(type(t), None) if isinstance(t, np.ndarray) else (_kind_of(t), t.group_size) for t in tensors}
+    if len(kinds) == 1:
+        return tensors
+    return [t if isinstance(t, np.ndarray) else t.dequantize().astype(ml_dtypes.bfloat16) for t in tensors]
+
+
+def _kind_of(tensor: GroupedTensor | ProgressiveTensor) -> Kind:
+    if isinstance(tensor, ProgressiveTensor):
+        return Kind.QOQ
+    return Kind.INT8 if tensor.bits == 8 else Kind.INT4
+
+
+def _metadata(kind: Kind, tensors: Sequence[Tensor]) -> dict[str, list[npt.NDArray[Any]]]:
+    """Returns what stands beside the codes, by name, one array [outputs, groups] for each tensor."""
+    progressive = [t for t in tensors if isinstance(t, ProgressiveTensor)]
+    if progressive:
+        return {
+            "channel_scales": [t.channel_scales[:, None] for t in progressive],
+            "group_scales": [t.group_scales for t in progressive],
+            "zeros": [t.zeros for t in progressive],
+        }
+    grouped = [t for t in tensors if isinstance(t, GroupedTensor)]
+    if not grouped:
+        return {}
+    bare = all(t.zeros is None and t.offsets is None for t in grouped)
+    if kind is Kind.INT8 and bare and all(t.group_size == t.shape[1] for t in grouped):
+        return {"channel_scales": [t.scales for t in grouped]}
+    exact = all(np.array_equal(t.scales.astype(np.float16).astype(np.float32), t.scales) for t in grouped)
+    found: dict[str, list[npt.NDArray[Any]]] = {"scales": [t.scales.astype(np.float16 if exact else np.float32) for t in grouped]}
+    if any(t.zeros is not None for t in grouped):
+        middle = [np.full(t.scales.shape, 2 ** (t.bits - 1), np.uint8) if t.zeros is None else t.zeros for t in grouped]
+        found["zeros"] = middle
+    if any(t.offsets is not None for t in grouped):
+        found["offsets"] = [np.zeros_like(t.scales) if t.offsets is None else t.offsets for t in grouped]
+    return found
+
+
+def _by_panel(columns: Sequence[npt.NDArray[Any]], places: Sequence[IntArray], panels: int) -> npt.NDArray[Any]:
+    """Returns [panels, groups, 32], flat, of arrays [outputs, groups] whose rows stand at `places`."""
+    table = np.zeros((panels * PANEL, columns[0].shape[1]), columns[0].dtype)
+    for column, place in zip(columns, places, strict=True):
+        table[place] = column
+    return np.ascontiguousarray(table.reshape(panels, PANEL, -1).transpose(0, 2, 1)).reshape(-1)
