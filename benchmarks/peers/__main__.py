@@ -1,0 +1,181 @@
+"""Cloister and every installed peer on the same work, in turn, in one session, beside what the machine allows.
+
+python -m benchmarks.peers --peers DIR --shapes q05,l1b
+python -m benchmarks.peers --only cloister              needs no peers; makes the models itself
+python -m benchmarks.peers --peers DIR --report-only    writes tables and plot again from what was measured last
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress, TaskID
+
+from benchmarks.harness import ROOT, console, make_parser, make_progress
+from benchmarks.peers.ledger import Ledger, Run
+from benchmarks.peers.process import WorkerError, run_worker
+from benchmarks.peers.report import write_report
+from benchmarks.peers.roster import Entrant, Roster
+from benchmarks.peers.shapes import KNOWN, Shape, write_checkpoint
+from benchmarks.peers.work import FIGURES, LIMITS
+from cloister.engine.machine import read_machine
+
+
+def main() -> int:
+    options = read_options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    roster = Roster(options.peers, options.num_threads or read_machine().num_cpus, options.formats, options.setting)
+    shapes = [open_shape(roster, name, options.seed) for name in options.shapes]
+    ledger = Ledger.load(options.ledger) if options.report_only else Session(options, roster).measure(shapes)
+    return write_report(options, ledger, [(shape, roster.entrants(shape)) for shape in shapes])
+
+
+def read_options() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    scratch = ROOT / "build" / "peers"
+    parser.add_argument("--peers", type=Path, default=scratch, help="folder of the peers")
+    parser.add_argument("--shapes", type=split, default=["q05", "l1b"], help="folders of models inside it")
+    parser.add_argument("--formats", type=split, default=["bf16", "int8", "int4"], help="our number formats")
+    parser.add_argument("--only", type=split, default=[], help="measure these peers only, such as cloister")
+    parser.add_argument("--figures", type=split, default=list(FIGURES), help="measure these only")
+    parser.add_argument("--rounds", type=int, default=3, help="times that everybody's turn comes")
+    parser.add_argument("--num-samples", type=int, default=1, help="of each figure in a turn, at least")
+    parser.add_argument("--backend", default="native", help="our back end")
+    parser.add_argument("--setting", action="append", default=[], help="NAME=VALUE, a setting of our engine")
+    parser.add_argument("--patience-s", type=float, default=20.0, help="wait for an idle machine before each figure")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="longest wait for a figure")
+    parser.add_argument("--ledger", type=Path, default=scratch / "ledger.json", help="file of everything measured")
+    parser.add_argument("--report-only", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    if unknown := set(options.figures) - set(FIGURES):
+        parser.error(f"there is no figure {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
+    options.peers = options.peers.expanduser().resolve()
+    options.setting = {"backend": options.backend, **dict(read_setting(text) for text in options.setting)}
+    return options
+
+
+def split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def read_setting(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name.replace("-", "_"), json.loads(value)
+    except json.JSONDecodeError:
+        return name.replace("-", "_"), value
+
+
+def open_shape(roster: Roster, name: str, seed: int) -> Shape:
+    """Returns a shape, whose checkpoint is made if it is not there."""
+    folder = roster.model(name)
+    if not (folder / "config.json").exists():
+        if name not in KNOWN:
+            raise SystemExit(f"there is no model at {folder}, and only {', '.join(KNOWN)} can be made here")
+        with console.status(f"making a checkpoint of random weights: {folder}"):
+            write_checkpoint(name, folder, seed)
+    return Shape.read(name, folder)
+
+
+class Session:
+    """Measures everybody, one at a time, round after round."""
+
+    def __init__(self, options: argparse.Namespace, roster: Roster) -> None:
+        self._options = options
+        self._roster = roster
+        self._ledger = Ledger(options.ledger)
+        self._logs = options.ledger.parent / "logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
+
+    def measure(self, shapes: Sequence[Shape]) -> Ledger:
+        for shape in shapes:
+            if missing := self._roster.missing(shape):
+                console.print(f"{shape.name}: not here, left out: {', '.join(missing)}", style="yellow")
+            self._measure_shape(shape)
+        return self._ledger
+
+    def _measure_shape(self, shape: Shape) -> None:
+        entrants = [entrant for entrant in self._roster.entrants(shape) if self._takes_part(entrant)]
+        with make_progress() as progress:
+            task = progress.add_task(shape.name, total=self._options.rounds * (len(entrants) + 1))
+            for number in range(self._options.rounds):
+                self._take_turn(shape, self._roster.limits(shape), list(LIMITS), number, progress, task)
+                # Another one begins each round, so that nobody always runs after the same neighbour.
+                start = number % max(len(entrants), 1)
+                for entrant in entrants[start:] + entrants[:start]:
+                    figures = [name for name in entrant.figures if name in self._options.figures]
+                    self._take_turn(shape, entrant, figures, number, progress, task)
+                self._measure_first_tokens(shape, entrants, number, progress, task)
+
+    def _takes_part(self, entrant: Entrant) -> bool:
+        only = self._options.only
+        return not only or any(entrant.peer == name or entrant.peer.startswith(f"{name} ") for name in only)
+
+    def _measure_first_tokens(
+        self, shape: Shape, entrants: Sequence[Entrant], number: int, progress: Progress, task: TaskID
+    ) -> None:
+        """Starts everybody once more, files in the page cache."""
+        if "first_token" not in self._options.figures:
+            return
+        started = [entrant for entrant in entrants if not entrant.launch.engine.endswith("-http")]
+        if any(entrant.peer == "cloister" for entrant in entrants):
+            started.append(self._roster.embedded(shape))
+        for entrant in started:
+            way = entrant.first if entrant.launch.engine == "llama" else entrant
+            if way is not None:
+                self._take_turn(shape, way, ["first_token"], number, progress, task, is_turn=False)
+
+    def _take_turn(
+        self,
+        shape: Shape,
+        entrant: Entrant,
+        figures: Sequence[str],
+        number: int,
+        progress: Progress,
+        task: TaskID,
+        *,
+        is_turn: bool = True,
+    ) -> None:
+        """Runs one worker and keeps what it measures; one that failed is not asked again."""
+        place = f"{shape.name}/{entrant.name}"
+        if figures and place not in self._ledger.failures:
+            try:
+                self._run(shape, entrant, figures, number, progress, task)
+            except WorkerError as error:
+                self._ledger.failures[place] = str(error)
+                console.print(f"{place}: {error}", style="red", highlight=False, markup=False)
+        progress.advance(task, 1 if is_turn else 0)
+
+    def _run(
+        self, shape: Shape, entrant: Entrant, figures: Sequence[str], number: int, progress: Progress, task: TaskID
+    ) -> None:
+        label = f"{shape.name}, round {number + 1}: {entrant.name}"
+        progress.update(task, description=label)
+        reports = run_worker(
+            entrant.python,
+            entrant.launch,
+            figures,
+            num_samples=self._options.num_samples,
+            seed=self._options.seed + number,
+            patience_s=self._options.patience_s,
+            timeout_s=self._options.timeout_s,
+            environment=entrant.environment,
+            log=self._logs / f"{shape.name}-{entrant.name.replace(' ', '-')}.log",
+        )
+        for report in reports:
+            if report["kind"] == "figure":
+                name, samples = report["name"], report["samples"]
+                self._ledger.add(Run(shape.name, entrant.name, name, number, samples, report["other_cores"]))
+                progress.update(task, description=f"{label}, {name} {samples[-1]:.3g}")
+            elif report["kind"] == "done":
+                self._ledger.notes[f"{shape.name}/{entrant.name}"] = report["notes"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""llama.cpp through its own measuring programs, llama-bench and llama-batched-bench."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.peers.engines import KV_TOKENS, Launch
+from benchmarks.peers.work import DECODE_PROMPT, LONG, NUM_NEW, SHORT, Figure
+
+_TIMEOUT_S = 900.0
+
+
+class LlamaPrograms:
+    """Runs one program for each figure; each loads the model anew and warms up by itself.
+
+    llama-batched-bench takes prompts of one length only, so requests at once have the mean of the mixed lengths.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._model = launch.model
+        self._bin = launch.settings["bin"]
+        self._threads = str(launch.num_threads)
+        self.notes: dict[str, Any] = {}
+
+    def warm_up(self) -> None:
+        """Reads the file once, so that later loads find it in memory."""
+        self._run("llama-bench", "-p", "64", "-n", "0", "-r", "1", "-o", "json")
+
+    def measure(self, figure: Figure, num_samples: int) -> list[float]:
+        take: dict[str, Callable[[Figure, int], list[float]]] = {
+            "prefill": self._prefill,
+            "decode": self._decode,
+            "together": self._together,
+        }
+        return take[figure.kind](figure, num_samples)
+
+    def close(self) -> None:
+        """Every program has ended."""
+
+    def _prefill(self, figure: Figure, num_samples: int) -> list[float]:
+        return self._bench("-p", str(figure.size), "-n", "0", "-r", str(num_samples))
+
+    def _decode(self, figure: Figure, num_samples: int) -> list[float]:
+        return self._bench("-p", "0", "-n", str(NUM_NEW), "-d", str(DECODE_PROMPT), "-r", str(num_samples))
+
+    def _bench(self, *flags: str) -> list[float]:
+        (result,) = json.loads(self._run("llama-bench", *flags, "-o", "json"))
+        return [float(sample) for sample in result["samples_ts"]]
+
+    def _together(self, figure: Figure, num_samples: int) -> list[float]:
+        mean = (SHORT + LONG) // 2
+        flags = ("-c", str(KV_TOKENS), "-b", "2048", "-ub", "512", "-tb", self._threads)
+        shape = ("-npp", str(mean), "-ntg", str(NUM_NEW), "-npl", str(figure.size), "--output-format", "jsonl")
+        samples = []
+        for _ in range(num_samples):
+            lines = self._run("llama-batched-bench", *flags, *shape).splitlines()
+            result = next(json.loads(line) for line in lines if line.startswith("{"))
+            samples.append(figure.size * NUM_NEW / (result["t_pp"] + result["t_tg"]))
+        return samples
+
+    def _run(self, program: str, *flags: str) -> str:
+        command = [f"{self._bin}/{program}", "-m", self._model, "-t", self._threads, *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{program} ended with status {done.returncode}: {done.stderr[-400:]}")
+        return done.stdout

@@ -1,0 +1,167 @@
+"""Shapes of models: what they weigh, what their work costs, and checkpoints of random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from benchmarks.peers.work import spread_lengths
+
+KNOWN: Final[Mapping[str, Mapping[str, Any]]] = {
+    "q05": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+    },
+    "l1b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+        "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+    },
+}  # fmt: skip
+"""Qwen2.5-0.5B and Llama-3.2-1B, both with tied embeddings."""
+_COMMON: Final = {
+    "tie_word_embeddings": True, "max_position_embeddings": 32768, "bos_token_id": 0, "eos_token_id": 0,
+    "dtype": "bfloat16", "hidden_act": "silu", "initializer_range": 0.02,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder as its config.json has it."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+    @classmethod
+    def read(cls, name: str, folder: Path) -> Shape:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        heads = config["num_attention_heads"]
+        return cls(
+            name,
+            config["hidden_size"],
+            config["intermediate_size"],
+            config["num_hidden_layers"],
+            heads,
+            config.get("num_key_value_heads") or heads,
+            config.get("head_dim") or config["hidden_size"] // heads,
+            config["vocab_size"],
+        )
+
+    @property
+    def head_params(self) -> int:
+        """Weights of the matrix that makes logits; with tied embeddings the only one of the vocabulary."""
+        return self.vocab_size * self.hidden
+
+    @property
+    def layer_params(self) -> int:
+        """Weights of all matrices inside the layers."""
+        attention = self.hidden * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """K and V of one position at 16 bits."""
+        return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def weights_bytes(self, bits: float) -> float:
+        """Every matrix once, as a decode step reads them."""
+        return (self.layer_params + self.head_params) * bits / 8
+
+    def prefill_flops(self, length: int) -> float:
+        """Matrices for each token, causal attention, and logits of the last token."""
+        attention = 2 * length * length * self.num_layers * self.num_heads * self.head_dim
+        return 2 * (self.layer_params * length + self.head_params) + attention
+
+
+@dataclass(frozen=True, slots=True)
+class Roof:
+    """The shortest time that work can take on a machine that reads and multiplies so fast.
+
+    Attributes:
+        bytes_per_s: of memory.
+        flops_per_s: of matrices in the format.
+        weights_bytes: read by each decode step.
+    """
+
+    shape: Shape
+    bytes_per_s: float
+    flops_per_s: float
+    weights_bytes: float
+
+    def prefill(self, length: int) -> float:
+        """Prompt tokens per second: arithmetic alone."""
+        return length / (self.shape.prefill_flops(length) / self.flops_per_s)
+
+    def decode(self, context: float) -> float:
+        """Tokens per second of one sequence at a mean context: memory alone."""
+        return self.bytes_per_s / (self.weights_bytes + context * self.shape.kv_token_bytes)
+
+    def together(self, num_prompts: int, num_new: int) -> float:
+        """New tokens per second: every prompt's arithmetic, then steps bound by memory or by arithmetic."""
+        lengths = spread_lengths(num_prompts)
+        prefill_s = sum(self.shape.prefill_flops(length) for length in lengths) / self.flops_per_s
+        kv_bytes = (sum(lengths) + num_prompts * num_new / 2) * self.shape.kv_token_bytes
+        flops = 2 * num_prompts * (self.shape.layer_params + self.shape.head_params)
+        step_s = max((self.weights_bytes + kv_bytes) / self.bytes_per_s, flops / self.flops_per_s)
+        return num_prompts * num_new / (prefill_s + (num_new - 1) * step_s)
+
+
+def write_checkpoint(name: str, folder: Path, seed: int) -> None:
+    """Writes a checkpoint of random weights (normal, 0.02, bf16) in the layout of transformers."""
+    config = {**_COMMON, **KNOWN[name]}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    random = np.random.default_rng(seed)
+    tensors = {
+        tensor: (random.standard_normal(size, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+        if len(size) > 1 or tensor.endswith("bias")
+        else np.ones(size, ml_dtypes.bfloat16)
+        for tensor, size in _iter_tensors(config)
+    }
+    _tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _iter_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, intermediate, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    query, key = heads * head_dim, config["num_key_value_heads"] * head_dim
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    yield "model.norm.weight", (hidden,)
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}"
+        for part, size in (("q", query), ("k", key), ("v", key)):
+            yield f"{layer}.self_attn.{part}_proj.weight", (size, hidden)
+            if config["model_type"] == "qwen2":
+                yield f"{layer}.self_attn.{part}_proj.bias", (size,)
+        yield f"{layer}.self_attn.o_proj.weight", (hidden, query)
+        yield f"{layer}.mlp.gate_proj.weight", (intermediate, hidden)
+        yield f"{layer}.mlp.up_proj.weight", (intermediate, hidden)
+        yield f"{layer}.mlp.down_proj.weight", (hidden, intermediate)
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+
+
+def _tokenizer(vocab_size: int) -> Tokenizer:
+    """Bytes, and placeholders for the rest of the vocabulary: prompts are token ids, only answers become text."""
+    pieces = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pieces += [f"<|{number}|>" for number in range(len(pieces), vocab_size)]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
