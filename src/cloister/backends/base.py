@@ -100,7 +100,7 @@ class Span:
 
     Attributes:
         name: the operator, whichever layer it belongs to: embed, norm, qkv, rope, attention, output, mlp_norm, gate_up, down,
-            head, quantize; or several of them where a program computes them together.
+            head, quantize; joined by `+` where a program computes several as one (`norm+qkv`). Other work has other names.
         thread: 0 is the thread that called `forward`; helpers count from 1.
         start_s: on the clock of `time.perf_counter`.
     """
@@ -115,6 +115,7 @@ class Span:
         return self.start_s + self.duration_s
 
 
+@runtime_checkable
 class Recording(Protocol):
     """What a program offers beside `Program` when it can say where its time goes."""
 

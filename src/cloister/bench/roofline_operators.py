@@ -94,6 +94,7 @@ class Operator:
 
     Attributes:
         shape: what is computed, for people.
+        part: the operator of a program that does it, by the names of `backends.base.Span`.
         unit: which part of a chip computes it.
         bits: the wider operand of a product.
         link_bytes: sent to other chips.
@@ -102,6 +103,7 @@ class Operator:
 
     name: str
     shape: str
+    part: str
     unit: Unit
     num_flops: float
     weights_bytes: float = 0.0
@@ -178,36 +180,38 @@ class _Counting:
     def embed(self) -> Operator:
         rows, hidden = self._rows, self._hidden
         read, written = rows * hidden * self._numbers.head_bits / 8, self._activations(rows * hidden)
-        return Operator("embed", f"[{rows}] rows of {hidden}", "vector", 0, weights_bytes=read, activations_bytes=written)
+        return Operator(
+            "embed", f"[{rows}] rows of {hidden}", "embed", "vector", 0, weights_bytes=read, activations_bytes=written
+        )
 
     def layer(self, layer: LayerSpec) -> Iterator[Operator]:
-        yield self._norm("attention norm", self._rows, self._hidden)
+        yield self._norm("attention norm", "norm", self._rows, self._hidden)
         yield from self._attention(layer.attention)
-        yield from self._joined("attention")
-        yield self._norm("mlp norm", self._rows, self._hidden)
+        yield from self._joined("attention", "output")
+        yield self._norm("mlp norm", "mlp_norm", self._rows, self._hidden)
         yield from self._mlp(layer.mlp)
-        yield from self._joined("mlp")
+        yield from self._joined("mlp", "down")
 
     def end(self, vocab_size: int) -> Iterator[Operator]:
         """Only the last position of a sequence gets logits."""
         rows, numbers = self._work.num_seqs, self._numbers
-        yield self._norm("final norm", rows, self._hidden)
-        yield self._project("head", self._hidden, vocab_size, False, rows=rows, bits=numbers.head_bits)
+        yield self._norm("final norm", "head", rows, self._hidden)
+        yield self._project("head", "head", self._hidden, vocab_size, False, rows=rows, bits=numbers.head_bits)
         if self._num_chips > 1:
             sent = self._activations(rows * vocab_size * (self._num_chips - 1))
-            yield Operator("all-gather", f"[{rows}, {vocab_size * self._num_chips}]", "link", 0, link_bytes=sent)
+            yield Operator("all-gather", f"[{rows}, {vocab_size * self._num_chips}]", "head", "link", 0, link_bytes=sent)
 
     def _attention(self, spec: AttentionSpec) -> Iterator[Operator]:
         hidden, q_size, kv_size = self._hidden, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        yield self._project("q", hidden, q_size, spec.qkv_bias)
-        yield self._project("k", hidden, kv_size, spec.qkv_bias)
-        yield self._project("v", hidden, kv_size, spec.qkv_bias)
+        yield self._project("q", "qkv", hidden, q_size, spec.qkv_bias)
+        yield self._project("k", "qkv", hidden, kv_size, spec.qkv_bias)
+        yield self._project("v", "qkv", hidden, kv_size, spec.qkv_bias)
         if spec.qk_norm:
-            yield self._norm("q and k norm", self._rows * (spec.num_heads + spec.num_kv_heads), spec.head_dim)
+            yield self._norm("q and k norm", "rope", self._rows * (spec.num_heads + spec.num_kv_heads), spec.head_dim)
         yield self._rope(spec)
         yield self._write_kv(kv_size)
         yield from self._attend(spec)
-        yield self._project("o", q_size, hidden, spec.output_bias)
+        yield self._project("o", "output", q_size, hidden, spec.output_bias)
 
     def _rope(self, spec: AttentionSpec) -> Operator:
         num_heads = spec.num_heads + spec.num_kv_heads
@@ -215,13 +219,18 @@ class _Counting:
         size = self._rows * num_heads * spec.head_dim
         moved = self._activations(2 * size) + angles
         return Operator(
-            "rope", f"[{self._rows}, {num_heads}, {spec.head_dim}]", "vector", ROPE_FLOPS * size, activations_bytes=moved
+            "rope",
+            f"[{self._rows}, {num_heads}, {spec.head_dim}]",
+            "rope",
+            "vector",
+            ROPE_FLOPS * size,
+            activations_bytes=moved,
         )
 
     def _write_kv(self, kv_size: int) -> Operator:
         size = 2 * self._rows * kv_size
         return Operator(
-            "KV write", f"[{self._rows}, 2, {kv_size}]", "vector", 0,
+            "KV write", f"[{self._rows}, 2, {kv_size}]", "rope", "vector", 0,
             activations_bytes=self._activations(size), kv_bytes=size * self._numbers.kv_bits / 8,
         )  # fmt: skip
 
@@ -232,7 +241,7 @@ class _Counting:
         num_keys = work.num_keys(spec.window)
         q_size = self._rows * spec.num_heads * spec.head_dim
         product = Operator(
-            "", "", "matrix", 2 * num_scores * spec.head_dim,
+            "", "", "attention", "matrix", 2 * num_scores * spec.head_dim,
             activations_bytes=self._activations(q_size + num_scores),
             kv_bytes=num_keys * spec.num_kv_heads * spec.head_dim * numbers.kv_bits / 8,
             bits=max(numbers.activation_bits, numbers.kv_bits),
@@ -242,43 +251,43 @@ class _Counting:
         queries, head_dim = work.num_queries, spec.head_dim
         yield replace(product, name="scores QK^T", shape=f"{each}[{queries}, {head_dim}] x [{head_dim}, {num_keys}]")
         yield Operator(
-            "softmax", f"{each}[{queries}, {num_keys}]", "vector", SOFTMAX_FLOPS * num_scores,
+            "softmax", f"{each}[{queries}, {num_keys}]", "attention", "vector", SOFTMAX_FLOPS * num_scores,
             activations_bytes=self._activations(2 * num_scores),
         )  # fmt: skip
         yield replace(product, name="values PV", shape=f"{each}[{queries}, {num_keys}] x [{num_keys}, {head_dim}]")
 
     def _mlp(self, spec: MlpSpec) -> Iterator[Operator]:
         wide = spec.intermediate_size
-        yield self._project("gate", self._hidden, wide, spec.bias)
-        yield self._project("up", self._hidden, wide, spec.bias)
+        yield self._project("gate", "gate_up", self._hidden, wide, spec.bias)
+        yield self._project("up", "gate_up", self._hidden, wide, spec.bias)
         flops, size = ACTIVATION_FLOPS[spec.activation] + 1, self._rows * wide
         name = f"{spec.activation.split('_')[0]} x up"
         moved = self._activations(3 * size)
-        yield Operator(name, f"[{self._rows}, {wide}]", "vector", flops * size, activations_bytes=moved)
-        yield self._project("down", wide, self._hidden, spec.bias)
+        yield Operator(name, f"[{self._rows}, {wide}]", "gate_up", "vector", flops * size, activations_bytes=moved)
+        yield self._project("down", "down", wide, self._hidden, spec.bias)
 
-    def _joined(self, part: str) -> Iterator[Operator]:
+    def _joined(self, name: str, part: str) -> Iterator[Operator]:
         """The sum over chips (each sends 2 (n - 1) / n of it in a ring), and the sum with the residual stream."""
         size, shape = self._rows * self._hidden, f"[{self._rows}, {self._hidden}]"
         if self._num_chips > 1:
             sent = self._activations(2 * size * (self._num_chips - 1) / self._num_chips)
-            yield Operator(f"{part} all-reduce", shape, "link", 0, link_bytes=sent)
-        yield Operator(f"{part} residual", shape, "vector", size, activations_bytes=self._activations(3 * size))
+            yield Operator(f"{name} all-reduce", shape, part, "link", 0, link_bytes=sent)
+        yield Operator(f"{name} residual", shape, part, "vector", size, activations_bytes=self._activations(3 * size))
 
-    def _norm(self, name: str, rows: int, size: int) -> Operator:
+    def _norm(self, name: str, part: str, rows: int, size: int) -> Operator:
         return Operator(
-            name, f"[{rows}, {size}]", "vector", NORM_FLOPS * rows * size,
+            name, f"[{rows}, {size}]", part, "vector", NORM_FLOPS * rows * size,
             weights_bytes=self._activations(size), activations_bytes=self._activations(2 * rows * size),
         )  # fmt: skip
 
     def _project(
-        self, name: str, num_in: int, num_out: int, bias: bool, *, rows: int | None = None, bits: float | None = None
+        self, name: str, part: str, num_in: int, num_out: int, bias: bool, *, rows: int | None = None, bits: float | None = None
     ) -> Operator:
         """A product with weights [num_in, num_out]; biases are as wide as activations."""
         rows = self._rows if rows is None else rows
         bits = self._numbers.weights_bits if bits is None else bits
         return Operator(
-            name, f"[{rows}, {num_in}] x [{num_in}, {num_out}]", "matrix", rows * num_out * (2 * num_in + bias),
+            name, f"[{rows}, {num_in}] x [{num_in}, {num_out}]", part, "matrix", rows * num_out * (2 * num_in + bias),
             weights_bytes=num_in * num_out * bits / 8 + self._activations(num_out * bias),
             activations_bytes=self._activations(rows * (num_in + num_out)),
             bits=max(bits, self._numbers.activation_bits),

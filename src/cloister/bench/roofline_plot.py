@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from cloister.bench.plots import BLUE, GREY, ORANGE, RED, draw
 from cloister.bench.roofline import RoofedOperator, Roofline, Step
-from cloister.bench.roofline_report import title
+from cloister.bench.roofline_report import describe_work
 
 _COLOURS = {"prefill": BLUE, "decode": ORANGE}
 
@@ -53,7 +53,7 @@ def _draw_step(axes: Axes, step: Step, roofline: Roofline) -> None:
         places.setdefault(spot, []).append(row.operator.name)
         points.setdefault(spot, (x, y))
         axes.plot([x], [y], "o", color=colour, markersize=5)
-    axes.plot([], [], "o", color=colour, label=title(step))
+    axes.plot([], [], "o", color=colour, label=describe_work(step.work))
     below = step.work.name == "prefill"
     for spot, names in places.items():
         label = ", ".join(dict.fromkeys(names))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cloister.bench.roofline import RoofedOperator, Roofline, Step
+from cloister.bench.roofline_operators import Work
 
 HEADERS = (
     "operator", "calls", "computation", "FLOP", "weights B", "activations B", "KV B", "FLOP/B", "bound", "at the roof", "share",
@@ -23,9 +24,8 @@ def list_rows(step: Step) -> list[tuple[str, ...]]:
     return [*rows, (*total, "", scale_time(step.seconds), "100%")]
 
 
-def title(step: Step) -> str:
+def describe_work(work: Work) -> str:
     """Returns what a step is, in words."""
-    work = step.work
     seqs = "1 sequence" if work.num_seqs == 1 else f"{work.num_seqs} sequences"
     if work.name == "prefill":
         return f"Prefill: {seqs} of {work.num_queries} tokens"
@@ -69,7 +69,7 @@ def to_markdown(roofline: Roofline) -> str:
     """Returns the whole report as Markdown."""
     parts = ["\n".join(f"- {line}" for line in describe_roof(roofline))]
     for step in roofline.steps:
-        parts += [f"### {title(step)}", markdown_table(HEADERS, list_rows(step)), describe_step(step)]
+        parts += [f"### {describe_work(step.work)}", markdown_table(HEADERS, list_rows(step)), describe_step(step)]
     return "\n\n".join([*parts, describe_memory(roofline)]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""`cloister bench`: throughput and latency of an engine, and a server under the load of a trace."""
+"""`cloister bench`: throughput and latency of an engine, a server under the load of a trace, and single steps (`profiling`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cloister.bench.settings import BURST, ArrivalsConfig, ObjectiveConfig, TargetConfig, WorkloadConfig
+from cloister.cli import profiling
 from cloister.cli.console import err, make_progress, out, print_json, print_table
 from cloister.cli.options import GivenSettings, with_settings
+from cloister.cli.profiling import AsJson, open_engine
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
 
@@ -22,10 +24,11 @@ if TYPE_CHECKING:
     from cloister.bench.workloads import Workload
     from cloister.engine import EngineCore
 
-app = typer.Typer(help="Measure an engine or a server, with real traces.", no_args_is_help=True)
+app = typer.Typer(help="Measure an engine or a server, with real traces, or the operators of a step.", no_args_is_help=True)
+app.command()(profiling.kernels)
+app.command()(profiling.profile)
 
 Output = Annotated[Path | None, typer.Option(help="Folder for the figures as JSON and PNG.", metavar="DIR")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
 
 
 @app.command()
@@ -80,12 +83,9 @@ def serve(settings: GivenSettings, output: Output = None, as_json: AsJson = Fals
 
 def _prepare(settings: GivenSettings) -> tuple[EngineCore, Workload]:
     """Loads the engine and makes a workload of token ids that it can hold."""
-    from cloister.app import build_engine, resolve_settings
     from cloister.bench.workloads import load_workload
 
-    resolved = resolve_settings(settings.of(EngineConfig), settings.config_file, listens=False)
-    with err.status("Loading the model"):
-        engine = build_engine(resolved.engine.config)
+    _, engine = open_engine(settings)
     model = engine.model
     work = settings.resolve(WorkloadConfig)
     workload = load_workload(work, BURST, max_model_len=model.max_model_len, vocab_size=model.vocab_size)

@@ -27,10 +27,15 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[obje
     """Prints a table on standard output, or on another console; the first column stands left, the others right."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for number, header in enumerate(headers):
-        table.add_column(header, justify="left" if number == 0 else "right")
+        table.add_column(header, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     (console or out).print(table)
+
+
+def wide_console(columns: int) -> Console:
+    """Returns the console of a terminal as it is, else one of that many columns: files and pipes need not wrap."""
+    return out if out.is_terminal else Console(width=columns)
 
 
 def make_progress() -> Progress:

@@ -69,7 +69,7 @@ def _panel(parameter: Any) -> str | None:
 
 
 def _argument(parameter: Any) -> str:
-    return str(parameter.name).upper()
+    return str(parameter.metavar or parameter.name).upper()
 
 
 def _row(parameter: Any) -> str:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from cloister.cli.console import err, out, print_json, print_table
+from cloister.cli.console import err, out, print_json, print_table, wide_console
 from cloister.types.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -119,11 +118,10 @@ def _print(drawn: Roofline) -> None:
     for line in report.describe_roof(drawn):
         out.print(line, highlight=False, soft_wrap=True)
     hidden = (report.WIDEST,) if out.is_terminal and out.width < WIDE else ()
-    console = out if out.is_terminal else Console(width=WIDE)
     for step in drawn.steps:
         rows = [_without(row, hidden) for row in report.list_rows(step)]
         out.print()
-        print_table(report.title(step), _without(report.HEADERS, hidden), rows, console)
+        print_table(report.describe_work(step.work), _without(report.HEADERS, hidden), rows, wide_console(WIDE))
         out.print(report.describe_step(step), highlight=False, soft_wrap=True)
     out.print()
     style = None if drawn.fits else "bold red"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cloister.backends.base import FloatArray, ForwardBatch, KVLayout, Weights
+from cloister.backends.base import FloatArray, ForwardBatch, KVLayout, Span, Weights
 from cloister.backends.spec import AttentionSpec, DecoderSpec
 from cloister.backends.tensors import dequantized
 from cloister.backends.torch.attention import attend, attention_tiles, split_widths
@@ -17,6 +19,7 @@ from cloister.backends.torch.cache import KVCache
 from cloister.backends.torch.decoder import Layer, WeightReader, to_torch
 from cloister.backends.torch.layers import RopeTable, rms_norm
 from cloister.backends.torch.linear import common_tiles
+from cloister.backends.torch.recording import record
 from cloister.backends.torch.schedule import KeySlots, Shape, UnitBatch, schedule_units, token_slots
 from cloister.backends.torch.team import Team, use_one_thread_per_operation
 from cloister.backends.torch.tiles import pad_rows
@@ -81,6 +84,10 @@ class TorchProgram:
     def wipe_blocks(self, block_ids: Sequence[int]) -> None:
         """Overwrites blocks with zeros in every layer."""
         self._cache.wipe(block_ids)
+
+    def record(self) -> AbstractContextManager[list[Span]]:
+        """Records spans (`backends.base.Recording`): the parts of a layer on each thread of the team, and the ends."""
+        return record(self, sys.modules[__name__], self._layers)
 
     def _embed(self, token_ids: np.ndarray, num_rows: int) -> Tensor:
         hidden = torch.zeros(num_rows, self._spec.hidden_size, device=self._device)

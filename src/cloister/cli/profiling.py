@@ -1,0 +1,195 @@
+"""`cloister bench kernels` and `cloister bench profile`: operators beside their roofs, and where the time of a step goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cloister.cli.console import err, out, print_json, print_table, wide_console
+from cloister.cli.options import GivenSettings, with_settings
+from cloister.cli.roofline import open_chip, read_model_spec
+from cloister.types.config import EngineConfig
+from cloister.types.errors import ConfigError
+from cloister.types.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from cloister.bench.kernels import KernelRate, KernelTable
+    from cloister.bench.profile import Part, ProfiledStep
+    from cloister.bench.roofline_operators import Numbers
+    from cloister.engine import EngineCore
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
+Model = Annotated[str | None, typer.Argument(help="As --model.", metavar="MODEL", show_default=False)]
+Prompt = Annotated[int, typer.Option(help="Tokens of each made-up prompt.", min=1)]
+Batch = Annotated[int, typer.Option(help="Sequences at once.", min=1)]
+
+_WIDE = 120
+_WIDTHS = {"float32": 32.0, "bfloat16": 16.0}
+
+
+@with_settings(EngineConfig)
+def kernels(
+    settings: GivenSettings,
+    model_name: Model = None,
+    chip: Annotated[str, typer.Option(help="Roof to measure by: a chip of `cloister roofline`, or `here`.")] = "here",
+    prompt: Prompt = 512,
+    context: Annotated[int, typer.Option(help="Keys of each sequence in the decode step.", min=1)] = 512,
+    batch: Batch = 1,
+    repeats: Annotated[int, typer.Option(help="Steps of each kind; the median counts.", min=1)] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure each operator of one prefill and one decode step, beside its roof."""
+    from cloister.bench.kernels import measure_kernels, num_blocks
+    from cloister.bench.profile import program_of
+    from cloister.bench.roofline_operators import Work
+
+    config, engine = open_engine(settings, model_name)
+    if config.device == "cuda" and chip == "here":
+        raise ConfigError("`here` measures the processor; name the GPU with --chip", param="chip")
+    works = (Work.prefill(prompt, batch), Work.decode(context, batch))
+    _check_room(engine, max(prompt, context), max(num_blocks(work, config.block_size) for work in works))
+    roof, numbers = open_chip(chip, config.num_threads), _numbers(config)
+    spec, program = read_model_spec(engine.model.path), program_of(engine)
+    tables = [
+        measure_kernels(program, spec, work, roof, numbers, block_size=config.block_size, num_repeats=repeats) for work in works
+    ]
+    if as_json:
+        print_json({"model": engine.model.name, "chip": asdict(roof), "steps": [asdict(table) for table in tables]})
+        return
+    out.print(f"{engine.model.name} on {config.backend}; roof: {roof.name}, {roof.source}", highlight=False, soft_wrap=True)
+    for table in tables:
+        _print_kernels(table)
+
+
+@with_settings(EngineConfig)
+def profile(
+    settings: GivenSettings,
+    model_name: Model = None,
+    prompt: Prompt = 128,
+    new: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 32,
+    batch: Batch = 4,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write every span for Perfetto or chrome://tracing.", metavar="FILE")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show where the time of a step goes: Python and program, by operator and by thread.
+
+    It starts an engine of its own in this process and feeds it made-up prompts. A running server cannot be profiled: that would
+    be privileged access to what its users do, and there is none. A trace holds names of operators, counts and times.
+    """
+    from cloister.bench.profile import profile_engine, to_trace
+    from cloister.bench.workloads import make_tokens
+
+    config, engine = open_engine(settings, model_name)
+    _check_room(engine, prompt + new, -(-(prompt + new) // config.block_size))
+    steps: list[ProfiledStep] = []
+    for run in ("warm-up", "profile"):  # the first run fills tables and caches, and does not count
+        prompts = [make_tokens([len(run), number], prompt, engine.model.vocab_size) for number in range(batch)]
+        steps = profile_engine(engine, [_make_request(f"{run}-{n}", tokens, new) for n, tokens in enumerate(prompts)])
+    by_kind = {kind: [step for step in steps if step.kind == kind] for kind in ("prefill", "decode")}
+    by_kind = {kind: chosen for kind, chosen in by_kind.items() if chosen}
+    if as_json:
+        print_json({kind: _describe(chosen) for kind, chosen in by_kind.items()})
+    else:
+        for kind, chosen in by_kind.items():
+            _print_profile(kind, chosen, config.backend)
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        trace.write_text(json.dumps(to_trace(steps, config.backend)) + "\n", encoding="utf-8")
+        err.print(f"Written: {trace}; open it in ui.perfetto.dev or chrome://tracing", highlight=False)
+
+
+def open_engine(settings: GivenSettings, model_name: str | None = None) -> tuple[EngineConfig, EngineCore]:
+    """Loads an engine into this process.
+
+    Raises:
+        ConfigError: the argument MODEL and the flag --model contradict each other, or a setting has no meaning.
+    """
+    from cloister.app import build_engine, resolve_settings
+
+    flags = settings.of(EngineConfig)
+    if model_name is not None and flags.setdefault("model", model_name) != model_name:
+        raise ConfigError("MODEL and --model name different models; give one of them", param="model")
+    resolved = resolve_settings(flags, settings.config_file, listens=False)
+    with err.status("Loading the model"):
+        return resolved.engine.config, build_engine(resolved.engine.config)
+
+
+def _make_request(name: str, tokens: list[int], num_new: int) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
+    return Request(request_id=name, token_ids=tokens, sampling=sampling)
+
+
+def _check_room(engine: EngineCore, num_positions: int, num_blocks: int) -> None:
+    from cloister.bench.profile import num_blocks_of
+
+    longest, held = engine.model.max_model_len, num_blocks_of(engine)
+    if num_positions > longest:
+        raise ConfigError(f"the model holds {longest} positions, not {num_positions}; measure shorter prompts", param="prompt")
+    if num_blocks > held:
+        raise ConfigError(f"this takes {num_blocks} KV blocks and there are {held}; raise --kv-memory-mb", param="batch")
+
+
+def _numbers(config: EngineConfig) -> Numbers:
+    from cloister.bench.roofline_operators import Numbers
+
+    bits = _WIDTHS[config.dtype]
+    return Numbers(bits, bits, bits, bits)
+
+
+def _print_kernels(table: KernelTable) -> None:
+    from cloister.bench.roofline_report import describe_work
+
+    headers = ("operator", "measured", "share", "FLOP/s", "B/s", "roof", "of the roof")
+    whole_s = table.rates[-1].seconds
+    print_table(describe_work(table.work), headers, [_kernel_row(rate, whole_s) for rate in table.rates], wide_console(_WIDE))
+
+
+def _kernel_row(rate: KernelRate, whole_s: float) -> tuple[str, ...]:
+    from cloister.bench.roofline_report import scale, scale_time
+
+    measured = (rate.name, scale_time(rate.seconds), f"{100 * rate.seconds / whole_s:.1f}%")
+    if rate.roof_s is None or not rate.seconds:
+        return (*measured, "-", "-", "-", "-")
+    rates = (scale(rate.num_flops / rate.seconds), scale(rate.num_bytes / rate.seconds))
+    return (*measured, *rates, scale_time(rate.roof_s), f"{100 * rate.roof_s / rate.seconds:.0f}%")
+
+
+def _print_profile(kind: str, steps: Sequence[ProfiledStep], backend: str) -> None:
+    from cloister.bench.profile import list_parts, list_threads
+
+    parts = list_parts(steps)
+    whole_s = parts[0].seconds
+    headers = ("part", "where", "calls a step", "ms a step", "own ms", "own share")
+    print_table(
+        f"{len(steps)} {kind} steps, {1e3 * whole_s / len(steps):.2f} ms each",
+        headers,
+        [_part_row(part, len(steps), whole_s, backend) for part in parts],
+        wide_console(_WIDE),
+    )
+    python_s = sum(part.own_s for part in parts if not part.in_program)
+    out.print(f"Python {100 * python_s / whole_s:.1f}%, {backend} {100 * (1 - python_s / whole_s):.1f}%", highlight=False)
+    table = list_threads(steps)
+    threads = sorted({thread for row in table.values() for thread in row})
+    rows = [(name, *(f"{1e3 * row.get(thread, 0.0) / len(steps):.3f}" for thread in threads)) for name, row in table.items()]
+    print_table("ms a step, by thread", ("operator", *(f"thread {thread}" for thread in threads)), rows, wide_console(_WIDE))
+
+
+def _part_row(part: Part, num_steps: int, whole_s: float, backend: str) -> tuple[str, ...]:
+    name = "  " * (len(part.path) - 1) + part.path[-1]
+    times = (f"{1e3 * part.seconds / num_steps:.3f}", f"{1e3 * part.own_s / num_steps:.3f}")
+    where = backend if part.in_program else "Python"
+    return (name, where, f"{part.num_calls / num_steps:g}", *times, f"{100 * part.own_s / whole_s:.1f}%")
+
+
+def _describe(steps: Sequence[ProfiledStep]) -> dict[str, object]:
+    from cloister.bench.profile import list_parts, list_threads
+
+    threads = {name: {str(thread): seconds for thread, seconds in row.items()} for name, row in list_threads(steps).items()}
+    return {"num_steps": len(steps), "parts": [asdict(part) for part in list_parts(steps)], "threads": threads}
