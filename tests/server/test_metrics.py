@@ -75,6 +75,16 @@ def test_events_become_figures():
     assert after["cloister_inter_token_latency_seconds_sum"] == pytest.approx(0.4)
 
 
+def test_time_between_tokens_is_counted_in_buckets_up_to_their_bound():
+    metrics = Metrics()
+    for now_s, num_tokens in ((0.0, 1), (0.001, 1), (0.02, 2), (5.0, 1), (99.0, 1)):
+        metrics.observe(Progressed("r", 1, 0, now_s, num_tokens, False))
+    families = text_string_to_metric_families(metrics.render().decode())
+    (gaps,) = (family for family in families if family.name == "cloister_inter_token_latency_seconds")
+    buckets = {sample.labels["le"]: sample.value for sample in gaps.samples if "le" in sample.labels}
+    assert [buckets[le] for le in ("0.001", "0.0025", "0.01", "2.5", "10.0", "+Inf")] == [1, 1, 3, 3, 4, 5]
+
+
 def test_requests_that_ended_leave_nothing_behind():
     metrics = Metrics()
     for event in life_of_a_request():

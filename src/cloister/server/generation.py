@@ -11,6 +11,7 @@ import msgspec
 
 from cloister.engine.base import AsyncEngine
 from cloister.server.answers import CachedTokens, Usage
+from cloister.server.deadline import Deadline
 from cloister.server.errors import failure_of
 from cloister.server.job import Job
 from cloister.types.errors import DeadlineError
@@ -29,18 +30,20 @@ async def run_job(engine: AsyncEngine, job: Job) -> AsyncGenerator[Numbered, Non
     Raises:
         CloisterError: a request was refused, or a sequence ended without an answer; the others are aborted.
     """
-    deadline = asyncio.get_running_loop().time() + job.requests[0].timeout_s + GRACE_S
-    async with aclosing(_side_by_side(engine, job.requests)) as outputs:
-        while (numbered := await _next(outputs, deadline)) is not None:
-            failure = failure_of(numbered[1])
-            if failure is not None:
-                raise failure
-            yield (numbered[0], _without_answer(numbered[1])) if job.answerless else numbered
-
-
-async def _next(outputs: AsyncIterator[Numbered], deadline: float) -> Numbered | None:
+    deadline = Deadline(job.requests[0].timeout_s + GRACE_S)
     try:
-        async with asyncio.timeout_at(deadline):
+        async with aclosing(_side_by_side(engine, job.requests)) as outputs:
+            while (numbered := await _next(outputs, deadline)) is not None:
+                if numbered[1].finish_reason is not None and (failure := failure_of(numbered[1])) is not None:
+                    raise failure
+                yield (numbered[0], _without_answer(numbered[1])) if job.answerless else numbered
+    finally:
+        deadline.close()
+
+
+async def _next(outputs: AsyncIterator[Numbered], deadline: Deadline) -> Numbered | None:
+    try:
+        with deadline:
             return await anext(outputs, None)
     except TimeoutError:
         raise DeadlineError("The answer was not complete in time; ask for fewer tokens or try again.") from None

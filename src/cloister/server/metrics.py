@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Final, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from cloister.privacy.counts import CountRelease
 from cloister.types.events import Arrived, Ended, Event, Preempted, Progressed, Scheduled, Stepped
@@ -58,12 +63,39 @@ class Lives:
                 pass
 
 
+class Gaps(Collector):
+    """A histogram that takes equal values at once and costs next to nothing: it is told of every token.
+
+    Args:
+        bounds: upper bounds of its buckets, rising; one more takes what is above.
+    """
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int) -> None:
+        """Takes `value`, `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Yields the histogram, with buckets that count everything up to their bound."""
+        names = (*(str(float(bound)) for bound in self._bounds), "+Inf")
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
 class Metrics:
     """Every figure, in a registry of its own."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._lives = Lives()
+        self._num_new_tokens = 0
         self._running = self._gauge("num_requests_running", "Requests that have KV blocks.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for their first slot, or again.")
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Used part of the KV blocks, 1 is full.")
@@ -75,13 +107,17 @@ class Metrics:
         self._ended = self._counter("request_success", "Sequences that ended, by reason.", "finished_reason")
         self._replies = self._counter("http_replies", "HTTP replies, by route and status.", "route", "status")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S)
-        self._gaps = self._histogram("inter_token_latency_seconds", "Time per token after the first.", _BETWEEN_TOKENS_S)
+        self._gaps = Gaps("cloister_inter_token_latency_seconds", "Time per token after the first.", _BETWEEN_TOKENS_S)
+        self._registry.register(self._gaps)
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to first slot.", _QUEUE_S)
         self._whole = self._histogram("e2e_request_latency_seconds", "Arrival to last token of a sequence.", _WHOLE_S)
 
     def observe(self, event: Event) -> None:
         """Takes one event of the engine."""
         match event:
+            case Progressed():
+                self._observe_tokens(event)
+                return
             case Scheduled(resumed=False):
                 self._prompt_tokens.inc(event.num_prompt_tokens)
                 self._queries.inc(event.num_prompt_tokens)
@@ -89,8 +125,6 @@ class Metrics:
                 self._queue.observe(event.queue_s)
             case Preempted():
                 self._preemptions.inc()
-            case Progressed():
-                self._observe_tokens(event)
             case Ended():
                 self._observe_end(event)
             case Stepped():
@@ -98,26 +132,26 @@ class Metrics:
             case _:
                 pass
         self._lives.follow(event)
-        self._running.set(len(self._lives.running))
-        self._waiting.set(len(self._lives.waiting))
 
     def count_reply(self, route: str, status: int) -> None:
         """Takes the outcome of one HTTP request."""
         self._replies.labels(route, str(status)).inc()
 
     def render(self) -> bytes:
-        """Returns every figure as Prometheus reads it."""
+        """Returns every figure as Prometheus reads it. What changes with every token is put there only now."""
+        self._output_tokens.inc(self._num_new_tokens)
+        self._num_new_tokens = 0
+        self._running.set(len(self._lives.running))
+        self._waiting.set(len(self._lives.waiting))
         return generate_latest(self._registry)
 
     def _observe_tokens(self, event: Progressed) -> None:
-        self._output_tokens.inc(event.num_tokens)
+        self._num_new_tokens += event.num_tokens
         key = (event.request_id, event.index)
         before = self._lives.last_token_s.get(key)
         self._lives.last_token_s[key] = event.now_s
-        if before is None:
-            return
-        for _ in range(event.num_tokens):  # tokens that one step gives together share its time
-            self._gaps.observe((event.now_s - before) / event.num_tokens)
+        if before is not None and event.num_tokens:  # tokens that one step gives together share its time
+            self._gaps.observe((event.now_s - before) / event.num_tokens, event.num_tokens)
 
     def _observe_end(self, event: Ended) -> None:
         self._ended.labels(event.reason.value).inc()

@@ -7,6 +7,8 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cloister.server.deadline import Patience
+
 WRITE_TIMEOUT_S: Final = 60.0
 """How long a client may leave a reply unread before it counts as gone."""
 
@@ -37,18 +39,27 @@ class CancelOnDisconnect:
             message, body = body, None
             return message
 
+        def give_up() -> None:
+            stuck.set()
+            work.cancel()
+
+        patience = Patience(self._write_timeout_s, give_up)
+
         async def send_in_time(message: Message) -> None:
+            patience.begin()
             try:
-                async with asyncio.timeout(self._write_timeout_s):
-                    await send(message)
-            except (TimeoutError, OSError):
+                await send(message)
+            except OSError:
                 stuck.set()
                 raise asyncio.CancelledError from None
+            finally:
+                patience.end()
 
         work = asyncio.create_task(_run(self._app, scope, receive_body, send_in_time))
         try:
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            patience.close()
             finished = work.done()
             await _end(gone)
             await _end(work)

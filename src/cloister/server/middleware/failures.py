@@ -37,12 +37,21 @@ class Failures:
             await self._app(scope, receive, send)
             return
         status: int | None = None
+        is_counted = False
+
+        def count() -> None:
+            nonlocal is_counted
+            if status is not None and not is_counted:
+                is_counted = True
+                self._count_reply(_route(scope), status)
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = _with_defaults(message.get("headers", ()))
+            elif not message.get("more_body", False):
+                count()  # before its end is sent: who has a whole reply finds it among the figures
             await send(message)
 
         try:
@@ -51,8 +60,8 @@ class Failures:
             reply = told(error)
             if status is None:
                 await send_error(send_with_headers, reply)
-        if status is not None:
-            self._count_reply(_route(scope), status)
+        finally:
+            count()
 
 
 async def send_error(send: Send, error: CloisterError, *, close: bool = False) -> None:
