@@ -15,7 +15,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cloister.text.guard import MARK, Guard
-from cloister.text.special import SpecialTokens, read_json, read_tokenizer_config
+from cloister.text.source import open_source
+from cloister.text.special import SpecialTokens
 from cloister.types.errors import InvalidRequestError, ModelError
 
 MAX_RENDERED_CHARS = 32 * 2**20
@@ -44,13 +45,13 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, path: str | Path) -> ChatTemplate:
-        """Reads chat_template.jinja, or else tokenizer_config.json's `chat_template`. A model may have neither.
+        """Reads chat_template.jinja or tokenizer_config.json's `chat_template`, or a GGUF file's. A model may have none.
 
         Raises:
-            ModelError: the template is not valid Jinja, or tokenizer.json is missing.
+            ModelError: the template is not valid Jinja, or the tokenizer is missing.
         """
-        path = Path(path)
-        return cls(_read_sources(path), SpecialTokens.load(path))
+        source = open_source(Path(path))
+        return cls(source.templates(), SpecialTokens.parse(source.tokenizer(), source.config()))
 
     @property
     def exists(self) -> bool:
@@ -154,23 +155,3 @@ def _refuse(message: str) -> NoReturn:
 
 def _strftime_now(layout: str) -> str:
     return datetime.now().strftime(layout)
-
-
-def _read_sources(path: Path) -> dict[str, str]:
-    found = _sources_of(read_tokenizer_config(path).get("chat_template"))
-    if (path / "chat_template.json").is_file():
-        found |= _sources_of(read_json(path / "chat_template.json").get("chat_template"))
-    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        found[file.stem] = file.read_text(encoding="utf-8")
-    if (path / "chat_template.jinja").is_file():
-        found["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
-    return found
-
-
-def _sources_of(setting: object) -> dict[str, str]:
-    """Reads `chat_template`: one source, or a list of objects with `name` and `template`."""
-    if isinstance(setting, str):
-        return {"default": setting}
-    if isinstance(setting, list):
-        return {entry["name"]: entry["template"] for entry in setting}
-    return {}

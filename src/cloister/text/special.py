@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cloister.types.errors import ModelError
@@ -36,15 +34,6 @@ class SpecialTokens:
         return tuple(sorted((self.added[i] for i in self.control_ids), key=len, reverse=True))
 
     @classmethod
-    def load(cls, path: Path) -> SpecialTokens:
-        """Reads a model directory.
-
-        Raises:
-            ModelError: tokenizer.json is missing or not what it should be.
-        """
-        return cls.parse(read_json(path / "tokenizer.json"), read_tokenizer_config(path))
-
-    @classmethod
     def parse(cls, tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> SpecialTokens:
         """Merges what both files say; a token is special if either says so.
 
@@ -64,30 +53,6 @@ class SpecialTokens:
             named={name: text for name in _NAMED if (text := _content(config.get(name)))},
             are_literal=not (tokenizer.get("normalizer") and any(token.get("normalized") for _, token in control)),
         )
-
-
-def read_tokenizer_config(path: Path) -> dict[str, Any]:
-    """Returns tokenizer_config.json over special_tokens_map.json; a file that is absent says nothing."""
-    names = ("special_tokens_map.json", "tokenizer_config.json")
-    found = [read_json(path / name) for name in names if (path / name).is_file()]
-    return {key: value for settings in found for key, value in settings.items() if value is not None}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        ModelError: the file is missing or holds something else.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path.name} is missing from the model directory; download the model again") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path.name} cannot be read ({type(error).__name__}); download the model again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path.name} must hold a JSON object; download the model again")
-    return value
 
 
 def _content(value: object) -> str | None:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for Hugging Face's tokenizer.json."""
+"""Text to token ids and back, for Hugging Face's tokenizer.json and what a GGUF file has in its stead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import tokenizers
 
 from cloister.text.detokenizer import Detokenizer
 from cloister.text.guard import MARK, NOTHING
-from cloister.text.special import SpecialTokens, read_json, read_tokenizer_config
+from cloister.text.source import open_source
+from cloister.text.special import SpecialTokens
 from cloister.text.spelling import Spelling, read_spelling
 from cloister.types.errors import InvalidRequestError, ModelError
 
@@ -23,7 +24,7 @@ class Tokenizer:
     """A model's tokenizer. Thread-safe: nothing changes after it was made.
 
     Args:
-        path: model directory with tokenizer.json, and tokenizer_config.json if there is one.
+        path: model directory with tokenizer.json, and tokenizer_config.json if there is one; or a GGUF file.
 
     Attributes:
         special: the added tokens, and which of them control the model.
@@ -31,13 +32,13 @@ class Tokenizer:
         vocab_size: one more than the largest token id.
 
     Raises:
-        ModelError: tokenizer.json is missing, cannot be read, or is of a kind that is not supported.
+        ModelError: the tokenizer is missing, cannot be read, or is of a kind that is not supported.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        settings = read_json(self._path / "tokenizer.json")
-        config = read_tokenizer_config(self._path)
+        source = open_source(self._path)
+        settings, config = source.tokenizer(), source.config()
         self.special = SpecialTokens.parse(settings, config)
         self.spelling: Spelling = read_spelling(settings.get("decoder"))
         self._tokenizer = _build(settings, self.special)
@@ -96,7 +97,7 @@ class Tokenizer:
 
     @cached_property
     def _guarded(self) -> _GuardedTokenizer:
-        settings = read_json(self._path / "tokenizer.json")
+        settings = open_source(self._path).tokenizer()
         return _GuardedTokenizer(settings, self.special)
 
     def _read_token(self, token_id: int) -> bytes:
@@ -142,7 +143,7 @@ def _build(settings: Mapping[str, Any], special: SpecialTokens, names: Mapping[s
     try:
         tokenizer = tokenizers.Tokenizer.from_str(json.dumps(settings))
     except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"tokenizer.json cannot be used: {error}") from None
+        raise ModelError(f"the model's tokenizer cannot be used: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     known = {token["id"] for token in settings.get("added_tokens") or []}

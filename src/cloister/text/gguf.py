@@ -1,0 +1,208 @@
+"""The tokenizer and chat templates in the metadata of a GGUF file, as tokenizer.json would have them.
+
+The tokenizers library then does the work, as for any other model. Kinds: "gpt2" is byte-level BPE, whose words a regular
+expression with a name cuts out; "llama" is SentencePiece's BPE, whose merges follow from its scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from cloister.text.splits import SPLITS
+from cloister.types.errors import ModelError
+from cloister.types.gguf import GGUFFile, read_gguf
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_TEMPLATE = "tokenizer.chat_template"
+_NAMED: Final[Mapping[str, str]] = {
+    "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator", "pad_token": "padding",
+    "mask_token": "mask",
+}  # fmt: skip
+"""Roles, and how the format spells them."""
+
+
+class GGUFSource:
+    """A GGUF file (protocol `text.source.TextSource`)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def tokenizer(self) -> dict[str, Any]:
+        kind = self._file.get("tokenizer.ggml.model", str) or "none"
+        if kind not in _KINDS:
+            raise ModelError(f"{self._path.name} has a tokenizer of kind {kind!r}; supported are: {', '.join(_KINDS)}")
+        return _KINDS[kind](self._file, _read_vocabulary(self._file))
+
+    def config(self) -> dict[str, Any]:
+        tokens = _read_vocabulary(self._file).tokens
+        ids = {role: _token_id(self._file, name, len(tokens)) for role, name in _NAMED.items()}
+        return {role: tokens[token_id] for role, token_id in ids.items() if token_id is not None}
+
+    def templates(self) -> dict[str, str]:
+        names = [key for key in self._file.metadata if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")]
+        sources = {name.removeprefix(_TEMPLATE).removeprefix(".") or "default": self._file.get(name, str) for name in names}
+        return {name: source for name, source in sources.items() if source is not None}
+
+    @cached_property
+    def _file(self) -> GGUFFile:
+        return read_gguf(self._path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """Tokens by id.
+
+    Attributes:
+        kinds: what each token is (`_NORMAL` and so on).
+    """
+
+    tokens: Sequence[str]
+    kinds: Sequence[int]
+
+    def ids(self) -> dict[str, int]:
+        """Token -> id, without the places that are only filled up."""
+        pairs = zip(self.tokens, self.kinds, strict=True)
+        return {token: token_id for token_id, (token, kind) in enumerate(pairs) if kind != _UNUSED and token}
+
+    def added(self) -> list[dict[str, Any]]:
+        """The `added_tokens` of tokenizer.json: what is found in a text before anything else is."""
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        return [
+            {"id": token_id, "content": token, "special": kind != _USER_DEFINED, **flags}
+            for token_id, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
+        ]
+
+
+def _read_vocabulary(file: GGUFFile) -> _Vocabulary:
+    tokens = file.strings("tokenizer.ggml.tokens") or []
+    kinds = file.numbers("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    vocabulary = _Vocabulary(tokens, kinds)
+    if not tokens or len(kinds) != len(tokens) or len(vocabulary.ids()) != sum(map(_is_used, tokens, kinds)):
+        raise ModelError(f"{file.path.name} has no token list, or a damaged one; download it again")
+    return vocabulary
+
+
+def _is_used(token: str, kind: int) -> bool:
+    return kind != _UNUSED and bool(token)
+
+
+def _token_id(file: GGUFFile, name: str, num_tokens: int) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    token_id = file.get(key, int)
+    if token_id is not None and not 0 <= token_id < num_tokens:
+        raise ModelError(f"{key!r} in {file.path.name} is no id of its token list", param=key)
+    return token_id
+
+
+def _byte_level(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
+    name = file.get("tokenizer.ggml.pre", str) or ""
+    if name not in SPLITS:
+        found = f"splits text in a way that is not supported ({name})" if name else "names no way to split text"
+        raise ModelError(
+            f"{file.path.name} {found}; supported are: {', '.join(SPLITS)}. Get a newer conversion, or safetensors"
+        )
+    split = SPLITS[name]
+    merges = file.strings("tokenizer.ggml.merges")
+    if merges is None:
+        raise ModelError(f"{file.path.name} has a byte-level tokenizer without merges; convert the model again")
+    pairs = [merge.split(" ", 1) for merge in merges]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ModelError(f"'tokenizer.ggml.merges' in {file.path.name} holds something else than pairs; download it again")
+    return {
+        **_frame(file, vocabulary, adds_bos=split.adds_bos),
+        "normalizer": {"type": "NFC"} if split.normalizes else None,
+        "pre_tokenizer": split.as_json(),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": _bpe(vocabulary, pairs, ignore_merges=split.takes_whole_words),
+    }
+
+
+def _sentence_piece(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
+    """Llama 2's: spaces are `▁`, one is put before a text, and bytes stand for letters that the vocabulary lacks."""
+    if file.get("tokenizer.ggml.remove_extra_whitespaces", bool):
+        raise ModelError(f"{file.path.name} has a tokenizer that removes spaces, which is not supported; use safetensors")
+    scores = file.numbers("tokenizer.ggml.scores") or []
+    if len(scores) != len(vocabulary.tokens):
+        raise ModelError(f"{file.path.name} needs one score for each token of its tokenizer; download it again")
+    prefix = file.get("tokenizer.ggml.add_space_prefix", bool) is not False
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    decoders = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    unknown = _token_id(file, "unknown", len(vocabulary.tokens))
+    options = {
+        "unk_token": None if unknown is None else vocabulary.tokens[unknown],
+        "fuse_unk": True,
+        "byte_fallback": True,
+    }
+    return {
+        **_frame(file, vocabulary, adds_bos=True),
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [*([{"type": "Prepend", "prepend": "▁"}] if prefix else []), replace],
+        },
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [*decoders, *([strip] if prefix else [])]},
+        "model": _bpe(vocabulary, _merges_of(vocabulary, scores), **options),
+    }
+
+
+def _merges_of(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every way to make a piece of two others, best piece first: SentencePiece merges the pair whose piece scores best."""
+    pieces = [
+        (token_id, token)
+        for token_id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+        if kind == _NORMAL
+    ]
+    ids = {token: token_id for token_id, token in pieces}
+    pieces.sort(key=lambda piece: -scores[piece[0]])
+    return [pair for _, piece in pieces for pair in _ways_to_make(piece, ids)]
+
+
+def _ways_to_make(piece: str, ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    cuts = [(piece[:place], piece[place:]) for place in range(1, len(piece))]
+    found = [(first, second) for first, second in cuts if first in ids and second in ids]
+    yield from sorted(found, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+
+
+def _bpe(vocabulary: _Vocabulary, merges: Sequence[Sequence[str]], **options: Any) -> dict[str, Any]:
+    return {"type": "BPE", "vocab": vocabulary.ids(), "merges": [list(pair) for pair in merges], **options}
+
+
+def _frame(file: GGUFFile, vocabulary: _Vocabulary, *, adds_bos: bool) -> dict[str, Any]:
+    """What does not depend on the kind: the added tokens, and what is put around a plain text."""
+    asked = file.get("tokenizer.ggml.add_bos_token", bool)
+    before = _around(file, vocabulary, "bos", adds_bos if asked is None else asked)
+    after = _around(file, vocabulary, "eos", bool(file.get("tokenizer.ggml.add_eos_token", bool)))
+    return {"version": "1.0", "added_tokens": vocabulary.added(), "post_processor": _surround(before, after)}
+
+
+def _around(file: GGUFFile, vocabulary: _Vocabulary, name: str, wanted: bool) -> list[tuple[str, int]]:
+    token_id = _token_id(file, name, len(vocabulary.tokens)) if wanted else None
+    return [] if token_id is None else [(vocabulary.tokens[token_id], token_id)]
+
+
+def _surround(before: Sequence[tuple[str, int]], after: Sequence[tuple[str, int]]) -> dict[str, Any] | None:
+    if not before and not after:
+        return None
+
+    def places(tokens: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+        return [{"SpecialToken": {"id": token, "type_id": 0}} for token, _ in tokens]
+
+    first, second = ({"Sequence": {"id": name, "type_id": place}} for place, name in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [*places(before), first, *places(after)],
+        "pair": [*places(before), first, *places(after), second],
+        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]} for token, token_id in (*before, *after)},
+    }
+
+
+_KINDS: Final[Mapping[str, Callable[[GGUFFile, _Vocabulary], dict[str, Any]]]] = {
+    "gpt2": _byte_level,
+    "llama": _sentence_piece,
+}

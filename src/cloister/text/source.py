@@ -1,0 +1,80 @@
+"""What a model brings for text, wherever it is stored, in the terms of Hugging Face's files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from cloister.text.gguf import GGUFSource
+from cloister.types.errors import ModelError
+
+
+class TextSource(Protocol):
+    """Reads a model's tokenizer and templates. Each method raises ModelError if they are missing or damaged."""
+
+    def tokenizer(self) -> dict[str, Any]:
+        """Returns what tokenizer.json holds."""
+        ...
+
+    def config(self) -> dict[str, Any]:
+        """Returns what tokenizer_config.json holds; empty if there is none."""
+        ...
+
+    def templates(self) -> dict[str, str]:
+        """Returns the Jinja sources of the chat templates by name; the one without a name is "default"."""
+        ...
+
+
+class DirectorySource:
+    """A Hugging Face model directory (protocol `TextSource`)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def tokenizer(self) -> dict[str, Any]:
+        return _read_json(self._path / "tokenizer.json")
+
+    def config(self) -> dict[str, Any]:
+        """Returns tokenizer_config.json over special_tokens_map.json."""
+        paths = [self._path / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
+        found = [_read_json(path) for path in paths if path.is_file()]
+        return {key: value for settings in found for key, value in settings.items() if value is not None}
+
+    def templates(self) -> dict[str, str]:
+        """Returns chat_template.jinja over chat_template.json over the `chat_template` of tokenizer_config.json."""
+        path = self._path
+        found = _sources_of(self.config().get("chat_template"))
+        if (path / "chat_template.json").is_file():
+            found |= _sources_of(_read_json(path / "chat_template.json").get("chat_template"))
+        for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+            found[file.stem] = file.read_text(encoding="utf-8")
+        if (path / "chat_template.jinja").is_file():
+            found["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
+        return found
+
+
+def open_source(path: Path) -> TextSource:
+    """Returns the source at a path: a GGUF file, or else a model directory."""
+    return GGUFSource(path) if path.is_file() else DirectorySource(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.name} is missing from the model directory; download the model again") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path.name} cannot be read ({type(error).__name__}); download the model again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path.name} must hold a JSON object; download the model again")
+    return value
+
+
+def _sources_of(setting: object) -> dict[str, str]:
+    """Reads `chat_template`: one source, or a list of objects with `name` and `template`."""
+    if isinstance(setting, str):
+        return {"default": setting}
+    if isinstance(setting, list):
+        return {entry["name"]: entry["template"] for entry in setting}
+    return {}
