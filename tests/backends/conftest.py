@@ -3,6 +3,9 @@
 import pytest
 
 from cloister.backends.torch import team
+from tests.device import use_interpreter
+
+use_interpreter()
 
 
 @pytest.fixture(autouse=True)
