@@ -8,7 +8,6 @@ import threading
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -258,18 +257,19 @@ class LLM:
     async def _answer(self, request: Request) -> Completion:
         answers = [CompletionOutput(index) for index in range(request.sampling.n)]
         completion = Completion(request.request_id, request.token_ids, answers, self._clock.now())
-        async with aclosing(self._engine.generate(request)) as outputs:
-            async for output in outputs:
-                completion.take(output, self._clock.now())
+        await self._engine.follow(request, lambda output: completion.take(output, self._clock.now()))
         return completion
 
     async def _pump(self, request: Request, into: queue.SimpleQueue[SequenceOutput | Exception | None]) -> None:
+        check = Completion(request.request_id, [], [CompletionOutput(i) for i in range(request.sampling.n)], 0.0)
+
+        def take(output: SequenceOutput) -> None:
+            check.take(output, 0.0)
+            into.put(output)
+
         try:
-            async with self._room, aclosing(self._engine.generate(request)) as outputs:
-                check = Completion(request.request_id, [], [CompletionOutput(i) for i in range(request.sampling.n)], 0.0)
-                async for output in outputs:
-                    check.take(output, 0.0)
-                    into.put(output)
+            async with self._room:
+                await self._engine.follow(request, take)
             into.put(None)
         except Exception as error:
             into.put(error)

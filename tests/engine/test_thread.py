@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cloister.engine import EngineCore, ThreadEngine
+from cloister.engine import EngineCore, Health, ThreadEngine
 from cloister.types.errors import EngineError, InvalidRequestError
 from cloister.types.request import FinishReason, Request, SequenceOutput
 from cloister.types.step import StepPlan
@@ -47,6 +47,45 @@ def test_requests_side_by_side_get_their_own_answers(model_path: Path) -> None:
             assert [o.finish_reason for o in outputs if o.finish_reason] == [FinishReason.LENGTH]
 
     run(make_replica(model_path).core, model_path, work)
+
+
+def test_following_gives_the_same_outputs_as_generating(model_path: Path) -> None:
+    async def work(engine: ThreadEngine) -> None:
+        requests = [make_request(f"{i % 5}", max_tokens=1 + i % 7, n=1 + i % 3) for i in range(30)]
+        followed: dict[str, list[SequenceOutput]] = {request.request_id: [] for request in requests}
+        await asyncio.gather(*(engine.follow(r, followed[r.request_id].append) for r in requests))
+        for request in requests:
+            again = make_request(request.token_ids, max_tokens=request.sampling.max_tokens, n=request.sampling.n)
+            assert sorted(map(_essence, followed[request.request_id])) == sorted(map(_essence, await answer(engine, again)))
+
+    run(make_replica(model_path).core, model_path, work)
+
+
+def _essence(output: SequenceOutput) -> tuple[int, int, str, list[int], str]:
+    return output.index, output.num_output_tokens, output.text, output.token_ids, str(output.finish_reason)
+
+
+def test_a_follower_that_fails_ends_its_request_and_no_other(model_path: Path) -> None:
+    async def work(engine: ThreadEngine) -> None:
+        def fail(output: SequenceOutput) -> None:
+            if output.num_output_tokens == 3:
+                raise ZeroDivisionError
+
+        other: list[SequenceOutput] = []
+        beside = asyncio.create_task(engine.follow(make_request(max_tokens=20), other.append))
+        with pytest.raises(ZeroDivisionError):
+            await engine.follow(make_request(max_tokens=200), fail)
+        await beside
+        assert len(token_ids(other)) == 20
+        assert (await _until_idle(engine)).good
+
+    run(make_replica(model_path).core, model_path, work)
+
+
+async def _until_idle(engine: ThreadEngine) -> Health:
+    while "0 requests in flight" not in engine.health().detail:
+        await asyncio.sleep(0.01)
+    return engine.health()
 
 
 def test_one_that_is_left_early_leaves_a_working_engine(model_path: Path) -> None:

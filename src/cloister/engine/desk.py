@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from cloister.engine.base import EventListener, Health
@@ -150,14 +151,48 @@ class Desk:
         """As `AsyncEngine.generate`."""
         mailbox = _Mailbox()
         self.submit(request, mailbox.put)
-        patience_s = request.timeout_s + GRACE_S
-        timer = asyncio.get_running_loop().call_later(patience_s, self.give_up, request.request_id)
         num_open = request.sampling.n
-        try:
+        with self._patience(request):  # ends every wait
             while num_open:
-                output = await mailbox.get()  # the timer ends every wait
+                output = await mailbox.get()
                 num_open -= output.finish_reason is not None
                 yield output
+
+    async def follow(self, request: Request, sink: Sink) -> None:
+        """Submits a request, calls `sink` with every output as it comes, and returns after the last one.
+
+        As `generate` without a task to wake for every token. What `sink` raises ends the request, and is raised here.
+
+        Raises:
+            QueueFullError, EngineError: as `AsyncEngine.generate`.
+        """
+        done = asyncio.get_running_loop().create_future()
+        num_open = request.sampling.n
+
+        def take(output: SequenceOutput) -> None:
+            nonlocal num_open
+            if done.done():
+                return
+            try:
+                sink(output)
+            except Exception as error:
+                done.set_exception(error)
+                return
+            num_open -= output.finish_reason is not None
+            if not num_open:
+                done.set_result(None)
+
+        self.submit(request, take)
+        with self._patience(request):
+            await done
+
+    @contextmanager
+    def _patience(self, request: Request) -> Iterator[None]:
+        """Bounds the wait for a request's outputs, and gives it up when nobody waits any more."""
+        patience_s = request.timeout_s + GRACE_S
+        timer = asyncio.get_running_loop().call_later(patience_s, self.give_up, request.request_id)
+        try:
+            yield
         finally:
             timer.cancel()
             self.abandon(request.request_id)

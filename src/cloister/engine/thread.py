@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from functools import partial
 from typing import Final
 
 from cloister.engine.base import EventListener, Health
 from cloister.engine.core import EngineCore
-from cloister.engine.desk import Desk
+from cloister.engine.desk import Desk, Sink
 from cloister.engine.faults import describe
 from cloister.engine.process import DRAINING, NOT_STARTED, STOP_GRACE_S
 from cloister.engine.watchdog import Watchdog
@@ -57,6 +57,13 @@ class ThreadEngine:
     def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
         return self._desk.generate(request)
 
+    async def follow(self, request: Request, sink: Sink) -> None:
+        """Submits a request, calls `sink` with every output on the event loop, and returns after the last one.
+
+        What `sink` raises ends the request, and is raised here. Other errors as `generate`.
+        """
+        await self._desk.follow(request, sink)
+
     def subscribe(self, listener: EventListener) -> None:
         self._desk.subscribe(listener)
 
@@ -74,13 +81,13 @@ class ThreadEngine:
         self._desk.fail_all(DRAINING)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        post = partial(_post_to, loop, self._receive)
+        post = _Post(loop, self._receive)
         try:
-            self._core.run(post)
+            self._core.run(post.send)
         except Exception as error:
             _logger.critical("the engine ends: %s", describe(error))
         finally:
-            post(None)
+            post.send(None)
 
     def _receive(self, message: Outputs | None) -> None:
         """Takes what the engine says; None is its end."""
@@ -98,6 +105,29 @@ class ThreadEngine:
             self._watchdog.look(self._clock.now(), is_waited_for=self._desk.num_in_flight > 0)
 
 
-def _post_to(loop: asyncio.AbstractEventLoop, receive: Callable[[Outputs | None], None], message: Outputs | None) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop was closed without a drain: nobody listens
-        loop.call_soon_threadsafe(receive, message)
+class _Post:
+    """Messages from the engine's thread to the event loop, which is woken once for all that came meanwhile."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, receive: Callable[[Outputs | None], None]) -> None:
+        self._loop = loop
+        self._receive = receive
+        self._messages: deque[Outputs | None] = deque()
+        self._is_coming = False
+
+    def send(self, message: Outputs | None) -> None:
+        """Called on the engine's thread."""
+        self._messages.append(message)
+        if not self._is_coming:
+            self._is_coming = True
+            with contextlib.suppress(RuntimeError):  # the loop was closed without a drain: nobody listens
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        # in this order: a message that comes while these are read either is among them, or calls again
+        self._is_coming = False
+        try:
+            while self._messages:
+                self._receive(self._messages.popleft())
+        finally:
+            if self._messages:  # one could not be taken; the others still are
+                self._loop.call_soon(self._deliver)
