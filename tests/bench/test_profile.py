@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from cloister.app import build_engine, resolve_settings
+from cloister.backends import BACKENDS
 from cloister.backends.base import Recording, Span
 from cloister.backends.recording import Watched, watch
 from cloister.bench.kernels import make_batch
@@ -18,10 +19,10 @@ from cloister.types.errors import EngineError
 from cloister.types.request import Request, SamplingParams
 
 
-@pytest.fixture(scope="module")
-def engine():
-    """An engine of the smaller embedded model, on two threads."""
-    flags = {"model": "cloister-draft", "num_threads": 2, "kv_memory_mb": 64.0}
+@pytest.fixture(scope="module", params=BACKENDS.names())
+def engine(request):
+    """An engine of the smaller embedded model, on two threads, for every back end that there is."""
+    flags = {"model": "cloister-draft", "backend": request.param, "num_threads": 2, "kv_memory_mb": 64.0}
     return build_engine(resolve_settings(flags, listens=False).engine.config)
 
 
@@ -60,7 +61,8 @@ def test_parts_of_every_step_are_found_and_add_up(engine):
         chosen = [step for step in steps if step.kind == kind]
         parts = list_parts(chosen)
         names = {part.path[-1] for part in parts if not part.in_program}
-        assert names == {"step", "plan", "run", "inputs", "forward", "sample", "check", "commit", "collect"}
+        assert names - {"sample"} == {"step", "plan", "run", "inputs", "check", "commit", "collect"}
+        assert "sample" in {part.path[-1] for part in parts}  # in Python, or by the program itself
         assert sum(part.own_s for part in parts) == pytest.approx(parts[0].seconds)
         assert all(part.own_s >= 0 for part in parts)
         assert all(part.path[:3] == ("step", "run", "forward") for part in parts if part.in_program)
@@ -102,7 +104,7 @@ def test_calls_nest_and_times_of_a_level_add_up():
         ("step", False, 2, 20.0, 2.0),
         ("plan", False, 2, 4.0, 4.0),
         ("run", False, 2, 14.0, 4.0),
-        ("forward", False, 2, 10.0, 2.0),
+        ("forward", True, 2, 10.0, 2.0),
         ("attention", True, 2, 6.0, 6.0),
         ("head", True, 2, 2.0, 2.0),
     ]
@@ -113,6 +115,7 @@ def test_a_trace_is_what_perfetto_reads_and_holds_names_counts_and_times_only(en
     trace = json.loads(json.dumps(to_trace(steps, "torch")))
     names = {"step", "plan", "run", "inputs", "forward", "sample", "check", "commit", "collect", "embed", "schedule"}
     names |= {"norm+qkv+rope", "attention", "output+mlp_norm+gate_up+down", "head", "thread_name"}
+    names |= {"norm", "qkv", "rope", "rope table", "output", "mlp_norm", "gate_up", "down", "round"}
     for event in trace["traceEvents"]:
         assert event["name"] in names
         assert set(event) <= {"ph", "name", "cat", "pid", "tid", "ts", "dur", "args"}

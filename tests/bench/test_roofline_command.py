@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from cloister.backends import BACKENDS
 from cloister.bench.chips_here import measure_here
 from cloister.cli import main
 from cloister.models import locate
+from tests.gguf_factory import make_gguf
 
 
 def run(capsys, *arguments):
@@ -39,6 +42,16 @@ def test_a_config_alone_is_enough(capsys, tmp_path):
     assert figures[0] == figures[1] == figures[2]
 
 
+def test_a_gguf_file_is_enough(capsys, tmp_path):
+    file = make_gguf(tmp_path / "model", "qwen3", "Q4_0")
+    figures = []
+    for model in (file, tmp_path / "model" / "config.json"):
+        status, out, _ = run(capsys, "roofline", str(model), "--chip", "l4", "--weights-bits", "4.5", "--json")
+        assert status == 0
+        figures.append(json.loads(out)["steps"])
+    assert figures[0] == figures[1]
+
+
 def test_every_flag_changes_the_figures(capsys):
     seen = []
     for flags in (
@@ -63,7 +76,7 @@ def test_markdown_and_a_picture(capsys, tmp_path):
     ("arguments", "advice"),
     [
         (("cloister-5m", "--chip", "abacus"), "it has: a100-sxm-80gb"),
-        (("no-such-model", "--chip", "t4"), "a model directory, or a config.json"),
+        (("no-such-model", "--chip", "t4"), "a GGUF file or a config.json"),
         (("cloister-5m", "--chip", "t4", "--weights-bits", "0"), "from 1 to 32"),
         (("cloister-5m", "--chip", "t4", "--tp", "3"), "choose a divisor"),
         (("cloister-5m", "--chip", "m2-ultra", "--tp", "2"), "leave --tp at 1"),
@@ -87,8 +100,10 @@ def test_this_machine_is_measured():
     chip = measure_here(1, read_bytes=32 << 20, product_size=256)
     assert 1e8 < chip.read_bytes_per_s < 1e13
     assert 1e8 < chip.peaks["float32"] < 1e15
-    assert chip.product_format(16) == "float32"
     assert chip.memory_bytes is not None
+    compiled = "native" in BACKENDS.names() and find_spec("cloister.backends.native._native") is not None
+    assert set(chip.peaks) == ({"int8", "bfloat16", "float32"} if compiled else {"float32"})
+    assert all(peak > 1e8 for peak in chip.peaks.values())
 
 
 def test_the_documentation_lists_every_chip():

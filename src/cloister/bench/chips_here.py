@@ -1,26 +1,44 @@
-"""This machine as a chip: its read bandwidth and its peak in products, measured now."""
+"""This machine as a chip: its read bandwidth and its peaks in products, measured now.
+
+numpy's BLAS multiplies float32. Narrow formats are what the native kernels reach on matrices that suit them, which a measured
+operator may not exceed by much; without compiled kernels there are none.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import ml_dtypes
 import numpy as np
 
+from cloister.backends import BACKENDS
+from cloister.backends.base import KVLayout, Recording
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+from cloister.backends.tensors import GroupedTensor, Tensor
 from cloister.bench.chips import HERE, Chip
+from cloister.bench.kernels import make_batch, wall_times
+from cloister.bench.roofline_operators import Numbers, Work, list_operators
 from cloister.engine.machine import Machine, read_machine
+from cloister.models.decoder import tensor_shapes
+from cloister.types.errors import ConfigError
 
 READ_BYTES = 512 << 20  # larger than the caches that a few cores have to themselves
 PRODUCT_SIZE = 1536
 REPEATS = 5
 
+_ROWS = 512
+_LAYER = LayerSpec(AttentionSpec(8, 8, 128, 128**-0.5, RopeSpec((1.0,) * 64)), MlpSpec(4096))
+_DECODER = DecoderSpec("measured", 64, 1024, (_LAYER,), 1e-6, _ROWS)
+
 
 def measure_here(num_threads: int | None = None, *, read_bytes: int = READ_BYTES, product_size: int = PRODUCT_SIZE) -> Chip:
-    """Measures this machine with numpy: the best of some runs, about two seconds in all.
+    """Measures this machine: the best of some runs, about three seconds in all.
 
     Args:
-        num_threads: that read; None takes every CPU that this process may use. Products use the threads of numpy's BLAS.
+        num_threads: that read, and multiply narrow numbers; None takes every CPU that this process may use. Products in
+            float32 use the threads of numpy's BLAS.
         read_bytes: size of what is read; never more than a quarter of the memory that is free.
         product_size: rows and columns of the matrices.
     """
@@ -29,7 +47,7 @@ def measure_here(num_threads: int | None = None, *, read_bytes: int = READ_BYTES
     size = min(read_bytes, machine.available_bytes // 4)
     return Chip(
         HERE,
-        {"float32": measure_product(product_size)},
+        measure_narrow_products(num_threads) | {"float32": measure_product(product_size)},
         measure_reading(size, num_threads),
         machine.memory_bytes,
         None,
@@ -49,6 +67,61 @@ def measure_product(size: int) -> float:
     left, right = np.ones((2, size, size), np.float32)
     out = np.empty((size, size), np.float32)
     return 2 * size**3 / _best(lambda: np.matmul(left, right, out=out))
+
+
+def measure_narrow_products(num_threads: int) -> dict[str, float]:
+    """Returns operations per second of the native kernels in int8 and bfloat16, by format; nothing where there are none."""
+    if "native" not in BACKENDS.names():
+        return {}
+    try:
+        return {form: _measure_native(form, num_threads) for form in ("int8", "bfloat16")}
+    except ConfigError:  # the kernels were not compiled
+        return {}
+
+
+def _measure_native(form: str, num_threads: int) -> float:
+    """The quickest product of a layer with weights of one format, over some forward passes."""
+    backend = BACKENDS.get("native")(num_threads=num_threads, device="cpu", dtype="bfloat16")
+    program = backend.build(_DECODER, _Even(form), KVLayout(_ROWS // 16, 16))
+    assert isinstance(program, Recording)
+    work = Work.prefill(_ROWS, 1)
+    batch, rates = make_batch(work, _DECODER.vocab_size, 16), []
+    products = [
+        op for op in list_operators(_DECODER, work, Numbers()) if op.unit == "matrix" and op.part not in ("attention", "head")
+    ]
+    for _ in range(REPEATS):
+        with program.record() as spans:
+            program.forward(batch)
+        for part, seconds in wall_times(spans).items():
+            rates.append(sum(op.num_flops for op in products if op.part == part) / seconds)
+    return max(rates)
+
+
+class _Even:
+    """Weights (`backends.base.Weights`) that are all the same; how quick a product is does not depend on them.
+
+    Args:
+        form: "int8" or "bfloat16", of matrices.
+    """
+
+    def __init__(self, form: str) -> None:
+        self._form, self._shapes = form, dict(tensor_shapes(_DECODER))
+
+    def names(self) -> Sequence[str]:
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if self._form == "bfloat16" or len(shape) == 1 or name.startswith(("embed", "head")):
+            return np.full(shape, 0.03125, ml_dtypes.bfloat16)
+        scales = np.full((shape[0], 1), 1e-3, np.float32)
+        return GroupedTensor(np.full(shape, 160, np.uint8), scales, None, None, 8, shape[1], "int8")
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.read(name)) for name in self._shapes)
 
 
 def _best(run: Callable[[], object]) -> float:

@@ -21,11 +21,12 @@ from cloister.types.errors import EngineError
 from cloister.types.events import Ended, Outputs, Stepped, Submit
 from cloister.types.request import FinishReason, Request
 
+FORWARD = "forward"
 _PARTS = (
     ("_scheduler", "plan", "plan"),
     ("_runner", "run", "run"),
-    ("_runner._program", "forward", "forward"),
-    ("_runner._program", "forward_best", "forward"),
+    ("_runner._program", "forward", FORWARD),
+    ("_runner._program", "forward_best", FORWARD),
     ("_runner", "_sample", "sample"),
     ("_output", "check", "check"),
     ("_scheduler", "commit", "commit"),
@@ -65,7 +66,7 @@ class Part:
 
     Attributes:
         path: names from the step down.
-        in_program: an operator of the program, not a part written in Python.
+        in_program: the forward pass or an operator in it, not a part of the engine, which is Python.
         num_calls, seconds: of all steps together.
         own_s: seconds without what is below it.
     """
@@ -119,7 +120,8 @@ def list_parts(steps: Sequence[ProfiledStep]) -> list[Part]:
     """
     found: dict[tuple[str, ...], list[Any]] = {}
     for step in steps:
-        in_program = set(map(id, step.program))
+        # what the call of `forward` takes beside its operators is the program's own: it waits for helpers, or lists work
+        in_program = {id(span) for span in step.program} | {id(span) for span in step.python if span.name == FORWARD}
         for path, span, own_s in _nest(span for span in (*step.python, *step.program) if span.thread == 0):
             entry = found.setdefault(path, [id(span) in in_program, 0, 0.0, 0.0])
             entry[1] += 1

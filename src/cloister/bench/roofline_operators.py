@@ -195,7 +195,7 @@ class _Counting:
     def end(self, vocab_size: int) -> Iterator[Operator]:
         """Only the last position of a sequence gets logits."""
         rows, numbers = self._work.num_seqs, self._numbers
-        yield self._norm("final norm", "head", rows, self._hidden)
+        yield self._norm("final norm", "norm", rows, self._hidden)
         yield self._project("head", "head", self._hidden, vocab_size, False, rows=rows, bits=numbers.head_bits)
         if self._num_chips > 1:
             sent = self._activations(rows * vocab_size * (self._num_chips - 1))

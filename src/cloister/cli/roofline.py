@@ -21,7 +21,7 @@ FEWEST_BITS, MOST_BITS = 1.0, 32.0
 
 
 def roofline(
-    model: Annotated[str, typer.Argument(help="Embedded model's name, model directory, or a config.json alone.")],
+    model: Annotated[str, typer.Argument(help="Embedded model's name, model directory, GGUF file, or a config.json alone.")],
     chip: Annotated[
         str, typer.Option(help="Chip of the table (part of its name will do), or `here`: this machine, measured now.")
     ] = "here",
@@ -76,7 +76,7 @@ def roofline(
 
 
 def read_model_spec(name: str) -> DecoderSpec:
-    """Returns the decoder of an embedded model, a model directory or a config.json; reads no weights and no network.
+    """Returns the decoder of an embedded model, a directory, a GGUF file or a config.json; reads no weights and no network.
 
     Raises:
         ModelError: there is no such model, or its config is not understood.
@@ -84,14 +84,19 @@ def read_model_spec(name: str) -> DecoderSpec:
     from cloister.models import embedded_names, locate
     from cloister.models.config import read_json
     from cloister.models.decoder import find_family, read_spec
+    from cloister.models.gguf.architecture import read_spec as read_gguf_spec
+    from cloister.types.gguf import read_gguf
 
     path = Path(name).expanduser()
-    if not path.is_file() and (name in embedded_names() or path.is_dir()):
-        path = locate(name) / "config.json"
-    elif not path.is_file():
+    if name not in embedded_names() and not path.exists():
         embedded = ", ".join(embedded_names())
-        message = f"there is no model {name!r}; give an embedded model ({embedded}), a model directory, or a config.json"
+        message = f"there is no model {name!r}; give an embedded model ({embedded}), a directory, a GGUF file or a config.json"
         raise ModelError(message, param="model")
+    if path.suffix != ".json":
+        path = locate(name)
+        if path.is_file():
+            return read_gguf_spec(read_gguf(path))
+        path /= "config.json"
     config = read_json(path)
     return read_spec(find_family(config), config)
 
