@@ -96,16 +96,16 @@ def test_a_request_that_is_not_answered_is_an_error_and_not_a_profile(engine):
         profile_engine(engine, make_requests("long", 1, 9000, 2))
 
 
-def test_calls_nest_and_times_of_a_level_add_up():
-    python = (Span("step", 0, 0.0, 10.0), Span("plan", 0, 0.0, 2.0), Span("run", 0, 2.0, 7.0), Span("forward", 0, 3.0, 5.0))
-    program = (Span("head", 0, 6.0, 1.0), Span("attention", 0, 3.0, 3.0), Span("attention", 1, 3.0, 9.0))
+def test_threads_at_one_operator_count_once_calls_nest_and_times_of_a_level_add_up():
+    python = (Span("step", 0, 0.0, 10.0), Span("plan", 0, 0.0, 2.0), Span("run", 0, 2.0, 7.0), Span("forward", 0, 2.25, 5.75))
+    program = (Span("head", 0, 6.0, 1.0), Span("attention", 0, 3.0, 3.0), Span("attention", 1, 2.5, 3.0))
     parts = list_parts([ProfiledStep("decode", 1, 1, python, program)] * 2)
     assert [(part.path[-1], part.in_program, part.num_calls, part.seconds, part.own_s) for part in parts] == [
         ("step", False, 2, 20.0, 2.0),
         ("plan", False, 2, 4.0, 4.0),
-        ("run", False, 2, 14.0, 4.0),
-        ("forward", True, 2, 10.0, 2.0),
-        ("attention", True, 2, 6.0, 6.0),
+        ("run", False, 2, 14.0, 2.5),
+        ("forward", True, 2, 11.5, 2.5),
+        ("attention", True, 2, 7.0, 7.0),
         ("head", True, 2, 2.0, 2.0),
     ]
 

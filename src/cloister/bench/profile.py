@@ -116,13 +116,14 @@ def profile_engine(engine: SteppingEngine, requests: Sequence[Request]) -> list[
 def list_parts(steps: Sequence[ProfiledStep]) -> list[Part]:
     """Returns the tree of calls of the steps given, parents before children, in order of first appearance.
 
-    Only the engine's own thread is in the tree, so that the times of a level add up.
+    An operator counts once while any threads are at it, so that the times of a level add up.
     """
     found: dict[tuple[str, ...], list[Any]] = {}
     for step in steps:
         # what the call of `forward` takes beside its operators is the program's own: it waits for helpers, or lists work
-        in_program = {id(span) for span in step.program} | {id(span) for span in step.python if span.name == FORWARD}
-        for path, span, own_s in _nest(span for span in (*step.python, *step.program) if span.thread == 0):
+        operators = _join_threads(step.program)
+        in_program = {id(span) for span in operators} | {id(span) for span in step.python if span.name == FORWARD}
+        for path, span, own_s in _nest((*step.python, *operators)):
             entry = found.setdefault(path, [id(span) in in_program, 0, 0.0, 0.0])
             entry[1] += 1
             entry[2] += span.duration_s
@@ -191,8 +192,21 @@ def _check_answer(event: Ended) -> None:
         raise EngineError(f"a made-up request was not answered: {event.error or event.reason}")
 
 
+def _join_threads(spans: Iterable[Span]) -> list[Span]:
+    """Joins what several threads do of one operator at the same time."""
+    joined: dict[str, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: span.start_s):
+        done = joined.setdefault(span.name, [])
+        if done and span.start_s < done[-1].end_s:
+            end_s = max(done[-1].end_s, span.end_s)
+            done[-1] = Span(span.name, 0, done[-1].start_s, end_s - done[-1].start_s)
+        else:
+            done.append(Span(span.name, 0, span.start_s, span.duration_s))
+    return [span for group in joined.values() for span in group]
+
+
 def _nest(spans: Iterable[Span]) -> Iterator[tuple[tuple[str, ...], Span, float]]:
-    """Yields (path, span, seconds without its children) for the spans of one thread, which nest as calls do."""
+    """Yields (path, span, seconds without its children) for spans that nest as calls do."""
     stack: list[tuple[tuple[str, ...], Span]] = []
     own: dict[int, float] = {}
     placed = []
