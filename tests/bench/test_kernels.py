@@ -93,7 +93,21 @@ def test_made_up_batches_are_well_formed():
 
 
 def test_the_command_measures_a_real_program(capsys):
-    arguments = ("cloister-draft", "--prompt", "40", "--context", "48", "--batch", "2", "--repeats", "2", "--chip", "epyc")
+    arguments = (
+        "cloister-draft",
+        "--prompt",
+        "40",
+        "--context",
+        "48",
+        "--batch",
+        "2",
+        "--repeats",
+        "2",
+        "--chip",
+        "epyc",
+        "--kv-memory-mb",
+        "64",
+    )
     with pytest.raises(SystemExit) as caught:
         main(["bench", "kernels", *arguments, "--json"])
     assert not caught.value.code
@@ -109,7 +123,7 @@ def test_the_command_measures_a_real_program(capsys):
 @pytest.mark.parametrize(
     ("arguments", "advice"),
     [
-        (("--prompt", "9000"), "shorter prompts"),
+        (("--prompt", "9000", "--kv-memory-mb", "64"), "shorter prompts"),
         (("cloister-5m", "--model", "cloister-draft"), "name different models"),
         (("--batch", "40", "--kv-memory-mb", "32"), "raise --kv-memory-mb"),
     ],

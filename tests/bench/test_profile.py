@@ -129,7 +129,23 @@ def test_a_trace_is_what_perfetto_reads_and_holds_names_counts_and_times_only(en
 def test_the_command_prints_both_kinds_of_step_and_writes_the_trace(capsys, tmp_path):
     trace = tmp_path / "out" / "trace.json"
     with pytest.raises(SystemExit) as caught:
-        main(["bench", "profile", "cloister-draft", "--prompt", "20", "--new", "3", "--batch", "2", "--trace", str(trace)])
+        main(
+            [
+                "bench",
+                "profile",
+                "cloister-draft",
+                "--prompt",
+                "20",
+                "--new",
+                "3",
+                "--batch",
+                "2",
+                "--kv-memory-mb",
+                "64",
+                "--trace",
+                str(trace),
+            ]
+        )
     out = capsys.readouterr().out
     assert not caught.value.code
     assert "prefill steps" in out

@@ -18,7 +18,7 @@ def plot_roofline(path: Path, roofline: Roofline) -> None:
     """Writes a PNG: the roofs of the number formats in use, log by log, and the operators of both steps."""
     with draw(path, f"{roofline.model} on {roofline.chip.name}", 1, 1, size=(8.6, 5.4)) as (axes,):
         placed = [_place(row, roofline) for step in roofline.steps for row in step.rows if row.operator.num_flops]
-        low, high = min(x for x, _ in placed) / 6, max(*(x for x, _ in placed), _ridge(roofline)) * 3
+        low, high = min(x for x, _ in placed) / 20, max(*(x for x, _ in placed), _ridge(roofline)) * 3
         axes.set_xscale("log")
         axes.set_yscale("log")
         _draw_roofs(axes, roofline, low, high)

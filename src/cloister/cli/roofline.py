@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cloister.bench.chips import Chip
     from cloister.bench.roofline import Roofline
 
-WIDE = 150
+WIDE = 164
 """Columns that the whole table takes; a narrower terminal gets it without shapes."""
 FEWEST_BITS, MOST_BITS = 1.0, 32.0
 
