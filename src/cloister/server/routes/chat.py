@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from fastapi import APIRouter
 from msgspec import UNSET
@@ -24,7 +25,7 @@ from cloister.server.front import admission_of, front_of, json_response
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import Job
 from cloister.server.logprobs import chat_logprobs
-from cloister.server.stream import Chunks, events, open_stream
+from cloister.server.stream import Chunks, EventTemplate, events, open_stream
 from cloister.types.request import SequenceOutput
 
 router = APIRouter()
@@ -64,13 +65,19 @@ async def answer_chat(job: Job, outputs: AsyncGenerator[Numbered, None]) -> Chat
 
 async def stream_chat(job: Job, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
     """Yields events: the role first, then text as it comes, the finish reason alone, at last the usage if asked for."""
-    tally, started = Tally(job), set[int]()
+    tally, templates = Tally(job), dict[int, EventTemplate]()
     async with aclosing(outputs):
         async for number, output in outputs:
             tally.add(number, output)
-            choices = [] if output.index in started else [ChatChunkChoice(output.index, ChatDelta("assistant", ""))]
-            started.add(output.index)
-            choices += _gained(output)
+            template = templates.get(output.index)
+            if template is not None and output.finish_reason is None and output.logprobs is None:
+                if output.text:
+                    yield template.fill(output.text)
+                continue
+            choices = _gained(output)
+            if template is None:
+                templates[output.index] = EventTemplate(partial(_text_chunk, job, output.index))
+                choices.insert(0, ChatChunkChoice(output.index, ChatDelta("assistant", "")))
             if choices:
                 yield events(_chunk(job, [choice]) for choice in choices)
     if job.include_usage:
@@ -85,6 +92,10 @@ def _gained(output: SequenceOutput) -> list[ChatChunkChoice]:
     if output.finish_reason is not None:
         choices.append(ChatChunkChoice(output.index, ChatDelta(), finish_reason=output.finish_reason.value))
     return choices
+
+
+def _text_chunk(job: Job, index: int, text: str) -> ChatChunk:
+    return _chunk(job, [ChatChunkChoice(index, ChatDelta(content=text))])
 
 
 def _chunk(job: Job, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:

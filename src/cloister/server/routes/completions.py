@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from fastapi import APIRouter
 from msgspec import UNSET
@@ -16,7 +17,7 @@ from cloister.server.front import admission_of, front_of, json_response
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import Echo, Job
 from cloister.server.logprobs import LegacyLogprobs, joined
-from cloister.server.stream import Chunks, events, open_stream
+from cloister.server.stream import Chunks, EventTemplate, events, open_stream
 from cloister.types.request import SequenceOutput, TokenLogprobs
 
 router = APIRouter()
@@ -60,7 +61,9 @@ async def stream_completion(job: Job, outputs: AsyncGenerator[Numbered, None]) -
     async with aclosing(outputs):
         async for number, output in outputs:
             tally.add(number, output)
-            if chunks := writer.add(number, output):
+            if event := writer.write_text(number, output):
+                yield event
+            elif chunks := writer.add(number, output):
                 yield events(chunks)
     if job.include_usage:
         yield events([_completion(job, [], tally.usage())])
@@ -74,6 +77,14 @@ class _StreamWriter:
         self._scribes: dict[int, _Scribe] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._held: dict[int, list[SequenceOutput]] = {}
+        self._templates: dict[int, EventTemplate] = {}
+
+    def write_text(self, number: int, output: SequenceOutput) -> bytes:
+        """Returns the event of an output that is nothing but text, and none for any other."""
+        template = self._templates.get(number * self._job.n + output.index)
+        if template is None or not output.text or output.finish_reason is not None or output.logprobs is not None:
+            return b""
+        return template.fill(output.text)
 
     def add(self, number: int, output: SequenceOutput) -> list[Completion]:
         """Returns the chunks that an output of prompt `number` allows to be written."""
@@ -90,6 +101,7 @@ class _StreamWriter:
         text, head = "", None
         if index not in self._scribes:
             self._scribes[index] = _Scribe(self._job, number)
+            self._templates[index] = EventTemplate(partial(_text_chunk, self._job, index))
             text, head = self._scribes[index].begin(self._prompt_logprobs.get(number))
         text += output.text
         logprobs = _joined(head, self._scribes[index].go_on(output.logprobs))
@@ -121,6 +133,10 @@ def _joined(head: CompletionLogprobs | None, rest: CompletionLogprobs | None) ->
     if head is None or rest is None:
         return rest if head is None else head
     return joined(head, rest)
+
+
+def _text_chunk(job: Job, index: int, text: str) -> Completion:
+    return _completion(job, [CompletionChoice(index, text)])
 
 
 def _completion(job: Job, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
