@@ -229,7 +229,7 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelError, match="architecture mamba; supported are: llama, qwen2, qwen3"):
+    with pytest.raises(ModelError, match="architecture 'mamba'; supported are: llama, qwen2, qwen3"):
         load(tmp_path / "other.gguf")
 
 

@@ -102,7 +102,7 @@ def _token_id(file: GGUFFile, name: str, num_tokens: int) -> int | None:
 def _byte_level(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
     name = file.get("tokenizer.ggml.pre", str) or ""
     if name not in SPLITS:
-        found = f"splits text in a way that is not supported ({name})" if name else "names no way to split text"
+        found = f"splits text in a way that is not supported ({name!r})" if name else "names no way to split text"
         raise ModelError(
             f"{file.path.name} {found}; supported are: {', '.join(SPLITS)}. Get a newer conversion, or safetensors"
         )

@@ -58,12 +58,12 @@ def find_architecture(file: GGUFFile) -> tuple[str, Architecture]:
     """
     kind = file.get("general.type", str) or "model"
     if kind != "model":
-        raise ModelError(f"{file.path.name} holds no model ({kind}); give the GGUF file of the model itself")
+        raise ModelError(f"{file.path.name} holds no model ({kind!r}); give the GGUF file of the model itself")
     if (file.get("split.count", int) or 0) > 1:
         raise ModelError(f"{file.path.name} is one part of a model; join its parts with `llama-gguf-split --merge` first")
     name = file.get("general.architecture", str) or "none"
     if name not in ARCHITECTURES:
-        raise ModelError(f"{file.path.name} has the architecture {name}; supported are: {', '.join(ARCHITECTURES)}")
+        raise ModelError(f"{file.path.name} has the architecture {name!r}; supported are: {', '.join(ARCHITECTURES)}")
     return name, ARCHITECTURES[name]
 
 

@@ -60,7 +60,8 @@ class GGUFEntry:
         step = max(1, _CHUNK_BYTES // rows.shape[1])
         for top in range(0, num_out, step):
             part = slice(top, top + step)
-            some_codes, some_scales, some_offsets = kind.unpack(rows[part].reshape(-1, kind.block_bytes))
+            with np.errstate(all="ignore"):  # what comes out is checked below
+                some_codes, some_scales, some_offsets = kind.unpack(rows[part].reshape(-1, kind.block_bytes))
             codes[part], scales[part] = some_codes.reshape(-1, num_in), some_scales.reshape(-1, scales.shape[1])
             if some_offsets is not None:
                 offsets.append(some_offsets.reshape(-1, scales.shape[1]))
