@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
 
 import msgspec
 import numpy as np
 
 from cloister.backends.base import ForwardBatch, IntArray
 from cloister.runner.state import SequenceState
-from cloister.runner.tables import BlockTables
 from cloister.types.errors import EngineError
 from cloister.types.step import SequencePlan
 
@@ -41,53 +39,53 @@ def make_part(plan: SequencePlan, state: SequenceState) -> Part:
     return Part(plan, state, end, num_prompt_rows, num_prompt_rows + plan.num_samples)
 
 
-def forward_batch(parts: Sequence[Part], tables: BlockTables, block_size: int) -> ForwardBatch:
+def forward_batch(parts: Sequence[Part], block_size: int) -> ForwardBatch:
     """Builds the arrays for `parts`, at least one.
 
     Raises:
         EngineError: a part does not fit what the runner knows of its sequence.
     """
+    # Growing C arrays: for the few numbers of a decode step a numpy call costs more than the loop around it.
+    token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
+    query_starts = array("i", (0,))
     for part in parts:
-        _check(part, tables, block_size)
-    ends = [part.end for part in parts]
-    counts = [part.plan.num_tokens for part in parts]
-    context_lens = np.array(ends, np.int32)
-    query_starts = np.array([0, *accumulate(counts)], np.int32)
-    positions = context_lens - np.int32(1)
-    if max(counts) > 1:
-        shifts = np.repeat(context_lens - query_starts[1:], counts)
-        positions = np.arange(query_starts[-1], dtype=np.int32) + shifts
+        _check(part, block_size)
+        start, end = part.plan.start, part.end
+        token_ids += part.state.tokens[start:end]
+        positions.extend(range(start, end))
+        context_lens.append(end)
+        if part.num_prompt_rows:
+            logit_rows.extend(range(query_starts[-1], query_starts[-1] + part.num_prompt_rows))
+        query_starts.append(len(token_ids))
+        if part.plan.num_samples:
+            logit_rows.append(len(token_ids) - 1)
     return ForwardBatch(
-        token_ids=_token_ids(parts),
-        positions=positions,
-        query_starts=query_starts,
-        context_lens=context_lens,
-        block_tables=tables.gather([part.state.slot for part in parts], -(-max(ends) // block_size)),
-        logit_rows=_logit_rows(parts, counts),
+        token_ids=_as_ints(token_ids),
+        positions=_as_ints(positions),
+        query_starts=_as_ints(query_starts),
+        context_lens=_as_ints(context_lens),
+        block_tables=_block_tables(parts, -(-max(context_lens) // block_size)),
+        logit_rows=_as_ints(logit_rows),
     )
 
 
-def _token_ids(parts: Sequence[Part]) -> IntArray:
-    token_ids = array("i")
+def _block_tables(parts: Sequence[Part], width: int) -> IntArray:
+    """Returns the first `width` blocks of each part's sequence, and zeros where its table is shorter."""
+    rows = array("i")
     for part in parts:
-        token_ids += part.state.tokens[part.plan.start : part.end]
-    return np.frombuffer(token_ids, np.int32)
+        blocks = part.state.blocks
+        rows += blocks[:width]
+        if len(blocks) < width:
+            rows.frombytes(bytes(rows.itemsize * (width - len(blocks))))
+    return _as_ints(rows).reshape(len(parts), width)
 
 
-def _logit_rows(parts: Sequence[Part], counts: Sequence[int]) -> IntArray:
-    """Lists, part by part, the tokens whose logits are wanted."""
-    rows: list[int] = []
-    end = 0
-    for part, count in zip(parts, counts, strict=True):
-        start, end = end, end + count
-        if part.num_prompt_rows:
-            rows += range(start, start + part.num_prompt_rows)
-        if part.plan.num_samples:
-            rows.append(end - 1)
-    return np.array(rows, np.int32)
+def _as_ints(values: array[int]) -> IntArray:
+    """Returns the numbers themselves, not a copy."""
+    return np.frombuffer(values, np.int32)
 
 
-def _check(part: Part, tables: BlockTables, block_size: int) -> None:
+def _check(part: Part, block_size: int) -> None:
     plan, num_known, end = part.plan, len(part.state.tokens), part.end
     if plan.num_tokens < 1 or plan.start < 0 or end > num_known:
         raise EngineError(f"the step plan asks for positions of sequence {plan.seq_id} that have no token yet")
@@ -98,7 +96,7 @@ def _check(part: Part, tables: BlockTables, block_size: int) -> None:
             raise EngineError(f"the step plan samples sequence {plan.seq_id} before its last token")
     if plan.parents is not None:
         raise _unverified()
-    if tables.sizes[part.state.slot] * block_size < end:
+    if len(part.state.blocks) * block_size < end:
         raise EngineError(f"the block table of sequence {plan.seq_id} ends before its tokens do")
 
 

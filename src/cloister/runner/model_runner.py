@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from itertools import accumulate
 
 import numpy as np
@@ -90,16 +91,15 @@ class ModelRunner:
 
     def _part(self, plan: SequencePlan) -> Part:
         state = self._batch[plan.seq_id]
-        tables = self._batch.tables
-        if plan.new_block_ids or plan.table_start != tables.sizes[state.slot]:
-            if plan.table_start > tables.sizes[state.slot]:
+        if plan.new_block_ids or plan.table_start != len(state.blocks):
+            if plan.table_start > len(state.blocks):
                 raise EngineError(f"the step plan leaves a gap in the block table of sequence {plan.seq_id}")
-            tables.replace_from(state.slot, plan.table_start, plan.new_block_ids)
+            state.blocks[plan.table_start :] = array("i", plan.new_block_ids)
         return make_part(plan, state)
 
     def _take_best(self, live: list[Part]) -> list[Sample]:
         """A step in which every sequence is plain: each one that samples takes its most likely token."""
-        batch = forward_batch(live, self._batch.tables, self._block_size)
+        batch = forward_batch(live, self._block_size)
         samples = []
         for part, token in zip([part for part in live if part.plan.num_samples], self._best(batch), strict=True):
             if token < 0:
@@ -126,7 +126,7 @@ class ModelRunner:
         """Returns the rows of logits of each sequence, and the logits [num_rows, vocab]; marks those not finite."""
         if not live:
             return {}, np.zeros((0, self._vocab_size), np.float32)
-        logits = self._logits(forward_batch(live, self._batch.tables, self._block_size))
+        logits = self._logits(forward_batch(live, self._block_size))
         ends = list(accumulate([part.num_rows for part in live]))
         rows = {part.plan.seq_id: slice(end - part.num_rows, end) for part, end in zip(live, ends, strict=True)}
         finite = finite_rows(logits)

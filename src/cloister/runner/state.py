@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from cloister.runner.bias import Bias
 from cloister.runner.penalties import Penalties, TokenCounts
-from cloister.runner.tables import BlockTables
 from cloister.types.errors import EngineError
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
@@ -25,8 +24,9 @@ class SequenceState:
     """One sequence.
 
     Attributes:
-        slot: its row in the sampling columns and in the block tables.
-        tokens: prompt, then output, as C ints.
+        slot: its row in the sampling columns.
+        tokens: prompt, then output.
+        blocks: the block table.
         is_plain: it takes the most likely token as the model says it, and wants to know nothing else.
         penalties, bias, bar: what changes its logits; None where nothing was asked for. `bar` holds before `min_tokens`.
         failure: why it cannot go on, in words for the client; set once, and the sequence computes no more.
@@ -35,6 +35,7 @@ class SequenceState:
     seq_id: int
     slot: int
     tokens: array[int]
+    blocks: array[int]
     num_prompt_tokens: int
     sampling: SamplingParams
     is_plain: bool = False
@@ -62,9 +63,6 @@ class SequenceState:
 class BatchState:
     """Every sequence that the runner holds, by id.
 
-    Attributes:
-        tables: the block tables, by slot.
-
     Sampling parameters lie in columns, one row per slot, so that a step gathers them without a loop.
     """
 
@@ -73,7 +71,6 @@ class BatchState:
         self._max_model_len = max_model_len
         self._sequences: dict[int, SequenceState] = {}
         self._columns = np.zeros(16, SAMPLING_COLUMNS)
-        self.tables = BlockTables(16)
         self._free_slots = list(range(16))[::-1]
 
     def __len__(self) -> int:
@@ -96,6 +93,7 @@ class BatchState:
             seq_id=new.seq_id,
             slot=self._take_slot(),
             tokens=array("i"),
+            blocks=array("i"),
             num_prompt_tokens=new.num_prompt_tokens,
             sampling=sampling,
             failure=self._objection(new),
@@ -121,6 +119,7 @@ class BatchState:
             seq_id=child_id,
             slot=self._take_slot(),
             tokens=parent.tokens[:],
+            blocks=parent.blocks[:],
             num_prompt_tokens=parent.num_prompt_tokens,
             sampling=parent.sampling,
             is_plain=parent.is_plain,
@@ -132,7 +131,6 @@ class BatchState:
         self._file(child)
         self._columns[child.slot] = self._columns[parent.slot]
         self._columns["index"][child.slot] = index
-        self.tables.copy(parent.slot, child.slot)
         return child
 
     def depart(self, seq_id: int) -> None:
@@ -145,7 +143,6 @@ class BatchState:
             return
         memoryview(state.tokens).cast("B")[:] = bytes(state.tokens.itemsize * len(state.tokens))
         self._columns[state.slot] = 0
-        self.tables.sizes[state.slot] = 0
         self._free_slots.append(state.slot)
 
     def _file(self, state: SequenceState) -> None:
@@ -157,7 +154,6 @@ class BatchState:
         if not self._free_slots:
             size = self._columns.size
             self._columns = np.concatenate([self._columns, np.zeros(size, SAMPLING_COLUMNS)])
-            self.tables.add_slots(size)
             self._free_slots = list(range(size, 2 * size))[::-1]
         return self._free_slots.pop()
 
