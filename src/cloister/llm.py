@@ -102,7 +102,7 @@ class LLM:
     """A model and its engine, in threads of this program. Several threads may call it; their prompts run together.
 
     Args:
-        model: an embedded model's name, a directory, or a hub name.
+        model: an embedded model's name, a directory, a GGUF file, or a hub name.
         settings: any setting of `EngineConfig`, such as scheduler="fair".
 
     Raises:

@@ -28,7 +28,7 @@ def setting(
 class EngineConfig:
     """Settings of one engine. None means: chosen at start from the model and the machine."""
 
-    model: str = setting("cloister-5m", "Embedded model's name, model directory, or hub name.")
+    model: str = setting("cloister-5m", "Embedded model's name, model directory, GGUF file, or hub name.")
     backend: str = setting("torch", "What computes.")
     device: str | None = setting(None, "Where it computes.", choices=("cpu", "cuda"))
     dtype: str = setting("float32", "Number format of weights, activations and KV.", choices=("float32", "bfloat16"))
