@@ -213,6 +213,8 @@ def refuse(tmp_path: Path, message: str, edit: Any = None, kind: str = "F16", **
         (lambda w: w.add_sliding_window(64), "'attention.sliding_window'.* may change the answers"),
         (lambda w: w.add_uint16("split.count", 2), "one part of a model; join"),
         (lambda w: w.add_type("adapter"), "holds no model"),
+        (lambda w: w.add_quantization_version(1), "blocks of another version than 2"),
+        (lambda w: w.add_array("llama.attention.head_count_kv_by_layer", [1, 2]), "may change the answers"),
         (lambda w: w.add_tensor("blk.0.extra.weight", np.zeros(4, np.float32)), "has no place for"),
         (lambda w: w.add_tensor("blk.0.attn_q.bias", np.zeros(256, np.float32)), "lacks the tensor"),
         (lambda w: w.add_tensor("rope_freqs.weight", np.zeros(32, np.float32)), "positive F32 for each frequency"),

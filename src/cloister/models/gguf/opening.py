@@ -23,6 +23,7 @@ _SAMPLING: Mapping[str, tuple[str, type[int] | type[float]]] = {
     "penalty_repeat": ("repetition_penalty", float),
 }  # fmt: skip
 _CONTROL, _USER_DEFINED = 3, 4
+_BLOCK_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ def open_gguf(path: Path) -> OpenedGGUF:
         ModelError: something is missing, damaged, unknown or contradictory; the message names it.
     """
     file = read_gguf(path)
+    if file.get("general.quantization_version", int) not in (None, _BLOCK_VERSION):
+        raise ModelError(f"{path.name} has quantised blocks of another version than {_BLOCK_VERSION}; convert the model again")
     spec = read_spec(file)
     weights = _open_weights(file, spec)
     ends = tuple(dict.fromkeys(_find_ends(file, spec.vocab_size)))
