@@ -52,7 +52,8 @@ class _Stream:
             self.prompt_logprobs = [None] * new.num_prompt_tokens
         self._max_output = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         self._detokenizer = Detokenizer(tokenizer, prompt_ids=new.token_ids[: new.num_prompt_tokens])
-        self._stop_strings = StopStrings([stop for stop in sampling.stop if stop], sampling.include_stop)
+        stops = [stop for stop in sampling.stop if stop]
+        self._stop_strings = StopStrings(stops, sampling.include_stop) if stops else None
 
     def take(self, sample: Sample) -> Stop | None:
         """Reads the tokens that a step sampled, up to where the answer ends."""
@@ -75,8 +76,10 @@ class _Stream:
 
     def finish(self) -> str:
         """Returns the text that was held back, at the end of the answer."""
-        rest, _ = self._stop_strings.push(self._detokenizer.flush())
-        return rest + self._stop_strings.flush()
+        rest = self._detokenizer.flush()
+        if self._stop_strings is None:
+            return rest
+        return self._stop_strings.push(rest)[0] + self._stop_strings.flush()
 
     def _read(self, token_id: int, num_read: int) -> Stop | None:
         """Reads one token, the `num_read`-th of this step."""
@@ -85,7 +88,7 @@ class _Stream:
             is_asked_for = token_id in self.new.sampling.stop_token_ids
             return Stop(num_read, token_id if is_asked_for else None)
         text = self._detokenizer.push((token_id,))
-        if not counts:
+        if not counts or self._stop_strings is None:
             self.text += text
             return None
         text, match = self._stop_strings.push(text)
@@ -139,7 +142,7 @@ class Output:
                     progressed.pop(event.seq_id, None)
                 case _:
                     pass
-        return [*(self._go_on(event) for event in progressed.values()), *outputs]
+        return [self._go_on(event) for event in progressed.values()] + outputs
 
     def _open(self, new: NewSequence, index: int) -> _Stream:
         return _Stream(new, index, self._tokenizer, self._max_model_len)
@@ -157,8 +160,8 @@ class Output:
             index=event.index,
             text=stream.text,
             token_ids=stream.token_ids,
-            logprobs=self._take_logprobs(stream),
-            prompt_logprobs=_take_prompt(stream),
+            logprobs=None if stream.logprobs is None else self._take_logprobs(stream),
+            prompt_logprobs=None if stream.prompt_logprobs is None else _take_prompt(stream),
             num_prompt_tokens=stream.new.num_prompt_tokens,
             num_output_tokens=stream.num_tokens,
             num_cached_tokens=self._num_cached.get(event.request_id, 0),

@@ -78,7 +78,8 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, result: StepResult) -> None:
         parts = [self._part(part) for part in plan.sequences]
         live = [part for part in parts if part.state.failure is None]
-        if live and not plan.forks and all(part.state.is_plain for part in live):
+        choosy = [part for part in live if not part.state.is_plain]
+        if live and not choosy and not plan.forks:
             result.samples = self._take_best(live)
         else:
             rows, logits = self._forward(live)

@@ -65,8 +65,8 @@ class StepCost:
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
         """Seconds (per step, per token, per key attended, per key read), none below zero."""
-        a, b, c, d = (max(0.0, t) / s for t, s in zip(self._theta, _SCALE, strict=True))
-        return a, b, c, d
+        a, b, c, d = self._theta
+        return max(0.0, a) / _SCALE[0], max(0.0, b) / _SCALE[1], max(0.0, c) / _SCALE[2], max(0.0, d) / _SCALE[3]
 
     def predict(self, size: StepSize) -> float:
         """Returns the seconds that a step of this size takes; 0 before anything was learned."""
@@ -131,15 +131,19 @@ class StepBudget:
     Args:
         cost: what steps cost.
         config: how large a step may get.
+
+    Attributes:
+        num_tokens, num_left: tokens that were spent, and that may still be.
     """
 
-    __slots__ = ("_config", "_cost", "_limit_s", "_num_attended", "_num_read", "num_tokens")
+    __slots__ = ("_config", "_cost", "_limit_s", "_num_attended", "_num_read", "num_left", "num_tokens")
 
     def __init__(self, cost: StepCost, config: BudgetConfig) -> None:
         self._cost = cost
         self._config = config
         self._limit_s: float | None = config.target_s
         self.num_tokens = 0
+        self.num_left = config.max_tokens
         self._num_attended = 0.0
         self._num_read = 0
 
@@ -147,10 +151,6 @@ class StepBudget:
     def size(self) -> StepSize:
         """What was spent so far."""
         return StepSize(self.num_tokens, self._num_attended, self._num_read)
-
-    @property
-    def num_left(self) -> int:
-        return self._config.max_tokens - self.num_tokens
 
     @property
     def predicted_s(self) -> float:
@@ -169,6 +169,7 @@ class StepBudget:
     def spend(self, start: int, num_tokens: int) -> None:
         """Counts positions [start, start + num_tokens) of one sequence."""
         self.num_tokens += num_tokens
+        self.num_left -= num_tokens
         self._num_attended += num_tokens * (start + (num_tokens + 1) / 2)
         self._num_read += start + num_tokens
 

@@ -379,7 +379,8 @@ class Scheduler:
         sequence.num_in_flight += 1
         if samples:
             sequence.num_pending += 1
-            self._fork(step, sequence)
+            if sequence.group.num_open > 1:
+                self._fork(step, sequence)
         return True
 
     def _grow(self, step: _Step, sequence: Sequence, table: BlockTable, start: int, end: int) -> bool:

@@ -38,13 +38,14 @@ class Detokenizer:
         self._skipped = tokenizer.special.control_ids if skip_special_tokens else frozenset()
         self._open = b""
         self._num_to_strip = tokenizer.spelling.num_leading_spaces
-        if any(self._bytes([token_id]) for token_id in prompt_ids):
+        if any(token_id not in self._skipped and tokenizer.token_bytes(token_id) for token_id in prompt_ids):
             self._num_to_strip = 0
         self.push(prompt_ids[-_TAIL_TOKENS:])
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Takes tokens in and returns the text that is certain now."""
-        data = self._open + self._bytes(token_ids)
+        token_bytes, skipped = self._tokenizer.token_bytes, self._skipped
+        data = self._open + b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in skipped])
         text, num_read = utf_8_decode(data, "replace", False)
         self._open = data[num_read:]
         return self._stripped(text) if self._num_to_strip else text
@@ -53,10 +54,6 @@ class Detokenizer:
         """Returns what is left when no more tokens come: U+FFFD for a character cut short, else nothing."""
         rest, self._open = self._open, b""
         return self._stripped(utf_8_decode(rest, "replace", True)[0])
-
-    def _bytes(self, token_ids: Iterable[int]) -> bytes:
-        token_bytes, skipped = self._tokenizer.token_bytes, self._skipped
-        return b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in skipped])
 
     def _stripped(self, text: str) -> str:
         while text and self._num_to_strip:

@@ -33,8 +33,6 @@ class StopStrings:
 
         After a match nothing is passed on any more.
         """
-        if not self._stops:
-            return text, None
         if self._matched is not None:
             return "", self._matched
         held = self._held + text
