@@ -7,7 +7,7 @@ from cloister.quant.base import FORMATS, FormatOptions, KVDtype, NumberFormat, Q
 from cloister.quant.int4 import make_int4
 from cloister.quant.int8 import make_int8
 from cloister.quant.qoq import make_qoq
-from cloister.quant.weights import QuantizedWeights
+from cloister.quant.weights import QuantizedWeights, quantize_on_read
 
 __all__ = [
     "FORMATS",
@@ -19,4 +19,5 @@ __all__ = [
     "make_int4",
     "make_int8",
     "make_qoq",
+    "quantize_on_read",
 ]

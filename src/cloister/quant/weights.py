@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cloister.backends.base import Weights
+from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor
 from cloister.quant.base import NumberFormat
+from cloister.quant.smooth_attention import SmoothedKeys
 
 PROJECTIONS = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
 VOCABULARY = frozenset(("embed.weight", "head.weight"))
@@ -44,3 +46,8 @@ class QuantizedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.read(name)) for name in self.names())
+
+
+def quantize_on_read(spec: DecoderSpec, weights: Weights, number_format: NumberFormat) -> QuantizedWeights:
+    """Returns weights in a number format, without calibration; keys are smoothed first if the format wants that."""
+    return QuantizedWeights(SmoothedKeys(spec, weights) if number_format.smooths_keys else weights, number_format)

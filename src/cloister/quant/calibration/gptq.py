@@ -1,0 +1,124 @@
+"""GPTQ (Frantar et al. 2022): weights are rounded one input after another, and those not yet rounded make up for the error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends.tensors import ProgressiveTensor, Tensor
+from cloister.quant.base import THREAT, FloatArray, NumberFormat, QuantizedTensor, reciprocal
+from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF
+from cloister.quant.calibration.trial import LayerTrial
+from cloister.quant.folding import FloatTensors
+
+_DAMPING = 0.01  # of the mean of the diagonal (section 3.3, step 3)
+_BLOCK = 128  # inputs whose errors reach the rest at once (step 2)
+
+
+class GPTQ:
+    """Protocol `calibration.base.Calibrator`.
+
+    Each projection is fitted first, by least squares, to give on the inputs that really reach it what the float model's gives
+    on its own: so it makes up for what was rounded before it, inputs, keys and values among that. The grid (scales and zeros)
+    is the format's own, fixed before any error is passed on, so inputs can be taken in any order whatever the groups: the
+    greatest on the Hessian's diagonal comes first.
+    """
+
+    name = "gptq"
+
+    def calibrate(self, tensors: FloatTensors, trial: LayerTrial, number_format: NumberFormat) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = dict(tensors)
+        for inputs, names in _by_inputs():
+            statistics = trial.watch(found, [inputs])[inputs]
+            gram = damped(statistics.gram)
+            order = np.argsort(-np.diagonal(gram), kind="stable")
+            factor = inverse_factor(gram[np.ix_(order, order)])
+            correction = np.linalg.solve(gram, damped(statistics.cross, statistics.gram).T).T.astype(np.float32)
+            for name in names:
+                weight = tensors[name] @ correction
+                start = number_format.quantize(weight, statistics.mean_squares)
+                found[name] = choose_codes(weight, start, factor, order)
+        return found
+
+
+def damped(square: FloatArray, gram: FloatArray | None = None) -> npt.NDArray[np.float64]:
+    """Returns a matrix [in, in] in float64 with a little of the Gram matrix's mean on its diagonal.
+
+    An input that no token used gets 1: whatever its weight, it changes no output.
+    """
+    diagonal = np.diagonal(square if gram is None else gram).astype(np.float64)
+    return square.astype(np.float64) + np.diag(_DAMPING * diagonal.mean() + (diagonal == 0))
+
+
+def inverse_factor(gram: npt.NDArray[np.float64]) -> FloatArray:
+    """Returns the upper Cholesky factor of the inverse Hessian, [in, in] float32 (step 3)."""
+    inverse = np.linalg.inv(gram)
+    factor: FloatArray = np.linalg.cholesky((inverse + inverse.T) / 2).T.astype(np.float32)
+    return factor
+
+
+def choose_codes(
+    weight: FloatArray, start: QuantizedTensor, factor: FloatArray, order: npt.NDArray[np.int64]
+) -> QuantizedTensor:
+    """Returns `start` with other codes on the same grid (algorithm 1).
+
+    Args:
+        weight: [out, in].
+        factor: of the inputs in `order` (`inverse_factor`).
+    """
+    grid = _Grid.of(start)
+    rest = np.ascontiguousarray(weight.T[order])  # [in, out], so that an input's weights lie side by side
+    codes = np.empty(rest.shape, np.uint8)
+    for begin in range(0, len(order), _BLOCK):
+        end = min(begin + _BLOCK, len(order))
+        errors = np.empty((end - begin, rest.shape[1]), np.float32)
+        for place in range(begin, end):
+            codes[order[place]], rounded = grid.round(rest[place], int(order[place]))
+            error = (rest[place] - rounded) / factor[place, place]
+            rest[place + 1 : end] -= factor[place, place + 1 : end, None] * error
+            errors[place - begin] = error
+        rest[end:] -= factor[begin:end, end:].T @ errors
+    return replace(start, codes=np.ascontiguousarray(codes.T))
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """Where codes may lie: w = steps * (code - zeros), [num_groups, out] each, codes from `lowest` to `highest`."""
+
+    steps: FloatArray
+    inverse: FloatArray
+    zeros: FloatArray
+    lowest: FloatArray
+    highest: FloatArray
+    group_size: int
+
+    @classmethod
+    def of(cls, tensor: QuantizedTensor) -> _Grid:
+        """Returns the grid of a tensor that a format made."""
+        if isinstance(tensor, ProgressiveTensor):
+            scales = tensor.group_scales.T.astype(np.float32)
+            zeros, steps = tensor.zeros.T.astype(np.float32), scales * tensor.channel_scales
+            reach = np.floor(127 / scales)  # the int8 level must not leave -127 to 127
+            lowest, highest = np.maximum(zeros - reach, 0), np.minimum(zeros + reach, 15)
+            return cls(steps, reciprocal(steps), zeros, lowest, highest, tensor.group_size)
+        steps = np.ascontiguousarray(tensor.scales.T)
+        zeros = np.full_like(steps, 2 ** (tensor.bits - 1))
+        lowest = np.full_like(steps, 1 if tensor.bits == 8 else 0)
+        return cls(steps, reciprocal(steps), zeros, lowest, np.full_like(steps, 2**tensor.bits - 1), tensor.group_size)
+
+    def round(self, values: FloatArray, number: int) -> tuple[FloatArray, FloatArray]:
+        """Returns codes and the weights they stand for, [out] each, of the weights of input `number`."""
+        group = number // self.group_size
+        codes = np.rint(values * self.inverse[group]) + self.zeros[group]
+        np.clip(codes, self.lowest[group], self.highest[group], out=codes)
+        return codes, (codes - self.zeros[group]) * self.steps[group]
+
+
+def _by_inputs() -> list[tuple[str, list[str]]]:
+    """Projections by the inputs that they share, so that a Hessian is inverted once."""
+    return [(inputs, [name for name in INPUTS_OF if INPUTS_OF[name] == inputs]) for inputs in dict.fromkeys(INPUTS_OF.values())]
+
+
+CALIBRATORS.register("gptq", THREAT)(GPTQ())

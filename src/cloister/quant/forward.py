@@ -1,0 +1,157 @@
+"""A decoder in numpy, layer by layer over whole windows of text: what calibration watches and what quality is measured on.
+
+It holds the weights of one layer at a time. It is no back end: there is no cache, and every window starts at position 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import sqrt
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends.spec import AttentionSpec, LayerSpec, RopeSpec
+from cloister.backends.tensors import Tensor, activations_of, dequantized
+from cloister.quant.base import FloatArray, KVDtype, reciprocal
+from cloister.quant.kv import round_kv
+
+LayerTensors: TypeAlias = Mapping[str, Tensor]
+"""One layer's tensors under their canonical names less `layers.L.`, such as `q.weight`."""
+
+Observer: TypeAlias = Callable[[str, FloatArray], None]
+"""Called with the inputs [length, in] of `qkv`, `o`, `gate_up` and `down`, and `keys` [length, num_kv_heads, head_dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A matrix ready to be multiplied many times: dequantised once, its inputs rounded if it asks for that."""
+
+    weight: FloatArray
+    bias: FloatArray | None
+    rounds: bool
+
+    def __call__(self, rows: FloatArray) -> FloatArray:
+        out: FloatArray = round_rows(rows) @ self.weight.T if self.rounds else rows @ self.weight.T
+        if self.bias is not None:
+            out += self.bias
+        return out
+
+
+class LayerForward:
+    """One layer, ready to run windows through."""
+
+    def __init__(self, spec: LayerSpec, tensors: LayerTensors, norm_eps: float, kv_dtype: KVDtype = "bfloat16") -> None:
+        self._spec, self._eps, self._kv_dtype = spec, norm_eps, kv_dtype
+        self._tensors = tensors
+        self._products = {name: self._product(name) for name in ("q", "k", "v", "o", "gate", "up", "down")}
+
+    def __call__(self, hidden: FloatArray, observe: Observer = lambda name, rows: None) -> FloatArray:
+        """Returns the layer's output [length, hidden] for one window's input of the same shape."""
+        hidden = hidden + self._attend(rms_norm(hidden, self._vector("attention_norm"), self._eps), observe)
+        normed = rms_norm(hidden, self._vector("mlp_norm"), self._eps)
+        observe("gate_up", normed)
+        gated = ACTIVATIONS[self._spec.mlp.activation](self._products["gate"](normed)) * self._products["up"](normed)
+        observe("down", gated)
+        return hidden + self._products["down"](gated)
+
+    def _attend(self, normed: FloatArray, observe: Observer) -> FloatArray:
+        spec = self._spec.attention
+        observe("qkv", normed)
+        queries, keys, values = (self._heads(name, normed) for name in "qkv")
+        cos, sin = rotation(spec.rope, len(normed))
+        queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
+        observe("keys", keys)
+        mixed = attend(queries, round_kv(keys, self._kv_dtype), round_kv(values, self._kv_dtype), spec)
+        observe("o", mixed)
+        return self._products["o"](mixed)
+
+    def _heads(self, name: str, normed: FloatArray) -> FloatArray:
+        heads = self._products[name](normed).reshape(len(normed), -1, self._spec.attention.head_dim)
+        if self._spec.attention.qk_norm and name != "v":
+            return rms_norm(heads, self._vector(f"{name}_norm"), self._eps)
+        return heads
+
+    def _product(self, name: str) -> _Product:
+        weight = self._tensors[f"{name}.weight"]
+        bias = self._vector(name, "bias") if f"{name}.bias" in self._tensors else None
+        return _Product(np.asarray(dequantized(weight), np.float32), bias, activations_of(weight) == "int8")
+
+    def _vector(self, name: str, part: str = "weight") -> FloatArray:
+        return np.asarray(dequantized(self._tensors[f"{name}.{part}"]), np.float32)
+
+
+def multiply(rows: FloatArray, weight: Tensor) -> FloatArray:
+    """Returns rows [num_rows, in] times a matrix [out, in], the rows rounded to int8 if the matrix asks for that."""
+    return _Product(np.asarray(dequantized(weight), np.float32), None, activations_of(weight) == "int8")(rows)
+
+
+def round_rows(rows: FloatArray) -> FloatArray:
+    """Returns rows [num_rows, in] as int8 with a scale each gives them back (`backends.tensors.Activations`)."""
+    peaks = np.abs(rows).max(1, keepdims=True)
+    rounded: FloatArray = np.rint(rows * (np.float32(127) * reciprocal(peaks))) * (peaks / np.float32(127))
+    return rounded
+
+
+def rms_norm(rows: FloatArray, weight: FloatArray, eps: float) -> FloatArray:
+    """Root mean square norm over the last dimension (Zhang and Sennrich 2019)."""
+    mean_square = np.square(rows).mean(-1, keepdims=True)
+    normed: FloatArray = rows / np.sqrt(mean_square + np.float32(eps)) * weight
+    return normed
+
+
+def rotation(rope: RopeSpec, length: int) -> tuple[FloatArray, FloatArray]:
+    """Returns cosines and sines [length, 1, head_dim / 2] of positions from 0 on."""
+    angles = np.outer(np.arange(length, dtype=np.float32), np.array(rope.inv_freq, np.float32))[:, None]
+    return np.cos(angles) * np.float32(rope.attention_scale), np.sin(angles) * np.float32(rope.attention_scale)
+
+
+def rotate(heads: FloatArray, cos: FloatArray, sin: FloatArray) -> FloatArray:
+    """Turns [length, num_heads, head_dim] by position, pairing the halves of a head (Su et al. 2021)."""
+    first, second = np.split(heads, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def attend(queries: FloatArray, keys: FloatArray, values: FloatArray, spec: AttentionSpec) -> FloatArray:
+    """Returns [length, num_heads * head_dim] of causal attention inside one window, head by head."""
+    length, group = len(queries), spec.num_heads // spec.num_kv_heads
+    hidden = _hidden(length, spec.window)
+    mixed = np.empty_like(queries)
+    for head in range(spec.num_heads):
+        scores = queries[:, head] @ keys[:, head // group].T * np.float32(spec.scale)
+        scores[hidden] = -np.inf
+        scores -= scores.max(1, keepdims=True)
+        weights = np.exp(scores, out=scores)
+        mixed[:, head] = weights @ values[:, head // group] / weights.sum(1, keepdims=True)
+    return mixed.reshape(length, -1)
+
+
+def _hidden(length: int, window: int | None) -> npt.NDArray[np.bool_]:
+    places = np.arange(length)
+    hidden: npt.NDArray[np.bool_] = places > places[:, None]
+    return hidden if window is None else hidden | (places <= places[:, None] - window)
+
+
+def _silu(rows: FloatArray) -> FloatArray:
+    activated: FloatArray = rows / (1 + np.exp(-np.clip(rows, -80, None)))
+    return activated
+
+
+def _gelu_tanh(rows: FloatArray) -> FloatArray:
+    inner = np.float32(sqrt(2 / np.pi)) * (rows + np.float32(0.044715) * rows**3)
+    activated: FloatArray = rows / 2 * (1 + np.tanh(inner))
+    return activated
+
+
+def _gelu(rows: FloatArray) -> FloatArray:
+    """Hendrycks and Gimpel 2016, with erf from Abramowitz and Stegun 7.1.26 (1.5e-7 off at most)."""
+    scaled = np.abs(rows) / np.float32(sqrt(2))
+    t = 1 / (1 + np.float32(0.3275911) * scaled)
+    series = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    erf = np.sign(rows) * (1 - series * np.exp(-np.square(scaled)))
+    return np.asarray(rows / 2 * (1 + erf), np.float32)
+
+
+ACTIVATIONS: Mapping[str, Callable[[FloatArray], FloatArray]] = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}

@@ -1,0 +1,111 @@
+"""The numpy decoder against the oracle, and transformations that must change nothing it computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloister.backends.spec import DecoderSpec, LayerSpec
+from cloister.quant import FORMATS, FormatOptions, QuantizedWeights, quantize_on_read
+from cloister.quant.base import FloatArray
+from cloister.quant.folding import AFTER_NORMS, INSIDE, FloatTensors, Folding, fold, key_factors, share_among_groups
+from cloister.quant.forward import LayerForward
+from cloister.quant.kv import round_kv
+from cloister.quant.quality import layer_tensors, measure
+from cloister.quant.smooth_attention import SmoothedKeys, estimate_key_sizes, smoothing_factors
+from tests.driving import RandomWeights, build, make_spec
+
+PLAIN = make_spec(hidden=64, intermediate=96, heads=(4, 2), head_dim=16)
+NORMED = make_spec(hidden=64, intermediate=96, heads=(4, 2), head_dim=32, window=9, qk_norm=True)
+TOKENS = np.random.default_rng(1).integers(0, 320, (1, 60)).astype(np.int32)
+
+
+def biased(spec: DecoderSpec) -> DecoderSpec:
+    layer = spec.layers[0]
+    attention = replace(layer.attention, qkv_bias=True, output_bias=True)
+    return replace(spec, layers=(LayerSpec(attention, replace(layer.mlp, bias=True, activation="gelu_tanh")),) * 2)
+
+
+def floats(spec: DecoderSpec, seed: int = 0) -> FloatTensors:
+    return {name: np.asarray(tensor) for name, tensor in layer_tensors(RandomWeights(spec, seed), 0).items()}
+
+
+def outputs(layer: LayerSpec, tensors: FloatTensors) -> FloatArray:
+    return LayerForward(layer, tensors, 1e-5)(np.random.default_rng(2).standard_normal((40, 64), dtype=np.float32))
+
+
+@pytest.mark.parametrize("spec", [PLAIN, NORMED, biased(PLAIN)], ids=["plain", "normed, window", "biases, gelu"])
+@pytest.mark.parametrize("name", ["none", "int8"])
+def test_losses_are_those_of_the_oracle(spec: DecoderSpec, name: str) -> None:
+    plain = RandomWeights(spec)
+    weights: Any = plain if name == "none" else QuantizedWeights(plain, FORMATS.get(name)(FormatOptions()))
+    logits = build(spec, weights).run("a", TOKENS[0].tolist()).astype(np.float64)
+    expected = np.log(np.exp(logits).sum(1))[:-1] - logits[np.arange(59), TOKENS[0, 1:]]
+    outcome = measure(spec, weights, TOKENS)
+    assert np.abs(outcome.losses[0] - expected).max() < 0.1
+    assert abs(outcome.perplexity / np.exp(expected.mean()) - 1) < 0.01
+
+
+@pytest.mark.parametrize("spec", [PLAIN, biased(PLAIN)], ids=["plain", "biases"])
+@pytest.mark.parametrize("folding", [*AFTER_NORMS, *INSIDE], ids=lambda folding: folding.inputs)
+def test_folding_changes_no_output(spec: DecoderSpec, folding: Folding) -> None:
+    layer, tensors = spec.layers[0], floats(spec)
+    width = tensors[f"{folding.consumers[0]}.weight"].shape[1]
+    factors = np.exp(np.random.default_rng(3).standard_normal(width, dtype=np.float32))
+    if folding.source == "v":
+        factors = share_among_groups(factors, layer.attention)
+    folded = fold(tensors, folding, factors, layer.attention)
+    assert not np.allclose(folded[f"{folding.consumers[0]}.weight"], tensors[f"{folding.consumers[0]}.weight"])
+    assert np.abs(outputs(layer, folded) - outputs(layer, tensors)).max() < 0.05
+
+
+@pytest.mark.parametrize("spec", [PLAIN, NORMED, biased(PLAIN)], ids=["plain", "normed", "biases"])
+def test_smoothed_keys_change_no_answer(spec: DecoderSpec) -> None:
+    plain = RandomWeights(spec)
+    smoothed = SmoothedKeys(spec, plain)
+    assert any(not np.array_equal(tensor, plain.read(name)) for name, tensor in smoothed)
+    tokens = TOKENS[0].tolist()
+    assert np.allclose(build(spec, smoothed).run("a", tokens), build(spec, plain).run("a", tokens), atol=1e-3)
+
+
+def test_smoothing_helps_keys_with_outliers() -> None:
+    layer, tensors = PLAIN.layers[0], floats(PLAIN)
+    tensors["k.weight"] = tensors["k.weight"].copy()
+    tensors["k.weight"][[3, 20]] *= 20
+    rows = np.random.default_rng(4).standard_normal((200, 64), dtype=np.float32)
+    keys = ((rows * tensors["attention_norm.weight"]) @ tensors["k.weight"].T).reshape(200, 2, 16)
+    factors = smoothing_factors(estimate_key_sizes(tensors, layer), layer)
+    assert np.array_equal(factors[:, :8], factors[:, 8:])
+    error = round_kv(keys, "int4") - keys
+    smoothed = (round_kv(keys / factors, "int4") - keys / factors) * factors
+    assert np.square(smoothed).mean() < 0.5 * np.square(error).mean()
+
+
+def test_queries_take_what_keys_give() -> None:
+    layer, tensors = PLAIN.layers[0], floats(PLAIN)
+    factors = smoothing_factors(estimate_key_sizes(tensors, layer), layer)
+    changed = {n: t * key_factors(factors, layer).get(n, np.float32(1)) for n, t in tensors.items()}
+    assert not np.allclose(changed["q.weight"], tensors["q.weight"])
+    assert np.abs(outputs(layer, changed) - outputs(layer, tensors)).max() < 0.05
+
+
+def test_qoq_smooths_keys_on_read_and_int4_does_not() -> None:
+    plain = RandomWeights(PLAIN)
+    for name, smooth in (("qoq", True), ("int4", False)):
+        number_format = FORMATS.get(name)(FormatOptions())
+        found = quantize_on_read(PLAIN, plain, number_format).read("layers.0.k.weight")
+        same = np.array_equal(found.dequantize(), number_format.quantize(plain.read("layers.0.k.weight")).dequantize())
+        assert same != smooth
+
+
+@pytest.mark.parametrize(("kv_dtype", "num_steps"), [("int8", 255), ("int4", 15)])
+def test_keys_and_values_come_back_within_half_a_step(kv_dtype: Any, num_steps: int) -> None:
+    heads = np.random.default_rng(5).standard_normal((50, 2, 32), dtype=np.float32)
+    step = np.ptp(heads, axis=-1, keepdims=True) / num_steps
+    error = np.abs(round_kv(heads, kv_dtype) - heads)
+    assert np.all(error <= 0.5 * step + 0.002 * np.abs(heads).max(-1, keepdims=True))
+    assert error.max() > 0.3 * step.max()
+    assert not round_kv(np.zeros((3, 2, 32), np.float32), kv_dtype).any()
