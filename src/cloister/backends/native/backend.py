@@ -94,7 +94,8 @@ def _weights(layer: LayerSpec, hidden: int) -> int:
 def _row_bytes(spec: DecoderSpec) -> int:
     """Bytes that one token takes in the buffers of a step: residual, QKV, queries, mixed values, inputs of two products."""
     widest = max(
-        6 * layer.mlp.intermediate_size + 14 * (layer.attention.num_heads + layer.attention.num_kv_heads) * layer.attention.head_dim
+        6 * layer.mlp.intermediate_size
+        + 14 * (layer.attention.num_heads + layer.attention.num_kv_heads) * layer.attention.head_dim
         for layer in spec.layers
     )
     return 12 * spec.hidden_size + widest

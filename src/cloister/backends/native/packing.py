@@ -178,7 +178,9 @@ def _metadata(kind: Kind, tensors: Sequence[Tensor]) -> dict[str, list[npt.NDArr
     if kind is Kind.INT8 and bare and all(t.group_size == t.shape[1] for t in grouped):
         return {"channel_scales": [t.scales for t in grouped]}
     exact = all(np.array_equal(t.scales.astype(np.float16).astype(np.float32), t.scales) for t in grouped)
-    found: dict[str, list[npt.NDArray[Any]]] = {"scales": [t.scales.astype(np.float16 if exact else np.float32) for t in grouped]}
+    found: dict[str, list[npt.NDArray[Any]]] = {
+        "scales": [t.scales.astype(np.float16 if exact else np.float32) for t in grouped]
+    }
     if any(t.zeros is not None for t in grouped):
         middle = [np.full(t.scales.shape, 2 ** (t.bits - 1), np.uint8) if t.zeros is None else t.zeros for t in grouped]
         found["zeros"] = middle

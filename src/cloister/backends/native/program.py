@@ -32,7 +32,6 @@ class NativeProgram:
         self._model = model  # the kernels hold pointers into its arrays
         self._program = _native.Program(kernels, pool, spec.vocab_size, spec.hidden_size, spec.norm_eps)
         self._vocab_size = spec.vocab_size
-        self._logits = np.empty((0, spec.vocab_size), np.float32)
         embedding = model.embedding.bind()
         self._program.set_ends(embedding, embedding if model.head is None else model.head.bind(), model.norm)
         ropes: dict[RopeSpec, int] = {}
@@ -65,11 +64,8 @@ class NativeProgram:
             )
 
     def forward(self, batch: ForwardBatch) -> FloatArray:
-        """Computes one step, writes K and V, and returns logits [num_rows, vocab], which the next step overwrites."""
-        num_rows = len(batch.logit_rows)
-        if num_rows > len(self._logits):
-            self._logits = np.empty((num_rows, self._vocab_size), np.float32)
-        logits = self._logits[:num_rows]
+        """Computes one step, writes K and V, and returns logits [num_rows, vocab]."""
+        logits = np.empty((len(batch.logit_rows), self._vocab_size), np.float32)
         self._program.forward(*_arrays(batch), logits, None)
         return logits
 

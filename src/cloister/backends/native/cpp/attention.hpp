@@ -213,7 +213,7 @@ INLINE void product_rows(const uint8_t* a, size_t stride_a, const uint8_t* b, si
         for (int k = 0; k < depth; k++) {
             const uint8_t* row = b + size_t(k) * stride_b + size_t(n) * 4;
             const uint8_t* second = both ? row + 64 : row;
-            for (int r = 0; r < R; r++) {
+            UNROLL for (int r = 0; r < R; r++) {
                 if constexpr (floats) {
                     f32x16 value = set(load<float>(a + r * stride_a + size_t(k) * 4));
                     acc[r][0] = fma(value, load<f32x16>(row), acc[r][0]);
@@ -225,7 +225,7 @@ INLINE void product_rows(const uint8_t* a, size_t stride_a, const uint8_t* b, si
                 }
             }
         }
-        for (int r = 0; r < R; r++) {
+        UNROLL for (int r = 0; r < R; r++) {
             store(c + r * stride_c + n, acc[r][0]);
             if (both) store(c + r * stride_c + n + 16, acc[r][1]);
         }

@@ -56,6 +56,7 @@ struct Matrix {
 struct Rows {
     uint8_t* data = nullptr;
     float* scales = nullptr;   // [num_rows], int8 only
+    int32_t* totals = nullptr; // [num_rows], int8 only: sums of all codes
     int32_t* sums = nullptr;   // [num_rows][chunks * 2], int8 only: sums of 32 codes
     int num_rows = 0, chunks = 0;
 

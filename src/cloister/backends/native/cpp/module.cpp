@@ -22,7 +22,7 @@ template <class T> using Array2 = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::
 using Bytes = Array1<uint8_t>;
 
 // A matrix as Python describes it; the arrays must outlive the program.
-Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point, const Bytes& codes, nb::object channel_scales,
+Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point, const Array1<const uint8_t>& codes, nb::object channel_scales,
                    nb::object scales, bool wide_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
     auto floats = [](const nb::object& o) { return o.is_none() ? nullptr : (const float*)nb::cast<Array1<const float>>(o).data(); };
     auto bytes = [](const nb::object& o) { return o.is_none() ? nullptr : (const uint8_t*)nb::cast<Array1<const uint8_t>>(o).data(); };
@@ -72,7 +72,7 @@ NB_MODULE(_native, m) {
 
     nb::class_<Pool>(m, "Pool").def(nb::init<int>()).def_prop_ro("num_threads", &Pool::num_threads);
 
-    m.def("pack", [](Pool& pool, int kind, int source, Bytes data, int num_rows, int inputs, Array1<const int32_t> places, Bytes codes) {
+    m.def("pack", [](Pool& pool, int kind, int source, Array1<const uint8_t> data, int num_rows, int inputs, Array1<const int32_t> places, Bytes codes) {
         const size_t widths[] = {4, 2, 2, 1};
         if (data.size() != size_t(num_rows) * inputs * widths[source] || places.size() != size_t(num_rows))
             throw std::invalid_argument("the data to pack does not have the size of its shape");
@@ -80,7 +80,7 @@ NB_MODULE(_native, m) {
         pack(pool, Kind(kind), Source(source), data.data(), num_rows, inputs, places.data(), codes.data());
     });
 
-    nb::class_<Matrix>(m, "Matrix").def("__init__", [](Matrix* self, int kind, int outputs, int inputs, int group, int zero_point, Bytes codes,
+    nb::class_<Matrix>(m, "Matrix").def("__init__", [](Matrix* self, int kind, int outputs, int inputs, int group, int zero_point, Array1<const uint8_t> codes,
             nb::object channel_scales, nb::object scales, bool wide_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
         new (self) Matrix(make_matrix(kind, outputs, inputs, group, zero_point, codes, channel_scales, scales, wide_scales, zeros, offsets, group_scales, bias));
     }, nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("group"), nb::arg("zero_point"), nb::arg("codes"), nb::arg("channel_scales").none(),

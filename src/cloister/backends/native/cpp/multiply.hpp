@@ -162,7 +162,7 @@ INLINE void multiply_floats(const Matrix& w, const Rows& x, int block, int first
     for (int chunk = 0; chunk < w.chunks; chunk++, a += size_t(height) * 64, b += 2048) {
         prefetch_ahead(b + 4096, 2048);
         for (int k = 0; k < 16; k++) {
-            for (int r = 0; r < R; r++) {
+            UNROLL for (int r = 0; r < R; r++) {
                 if constexpr (K == Kind::f32) {
                     f32x16 value = set(load<float>(a + r * 64 + k * 4));
                     c[r][0] = fma(value, load<f32x16>(b + k * 64), c[r][0]);
@@ -175,13 +175,13 @@ INLINE void multiply_floats(const Matrix& w, const Rows& x, int block, int first
             }
         }
     }
-    for (int r = 0; r < R; r++) finish_row(w, x, block * 16 + first + r, panel, c[r][0], c[r][1], sink);
+    UNROLL for (int r = 0; r < R; r++) finish_row(w, x, block * 16 + first + r, panel, c[r][0], c[r][1], sink);
 }
 
 template <int R>
 INLINE void add_products(i32x16 (&acc)[R][2], const uint8_t* tiles, const uint8_t* a, int first_row, int last_row) {
     for (int k = first_row; k < last_row; k++) {
-        for (int r = 0; r < R; r++) {
+        UNROLL for (int r = 0; r < R; r++) {
             int32_t quad = load<int32_t>(a + r * 64 + k * 4);
             acc[r][0] = dot_u8s8(acc[r][0], tiles + k * 64, quad);
             acc[r][1] = dot_u8s8(acc[r][1], tiles + 1024 + k * 64, quad);
@@ -202,9 +202,9 @@ INLINE void multiply_channels(const Matrix& w, const Rows& x, int block, int fir
         prefetch_ahead(codes + size_t(chunk) * step + 4096, step);
         add_products<R>(acc, integer_tiles(w, panel, codes, chunk, scratch), a, 0, 16);
     }
-    for (int r = 0; r < R; r++) {
+    UNROLL for (int r = 0; r < R; r++) {
         int row = block * 16 + first + r;
-        int32_t total = sum_inputs(x, row, 0, 2 * w.chunks);
+        int32_t total = x.totals[row];
         finish_row(w, x, row, panel, scale_channel(w, panel, 0, acc[r][0], total), scale_channel(w, panel, 1, acc[r][1], total), sink);
     }
 }
@@ -230,13 +230,13 @@ INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first
         }
         size_t at = (size_t(panel) * w.groups + group) * 32;
         f32x16 low = group_scale(w, at), high = group_scale(w, at + 16);
-        for (int r = 0; r < R; r++) {
+        UNROLL for (int r = 0; r < R; r++) {
             int32_t total = sum_inputs(x, block * 16 + first + r, half - halves, halves);
             c[r][0] = fold(w, at, low, acc[r][0], total, c[r][0]);
             c[r][1] = fold(w, at + 16, high, acc[r][1], total, c[r][1]);
         }
     }
-    for (int r = 0; r < R; r++) finish_row(w, x, block * 16 + first + r, panel, c[r][0], c[r][1], sink);
+    UNROLL for (int r = 0; r < R; r++) finish_row(w, x, block * 16 + first + r, panel, c[r][0], c[r][1], sink);
 }
 
 template <int R>

@@ -74,8 +74,8 @@ uint8_t* Program::scratch(int thread, size_t size) { return scratch_[size_t(thre
 Rows Program::shape_rows(Buffer& buffer, Input input, int num_rows, int length) {
     int per_chunk = chunk_length(input), chunks = (length + per_chunk - 1) / per_chunk;
     size_t data = size_t(num_rows) * chunks * 64, scales = (size_t(num_rows) * 4 + 63) / 64 * 64, sums = size_t(num_rows) * chunks * 8;
-    uint8_t* at = buffer.reserve(data + scales + sums);
-    return {at, (float*)(at + data), (int32_t*)(at + data + scales), num_rows, chunks};
+    uint8_t* at = buffer.reserve(data + 2 * scales + sums);
+    return {at, (float*)(at + data), (int32_t*)(at + data + scales), (int32_t*)(at + data + 2 * scales), num_rows, chunks};
 }
 
 void Program::product(const char* name, const Matrix& w, const Rows& x, const Sink& sink) {

@@ -40,7 +40,7 @@ template <class T> INLINE void put_int8(const T* row, int length, Rows& rows, in
     float peak = highest(most);
     float inverse = peak > 0 ? 127.0f / peak : 0.0f;
     rows.scales[index] = peak / 127.0f;
-    int32_t* sums = rows.sums_of(index);
+    int32_t *sums = rows.sums_of(index), all = 0;
     f32x16 magic = set(12582912.0f);  // 1.5 * 2^23: adding it rounds half to even
     for (int chunk = 0; chunk < rows.chunks; chunk++) {
         alignas(64) int8_t codes[64];
@@ -55,8 +55,10 @@ template <class T> INLINE void put_int8(const T* row, int length, Rows& rows, in
             int32_t total = 0;
             for (int j = 0; j < 32; j++) total += codes[32 * half + j];
             sums[2 * chunk + half] = total;
+            all += total;
         }
     }
+    rows.totals[index] = all;
 }
 
 static void put_row(const float* row, int length, Input input, Rows& rows, int index) {

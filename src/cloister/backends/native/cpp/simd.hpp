@@ -18,6 +18,8 @@ typedef uint8_t u8x64 __attribute__((vector_size(64), may_alias));
 typedef int8_t i8x16 __attribute__((vector_size(16), may_alias));
 
 #define INLINE inline __attribute__((always_inline))
+// An array of accumulators stays in registers only where every index into it is known.
+#define UNROLL _Pragma("GCC unroll 16")
 
 template <class V> INLINE V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
 template <class V> INLINE void store(void* p, V v) { memcpy(p, &v, sizeof v); }

@@ -29,15 +29,15 @@ INLINE void configure_tiles(int top, int bottom, int depth) {
 
 INLINE void clear_tiles() { _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); }
 
-template <bool floats> INLINE void multiply_tiles(bool lower) {
+template <bool floats, bool lower> INLINE void multiply_tiles() {
     if constexpr (floats) {
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
-        if (lower) { _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7); }
+        if constexpr (lower) { _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7); }
     } else {
         _tile_dpbsud(0, 4, 6);
         _tile_dpbsud(1, 4, 7);
-        if (lower) { _tile_dpbsud(2, 5, 6); _tile_dpbsud(3, 5, 7); }
+        if constexpr (lower) { _tile_dpbsud(2, 5, 6); _tile_dpbsud(3, 5, 7); }
     }
 }
 
@@ -57,11 +57,35 @@ struct BlockPair {
         : upper(x.block(block)), lower(nullptr), top(x.height(block)), bottom(0) {
         if (block + 1 < end) { lower = x.block(block + 1); bottom = x.height(block + 1); }
     }
-    INLINE void load(int chunk, int offset) const {
-        _tile_loadd(4, upper + size_t(chunk) * top * 64 + offset, 64);
-        if (bottom) _tile_loadd(5, lower + size_t(chunk) * bottom * 64 + offset, 64);
-    }
+    int num_rows() const { return top + bottom; }
+    // The row of a stored tile at which row `r` of the pair lies.
+    int place(int r) const { return r < top ? r : r - top + 16; }
 };
+
+// All chunks of a pair with tiles that lie ready one after the other. `ahead` bytes of weights are asked for beforehand: a page
+// where they come from memory, a chunk where they come from the second-level cache; inputs always come from there.
+template <bool floats, bool lower>
+INLINE void multiply_run(const BlockPair& rows, const uint8_t* b, int chunks, int ahead) {
+    size_t upper_step = size_t(rows.top) * 64, lower_step = size_t(rows.bottom) * 64;
+    const uint8_t *upper = rows.upper, *under = rows.lower;
+    for (int chunk = 0; chunk < chunks; chunk++, b += 2048, upper += upper_step) {
+        prefetch_ahead(b + ahead, 2048);
+        if constexpr (lower) {
+            prefetch_ahead(upper + upper_step, 1024);
+            prefetch_ahead(under + lower_step, 1024);
+        }
+        _tile_loadd(6, b, 64);
+        _tile_loadd(4, upper, 64);
+        _tile_loadd(7, b + 1024, 64);
+        if constexpr (lower) {
+            _tile_loadd(5, under, 64);
+            under += lower_step;
+        }
+        multiply_tiles<floats, lower>();
+    }
+}
+
+constexpr int from_memory = 4096, from_cache = 2048;
 
 static void multiply_bf16_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
     alignas(64) float c[32][32];
@@ -70,76 +94,116 @@ static void multiply_bf16_tiles(const Matrix& w, const Rows& x, int begin, int e
         BlockPair rows(x, block, end);
         configure_tiles(rows.top, rows.bottom, 16);
         clear_tiles();
-        const uint8_t* b = codes;
-        for (int chunk = 0; chunk < w.chunks; chunk++, b += 2048) {
-            if (block == begin) prefetch_ahead(b + 4096, 2048);
-            _tile_loadd(6, b, 64);
-            _tile_loadd(7, b + 1024, 64);
-            rows.load(chunk, 0);
-            multiply_tiles<true>(rows.bottom);
-        }
+        int ahead = block == begin ? from_memory : from_cache;
+        if (rows.bottom) multiply_run<true, true>(rows, codes, w.chunks, ahead);
+        else multiply_run<true, false>(rows, codes, w.chunks, ahead);
         store_tiles(c, rows.bottom);
-        for (int r = 0; r < rows.top + rows.bottom; r++) {
-            int at = r < rows.top ? r : r - rows.top + 16;
-            finish_row(w, x, block * 16 + at, panel, load<f32x16>(c[at]), load<f32x16>(c[at] + 16), sink);
+        for (int r = 0; r < rows.num_rows(); r++) {
+            const float* at = c[rows.place(r)];
+            finish_row(w, x, block * 16 + r, panel, load<f32x16>(at), load<f32x16>(at + 16), sink);
+        }
+    }
+}
+
+// Int8 over all of K, its tiles ready: int8, or an unpacked panel.
+static void multiply_channel_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
+    alignas(64) int32_t sums[32][32];
+    const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
+    for (int block = begin; block < end; block += 2) {
+        BlockPair rows(x, block, end);
+        configure_tiles(rows.top, rows.bottom, 16);
+        clear_tiles();
+        int ahead = block == begin ? from_memory : from_cache;
+        if (rows.bottom) multiply_run<false, true>(rows, codes, w.chunks, ahead);
+        else multiply_run<false, false>(rows, codes, w.chunks, ahead);
+        store_tiles(sums, rows.bottom);
+        for (int r = 0; r < rows.num_rows(); r++) {
+            const int32_t* at = sums[rows.place(r)];
+            int32_t total = x.totals[block * 16 + r];
+            finish_row(w, x, block * 16 + r, panel, scale_channel(w, panel, 0, load<i32x16>(at), total),
+                       scale_channel(w, panel, 1, load<i32x16>(at + 16), total), sink);
+        }
+    }
+}
+
+// One chunk, or one half of it, of tiles that are unpacked as they come.
+template <bool lower> INLINE void multiply_piece(const BlockPair& rows, const uint8_t* tiles, int chunk, int half) {
+    _tile_loadd(6, tiles + 512 * half, 64);
+    _tile_loadd(7, tiles + 1024 + 512 * half, 64);
+    _tile_loadd(4, rows.upper + size_t(chunk) * rows.top * 64 + 32 * half, 64);
+    if constexpr (lower) _tile_loadd(5, rows.lower + size_t(chunk) * rows.bottom * 64 + 32 * half, 64);
+    multiply_tiles<false, lower>();
+}
+
+// QoQ for few rows: integers over all of K, unpacked chunk by chunk.
+static void multiply_packed_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
+    alignas(64) uint8_t scratch[2048];
+    alignas(64) int32_t sums[32][32];
+    const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
+    int step = 2 * tile_bytes(w.kind);
+    BlockPair rows(x, begin, end);
+    configure_tiles(rows.top, rows.bottom, 16);
+    clear_tiles();
+    for (int chunk = 0; chunk < w.chunks; chunk++) {
+        prefetch_ahead(codes + size_t(chunk) * step + from_memory, step);
+        const uint8_t* tiles = integer_tiles(w, panel, codes, chunk, scratch);
+        if (rows.bottom) multiply_piece<true>(rows, tiles, chunk, 0);
+        else multiply_piece<false>(rows, tiles, chunk, 0);
+    }
+    store_tiles(sums, rows.bottom);
+    for (int r = 0; r < rows.num_rows(); r++) {
+        const int32_t* at = sums[rows.place(r)];
+        int32_t total = x.totals[begin * 16 + r];
+        finish_row(w, x, begin * 16 + r, panel, scale_channel(w, panel, 0, load<i32x16>(at), total),
+                   scale_channel(w, panel, 1, load<i32x16>(at + 16), total), sink);
+    }
+}
+
+// Groups with scales of their own: each group's integers are folded into float32 sums.
+static void multiply_group_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
+    alignas(64) uint8_t scratch[2048];
+    alignas(64) int32_t sums[32][32];
+    alignas(64) float c[32][32];
+    const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
+    bool by_half = w.group % 64 != 0;
+    int step = 2 * tile_bytes(w.kind), halves = w.group / 32;
+    for (int block = begin; block < end; block += 2) {
+        BlockPair rows(x, block, end);
+        configure_tiles(rows.top, rows.bottom, by_half ? 8 : 16);
+        memset(c, 0, sizeof c);
+        const uint8_t* tiles = nullptr;
+        for (int group = 0, half = 0; group < w.groups; group++) {
+            clear_tiles();
+            for (int last = half + halves; half < last; half += by_half ? 1 : 2) {
+                int chunk = half / 2;
+                if (half % 2 == 0) {
+                    if (block == begin) prefetch_ahead(codes + size_t(chunk) * step + from_memory, step);
+                    tiles = integer_tiles(w, panel, codes, chunk, scratch);
+                }
+                if (rows.bottom) multiply_piece<true>(rows, tiles, chunk, half % 2);
+                else multiply_piece<false>(rows, tiles, chunk, half % 2);
+            }
+            store_tiles(sums, rows.bottom);
+            size_t at = (size_t(panel) * w.groups + group) * 32;
+            f32x16 low = group_scale(w, at), high = group_scale(w, at + 16);
+            for (int r = 0; r < rows.num_rows(); r++) {
+                int i = rows.place(r);
+                int32_t total = sum_inputs(x, block * 16 + r, group * halves, halves);
+                store(c[i], fold(w, at, low, load<i32x16>(sums[i]), total, load<f32x16>(c[i])));
+                store(c[i] + 16, fold(w, at + 16, high, load<i32x16>(sums[i] + 16), total, load<f32x16>(c[i] + 16)));
+            }
+        }
+        for (int r = 0; r < rows.num_rows(); r++) {
+            const float* at = c[rows.place(r)];
+            finish_row(w, x, block * 16 + r, panel, load<f32x16>(at), load<f32x16>(at + 16), sink);
         }
     }
 }
 
 static void multiply_integer_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
-    alignas(64) uint8_t scratch[2048];
-    alignas(64) int32_t sums[32][32];
-    alignas(64) float c[32][32];
-    const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
-    bool grouped = !w.channel_scales, by_half = grouped && w.group % 64;
-    int step = 2 * tile_bytes(w.kind);
-    for (int block = begin; block < end; block += 2) {
-        BlockPair rows(x, block, end);
-        int num_rows = rows.top + rows.bottom;
-        configure_tiles(rows.top, rows.bottom, by_half ? 8 : 16);
-        clear_tiles();
-        if (grouped) memset(c, 0, sizeof c);
-        int halves = grouped ? w.group / 32 : 2 * w.chunks;
-        int units = grouped ? w.groups : 1;  // sums that are folded one by one
-        const uint8_t* tiles = nullptr;
-        for (int unit = 0, half = 0; unit < units; unit++) {
-            int end_half = half + halves;
-            while (half < end_half) {
-                int chunk = half / 2;
-                if (half % 2 == 0) {
-                    if (block == begin) prefetch_ahead(codes + size_t(chunk) * step + 4096, step);
-                    tiles = integer_tiles(w, panel, codes, chunk, scratch);
-                }
-                int offset = half % 2;
-                _tile_loadd(6, tiles + 512 * offset, 64);
-                _tile_loadd(7, tiles + 1024 + 512 * offset, 64);
-                rows.load(chunk, 32 * offset);
-                multiply_tiles<false>(rows.bottom);
-                half += by_half ? 1 : 2;
-            }
-            store_tiles(sums, rows.bottom);
-            if (!grouped) break;
-            clear_tiles();
-            size_t at = (size_t(panel) * w.groups + unit) * 32;
-            f32x16 low = group_scale(w, at), high = group_scale(w, at + 16);
-            for (int r = 0; r < num_rows; r++) {
-                int i = r < rows.top ? r : r - rows.top + 16;
-                int32_t total = sum_inputs(x, block * 16 + i, half - halves, halves);
-                store(c[i], fold(w, at, low, load<i32x16>(sums[i]), total, load<f32x16>(c[i])));
-                store(c[i] + 16, fold(w, at + 16, high, load<i32x16>(sums[i] + 16), total, load<f32x16>(c[i] + 16)));
-            }
-        }
-        for (int r = 0; r < num_rows; r++) {
-            int i = r < rows.top ? r : r - rows.top + 16, row = block * 16 + i;
-            if (grouped) {
-                finish_row(w, x, row, panel, load<f32x16>(c[i]), load<f32x16>(c[i] + 16), sink);
-            } else {
-                int32_t total = sum_inputs(x, row, 0, 2 * w.chunks);
-                finish_row(w, x, row, panel, scale_channel(w, panel, 0, load<i32x16>(sums[i]), total),
-                           scale_channel(w, panel, 1, load<i32x16>(sums[i] + 16), total), sink);
-            }
-        }
-    }
+    if (!w.channel_scales) return multiply_group_tiles(w, x, begin, end, panel, sink);
+    if (w.kind == Kind::int8) return multiply_channel_tiles(w, x, begin, end, panel, sink);
+    for (int block = begin; block < end; block += 2) multiply_packed_tiles(w, x, block, end < block + 2 ? end : block + 2, panel, sink);
 }
 
 }  // namespace cloister::CLOISTER_ISA
