@@ -1,0 +1,92 @@
+"""A model that computes nothing: what a step of it costs is our own cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cloister.backends.base import FloatArray, ForwardBatch, IntArray, Program
+from cloister.engine.core import EngineCore
+from cloister.engine.output import Output
+from cloister.kv import BlockPool, PrefixKeys
+from cloister.models import locate
+from cloister.runner import ModelRunner
+from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.text import Tokenizer
+from cloister.types.request import ModelInfo
+
+EAGER = 1e6
+"""A `max_stall` that lets every prompt in at once: decode steps are what is looked at."""
+_MODEL = "cloister-5m"
+_FIRST_TOKEN = 100
+_MAX_TOKENS = 4096
+_BLOCK_SIZE = 16
+
+
+class IdleProgram:
+    """Gives every row the same logits that it gave it before; row i's most likely token is 100 + i % 100.
+
+    Args:
+        max_rows: rows of logits of a step at most.
+        step_s: how long a step takes, asleep.
+
+    Attributes:
+        num_calls: how often it was called, by whatever name.
+    """
+
+    def __init__(self, vocab_size: int, max_rows: int, step_s: float = 0.0) -> None:
+        self._best = (_FIRST_TOKEN + np.arange(max_rows) % 100).astype(np.int32)
+        self._logits = np.random.default_rng(0).standard_normal((max_rows, vocab_size), np.float32)
+        self._logits[np.arange(max_rows), self._best] = 50.0
+        self._step_s = step_s
+        self.num_calls = 0
+
+    def forward(self, batch: ForwardBatch) -> FloatArray:
+        self._rest()
+        return self._logits[: batch.logit_rows.size]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.num_calls += 1
+
+    def wipe_blocks(self, block_ids: Sequence[int]) -> None:
+        self.num_calls += 1
+
+    def _rest(self) -> None:
+        self.num_calls += 1
+        if self._step_s:
+            time.sleep(self._step_s)
+
+
+class IdleGreedyProgram(IdleProgram):
+    """An idle program that knows its most likely tokens itself, as a native one does."""
+
+    def forward_best(self, batch: ForwardBatch) -> IntArray:
+        self._rest()
+        return self._best[: batch.logit_rows.size]
+
+
+@dataclass(frozen=True, slots=True)
+class IdleEngine:
+    """A whole engine around a program, and its parts."""
+
+    core: EngineCore
+    scheduler: Scheduler
+    runner: ModelRunner
+    output: Output
+
+
+def make_idle_engine(program: Program, *, vocab_size: int, num_seqs: int) -> IdleEngine:
+    """Returns an engine with the embedded model's tokenizer, and room for 4,096 tokens in each of `num_seqs` sequences."""
+    path = locate(_MODEL)
+    info = ModelInfo(name="idle", path=str(path), max_model_len=_MAX_TOKENS, vocab_size=vocab_size, eos_token_ids=(0,))
+    config = SchedulerConfig(
+        _MAX_TOKENS, max_num_seqs=num_seqs, eos_token_ids=info.eos_token_ids, budget=BudgetConfig(max_stall=EAGER)
+    )
+    pool = BlockPool(num_seqs * _MAX_TOKENS // _BLOCK_SIZE, _BLOCK_SIZE)
+    scheduler = Scheduler(config, pool, PrefixKeys("idle", _BLOCK_SIZE))
+    runner = ModelRunner(program, vocab_size=vocab_size, max_model_len=_MAX_TOKENS, block_size=_BLOCK_SIZE)
+    output = Output(Tokenizer(path), info)
+    return IdleEngine(EngineCore(scheduler, runner, output, model=info, memory=[]), scheduler, runner, output)
