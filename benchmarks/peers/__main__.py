@@ -48,6 +48,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--num-samples", type=int, default=1, help="of each figure in a turn, at least")
     parser.add_argument("--backend", default="native", help="our back end")
     parser.add_argument("--setting", action="append", default=[], help="NAME=VALUE, a setting of our engine")
+    parser.add_argument("--max-attempts", type=int, default=3, help="at a figure while others disturb it")
     parser.add_argument("--patience-s", type=float, default=20.0, help="wait for an idle machine before each figure")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="longest wait for a figure")
     parser.add_argument("--ledger", type=Path, default=scratch / "ledger.json", help="file of everything measured")
@@ -163,6 +164,7 @@ class Session:
             figures,
             num_samples=self._options.num_samples,
             seed=self._options.seed + number,
+            max_attempts=self._options.max_attempts,
             patience_s=self._options.patience_s,
             timeout_s=self._options.timeout_s,
             environment=entrant.environment,

@@ -47,7 +47,12 @@ class Result:
     disturbed: bool
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.low:.3g}-{self.high:.3g}){'*' if self.disturbed else ''}"
+        return f"{show(self.median)} ({show(self.low)}-{show(self.high)}){'*' if self.disturbed else ''}"
+
+
+def show(value: float) -> str:
+    """Returns three digits or more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ def run_worker(
     *,
     num_samples: int,
     seed: int,
+    max_attempts: int,
     patience_s: float,
     timeout_s: float,
     environment: Mapping[str, str],
@@ -50,7 +51,7 @@ def run_worker(
         WorkerError: it failed, died or did not report in time.
     """
     read_fd, write_fd = os.pipe()
-    job = Job(launch, figures, num_samples, seed, patience_s, write_fd)
+    job = Job(launch, figures, num_samples, seed, max_attempts, patience_s, write_fd)
     command = [python, "-m", "benchmarks.peers.worker", json.dumps(asdict(job))]
     threads = str(launch.num_threads)
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **environment}

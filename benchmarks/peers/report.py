@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.harness import Bench, console
 from benchmarks.peers.judge import GOALS, HTTP, OURS, Verdict, judge
-from benchmarks.peers.ledger import Ledger
+from benchmarks.peers.ledger import Ledger, show
 from benchmarks.peers.roster import Entrant
 from benchmarks.peers.shapes import Shape
 from benchmarks.peers.work import FIGURES, LIMITS
@@ -68,7 +68,7 @@ def _print_verdicts(bench: Bench, shape: Shape, verdicts: Sequence[Verdict]) -> 
             f"{verdict.figure.title}, {verdict.figure.unit}",
             verdict.number_format,
             str(verdict.ours),
-            f"{verdict.best[0]}: {verdict.best[1]:.3g}" if verdict.best else "-",
+            f"{verdict.best[0]}: {show(verdict.best[1])}" if verdict.best else "-",
             f"{verdict.ratio:.2f}x" if verdict.ratio else "-",
             f"{verdict.share:.0%}" if verdict.share else "-",
         )

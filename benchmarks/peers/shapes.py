@@ -78,9 +78,9 @@ class Shape:
         """K and V of one position at 16 bits."""
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
-    def weights_bytes(self, bits: float) -> float:
+    def weights_bytes(self, layer_bits: float, head_bits: float) -> float:
         """Every matrix once, as a decode step reads them."""
-        return (self.layer_params + self.head_params) * bits / 8
+        return (self.layer_params * layer_bits + self.head_params * head_bits) / 8
 
     def prefill_flops(self, length: int) -> float:
         """Matrices for each token, causal attention, and logits of the last token."""

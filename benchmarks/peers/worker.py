@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from benchmarks.peers.engines import ENGINES, Launch
 from benchmarks.peers.limits import Limits
@@ -20,9 +20,6 @@ from benchmarks.peers.llama import LlamaPrograms
 from benchmarks.peers.meter import IDLE_CORES, PeakMemory, Usage, await_idle
 from benchmarks.peers.server import HttpServer
 from benchmarks.peers.work import FIGURES, LIMITS, Engine, Figure, Tokens, measure, warm_up
-
-MAX_ATTEMPTS: Final = 3
-"""A disturbed run is repeated twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +30,7 @@ class Job:
         figures: names out of `FIGURES` or `LIMITS`, in order.
         num_samples: of each figure.
         seed: of the prompts.
+        max_attempts: at a figure while others disturb it.
         patience_s: how long to wait for an idle machine before each attempt.
         report_fd: where reports go.
     """
@@ -41,6 +39,7 @@ class Job:
     figures: Sequence[str]
     num_samples: int
     seed: int
+    max_attempts: int
     patience_s: float
     report_fd: int
 
@@ -107,7 +106,7 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
     """Yields reports: ready, each figure, at last done."""
     tokens = Tokens(job.launch.vocab_size, job.seed)
     if list(job.figures) == ["first_token"]:
-        yield _first_token(job, tokens)
+        yield from _first_token(job, tokens)
         return
     session = os.getsid(0)
     with PeakMemory(session) as memory:
@@ -126,9 +125,9 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def measure_undisturbed(subject: Subject, figure: Figure, job: Job, session: int) -> dict[str, Any]:
-    """Measures until nobody else was at work, three times at most; returns the report of the least disturbed attempt."""
+    """Measures until nobody else was at work, a few times at most; returns the report of the least disturbed attempt."""
     best: dict[str, Any] = {}
-    for _ in range(MAX_ATTEMPTS):
+    for _ in range(job.max_attempts):
         await_idle(session, job.patience_s)
         before = Usage.read(session)
         samples = subject.measure(figure, job.num_samples)
@@ -140,11 +139,12 @@ def measure_undisturbed(subject: Subject, figure: Figure, job: Job, session: int
     return best
 
 
-def _first_token(job: Job, tokens: Tokens) -> dict[str, Any]:
+def _first_token(job: Job, tokens: Tokens) -> Iterator[dict[str, Any]]:
     """Loads, makes one token, and says when, on the clock that all processes of a machine share."""
     engine = ENGINES[job.launch.engine](job.launch)
     engine.generate([tokens.draw(FIGURES["first_token"].size)], 1)
-    return {"kind": "first_token", "at_s": time.monotonic()}
+    yield {"kind": "first_token", "at_s": time.monotonic()}
+    engine.close()
 
 
 if __name__ == "__main__":
