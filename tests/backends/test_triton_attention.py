@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from cloister.backends.torch.cuda.work import ITEM_FIELDS, JOIN_FIELDS
 from tests.device import DEVICE, HAS_TRITON, needs_triton
 
 if HAS_TRITON:
-    from cloister.backends.torch.triton.attention import ITEM_FIELDS, Heads, Pages, Tiles, attend, make_partials
-    from cloister.backends.torch.triton.join import JOIN_FIELDS, join_splits
+    from cloister.backends.torch.triton.attention import Heads, Pages, Tiles, attend, make_partials
+    from cloister.backends.torch.triton.join import join_splits
 
 pytestmark = needs_triton
 TILES = {"large": 64, "small": 16}

@@ -24,15 +24,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import smid
 
+from cloister.backends.torch.cuda.work import ITEM_FIELDS
 from cloister.backends.torch.schedule import SPLIT
 from cloister.backends.torch.triton import EXACT
 
 KEYS: Final = 64
 """Keys that a program holds at once; splits are cut into tiles of so many."""
-ITEM_FIELDS: Final = 5
-"""A work item: sequence, first row, first split, end of splits, row of the partial results or -1."""
-UNUSED_ROW: Final = 2**30
-"""First row of an item that does nothing."""
 Binding = Literal["multiprocessor", "virtual", "interleaved"]
 """How a program of a hybrid launch finds its work: by a counter of its multiprocessor, by a counter of a made-up one (where
 the hardware has no number for it), or by its own number."""
@@ -181,7 +178,7 @@ def _take_work(counters, num_large, num_small, NUM_PLACES: tl.constexpr, HARDWAR
     A ticket of the multiprocessor says which kind is due there, so that kinds mix on each in proportion to their numbers.
     When that kind has run out, the program takes the other: there are as many programs as items.
     """
-    place = smid() if HARDWARE else tl.program_id(0) % NUM_PLACES
+    place = (smid() if HARDWARE else tl.program_id(0)) % NUM_PLACES
     ticket = tl.atomic_add(counters + 2 + place, 1).to(tl.int64) % (num_large + num_small)
     is_large = ((ticket + 1) * num_large) // (num_large + num_small) > (ticket * num_large) // (num_large + num_small)
     number = tl.atomic_add(counters + tl.where(is_large, 0, 1), 1)

@@ -57,6 +57,12 @@ class PackedMatrix:
         return len(self.codes)
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """What the kernel is compiled for; matrices of one kind agree on their tiles."""
+        parts = tuple(part is None for part in (self.zeros, self.offsets, self.channel_scales))
+        return "quantized", self.bits, self.depth, self.num_inputs, self.rounds_inputs, parts
+
+    @property
     def nbytes(self) -> int:
         parts = (self.codes, self.scales, self.zeros, self.offsets, self.channel_scales, self.order)
         return sum(part.nbytes for part in parts if part is not None)

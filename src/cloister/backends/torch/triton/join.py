@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from cloister.backends.torch.cuda.work import JOIN_FIELDS, JOIN_ROWS
 from cloister.backends.torch.triton import EXACT
 from cloister.backends.torch.triton.attention import Heads, Pages, Partials, join_states, padded_dims
-
-JOIN_FIELDS: Final = 5
-"""A join: sequence, first row, first partial row, partial rows from one split to the next, splits (0: nothing to do)."""
-JOIN_ROWS: Final = 16
-"""Rows that one join takes."""
 
 
 @triton.jit

@@ -1,0 +1,186 @@
+"""A decoder on a CUDA device: weights, KV cache and the forward pass of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cloister.backends import tensors
+from cloister.backends.base import FloatArray, ForwardBatch, IntArray, KVLayout, Weights
+from cloister.backends.spec import DecoderSpec, RopeSpec
+from cloister.backends.torch.cache import KVCache
+from cloister.backends.torch.cuda.attention import Attention, PagedAttention
+from cloister.backends.torch.cuda.graphs import DecodeGraphs, Outputs, pad_decode
+from cloister.backends.torch.cuda.inputs import Courier, StepInputs, padded_arrays, step_arrays, unpack
+from cloister.backends.torch.cuda.layer import Layer
+from cloister.backends.torch.cuda.matrices import Matrix, MatrixReader
+from cloister.backends.torch.cuda.memory import CAPTURED_SEQS
+from cloister.backends.torch.cuda.tiles import TileBook
+from cloister.backends.torch.decoder import to_torch
+from cloister.backends.torch.layers import RopeTable
+from cloister.backends.torch.triton.norm import add_and_norm
+from cloister.backends.torch.triton.sampling import find_largest
+from cloister.types.errors import EngineError
+
+if TYPE_CHECKING:
+    from cloister.backends.torch.cuda.flash_infer import FlashInferAttention
+
+_INTERPRETED_PLACES = 3  # multiprocessors that the interpreter stands for
+
+
+class CudaProgram:
+    """Computes a DecoderSpec with Triton kernels (protocols `backends.base.Program` and `GreedyProgram`).
+
+    The residual stream and norms are float32, everything else of `dtype`. On a CPU device the kernels must have been imported
+    for Triton's interpreter.
+
+    Args:
+        is_exact: rows keep their bits in any company (rule 6); otherwise cuBLAS multiplies plain weights, and FlashInfer
+            attends in steps that prefill.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: Weights,
+        kv: KVLayout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_exact: bool = True,
+    ) -> None:
+        self._spec, self._kv, self._dtype, self._device = spec, kv, dtype, device
+        num_places = count_places(device)
+        reader = MatrixReader(weights, dtype, device, TileBook(num_places), is_exact)
+        self._embedding = to_torch(tensors.dequantized(weights.read("embed.weight"))).to(device, dtype)
+        self._layers = [Layer(layer, reader, f"layers.{number}", spec.norm_eps) for number, layer in enumerate(spec.layers)]
+        self._norms = [*(layer.attention_norm for layer in self._layers), reader.norm("norm")]
+        self._head = self._read_head(weights, reader)
+        self._num_positions = min(spec.max_positions, kv.num_blocks * kv.block_size)
+        ropes = {layer.attention.rope for layer in spec.layers}
+        self._angles = {rope: angle_table(rope, self._num_positions).to(device) for rope in ropes}
+        self._cache = KVCache(kv, [layer.attention for layer in spec.layers], dtype, device)
+        self._attention = PagedAttention([layer.heads for layer in self._layers], dtype, device, num_places)
+        self._courier = Courier(device)
+        self._outputs = Outputs(
+            logits=torch.empty(CAPTURED_SEQS, spec.vocab_size, device=device),
+            largest=torch.empty(CAPTURED_SEQS, dtype=torch.int32, device=device),
+        )
+        self._graphs = DecodeGraphs(self._courier, self._compute_captured) if device.type == "cuda" else None
+        self._prefill = None if is_exact else self._open_prefill()
+
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch) -> FloatArray:
+        """Computes one step (`backends.base.Program.forward`)."""
+        captured = self._run_captured(batch)
+        if captured is not None:
+            return _pick(captured.logits, batch.logit_rows)
+        logits: FloatArray = self._run(batch).cpu().numpy()
+        return logits
+
+    @torch.no_grad()
+    def forward_best(self, batch: ForwardBatch) -> IntArray:
+        """Computes one step and moves one token per row instead of its logits (`backends.base.GreedyProgram`)."""
+        captured = self._run_captured(batch)
+        if captured is not None:
+            return _pick(captured.largest, batch.logit_rows)
+        tokens: IntArray = find_largest(self._run(batch)).cpu().numpy()
+        return tokens
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks (source, target) in every layer."""
+        self._cache.copy(pairs)
+
+    def wipe_blocks(self, block_ids: Sequence[int]) -> None:
+        """Overwrites blocks with zeros in every layer."""
+        self._cache.wipe(block_ids)
+
+    def _read_head(self, weights: Weights, reader: MatrixReader) -> Matrix:
+        """A plain tied embedding is kept once."""
+        if self._spec.tied_embeddings and isinstance(weights.read("embed.weight"), np.ndarray):
+            return reader.plain(self._embedding, None)
+        return reader.matrix("embed" if self._spec.tied_embeddings else "head", bias=False)
+
+    def _open_prefill(self) -> FlashInferAttention:
+        from cloister.backends.torch.cuda.flash_infer import FlashInferAttention  # an extra: only when it was asked for
+
+        return FlashInferAttention([layer.heads for layer in self._layers], self._kv, self._dtype, self._device)
+
+    def _run_captured(self, batch: ForwardBatch) -> Outputs | None:
+        """Replays a decode step, whose outputs have a row for every token; None if the step prefills or is too large."""
+        if self._graphs is None or len(batch.token_ids) != len(batch.context_lens) or len(batch.token_ids) == 0:
+            return None
+        self._check(batch)
+        works = self._attention.cut(batch)
+        num_items = max(len(work.small) for work in works.values())
+        num_joins = max(len(work.joins) for work in works.values())
+        padding = pad_decode(len(batch.token_ids), batch.block_tables.shape[1], num_items, num_joins)
+        if padding is None or any(len(work.large) for work in works.values()):
+            return None
+        return self._graphs.run(padded_arrays(batch, works, self._kv.block_size, padding), padding)
+
+    def _run(self, batch: ForwardBatch) -> Tensor:
+        """Launches a step kernel by kernel and returns logits [num_logits, vocab]."""
+        if len(batch.token_ids) == 0:
+            return torch.empty(0, self._spec.vocab_size)
+        self._check(batch)
+        arrays = step_arrays(batch, self._attention.cut(batch), self._kv.block_size)
+        return self._compute(self._unpack(self._courier.send(arrays)), self._attention_for(batch))
+
+    def _check(self, batch: ForwardBatch) -> None:
+        if int(batch.positions.max()) >= self._num_positions:
+            raise EngineError(f"a step reaches past position {self._num_positions - 1}, the last that the program can turn to")
+
+    def _unpack(self, parts: list[Tensor]) -> StepInputs:
+        return unpack(parts, self._attention.layers, self._kv.block_size)
+
+    def _attention_for(self, batch: ForwardBatch) -> Attention:
+        """Returns what attends in a step that is not captured, ready for it."""
+        if self._prefill is not None:
+            self._prefill.plan(batch)
+            return self._prefill
+        self._attention.begin()
+        return self._attention
+
+    def _compute_captured(self, parts: list[Tensor]) -> Outputs:
+        """As `_compute`, for every token, with the outputs where every captured step leaves them."""
+        logits = self._compute(self._unpack(parts), self._attention)
+        outputs = Outputs(self._outputs.logits[: len(logits)], self._outputs.largest[: len(logits)])
+        outputs.logits.copy_(logits)
+        outputs.largest.copy_(find_largest(logits))
+        return outputs
+
+    def _compute(self, step: StepInputs, attention: Attention) -> Tensor:
+        """Launches every kernel of a step and returns logits. All that it reads is on the device, so it can be captured."""
+        hidden = self._embedding.index_select(0, step.token_ids).float()
+        normed = torch.empty_like(hidden, dtype=self._dtype)
+        add_and_norm(hidden, None, self._norms[0], normed, self._spec.norm_eps)
+        for number, (layer, slots) in enumerate(zip(self._layers, self._cache.layers, strict=True)):
+            angles = self._angles[layer.spec.attention.rope]
+            queries = layer.project(normed, step.positions, step.targets, angles, slots)
+            mixed = attention.attend(number, layer.heads, queries, slots, step)
+            layer.finish(hidden, mixed, normed, self._norms[number + 1])
+        return self._head.multiply(normed.index_select(0, step.logit_rows), torch.float32)
+
+
+def _pick(outputs: Tensor, rows: IntArray) -> npt.NDArray[Any]:
+    """Moves a captured step's outputs to the host, and takes the rows that were asked for."""
+    return outputs.cpu().numpy()[rows]
+
+
+def angle_table(spec: RopeSpec, num_positions: int) -> Tensor:
+    """Returns [num_positions, 2, head_dim / 2] float32, cosines then sines, with the bits of the oracle's."""
+    table = RopeTable(spec, torch.device("cpu")).at(torch.arange(num_positions), num_positions)
+    return table.squeeze(2).transpose(0, 1).contiguous()
+
+
+def count_places(device: torch.device) -> int:
+    """Returns the multiprocessors of a device."""
+    if device.type != "cuda":
+        return _INTERPRETED_PLACES
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,137 @@
+"""The CUDA program against the torch oracle, and against itself in other company (rule 6)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cloister.backends.base import GreedyProgram, KVLayout
+from cloister.backends.spec import DecoderSpec
+from tests.device import DEVICE, HAS_TRITON, needs_triton
+from tests.driving import Driver, RandomWeights, build, make_spec
+
+if HAS_TRITON:
+    from cloister.backends.torch.cuda.program import CudaProgram
+
+pytestmark = needs_triton
+NARROW = make_spec(hidden=48, intermediate=40, heads=(4, 2), head_dim=16, vocab=96)
+WINDOWED = make_spec(hidden=48, intermediate=40, heads=(3, 1), head_dim=24, window=50, qk_norm=True, vocab=96)
+
+
+def open_driver(spec: DecoderSpec, weights: Any, *, block_size: int = 16, dtype: torch.dtype = torch.float32) -> Driver:
+    num_blocks = 2048 // block_size
+    program = CudaProgram(spec, weights, KVLayout(num_blocks, block_size), dtype=dtype, device=torch.device(DEVICE))
+    return Driver(program, num_blocks, block_size)
+
+
+def tokens_of(spec: DecoderSpec, count: int) -> list[int]:
+    return torch.randint(spec.vocab_size, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+
+
+@pytest.mark.parametrize("spec", [NARROW, WINDOWED], ids=["narrow", "windowed"])
+def test_logits_are_the_oracles(spec: DecoderSpec) -> None:
+    weights, tokens = RandomWeights(spec), tokens_of(spec, 262)
+    expected = build(spec, weights).run("a", tokens)
+    assert np.abs(open_driver(spec, weights).run("a", tokens, 200) - expected).max() < 2e-4
+
+
+def test_bfloat16_differs_from_the_oracle_only_as_rounding_does() -> None:
+    weights, tokens = RandomWeights(NARROW), tokens_of(NARROW, 40)
+    exact = build(NARROW, weights).run("a", tokens)
+    oracle = build(NARROW, weights, dtype="bfloat16").run("a", tokens)
+    ours = open_driver(NARROW, weights, dtype=torch.bfloat16).run("a", tokens)
+    assert np.abs(ours - exact).mean() < 1.5 * np.abs(oracle - exact).mean()
+
+
+@pytest.mark.parametrize("family", [{"tied_embeddings": True}, {"norm_eps": 0.3}], ids=str)
+def test_what_a_spec_says_is_obeyed(family: dict[str, Any]) -> None:
+    spec = replace(NARROW, **family)
+    weights, tokens = RandomWeights(spec), tokens_of(spec, 20)
+    assert np.abs(open_driver(spec, weights).run("a", tokens) - build(spec, weights).run("a", tokens)).max() < 2e-4
+
+
+def test_biases_and_activations_are_obeyed() -> None:
+    layer = NARROW.layers[0]
+    attention = replace(layer.attention, qkv_bias=True, output_bias=True)
+    changed = replace(layer, attention=attention, mlp=replace(layer.mlp, bias=True, activation="gelu"))
+    spec = replace(NARROW, layers=(changed, replace(layer, mlp=replace(layer.mlp, activation="gelu_tanh"))))
+    weights, tokens = RandomWeights(spec), tokens_of(spec, 20)
+    assert np.abs(open_driver(spec, weights).run("a", tokens) - build(spec, weights).run("a", tokens)).max() < 2e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_company_chunks_blocks_and_hits_change_no_bit(dtype: torch.dtype) -> None:
+    """The last tokens lie beyond the first split; they are prefilled, hit, decoded, and computed beside others."""
+    spec = replace(NARROW, layers=NARROW.layers[:1])
+    weights, tokens = RandomWeights(spec), tokens_of(spec, 264)
+    driver = open_driver(spec, weights, dtype=dtype)
+    alone = driver.run("a", tokens)
+    other = open_driver(spec, weights, block_size=5, dtype=dtype).run("a", tokens, 150)
+    assert other.tobytes() == alone.tobytes()
+    driver.share("a", "hit", 254)
+    beside_a_prompt = driver.step({"before": tokens[:3], "hit": tokens[254:258], "after": tokens[100:130]})["hit"]
+    decoded = [driver.step({"after": [9], "hit": [token], "before": [8]})["hit"] for token in tokens[258:]]
+    assert np.concatenate([beside_a_prompt, *decoded]).tobytes() == alone[254:].tobytes()
+
+
+def test_a_greedy_step_returns_the_largest_logit_of_each_row() -> None:
+    driver = open_driver(NARROW, RandomWeights(NARROW))
+    assert isinstance(driver.program, GreedyProgram)
+    logits = driver.run("a", tokens_of(NARROW, 9))
+    best = driver.program.forward_best(driver.plan({"b": tokens_of(NARROW, 9)}, logit_rows=[8, 2]))
+    assert best.tolist() == logits[[8, 2]].argmax(1).tolist()
+
+
+def test_a_padded_decode_step_has_the_bits_of_the_step_itself() -> None:
+    """What a captured graph computes, without the capture: five sequences in a step for eight."""
+    spec = replace(NARROW, layers=NARROW.layers[:1])
+    driver, plain = (open_driver(spec, RandomWeights(spec)) for _ in range(2))
+    prompts = {number: tokens_of(spec, 4 + number) for number in range(4)} | {4: tokens_of(spec, 300)}
+    for one in (driver, plain):
+        one.step(prompts)
+    program: Any = driver.program
+    program._graphs = Uncaptured(program)
+    nexts = {number: [number] for number in (3, 0, 4, 2, 1)}
+    padded, expected = driver.step(nexts), plain.step(nexts)
+    assert program._graphs.sizes == [(8, 32)]
+    assert all(padded[number].tobytes() == expected[number].tobytes() for number in nexts)
+    assert [driver.step({0: [5]})[0].tobytes()] == [plain.step({0: [5]})[0].tobytes()]
+
+
+class Uncaptured:
+    """Stands for `graphs.DecodeGraphs` where there is nothing to capture with."""
+
+    def __init__(self, program: Any) -> None:
+        self._program = program
+        self.sizes: list[tuple[int, int]] = []
+
+    def run(self, arrays: list[Any], padding: Any) -> Any:
+        self.sizes.append((padding.num_seqs, padding.table_width))
+        return self._program._compute_captured(self._program._courier.send(arrays))
+
+
+def test_wiped_blocks_hold_nothing_and_copied_ones_the_same() -> None:
+    driver, tokens = open_driver(NARROW, RandomWeights(NARROW), block_size=8), tokens_of(NARROW, 20)
+    alone = driver.run("a", tokens)
+    driver.share("a", "b", 12)
+    assert driver.run("b", tokens[12:]).tobytes() == alone[12:].tobytes()
+    driver.forget("b", "a")
+    driver.free("a")
+    assert sum(float(layer.abs().sum()) for layer in driver.program._cache.layers) == 0  # type: ignore[attr-defined]
+
+
+def test_a_step_without_tokens_returns_no_logits() -> None:
+    driver = open_driver(NARROW, RandomWeights(NARROW))
+    empty = np.zeros(0, np.int32)
+    batch = replace(driver.plan({"a": [1]}), token_ids=empty, positions=empty, logit_rows=empty)
+    assert driver.program.forward(batch).shape == (0, 96)
+
+
+def test_a_position_past_the_table_is_refused() -> None:
+    driver = open_driver(replace(NARROW, max_positions=16), RandomWeights(NARROW))
+    with pytest.raises(Exception, match="past position 15"):
+        driver.run("a", tokens_of(NARROW, 17))
