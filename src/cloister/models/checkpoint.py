@@ -6,16 +6,16 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from cloister.backends.spec import DecoderSpec
+from cloister.backends.tensors import Tensor, dequantized
 from cloister.models.config import read_json
 from cloister.models.decoder import tensor_shapes
 from cloister.models.family import Family
-from cloister.models.safetensors import TensorEntry, read_header
+from cloister.models.quantized import Scheme, Stored
+from cloister.models.safetensors import FLOATS, TensorEntry, read_header
 from cloister.types.errors import ModelError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -25,7 +25,7 @@ _OLD_ROPE_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_f
 class Checkpoint:
     """Weights on disk (protocol `backends.base.Weights`); nothing is in memory before it is read."""
 
-    def __init__(self, entries: Mapping[str, TensorEntry]) -> None:
+    def __init__(self, entries: Mapping[str, Stored]) -> None:
         self._entries = dict(entries)
 
     def names(self) -> Sequence[str]:
@@ -34,32 +34,49 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def read(self, name: str) -> npt.NDArray[Any]:
+    def bits(self, name: str) -> float | None:
+        return self._entries[name].bits
+
+    def read(self, name: str) -> Tensor:
         return self._entries[name].read()
 
-    def __iter__(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, entry.read()) for name, entry in self._entries.items())
 
 
-def open_checkpoint(path: Path, family: Family, spec: DecoderSpec) -> Checkpoint:
+def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Scheme | None = None) -> Checkpoint:
     """Maps the checkpoint in a model directory.
+
+    Args:
+        scheme: how matrices that are not plain are stored.
 
     Raises:
         ModelError: there is none, or a tensor is missing, is one too many, or has another shape than the config says.
     """
     found = _read_headers(path)
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[str, Stored] = {}
     for name, shape in tensor_shapes(spec):
-        stored = stored_name(family, name)
-        if stored not in found:
-            raise ModelError(f"the checkpoint lacks the tensor {stored!r} that config.json asks for")
-        entries[name] = found.pop(stored)
-        if entries[name].shape != shape:
-            raise ModelError(f"tensor {stored!r} has the shape {entries[name].shape}, config.json asks for {shape}")
+        entries[name] = _take(stored_name(family, name), shape, found, scheme)
     if spec.tied_embeddings:
         _check_tied(found.pop(f"{family.tensors['head']}.weight", None), entries["embed.weight"])
     _refuse_extra(found)
     return Checkpoint(entries)
+
+
+def _take(stored: str, shape: tuple[int, ...], found: dict[str, TensorEntry], scheme: Scheme | None) -> Stored:
+    """Takes one tensor, or the parts of one, out of what the files hold."""
+    if scheme is not None and len(shape) == 2:
+        matrix = scheme.take(stored.removesuffix(".weight"), (shape[0], shape[1]), found)
+        if matrix is not None:
+            return matrix
+    if stored not in found:
+        raise ModelError(f"the checkpoint lacks the tensor {stored!r} that config.json asks for")
+    entry = found.pop(stored)
+    if entry.dtype not in FLOATS:
+        raise ModelError(f"tensor {stored!r} has the type {entry.dtype}; supported are: {', '.join(FLOATS)}")
+    if entry.shape != shape:
+        raise ModelError(f"tensor {stored!r} has the shape {entry.shape}, config.json asks for {shape}")
+    return entry
 
 
 def stored_name(family: Family, name: str) -> str:
@@ -101,12 +118,12 @@ def _read_headers(path: Path) -> dict[str, TensorEntry]:
     return found
 
 
-def _check_tied(head: TensorEntry | None, embedding: TensorEntry) -> None:
+def _check_tied(head: TensorEntry | None, embedding: Stored) -> None:
     """A head may be stored beside the embedding that it is tied to, as long as the two are the same."""
     if head is None:
         return
-    same_form = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
-    if not same_form or not np.array_equal(head.read(), embedding.read()):
+    same_form = isinstance(embedding, TensorEntry) and (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
+    if not same_form or not np.array_equal(head.read(), dequantized(embedding.read())):
         raise ModelError(
             "config.json ties the head to the embedding, but the checkpoint has a head of its own; set "
             "tie_word_embeddings to false if the head is meant",

@@ -13,6 +13,7 @@ from cloister.models.decoder import find_family, read_spec
 from cloister.models.generation import read_generation
 from cloister.models.gguf import open_gguf
 from cloister.models.location import find_model
+from cloister.models.quantized import split_config
 from cloister.types.errors import ModelError
 from cloister.types.request import ModelInfo
 
@@ -63,10 +64,10 @@ def _load_gguf(path: Path, name: str | None) -> LoadedModel:
 
 
 def _load_directory(path: Path, name: str | None) -> LoadedModel:
-    config = read_json(path / "config.json")
+    config, scheme = split_config(path, read_json(path / "config.json"))
     family = find_family(config)
     spec = read_spec(family, config)
-    weights = open_checkpoint(path, family, spec)
+    weights = open_checkpoint(path, family, spec, scheme)
     eos_token_ids, defaults = read_generation(path, config, spec.vocab_size)
     if not (path / "tokenizer.json").exists():
         raise ModelError(f"{path} has no tokenizer.json; export the tokenizer in the fast format and put it there")

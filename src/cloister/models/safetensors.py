@@ -19,7 +19,19 @@ import numpy.typing as npt
 
 from cloister.types.errors import ModelError
 
-DTYPES: Mapping[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+FLOATS: Mapping[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+"""Types of tensors that stand for themselves."""
+
+DTYPES: Mapping[str, npt.DTypeLike] = {
+    **FLOATS,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I8": np.int8,
+    "U8": np.uint8,
+}
+"""And of the parts that quantised matrices are made of."""
+
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -35,6 +47,11 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     start: int
+
+    @property
+    def bits(self) -> None:
+        """Of a quantised tensor; this is not one."""
+        return
 
     def read(self) -> npt.NDArray[Any]:
         """Returns the tensor, read-only and mapped: its bytes are loaded when touched."""

@@ -1,0 +1,144 @@
+"""What a quantised checkpoint is made of: the parts of a matrix under a method's own names, and one object that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends.tensors import Tensor
+from cloister.models.safetensors import TensorEntry
+from cloister.types.errors import ModelError
+
+_SMALLEST_GROUP = 16
+
+
+class Stored(Protocol):
+    """A tensor on disk.
+
+    Attributes:
+        shape: of the tensor itself, whatever it is stored as.
+        bits: what it takes per weight in a back end, scales included; None for numbers.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def bits(self) -> float | None: ...
+
+    def read(self) -> Tensor: ...
+
+
+class Scheme(Protocol):
+    """How one method stores matrices."""
+
+    def take(self, module: str, shape: tuple[int, int], found: dict[str, TensorEntry]) -> Stored | None:
+        """Takes a matrix's parts out of `found`; None, and nothing taken, where the module is not quantised.
+
+        Args:
+            module: the family's name of the module in the checkpoint, such as "model.layers.0.mlp.up_proj".
+            shape: [out, in] that config.json asks for.
+            found: tensors of the checkpoint by name that nobody has taken yet.
+
+        Raises:
+            ModelError: a part is missing, or has another shape or type than it should.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix that is put together from its parts when it is read (protocol `Stored`)."""
+
+    shape: tuple[int, ...]
+    bits: float | None
+    assemble: Callable[[], Tensor]
+
+    def read(self) -> Tensor:
+        return self.assemble()
+
+
+class Parts:
+    """The tensors of one module."""
+
+    def __init__(self, module: str, found: dict[str, TensorEntry]) -> None:
+        self.module, self._found = module, found
+
+    def has(self, name: str) -> bool:
+        return f"{self.module}.{name}" in self._found
+
+    def dtype(self, name: str) -> str:
+        """Returns a part's type as safetensors files call it; "" when there is no such part."""
+        entry = self._found.get(f"{self.module}.{name}")
+        return entry.dtype if entry is not None else ""
+
+    def take(self, name: str, dtypes: Mapping[str, object] | tuple[str, ...], *shapes: tuple[int, ...]) -> TensorEntry:
+        """Takes one part.
+
+        Args:
+            dtypes: types that it may have, as safetensors files call them.
+            shapes: shapes that it may have; none given allows any.
+        """
+        stored = f"{self.module}.{name}"
+        if stored not in self._found:
+            raise ModelError(f"the checkpoint lacks the tensor {stored!r} of a quantised matrix; download it again")
+        entry = self._found.pop(stored)
+        if entry.dtype not in dtypes:
+            raise ModelError(f"tensor {stored!r} has the type {entry.dtype}; supported are: {', '.join(dtypes)}")
+        if shapes and entry.shape not in shapes:
+            raise ModelError(f"tensor {stored!r} has the shape {entry.shape}, {' or '.join(map(str, shapes))} is expected")
+        return entry
+
+    def drop(self, *names: str) -> None:
+        """Takes parts that change nothing here, where they exist."""
+        for name in names:
+            self._found.pop(f"{self.module}.{name}", None)
+
+    def drop_zero_bias(self) -> None:
+        """Takes a bias of zeros, which some exporters write beside matrices that have none."""
+        entry = self._found.get(f"{self.module}.bias")
+        if entry is not None and not np.any(np.asarray(entry.read(), np.float32)):
+            self.drop("bias")
+
+
+def resolve_group_size(group_size: int, module: str, num_inputs: int) -> int:
+    """Returns the inputs that share a scale, for a config's group size; -1 stands for all.
+
+    Raises:
+        ModelError: no kernel reads such groups.
+    """
+    size = num_inputs if group_size == -1 else group_size
+    if size <= 0 or num_inputs % size or (size != num_inputs and size % _SMALLEST_GROUP):
+        raise ModelError(
+            f"{module} has groups of {size} of {num_inputs} inputs; supported are group sizes that divide the inputs and are a "
+            f"multiple of {_SMALLEST_GROUP}, or -1",
+            param="group_size",
+        )
+    return size
+
+
+def count_bits(bits: int, group_size: int, scales: TensorEntry, has_zeros: bool) -> float:
+    """Returns the bits per weight of a matrix of groups (`backends.tensors.stored_bits`, without reading it)."""
+    of_scale = 16 if scales.dtype == "F16" and scales.shape[-1] != 1 else 32
+    return bits + (of_scale + 8 * has_zeros) / group_size
+
+
+def read_order(indexes: npt.NDArray[Any], group_size: int, module: str) -> npt.NDArray[np.int32] | None:
+    """Returns the order that sorts inputs by their group, None when they lie in order already.
+
+    Args:
+        indexes: [in] the group of each input (g_idx).
+    """
+    if indexes.min() < 0 or np.any(np.bincount(indexes, minlength=len(indexes) // group_size) != group_size):
+        raise ModelError(f"{module} has groups of unequal size in its g_idx; it was written wrongly, or is damaged")
+    order = np.argsort(indexes, kind="stable").astype(np.int32)
+    return None if np.array_equal(order, np.arange(len(order))) else order
+
+
+def unless_symmetric(zeros: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8] | None:
+    """Returns None for zeros that all lie in the middle, where kernels need not read them."""
+    return None if np.all(zeros == 2 ** (bits - 1)) else np.ascontiguousarray(zeros)

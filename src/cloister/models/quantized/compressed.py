@@ -1,0 +1,135 @@
+"""compressed-tensors checkpoints: packed int4 and int8, plain int8, FP8, and QoQ as `cloister quantize` adds it.
+
+pack-quantized: `weight_packed [out, in * bits / 32]`, codes plus 2 ** (bits - 1); `weight_scale [out, groups]`; where
+asymmetric, `weight_zero_point [out * bits / 32, groups]`, packed along outputs; with act-order `weight_g_idx [in]`.
+int-quantized: `weight [out, in]` int8, `weight_scale [out, 1]` or of one number. float-quantized: `fp8`.
+QoQ: `qoq_codes [out, in / 2]`, the first code in the low half; `qoq_zeros`, `qoq_group_scales [out, groups]` uint8;
+`qoq_channel_scales [out]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends.tensors import Activations, GroupedTensor, ProgressiveTensor
+from cloister.models.config import ConfigFields
+from cloister.models.quantized.base import Matrix, Parts, Stored, count_bits, read_order, resolve_group_size, unless_symmetric
+from cloister.models.quantized.fp8 import E4M3, take_float8
+from cloister.models.quantized.groups import Groups, WeightArguments, read_groups
+from cloister.models.quantized.packing import Codes, unpack_rows
+from cloister.models.safetensors import FLOATS, TensorEntry
+from cloister.types.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedScheme:
+    """Protocol `quantized.base.Scheme`; `groups` says which modules have which arguments."""
+
+    groups: Groups
+
+    def take(self, module: str, shape: tuple[int, int], found: dict[str, TensorEntry]) -> Stored | None:
+        parts = Parts(module, found)
+        parts.drop("input_scale", "input_zero_point", "output_scale")
+        if parts.has("qoq_codes"):
+            return take_progressive(parts, shape)
+        if parts.has("weight_packed"):
+            return take_packed(parts, shape, self._arguments(module))
+        if parts.dtype("weight") == "I8":
+            return take_int8(parts, shape, self._arguments(module))
+        return take_float8(parts, shape, self._arguments(module).block) if parts.dtype("weight") in E4M3 else None
+
+    def _arguments(self, module: str) -> WeightArguments:
+        found = self.groups.find(module)
+        if found is None:
+            raise ModelError(f"{module} is quantised, but no config group of quantization_config names it")
+        return found
+
+
+def read_compressed(fields: ConfigFields) -> CompressedScheme:
+    """Reads a config of method "compressed-tensors", or of "cloister", which adds QoQ to it."""
+    return CompressedScheme(read_groups(fields))
+
+
+def take_packed(parts: Parts, shape: tuple[int, int], arguments: WeightArguments) -> Matrix:
+    """Takes a pack-quantized matrix."""
+    (num_out, num_in), bits = shape, arguments.bits
+    group_size = resolve_group_size(arguments.group_size, parts.module, num_in)
+    num_groups, per_word = num_in // group_size, 32 // bits
+    packed = parts.take("weight_packed", ("I32",), (num_out, -(-num_in // per_word)))
+    scales = parts.take("weight_scale", FLOATS, (num_out, num_groups), *(((1,),) if num_groups == 1 else ()))
+    zeros = None
+    if not arguments.symmetric:
+        zeros = parts.take("weight_zero_point", ("I32",), (-(-num_out // per_word), num_groups))
+    indexes = parts.take("weight_g_idx", ("I32",), (num_in,)) if parts.has("weight_g_idx") else None
+    parts.drop("weight_shape")
+
+    def assemble() -> GroupedTensor:
+        order = None if indexes is None else read_order(indexes.read(), group_size, parts.module)
+        codes = np.ascontiguousarray(unpack_rows(packed.read(), bits)[:, :num_in])
+        found = None if zeros is None else unless_symmetric(unpack_rows(zeros.read().T, bits).T[:num_out], bits)
+        codes = codes if order is None else codes[:, order]
+        return _grouped(codes, scales.read(), found, bits, group_size, arguments.activations, order)
+
+    return Matrix(shape, count_bits(bits, group_size, scales, zeros is not None), assemble)
+
+
+def take_int8(parts: Parts, shape: tuple[int, int], arguments: WeightArguments) -> Matrix:
+    """Takes an int-quantized matrix of 8 bits."""
+    num_out, num_in = shape
+    group_size = resolve_group_size(arguments.group_size, parts.module, num_in)
+    num_groups = num_in // group_size
+    weight = parts.take("weight", ("I8",), shape)
+    scales = parts.take("weight_scale", FLOATS, (num_out, num_groups), *(((1,), (), (num_out,)) if num_groups == 1 else ()))
+    zeros = None
+    if not arguments.symmetric:
+        zeros = parts.take("weight_zero_point", ("I8",), (num_out, num_groups), *(((1,), ()) if num_groups == 1 else ()))
+
+    def assemble() -> GroupedTensor:
+        found = None
+        if zeros is not None:
+            found = np.broadcast_to(_unsigned(zeros.read()).reshape(-1, num_groups), (num_out, num_groups))
+            found = unless_symmetric(found, 8)
+        return _grouped(_unsigned(weight.read()), scales.read(), found, 8, group_size, arguments.activations, None)
+
+    return Matrix(shape, count_bits(8, group_size, scales, zeros is not None), assemble)
+
+
+def take_progressive(parts: Parts, shape: tuple[int, int]) -> Matrix:
+    """Takes a QoQ matrix; its group size follows from its shapes."""
+    num_out, num_in = shape
+    packed = parts.take("qoq_codes", ("U8",), (num_out, num_in // 2))
+    channel_scales = parts.take("qoq_channel_scales", FLOATS, (num_out,))
+    group_scales = parts.take("qoq_group_scales", ("U8",))
+    zeros = parts.take("qoq_zeros", ("U8",), group_scales.shape)
+    group_size = resolve_group_size(num_in // max(1, group_scales.shape[-1]), parts.module, num_in)
+
+    def assemble() -> ProgressiveTensor:
+        codes = np.empty(shape, np.uint8)
+        codes[:, 0::2], codes[:, 1::2] = packed.read() & 15, packed.read() >> 4
+        scales = np.asarray(channel_scales.read(), np.float32)
+        return ProgressiveTensor(codes, scales, group_scales.read(), zeros.read(), group_size)
+
+    return Matrix(shape, 4 + 16 / group_size + 32 / num_in, assemble)
+
+
+def _grouped(
+    codes: Codes,
+    scales: npt.NDArray[Any],
+    zeros: Codes | None,
+    bits: int,
+    group_size: int,
+    activations: Activations,
+    order: npt.NDArray[np.int32] | None,
+) -> GroupedTensor:
+    shape = len(codes), codes.shape[1] // group_size
+    spread = np.ascontiguousarray(np.broadcast_to(np.asarray(scales, np.float32).reshape(-1, shape[1]), shape))
+    return GroupedTensor(codes, spread, zeros, None, bits, group_size, activations, order)
+
+
+def _unsigned(values: npt.NDArray[Any]) -> Codes:
+    """Returns int8 values plus 128."""
+    return np.ascontiguousarray(values).view(np.uint8) ^ np.uint8(128)

@@ -1,0 +1,83 @@
+"""Compiles kernels for GPUs that are not here: `python -m tests.compiling 90` prints what each kernel takes on sm_90.
+
+Triton brings its own assembler, so that everything but running can be checked on any machine. The launches are the real
+ones: a driver that only names its target stands in, and a launch ends when the kernel is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+
+class AbsentGpu:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def record_compiled(capability: int, work: Callable[[], object]) -> dict[str, dict[str, int]]:
+    """Does `work` with every launch compiled but not run; returns what the largest variant of each kernel takes.
+
+    `shared` is shared memory in bytes, `spilled` bytes of registers that went to memory, `variants` how many were compiled.
+    """
+    driver.set_active(AbsentGpu(capability))
+    launch = JITFunction.run
+    found: dict[str, dict[str, int]] = {}
+    seen: set[str] = set()
+
+    def compile_only(self: Any, *args: Any, **settings: Any) -> None:
+        compiled = launch(self, *args, **{**settings, "warmup": True})
+        if compiled.hash in seen:
+            return
+        seen.add(compiled.hash)
+        entry = found.setdefault(self.fn.__name__, {"shared": 0, "spilled": 0, "variants": 0})
+        entry["shared"] = max(entry["shared"], compiled.metadata.shared)
+        entry["spilled"] = max(entry["spilled"], _spilled_bytes(compiled.asm["ptx"], capability))
+        entry["variants"] += 1
+
+    JITFunction.run = compile_only
+    try:
+        work()
+    finally:
+        JITFunction.run = launch
+    return found
+
+
+def _spilled_bytes(ptx: str, capability: int) -> int:
+    """Assembles once more, and reads how much was spilled."""
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(ptx)
+        source.flush()
+        suffix = "a" if capability >= 90 else ""
+        command = [assembler, "-v", f"--gpu-name=sm_{capability}{suffix}", "--fmad=false", source.name, "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
+    words = report.replace(",", "").split()
+    return max((int(words[i - 1]) for i in range(2, len(words)) if words[i : i + 3] == ["bytes", "spill", "stores"]), default=0)
+
+
+if __name__ == "__main__":
+    from tests.compiling_work import work
+
+    print(json.dumps(record_compiled(int(sys.argv[1]), work)))
