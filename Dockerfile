@@ -3,15 +3,15 @@
 # To serve tenants, mount a key file as the user that owns it (it must be readable by that user alone):
 #   docker run --rm -p 8000:8000 --user "$(id -u)" -v "$PWD/keys.json:/keys.json:ro" cloister \
 #     serve --host 0.0.0.0 --api-keys /keys.json
+# The first stage compiles; the second has neither compiler nor torch.
 FROM python:3.11-slim AS build
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /build
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
 COPY src ./src
-ARG TORCH_INDEX=""
 RUN python -m venv /opt/cloister \
- && ( /opt/cloister/bin/pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "torch==2.13.0+cpu" \
-      || echo "no CPU build of torch was found; taking the default one" ) \
- && /opt/cloister/bin/pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} .
+ && /opt/cloister/bin/pip install --no-cache-dir . \
+ && /opt/cloister/bin/python -c "from cloister.backends.native import _native"
 
 FROM python:3.11-slim
 COPY --from=build /opt/cloister /opt/cloister

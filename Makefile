@@ -1,6 +1,7 @@
 # Two commands do all of their own set-up: `make serve` and `make test`.
 #   make serve PORT=9000 MODEL=/path/to/model
-# TORCH_INDEX=URL names a package index with CPU builds of torch, where the default one has none.
+# Serving on a CPU needs a C++ compiler (Debian: apt install g++) and no torch. Tests need torch, and so does a GPU, and so does a
+# machine without a compiler. TORCH_INDEX=URL names a package index with CPU builds of torch, where the default one has none.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PORT ?= 8000
@@ -11,6 +12,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
 TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+HAS_GPU := $(shell command -v nvidia-smi)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/cloister/backends/native/cpp/*)
+# Without a GPU a CPU build of torch is enough, and several GB smaller; where no index has one, the default build serves.
+TAKE_TORCH := $(if $(HAS_GPU),:,$(PIP) install $(TORCH_FLAGS) "$(TORCH)+cpu" 2>/dev/null \
+  || echo "no CPU build of torch was found; taking the default one (TORCH_INDEX=URL names another index)")
+# Without isolation and in a folder that stays, only what changed is compiled again.
+INSTALL := $(PIP) install $(TORCH_FLAGS) --no-build-isolation --config-settings=build-dir='build/{wheel_tag}' --editable
 
 .PHONY: serve test check install docs clean
 
@@ -41,19 +49,25 @@ $(VENV)/bin/python:
 	@"$(PYTHON)" -m venv $(VENV) \
 	  || { echo "could not make $(VENV); on Debian: apt install python3-venv" >&2; exit 1; }
 
-# Without a GPU a CPU build of torch is enough, and several GB smaller; where no index has one, the default build serves.
-$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
+	@$(PIP) install cmake ninja $$($(BIN)/python -c \
+	  'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
+	@touch $@
+
+$(VENV)/.installed: $(SOURCES) $(VENV)/.ready
 	@echo "installing Cloister into $(VENV) (once; a minute or two)"
-	@command -v nvidia-smi >/dev/null 2>&1 \
-	  || $(PIP) install $(TORCH_FLAGS) "$(TORCH)+cpu" 2>/dev/null \
-	  || echo "no CPU build of torch was found; taking the default one (TORCH_INDEX=URL names another index)"
-	@$(PIP) install $(TORCH_FLAGS) -e .
+	@$(INSTALL) '.$(if $(HAS_GPU),[gpu])'
+	@$(BIN)/python -c 'from cloister.backends.native import _native' 2>/dev/null || { \
+	  echo "the native kernels were not compiled (\`$(BIN)/cloister doctor\` says why); taking torch instead, which is slower"; \
+	  $(TAKE_TORCH); $(INSTALL) '.[torch]'; }
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
-	@$(PIP) install $(TORCH_FLAGS) -e '.[test]'
-	@touch $@
+$(VENV)/.installed-test: $(SOURCES) $(VENV)/.ready
+	@$(TAKE_TORCH)
+	@$(INSTALL) '.[test]'
+	@touch $(VENV)/.installed $@
 
-$(VENV)/.installed-check: $(VENV)/.installed
-	@$(PIP) install $(TORCH_FLAGS) -e '.[test,check]'
-	@touch $@
+$(VENV)/.installed-check: $(SOURCES) $(VENV)/.ready
+	@$(TAKE_TORCH)
+	@$(INSTALL) '.[test,check]'
+	@touch $(VENV)/.installed $(VENV)/.installed-test $@
