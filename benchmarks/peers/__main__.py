@@ -19,6 +19,7 @@ from rich.progress import Progress, TaskID
 
 from benchmarks.harness import ROOT, console, make_parser, make_progress
 from benchmarks.peers.ledger import Ledger, Run
+from benchmarks.peers.meter import NO_SESSION, await_idle
 from benchmarks.peers.process import WorkerError, run_worker
 from benchmarks.peers.report import write_report
 from benchmarks.peers.roster import Entrant, Roster
@@ -129,8 +130,13 @@ class Session:
             started.append(self._roster.embedded(shape))
         for entrant in started:
             way = entrant.first if entrant.launch.engine == "llama" else entrant
-            if way is not None:
+            if way is None:
+                continue
+            for _ in range(self._options.max_attempts):
+                await_idle(NO_SESSION, self._options.patience_s)
                 self._take_turn(shape, way, ["first_token"], number, progress, task, is_turn=False)
+                if f"{shape.name}/{way.name}" in self._ledger.failures or not self._ledger.runs[-1].disturbed:
+                    break
 
     def _take_turn(
         self,

@@ -14,6 +14,7 @@ from typing import Final, Self
 _TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _SAMPLE_EVERY_S: Final = 0.1
+NO_SESSION: Final = -1
 IDLE_CORES: Final = 0.1
 """Other processes may take this much before a run counts as disturbed."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.peers.engines import Launch
-from benchmarks.peers.meter import list_session
+from benchmarks.peers.meter import NO_SESSION, Usage, list_session
 from benchmarks.peers.worker import Job
 
 ROOT: Final = Path(__file__).parents[2]
@@ -56,6 +56,7 @@ def run_worker(
     threads = str(launch.num_threads)
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **environment}
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    before = Usage.read(NO_SESSION)
     start_s = time.monotonic()
     with (
         log.open("ab") as output,
@@ -66,7 +67,9 @@ def run_worker(
             if report["kind"] == "failed":
                 raise WorkerError(report["why"])
             if report["kind"] == "first_token":
-                report = {"kind": "figure", "name": "first_token", "samples": [report["at_s"] - start_s], "other_cores": 0.0}
+                others = Usage(**report["usage"]).other_cores_since(before)
+                samples = [report["at_s"] - start_s]
+                report = {"kind": "figure", "name": "first_token", "samples": samples, "other_cores": round(others, 3)}
             yield report
 
 

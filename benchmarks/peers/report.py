@@ -148,6 +148,7 @@ def _draw_panel(axes: Axes, shape: str, verdicts: Sequence[Verdict]) -> None:
         if figure.kind in GOALS:
             axes.hlines(GOALS[figure.kind][0], place - 0.45, place + 0.45, color=GREY, linestyle="dotted", linewidth=1.2)
     axes.axhline(1.0, color="black", linewidth=1)
+    axes.margins(y=0.16)
     axes.set_xticks(range(len(figures)), [figure.title for figure in figures])
     axes.set_title(f"{shape} (dotted: the goal)")
     axes.set_ylabel("times as good")

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from benchmarks.peers.engines import ENGINES, Launch
@@ -143,7 +143,8 @@ def _first_token(job: Job, tokens: Tokens) -> Iterator[dict[str, Any]]:
     """Loads, makes one token, and says when, on the clock that all processes of a machine share."""
     engine = ENGINES[job.launch.engine](job.launch)
     engine.generate([tokens.draw(FIGURES["first_token"].size)], 1)
-    yield {"kind": "first_token", "at_s": time.monotonic()}
+    at_s = time.monotonic()
+    yield {"kind": "first_token", "at_s": at_s, "usage": asdict(Usage.read(os.getsid(0)))}
     engine.close()
 
 
