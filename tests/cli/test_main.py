@@ -115,6 +115,52 @@ def test_the_doctor_says_what_to_do_where_something_essential_fails(capsys):
     assert "no model" in model["advice"]
 
 
+def test_the_doctor_names_the_kernels_that_this_cpu_runs():
+    check = doctor.check_kernels(needed=True)
+    assert check.good
+    assert "scalar" in check.detail
+
+
+def test_the_doctor_says_what_to_install_where_kernels_were_not_compiled(monkeypatch):
+    def find():
+        raise ModuleNotFoundError
+
+    monkeypatch.setenv("PATH", "")
+    check = doctor.check_kernels(needed=True, find=find)
+    assert not check.good
+    assert check.essential
+    assert "no C++ compiler" in check.detail
+    assert check.advice.startswith("install a C++ compiler (Debian: apt install g++)")
+
+
+def test_the_doctor_does_not_advise_a_compiler_where_there_is_one(monkeypatch, tmp_path):
+    def find():
+        raise ModuleNotFoundError
+
+    (tmp_path / "g++").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check = doctor.check_kernels(needed=False, find=find)
+    assert check.advice == doctor.INSTALL_AGAIN
+    assert not check.essential
+
+
+def test_the_doctor_says_why_kernels_do_not_load():
+    def find():
+        raise ImportError("libstdc++.so.6: version `GLIBCXX_3.4.30' not found")
+
+    assert "GLIBCXX_3.4.30" in doctor.check_kernels(needed=True, find=find).detail
+
+
+def test_the_doctor_misses_torch_only_where_it_is_needed():
+    def describe():
+        raise ModuleNotFoundError
+
+    assert doctor.check_torch(needed=False, describe=describe).good
+    check = doctor.check_torch(needed=True, describe=describe)
+    assert not check.good
+    assert "cloister[torch]" in check.advice
+
+
 def test_the_doctor_sees_a_taken_port():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

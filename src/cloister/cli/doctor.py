@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,8 @@ from cloister.cli.console import err, out, print_json
 from cloister.types.errors import CloisterError
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "asimd", "sve")
+COMPILERS = ("c++", "g++", "clang++")
+INSTALL_AGAIN = "`make clean install`, or `pip install --force-reinstall --no-deps --no-cache-dir cloister`"
 LEAST_MEMORY_BYTES = 1 << 30
 HUB_TIMEOUT_S = 3.0
 MIB = 1 << 20
@@ -59,7 +62,9 @@ def doctor(
 def examine(port: int, model: str, hub: bool) -> Iterator[Check]:
     """Yields every check, in the order in which they build on each other."""
     yield check_python()
-    yield check_torch()
+    chosen = chosen_backend()
+    yield check_kernels(chosen == "native")
+    yield check_torch(chosen == "torch")
     yield check_features()
     yield from check_limits()
     yield check_port(port)
@@ -73,12 +78,49 @@ def check_python() -> Check:
     return Check("Python", sys.version_info >= (3, 11), f"{version} at {sys.executable}", "install Python 3.11 or newer")
 
 
-def check_torch() -> Check:
+def chosen_backend() -> str:
+    """The back end that `serve` would take here."""
+    from cloister.app import resolve_settings
+
+    return str(resolve_settings().engine.config.backend)
+
+
+def check_kernels(needed: bool, find: Callable[[], Sequence[str]] | None = None) -> Check:
+    """Were the native kernels compiled, and which of them does this CPU run?"""
     try:
-        from cloister.backends.torch.probe import describe_torch
+        names = (find or _find_kernels)()
+    except ModuleNotFoundError:
+        has_compiler = any(shutil.which(name) for name in COMPILERS)
+        detail = "not compiled" + ("" if has_compiler else ": there is no C++ compiler")
+        advice = INSTALL_AGAIN if has_compiler else f"install a C++ compiler (Debian: apt install g++), then {INSTALL_AGAIN}"
+        return Check("native kernels", False, detail, advice, essential=needed)
+    except ImportError as error:
+        return Check("native kernels", False, f"they cannot be loaded: {error}", INSTALL_AGAIN, essential=needed)
+    return Check("native kernels", True, f"{names[0]}, the best of {', '.join(names)}", essential=needed)
+
+
+def _find_kernels() -> Sequence[str]:
+    from importlib import import_module
+
+    names: Sequence[str] = import_module("cloister.backends.native._native").kernel_names()
+    return names
+
+
+def check_torch(needed: bool, describe: Callable[[], str] | None = None) -> Check:
+    """Is torch there? Only a GPU, and a machine without native kernels, need it."""
+    try:
+        detail = (describe or _describe_torch)()
     except (ImportError, OSError) as error:
-        return Check("torch", False, type(error).__name__, "run `make install`, or `pip install torch`")
-    return Check("torch", True, describe_torch())
+        why = "not installed" if isinstance(error, ModuleNotFoundError) else f"it cannot be loaded ({type(error).__name__})"
+        advice = "get the native kernels, or `pip install 'cloister[torch]'`; a GPU needs the latter"
+        return Check("torch", not needed, why if needed else f"{why}; the native kernels do without", advice, essential=needed)
+    return Check("torch", True, detail, essential=needed)
+
+
+def _describe_torch() -> str:
+    from cloister.backends.torch.probe import describe_torch
+
+    return describe_torch()
 
 
 def check_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
