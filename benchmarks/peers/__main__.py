@@ -2,6 +2,7 @@
 
 python -m benchmarks.peers --peers DIR --shapes q05,l1b
 python -m benchmarks.peers --only cloister              needs no peers; makes the models itself
+python -m benchmarks.peers --peers DIR --resume         measures again what others disturbed, or what is missing
 python -m benchmarks.peers --peers DIR --report-only    writes tables and plot again from what was measured last
 """
 
@@ -53,6 +54,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--patience-s", type=float, default=20.0, help="wait for an idle machine before each figure")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="longest wait for a figure")
     parser.add_argument("--ledger", type=Path, default=scratch / "ledger.json", help="file of everything measured")
+    parser.add_argument("--resume", action="store_true", help="measure only what the ledger lacks undisturbed")
     parser.add_argument("--report-only", action="store_true", help="measure nothing")
     options = parser.parse_args()
     if unknown := set(options.figures) - set(FIGURES):
@@ -91,7 +93,8 @@ class Session:
     def __init__(self, options: argparse.Namespace, roster: Roster) -> None:
         self._options = options
         self._roster = roster
-        self._ledger = Ledger(options.ledger)
+        self._ledger = Ledger.load(options.ledger) if options.resume else Ledger(options.ledger)
+        self._ledger.failures.clear()
         self._logs = options.ledger.parent / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
 
@@ -135,7 +138,8 @@ class Session:
             for _ in range(self._options.max_attempts):
                 await_idle(NO_SESSION, self._options.patience_s)
                 self._take_turn(shape, way, ["first_token"], number, progress, task, is_turn=False)
-                if f"{shape.name}/{way.name}" in self._ledger.failures or not self._ledger.runs[-1].disturbed:
+                failed = f"{shape.name}/{way.name}" in self._ledger.failures
+                if failed or self._ledger.num_undisturbed(shape.name, way.name, "first_token") > number:
                     break
 
     def _take_turn(
@@ -151,6 +155,8 @@ class Session:
     ) -> None:
         """Runs one worker and keeps what it measures; one that failed is not asked again."""
         place = f"{shape.name}/{entrant.name}"
+        count = self._ledger.num_undisturbed
+        figures = [name for name in figures if count(shape.name, entrant.name, name) <= number]
         if figures and place not in self._ledger.failures:
             try:
                 self._run(shape, entrant, figures, number, progress, task)

@@ -84,6 +84,11 @@ class Ledger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(content), encoding="utf-8")
 
+    def num_undisturbed(self, shape: str, entrant: str, figure: str) -> int:
+        """Returns how many runs count."""
+        wanted = (shape, entrant, figure)
+        return sum((run.shape, run.entrant, run.figure) == wanted and not run.disturbed for run in self.runs)
+
     def result(self, shape: str, entrant: str, figure: str) -> Result | None:
         """Returns what undisturbed runs say, or all of them where there is no such run."""
         runs = [run for run in self.runs if (run.shape, run.entrant, run.figure) == (shape, entrant, figure)]
