@@ -317,7 +317,7 @@ INLINE void soften(float* scores, int count, View view, uint8_t* weights, float*
     *maximum = highest(most);
     f32x16 sums = {};
     for (int j = 0; j < count; j += 16) {
-        f32x16 p = exp(load<f32x16>(scores + j) - *maximum);
+        f32x16 p = exp2((load<f32x16>(scores + j) - *maximum) * log2_e);
         sums += p;
         if constexpr (floats) store(weights + size_t(j) * 4, p);
         else store(weights + size_t(j) * 2, to_bf16(p));
@@ -329,7 +329,7 @@ INLINE void soften(float* scores, int count, View view, uint8_t* weights, float*
 INLINE void join_split(float* state, const float* values, float maximum, float total, int dim, int padded) {
     float highest_yet = state[padded], *sum_yet = state + padded + 1;
     float together = highest_yet > maximum ? highest_yet : maximum;
-    f32x16 both = exp(f32x16{highest_yet, maximum} - together);
+    f32x16 both = exp2((f32x16{highest_yet, maximum} - together) * log2_e);
     f32x16 fade = set(both[0]), rise = set(both[1]);
     for (int d = 0; d < dim; d += 16) store(state + d, fma(load<f32x16>(values + d), rise, load<f32x16>(state + d) * fade));
     *sum_yet = __builtin_fmaf(total, both[1], *sum_yet * both[0]);

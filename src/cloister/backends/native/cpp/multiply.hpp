@@ -3,7 +3,6 @@
 #pragma once
 #include "kernels.hpp"
 #include "simd.hpp"
-#include "tiles.hpp"
 
 namespace cloister::CLOISTER_ISA {
 
@@ -13,44 +12,76 @@ constexpr int max_rows = 8;
 constexpr int max_rows = 2;
 #endif
 
-// ---- the end of a tile: 32 outputs of one row -------------------------------------------------------------------------------
+// ---- the end of a tile: 32 outputs of some rows ---------------------------------------------------------------------------------
 
-INLINE void finish_row(const Matrix& w, const Rows& x, int row, int panel, f32x16 low, f32x16 high, const Sink& sink) {
-    if (input_of(w.kind) == Input::int8) {
-        low *= x.scales[row];
-        high *= x.scales[row];
+struct Outputs { f32x16 low, high; };
+
+INLINE void store_outputs(float* out, int left, Outputs y) {
+    if (left >= 32) {
+        store(out, y.low);
+        store(out + 16, y.high);
+        return;
     }
-    if (w.bias) {
-        low += load<f32x16>(w.bias + panel * 32);
-        high += load<f32x16>(w.bias + panel * 32 + 16);
+    float both[32];
+    store(both, y.low);
+    store(both + 16, y.high);
+    memcpy(out, both, size_t(left) * 4);
+}
+
+// Writes activation(gate) * up, 16 numbers, where the next product or the rounding to int8 wants them.
+INLINE void store_gated(const Matrix& w, int row, int panel, f32x16 value, const Sink& sink) {
+    if (sink.wide) {
+        store(sink.wide + size_t(row) * sink.stride + panel * 16, to_bf16(value));
+    } else if (sink.next_input == Input::f32) {
+        store(sink.next->at(row, panel), value);
+    } else {
+        uint8_t* at = sink.next->at(row, panel / 2) + 32 * (panel % 2);
+        store(at, to_bf16(value));
+        if (panel == w.panels - 1 && panel % 2 == 0) memset(at + 32, 0, 32);
     }
+}
+
+// Finishes rows [first, first + count): `value(i)` gives the outputs of row first + i before the scale of its inputs and the bias.
+// What does not depend on the row is decided once.
+template <class Value>
+INLINE void finish_rows(const Matrix& w, const Rows& x, int panel, const Sink& sink, int first, int count, Value value) {
+    f32x16 bias_low = w.bias ? load<f32x16>(w.bias + panel * 32) : f32x16{};
+    f32x16 bias_high = w.bias ? load<f32x16>(w.bias + panel * 32 + 16) : f32x16{};
+    bool scaled = input_of(w.kind) == Input::int8;
+    auto outputs = [&](int i) INLINE_LAMBDA {
+        Outputs y = value(i);
+        if (scaled) {
+            y.low *= x.scales[first + i];
+            y.high *= x.scales[first + i];
+        }
+        y.low += bias_low;
+        y.high += bias_high;
+        return y;
+    };
     if (sink.finish == Finish::glu) {
-        f32x16 value = activate(low, int(sink.activation)) * high;
-        if (sink.wide) {
-            store(sink.wide + size_t(row) * sink.stride + panel * 16, to_bf16(value));
-        } else if (sink.next_input == Input::f32) {
-            store(sink.next->at(row, panel), value);
+        if (sink.activation == Activation::silu) {
+            for (int i = 0; i < count; i++) {
+                Outputs y = outputs(i);
+                store_gated(w, first + i, panel, silu(y.low) * y.high, sink);
+            }
         } else {
-            uint8_t* at = sink.next->at(row, panel / 2) + 32 * (panel % 2);
-            store(at, to_bf16(value));
-            if (panel == w.panels - 1 && panel % 2 == 0) memset(at + 32, 0, 32);
+            for (int i = 0; i < count; i++) {
+                Outputs y = outputs(i);
+                store_gated(w, first + i, panel, activate(y.low, int(sink.activation)) * y.high, sink);
+            }
         }
         return;
     }
-    float* out = sink.out + size_t(row) * sink.stride + size_t(panel) * 32;
     int left = w.outputs - panel * 32;
-    if (sink.finish == Finish::add) {
-        low += load<f32x16>(out);
-        high += load<f32x16>(out + 16);
+    float* out = sink.out + size_t(first) * sink.stride + size_t(panel) * 32;
+    if (sink.finish == Finish::store) {
+        for (int i = 0; i < count; i++, out += sink.stride) store_outputs(out, left, outputs(i));
+        return;
     }
-    if (left >= 32 || sink.finish == Finish::add) {
-        store(out, low);
-        store(out + 16, high);
-    } else {
-        float both[32];
-        store(both, low);
-        store(both + 16, high);
-        memcpy(out, both, size_t(left) * 4);
+    for (int i = 0; i < count; i++, out += sink.stride) {
+        Outputs y = outputs(i);
+        store(out, y.low + load<f32x16>(out));
+        store(out + 16, y.high + load<f32x16>(out + 16));
     }
 }
 
@@ -61,26 +92,56 @@ INLINE int32_t sum_inputs(const Rows& x, int row, int first, int count) {
     return total;
 }
 
-// An int8 product over all of K: takes off the zero point, and scales by output.
-INLINE f32x16 scale_channel(const Matrix& w, int panel, int half, i32x16 acc, int32_t total) {
-    return to_f32(acc - w.zero_point * total) * load<f32x16>(w.channel_scales + panel * 32 + 16 * half);
-}
+// What an int8 product over all of K is scaled by, for each output.
+struct Channels {
+    f32x16 low, high;
+    int32_t zero_point;
+
+    INLINE Channels(const Matrix& w, int panel)
+        : low(load<f32x16>(w.channel_scales + panel * 32)), high(load<f32x16>(w.channel_scales + panel * 32 + 16)), zero_point(w.zero_point) {}
+    INLINE Outputs operator()(i32x16 first, i32x16 second, int32_t total) const {
+        int32_t shift = zero_point * total;
+        return {to_f32(first - shift) * low, to_f32(second - shift) * high};
+    }
+};
 
 INLINE f32x16 group_scale(const Matrix& w, size_t at) {
     return w.wide_scales ? load<f32x16>((const float*)w.scales + at) : from_f16(load<u16x16>((const uint16_t*)w.scales + at));
 }
 
-// Adds one group's integer product to the float32 sum.
-INLINE f32x16 fold(const Matrix& w, size_t at, f32x16 scale, i32x16 acc, int32_t total, f32x16 c) {
-    if (w.zeros) {
-        acc -= __builtin_convertvector(load<i8x16>(w.zeros + at), i32x16) * total;
-    } else {
-        acc -= w.zero_point * total;
+// One group of a panel: how its integer products join the float32 sums. `plain` groups have one zero point and no offsets.
+template <bool plain> struct Group {
+    f32x16 low, high, low_offset = {}, high_offset = {};
+    i32x16 low_zero = {}, high_zero = {};
+    int32_t zero_point;
+
+    INLINE Group(const Matrix& w, int panel, int group) : zero_point(w.zero_point) {
+        size_t at = (size_t(panel) * w.groups + group) * 32;
+        low = group_scale(w, at);
+        high = group_scale(w, at + 16);
+        if constexpr (!plain) {
+            low_zero = w.zeros ? __builtin_convertvector(load<i8x16>(w.zeros + at), i32x16) & 255 : set(zero_point);
+            high_zero = w.zeros ? __builtin_convertvector(load<i8x16>(w.zeros + at + 16), i32x16) & 255 : set(zero_point);
+            if (w.offsets) {
+                low_offset = load<f32x16>(w.offsets + at);
+                high_offset = load<f32x16>(w.offsets + at + 16);
+            }
+        }
     }
-    c = fma(to_f32(acc), scale, c);
-    if (w.offsets) c = fma(load<f32x16>(w.offsets + at), set(float(total)), c);
-    return c;
-}
+    INLINE Outputs add(Outputs c, i32x16 first, i32x16 second, int32_t total) const {
+        if constexpr (plain) {
+            int32_t shift = zero_point * total;
+            return {fma(to_f32(first - shift), low, c.low), fma(to_f32(second - shift), high, c.high)};
+        } else {
+            f32x16 sum_of = set(float(total));
+            c.low = fma(to_f32(first - low_zero * total), low, c.low);
+            c.high = fma(to_f32(second - high_zero * total), high, c.high);
+            return {fma(low_offset, sum_of, c.low), fma(high_offset, sum_of, c.high)};
+        }
+    }
+};
+
+INLINE bool is_plain(const Matrix& w) { return !w.zeros && !w.offsets; }
 
 // ---- unpacking ------------------------------------------------------------------------------------------------------------
 
@@ -151,6 +212,12 @@ INLINE void prefetch_ahead(const uint8_t* p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
 }
 
+}  // namespace cloister::CLOISTER_ISA
+
+#include "tiles.hpp"
+
+namespace cloister::CLOISTER_ISA {
+
 // ---- vector kernels: R rows by 32 outputs -------------------------------------------------------------------------------------
 
 template <int R, Kind K>
@@ -175,7 +242,7 @@ INLINE void multiply_floats(const Matrix& w, const Rows& x, int block, int first
             }
         }
     }
-    UNROLL for (int r = 0; r < R; r++) finish_row(w, x, block * 16 + first + r, panel, c[r][0], c[r][1], sink);
+    finish_rows(w, x, panel, sink, block * 16 + first, R, [&](int r) INLINE_LAMBDA { return Outputs{c[r][0], c[r][1]}; });
 }
 
 template <int R>
@@ -202,15 +269,13 @@ INLINE void multiply_channels(const Matrix& w, const Rows& x, int block, int fir
         prefetch_ahead(codes + size_t(chunk) * step + 4096, step);
         add_products<R>(acc, integer_tiles(w, panel, codes, chunk, scratch), a, 0, 16);
     }
-    UNROLL for (int r = 0; r < R; r++) {
-        int row = block * 16 + first + r;
-        int32_t total = x.totals[row];
-        finish_row(w, x, row, panel, scale_channel(w, panel, 0, acc[r][0], total), scale_channel(w, panel, 1, acc[r][1], total), sink);
-    }
+    Channels channels(w, panel);
+    int row = block * 16 + first;
+    finish_rows(w, x, panel, sink, row, R, [&](int r) INLINE_LAMBDA { return channels(acc[r][0], acc[r][1], x.totals[row + r]); });
 }
 
 // Groups with scales of their own.
-template <int R>
+template <int R, bool plain>
 INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
     alignas(64) uint8_t scratch[2048];
     f32x16 c[R][2] = {};
@@ -228,15 +293,15 @@ INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first
             }
             add_products<R>(acc, tiles, a + size_t(half / 2) * height * 64, 8 * (half % 2), 8 * (half % 2) + 8);
         }
-        size_t at = (size_t(panel) * w.groups + group) * 32;
-        f32x16 low = group_scale(w, at), high = group_scale(w, at + 16);
+        Group<plain> scales(w, panel, group);
         UNROLL for (int r = 0; r < R; r++) {
             int32_t total = sum_inputs(x, block * 16 + first + r, half - halves, halves);
-            c[r][0] = fold(w, at, low, acc[r][0], total, c[r][0]);
-            c[r][1] = fold(w, at + 16, high, acc[r][1], total, c[r][1]);
+            Outputs y = scales.add({c[r][0], c[r][1]}, acc[r][0], acc[r][1], total);
+            c[r][0] = y.low;
+            c[r][1] = y.high;
         }
     }
-    UNROLL for (int r = 0; r < R; r++) finish_row(w, x, block * 16 + first + r, panel, c[r][0], c[r][1], sink);
+    finish_rows(w, x, panel, sink, block * 16 + first, R, [&](int r) INLINE_LAMBDA { return Outputs{c[r][0], c[r][1]}; });
 }
 
 template <int R>
@@ -244,7 +309,8 @@ INLINE void multiply_some(const Matrix& w, const Rows& x, int block, int first, 
     if (w.kind == Kind::f32) return multiply_floats<R, Kind::f32>(w, x, block, first, panel, sink);
     if (w.kind == Kind::bf16) return multiply_floats<R, Kind::bf16>(w, x, block, first, panel, sink);
     if (w.channel_scales) return multiply_channels<R>(w, x, block, first, panel, sink);
-    multiply_groups<R>(w, x, block, first, panel, sink);
+    if (is_plain(w)) return multiply_groups<R, true>(w, x, block, first, panel, sink);
+    multiply_groups<R, false>(w, x, block, first, panel, sink);
 }
 
 template <int R>

@@ -39,7 +39,7 @@ void wake_all(std::atomic<uint32_t>& word) {
 
 }  // namespace
 
-Pool::Pool(int num_threads) {
+Pool::Pool(int num_threads) : shares_(size_t(num_threads > 1 ? num_threads : 1)) {
     for (int thread = 1; thread < num_threads; thread++) workers_.emplace_back([this, thread] { serve(thread); });
 }
 
@@ -53,9 +53,12 @@ Pool::~Pool() {
 void Pool::share(int num_tasks, int grain, Call call, void* work) {
     call_ = call;
     work_ = work;
-    num_tasks_ = num_tasks;
     grain_ = grain;
-    next_.store(0, std::memory_order_relaxed);
+    int threads = num_threads();
+    for (int thread = 0; thread < threads; thread++) {
+        shares_[size_t(thread)].next.store(int(int64_t(num_tasks) * thread / threads), std::memory_order_relaxed);
+        shares_[size_t(thread)].end = int(int64_t(num_tasks) * (thread + 1) / threads);
+    }
     busy_.store(int(workers_.size()), std::memory_order_relaxed);
     generation_.fetch_add(1);  // sequentially consistent, and so ordered against the count of sleepers
     if (sleeping_.load()) wake_all(generation_);
@@ -67,11 +70,15 @@ void Pool::share(int num_tasks, int grain, Call call, void* work) {
 }
 
 void Pool::take(int thread) {
-    while (true) {
-        int task = next_.fetch_add(grain_, std::memory_order_relaxed);
-        if (task >= num_tasks_) return;
-        int end = task + grain_ < num_tasks_ ? task + grain_ : num_tasks_;
-        for (; task < end; task++) call_(work_, task, thread);
+    int threads = num_threads();
+    for (int turn = 0; turn < threads; turn++) {
+        Share& share = shares_[size_t((thread + turn) % threads)];
+        while (true) {
+            int task = share.next.fetch_add(grain_, std::memory_order_relaxed);
+            if (task >= share.end) break;
+            int end = task + grain_ < share.end ? task + grain_ : share.end;
+            for (; task < end; task++) call_(work_, task, thread);
+        }
     }
 }
 

@@ -19,8 +19,8 @@ public:
 
     int num_threads() const { return int(workers_.size()) + 1; }
 
-    // Calls work(task, thread) for every task; the caller is thread 0. Tasks are taken in order, `grain` at a time.
-    // The work must not throw. One caller at a time.
+    // Calls work(task, thread) for every task; the caller is thread 0. Each thread has a run of neighbouring tasks, `grain` of
+    // which it takes at a time, and helps the others when it is done. The work must not throw. One caller at a time.
     template <class Work> void run(int num_tasks, Work&& work, int grain = 1) {
         if (num_tasks <= grain || workers_.empty()) {
             for (int task = 0; task < num_tasks; task++) work(task, 0);
@@ -40,8 +40,9 @@ private:
     std::vector<std::thread> workers_;
     Call call_ = nullptr;
     void* work_ = nullptr;
-    int num_tasks_ = 0, grain_ = 1;
-    alignas(64) std::atomic<int> next_{0};
+    int grain_ = 1;
+    struct alignas(64) Share { std::atomic<int> next{0}; int end = 0; };
+    std::vector<Share> shares_;
     alignas(64) std::atomic<uint32_t> generation_{0};
     alignas(64) std::atomic<int> busy_{0};
     std::atomic<int> sleeping_{0};

@@ -164,8 +164,13 @@ void Program::list_tasks(const Layer& layer, const Batch& batch) {
             }
         }
     }
-    // the dear ones first, prefill and decode in one list, so that the team ends together (POD-Attention's aim on a CPU)
+    // The dear ones first, prefill and decode in one list dealt out in turn, so that the team ends together (POD-Attention's aim,
+    // Kamath et al. 2025, on a CPU).
     std::sort(tasks_.begin(), tasks_.end(), [](const AttentionTask& a, const AttentionTask& b) { return a.cost > b.cost; });
+    dealt_.clear();
+    for (int thread = 0; thread < threads; thread++)
+        for (size_t i = size_t(thread); i < tasks_.size(); i += size_t(threads)) dealt_.push_back(tasks_[i]);
+    tasks_.swap(dealt_);
 }
 
 void Program::attention(const Layer& layer, const Batch& batch) {

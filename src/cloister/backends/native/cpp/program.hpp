@@ -99,7 +99,7 @@ private:
     std::vector<Buffer> scratch_;
     std::vector<Sequence> sequences_;
     std::vector<int> sequence_of_;
-    std::vector<AttentionTask> tasks_;
+    std::vector<AttentionTask> tasks_, dealt_;
     struct Join { AttentionTask task; const float* partial; int num_splits; };
     std::vector<Join> joins_;
 

@@ -5,14 +5,6 @@
 
 namespace cloister::CLOISTER_ISA {
 
-INLINE void finish_row(const Matrix& w, const Rows& x, int row, int panel, f32x16 low, f32x16 high, const Sink& sink);
-INLINE int32_t sum_inputs(const Rows& x, int row, int first, int count);
-INLINE f32x16 scale_channel(const Matrix& w, int panel, int half, i32x16 acc, int32_t total);
-INLINE f32x16 group_scale(const Matrix& w, size_t at);
-INLINE f32x16 fold(const Matrix& w, size_t at, f32x16 scale, i32x16 acc, int32_t total, f32x16 c);
-INLINE const uint8_t* integer_tiles(const Matrix& w, int panel, const uint8_t* codes, int chunk, uint8_t* scratch);
-INLINE void prefetch_ahead(const uint8_t* p, int bytes);
-
 // Tiles 0-3 accumulate, 4 and 5 hold inputs of the upper and lower rows, 6 and 7 weights of 16 outputs each.
 INLINE void configure_tiles(int top, int bottom, int depth) {
     struct alignas(64) { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } config = {};
@@ -57,9 +49,7 @@ struct BlockPair {
         : upper(x.block(block)), lower(nullptr), top(x.height(block)), bottom(0) {
         if (block + 1 < end) { lower = x.block(block + 1); bottom = x.height(block + 1); }
     }
-    int num_rows() const { return top + bottom; }
-    // The row of a stored tile at which row `r` of the pair lies.
-    int place(int r) const { return r < top ? r : r - top + 16; }
+    int num_rows() const { return top + bottom; }  // stored tiles have them one below the other: a lower block has 16 above it
 };
 
 // All chunks of a pair with tiles that lie ready one after the other. `ahead` bytes of weights are asked for beforehand: a page
@@ -98,10 +88,9 @@ static void multiply_bf16_tiles(const Matrix& w, const Rows& x, int begin, int e
         if (rows.bottom) multiply_run<true, true>(rows, codes, w.chunks, ahead);
         else multiply_run<true, false>(rows, codes, w.chunks, ahead);
         store_tiles(c, rows.bottom);
-        for (int r = 0; r < rows.num_rows(); r++) {
-            const float* at = c[rows.place(r)];
-            finish_row(w, x, block * 16 + r, panel, load<f32x16>(at), load<f32x16>(at + 16), sink);
-        }
+        finish_rows(w, x, panel, sink, block * 16, rows.num_rows(), [&](int r) INLINE_LAMBDA {
+            return Outputs{load<f32x16>(c[r]), load<f32x16>(c[r] + 16)};
+        });
     }
 }
 
@@ -117,12 +106,10 @@ static void multiply_channel_tiles(const Matrix& w, const Rows& x, int begin, in
         if (rows.bottom) multiply_run<false, true>(rows, codes, w.chunks, ahead);
         else multiply_run<false, false>(rows, codes, w.chunks, ahead);
         store_tiles(sums, rows.bottom);
-        for (int r = 0; r < rows.num_rows(); r++) {
-            const int32_t* at = sums[rows.place(r)];
-            int32_t total = x.totals[block * 16 + r];
-            finish_row(w, x, block * 16 + r, panel, scale_channel(w, panel, 0, load<i32x16>(at), total),
-                       scale_channel(w, panel, 1, load<i32x16>(at + 16), total), sink);
-        }
+        Channels channels(w, panel);
+        finish_rows(w, x, panel, sink, block * 16, rows.num_rows(), [&](int r) INLINE_LAMBDA {
+            return channels(load<i32x16>(sums[r]), load<i32x16>(sums[r] + 16), x.totals[block * 16 + r]);
+        });
     }
 }
 
@@ -151,15 +138,14 @@ static void multiply_packed_tiles(const Matrix& w, const Rows& x, int begin, int
         else multiply_piece<false>(rows, tiles, chunk, 0);
     }
     store_tiles(sums, rows.bottom);
-    for (int r = 0; r < rows.num_rows(); r++) {
-        const int32_t* at = sums[rows.place(r)];
-        int32_t total = x.totals[begin * 16 + r];
-        finish_row(w, x, begin * 16 + r, panel, scale_channel(w, panel, 0, load<i32x16>(at), total),
-                   scale_channel(w, panel, 1, load<i32x16>(at + 16), total), sink);
-    }
+    Channels channels(w, panel);
+    finish_rows(w, x, panel, sink, begin * 16, rows.num_rows(), [&](int r) INLINE_LAMBDA {
+        return channels(load<i32x16>(sums[r]), load<i32x16>(sums[r] + 16), x.totals[begin * 16 + r]);
+    });
 }
 
 // Groups with scales of their own: each group's integers are folded into float32 sums.
+template <bool plain>
 static void multiply_group_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
     alignas(64) uint8_t scratch[2048];
     alignas(64) int32_t sums[32][32];
@@ -184,24 +170,23 @@ static void multiply_group_tiles(const Matrix& w, const Rows& x, int begin, int 
                 else multiply_piece<false>(rows, tiles, chunk, half % 2);
             }
             store_tiles(sums, rows.bottom);
-            size_t at = (size_t(panel) * w.groups + group) * 32;
-            f32x16 low = group_scale(w, at), high = group_scale(w, at + 16);
+            Group<plain> scales(w, panel, group);
             for (int r = 0; r < rows.num_rows(); r++) {
-                int i = rows.place(r);
                 int32_t total = sum_inputs(x, block * 16 + r, group * halves, halves);
-                store(c[i], fold(w, at, low, load<i32x16>(sums[i]), total, load<f32x16>(c[i])));
-                store(c[i] + 16, fold(w, at + 16, high, load<i32x16>(sums[i] + 16), total, load<f32x16>(c[i] + 16)));
+                Outputs y = scales.add({load<f32x16>(c[r]), load<f32x16>(c[r] + 16)}, load<i32x16>(sums[r]), load<i32x16>(sums[r] + 16), total);
+                store(c[r], y.low);
+                store(c[r] + 16, y.high);
             }
         }
-        for (int r = 0; r < rows.num_rows(); r++) {
-            const float* at = c[rows.place(r)];
-            finish_row(w, x, block * 16 + r, panel, load<f32x16>(at), load<f32x16>(at + 16), sink);
-        }
+        finish_rows(w, x, panel, sink, block * 16, rows.num_rows(), [&](int r) INLINE_LAMBDA {
+            return Outputs{load<f32x16>(c[r]), load<f32x16>(c[r] + 16)};
+        });
     }
 }
 
 static void multiply_integer_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
-    if (!w.channel_scales) return multiply_group_tiles(w, x, begin, end, panel, sink);
+    if (!w.channel_scales && is_plain(w)) return multiply_group_tiles<true>(w, x, begin, end, panel, sink);
+    if (!w.channel_scales) return multiply_group_tiles<false>(w, x, begin, end, panel, sink);
     if (w.kind == Kind::int8) return multiply_channel_tiles(w, x, begin, end, panel, sink);
     for (int block = begin; block < end; block += 2) multiply_packed_tiles(w, x, block, end < block + 2 ? end : block + 2, panel, sink);
 }
