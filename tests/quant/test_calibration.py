@@ -43,6 +43,9 @@ class Named:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
+    def bits(self, name: str) -> float | None:
+        return None
+
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cloister import __version__
-from cloister.cli import bench, chat, doctor, keys, policy, roofline, run, serve
+from cloister.cli import bench, chat, doctor, keys, policy, quantize, roofline, run, serve
 from cloister.cli.console import print_error
 from cloister.types.errors import CloisterError
 
@@ -27,6 +27,7 @@ app.command()(run.run)
 app.command()(chat.chat)
 app.command()(doctor.doctor)
 app.command()(roofline.roofline)
+app.command()(quantize.quantize)
 app.add_typer(bench.app, name="bench")
 app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")

@@ -81,6 +81,22 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise ModelError(f"{path.name} is damaged or cut short; download it again") from None
 
 
+def write_tensors(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Writes one file, tensors in the order given."""
+    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": names[tensor.dtype], "shape": tensor.shape, "data_offsets": (end, end + tensor.nbytes)}
+        end += tensor.nbytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # so that data begin at a multiple of 8
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor).data.cast("B") if tensor.dtype.kind in "fiu" else tensor.tobytes())
+
+
 def _entry(path: Path, name: str, fields: Mapping[str, Any], data_start: int, file_size: int) -> TensorEntry:
     dtype, shape = fields["dtype"], tuple(int(size) for size in fields["shape"])
     if dtype not in DTYPES:

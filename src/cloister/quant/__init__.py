@@ -3,7 +3,7 @@
 Importing this package registers every format in `FORMATS`.
 """
 
-from cloister.quant.base import FORMATS, FormatOptions, KVDtype, NumberFormat, QuantizedTensor
+from cloister.quant.base import FORMATS, FormatOptions, KVDtype, NumberFormat, QuantizedTensor, read_activations
 from cloister.quant.int4 import make_int4
 from cloister.quant.int8 import make_int8
 from cloister.quant.qoq import make_qoq
@@ -20,4 +20,5 @@ __all__ = [
     "make_int8",
     "make_qoq",
     "quantize_on_read",
+    "read_activations",
 ]

@@ -37,6 +37,14 @@ class FormatOptions:
     activations: Activations | None = None
 
 
+def read_activations(value: str | None) -> Activations | None:
+    """Returns what a person said of activations (ConfigError lists what there is)."""
+    known: dict[str | None, Activations | None] = {None: None, "int8": "int8", "bfloat16": "bfloat16"}
+    if value not in known:
+        raise ConfigError(f"activations are int8 or bfloat16, not {value!r}", param="activations")
+    return known[value]
+
+
 class NumberFormat(Protocol):
     """A way to write a weight matrix in few bits.
 

@@ -23,10 +23,14 @@ class Calibrator(Protocol):
 
     Attributes:
         name: its name in `CALIBRATORS`.
+        uses_text: whether it runs text at all.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def uses_text(self) -> bool: ...
 
     def calibrate(self, tensors: FloatTensors, trial: LayerTrial, number_format: NumberFormat) -> dict[str, Tensor]:
         """Returns the layer's tensors, projections in the format; norms and biases may have taken factors in.

@@ -27,6 +27,7 @@ class GPTQ:
     """
 
     name = "gptq"
+    uses_text = True
 
     def calibrate(self, tensors: FloatTensors, trial: LayerTrial, number_format: NumberFormat) -> dict[str, Tensor]:
         found: dict[str, Tensor] = dict(tensors)

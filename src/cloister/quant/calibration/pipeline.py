@@ -15,7 +15,7 @@ from cloister.quant.calibration.trial import LayerTrial
 from cloister.quant.folding import FloatTensors, key_factors
 from cloister.quant.quality import IntArray, embed, layer_tensors
 from cloister.quant.smooth_attention import smoothing_factors
-from cloister.quant.weights import VOCABULARY, QuantizedWeights
+from cloister.quant.weights import VOCABULARY, QuantizedWeights, quantize_on_read
 
 
 def calibrate(
@@ -29,6 +29,9 @@ def calibrate(
     Args:
         windows: [num_windows, length] token ids of the calibration text.
     """
+    if not calibrator.uses_text:
+        yield from quantize_on_read(spec, weights, number_format)
+        return
     for name in weights.names():
         if not name.startswith("layers."):
             tensor = weights.read(name)

@@ -10,9 +10,10 @@ from cloister.quant.folding import FloatTensors
 
 
 class RoundToNearest:
-    """Protocol `calibration.base.Calibrator`; text is used for nothing but the smoothing of keys."""
+    """Protocol `calibration.base.Calibrator`."""
 
     name = "rtn"
+    uses_text = False
 
     def calibrate(self, tensors: FloatTensors, trial: LayerTrial, number_format: NumberFormat) -> dict[str, Tensor]:
         return {name: number_format.quantize(tensor) if name in INPUTS_OF else tensor for name, tensor in tensors.items()}

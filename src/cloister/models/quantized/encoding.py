@@ -1,0 +1,118 @@
+"""Tensors in few bits as the parts that `compressed` reads, and the config that says what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends.tensors import Activations, GroupedTensor, ProgressiveTensor, Tensor
+from cloister.models.quantized.packing import pack_rows
+
+Array = npt.NDArray[Any]
+_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What one config group says of its modules."""
+
+    stored: str
+    bits: int
+    symmetric: bool
+    group_size: int | None
+    activations: Activations
+
+    def describe(self, targets: list[str]) -> dict[str, Any]:
+        strategy = "channel" if self.group_size is None else "group"
+        weights = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "strategy": strategy}
+        return {
+            "targets": targets,
+            "format": self.stored,
+            "weights": {**weights, "group_size": self.group_size, "dynamic": False},
+            "input_activations": _TOKEN if self.activations == "int8" else None,
+            "output_activations": None,
+        }
+
+
+@dataclass(slots=True)
+class Encoder:
+    """Collects parts and groups of a checkpoint, tensor by tensor.
+
+    Attributes:
+        parts: by the names that they have in the file.
+    """
+
+    parts: dict[str, Array] = field(default_factory=dict)
+    _modules: dict[_Kind, list[str]] = field(default_factory=dict)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes in one tensor under its name in the checkpoint.
+
+        Raises:
+            ValueError: a kind of tensor that no number format of ours makes.
+        """
+        module = name.removesuffix(".weight")
+        if isinstance(tensor, ProgressiveTensor):
+            self._add(module, _Kind("qoq", 4, False, tensor.group_size, "int8"), _progressive_parts(tensor))
+        elif isinstance(tensor, GroupedTensor):
+            self._add(module, *_grouped_parts(tensor))
+        else:
+            self.parts[name] = narrow(tensor)
+
+    def describe(self, calibration: str) -> dict[str, Any]:
+        """Returns `quantization_config`; the kind that most modules have is that of every "Linear"."""
+        common = max(self._modules, key=lambda kind: len(self._modules[kind]))
+        groups = [kind.describe(["Linear"] if kind is common else names) for kind, names in self._modules.items()]
+        formats = {kind.stored for kind in self._modules}
+        return {
+            "quant_method": "cloister" if "qoq" in formats else "compressed-tensors",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
+            "ignore": [],
+            "kv_cache_scheme": None,
+            "calibration": calibration,
+        }
+
+    def _add(self, module: str, kind: _Kind, parts: Mapping[str, Array]) -> None:
+        self._modules.setdefault(kind, []).append(module)
+        self.parts.update({f"{module}.{name}": array for name, array in parts.items()})
+
+
+def narrow(tensor: Array) -> Array:
+    """Returns a tensor in bfloat16 if that loses nothing."""
+    if tensor.dtype != np.float32:
+        return tensor
+    half = tensor.astype(ml_dtypes.bfloat16)
+    return half if np.array_equal(half.astype(np.float32), tensor) else tensor
+
+
+def _grouped_parts(tensor: GroupedTensor) -> tuple[_Kind, dict[str, Array]]:
+    if tensor.order is not None or tensor.offsets is not None or tensor.zeros is not None:
+        raise ValueError("only symmetric tensors with their inputs in order can be written")
+    whole_rows = tensor.group_size == tensor.shape[1]
+    group_size = None if whole_rows else tensor.group_size
+    if tensor.bits == 8 and whole_rows and tensor.activations == "int8":
+        values = (tensor.codes ^ np.uint8(128)).view(np.int8)
+        return _Kind("int-quantized", 8, True, None, "int8"), {"weight": values, "weight_scale": tensor.scales}
+    halves = tensor.scales.astype(np.float16)
+    parts = {
+        "weight_packed": pack_rows(tensor.codes, tensor.bits),
+        "weight_scale": halves if np.array_equal(halves.astype(np.float32), tensor.scales) else tensor.scales,
+        "weight_shape": np.array(tensor.shape, np.int64),
+    }
+    return _Kind("pack-quantized", tensor.bits, True, group_size, tensor.activations), parts
+
+
+def _progressive_parts(tensor: ProgressiveTensor) -> dict[str, Array]:
+    return {
+        "qoq_codes": tensor.codes[:, 0::2] | (tensor.codes[:, 1::2] << 4),
+        "qoq_channel_scales": tensor.channel_scales,
+        "qoq_group_scales": tensor.group_scales,
+        "qoq_zeros": tensor.zeros,
+    }

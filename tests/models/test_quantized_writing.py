@@ -1,0 +1,111 @@
+"""What `cloister quantize` writes is what it had: every format, through a directory and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, activations_of, dequantized
+from cloister.models import LoadedModel, load
+from cloister.models.quantized.encoding import Encoder
+from cloister.models.writing import check_place, write_model
+from cloister.quant import FORMATS, FormatOptions, quantize_on_read
+from cloister.types.errors import ModelError
+from tests.driving import build
+from tests.model_factory import make_model
+
+SIZES = {"hidden_size": 128, "intermediate_size": 208, "head_dim": 32}
+
+
+def write(source: LoadedModel, out: Path, name: str) -> None:
+    weights = quantize_on_read(source.spec, source.weights, FORMATS.get(name)(FormatOptions()))
+    write_model(source.path, out, weights, "rtn")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("name", "activations"), [("int8", None), ("int8", "bfloat16"), ("int4", None), ("int4", "bfloat16"), ("qoq", None)]
+)
+def test_a_format_comes_back_as_it_was_written(name: str, activations: str | None, tied: bool, tmp_path: Path) -> None:
+    source = load(make_model(tmp_path / "in", "qwen3", tie_word_embeddings=tied, **SIZES))
+    number_format = FORMATS.get(name)(FormatOptions(activations=activations))
+    weights = quantize_on_read(source.spec, source.weights, number_format)
+    write_model(source.path, tmp_path / "out", weights, "rtn")
+    found = load(tmp_path / "out")
+    assert found.spec == source.spec
+    for key, tensor in weights:
+        again = found.weights.read(key)
+        assert type(again) is type(tensor)
+        assert np.array_equal(dequantized(again), dequantized(tensor)), key
+        assert activations_of(again) == activations_of(tensor)
+        assert (found.weights.bits(key) is None) == isinstance(tensor, np.ndarray)
+    tokens = list(range(40))
+    assert build(found.spec, found.weights).run("a", tokens).tobytes() == build(source.spec, weights).run("a", tokens).tobytes()
+
+
+def test_everything_else_is_copied(tmp_path: Path) -> None:
+    source = load(make_model(tmp_path / "in", "llama", **SIZES))
+    write_model(
+        source.path,
+        tmp_path / "out",
+        quantize_on_read(source.spec, source.weights, FORMATS.get("int4")(FormatOptions())),
+        "rtn",
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source.path / name).read_bytes()
+    assert load(tmp_path / "out").info.defaults == source.info.defaults
+    assert load(tmp_path / "out").info.fingerprint != source.info.fingerprint
+
+
+def test_other_readers_find_plain_safetensors(tmp_path: Path) -> None:
+    """Types and names as compressed-tensors documents them, read by the safetensors library."""
+    source = load(make_model(tmp_path / "in", "llama", **SIZES))
+    write_model(
+        source.path,
+        tmp_path / "out",
+        quantize_on_read(source.spec, source.weights, FORMATS.get("int4")(FormatOptions())),
+        "rtn",
+    )
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    up = {name.rsplit(".", 1)[1]: tensor for name, tensor in tensors.items() if "layers.0.mlp.up_proj" in name}
+    assert up["weight_packed"].dtype == torch.int32
+    assert up["weight_packed"].shape == (208, 16)
+    assert up["weight_scale"].dtype == torch.float16
+    assert up["weight_shape"].tolist() == [208, 128]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "compressed-tensors"
+    linear = next(group for group in config["config_groups"].values() if group["targets"] == ["Linear"])
+    assert linear["weights"] == {
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False,
+    }  # fmt: skip
+
+
+def test_a_place_that_is_taken_is_refused(tmp_path: Path) -> None:
+    source = make_model(tmp_path / "in", "llama", **SIZES)
+    with pytest.raises(ModelError, match="exists already"):
+        check_place(source, source)
+    with pytest.raises(ModelError, match="GGUF file"):
+        check_place(tmp_path / "model.gguf", tmp_path / "out")
+    check_place(source, tmp_path / "out")
+
+
+def test_a_tensor_that_no_format_of_ours_makes_is_not_written() -> None:
+    zeros = np.full((4, 2), 3, np.uint8)
+    tensor = GroupedTensor(np.zeros((4, 64), np.uint8), np.ones((4, 2), np.float32), zeros, None, 4, 32, "int8")
+    with pytest.raises(ValueError, match="symmetric"):
+        Encoder().add("a.weight", tensor)
+
+
+def test_qoq_says_that_it_is_ours(tmp_path: Path) -> None:
+    source = load(make_model(tmp_path / "in", "llama", **SIZES))
+    write_model(
+        source.path, tmp_path / "out", quantize_on_read(source.spec, source.weights, FORMATS.get("qoq")(FormatOptions())), "rtn"
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "cloister"
+    assert isinstance(load(tmp_path / "out").weights.read("layers.0.q.weight"), ProgressiveTensor)

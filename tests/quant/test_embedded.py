@@ -1,0 +1,56 @@
+"""The embedded model in every format, on text that it was not trained on."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from cloister.backends.base import Weights
+from cloister.models import load, locate
+from cloister.quant import FORMATS, FormatOptions, KVDtype, quantize_on_read
+from cloister.quant.passages import HELD_OUT, read_passages
+from cloister.quant.quality import IntArray, Outcome, measure
+from cloister.text import Tokenizer
+
+MODEL = load(locate("cloister-5m"))
+
+
+@cache
+def windows() -> IntArray:
+    ids = Tokenizer(MODEL.path).encode(read_passages(HELD_OUT), parse_special=False)[: 10 * 512]
+    return np.array(ids, np.int32).reshape(10, 512)
+
+
+def measured(weights: Weights, kv_dtype: KVDtype = "bfloat16") -> Outcome:
+    return measure(MODEL.spec, weights, windows(), kv_dtype)
+
+
+@cache
+def plain() -> Outcome:
+    return measured(MODEL.weights)
+
+
+@cache
+def rounded(name: str) -> Outcome:
+    return measured(quantize_on_read(MODEL.spec, MODEL.weights, FORMATS.get(name)(FormatOptions())))
+
+
+def test_the_model_knows_its_field() -> None:
+    assert 20 < plain().perplexity < 50
+
+
+@pytest.mark.parametrize(("name", "loss", "agreement"), [("int8", 0.05, 0.97), ("int4", 0.9, 0.87), ("qoq", 1.2, 0.85)])
+def test_rounding_costs_no_more_than_it_did(name: str, loss: float, agreement: float) -> None:
+    assert abs(rounded(name).perplexity - plain().perplexity) < loss
+    assert rounded(name).agreement(plain()) > agreement
+
+
+def test_more_bits_lose_less() -> None:
+    losses = [rounded(name).perplexity - plain().perplexity for name in ("int8", "int4", "qoq")]
+    assert losses == sorted(losses)
+
+
+def test_a_cache_of_8_bits_costs_next_to_nothing() -> None:
+    assert abs(measured(MODEL.weights, "int8").perplexity - plain().perplexity) < 0.03
