@@ -1,5 +1,7 @@
 """Compiles kernels for GPUs that are not here: `python -m tests.compiling 90` prints what each kernel takes on sm_90.
 
+With `--spills` every kernel is assembled once more, to count the bytes of registers that went to memory.
+
 Triton brings its own assembler, so that everything but running can be checked on any machine. The launches are the real
 ones: a driver that only names its target stands in, and a launch ends when the kernel is compiled.
 """
@@ -36,10 +38,10 @@ class AbsentGpu:
         return 0
 
 
-def record_compiled(capability: int, work: Callable[[], object]) -> dict[str, dict[str, int]]:
+def record_compiled(capability: int, work: Callable[[], object], *, spills: bool = False) -> dict[str, dict[str, int]]:
     """Does `work` with every launch compiled but not run; returns what the largest variant of each kernel takes.
 
-    `shared` is shared memory in bytes, `spilled` bytes of registers that went to memory, `variants` how many were compiled.
+    `shared` is shared memory in bytes, `variants` how many were compiled, `spilled` bytes of registers that went to memory.
     """
     driver.set_active(AbsentGpu(capability))
     launch = JITFunction.run
@@ -51,9 +53,10 @@ def record_compiled(capability: int, work: Callable[[], object]) -> dict[str, di
         if compiled.hash in seen:
             return
         seen.add(compiled.hash)
-        entry = found.setdefault(self.fn.__name__, {"shared": 0, "spilled": 0, "variants": 0})
+        entry = found.setdefault(self.fn.__name__, {"shared": 0, "variants": 0, **({"spilled": 0} if spills else {})})
         entry["shared"] = max(entry["shared"], compiled.metadata.shared)
-        entry["spilled"] = max(entry["spilled"], _spilled_bytes(compiled.asm["ptx"], capability))
+        if spills:
+            entry["spilled"] = max(entry["spilled"], _spilled_bytes(compiled.asm["ptx"], capability))
         entry["variants"] += 1
 
     JITFunction.run = compile_only
@@ -66,7 +69,8 @@ def record_compiled(capability: int, work: Callable[[], object]) -> dict[str, di
 
 def _spilled_bytes(ptx: str, capability: int) -> int:
     """Assembles once more, and reads how much was spilled."""
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    name = "ptxas" if capability < 100 else "ptxas-blackwell"
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
         source.write(ptx)
         source.flush()
@@ -78,6 +82,11 @@ def _spilled_bytes(ptx: str, capability: int) -> int:
 
 
 if __name__ == "__main__":
-    from tests.compiling_work import work
+    from tests.compiling_work import work, work_in_fp8
 
-    print(json.dumps(record_compiled(int(sys.argv[1]), work)))
+    capability = int(sys.argv[1])
+    spills = "--spills" in sys.argv
+    taken = record_compiled(capability, work, spills=spills)
+    if capability >= 89:
+        taken |= record_compiled(capability, work_in_fp8, spills=spills)
+    print(json.dumps(taken))

@@ -32,11 +32,11 @@ def tokens_of(spec: DecoderSpec, count: int) -> list[int]:
     return torch.randint(spec.vocab_size, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
-@pytest.mark.parametrize("spec", [NARROW, WINDOWED], ids=["narrow", "windowed"])
-def test_logits_are_the_oracles(spec: DecoderSpec) -> None:
-    weights, tokens = RandomWeights(spec), tokens_of(spec, 262)
+@pytest.mark.parametrize(("spec", "count"), [(NARROW, 262), (WINDOWED, 90)], ids=["narrow", "windowed"])
+def test_logits_are_the_oracles(spec: DecoderSpec, count: int) -> None:
+    weights, tokens = RandomWeights(spec), tokens_of(spec, count)
     expected = build(spec, weights).run("a", tokens)
-    assert np.abs(open_driver(spec, weights).run("a", tokens, 200) - expected).max() < 2e-4
+    assert np.abs(open_driver(spec, weights).run("a", tokens, 70) - expected).max() < 2e-4
 
 
 def test_bfloat16_differs_from_the_oracle_only_as_rounding_does() -> None:
@@ -63,10 +63,9 @@ def test_biases_and_activations_are_obeyed() -> None:
     assert np.abs(open_driver(spec, weights).run("a", tokens) - build(spec, weights).run("a", tokens)).max() < 2e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_company_chunks_blocks_and_hits_change_no_bit(dtype: torch.dtype) -> None:
+def test_company_chunks_blocks_and_hits_change_no_bit() -> None:
     """The last tokens lie beyond the first split; they are prefilled, hit, decoded, and computed beside others."""
-    spec = replace(NARROW, layers=NARROW.layers[:1])
+    spec, dtype = replace(NARROW, layers=NARROW.layers[:1]), torch.bfloat16
     weights, tokens = RandomWeights(spec), tokens_of(spec, 264)
     driver = open_driver(spec, weights, dtype=dtype)
     alone = driver.run("a", tokens)
@@ -89,17 +88,15 @@ def test_a_greedy_step_returns_the_largest_logit_of_each_row() -> None:
 def test_a_padded_decode_step_has_the_bits_of_the_step_itself() -> None:
     """What a captured graph computes, without the capture: five sequences in a step for eight."""
     spec = replace(NARROW, layers=NARROW.layers[:1])
-    driver, plain = (open_driver(spec, RandomWeights(spec)) for _ in range(2))
-    prompts = {number: tokens_of(spec, 4 + number) for number in range(4)} | {4: tokens_of(spec, 300)}
-    for one in (driver, plain):
-        one.step(prompts)
+    driver = open_driver(spec, RandomWeights(spec))
+    driver.step({number: tokens_of(spec, 4 + number) for number in range(4)} | {4: tokens_of(spec, 260)})
     program: Any = driver.program
+    batch = driver.plan({number: [number] for number in (3, 0, 4, 2, 1)}, logit_rows=[4, 0, 2])
+    expected, best = program.forward(batch), program.forward_best(batch)
     program._graphs = Uncaptured(program)
-    nexts = {number: [number] for number in (3, 0, 4, 2, 1)}
-    padded, expected = driver.step(nexts), plain.step(nexts)
-    assert program._graphs.sizes == [(8, 32)]
-    assert all(padded[number].tobytes() == expected[number].tobytes() for number in nexts)
-    assert [driver.step({0: [5]})[0].tobytes()] == [plain.step({0: [5]})[0].tobytes()]
+    assert program.forward(batch).tobytes() == expected.tobytes()
+    assert program.forward_best(batch).tolist() == best.tolist()
+    assert program._graphs.sizes == [(8, 32), (8, 32)]
 
 
 class Uncaptured:

@@ -13,7 +13,7 @@ from torch import Tensor
 from cloister.backends import tensors
 from cloister.backends.base import Weights
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
-from cloister.backends.torch.cuda.tiles import FLOAT_TILES, HALF_TILES, TileBook, random_rows
+from cloister.backends.torch.cuda.tiles import CODE_TILES, FLOAT_TILES, HALF_TILES, TileBook, random_rows
 from cloister.backends.torch.decoder import to_torch
 from cloister.backends.torch.triton.grouped import PackedMatrix, grouped_matmul, pack
 from cloister.backends.torch.triton.matmul import matmul
@@ -73,7 +73,7 @@ class QuantizedMatrix:
         self._tiles = book.measure(
             (*packed.kind, dtype),
             lambda tile: grouped_matmul(rows, packed, None, torch.float32, tile),
-            FLOAT_TILES if dtype == torch.float32 else HALF_TILES,
+            FLOAT_TILES if dtype == torch.float32 else CODE_TILES,
         )
 
     def multiply(self, rows: Tensor, out_dtype: torch.dtype) -> Tensor:

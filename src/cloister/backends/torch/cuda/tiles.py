@@ -24,7 +24,15 @@ HALF_TILES: Final = (
     Tile(16, 64, 4, 4),
     Tile(16, 32, 4, 4),
 )
-"""For weights of 16 bits or fewer; the reference first."""
+"""For weights of 16 bits; the reference first."""
+CODE_TILES: Final = (
+    Tile(64, 64, 4, 3),
+    Tile(128, 128, 8, 3),
+    Tile(64, 32, 4, 4),
+    Tile(16, 64, 4, 4),
+    Tile(16, 32, 4, 4),
+)
+"""For weights of 8 bits or fewer, whose scales and codes need more registers."""
 FLOAT_TILES: Final = (Tile(64, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3))
 """For weights in float32, which tensor cores do not take."""
 NUM_ROWS: Final = 130
