@@ -52,8 +52,8 @@ LIMITS = {
     (GREEDY, 16): Limit(1, 470, 600, 12, 3),
     (LOGITS, 1): Limit(1, 128, 95, 10, 0.5),
     (LOGITS, 16): Limit(1, 480, 620, 15, 3),
-    (DRAWN, 1): Limit(1, 176, 122, 520, 0.5),
-    (DRAWN, 16): Limit(1, 615, 705, 4100, 3),
+    (DRAWN, 1): Limit(1, 193, 146, 142, 0.5),
+    (DRAWN, 16): Limit(1, 650, 750, 1110, 3),
 }
 """By how tokens are chosen and how many sequences decode; two or three percent above what was counted on Python 3.11."""
 

@@ -14,6 +14,11 @@ def keys_of(seeds, indexes, positions):
     return noise_keys(seeds.astype(np.uint64), indexes.astype(np.int64), positions.astype(np.int64))
 
 
+def dense(num_ids, keys):
+    """Noise of every id, [num_keys, num_ids]."""
+    return Noise(num_ids).at(keys[:, None], np.arange(num_ids))
+
+
 def uniform(noise):
     """Maps Exponential(1) back to uniform."""
     return -np.expm1(-noise.astype(np.float64))
@@ -24,17 +29,16 @@ def chi_square(counts, expected):
 
 
 def test_single_tokens_have_the_noise_of_the_whole_vocabulary():
-    noise = Noise(1003)
     keys = keys_of(5, 0, np.arange(20))
-    dense = noise.dense(keys)
-    rows, ids = np.divmod(np.random.default_rng(0).integers(0, dense.size, 500), 1003)
-    assert (noise.at(keys[rows], ids) == dense[rows, ids]).all()
+    whole = dense(1003, keys)
+    rows, ids = np.divmod(np.random.default_rng(0).integers(0, whole.size, 500), 1003)
+    assert (Noise(1003).at(keys[rows], ids) == whole[rows, ids]).all()
+    assert (Noise(2006).at(keys[rows], ids) == whole[rows, ids]).all()
 
 
 def test_noise_is_positive_and_finite_for_a_great_many_draws():
-    noise = Noise(100_000)
     for position in range(20):
-        drawn = noise.dense(keys_of(1, 0, [position]))
+        drawn = dense(100_000, keys_of(1, 0, [position]))
         assert drawn.dtype == np.float32
         assert (drawn > 0).all()
         assert np.isfinite(drawn).all()
@@ -51,7 +55,7 @@ def test_the_extreme_bit_patterns_stay_positive_and_finite():
 
 
 def test_noise_is_exponential():
-    drawn = uniform(Noise(2000).dense(keys_of(123, 0, np.arange(100)))).ravel()
+    drawn = uniform(dense(2000, keys_of(123, 0, np.arange(100)))).ravel()
     counts = np.histogram(drawn, bins=100, range=(0, 1))[0]
     assert chi_square(counts, drawn.size / 100) < CHI_99_9[99]
     small = drawn[drawn < 1e-3]
@@ -71,15 +75,14 @@ def test_noise_is_exponential():
     ids=["neighbouring positions", "sequence indexes", "seeds", "index and position", "top bit of the seed"],
 )
 def test_streams_are_independent(first, second):
-    noise = Noise(2000)
-    pair = [uniform(noise.dense(keys_of(*key))).ravel() for key in (first, second)]
+    pair = [uniform(dense(2000, keys_of(*key))).ravel() for key in (first, second)]
     counts = np.histogram2d(*pair, bins=8, range=[(0, 1), (0, 1)])[0]
     assert chi_square(counts, pair[0].size / 64) < CHI_99_9[63]
     assert abs(np.corrcoef(*pair)[0, 1]) < 0.012
 
 
 def test_tokens_are_independent_of_their_neighbours():
-    drawn = uniform(Noise(2001).dense(keys_of(9, 0, np.arange(50))))
+    drawn = uniform(dense(2001, keys_of(9, 0, np.arange(50))))
     for lag in (1, 2, 1000):
         counts = np.histogram2d(drawn[:, :-lag].ravel(), drawn[:, lag:].ravel(), bins=8, range=[(0, 1), (0, 1)])[0]
         assert chi_square(counts, counts.sum() / 64) < CHI_99_9[63]
@@ -91,9 +94,8 @@ def test_keys_use_all_three_counters_and_do_not_collide():
 
 
 def test_half_of_the_bits_change_with_any_bit_of_the_key():
-    noise = Noise(4096)
     base = np.array([0x0123456789ABCDEF], np.uint64)
-    plain = uniform(noise.dense(base)) < 0.5
+    plain = uniform(dense(4096, base)) < 0.5
     for bit in range(64):
-        other = uniform(noise.dense(base ^ np.uint64(1 << bit))) < 0.5
+        other = uniform(dense(4096, base ^ np.uint64(1 << bit))) < 0.5
         assert 0.45 < (plain != other).mean() < 0.55

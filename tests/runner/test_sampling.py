@@ -74,6 +74,26 @@ def test_draws_follow_the_distribution(sampling, kept):
     assert statistic < critical
 
 
+def test_draws_follow_the_distribution_across_groups_of_tokens():
+    rng = np.random.default_rng(4)
+    logits = rng.standard_normal(1000) * 2
+    logits[[0, 255, 256, 511, 767, 768, 999]] = 6.0
+    counts = frequencies(SamplingParams(temperature=1.3), logits, num_draws=60_000)
+    expected = softmax(logits / 1.3) * counts.sum()
+    order = np.argsort(-expected)
+    bins = np.array_split(order, 50)  # so that each has draws enough
+    seen, wanted = (np.array([values[part].sum() for part in bins]) for values in (counts, expected))
+    assert ((seen - wanted) ** 2 / wanted).sum() < 85.4  # chi-square of 49 degrees of freedom, quantile 0.999
+    seen, wanted = (np.add.reduceat(values, [0, 256, 512, 768]) for values in (counts, expected))
+    assert ((seen - wanted) ** 2 / wanted).sum() < 16.3  # the same of 3 degrees
+
+
+def test_the_last_tokens_of_a_vocabulary_are_drawn_as_often_as_the_first():
+    counts = frequencies(SamplingParams(), np.zeros(259), num_draws=51_800)
+    assert counts[256:].sum() == pytest.approx(600, abs=100)
+    assert counts.sum() == 51_800
+
+
 def test_a_rare_token_is_drawn_as_rarely_as_it_should_be():
     logits = np.zeros(1000)
     logits[0] = 12.0

@@ -24,27 +24,23 @@ def noise_keys(seeds: KeyArray, indexes: npt.NDArray[np.int64], positions: npt.N
 
 
 class Noise:
-    """Exponential(1) noise per (key, token).
+    """Exponential(1) noise per (key, id), for ids below `num_ids`: tokens, or groups of them.
 
     With weights w, argmax(w / noise) is a draw from w / sum(w): the exponential race, which is the Gumbel-max trick
     (Maddison et al. 2014) without its second logarithm.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self._tokens = _mix32(np.arange(1, vocab_size + 1, dtype=np.uint32))
+    def __init__(self, num_ids: int) -> None:
+        self._ids = _mix32(np.arange(1, num_ids + 1, dtype=np.uint32))
 
-    def dense(self, keys: KeyArray) -> FloatArray:
-        """Returns the noise of every token, [num_rows, vocab]."""
-        return _exponential(_keyed_bits(self._tokens[None, :], keys[:, None]))
-
-    def at(self, keys: KeyArray, token_ids: npt.NDArray[np.int64]) -> FloatArray:
-        """Returns the noise of one token per key, [num_pairs]; equals the same entries of `dense`."""
-        return _exponential(_keyed_bits(self._tokens[token_ids], keys))
+    def at(self, keys: KeyArray, ids: npt.NDArray[np.int64]) -> FloatArray:
+        """Returns the noise of each id under each key; shapes broadcast."""
+        return _exponential(_keyed_bits(self._ids[ids], keys))
 
 
-def _keyed_bits(tokens: BitArray, keys: KeyArray) -> BitArray:
-    """Mixes token ids (mixed once already) with both halves of a key. Shapes broadcast."""
-    bits = tokens ^ (keys >> np.uint64(32)).astype(np.uint32)
+def _keyed_bits(ids: BitArray, keys: KeyArray) -> BitArray:
+    """Mixes ids (mixed once already) with both halves of a key. Shapes broadcast."""
+    bits = ids ^ (keys >> np.uint64(32)).astype(np.uint32)
     bits = _mix32(bits)
     bits += keys.astype(np.uint32)
     return _mix32(bits)

@@ -18,6 +18,8 @@ FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 Columns = npt.NDArray[np.void]
 
+_GROUP_TOKENS = 256
+
 
 def finite_rows(logits: FloatArray) -> npt.NDArray[np.bool_]:
     """Says which rows hold finite numbers only, [num_rows]: min and max let neither NaN nor infinity pass unseen."""
@@ -44,7 +46,9 @@ class Sampler:
     """Temperature, truncation and noise over a vocabulary; greedy where the temperature is 0."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._noise = Noise(vocab_size)
+        self._starts = np.arange(0, vocab_size, _GROUP_TOKENS)
+        self._groups = vocab_size + np.arange(self._starts.size)
+        self._noise = Noise(vocab_size + self._starts.size)
 
     def choose(self, logits: FloatArray, states: Sequence[SequenceState], columns: Columns, keys: KeyArray) -> IntArray:
         """Chooses one token per row.
@@ -72,7 +76,7 @@ class Sampler:
         drawn = np.flatnonzero(choosable & (columns["temperature"] > 0))
         if drawn.size:
             with np.errstate(over="ignore"):  # a cold temperature sends unlikely tokens to -inf, which is right
-                scaled = scores[drawn] - best[drawn, None]
+                scaled = (scores if drawn.size == len(scores) else scores[drawn]) - best[drawn, None]
                 scaled /= columns["temperature"][drawn, None]
             tokens[drawn] = self._draw(scaled, columns[drawn], keys[drawn])
         return tokens
@@ -89,13 +93,21 @@ class Sampler:
         return tokens
 
     def _draw_any(self, scaled: FloatArray, keys: KeyArray) -> IntArray:
-        races = np.exp(scaled, out=scaled)
-        races /= self._noise.dense(keys)
-        tokens: IntArray = races.argmax(axis=1)
+        """Draws a group of neighbouring tokens by its whole weight, then a token inside it by its own.
+
+        The product of both is the token's probability. Noise for every token would cost five times all the rest.
+        """
+        weights = np.exp(scaled, out=scaled)
+        races = np.add.reduceat(weights, self._starts, axis=1) / self._noise.at(keys[:, None], self._groups)
+        first = self._starts[races.argmax(axis=1), None]
+        # past the end of the vocabulary its last token stands again, and of equal racers the first one wins
+        ids = np.minimum(first + np.arange(_GROUP_TOKENS), scaled.shape[1] - 1)
+        races = np.take_along_axis(weights, ids, axis=1) / self._noise.at(keys[:, None], ids)
+        tokens: IntArray = np.take_along_axis(ids, races.argmax(axis=1)[:, None], axis=1)[:, 0]
         return tokens
 
     def _draw_kept(self, scaled: FloatArray, columns: Columns, keys: KeyArray) -> IntArray:
-        """As `_draw_any` among the kept tokens only, whose noise alone is computed."""
+        """Draws among the kept tokens, whose noise alone is computed."""
         kept = kept_tokens(scaled, columns["top_k"], columns["top_p"], columns["min_p"])
         rows, ids = np.nonzero(kept)
         races = np.exp(scaled[rows, ids]) / self._noise.at(keys[rows], ids)
