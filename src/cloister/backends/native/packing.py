@@ -143,9 +143,16 @@ def _supported(tensor: Tensor) -> Tensor:
     """Returns the tensor, or its dequantisation in bfloat16 where no kernel computes on its codes."""
     if isinstance(tensor, np.ndarray):
         return tensor
-    whole_groups = tensor.group_size % _SUM_LENGTH == 0 or tensor.group_size == tensor.shape[1]
+    whole_groups = tensor.group_size % _SUM_LENGTH == 0 or _scaled_by_row(tensor)
     plain = isinstance(tensor, ProgressiveTensor) or (tensor.order is None and tensor.activations == "int8")
     return tensor if plain and whole_groups else tensor.dequantize().astype(ml_dtypes.bfloat16)
+
+
+def _scaled_by_row(tensor: Tensor) -> bool:
+    """Tells whether a tensor is int8 with nothing but one scale for each output."""
+    if not isinstance(tensor, GroupedTensor) or tensor.bits != 8:
+        return False
+    return tensor.group_size == tensor.shape[1] and tensor.zeros is None and tensor.offsets is None
 
 
 def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -174,8 +181,7 @@ def _metadata(kind: Kind, tensors: Sequence[Tensor]) -> dict[str, list[npt.NDArr
     grouped = [t for t in tensors if isinstance(t, GroupedTensor)]
     if not grouped:
         return {}
-    bare = all(t.zeros is None and t.offsets is None for t in grouped)
-    if kind is Kind.INT8 and bare and all(t.group_size == t.shape[1] for t in grouped):
+    if all(_scaled_by_row(t) for t in grouped):
         return {"channel_scales": [t.scales for t in grouped]}
     exact = all(np.array_equal(t.scales.astype(np.float16).astype(np.float32), t.scales) for t in grouped)
     found: dict[str, list[npt.NDArray[Any]]] = {
