@@ -91,7 +91,7 @@ def pad_decode(num_seqs: int, table_width: int, num_items: int, num_joins: int) 
         num_seqs=seqs,
         table_width=_power_of_two(table_width),
         num_items=max(seqs, _power_of_two(num_items)),
-        num_joins=seqs if num_joins <= seqs else _power_of_two(num_joins),
+        num_joins=max(seqs, _power_of_two(num_joins)) if num_joins else 0,
     )
 
 

@@ -113,7 +113,8 @@ class CudaProgram:
 
     def _run_captured(self, batch: ForwardBatch) -> Outputs | None:
         """Replays a decode step, whose outputs have a row for every token; None if the step prefills or is too large."""
-        if self._graphs is None or len(batch.token_ids) != len(batch.context_lens) or len(batch.token_ids) == 0:
+        is_decode = len(batch.token_ids) > 0 and bool((np.diff(batch.query_starts) == 1).all())
+        if self._graphs is None or not is_decode:
             return None
         self._check(batch)
         works = self._attention.cut(batch)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, activations_of
+from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
 from cloister.backends.torch.triton import EXACT
 from cloister.backends.torch.triton.matmul import Tile
 from cloister.backends.torch.triton.rounding import round_rows
@@ -69,33 +69,48 @@ class PackedMatrix:
 
 
 def pack(tensor: GroupedTensor | ProgressiveTensor, device: torch.device) -> PackedMatrix:
-    """Packs a quantised weight for the kernel, on `device`.
+    """Packs a quantised weight for the kernel, on `device`."""
+    return _pack_levels(tensor, device) if isinstance(tensor, ProgressiveTensor) else _pack_groups(tensor, device)
 
-    Raises:
-        ValueError: groups are smaller than an int8 product takes at once.
-    """
-    depth = next(size for size in (64, 32, 16) if tensor.group_size % size == 0)
-    bits = 4 if isinstance(tensor, ProgressiveTensor) else tensor.bits
-    rounds = activations_of(tensor) == "int8"
-    if rounds and depth < 32:
-        raise ValueError(f"int8 products need a group size that is a multiple of 32, not {tensor.group_size}")
-    scales = tensor.group_scales if isinstance(tensor, ProgressiveTensor) else tensor.scales
-    order = None if isinstance(tensor, ProgressiveTensor) else tensor.order
+
+def _pack_groups(tensor: GroupedTensor, device: torch.device) -> PackedMatrix:
+    depth = _depth(tensor.group_size)
+    codes = _join_halves(tensor.codes, depth) if tensor.bits == 4 else np.array(tensor.codes)
     return PackedMatrix(
-        codes=torch.from_numpy(_join_halves(tensor.codes, depth) if bits == 4 else np.array(tensor.codes)).to(device),
-        scales=_by_group(scales, device),
+        codes=torch.from_numpy(codes).to(device),
+        scales=_by_group(tensor.scales, device),
         zeros=None if tensor.zeros is None else _by_group(tensor.zeros, device),
-        offsets=_by_group(tensor.offsets, device) if isinstance(tensor, GroupedTensor) and tensor.offsets is not None else None,
-        channel_scales=torch.from_numpy(np.array(tensor.channel_scales)).to(device)
-        if isinstance(tensor, ProgressiveTensor)
-        else None,
-        order=None if order is None else torch.from_numpy(order.astype(np.int64)).to(device),
-        bits=bits,
+        offsets=None if tensor.offsets is None else _by_group(tensor.offsets, device),
+        channel_scales=None,
+        order=None if tensor.order is None else torch.from_numpy(tensor.order.astype(np.int64)).to(device),
+        bits=tensor.bits,
         group_size=tensor.group_size,
         num_inputs=tensor.shape[1],
         depth=depth,
-        rounds_inputs=rounds,
+        rounds_inputs=tensor.activations == "int8",
     )
+
+
+def _pack_levels(tensor: ProgressiveTensor, device: torch.device) -> PackedMatrix:
+    depth = _depth(tensor.group_size)
+    return PackedMatrix(
+        codes=torch.from_numpy(_join_halves(tensor.codes, depth)).to(device),
+        scales=_by_group(tensor.group_scales, device),
+        zeros=_by_group(tensor.zeros, device),
+        offsets=None,
+        channel_scales=torch.from_numpy(np.array(tensor.channel_scales)).to(device),
+        order=None,
+        bits=4,
+        group_size=tensor.group_size,
+        num_inputs=tensor.shape[1],
+        depth=depth,
+        rounds_inputs=True,
+    )
+
+
+def _depth(group_size: int) -> int:
+    """Returns how many inputs, all of one group, are multiplied at once."""
+    return next(size for size in (64, 32, 16) if group_size % size == 0)
 
 
 def _by_group(values: np.ndarray, device: torch.device) -> Tensor:
@@ -130,8 +145,12 @@ def _add_block(
         levels = (codes.to(tl.int32) - zero[None, :]) * factor[None, :]
         sums = tl.dot(left, levels.to(tl.int8), sums, out_dtype=tl.int32)
     else:
-        if INT8:
+        if INT8 and DEPTH >= 32:
             product = tl.dot(left, (codes.to(tl.int16) - MIDDLE).to(tl.int8), out_dtype=tl.int32).to(tl.float32)
+            total = tl.sum(left.to(tl.int32), 1).to(tl.float32)
+        elif INT8:  # int8 products take 32 inputs at least; of 16 the sum in float32 is exact, too
+            wide = left.to(tl.float32).to(tl.bfloat16)
+            product = tl.dot(wide, (codes.to(tl.int16) - MIDDLE).to(tl.float32).to(tl.bfloat16))
             total = tl.sum(left.to(tl.int32), 1).to(tl.float32)
         else:
             ones = tl.full((DEPTH, 16), 1.0, tl.float32).to(left.dtype)
