@@ -91,7 +91,7 @@ FORMATS: Registry[FormatFactory] = Registry("number format")
 """Formats by name; to leave weights as they are is no format."""
 
 
-def choose(value: int | None, default: int, allowed: tuple[int, ...], name: str) -> int:
+def choose_group_size(value: int | None, default: int, allowed: tuple[int, ...], name: str) -> int:
     """Returns a group size that a format has (ConfigError lists those)."""
     if value is not None and value not in allowed:
         known = ", ".join(str(size) for size in allowed) or "none to choose"

@@ -19,7 +19,7 @@ class Folding:
     """A place where inputs can be divided by a factor per channel.
 
     Attributes:
-        inputs: what the inputs are called (`forward.Observer`).
+        inputs: what the inputs are called (`forward.LayerForward.steps`).
         source: the module whose outputs they are; its rows are divided.
         consumers: the projections that read them; their columns are multiplied.
     """

@@ -5,7 +5,7 @@ It holds the weights of one layer at a time. It is no back end: there is no cach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from typing import TypeAlias
@@ -20,9 +20,6 @@ from cloister.quant.kv import round_kv
 
 LayerTensors: TypeAlias = Mapping[str, Tensor]
 """One layer's tensors under their canonical names less `layers.L.`, such as `q.weight`."""
-
-Observer: TypeAlias = Callable[[str, FloatArray], None]
-"""Called with the inputs [length, in] of `qkv`, `o`, `gate_up` and `down`, and `keys` [length, num_kv_heads, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,33 +43,45 @@ class LayerForward:
     def __init__(self, spec: LayerSpec, tensors: LayerTensors, norm_eps: float, kv_dtype: KVDtype = "bfloat16") -> None:
         self._spec, self._eps, self._kv_dtype = spec, norm_eps, kv_dtype
         self._tensors = tensors
-        self._products = {name: self._product(name) for name in ("q", "k", "v", "o", "gate", "up", "down")}
+        self._products: dict[str, _Product] = {}
 
-    def __call__(self, hidden: FloatArray, observe: Observer = lambda name, rows: None) -> FloatArray:
+    def __call__(self, hidden: FloatArray) -> FloatArray:
         """Returns the layer's output [length, hidden] for one window's input of the same shape."""
-        hidden = hidden + self._attend(rms_norm(hidden, self._vector("attention_norm"), self._eps), observe)
-        normed = rms_norm(hidden, self._vector("mlp_norm"), self._eps)
-        observe("gate_up", normed)
-        gated = ACTIVATIONS[self._spec.mlp.activation](self._products["gate"](normed)) * self._products["up"](normed)
-        observe("down", gated)
-        return hidden + self._products["down"](gated)
+        *_, (_, out) = self.steps(hidden)
+        return out
 
-    def _attend(self, normed: FloatArray, observe: Observer) -> FloatArray:
+    def steps(self, hidden: FloatArray) -> Iterator[tuple[str, FloatArray]]:
+        """Yields what flows through the layer as it comes about; who has seen enough need not go on.
+
+        That is the inputs [length, in] of `qkv`, then `keys` [length, num_kv_heads, head_dim] after rotation, the inputs of
+        `o`, `gate_up` and `down`, and the output as `out`.
+        """
         spec = self._spec.attention
-        observe("qkv", normed)
+        normed = rms_norm(hidden, self._vector("attention_norm"), self._eps)
+        yield "qkv", normed
         queries, keys, values = (self._heads(name, normed) for name in "qkv")
         cos, sin = rotation(spec.rope, len(normed))
         queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
-        observe("keys", keys)
+        yield "keys", keys
         mixed = attend(queries, round_kv(keys, self._kv_dtype), round_kv(values, self._kv_dtype), spec)
-        observe("o", mixed)
-        return self._products["o"](mixed)
+        yield "o", mixed
+        hidden = hidden + self._multiply("o", mixed)
+        normed = rms_norm(hidden, self._vector("mlp_norm"), self._eps)
+        yield "gate_up", normed
+        gated = ACTIVATIONS[self._spec.mlp.activation](self._multiply("gate", normed)) * self._multiply("up", normed)
+        yield "down", gated
+        yield "out", hidden + self._multiply("down", gated)
 
     def _heads(self, name: str, normed: FloatArray) -> FloatArray:
-        heads = self._products[name](normed).reshape(len(normed), -1, self._spec.attention.head_dim)
+        heads = self._multiply(name, normed).reshape(len(normed), -1, self._spec.attention.head_dim)
         if self._spec.attention.qk_norm and name != "v":
             return rms_norm(heads, self._vector(f"{name}_norm"), self._eps)
         return heads
+
+    def _multiply(self, name: str, rows: FloatArray) -> FloatArray:
+        if name not in self._products:
+            self._products[name] = self._product(name)
+        return self._products[name](rows)
 
     def _product(self, name: str) -> _Product:
         weight = self._tensors[f"{name}.weight"]

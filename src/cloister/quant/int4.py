@@ -15,7 +15,7 @@ from cloister.quant.base import (
     FloatArray,
     FormatOptions,
     KVDtype,
-    choose,
+    choose_group_size,
     fit_group_size,
     from_columns,
     reciprocal,
@@ -56,7 +56,7 @@ class Int4:
 @FORMATS.register("int4", THREAT)
 def make_int4(options: FormatOptions) -> Int4:
     """Makes the format; groups of 32 unless chosen otherwise."""
-    return Int4(choose(options.group_size, 32, GROUP_SIZES, "int4"), options.activations or "int8")
+    return Int4(choose_group_size(options.group_size, 32, GROUP_SIZES, "int4"), options.activations or "int8")
 
 
 def quantize_groups(

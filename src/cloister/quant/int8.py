@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.tensors import Activations, GroupedTensor
-from cloister.quant.base import FORMATS, THREAT, FloatArray, FormatOptions, KVDtype, choose, reciprocal, row_chunks
+from cloister.quant.base import FORMATS, THREAT, FloatArray, FormatOptions, KVDtype, choose_group_size, reciprocal, row_chunks
 
 _LARGEST = 127
 
@@ -34,7 +34,7 @@ class Int8:
 @FORMATS.register("int8", THREAT)
 def make_int8(options: FormatOptions) -> Int8:
     """Makes the format; it has no groups to choose."""
-    choose(options.group_size, 0, (), "int8")
+    choose_group_size(options.group_size, 0, (), "int8")
     return Int8(options.activations or "int8")
 
 

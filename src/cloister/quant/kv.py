@@ -7,24 +7,25 @@ import numpy as np
 
 from cloister.quant.base import FloatArray, KVDtype, reciprocal
 
-_LEVELS = {"int8": 255, "int4": 15}
-
 
 def round_kv(heads: FloatArray, kv_dtype: KVDtype) -> FloatArray:
     """Returns keys or values [..., head_dim] as the cache gives them back.
 
-    In few bits every token's head has a scale and a lowest value of its own, both in float16, and unsigned codes (QServe,
-    section 4.2: per head, dynamic, asymmetric).
+    Every token's head has a scale of its own: in 8 bits its greatest magnitude over 127, in 4 bits a fifteenth of its range
+    above its lowest value (as QServe: per head, dynamic, asymmetric).
     """
     if kv_dtype == "bfloat16":
         return heads.astype(ml_dtypes.bfloat16).astype(np.float32)
-    lowest = _half(heads.min(-1, keepdims=True))
-    scale = _half((heads.max(-1, keepdims=True) - lowest) / np.float32(_LEVELS[kv_dtype]))
-    codes = np.clip(np.rint((heads - lowest) * reciprocal(scale)), 0, _LEVELS[kv_dtype])
-    rounded: FloatArray = codes * scale + lowest
+    lowest = np.float32(0) if kv_dtype == "int8" else heads.min(-1, keepdims=True)
+    scale = _scales(heads, kv_dtype)
+    rounded: FloatArray = np.rint((heads - lowest) * reciprocal(scale)) * scale + lowest
     return rounded
 
 
-def _half(values: FloatArray) -> FloatArray:
-    halves: FloatArray = values.astype(np.float16).astype(np.float32)
-    return halves
+def _scales(heads: FloatArray, kv_dtype: KVDtype) -> FloatArray:
+    scales: FloatArray
+    if kv_dtype == "int8":
+        scales = np.abs(heads).max(-1, keepdims=True) / np.float32(127)
+    else:
+        scales = np.ptp(heads, axis=-1, keepdims=True) / np.float32(15)
+    return scales

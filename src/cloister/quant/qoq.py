@@ -16,7 +16,7 @@ from cloister.quant.base import (
     FormatOptions,
     KVDtype,
     QuantizedTensor,
-    choose,
+    choose_group_size,
     fit_group_size,
     from_columns,
     reciprocal,
@@ -60,7 +60,7 @@ def make_qoq(options: FormatOptions) -> QoQ:
     """Makes the format; groups of 128 unless chosen otherwise."""
     if options.activations not in (None, "int8"):
         raise ConfigError("the number format qoq computes with int8 activations only", param="activations")
-    return QoQ(choose(options.group_size, 128, GROUP_SIZES, "qoq"))
+    return QoQ(choose_group_size(options.group_size, 128, GROUP_SIZES, "qoq"))
 
 
 def quantize_progressively(

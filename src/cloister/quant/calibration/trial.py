@@ -35,12 +35,12 @@ class LayerTrial:
         self._eps, self._kv_dtype = norm_eps, kv_dtype
 
     def watch(self, tensors: LayerTensors, wanted: Sequence[str]) -> dict[str, InputStatistics]:
-        """Returns the statistics of some inputs (`forward.Observer` has their names) while the layer has these tensors."""
+        """Returns the statistics of some inputs (named as in `LayerForward.steps`) while the layer has these tensors."""
         true_run = LayerForward(self.layer, self.tensors, self._eps)
         run = LayerForward(self.layer, tensors, self._eps, self._kv_dtype)
         found: dict[str, InputStatistics] = {}
         for true_window, window in zip(self._true_hidden, self._hidden, strict=True):
-            true_rows, rows = _observe(true_run, true_window), _observe(run, window)
+            true_rows, rows = _observe(true_run, true_window, wanted), _observe(run, window, wanted)
             for name in wanted:
                 found.setdefault(name, InputStatistics.of(rows[name].shape[1])).add(rows[name], true_rows[name])
         return found
@@ -48,7 +48,7 @@ class LayerTrial:
     def key_sizes(self) -> FloatArray:
         """Returns the root mean square of each channel of the keys after rotation, [num_kv_heads, head_dim]."""
         run = LayerForward(self.layer, self.tensors, self._eps)
-        squares = [np.square(_observe(run, window)["keys"]).mean(0) for window in self._hidden]
+        squares = [np.square(_observe(run, window, ["keys"])["keys"]).mean(0) for window in self._hidden]
         sizes: FloatArray = np.sqrt(np.mean(squares, axis=0, dtype=np.float32))
         return sizes
 
@@ -61,7 +61,11 @@ class LayerTrial:
             self._hidden[number] = run(self._hidden[number])
 
 
-def _observe(run: LayerForward, window: FloatArray) -> dict[str, FloatArray]:
-    rows: dict[str, FloatArray] = {}
-    run(window, rows.__setitem__)
-    return rows
+def _observe(run: LayerForward, window: FloatArray, wanted: Sequence[str]) -> dict[str, FloatArray]:
+    found: dict[str, FloatArray] = {}
+    for name, rows in run.steps(window):
+        if name in wanted:
+            found[name] = rows
+        if len(found) == len(wanted):
+            break
+    return found
