@@ -77,6 +77,15 @@ def test_zeros_offsets_and_orders(bits: int, parts: dict[str, bool]) -> None:
     assert error_of(out, inputs, torch.from_numpy(tensor.dequantize()), bias) < 1e-5
 
 
+@pytest.mark.parametrize("activations", ["bfloat16", "int8"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_one_scale_per_output_over_any_number_of_inputs(bits: int, activations: str) -> None:
+    tensor, inputs = grouped(bits, 100, inputs=100, zeros=True, activations=activations), randn(3, 100)
+    out = grouped_matmul(inputs.to(DEVICE), pack(tensor, CPU_OR_GPU), None, torch.float32, tile())
+    meets = inputs if activations == "bfloat16" else rounded(inputs)
+    assert error_of(out, meets, torch.from_numpy(tensor.dequantize())) < 1e-5
+
+
 def test_an_odd_number_of_blocks_in_4_bits() -> None:
     tensor, inputs = grouped(4, 64, zeros=True, offsets=True), randn(2, 192)
     assert tensor.shape[1] // 64 == 3

@@ -30,7 +30,7 @@ class PackedMatrix:
     """Codes as the kernel reads them.
 
     Attributes:
-        codes: uint8, [outputs, inputs] or, in 4 bits, [outputs, padded inputs / 2].
+        codes: uint8, [outputs, padded inputs] or, in 4 bits, [outputs, padded inputs / 2].
         scales: [groups, outputs] float32, or uint8 for QoQ's second level.
         zeros: [groups, outputs] uint8, or None for half of the codes' range.
         offsets: [groups, outputs] float32 or None.
@@ -74,8 +74,8 @@ def pack(tensor: GroupedTensor | ProgressiveTensor, device: torch.device) -> Pac
 
 
 def _pack_groups(tensor: GroupedTensor, device: torch.device) -> PackedMatrix:
-    depth = _depth(tensor.group_size)
-    codes = _join_halves(tensor.codes, depth) if tensor.bits == 4 else np.array(tensor.codes)
+    depth = 64 if tensor.group_size == tensor.shape[1] else _depth(tensor.group_size)
+    codes = _join_halves(tensor.codes, depth) if tensor.bits == 4 else _pad_inputs(tensor.codes, depth)
     return PackedMatrix(
         codes=torch.from_numpy(codes).to(device),
         scales=_by_group(tensor.scales, device),
@@ -119,12 +119,17 @@ def _by_group(values: np.ndarray, device: torch.device) -> Tensor:
 
 def _join_halves(codes: np.ndarray, depth: int) -> np.ndarray:
     """Returns [outputs, padded inputs / 2]: byte j of block b holds the codes of inputs 2b * depth + j and depth more."""
-    num_outputs, num_inputs = codes.shape
-    padded = np.zeros((num_outputs, -(-num_inputs // (2 * depth)) * 2 * depth), np.uint8)
-    padded[:, :num_inputs] = codes
-    blocks = padded.reshape(num_outputs, -1, 2, depth)
-    joined: np.ndarray = (blocks[:, :, 0] | blocks[:, :, 1] << 4).reshape(num_outputs, -1)
+    blocks = _pad_inputs(codes, 2 * depth).reshape(len(codes), -1, 2, depth)
+    joined: np.ndarray = (blocks[:, :, 0] | blocks[:, :, 1] << 4).reshape(len(codes), -1)
     return joined
+
+
+def _pad_inputs(codes: np.ndarray, multiple: int) -> np.ndarray:
+    """Returns codes with zeros behind them; the kernel multiplies those by inputs of zero."""
+    num_outputs, num_inputs = codes.shape
+    padded = np.zeros((num_outputs, -(-num_inputs // multiple) * multiple), np.uint8)
+    padded[:, :num_inputs] = codes
+    return padded
 
 
 @triton.jit
