@@ -304,25 +304,31 @@ template <bool floats>
 INLINE void soften(float* scores, int count, View view, uint8_t* weights, float* maximum, float* total) {
     i32x16 lanes;
     for (int i = 0; i < 16; i++) lanes[i] = i;
-    f32x16 most = set(nothing_yet);
-    for (int j = 0; j < count; j += 16) {
-        f32x16 s = load<f32x16>(scores + j);
-        if (j < view.low || j + 16 > view.high) {
-            i32x16 column = lanes + j;
-            s = (column >= view.low) & (column < view.high) ? s : set(-INFINITY);
-            store(scores + j, s);
+    // two running maxima and sums, joined in one order: a vector that was not computed would have added nothing
+    f32x16 most[2] = {set(nothing_yet), set(nothing_yet)};
+    bool open = view.low == 0 && view.high >= count;
+    for (int j = 0; j < count; j += 32) {
+        UNROLL for (int k = 0; k < 2; k++) {
+            f32x16 s = load<f32x16>(scores + j + 16 * k);
+            if (!open) {
+                i32x16 column = lanes + (j + 16 * k);
+                s = (column >= view.low) & (column < view.high) ? s : set(-INFINITY);
+                store(scores + j + 16 * k, s);
+            }
+            most[k] = max(s, most[k]);
         }
-        most = max(most, s);
     }
-    *maximum = highest(most);
-    f32x16 sums = {};
-    for (int j = 0; j < count; j += 16) {
-        f32x16 p = exp2((load<f32x16>(scores + j) - *maximum) * log2_e);
-        sums += p;
-        if constexpr (floats) store(weights + size_t(j) * 4, p);
-        else store(weights + size_t(j) * 2, to_bf16(p));
+    *maximum = highest(max(most[0], most[1]));
+    f32x16 shift = set(-*maximum * log2_e), sums[2] = {};
+    for (int j = 0; j < count; j += 32) {
+        UNROLL for (int k = 0; k < 2; k++) {
+            f32x16 p = exp2(fma(load<f32x16>(scores + j + 16 * k), set(log2_e), shift));
+            sums[k] += p;
+            if constexpr (floats) store(weights + size_t(j + 16 * k) * 4, p);
+            else store(weights + size_t(j + 16 * k) * 2, to_bf16(p));
+        }
     }
-    *total = sum(sums);
+    *total = sum(sums[0] + sums[1]);
 }
 
 // Joins one split's result into a state [padded_dim] values, maximum, sum.

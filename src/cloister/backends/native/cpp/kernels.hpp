@@ -72,7 +72,7 @@ struct Kernels {
 };
 
 constexpr int split_keys = 256;
-constexpr int task_rows = 128;
+constexpr int task_rows = 256;
 
 // The tables that this build has, best first; null-terminated. Whether the processor can run one: `cpu.hpp`.
 extern const Kernels kernels_scalar;

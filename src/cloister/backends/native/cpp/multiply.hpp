@@ -208,8 +208,10 @@ INLINE const uint8_t* integer_tiles(const Matrix& w, int panel, const uint8_t* c
     return scratch;
 }
 
+constexpr int page = 4096;  // how far ahead weights are asked for
+
 INLINE void prefetch_ahead(const uint8_t* p, int bytes) {
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
+    _Pragma("GCC unroll 32") for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
 }
 
 }  // namespace cloister::CLOISTER_ISA
@@ -227,7 +229,7 @@ INLINE void multiply_floats(const Matrix& w, const Rows& x, int block, int first
     const uint8_t* a = x.block(block) + size_t(first) * 64;
     const uint8_t* b = w.codes + size_t(panel) * w.panel_bytes();
     for (int chunk = 0; chunk < w.chunks; chunk++, a += size_t(height) * 64, b += 2048) {
-        prefetch_ahead(b + 4096, 2048);
+        prefetch_ahead(b + page, 2048);
         for (int k = 0; k < 16; k++) {
             UNROLL for (int r = 0; r < R; r++) {
                 if constexpr (K == Kind::f32) {
@@ -266,7 +268,7 @@ INLINE void multiply_channels(const Matrix& w, const Rows& x, int block, int fir
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
     int step = 2 * tile_bytes(w.kind);
     for (int chunk = 0; chunk < w.chunks; chunk++, a += size_t(height) * 64) {
-        prefetch_ahead(codes + size_t(chunk) * step + 4096, step);
+        prefetch_ahead(codes + size_t(chunk) * step + page, step);
         add_products<R>(acc, integer_tiles(w, panel, codes, chunk, scratch), a, 0, 16);
     }
     Channels channels(w, panel);
@@ -288,7 +290,7 @@ INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first
         i32x16 acc[R][2] = {};
         for (int end = half + halves; half < end; half++) {
             if (half % 2 == 0) {
-                prefetch_ahead(codes + size_t(half / 2) * step + 4096, step);
+                prefetch_ahead(codes + size_t(half / 2) * step + page, step);
                 tiles = integer_tiles(w, panel, codes, half / 2, scratch);
             }
             add_products<R>(acc, tiles, a + size_t(half / 2) * height * 64, 8 * (half % 2), 8 * (half % 2) + 8);

@@ -33,30 +33,43 @@ INLINE f32x16 load_some(const uint16_t* p, int count) {
     return from_bf16(v);
 }
 
+INLINE int32_t sum_integers(i32x16 v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t total = 0;
+    for (int i = 0; i < 16; i++) total += v[i];
+    return total;
+#endif
+}
+
 // Symmetric, one scale a token: q = round(x * 127 / max|x|), half to even.
 template <class T> INLINE void put_int8(const T* row, int length, Rows& rows, int index) {
-    f32x16 most = {};
-    for (int i = 0; i < length; i += 16) most = max(most, abs(load_some(row + i, length - i)));
-    float peak = highest(most);
+    f32x16 most[4] = {};
+    int i = 0;
+    for (; i + 64 <= length; i += 64)
+        UNROLL for (int k = 0; k < 4; k++) most[k] = max(most[k], abs(load_some(row + i + 16 * k, 16)));
+    for (; i < length; i += 16) most[0] = max(most[0], abs(load_some(row + i, length - i)));
+    float peak = highest(max(max(most[0], most[1]), max(most[2], most[3])));
     float inverse = peak > 0 ? 127.0f / peak : 0.0f;
     rows.scales[index] = peak / 127.0f;
     int32_t *sums = rows.sums_of(index), all = 0;
+    uint8_t* at = rows.at(index, 0);
+    size_t step = size_t(rows.height(index / block_rows)) * 64;
     f32x16 magic = set(12582912.0f);  // 1.5 * 2^23: adding it rounds half to even
-    for (int chunk = 0; chunk < rows.chunks; chunk++) {
-        alignas(64) int8_t codes[64];
-        for (int part = 0; part < 4; part++) {
-            int i = chunk * 64 + part * 16;
-            f32x16 scaled = load_some(row + i, length - i) * inverse + magic;
-            i32x16 q = (i32x16)as_u32(scaled) - 0x4b400000;
-            store(codes + part * 16, __builtin_convertvector(q, i8x16));
+    for (int chunk = 0; chunk < rows.chunks; chunk++, at += step) {
+        i32x16 q[4];
+        int left = length - chunk * 64;
+        const T* from = row + chunk * 64;
+        UNROLL for (int k = 0; k < 4; k++) {
+            f32x16 v = left >= 64 ? load_some(from + 16 * k, 16) : load_some(from + 16 * k, left - 16 * k);
+            q[k] = (i32x16)as_u32(v * inverse + magic) - 0x4b400000;
+            store(at + 16 * k, __builtin_convertvector(q[k], i8x16));
         }
-        memcpy(rows.at(index, chunk), codes, 64);
-        for (int half = 0; half < 2; half++) {
-            int32_t total = 0;
-            for (int j = 0; j < 32; j++) total += codes[32 * half + j];
-            sums[2 * chunk + half] = total;
-            all += total;
-        }
+        int32_t first = sum_integers(q[0] + q[1]), second = sum_integers(q[2] + q[3]);
+        sums[2 * chunk] = first;
+        sums[2 * chunk + 1] = second;
+        all += first + second;
     }
     rows.totals[index] = all;
 }

@@ -168,34 +168,42 @@ INLINE f32x16 dot_bf16(f32x16 acc, const uint8_t* b, uint32_t a) {
 #endif
 }
 
-// 2^x by a polynomial of degree 5 on [-1/2, 1/2] (relative error below 3e-7); 0 far below.
+// 2^x = 2^floor(x) p(x - floor(x)), with p of degree 5 fitted on [0, 1] (relative error below 1e-7, and p(0) = 1); 0 far below.
 INLINE f32x16 exp2(f32x16 x) {
 #if defined(__AVX512F__)
-    x = max(x, set(-200.0f));  // and not minus infinity, of which nothing can be subtracted
-    __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    f32x16 r = x - (f32x16)n;
+    f32x16 r = (f32x16)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x), and 0 for minus infinity
 #else
     x = max(x, set(-126.0f));
-    f32x16 magic = set(12582912.0f);
-    f32x16 n = (x + magic) - magic;
-    f32x16 r = x - n;
+    f32x16 whole = to_f32(__builtin_convertvector(x, i32x16));
+    whole -= whole > x ? set(1.0f) : set(0.0f);
+    f32x16 r = x - whole;
 #endif
-    f32x16 p = fma(r, set(1.33335581e-3f), set(9.61812911e-3f));
-    p = fma(p, r, set(5.55041087e-2f));
-    p = fma(p, r, set(2.40226507e-1f));
-    p = fma(p, r, set(6.93147181e-1f));
+    f32x16 p = fma(r, set(1.86713e-3f), set(9.01703e-3f));
+    p = fma(p, r, set(5.579992e-2f));
+    p = fma(p, r, set(2.4016445e-1f));
+    p = fma(p, r, set(6.9315131e-1f));
     p = fma(p, r, set(1.0f));
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_scalef_ps((__m512)p, n);
+    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)x);  // takes the floor itself
 #else
-    u32x16 power = (u32x16)(__builtin_convertvector(n, i32x16) + 127) << 23;
+    u32x16 power = (u32x16)(__builtin_convertvector(whole, i32x16) + 127) << 23;
     return x <= -126.0f ? set(0.0f) : p * as_f32(power);
 #endif
 }
 
 constexpr float log2_e = 1.44269504088896341f;
 
-INLINE f32x16 silu(f32x16 x) { return x / (1.0f + exp2(max(x * -log2_e, set(-100.0f)))); }
+// 1 / x for finite x of at least 1: an estimate of 14 bits, and one step of Newton's method.
+INLINE f32x16 invert(f32x16 x) {
+#if defined(__AVX512F__)
+    f32x16 y = (f32x16)_mm512_rcp14_ps((__m512)x);
+    return y * fma(-x, y, set(2.0f));
+#else
+    return 1.0f / x;
+#endif
+}
+
+INLINE f32x16 silu(f32x16 x) { return x * invert(1.0f + exp2(min(x * -log2_e, set(100.0f)))); }
 
 INLINE f32x16 activate(f32x16 x, int kind) {
     if (kind == 0) return silu(x);

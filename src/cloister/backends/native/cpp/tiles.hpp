@@ -52,18 +52,13 @@ struct BlockPair {
     int num_rows() const { return top + bottom; }  // stored tiles have them one below the other: a lower block has 16 above it
 };
 
-// All chunks of a pair with tiles that lie ready one after the other. `ahead` bytes of weights are asked for beforehand: a page
-// where they come from memory, a chunk where they come from the second-level cache; inputs always come from there.
+// All chunks of a pair with tiles that lie ready one after the other; weights that come from memory are asked for beforehand.
 template <bool floats, bool lower>
-INLINE void multiply_run(const BlockPair& rows, const uint8_t* b, int chunks, int ahead) {
+INLINE void multiply_run(const BlockPair& rows, const uint8_t* b, int chunks, bool from_memory) {
     size_t upper_step = size_t(rows.top) * 64, lower_step = size_t(rows.bottom) * 64;
     const uint8_t *upper = rows.upper, *under = rows.lower;
     for (int chunk = 0; chunk < chunks; chunk++, b += 2048, upper += upper_step) {
-        prefetch_ahead(b + ahead, 2048);
-        if constexpr (lower) {
-            prefetch_ahead(upper + upper_step, 1024);
-            prefetch_ahead(under + lower_step, 1024);
-        }
+        if (from_memory) prefetch_ahead(b + page, 2048);
         _tile_loadd(6, b, 64);
         _tile_loadd(4, upper, 64);
         _tile_loadd(7, b + 1024, 64);
@@ -75,18 +70,16 @@ INLINE void multiply_run(const BlockPair& rows, const uint8_t* b, int chunks, in
     }
 }
 
-constexpr int from_memory = 4096, from_cache = 2048;
-
 static void multiply_bf16_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
     alignas(64) float c[32][32];
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
+    int top = 0, bottom = 0;
     for (int block = begin; block < end; block += 2) {
         BlockPair rows(x, block, end);
-        configure_tiles(rows.top, rows.bottom, 16);
+        if (block == begin || rows.top != top || rows.bottom != bottom) configure_tiles(top = rows.top, bottom = rows.bottom, 16);
         clear_tiles();
-        int ahead = block == begin ? from_memory : from_cache;
-        if (rows.bottom) multiply_run<true, true>(rows, codes, w.chunks, ahead);
-        else multiply_run<true, false>(rows, codes, w.chunks, ahead);
+        if (rows.bottom) multiply_run<true, true>(rows, codes, w.chunks, block == begin);
+        else multiply_run<true, false>(rows, codes, w.chunks, block == begin);
         store_tiles(c, rows.bottom);
         finish_rows(w, x, panel, sink, block * 16, rows.num_rows(), [&](int r) INLINE_LAMBDA {
             return Outputs{load<f32x16>(c[r]), load<f32x16>(c[r] + 16)};
@@ -98,13 +91,13 @@ static void multiply_bf16_tiles(const Matrix& w, const Rows& x, int begin, int e
 static void multiply_channel_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
     alignas(64) int32_t sums[32][32];
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
+    int top = 0, bottom = 0;
     for (int block = begin; block < end; block += 2) {
         BlockPair rows(x, block, end);
-        configure_tiles(rows.top, rows.bottom, 16);
+        if (block == begin || rows.top != top || rows.bottom != bottom) configure_tiles(top = rows.top, bottom = rows.bottom, 16);
         clear_tiles();
-        int ahead = block == begin ? from_memory : from_cache;
-        if (rows.bottom) multiply_run<false, true>(rows, codes, w.chunks, ahead);
-        else multiply_run<false, false>(rows, codes, w.chunks, ahead);
+        if (rows.bottom) multiply_run<false, true>(rows, codes, w.chunks, block == begin);
+        else multiply_run<false, false>(rows, codes, w.chunks, block == begin);
         store_tiles(sums, rows.bottom);
         Channels channels(w, panel);
         finish_rows(w, x, panel, sink, block * 16, rows.num_rows(), [&](int r) INLINE_LAMBDA {
@@ -132,7 +125,7 @@ static void multiply_packed_tiles(const Matrix& w, const Rows& x, int begin, int
     configure_tiles(rows.top, rows.bottom, 16);
     clear_tiles();
     for (int chunk = 0; chunk < w.chunks; chunk++) {
-        prefetch_ahead(codes + size_t(chunk) * step + from_memory, step);
+        prefetch_ahead(codes + size_t(chunk) * step + page, step);
         const uint8_t* tiles = integer_tiles(w, panel, codes, chunk, scratch);
         if (rows.bottom) multiply_piece<true>(rows, tiles, chunk, 0);
         else multiply_piece<false>(rows, tiles, chunk, 0);
@@ -163,7 +156,7 @@ static void multiply_group_tiles(const Matrix& w, const Rows& x, int begin, int 
             for (int last = half + halves; half < last; half += by_half ? 1 : 2) {
                 int chunk = half / 2;
                 if (half % 2 == 0) {
-                    if (block == begin) prefetch_ahead(codes + size_t(chunk) * step + from_memory, step);
+                    if (block == begin) prefetch_ahead(codes + size_t(chunk) * step + page, step);
                     tiles = integer_tiles(w, panel, codes, chunk, scratch);
                 }
                 if (rows.bottom) multiply_piece<true>(rows, tiles, chunk, half % 2);
