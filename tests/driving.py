@@ -30,6 +30,9 @@ class RandomWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
+    def bits(self, name: str) -> float | None:
+        return None
+
     def read(self, name: str) -> npt.NDArray[Any]:
         return self._tensors[name]
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from cloister.backends import BACKENDS
-from cloister.backends.base import Backend, KVLayout
+from cloister.backends import BACKENDS, native
+from cloister.backends.base import Backend, KVLayout, Weights
 from cloister.engine.machine import Machine, read_machine
-from cloister.engine.memory import MemoryBudget, budget_memory
+from cloister.engine.memory import budget_memory
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.models import LoadedModel, embedded_names, load, locate
 from cloister.privacy import Entry, Gate, Policy, is_loopback, read_credentials, settle
+from cloister.quant import FORMATS, FormatOptions, NumberFormat, quantize_on_read
 from cloister.sched import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
 from cloister.types.config import (
     EngineConfig,
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from cloister.server.serve import Site
 
 ENGINE_ENTRY: Final = "cloister.app:build_engine"
+NO_QUANT: Final = "none"
+QUANT_VERSION: Final = 1
+"""Raise it when a number format writes other codes for the same weights."""
 OFFLINE_STALL: Final = 100.0
 """`max_stall` of an engine that no server stands before: prompts go in as fast as they can."""
 
@@ -80,8 +84,9 @@ def resolve_settings(
         loopback=not listens or is_loopback(server.config.host),
         has_api_keys=listens and server.config.api_keys is not None,
         entries=(
-            Entry.of(BACKENDS, engine.config.backend),
+            Entry.of(BACKENDS, chosen_backend(engine.config)),
             Entry.of(POLICIES, engine.config.scheduler),
+            *([] if engine.config.quant == NO_QUANT else [Entry.of(FORMATS, engine.config.quant)]),
         ),
     )
     return Settings(engine, server, policy)
@@ -168,12 +173,23 @@ def build_engine(config: EngineConfig) -> EngineCore:
 
     machine = read_machine()
     path = locate(config.model, progress=True)
-    is_local = config.model in embedded_names() or Path(config.model).expanduser().is_dir()
-    model = load(path, name=None if is_local else config.model)
+    is_local = config.model in embedded_names() or Path(config.model).expanduser().exists()
+    cache = _weights_cache(config)
+    model = load(path, name=None if is_local else config.model, digests=None if cache is None else cache / "digests.json")
     max_model_len = _max_model_len(config, model)
+    weights = _write_in_few_bits(config, model)
     backend = make_backend(config, machine)
-    budget = _plan_memory(config, model, backend, machine, max_model_len)
-    program = backend.build(model.spec, model.weights, KVLayout(budget.num_blocks, config.block_size))
+    need = backend.need(model.spec, weights, block_size=config.block_size, max_batched_tokens=config.max_batched_tokens)
+    budget = budget_memory(
+        need,
+        available_bytes=machine.available_bytes if need.available_bytes is None else need.available_bytes,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        kv_memory_mb=config.kv_memory_mb,
+    )
+    identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
+    program = backend.build(model.spec, weights, KVLayout(budget.num_blocks, config.block_size), identity=identity)
     fingerprint = _fingerprint(model, backend, config)
     info = msgspec.structs.replace(model.info, max_model_len=max_model_len, fingerprint=fingerprint)
     runner = ModelRunner(program, vocab_size=model.spec.vocab_size, max_model_len=max_model_len, block_size=config.block_size)
@@ -205,8 +221,44 @@ def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int) -> 
 
 def make_backend(config: EngineConfig, machine: Machine) -> Backend:
     """Returns the back end that the settings name."""
-    factory = BACKENDS.get(config.backend)
-    return factory(num_threads=config.num_threads or machine.num_cpus, device=config.device or "cpu", dtype=config.dtype)
+    factory = BACKENDS.get(chosen_backend(config))
+    return factory(
+        num_threads=config.num_threads or machine.num_cpus,
+        device=config.device or "cpu",
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype or (None if config.quant == NO_QUANT else number_format(config.quant).kv_dtype),
+        numerics=config.numerics,
+        store=_weights_cache(config),
+    )
+
+
+def chosen_backend(config: EngineConfig) -> str:
+    """Returns the name of the back end: the setting, or what `_settle_machine` would choose."""
+    return config.backend or _choose_backend(config.device or "cpu")[0]
+
+
+def _choose_backend(device: str) -> tuple[str, str]:
+    """Returns a back end's name and why."""
+    if device != "cpu":
+        return "torch", f"the device is {device}"
+    reason = native.available()
+    return ("native", "the device is a CPU") if reason is None else ("torch", reason)
+
+
+def number_format(name: str) -> NumberFormat:
+    """Returns the number format of that name with its own options."""
+    return FORMATS.get(name)(FormatOptions())
+
+
+def _write_in_few_bits(config: EngineConfig, model: LoadedModel) -> Weights:
+    """Returns the model's weights, quantised as they are read if the settings say so."""
+    if config.quant == NO_QUANT:
+        return model.weights
+    return quantize_on_read(model.spec, model.weights, number_format(config.quant))
+
+
+def _weights_cache(config: EngineConfig) -> Path | None:
+    return Path(config.weights_cache).expanduser() if config.weights_cache else None
 
 
 def _settle_machine(engine: Resolved[EngineConfig], machine: Machine) -> Resolved[EngineConfig]:
@@ -217,21 +269,10 @@ def _settle_machine(engine: Resolved[EngineConfig], machine: Machine) -> Resolve
     if engine.config.device is None:
         has_gpu = Path("/dev/nvidiactl").exists()
         chosen["device"] = ("cuda", "there is an NVIDIA device") if has_gpu else ("cpu", "there is no NVIDIA device")
+    if engine.config.backend is None:
+        device = str(chosen["device"][0]) if "device" in chosen else engine.config.device
+        chosen["backend"] = _choose_backend(device or "cpu")
     return engine.explain(**chosen)
-
-
-def _plan_memory(
-    config: EngineConfig, model: LoadedModel, backend: Backend, machine: Machine, max_model_len: int
-) -> MemoryBudget:
-    need = backend.need(model.spec, block_size=config.block_size, max_batched_tokens=config.max_batched_tokens)
-    return budget_memory(
-        need,
-        available_bytes=machine.available_bytes,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        kv_memory_mb=config.kv_memory_mb,
-    )
 
 
 def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
@@ -246,7 +287,7 @@ def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
 
 def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> str:
     """What the bits of an answer depend on (rule 6), as `system_fingerprint`."""
-    parts = (model.info.fingerprint, backend.fingerprint, config.dtype)
+    parts = (model.info.fingerprint, backend.fingerprint, config.quant, str(QUANT_VERSION))
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

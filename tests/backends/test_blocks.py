@@ -55,7 +55,7 @@ def test_only_the_rows_asked_for_come_back_and_in_that_order() -> None:
 
 def test_the_memory_need_is_what_a_program_takes() -> None:
     backend = TorchBackend(num_threads=1, device="cpu", dtype="bfloat16")
-    need = backend.need(SPEC, block_size=8, max_batched_tokens=64)
+    need = backend.need(SPEC, RandomWeights(SPEC), block_size=8, max_batched_tokens=64)
     program = backend.build(SPEC, RandomWeights(SPEC), KVLayout(num_blocks=10, block_size=8))
     cache = sum(layer.nbytes * 80 // 81 for layer in program._cache.layers)
     weights = sum(panel.nbytes for linear in program.linears for panel in linear._panels)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import KVLayout
-from cloister.backends.torch import attention, linear
+from cloister.backends.torch import attention, backend, linear
 from cloister.backends.torch.team import Team
 from cloister.backends.torch.tiles import cut_rows, measure_tiles, pad_rows
 from cloister.types.errors import ConfigError
@@ -149,3 +150,23 @@ def test_a_team_may_be_asked_from_within_its_own_tasks() -> None:
     worker.start()
     worker.join(10)
     assert len(done) == 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"numerics": "quick"}, "exact or fast"),
+        ({"numerics": "fast"}, "needs a CUDA device"),
+        ({"numerics": "fast", "device": "cuda", "dtype": "float32"}, "bfloat16"),
+        ({"numerics": "fast", "device": "cuda"}, "FlashInfer"),
+        ({"device": "cuda", "missing": ("triton",)}, "cloister\\[gpu\\]"),
+    ],
+    ids=str,
+)
+def test_numerics_that_cannot_be_had_are_refused_with_what_to_do(
+    settings: dict[str, Any], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = settings.pop("missing", ("flashinfer",))
+    monkeypatch.setattr(backend, "find_spec", lambda name: None if name in missing else name)
+    with pytest.raises(ConfigError, match=advice):
+        backend.check_libraries(**{"device": "cpu", "dtype": "bfloat16", "numerics": "exact", **settings})

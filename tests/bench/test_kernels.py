@@ -125,7 +125,7 @@ def test_the_command_measures_a_real_program(capsys):
     [
         (("--prompt", "9000", "--kv-memory-mb", "64"), "shorter prompts"),
         (("cloister-5m", "--model", "cloister-draft"), "name different models"),
-        (("--batch", "40", "--kv-memory-mb", "32"), "raise --kv-memory-mb"),
+        (("--batch", "40", "--kv-memory-mb", "16"), "raise --kv-memory-mb"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_advice(capsys, arguments, advice):

@@ -42,6 +42,9 @@ class Dequantised:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._weights.shape(name)
 
+    def bits(self, name: str) -> float | None:
+        return None
+
     def read(self, name: str) -> npt.NDArray[Any]:
         return dequantized(self._weights.read(name)).astype(np.float32)
 

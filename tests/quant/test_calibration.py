@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor, dequantized
+from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, dequantized
 from cloister.quant import FORMATS, FormatOptions
 from cloister.quant.calibration import CALIBRATORS, calibrate
 from cloister.quant.calibration.gptq import choose_codes, damped, inverse_factor
 from cloister.quant.quality import measure
 from tests.driving import RandomWeights, make_spec
+from tests.quant.named import NamedTensors
 
 SPEC = make_spec(hidden=64, intermediate=128, heads=(4, 2), head_dim=16)
 WINDOWS = np.random.default_rng(1).integers(0, 320, (12, 64)).astype(np.int32)
@@ -31,34 +30,12 @@ class Outliers(RandomWeights):
                 self.read(name)[:, :4] /= 30
 
 
-class Named:
-    """Tensors by name (protocol `backends.base.Weights`)."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
-
-    def bits(self, name: str) -> float | None:
-        return None
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._tensors.items())
-
-
-def calibrated(weights: RandomWeights, format_name: str, method: str) -> Named:
+def calibrated(weights: RandomWeights, format_name: str, method: str) -> NamedTensors:
     number_format = FORMATS.get(format_name)(FormatOptions())
-    return Named(dict(calibrate(SPEC, weights, WINDOWS, number_format, CALIBRATORS.get(method))))
+    return NamedTensors(dict(calibrate(SPEC, weights, WINDOWS, number_format, CALIBRATORS.get(method))))
 
 
-def hidden_error(weights: RandomWeights, found: Named) -> float:
+def hidden_error(weights: RandomWeights, found: NamedTensors) -> float:
     """How far losses on fresh text are from those of the float model, root mean square."""
     fresh = np.random.default_rng(2).integers(0, 320, (4, 64)).astype(np.int32)
     error = measure(SPEC, found, fresh).losses - measure(SPEC, weights, fresh).losses

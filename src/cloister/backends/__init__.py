@@ -4,6 +4,7 @@ Importing this package registers every back end in `BACKENDS`; what one computes
 """
 
 from cloister.backends.base import BACKENDS
+from cloister.backends.native import make_native_backend
 from cloister.backends.torch import make_torch_backend
 
-__all__ = ["BACKENDS", "make_torch_backend"]
+__all__ = ["BACKENDS", "make_native_backend", "make_torch_backend"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -32,6 +33,10 @@ class Weights(Protocol):
     def names(self) -> Sequence[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def bits(self, name: str) -> float | None:
+        """Returns the bits that a quantised tensor takes per weight, scales included; None for one that comes as numbers."""
+        ...
 
     def read(self, name: str) -> Tensor:
         """Returns one tensor, memory-mapped where possible; a matrix may be quantised (`backends.tensors`)."""
@@ -141,11 +146,16 @@ class GreedyProgram(Program, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """What a program will take, in bytes."""
+    """What a program will take, in bytes.
+
+    Attributes:
+        available_bytes: free memory of the device that it is taken from; None is the memory of this machine.
+    """
 
     weights_bytes: int
     kv_block_bytes: int
     activations_bytes: int
+    available_bytes: int | None = None
 
 
 class Backend(Protocol):
@@ -157,11 +167,17 @@ class Backend(Protocol):
 
     fingerprint: str
 
-    def need(self, spec: DecoderSpec, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
+    def need(self, spec: DecoderSpec, weights: Weights, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
         """Says what `build` and `forward` will take, before anything is allocated."""
         ...
 
-    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout) -> Program: ...
+    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> Program:
+        """Builds a program.
+
+        Args:
+            identity: names the very weights, for a back end that keeps what it made of them; None keeps nothing.
+        """
+        ...
 
 
 class BackendFactory(Protocol):
@@ -170,10 +186,21 @@ class BackendFactory(Protocol):
     Args:
         num_threads: threads for arithmetic.
         device: "cpu" or "cuda".
-        dtype: "float32" or "bfloat16", of weights, activations and KV.
+        dtype: "float32" or "bfloat16", of weights that come as numbers, and of activations; None for what suits it best.
+        kv_dtype: of KV, one of "float32", "bfloat16", "int8", "int4"; None for `dtype`.
+        store: directory in which it may keep what it made of weights; None keeps nothing.
     """
 
-    def __call__(self, *, num_threads: int, device: str, dtype: str) -> Backend: ...
+    def __call__(
+        self,
+        *,
+        num_threads: int,
+        device: str,
+        dtype: str | None = None,
+        kv_dtype: str | None = None,
+        numerics: str = "exact",
+        store: Path | None = None,
+    ) -> Backend: ...
 
 
 BACKENDS: Registry[BackendFactory] = Registry("back end")

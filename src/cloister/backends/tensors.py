@@ -113,6 +113,16 @@ def activations_of(tensor: Tensor) -> Activations:
     return tensor.activations if isinstance(tensor, GroupedTensor) else "bfloat16"
 
 
+def stored_bits(tensor: GroupedTensor | ProgressiveTensor) -> float:
+    """Returns the bits that a quantised tensor takes per weight once packed, scales and zero points included."""
+    if isinstance(tensor, ProgressiveTensor):
+        return 4 + 16 / tensor.group_size + 32 / tensor.shape[1]
+    whole_row = tensor.group_size == tensor.shape[1]
+    halves = np.array_equal(tensor.scales.astype(np.float16).astype(np.float32), tensor.scales)
+    per_group = 16 if halves and not whole_row else 32
+    return tensor.bits + (per_group + 8 * (tensor.zeros is not None) + 32 * (tensor.offsets is not None)) / tensor.group_size
+
+
 def _in_order(weight: npt.NDArray[np.float32], order: npt.NDArray[np.int32] | None) -> npt.NDArray[np.float32]:
     if order is None:
         return weight

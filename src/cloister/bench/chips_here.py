@@ -113,6 +113,9 @@ class _Even:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
+    def bits(self, name: str) -> float | None:
+        return None
+
     def read(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if self._form == "bfloat16" or len(shape) == 1 or name.startswith(("embed", "head")):

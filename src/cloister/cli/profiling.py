@@ -98,10 +98,10 @@ def profile(
         print_json({kind: _describe(chosen) for kind, chosen in by_kind.items()})
     else:
         for kind, chosen in by_kind.items():
-            _print_profile(kind, chosen, config.backend)
+            _print_profile(kind, chosen, str(config.backend))
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
-        trace.write_text(json.dumps(to_trace(steps, config.backend)) + "\n", encoding="utf-8")
+        trace.write_text(json.dumps(to_trace(steps, str(config.backend))) + "\n", encoding="utf-8")
         err.print(f"Written: {trace}; open it in ui.perfetto.dev or chrome://tracing", highlight=False)
 
 
@@ -139,7 +139,7 @@ def _check_room(engine: EngineCore, num_positions: int, num_blocks: int) -> None
 def _numbers(config: EngineConfig) -> Numbers:
     from cloister.bench.roofline_operators import Numbers
 
-    bits = _WIDTHS[config.dtype]
+    bits = _WIDTHS[config.dtype or "bfloat16"]
     return Numbers(bits, bits, bits, bits)
 
 

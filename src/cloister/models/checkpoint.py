@@ -13,6 +13,7 @@ from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import Tensor, dequantized
 from cloister.models.config import read_json
 from cloister.models.decoder import tensor_shapes
+from cloister.models.digest import Digests
 from cloister.models.family import Family
 from cloister.models.quantized import Scheme, Stored
 from cloister.models.safetensors import FLOATS, TensorEntry, read_header
@@ -87,12 +88,11 @@ def stored_name(family: Family, name: str) -> str:
     return f"{family.tensors[parts[0]]}.{parts[1]}"
 
 
-def digest_files(path: Path) -> str:
-    """Returns the SHA-256 of config.json and every checkpoint file, names included (hex; about 1 s per 1.5 GB)."""
+def digest_files(path: Path, digests: Digests) -> str:
+    """Returns the SHA-256 of config.json and every checkpoint file, names included (hex)."""
     digest = hashlib.sha256()
     for file in (path / "config.json", *_files(path)):
-        with file.open("rb") as stream:
-            digest.update(file.name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+        digest.update(file.name.encode() + b"\0" + bytes.fromhex(digests.of(file)))
     return digest.hexdigest()
 
 

@@ -10,6 +10,7 @@ from cloister.backends.spec import DecoderSpec
 from cloister.models.checkpoint import digest_files, open_checkpoint
 from cloister.models.config import read_json
 from cloister.models.decoder import find_family, read_spec
+from cloister.models.digest import Digests
 from cloister.models.generation import read_generation
 from cloister.models.gguf import open_gguf
 from cloister.models.location import find_model
@@ -34,22 +35,24 @@ class LoadedModel:
     path: Path
 
 
-def load(path: Path | str, name: str | None = None) -> LoadedModel:
+def load(path: Path | str, name: str | None = None, digests: Path | None = None) -> LoadedModel:
     """Opens a model directory or a GGUF file; the weights stay on disk, mapped.
 
     Args:
         path: a directory without safetensors, but with one GGUF file in it, is that file.
         name: what to call the model; None takes the directory's name, or the file's without its ending.
+        digests: file that remembers digests of weights, which makes a second start quick; None hashes every time.
 
     Raises:
         ModelError: something is missing, unknown or contradictory; the message names it.
     """
     path = find_model(Path(path))
-    return _load_gguf(path, name) if path.is_file() else _load_directory(path, name)
+    remembered = Digests(digests)
+    return _load_gguf(path, name, remembered) if path.is_file() else _load_directory(path, name, remembered)
 
 
-def _load_gguf(path: Path, name: str | None) -> LoadedModel:
-    opened = open_gguf(path)
+def _load_gguf(path: Path, name: str | None, digests: Digests) -> LoadedModel:
+    opened = open_gguf(path, digests)
     info = ModelInfo(
         name=name or path.stem,
         path=str(path),
@@ -63,7 +66,7 @@ def _load_gguf(path: Path, name: str | None) -> LoadedModel:
     return LoadedModel(opened.spec, opened.weights, info, path)
 
 
-def _load_directory(path: Path, name: str | None) -> LoadedModel:
+def _load_directory(path: Path, name: str | None, digests: Digests) -> LoadedModel:
     config, scheme = split_config(path, read_json(path / "config.json"))
     family = find_family(config)
     spec = read_spec(family, config)
@@ -78,7 +81,7 @@ def _load_directory(path: Path, name: str | None) -> LoadedModel:
         vocab_size=spec.vocab_size,
         eos_token_ids=eos_token_ids,
         defaults=defaults,
-        fingerprint=digest_files(path),
+        fingerprint=digest_files(path, digests),
         created_s=int((path / "config.json").stat().st_mtime),
     )
     return LoadedModel(spec, weights, info, path)

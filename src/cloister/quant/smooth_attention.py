@@ -68,6 +68,9 @@ class SmoothedKeys:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._weights.shape(name)
 
+    def bits(self, name: str) -> float | None:
+        return self._weights.bits(name)
+
     def read(self, name: str) -> Tensor:
         tensor, parts = self._weights.read(name), name.split(".", 2)
         if parts[0] != "layers" or isinstance(tensor, GroupedTensor | ProgressiveTensor):

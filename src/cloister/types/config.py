@@ -29,9 +29,29 @@ class EngineConfig:
     """Settings of one engine. None means: chosen at start from the model and the machine."""
 
     model: str = setting("cloister-5m", "Embedded model's name, model directory, GGUF file, or hub name.")
-    backend: str = setting("torch", "What computes.")
+    backend: str | None = setting(
+        None, "What computes, native or torch; unset, native on a CPU if its kernels were compiled, else torch."
+    )
     device: str | None = setting(None, "Where it computes.", choices=("cpu", "cuda"))
-    dtype: str = setting("float32", "Number format of weights, activations and KV.", choices=("float32", "bfloat16"))
+    dtype: str | None = setting(
+        None,
+        "Number format of weights that are not quantised, and of activations; unset, bfloat16 (float32 on torch on a CPU).",
+        choices=("float32", "bfloat16"),
+    )
+    quant: str = setting("none", "Number format of matrices, made on load: none, int8, int4 or qoq.")
+    kv_dtype: str | None = setting(
+        None,
+        "Number format of KV; unset, what `quant` goes with, else `dtype`.",
+        choices=("float32", "bfloat16", "int8", "int4"),
+    )
+    numerics: str = setting(
+        "exact",
+        "`exact`: an answer has the same bits whatever the company; `fast` (CUDA): libraries that cannot promise it.",
+        choices=("exact", "fast"),
+    )
+    weights_cache: str = setting(
+        "~/.cache/cloister", "Directory of packed weights, which make the next start quick; empty keeps none."
+    )
     num_threads: int | None = setting(None, "Threads for arithmetic.", low=1)
     max_model_len: int | None = setting(None, "Longest prompt and answer together, in tokens.", low=1)
     block_size: int = setting(16, "Positions in one KV block.", low=1, high=256)

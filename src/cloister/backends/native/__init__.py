@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 from cloister.backends.base import BACKENDS, Backend
+from cloister.types.errors import ConfigError
 from cloister.types.threat import ThreatProfile
+
+_WHY_NOT = (
+    "the native kernels were not compiled; install a C++ compiler (Debian: apt install g++) and reinstall Cloister, or install "
+    "the extra cloister[torch] and choose the back end torch"
+)
 
 THREAT = ThreatProfile(
     row="paging, continuous batching, chunked prefill, TP, SP",
@@ -14,13 +23,33 @@ THREAT = ThreatProfile(
 )
 
 
+def available() -> str | None:
+    """Returns why the kernels cannot be used here, or None when they can."""
+    return None if find_spec("cloister.backends.native._native") is not None else _WHY_NOT
+
+
 @BACKENDS.register("native", THREAT)
-def make_native_backend(*, num_threads: int, device: str, dtype: str) -> Backend:
+def make_native_backend(
+    *,
+    num_threads: int,
+    device: str,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    numerics: str = "exact",
+    store: Path | None = None,
+    kernels: str | None = None,
+) -> Backend:
     """Makes the native back end (`BackendFactory` says what the arguments mean).
+
+    Args:
+        kernels: an instruction set in place of the best that the processor has.
 
     Raises:
         ConfigError: the device is not a CPU, the type is unknown, or the kernels were not compiled.
     """
     from cloister.backends.native.backend import NativeBackend  # loads the kernels: only when it was chosen
 
-    return NativeBackend(num_threads=num_threads, device=device, dtype=dtype)
+    if numerics != "exact":
+        raise ConfigError("the native back end is always exact; numerics fast needs a CUDA device", param="numerics")
+    dtype = dtype or "bfloat16"
+    return NativeBackend(num_threads=num_threads, device=device, dtype=dtype, kv_dtype=kv_dtype, store=store, kernels=kernels)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 from cloister.backends.base import KVLayout, MemoryNeed, Weights
 from cloister.backends.native.packing import LAYOUT, Kind, Packer
-from cloister.backends.spec import DecoderSpec, LayerSpec
+from cloister.backends.spec import DecoderSpec
 from cloister.types.errors import ConfigError
 
 try:
@@ -16,8 +19,9 @@ except ImportError as error:  # pragma: no cover - an installation without a com
         param="backend",
     ) from error
 
-from cloister.backends.native.model import pack_model
+from cloister.backends.native.model import PackedModel, pack_model
 from cloister.backends.native.program import KV_KINDS, NativeProgram
+from cloister.backends.native.store import PackedStore
 
 NUMERICS = 1  # raise it when an answer may change in its last bit
 _SCRATCH_BYTES = 2 << 20  # per thread: gathered keys, scores, an unpacked panel
@@ -31,6 +35,7 @@ class NativeBackend:
         device: "cpu".
         dtype: of weights that come as numbers, of activations and of KV: "float32" or "bfloat16".
         kv_dtype: of KV: None for `dtype`, or one of `KV_KINDS`.
+        store: directory of packed models; None keeps none.
         kernels: an instruction set to use in place of the best that the processor has.
 
     Raises:
@@ -38,7 +43,14 @@ class NativeBackend:
     """
 
     def __init__(
-        self, *, num_threads: int, device: str, dtype: str, kv_dtype: str | None = None, kernels: str | None = None
+        self,
+        *,
+        num_threads: int,
+        device: str,
+        dtype: str,
+        kv_dtype: str | None = None,
+        store: Path | None = None,
+        kernels: str | None = None,
     ) -> None:
         if device != "cpu":
             raise ConfigError(f"the native back end computes on the cpu, not on {device!r}", param="device")
@@ -55,15 +67,15 @@ class NativeBackend:
         self.kernels = kernels or names[0]
         self._dense = Kind.F32 if dtype == "float32" else Kind.BF16
         self._pool = _native.Pool(num_threads)
+        self._store = None if store is None else PackedStore(store)
         self.fingerprint = f"native-{NUMERICS}-{LAYOUT}-{self.kernels}-{dtype}-{self._kv_dtype}"
 
-    def need(self, spec: DecoderSpec, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
+    def need(self, spec: DecoderSpec, weights: Weights, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
         """Says what `build` and `forward` will take (`backends.base.Backend.need`)."""
-        width = 4 if self._dense is Kind.F32 else 2
-        layers = sum(_weights(layer, spec.hidden_size) for layer in spec.layers)
-        vocabulary = spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
+        dense = 32.0 if self._dense is Kind.F32 else 16.0
+        bits = sum(math.prod(weights.shape(name)) * (weights.bits(name) or dense) for name in weights.names())
         return MemoryNeed(
-            weights_bytes=(layers + vocabulary) * width,
+            weights_bytes=round(bits / 8),
             kv_block_bytes=sum(
                 _native.kv_block_bytes(
                     KV_KINDS[self._kv_dtype], layer.attention.num_kv_heads, layer.attention.head_dim, block_size
@@ -73,22 +85,27 @@ class NativeBackend:
             activations_bytes=max_batched_tokens * _row_bytes(spec) + self._pool.num_threads * _SCRATCH_BYTES,
         )
 
-    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout) -> NativeProgram:
-        """Packs the weights and makes an empty cache.
+    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> NativeProgram:
+        """Packs the weights, or reads them as they were packed before, and makes an empty cache.
 
         Raises:
             ConfigError: the block size is outside 1 to 256, or there is no block.
         """
         if not 1 <= kv.block_size <= 256 or kv.num_blocks < 1:
             raise ConfigError("a KV cache needs at least one block, of 1 to 256 positions", param="block_size")
-        model = pack_model(spec, weights, Packer(self._pool, self._dense))
+        model = self._pack(spec, weights, identity)
         return NativeProgram(spec, model, kv, kernels=self.kernels, pool=self._pool, kv_dtype=self._kv_dtype)
 
-
-def _weights(layer: LayerSpec, hidden: int) -> int:
-    attention, mlp = layer.attention, layer.mlp
-    projections = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
-    return hidden * (projections + 3 * mlp.intermediate_size + 2)
+    def _pack(self, spec: DecoderSpec, weights: Weights, identity: str | None) -> PackedModel:
+        packer = Packer(self._pool, self._dense)
+        if self._store is None or identity is None:
+            return pack_model(spec, weights, packer)
+        identity = f"{identity} {self._dense.name}"
+        model = self._store.load(identity)
+        if model is None:
+            model = pack_model(spec, weights, packer)
+            self._store.save(identity, model)
+        return model
 
 
 def _row_bytes(spec: DecoderSpec) -> int:

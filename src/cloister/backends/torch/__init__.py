@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from cloister.backends.base import BACKENDS, Backend
+from cloister.types.errors import ConfigError
 from cloister.types.threat import ThreatProfile
 
 THREAT = ThreatProfile(
@@ -15,7 +18,15 @@ THREAT = ThreatProfile(
 
 
 @BACKENDS.register("torch", THREAT)
-def make_torch_backend(*, num_threads: int, device: str, dtype: str) -> Backend:
+def make_torch_backend(
+    *,
+    num_threads: int,
+    device: str,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    numerics: str = "exact",
+    store: Path | None = None,  # noqa: ARG001 - it keeps nothing
+) -> Backend:
     """Makes the torch back end (`BackendFactory` says what the arguments mean).
 
     Raises:
@@ -23,4 +34,7 @@ def make_torch_backend(*, num_threads: int, device: str, dtype: str) -> Backend:
     """
     from cloister.backends.torch.backend import TorchBackend  # torch takes a second to import: only when it was chosen
 
-    return TorchBackend(num_threads=num_threads, device=device, dtype=dtype)
+    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    if kv_dtype not in (None, dtype):
+        raise ConfigError(f"the torch back end keeps KV in {dtype}, as everything else; leave kv_dtype out", param="kv_dtype")
+    return TorchBackend(num_threads=num_threads, device=device, dtype=dtype, numerics=numerics)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from importlib.util import find_spec
+
 import torch
 
-from cloister.backends.base import KVLayout, MemoryNeed, Weights
+from cloister.backends.base import KVLayout, MemoryNeed, Program, Weights
 from cloister.backends.spec import DecoderSpec, LayerSpec
 from cloister.backends.torch.cache import slot_size
+from cloister.backends.torch.cuda.memory import device_need
 from cloister.backends.torch.program import TorchProgram
 from cloister.backends.torch.team import Team
 from cloister.types.errors import ConfigError
@@ -23,12 +27,13 @@ class TorchBackend:
         num_threads: threads for arithmetic on a CPU.
         device: "cpu" or "cuda".
         dtype: "float32" or "bfloat16".
+        numerics: "exact" keeps rule 6; "fast" lets cuBLAS and FlashInfer compute on CUDA.
 
     Raises:
-        ConfigError: an argument is not one of those, or there is no CUDA device.
+        ConfigError: an argument is not one of those, there is no CUDA device, or a library is missing.
     """
 
-    def __init__(self, *, num_threads: int, device: str, dtype: str) -> None:
+    def __init__(self, *, num_threads: int, device: str, dtype: str, numerics: str = "exact") -> None:
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"the torch back end computes on cpu or cuda, not {device!r}", param="device")
         if device == "cuda" and not torch.cuda.is_available():
@@ -37,13 +42,18 @@ class TorchBackend:
             raise ConfigError(f"the torch back end has the types {', '.join(DTYPES)}, not {dtype!r}", param="dtype")
         if num_threads < 1:
             raise ConfigError("num_threads must be at least 1", param="num_threads")
-        self._device, self._dtype = torch.device(device), DTYPES[dtype]
+        check_libraries(device, dtype, numerics)
+        self._device, self._dtype, self._is_exact = torch.device(device), DTYPES[dtype], numerics == "exact"
         self._team = Team(num_threads if device == "cpu" else 1)
         chip = torch.backends.cpu.get_cpu_capability() if device == "cpu" else torch.cuda.get_device_name()
-        self.fingerprint = f"torch-{torch.__version__}-{chip}-{dtype}-{NUMERICS}".replace(" ", "-")
+        kernels = "" if device == "cpu" else f"-triton-{version('triton')}-{numerics}"
+        self.fingerprint = f"torch-{torch.__version__}-{chip}-{dtype}{kernels}-{NUMERICS}".replace(" ", "-")
 
-    def need(self, spec: DecoderSpec, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
+    def need(self, spec: DecoderSpec, weights: Weights, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
         """Says what `build` and `forward` will take (`backends.base.Backend.need`)."""
+        if self._device.type == "cuda":
+            sizes = {"block_size": block_size, "max_batched_tokens": max_batched_tokens}
+            return device_need(spec, weights, self._dtype, **sizes, is_exact=self._is_exact)
         layers = sum(_weights(layer, spec.hidden_size) for layer in spec.layers)
         slots = sum(slot_size(layer.attention) for layer in spec.layers)
         return MemoryNeed(
@@ -52,7 +62,7 @@ class TorchBackend:
             activations_bytes=max_batched_tokens * _row_bytes(spec) + self._team.num_threads * _ATTENTION_BYTES,
         )
 
-    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout) -> TorchProgram:
+    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> Program:
         """Loads the weights and makes an empty cache.
 
         Raises:
@@ -60,7 +70,29 @@ class TorchBackend:
         """
         if not 1 <= kv.block_size <= 256 or kv.num_blocks < 1:
             raise ConfigError("a KV cache needs at least one block, of 1 to 256 positions", param="block_size")
+        if self._device.type == "cuda":
+            from cloister.backends.torch.cuda.program import CudaProgram  # needs triton, which a CPU does not
+
+            return CudaProgram(spec, weights, kv, dtype=self._dtype, device=self._device, is_exact=self._is_exact)
         return TorchProgram(spec, weights, kv, team=self._team, dtype=self._dtype, device=self._device)
+
+
+def check_libraries(device: str, dtype: str, numerics: str) -> None:
+    """Raises ConfigError, which says what to install or to choose, where the settings and what is installed do not fit."""
+    if numerics not in ("exact", "fast"):
+        raise ConfigError(f"numerics must be exact or fast, not {numerics!r}", param="numerics")
+    if device == "cuda" and find_spec("triton") is None:
+        raise ConfigError("CUDA needs triton; pip install 'cloister[gpu]'", param="device")
+    if numerics == "exact":
+        return
+    if device != "cuda":
+        raise ConfigError("numerics fast needs a CUDA device; choose exact", param="numerics")
+    if dtype != "bfloat16":
+        raise ConfigError("numerics fast needs the dtype bfloat16", param="dtype")
+    if find_spec("flashinfer") is None:
+        raise ConfigError(
+            "numerics fast needs FlashInfer; pip install 'cloister[flashinfer]', or choose exact", param="numerics"
+        )
 
 
 def _weights(layer: LayerSpec, hidden: int) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from cloister.backends.spec import DecoderSpec
 from cloister.models.decoder import tensor_shapes
+from cloister.models.digest import Digests
 from cloister.models.gguf.architecture import ROPE_FACTORS, find_architecture, read_spec, stored_name
 from cloister.models.gguf.tensors import GGUFEntry, GGUFWeights, find_entry
 from cloister.types.errors import ModelError
@@ -43,7 +43,7 @@ class OpenedGGUF:
     fingerprint: str
 
 
-def open_gguf(path: Path) -> OpenedGGUF:
+def open_gguf(path: Path, digests: Digests) -> OpenedGGUF:
     """Opens a GGUF file; the weights stay on disk, mapped.
 
     Raises:
@@ -55,7 +55,7 @@ def open_gguf(path: Path) -> OpenedGGUF:
     spec = read_spec(file)
     weights = _open_weights(file, spec)
     ends = tuple(dict.fromkeys(_find_ends(file, spec.vocab_size)))
-    return OpenedGGUF(spec, weights, ends, dict(_read_sampling(file)), _digest(path))
+    return OpenedGGUF(spec, weights, ends, dict(_read_sampling(file)), digests.of(path))
 
 
 def _open_weights(file: GGUFFile, spec: DecoderSpec) -> GGUFWeights:
@@ -105,8 +105,3 @@ def _read_sampling(file: GGUFFile) -> Iterator[tuple[str, float]]:
         value = file.get(f"general.sampling.{stored}", kind)
         if value is not None:
             yield name, float(value)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import GroupedTensor, Tensor
+from cloister.backends.tensors import GroupedTensor, Tensor, stored_bits
 from cloister.models.gguf.blocks import NAMES_OF_OTHERS, TYPES, BlockType, Bytes, PlainType
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile
@@ -38,6 +38,13 @@ class GGUFEntry:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) // self.type.block_size * self.type.block_bytes
+
+    @property
+    def bits(self) -> float | None:
+        """Bits per weight as a kernel keeps them: 4 or 8, and a scale in each group; None for numbers."""
+        if isinstance(self.type, PlainType):
+            return None
+        return stored_bits(self._unpack(np.zeros((1, self.type.block_bytes), np.uint8), self.type))
 
     def read(self) -> Tensor:
         """Returns the tensor; numbers stay mapped, blocks are unpacked.
@@ -93,6 +100,9 @@ class GGUFWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
+
+    def bits(self, name: str) -> float | None:
+        return self._entries[name].bits
 
     def read(self, name: str) -> Tensor:
         return self._entries[name].read()

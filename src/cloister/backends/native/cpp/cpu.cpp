@@ -7,6 +7,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace cloister {
@@ -62,7 +64,13 @@ std::vector<const Kernels*> usable_kernels() {
     return found;
 }
 #elif defined(__aarch64__)
-std::vector<const Kernels*> usable_kernels() { return {&kernels_neon, &kernels_scalar}; }
+std::vector<const Kernels*> usable_kernels() {
+#if defined(__linux__)
+    constexpr unsigned long dot_product = 1ul << 20;  // HWCAP_ASIMDDP (Documentation/arch/arm64/elf_hwcaps.rst)
+    if (!(getauxval(AT_HWCAP) & dot_product)) return {&kernels_scalar};
+#endif
+    return {&kernels_neon, &kernels_scalar};
+}
 #else
 std::vector<const Kernels*> usable_kernels() { return {&kernels_scalar}; }
 #endif

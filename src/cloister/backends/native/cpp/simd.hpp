@@ -5,6 +5,8 @@
 #include <cstring>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace cloister::CLOISTER_ISA {
@@ -39,6 +41,15 @@ INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
     memcpy(y, &b, 64);
     memcpy(z, &c, 64);
     for (int half = 0; half < 2; half++) z[half] = _mm256_fmadd_ps(x[half], y[half], z[half]);
+    f32x16 r;
+    memcpy(&r, z, 64);
+    return r;
+#elif defined(__ARM_FEATURE_DOTPROD)
+    float32x4_t x[4], y[4], z[4];
+    memcpy(x, &a, 64);
+    memcpy(y, &b, 64);
+    memcpy(z, &c, 64);
+    for (int part = 0; part < 4; part++) z[part] = vfmaq_f32(z[part], x[part], y[part]);
     f32x16 r;
     memcpy(&r, z, 64);
     return r;
@@ -144,6 +155,17 @@ INLINE i32x16 dot_u8s8(i32x16 acc, const uint8_t* b, int32_t a) {
         memcpy((char*)&r + 32 * half, &s, 32);
     }
     return acc + r;
+#elif defined(__ARM_FEATURE_DOTPROD)
+    // the instruction has both sides signed: 128 is taken off every b, and the sum of a times that put back
+    int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a)), middle = vdupq_n_s8(-128);
+    int32x4_t parts[4], taken = vdotq_s32(vdupq_n_s32(0), middle, x);
+    memcpy(parts, &acc, 64);
+    for (int part = 0; part < 4; part++) {
+        int8x16_t w = veorq_s8(vreinterpretq_s8_u8(vld1q_u8(b + 16 * part)), middle);
+        parts[part] = vsubq_s32(vdotq_s32(parts[part], w, x), taken);
+    }
+    memcpy(&acc, parts, 64);
+    return acc;
 #else
     int8_t x[4];
     memcpy(x, &a, 4);
