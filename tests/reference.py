@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,10 +48,10 @@ def greedy(driver: Driver, prompt: Sequence[int], num_tokens: int) -> tuple[list
     return tokens, np.concatenate(logits)
 
 
-def compare(path: Path, prompt: Sequence[int], num_tokens: int = 200) -> Agreement:
+def compare(path: Path, prompt: Sequence[int], num_tokens: int = 200, **settings: Any) -> Agreement:
     """Compares prompt and greedy answer with transformers, which reads our answer: equal choices at every place are equal
-    answers by induction."""
-    tokens, ours = greedy(build_from(path), prompt, num_tokens)
+    answers by induction. `settings` are those of `build`."""
+    tokens, ours = greedy(build_from(path, **settings), prompt, num_tokens)
     theirs = reference_logits(path, tokens[:-1])
     answer = theirs[len(prompt) - 1 :]
     best = np.sort(answer, axis=1)[:, -2:]

@@ -1,0 +1,82 @@
+"""Rule 6 on the native kernels: whatever the company, the same bits, for every format, KV type and instruction set."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from cloister.backends.base import Weights
+from cloister.backends.spec import DecoderSpec
+from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
+from tests.company import differing_arrangements
+from tests.driving import Driver, RandomWeights, make_spec
+from tests.native import KERNELS, NARROW, SPECS, WINDOWED, build_native
+
+FORMS = {  # what weights, KV, and arithmetic beside them are
+    "float32": ("none", "float32", None),
+    "bfloat16": ("none", "bfloat16", None),
+    "int8, KV int8": ("int8", "bfloat16", "int8"),
+    "int4": ("int4", "bfloat16", None),
+    "QoQ, KV int4": ("qoq", "bfloat16", "int4"),
+}
+FEW = {"chunks": (7, 90), "block_sizes": (5,), "companions": (3, 40)}
+FEWEST = {"chunks": (90,), "block_sizes": (5,), "companions": (9,)}
+SLOW = ("avx2", "scalar")
+WIDE = make_spec(hidden=1024, intermediate=2816, heads=(8, 2), head_dim=128, num_layers=1, vocab=1100)
+
+
+def make(
+    spec: DecoderSpec, weights: Weights, dtype: str, kv_dtype: str | None, kernels: str, block_size: int, num_threads: int
+) -> Driver:
+    settings = {"num_blocks": 8192 // block_size, "block_size": block_size, "num_threads": num_threads}
+    return build_native(spec, weights, dtype=dtype, kv_dtype=kv_dtype, kernels=kernels, **settings)
+
+
+def differing(spec: DecoderSpec, form: str, kernels: str, count: int, **arrangements: tuple[int, ...]) -> list[str]:
+    quant, dtype, kv_dtype = FORMS[form]
+    weights: Weights = RandomWeights(spec)
+    if quant != "none":
+        weights = QuantizedWeights(weights, FORMATS.get(quant)(FormatOptions()))
+    tokens = np.random.default_rng(count).integers(0, spec.vocab_size, count).tolist()
+    return differing_arrangements(
+        partial(make, spec, weights, dtype, kv_dtype, kernels), tokens, vocab=spec.vocab_size, **arrangements
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", SPECS)
+def test_no_arrangement_changes_a_bit_on_the_best_kernels(name: str, form: str) -> None:
+    assert differing(SPECS[name], form, KERNELS[0], 301) == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kernels", [name for name in KERNELS[1:] if name not in SLOW])
+def test_no_arrangement_changes_a_bit_on_other_kernels(kernels: str, form: str) -> None:
+    assert differing(NARROW, form, kernels, 301, **FEW) == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kernels", [name for name in KERNELS[1:] if name in SLOW])
+def test_no_arrangement_changes_a_bit_on_slow_kernels(kernels: str, form: str) -> None:
+    assert differing(WINDOWED, form, kernels, 270, **FEWEST) == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_arrangement_changes_a_bit_of_a_wide_model(form: str) -> None:
+    assert differing(WIDE, form, KERNELS[0], 70, chunks=(33,), block_sizes=(3,), companions=(20, 63)) == []
+
+
+def test_a_kernel_that_takes_rows_as_they_come_is_caught() -> None:
+    """The oracle's rounding to bfloat16 on few rows only: the kind of difference that this file must see."""
+
+    def make_inconstant(block_size: int, num_threads: int) -> Driver:
+        driver = make(NARROW, RandomWeights(NARROW), "float32", None, KERNELS[0], block_size, num_threads)
+        other = make(NARROW, RandomWeights(NARROW), "bfloat16", None, KERNELS[0], block_size, num_threads).program
+        plain = driver.program.forward
+        driver.program.forward = lambda batch: plain(batch) if len(batch.token_ids) > 40 else other.forward(batch)  # type: ignore[method-assign]
+        return driver
+
+    found = differing_arrangements(make_inconstant, list(range(60)), vocab=320, chunks=(7,), block_sizes=(), companions=())
+    assert "chunks of 7" in found

@@ -1,0 +1,186 @@
+"""The native products, one at a time: a model without layers is one product, and every instruction set must make it exactly.
+
+Rows of whole numbers with a peak of 127 keep their int8 codes whatever the norm before them multiplies them with, and rows of
+signs keep their length: so only the order of float32 sums is left to differ, and bounds can be near float32's own rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cloister.backends.base import FloatArray
+from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor
+from tests.native import KERNELS, GivenWeights, build_native, exact_product, multiply, relative_error, without_layers
+
+VOCAB = 50
+NUM_ROWS = (1, 2, 4, 5, 16, 17, 47)
+"""Rows that vector kernels take one by one and some at a time, and tiles half full, full and in pairs."""
+
+
+def whole_rows(hidden: int, vocab: int = VOCAB) -> FloatArray:
+    rows = np.random.default_rng(1).integers(-127, 128, (vocab, hidden)).astype(np.float32)
+    rows[:, 0] = 127
+    return rows
+
+
+def grouped(
+    hidden: int,
+    group_size: int,
+    bits: int,
+    *,
+    zeros: bool = False,
+    offsets: bool = False,
+    wide: bool = False,
+    vocab: int = VOCAB,
+) -> GroupedTensor:
+    rng = np.random.default_rng(2)
+    shape = vocab, hidden // group_size
+    scales = rng.uniform(0.5, 1.5, shape).astype(np.float32)
+    return GroupedTensor(
+        codes=rng.integers(0, 2**bits, (vocab, hidden)).astype(np.uint8),
+        scales=scales if wide else scales.astype(np.float16).astype(np.float32),
+        zeros=rng.integers(0, 2**bits, shape).astype(np.uint8) if zeros else None,
+        offsets=rng.standard_normal(shape, dtype=np.float32) if offsets else None,
+        bits=bits,
+        group_size=group_size,
+        activations="int8",
+    )
+
+
+def progressive(hidden: int, group_size: int) -> ProgressiveTensor:
+    rng = np.random.default_rng(3)
+    shape = VOCAB, hidden // group_size
+    group_scales = rng.integers(1, 9, shape).astype(np.uint8)  # 15 times 8 stays in int8
+    channel_scales = rng.uniform(0.5, 1.5, VOCAB).astype(np.float32)
+    codes = rng.integers(0, 16, (VOCAB, hidden)).astype(np.uint8)
+    return ProgressiveTensor(codes, channel_scales, group_scales, rng.integers(0, 16, shape).astype(np.uint8), group_size)
+
+
+INTEGERS: dict[str, Tensor] = {
+    "8 bits by row": grouped(256, 256, 8),
+    "8 bits by row of no whole chunk": grouped(100, 100, 8),
+    "8 bits by row with zeros": grouped(256, 256, 8, zeros=True),
+    "8 bits in groups of 32": grouped(96, 32, 8),
+    "8 bits in groups of 64 with zeros": grouped(192, 64, 8, zeros=True),
+    "8 bits in groups of 32 with offsets": grouped(256, 32, 8, offsets=True),
+    "4 bits in groups of 32": grouped(256, 32, 4),
+    "4 bits in groups of 32 of no whole chunk": grouped(160, 32, 4),
+    "4 bits in groups of 64 with zeros": grouped(320, 64, 4, zeros=True),
+    "4 bits in groups of 96": grouped(288, 96, 4, zeros=True),
+    "4 bits in groups of 128 with zeros and offsets": grouped(256, 128, 4, zeros=True, offsets=True),
+    "4 bits by row": grouped(256, 256, 4, zeros=True),
+    "4 bits with float32 scales": grouped(256, 32, 4, wide=True),
+    "4 bits for many outputs": grouped(64, 32, 4, zeros=True, vocab=331),
+    "QoQ in groups of 32": progressive(96, 32),
+    "QoQ in groups of 64": progressive(192, 64),
+    "QoQ in groups of 128": progressive(256, 128),
+    "QoQ by row": progressive(160, 160),
+}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_an_integer_product_is_exact_but_for_the_order_of_sums(name: str, kernels: str) -> None:
+    head = INTEGERS[name]
+    vocab, hidden = head.shape
+    rows, norm = whole_rows(hidden, vocab), np.ones(hidden, np.float32)
+    exact = exact_product(head, rows, norm)
+    for num_rows in NUM_ROWS:
+        found = multiply(head, rows, norm, num_rows=num_rows, kernels=kernels)
+        assert relative_error(found, exact[:num_rows]) < 2e-6, f"{num_rows} rows"
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("hidden", [16, 40, 256, 1000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_product_of_numbers_is_exact_but_for_the_order_of_sums(dtype: str, hidden: int, kernels: str) -> None:
+    rng = np.random.default_rng(4)
+    kind = np.dtype(np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
+    head = rng.standard_normal((VOCAB, hidden), dtype=np.float32).astype(kind)
+    rows = rng.choice([-1, 1], (VOCAB, hidden)).astype(np.float32)
+    norm = rng.standard_normal(hidden, dtype=np.float32).astype(kind).astype(np.float32)
+    exact = exact_product(head, rows, norm)
+    for num_rows in NUM_ROWS:
+        found = multiply(head, rows, norm, num_rows=num_rows, dtype=dtype, kernels=kernels)
+        assert relative_error(found, exact[:num_rows]) < 2e-6, f"{num_rows} rows"
+
+
+NO_KERNELS: dict[str, GroupedTensor] = {
+    "inputs in another order": replace(
+        grouped(256, 32, 4, zeros=True), order=np.random.default_rng(5).permutation(256).astype(np.int32)
+    ),
+    "inputs as they are": replace(grouped(256, 64, 4), activations="bfloat16"),
+    "4 bits by row of no whole half": grouped(100, 100, 4),
+    "4 bits by row of no whole half with zeros": grouped(80, 80, 4, zeros=True),
+    "8 bits by row of no whole half with offsets": grouped(80, 80, 8, offsets=True),
+    "groups of 16": grouped(96, 16, 4, offsets=True),
+}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", NO_KERNELS)
+def test_codes_without_a_kernel_are_dequantised_to_bfloat16(name: str, kernels: str) -> None:
+    head = NO_KERNELS[name]
+    rounded = head.dequantize().astype(ml_dtypes.bfloat16)
+    rng = np.random.default_rng(6)
+    rows, norm = rng.choice([-1, 1], head.shape).astype(np.float32), np.ones(head.shape[1], np.float32)
+    found = multiply(head, rows, norm, num_rows=VOCAB, dtype="bfloat16", kernels=kernels)
+    assert relative_error(found, exact_product(rounded, rows, norm)) < 2e-6
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", [*INTEGERS, "float16", "bfloat16", "float32"])
+def test_an_embedding_is_read_as_it_was_written(name: str, kernels: str) -> None:
+    rng = np.random.default_rng(7)
+    plain = rng.standard_normal((VOCAB, 70)).astype(name) if name == "float16" else rng.standard_normal((VOCAB, 70), np.float32)
+    embedding: Tensor = INTEGERS.get(name, plain.astype(ml_dtypes.bfloat16) if name == "bfloat16" else plain)
+    vocab, hidden = embedding.shape
+    head, norm = rng.standard_normal((vocab, hidden), np.float32), np.ones(hidden, np.float32)
+    weights = GivenWeights({"embed.weight": embedding, "norm.weight": norm, "head.weight": head})
+    found = build_native(without_layers(vocab, hidden), weights, kernels=kernels, num_blocks=30).run("a", list(range(vocab)))
+    rows = embedding if isinstance(embedding, np.ndarray) else embedding.dequantize()
+    assert relative_error(found, exact_product(head, rows.astype(np.float32), norm)) < 1e-6
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_half_precision_weights_keep_every_number_of_theirs(kernels: str) -> None:
+    head = np.array([0.0, -0.0, 2**-24, -(2**-15), 2**-14, 1 / 3, 65504.0, -1.5], np.float16).reshape(-1, 1).repeat(16, 1)
+    rows, norm = np.ones((8, 16), np.float32), np.eye(16, dtype=np.float32)[3]
+    assert multiply(head, rows, norm, num_rows=1, kernels=kernels)[0].tolist() == head[:, 3].astype(np.float32).tolist()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("vocab", [7, 16, 45, 300])
+def test_the_best_token_is_that_of_argmax_and_the_first_among_equals(vocab: int, kernels: str) -> None:
+    rng = np.random.default_rng(vocab)
+    head = rng.integers(-2, 3, (vocab, 16)).astype(np.float32)
+    head[rng.integers(0, vocab, vocab // 2)] = head[rng.integers(0, vocab)]  # equal rows give equal logits
+    weights = GivenWeights(
+        {
+            "embed.weight": rng.choice([-1, 1], (vocab, 16)).astype(np.float32),
+            "head.weight": head,
+            "norm.weight": np.ones(16, np.float32),
+        }
+    )
+    driver = build_native(without_layers(vocab, 16), weights, kernels=kernels, num_blocks=30)
+    batch = driver.plan({"a": list(range(vocab))})
+    logits = driver.program.forward(batch)
+    assert (np.sort(logits, 1)[:, -1] == np.sort(logits, 1)[:, -2]).any()
+    assert driver.program.forward_best(batch).tolist() == logits.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 20, 36])
+def test_a_row_with_a_number_that_is_not_finite_has_no_best_token(place: int, wrong: float, kernels: str) -> None:
+    head = np.ones((37, 16), np.float32)
+    head[place] = wrong
+    weights = GivenWeights(
+        {"embed.weight": np.ones((37, 16), np.float32), "head.weight": head, "norm.weight": np.ones(16, np.float32)}
+    )
+    driver = build_native(without_layers(37, 16), weights, kernels=kernels)
+    assert driver.program.forward_best(driver.plan({"a": [1, 2]})).tolist() == [-1, -1]
