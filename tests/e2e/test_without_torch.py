@@ -25,7 +25,7 @@ def holds_torch(pid: int) -> bool:
 def test_neither_process_of_a_server_holds_torch_after_the_first_token() -> None:
     assert torch.__version__
     assert holds_torch(os.getpid()), "this test cannot see torch"
-    running = Running("--backend", "native", "--device", "cpu")
+    running = Running("--device", "cpu")
     try:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
         answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=30)
@@ -40,7 +40,7 @@ def test_neither_process_of_a_server_holds_torch_after_the_first_token() -> None
 def test_an_llm_answers_without_any_heavy_library() -> None:
     code = (
         "import sys, cloister\n"
-        "with cloister.LLM(backend='native', device='cpu') as llm:\n"
+        "with cloister.LLM(device='cpu') as llm:\n"
         "    answer = llm.generate('The king', cloister.SamplingParams(max_tokens=1))[0]\n"
         "    assert len(answer.outputs[0].token_ids) == 1\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
