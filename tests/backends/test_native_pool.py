@@ -35,11 +35,15 @@ def test_a_program_that_waits_takes_no_cpu_time() -> None:
 
 def test_work_is_spread_over_the_team() -> None:
     driver = build_native(WORK, RandomWeights(WORK), num_threads=2)
-    with driver.program.record() as spans:  # type: ignore[attr-defined]
-        driver.run("a", list(range(200)))
-    names = {span.name for span in spans if span.thread == 1}
-    assert {"qkv", "attention", "gate_up", "down", "head"} <= names
-    assert {span.thread for span in spans} == {0, 1}
+    helped: set[str] = set()
+    deadline_s = time.monotonic() + 30  # on a busy machine the helper may come too late for one step
+    while not {"qkv", "attention", "gate_up", "down", "head"} <= helped:
+        assert time.monotonic() < deadline_s, f"the helper took part in nothing but {helped}"
+        with driver.program.record() as spans:  # type: ignore[attr-defined]
+            driver.run("a", list(range(200)))
+        driver.free("a")
+        helped |= {span.name for span in spans if span.thread == 1}
+        assert {span.thread for span in spans} <= {0, 1}
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
