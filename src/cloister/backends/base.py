@@ -57,6 +57,10 @@ class ForwardBatch:
         block_tables: [num_seqs, max_blocks] int32; position p of sequence i lives in slot p % block_size of block
             block_tables[i, p // block_size]. Entries past the context are not read.
         logit_rows: [num_rows] int32 indexes into the tokens; logits are computed for these only, in this order.
+        parents: None, or [num_tokens] int32: the token before each, as an index into the tokens; -1 is the end of the context.
+            Tokens with one parent are rivals (token trees; SpecInfer, Miao et al. 2024): they have the same position and do not
+            see each other. Token i of a sequence lies in slot context_len - num_tokens + i whatever its position, and parents
+            stand before their children.
     """
 
     token_ids: IntArray
@@ -65,6 +69,7 @@ class ForwardBatch:
     context_lens: IntArray
     block_tables: IntArray
     logit_rows: IntArray
+    parents: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)

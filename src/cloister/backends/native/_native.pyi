@@ -72,8 +72,8 @@ class Program:
         context_lens: _Ints,
         tables: _Ints,
         logit_rows: _Ints,
+        parents: _Ints | None,
         logits: _Floats,
-        visible: npt.NDArray[np.uint64] | None,
     ) -> None: ...
     def forward_best(
         self,
@@ -83,6 +83,7 @@ class Program:
         context_lens: _Ints,
         tables: _Ints,
         logit_rows: _Ints,
+        parents: _Ints | None,
         best: _Ints,
     ) -> None: ...
     def record(self, on: bool) -> None: ...

@@ -113,7 +113,7 @@ class Packer:
         for tensor, place in zip(tensors, places, strict=True):
             self._pack_codes(kind, tensor, place, parts["codes"])
         panels = -(-outputs // PANEL)
-        for name, columns in _metadata(kind, tensors).items():
+        for name, columns in _metadata(tensors).items():
             parts[name] = _by_panel(columns, places, panels)
         if any(bias is not None for bias in biases):
             shifts = [
@@ -169,7 +169,7 @@ def _kind_of(tensor: GroupedTensor | ProgressiveTensor) -> Kind:
     return Kind.INT8 if tensor.bits == 8 else Kind.INT4
 
 
-def _metadata(kind: Kind, tensors: Sequence[Tensor]) -> dict[str, list[npt.NDArray[Any]]]:
+def _metadata(tensors: Sequence[Tensor]) -> dict[str, list[npt.NDArray[Any]]]:
     """Returns what stands beside the codes, by name, one array [outputs, groups] for each tensor."""
     progressive = [t for t in tensors if isinstance(t, ProgressiveTensor)]
     if progressive:

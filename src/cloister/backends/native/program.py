@@ -66,7 +66,7 @@ class NativeProgram:
     def forward(self, batch: ForwardBatch) -> FloatArray:
         """Computes one step, writes K and V, and returns logits [num_rows, vocab]."""
         logits = np.empty((len(batch.logit_rows), self._vocab_size), np.float32)
-        self._program.forward(*_arrays(batch), logits, None)
+        self._program.forward(*_arrays(batch), logits)
         return logits
 
     def forward_best(self, batch: ForwardBatch) -> IntArray:
@@ -108,7 +108,7 @@ class NativeProgram:
         return self._program.buffer_bytes
 
 
-def _arrays(batch: ForwardBatch) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray]:
+def _arrays(batch: ForwardBatch) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray | None]:
     tables = batch.block_tables
     return (
         batch.token_ids,
@@ -117,4 +117,5 @@ def _arrays(batch: ForwardBatch) -> tuple[IntArray, IntArray, IntArray, IntArray
         batch.context_lens,
         tables if tables.flags.c_contiguous else np.ascontiguousarray(tables),
         batch.logit_rows,
+        batch.parents,
     )

@@ -23,6 +23,7 @@ from cloister.backends.torch.recording import record
 from cloister.backends.torch.schedule import KeySlots, Shape, UnitBatch, schedule_units, token_slots
 from cloister.backends.torch.team import Team, use_one_thread_per_operation
 from cloister.backends.torch.tiles import pad_rows
+from cloister.backends.torch.trees import Node, unfold
 
 _CHUNK = 128  # rows; a multiple of the reference tile
 
@@ -67,7 +68,7 @@ class TorchProgram:
         hidden = self._embed(batch.token_ids, num_rows)
         positions = self._positions(batch, num_rows)
         angles = {spec: rope.at(positions, int(batch.context_lens.max())) for spec, rope in self._ropes.items()}
-        units = self._schedule(batch, num_rows)
+        units = self._schedule(*unfold(batch), num_rows)
         written = torch.from_numpy(token_slots(batch, self._cache.layout.block_size)).to(self._device)
         for layer, slots in zip(self._layers, self._cache.layers, strict=True):
             queries, keys_values = self._project(layer, hidden, angles[layer.attention.rope])
@@ -99,8 +100,8 @@ class TorchProgram:
         positions[: len(batch.positions)] = batch.positions
         return torch.from_numpy(positions).to(self._device)
 
-    def _schedule(self, batch: ForwardBatch, num_rows: int) -> dict[Shape, list[UnitBatch]]:
-        keys = KeySlots(batch, self._cache.layout.block_size, self._cache.zero_slot)
+    def _schedule(self, batch: ForwardBatch, nodes: Sequence[Node], num_rows: int) -> dict[Shape, list[UnitBatch]]:
+        keys = KeySlots(batch, self._cache.layout.block_size, self._cache.zero_slot, nodes)
         units: dict[Shape, list[UnitBatch]] = {}
         for layer in self._layers:
             shape, spec = work_shape(layer.attention), layer.attention

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cloister.backends.base import ForwardBatch
+from cloister.backends.torch.trees import Node, token_places
 
 SPLIT = 256
 _SCORES_BYTES = 1 << 20  # scores of one batch: what stays in a core's own cache
@@ -101,7 +102,7 @@ class KeySlots:
         slots: [num_splits of all sequences, 256].
     """
 
-    def __init__(self, batch: ForwardBatch, block_size: int, zero_slot: int) -> None:
+    def __init__(self, batch: ForwardBatch, block_size: int, zero_slot: int, nodes: Sequence[Node] = ()) -> None:
         self.block_size = block_size
         counts = -(-batch.context_lens.astype(np.int64) // SPLIT)
         self.starts = np.cumsum(counts) - counts
@@ -111,13 +112,18 @@ class KeySlots:
         places = np.where(past, 0, positions // block_size)
         blocks = batch.block_tables[seqs[:, None], places].astype(np.int64)
         self.slots: Int64Array = np.where(past, zero_slot, blocks * block_size + positions % block_size)
+        for node in nodes:
+            for position, place in enumerate(node.places, node.first_position):
+                slot = int(batch.block_tables[node.seq, place // block_size]) * block_size + place % block_size
+                self.slots[self.starts[node.seq] + position // SPLIT, position % SPLIT] = slot
 
 
 def token_slots(batch: ForwardBatch, block_size: int) -> Int64Array:
     """Returns the cache slot of each token of a step, [num_tokens]."""
     seqs = np.repeat(np.arange(len(batch.context_lens)), np.diff(batch.query_starts))
-    blocks = batch.block_tables[seqs, batch.positions // block_size].astype(np.int64)
-    return blocks * block_size + batch.positions % block_size
+    places = token_places(batch)
+    blocks = batch.block_tables[seqs, places // block_size].astype(np.int64)
+    return blocks * block_size + places % block_size
 
 
 def schedule_units(

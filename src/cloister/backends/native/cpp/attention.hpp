@@ -184,9 +184,10 @@ static void gather_run(const Cache& cache, const AttentionShape& shape, const He
 static void gather(const Cache& cache, const AttentionShape& shape, const Sequence& sequence, int head, int start, int end, Panels p) {
     int dim = shape.padded_dim;
     for (int key = start; key < end;) {
-        int place = key % cache.block_size, run = cache.block_size - place;
-        if (run > end - key) run = end - key;
-        int block = sequence.table[key / cache.block_size];
+        int slot = sequence.slot(key), place = slot % cache.block_size, run = cache.block_size - place;
+        int most = sequence.run_end(key, end) - key;
+        if (run > most) run = most;
+        int block = sequence.table[slot / cache.block_size];
         gather_run(cache, shape, head_place(cache, shape, block, head), place, place + run, key - start, p);
         key += run;
     }
@@ -288,15 +289,6 @@ INLINE View view_of(const AttentionShape& shape, const Sequence& sequence, int r
     int low = shape.window && position - shape.window + 1 > start ? position - shape.window + 1 - start : 0;
     int high = position + 1 - start;
     return {low < split_keys ? low : split_keys, high < 0 ? 0 : high < split_keys ? high : split_keys};
-}
-
-// Hides the tokens of this step that are not among the ancestors of this row's token.
-static void hide_strangers(const AttentionShape& shape, const Sequence& sequence, int row, int start, int count, float* scores) {
-    const uint64_t* visible = sequence.visible + size_t(row / shape.group()) * sequence.words;
-    for (int column = 0; column < count; column++) {
-        int token = start + column - sequence.first_position;
-        if (token >= 0 && token < sequence.num_tokens && !(visible[token / 64] >> (token % 64) & 1)) scores[column] = -INFINITY;
-    }
 }
 
 // Turns scores into weights e^(score - maximum); returns maximum and sum.
@@ -414,8 +406,7 @@ static void attend_rows(const AttentionTask& task, const Sequence& sequence, con
             for (int r = 0; r < rows; r++) {
                 float* scores = scratch.scores + size_t(r) * split_keys;
                 int row = task.begin + first + r;
-                if (sequence.visible) hide_strangers(shape, sequence, row, start, count, scores);
-                soften<floats>(scores, count, view_of(shape, sequence, row, start), scratch.weights + size_t(r) * split_keys * width,
+                    soften<floats>(scores, count, view_of(shape, sequence, row, start), scratch.weights + size_t(r) * split_keys * width,
                                maxima + r, totals + r);
             }
             product(floats, scratch.weights, split_keys * width, rows, scratch.values, size_t(padded) * 4, floats ? count : count / 2,

@@ -25,8 +25,16 @@ struct AttentionShape {
 struct Sequence {
     const int32_t* table = nullptr;  // blocks
     int first_token = 0, num_tokens = 0, first_position = 0, context = 0;
-    const uint64_t* visible = nullptr;  // [num_tokens][words]: which tokens of this step a token sees; null for all up to itself
-    int words = 0;
+    // A node of a token tree is a sequence of its own. Its keys before position `branch` lie where their positions say; those
+    // from there on, its ancestors in this step and itself, in the slots of `path`. Null for a sequence that is no tree.
+    const int32_t* path = nullptr;
+    int branch = 0;
+    int slot(int position) const { return path && position >= branch ? path[position - branch] : position; }
+    // The end of the run of neighbouring slots that begins at `position`.
+    int run_end(int position, int end) const {
+        if (!path || position + 1 > branch) return path ? position + 1 : end;
+        return end < branch ? end : branch;
+    }
 };
 
 // Attention of rows [begin, end) of one sequence and one KV head; a row is (token, head of the group).

@@ -47,6 +47,20 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
     return m;
 }
 
+#define STEP_ARRAYS Array1<const int32_t> token_ids, Array1<const int32_t> positions, Array1<const int32_t> query_starts, \
+    Array1<const int32_t> context_lens, Array2<const int32_t> tables, Array1<const int32_t> logit_rows, nb::object parents
+#define STEP_NAMES token_ids, positions, query_starts, context_lens, tables, logit_rows, parents
+#define STEP_ARGUMENTS nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none()
+
+Batch make_batch(const Array1<const int32_t>& token_ids, const Array1<const int32_t>& positions, const Array1<const int32_t>& query_starts,
+                 const Array1<const int32_t>& context_lens, const Array2<const int32_t>& tables, const Array1<const int32_t>& logit_rows,
+                 const nb::object& parents) {
+    Batch batch{token_ids.data(), positions.data(), query_starts.data(), context_lens.data(), tables.data(), logit_rows.data(),
+                int(token_ids.size()), int(context_lens.size()), int(tables.shape(1)), int(logit_rows.size()), nullptr};
+    if (!parents.is_none()) batch.parents = nb::cast<Array1<const int32_t>>(parents).data();
+    return batch;
+}
+
 const float* floats_or_null(const nb::object& o) {
     return o.is_none() ? nullptr : nb::cast<Array1<const float>>(o).data();
 }
@@ -119,25 +133,16 @@ NB_MODULE(_native, m) {
             self.layers.push_back(layer);
         }, nb::arg("shape"), nb::arg("scale"), nb::arg("rope"), nb::arg("activation"), nb::arg("qkv"), nb::arg("output"), nb::arg("gate_up"), nb::arg("down"),
            nb::arg("attention_norm"), nb::arg("mlp_norm"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("cache"), nb::arg("kv_kind"), nb::arg("block_size"))
-        .def("forward", [](Program& self, Array1<const int32_t> token_ids, Array1<const int32_t> positions, Array1<const int32_t> query_starts,
-                           Array1<const int32_t> context_lens, Array2<const int32_t> tables, Array1<const int32_t> logit_rows, Array2<float> logits, nb::object visible) {
-            Batch batch{token_ids.data(), positions.data(), query_starts.data(), context_lens.data(), tables.data(), logit_rows.data(),
-                        int(token_ids.size()), int(context_lens.size()), int(tables.shape(1)), int(logit_rows.size()), nullptr, 0};
-            if (!visible.is_none()) {
-                auto mask = nb::cast<Array2<const uint64_t>>(visible);
-                batch.visible = mask.data();
-                batch.visible_words = int(mask.shape(1));
-            }
+        .def("forward", [](Program& self, STEP_ARRAYS, Array2<float> logits) {
+            Batch batch = make_batch(STEP_NAMES);
             nb::gil_scoped_release release;
             self.forward(batch, logits.data());
-        }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
-        .def("forward_best", [](Program& self, Array1<const int32_t> token_ids, Array1<const int32_t> positions, Array1<const int32_t> query_starts,
-                                Array1<const int32_t> context_lens, Array2<const int32_t> tables, Array1<const int32_t> logit_rows, Array1<int32_t> best) {
-            Batch batch{token_ids.data(), positions.data(), query_starts.data(), context_lens.data(), tables.data(), logit_rows.data(),
-                        int(token_ids.size()), int(context_lens.size()), int(tables.shape(1)), int(logit_rows.size()), nullptr, 0};
+        }, STEP_ARGUMENTS, nb::arg())
+        .def("forward_best", [](Program& self, STEP_ARRAYS, Array1<int32_t> best) {
+            Batch batch = make_batch(STEP_NAMES);
             nb::gil_scoped_release release;
             self.forward_best(batch, best.data());
-        })
+        }, STEP_ARGUMENTS, nb::arg())
         .def("record", &Program::record)
         .def("spans", [](const Program& self) {
             std::vector<std::tuple<std::string, int, double, double>> spans;

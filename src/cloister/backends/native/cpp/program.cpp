@@ -112,11 +112,51 @@ void Program::extend_ropes(const Batch& batch) {
     }
 }
 
-void Program::list_tasks(const Layer& layer, const Batch& batch) {
+// Finds the slot of each token, and what is one run of queries for attention: a sequence's tokens, or one node of a tree.
+void Program::place_tokens(const Batch& batch) {
+    sequences_.clear();
+    paths_.clear();
+    paths_.reserve(size_t(batch.num_tokens));  // nodes point into them
+    table_of_.resize(size_t(batch.num_tokens));
+    slot_of_.resize(size_t(batch.num_tokens));
+    for (int s = 0; s < batch.num_sequences; s++) {
+        int first = batch.query_starts[s], count = batch.query_starts[s + 1] - first;
+        Sequence sequence;
+        sequence.table = batch.tables + size_t(s) * batch.table_stride;
+        sequence.first_token = first;
+        sequence.num_tokens = count;
+        sequence.first_position = batch.context_lens[s] - count;
+        bool is_tree = false;
+        for (int i = 0; i < count; i++) {
+            table_of_[size_t(first + i)] = sequence.table;
+            slot_of_[size_t(first + i)] = sequence.first_position + i;
+            is_tree = is_tree || (batch.parents && batch.parents[first + i] != (i ? first + i - 1 : -1));
+        }
+        if (is_tree) add_tree(batch, sequence);
+        else sequences_.push_back(sequence);
+    }
+}
+
+void Program::add_tree(const Batch& batch, Sequence sequence) {
+    for (int token = sequence.first_token; token < sequence.first_token + sequence.num_tokens; token++) {
+        std::vector<int32_t>& path = paths_.emplace_back();
+        for (int node = token; node >= 0; node = batch.parents[node]) path.push_back(slot_of_[size_t(node)]);
+        std::reverse(path.begin(), path.end());
+        Sequence node = sequence;
+        node.first_token = token;
+        node.num_tokens = 1;
+        node.branch = sequence.first_position;
+        node.first_position = sequence.first_position + int(path.size()) - 1;
+        node.path = path.data();
+        sequences_.push_back(node);
+    }
+}
+
+void Program::list_tasks(const Layer& layer) {
     const AttentionShape& shape = layer.shape;
     tasks_.clear();
     joins_.clear();
-    for (int s = 0; s < batch.num_sequences; s++) {
+    for (int s = 0; s < int(sequences_.size()); s++) {
         const Sequence& sequence = sequences_[size_t(s)];
         int rows = sequence.num_tokens * shape.group();
         for (int head = 0; head < shape.num_kv_heads; head++) {
@@ -192,20 +232,7 @@ void Program::attention(const Layer& layer, const Batch& batch) {
 void Program::forward(const Batch& batch, float* logits) {
     int num_tokens = batch.num_tokens;
     extend_ropes(batch);
-    sequences_.resize(size_t(batch.num_sequences));
-    sequence_of_.resize(size_t(num_tokens));
-    for (int s = 0; s < batch.num_sequences; s++) {
-        int first = batch.query_starts[s], count = batch.query_starts[s + 1] - first;
-        Sequence& sequence = sequences_[size_t(s)];
-        sequence.table = batch.tables + size_t(s) * batch.table_stride;
-        sequence.first_token = first;
-        sequence.num_tokens = count;
-        sequence.first_position = batch.context_lens[s] - count;
-        sequence.context = batch.context_lens[s];
-        sequence.visible = batch.visible ? batch.visible + size_t(first) * batch.visible_words : nullptr;
-        sequence.words = batch.visible_words;
-        for (int i = 0; i < count; i++) sequence_of_[size_t(first + i)] = s;
-    }
+    place_tokens(batch);
     float* x = (float*)residual_.reserve(size_t(num_tokens) * stride_ * 4);
     float* normed = (float*)normed_.reserve(size_t(pool_->num_threads()) * stride_ * 4);
     each_row("embed", num_tokens, [&](int row, int) { kernels_.read_row(embedding, batch.token_ids[row], x + size_t(row) * stride_); });
@@ -243,14 +270,13 @@ void Program::forward(const Batch& batch, float* logits) {
             kernels_.rotate(q, shape.num_heads, dim, cos, cos + rope.inv_freq.size());
             kernels_.rotate(k, shape.num_kv_heads, dim, cos, cos + rope.inv_freq.size());
             kernels_.put_queries(q, shape, layer.scale, layer.cache.kind, queries + size_t(row) * query_bytes);
-            const Sequence& sequence = sequences_[size_t(sequence_of_[size_t(row)])];
-            int place = sequence.first_position + row - sequence.first_token;
-            kernels_.put_keys(k, v, shape, layer.cache, sequence.table[place / layer.cache.block_size], place % layer.cache.block_size);
+            int slot = slot_of_[size_t(row)], size = layer.cache.block_size;
+            kernels_.put_keys(k, v, shape, layer.cache, table_of_[size_t(row)][slot / size], slot % size);
         });
 
         bool same = previous && previous->shape.num_heads == shape.num_heads && previous->shape.num_kv_heads == shape.num_kv_heads &&
                     previous->shape.padded_dim == shape.padded_dim && previous->shape.window == shape.window;
-        if (!same) list_tasks(layer, batch);
+        if (!same) list_tasks(layer);
         previous = &layer;
         attention(layer, batch);
 

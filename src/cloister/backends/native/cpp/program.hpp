@@ -54,8 +54,7 @@ struct Span {
 struct Batch {
     const int32_t *token_ids, *positions, *query_starts, *context_lens, *tables, *logit_rows;
     int num_tokens, num_sequences, table_stride, num_rows;
-    const uint64_t* visible;  // [num_tokens][visible_words], or null
-    int visible_words;
+    const int32_t* parents;  // [num_tokens], or null
 };
 
 class Program {
@@ -83,8 +82,10 @@ private:
     template <class Work> void phase(const char* name, int num_tasks, Work&& work, int grain = 1);
     template <class Work> void each_row(const char* name, int num_rows, Work&& work);
     void extend_ropes(const Batch& batch);
+    void place_tokens(const Batch& batch);
+    void add_tree(const Batch& batch, Sequence sequence);
     void attention(const Layer& layer, const Batch& batch);
-    void list_tasks(const Layer& layer, const Batch& batch);
+    void list_tasks(const Layer& layer);
     void product(const char* name, const Matrix& w, const Rows& x, const Sink& sink);
     Rows shape_rows(Buffer& buffer, Input input, int num_rows, int length);
     uint8_t* scratch(int thread, size_t size);
@@ -98,7 +99,9 @@ private:
     Buffer residual_, normed_, inputs_, next_inputs_, qkv_, queries_, mixed_, wide_, partial_, logits_;
     std::vector<Buffer> scratch_;
     std::vector<Sequence> sequences_;
-    std::vector<int> sequence_of_;
+    std::vector<const int32_t*> table_of_;  // [num_tokens]
+    std::vector<int> slot_of_;               // [num_tokens]
+    std::vector<std::vector<int32_t>> paths_;
     std::vector<AttentionTask> tasks_, dealt_;
     struct Join { AttentionTask task; const float* partial; int num_splits; };
     std::vector<Join> joins_;

@@ -77,6 +77,7 @@ class CudaProgram:
     @torch.no_grad()
     def forward(self, batch: ForwardBatch) -> FloatArray:
         """Computes one step (`backends.base.Program.forward`)."""
+        self._refuse_trees(batch)
         captured = self._run_captured(batch)
         if captured is not None:
             return _pick(captured.logits, batch.logit_rows)
@@ -86,6 +87,7 @@ class CudaProgram:
     @torch.no_grad()
     def forward_best(self, batch: ForwardBatch) -> IntArray:
         """Computes one step and moves one token per row instead of its logits (`backends.base.GreedyProgram`)."""
+        self._refuse_trees(batch)
         captured = self._run_captured(batch)
         if captured is not None:
             return _pick(captured.largest, batch.logit_rows)
@@ -110,6 +112,10 @@ class CudaProgram:
         from cloister.backends.torch.cuda.flash_infer import FlashInferAttention  # an extra: only when it was asked for
 
         return FlashInferAttention([layer.heads for layer in self._layers], self._kv, self._dtype, self._device)
+
+    def _refuse_trees(self, batch: ForwardBatch) -> None:
+        if batch.parents is not None:
+            raise EngineError("the CUDA program computes no token trees yet; draft one sequence, or compute on the CPU")
 
     def _run_captured(self, batch: ForwardBatch) -> Outputs | None:
         """Replays a decode step, whose outputs have a row for every token; None if the step prefills or is too large."""
