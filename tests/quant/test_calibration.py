@@ -9,7 +9,8 @@ import pytest
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, dequantized
 from cloister.quant import FORMATS, FormatOptions
 from cloister.quant.calibration import CALIBRATORS, calibrate
-from cloister.quant.calibration.gptq import choose_codes, damped, inverse_factor
+from cloister.quant.calibration.gptq import choose_codes, damped, fit_inputs, inverse_factor
+from cloister.quant.calibration.statistics import InputStatistics
 from cloister.quant.quality import measure
 from tests.driving import RandomWeights, make_spec
 from tests.quant.named import NamedTensors
@@ -83,7 +84,7 @@ def test_gptq_halves_the_error_on_correlated_inputs(format_name: str) -> None:
     rows, fresh = np.split(correlated(4000, 128), 2)
     weight = np.random.default_rng(8).standard_normal((96, 128), dtype=np.float32)
     start = FORMATS.get(format_name)(FormatOptions()).quantize(weight)
-    gram = damped(rows.T @ rows)
+    gram = damped(rows.T @ rows, 0.01)
     order = np.argsort(-np.diagonal(gram))
     found = choose_codes(weight, start, inverse_factor(gram[np.ix_(order, order)]), order)
     before, after = (np.square(fresh @ (dequantized(tensor) - weight).T).mean() for tensor in (start, found))
@@ -93,7 +94,23 @@ def test_gptq_halves_the_error_on_correlated_inputs(format_name: str) -> None:
 def test_an_input_that_no_token_used_does_not_stop_gptq() -> None:
     rows = correlated(500, 64)
     rows[:, 5] = 0
-    factor = inverse_factor(damped(rows.T @ rows))
+    factor = inverse_factor(damped(rows.T @ rows, 0.01))
     assert np.all(np.isfinite(factor))
     start = FORMATS.get("int4")(FormatOptions()).quantize(np.ones((4, 64), np.float32))
     assert np.all(np.isfinite(choose_codes(np.ones((4, 64), np.float32), start, factor, np.arange(64)).dequantize()))
+
+
+def test_a_fit_makes_up_for_inputs_that_were_rounded() -> None:
+    rng = np.random.default_rng(9)
+    true_rows = correlated(4000, 64)
+    rows = true_rows + rng.standard_normal(true_rows.shape, dtype=np.float32)
+    statistics = InputStatistics.of(64)
+    statistics.add(rows[:3000], true_rows[:3000])
+    fresh, target = rows[3000:], true_rows[3000:]
+    assert np.square(fresh @ fit_inputs(statistics).T - target).mean() < 0.6 * np.square(fresh - target).mean()
+
+
+def test_a_fit_to_inputs_that_are_as_they_were_changes_nothing() -> None:
+    statistics = InputStatistics.of(64)
+    statistics.add(correlated(500, 64), correlated(500, 64))
+    assert np.allclose(fit_inputs(statistics), np.eye(64), atol=1e-4)

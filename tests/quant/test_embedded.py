@@ -10,9 +10,11 @@ import pytest
 from cloister.backends.base import Weights
 from cloister.models import load, locate
 from cloister.quant import FORMATS, FormatOptions, KVDtype, quantize_on_read
-from cloister.quant.passages import HELD_OUT, read_passages
+from cloister.quant.calibration import CALIBRATORS, calibrate
+from cloister.quant.passages import CALIBRATION, HELD_OUT, read_passages
 from cloister.quant.quality import IntArray, Outcome, measure
 from cloister.text import Tokenizer
+from tests.quant.named import NamedTensors
 
 MODEL = load(locate("cloister-5m"))
 
@@ -54,3 +56,14 @@ def test_more_bits_lose_less() -> None:
 
 def test_a_cache_of_8_bits_costs_next_to_nothing() -> None:
     assert abs(measured(MODEL.weights, "int8").perplexity - plain().perplexity) < 0.03
+
+
+def test_gptq_takes_back_half_of_what_qoq_loses() -> None:
+    number_format = FORMATS.get("qoq")(FormatOptions())
+    ids = Tokenizer(MODEL.path).encode(read_passages(CALIBRATION), parse_special=False)[: 16 * 256]
+    text = np.array(ids, np.int32).reshape(16, 256)
+    tensors = dict(calibrate(MODEL.spec, MODEL.weights, text, number_format, CALIBRATORS.get("gptq")))
+    found = measured(NamedTensors(tensors))
+    assert found.perplexity - plain().perplexity < 0.5 * (rounded("qoq").perplexity - plain().perplexity)
+    assert found.perplexity - plain().perplexity < 0.3
+    assert measured(NamedTensors(tensors), "int4").perplexity - plain().perplexity < 0.7

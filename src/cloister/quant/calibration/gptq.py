@@ -10,10 +10,12 @@ import numpy.typing as npt
 from cloister.backends.tensors import ProgressiveTensor, Tensor
 from cloister.quant.base import THREAT, FloatArray, NumberFormat, QuantizedTensor, reciprocal
 from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF
+from cloister.quant.calibration.statistics import InputStatistics
 from cloister.quant.calibration.trial import LayerTrial
 from cloister.quant.folding import FloatTensors
 
 _DAMPING = 0.01  # of the mean of the diagonal (section 3.3, step 3)
+_FIT_DAMPING = 0.1  # the fit follows the text more closely than the codes do, and must not learn it by heart
 _BLOCK = 128  # inputs whose errors reach the rest at once (step 2)
 
 
@@ -33,10 +35,10 @@ class GPTQ:
         found: dict[str, Tensor] = dict(tensors)
         for inputs, names in _by_inputs():
             statistics = trial.watch(found, [inputs])[inputs]
-            gram = damped(statistics.gram)
-            order = np.argsort(-np.diagonal(gram), kind="stable")
-            factor = inverse_factor(gram[np.ix_(order, order)])
-            correction = np.linalg.solve(gram, damped(statistics.cross, statistics.gram).T).T.astype(np.float32)
+            hessian = damped(statistics.gram, _DAMPING)
+            order = np.argsort(-np.diagonal(hessian), kind="stable")
+            factor = inverse_factor(hessian[np.ix_(order, order)])
+            correction = fit_inputs(statistics)
             for name in names:
                 weight = tensors[name] @ correction
                 start = number_format.quantize(weight, statistics.mean_squares)
@@ -44,13 +46,24 @@ class GPTQ:
         return found
 
 
-def damped(square: FloatArray, gram: FloatArray | None = None) -> npt.NDArray[np.float64]:
-    """Returns a matrix [in, in] in float64 with a little of the Gram matrix's mean on its diagonal.
+def fit_inputs(statistics: InputStatistics) -> FloatArray:
+    """Returns C, [in, in], for which a weight W C makes of the inputs x what W makes of those of the float model, y.
 
-    An input that no token used gets 1: whatever its weight, it changes no output.
+    It minimises |x C^T - y|^2 over the text, and stays near the identity where the text says little: C = (y^T x) (x^T x)^-1.
     """
-    diagonal = np.diagonal(square if gram is None else gram).astype(np.float64)
-    return square.astype(np.float64) + np.diag(_DAMPING * diagonal.mean() + (diagonal == 0))
+    gram = damped(statistics.gram, _FIT_DAMPING)
+    extra = np.diag(np.diagonal(gram) - np.diagonal(statistics.gram))
+    fitted: FloatArray = np.linalg.solve(gram, (statistics.cross + extra).T).T.astype(np.float32)
+    return fitted
+
+
+def damped(gram: FloatArray, share: float) -> npt.NDArray[np.float64]:
+    """Returns a Gram matrix [in, in] in float64 with a share of the mean of its diagonal added there.
+
+    An input that no token used gets 1 more: whatever its weight, it changes no output.
+    """
+    diagonal = np.diagonal(gram).astype(np.float64)
+    return gram.astype(np.float64) + np.diag(share * diagonal.mean() + (diagonal == 0))
 
 
 def inverse_factor(gram: npt.NDArray[np.float64]) -> FloatArray:
