@@ -86,6 +86,19 @@ class Program:
         parents: _Ints | None,
         best: _Ints,
     ) -> None: ...
+    def forward_draw(
+        self,
+        token_ids: _Ints,
+        positions: _Ints,
+        query_starts: _Ints,
+        context_lens: _Ints,
+        tables: _Ints,
+        logit_rows: _Ints,
+        parents: _Ints | None,
+        draws: _Bytes,
+        tokens: _Ints,
+    ) -> None: ...
+    def draw(self, logits: _Floats, draws: _Bytes, tokens: _Ints) -> None: ...
     def record(self, on: bool) -> None: ...
     def spans(self) -> list[tuple[str, int, float, float]]: ...
     @property

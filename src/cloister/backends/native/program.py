@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from cloister.backends.base import FloatArray, ForwardBatch, IntArray, KVLayout, Span
+from cloister.backends.base import DrawArray, FloatArray, ForwardBatch, IntArray, KVLayout, Span
 from cloister.backends.native import _native
 from cloister.backends.native.memory import reserve
 from cloister.backends.native.model import PackedModel
@@ -19,7 +19,7 @@ _ACTIVATIONS: Final[Mapping[str, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 class NativeProgram:
-    """A packed model with its KV cache (protocols `backends.base.Program`, `GreedyProgram` and `Recording`).
+    """A packed model with its KV cache (protocols `backends.base.Program`, `GreedyProgram`, `DrawingProgram`, `Recording`).
 
     Args:
         kernels: the instruction set, one of `_native.kernel_names()`.
@@ -43,7 +43,7 @@ class NativeProgram:
                 self._program.add_rope(list(attention.rope.inv_freq), attention.rope.attention_scale)
             kind = KV_KINDS[kv_dtype]
             block_bytes = _native.kv_block_bytes(kind, attention.num_kv_heads, attention.head_dim, kv.block_size)
-            cache = reserve(block_bytes * kv.num_blocks)
+            cache = reserve(block_bytes * kv.num_blocks, streamed=False)
             self._caches.append(cache.reshape(kv.num_blocks, block_bytes))
             self._program.add_layer(
                 shape=(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.window or 0),
@@ -74,6 +74,18 @@ class NativeProgram:
         best = np.empty(len(batch.logit_rows), np.int32)
         self._program.forward_best(*_arrays(batch), best)
         return best
+
+    def forward_draw(self, batch: ForwardBatch, draws: DrawArray) -> IntArray:
+        """As `forward`, but chooses a token for each draw; -1 where a logit of its row is not a finite number."""
+        tokens = np.empty(len(draws), np.int32)
+        self._program.forward_draw(*_arrays(batch), draws.view(np.uint8), tokens)
+        return tokens
+
+    def draw(self, logits: FloatArray, draws: DrawArray) -> IntArray:
+        """Chooses tokens from logits [num_rows, vocab]; -1 where there is none to choose."""
+        tokens = np.empty(len(draws), np.int32)
+        self._program.draw(logits, draws.view(np.uint8), tokens)
+        return tokens
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in every layer."""

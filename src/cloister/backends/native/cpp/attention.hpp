@@ -111,6 +111,35 @@ INLINE u32x16 pair_up(f32x16 low, f32x16 high) {
     return __builtin_convertvector(to_bf16(low), u32x16) | (__builtin_convertvector(to_bf16(high), u32x16) << 16);
 }
 
+// What the codes of one value are: code * scale + zero.
+struct ValueRow {
+    float scale, zero;
+    INLINE f32x16 number(i32x16 codes) const { return fma(to_f32(codes), set(scale), set(zero)); }
+};
+
+INLINE ValueRow value_row(const HeadPlace& at, bool wide, int key) {
+    if (wide) return {at.value_scales[key], 0.0f};
+    return {at.value_scales[2 * key], at.value_scales[2 * key + 1]};
+}
+
+// Sixteen codes of one value, from dimension d on.
+INLINE i32x16 value_codes(const HeadPlace& at, bool wide, int dim, int key, int d) {
+    if (wide) {
+        i32x16 lanes = __builtin_convertvector(load<u16x16>(at.values + (size_t(key / 2) * dim + d) * 2), i32x16);
+        return key % 2 ? (lanes << 16) >> 24 : (lanes << 24) >> 24;
+    }
+    uint64_t bytes = load<uint64_t>(at.values + size_t(key) * (dim / 2) + d / 2);
+    typedef uint8_t u8x8 __attribute__((vector_size(8)));
+    typedef uint16_t u16x8 __attribute__((vector_size(16)));
+    u8x8 packed;
+    memcpy(&packed, &bytes, 8);
+    u16x8 spread = __builtin_convertvector(packed, u16x8);
+    spread = (spread | spread << 4) & 0x0f0f;  // the low code in the low byte, the high code in the high byte
+    u8x16 codes;
+    memcpy(&codes, &spread, 16);
+    return __builtin_convertvector(codes, i32x16);
+}
+
 // Keys [from, to) of a block, all in one split, to column `column` of the panels.
 static void gather_run(const Cache& cache, const AttentionShape& shape, const HeadPlace& at, int from, int to, int column, Panels p) {
     int dim = shape.padded_dim, size = cache.block_size, count = to - from;
@@ -148,33 +177,41 @@ static void gather_run(const Cache& cache, const AttentionShape& shape, const He
             zero[i] = wide ? 0.0f : at.key_scales[2 * (from + j + i) + 1];
         }
         for (int d = 0; d < dim / 2; d++) {
-            i32x16 low = {}, high = {};
+            i32x16 low, high;
             if (wide) {
-                const uint8_t* codes = at.keys + (size_t(d) * size + from + j) * 2;
                 u16x16 both = {};
-                if (some == 16) both = load<u16x16>(codes); else memcpy(&both, codes, size_t(some) * 2);
+                memcpy(&both, at.keys + (size_t(d) * size + from + j) * 2, size_t(some) * 2);
                 i32x16 lanes = __builtin_convertvector(both, i32x16);
                 low = (lanes << 24) >> 24;
                 high = (lanes << 16) >> 24;
             } else {
-                const uint8_t* codes = at.keys + size_t(d) * size + from + j;
-                for (int i = 0; i < some; i++) { low[i] = codes[i] & 15; high[i] = codes[i] >> 4; }
+                u8x16 both = {};
+                memcpy(&both, at.keys + size_t(d) * size + from + j, size_t(some));
+                i32x16 lanes = __builtin_convertvector(both, i32x16);
+                low = lanes & 15;
+                high = lanes >> 4;
             }
             u32x16 pairs = pair_up(fma(to_f32(low), scale, zero), fma(to_f32(high), scale, zero));
             memcpy(keys + size_t(d) * split_keys + j, &pairs, size_t(some) * 4);
         }
     }
-    for (int j = 0; j < count; j++) {
-        int key = from + j, to_key = column + j;
-        float scale = wide ? at.value_scales[key] : at.value_scales[2 * key], zero = wide ? 0.0f : at.value_scales[2 * key + 1];
-        uint16_t* out = values + size_t(to_key / 2) * dim * 2 + to_key % 2;
-        for (int d = 0; d < dim; d += 16) {
-            i32x16 q;
-            for (int i = 0; i < 16; i++) {
-                q[i] = wide ? ((const int8_t*)at.values)[(size_t(key / 2) * dim + d + i) * 2 + key % 2]
-                            : (at.values[size_t(key) * (dim / 2) + (d + i) / 2] >> (4 * (i % 2))) & 15;
+    if (from % 2 == 0 && column % 2 == 0) {
+        for (int j = 0; j < count; j += 2) {
+            int key = from + j;
+            ValueRow first = value_row(at, wide, key), second = j + 1 < count ? value_row(at, wide, key + 1) : ValueRow{0.0f, 0.0f};
+            uint16_t* out = values + size_t(column + j) * dim;
+            for (int d = 0; d < dim; d += 16) {
+                i32x16 one = value_codes(at, wide, dim, key, d), other = value_codes(at, wide, dim, key + (j + 1 < count), d);
+                store(out + 2 * d, pair_up(first.number(one), second.number(other)));
             }
-            u16x16 v = to_bf16(fma(to_f32(q), set(scale), set(zero)));
+        }
+        return;
+    }
+    for (int j = 0; j < count; j++) {
+        ValueRow row = value_row(at, wide, from + j);
+        uint16_t* out = values + size_t((column + j) / 2) * dim * 2 + (column + j) % 2;
+        for (int d = 0; d < dim; d += 16) {
+            u16x16 v = to_bf16(row.number(value_codes(at, wide, dim, from + j, d)));
             for (int i = 0; i < 16; i++) out[2 * (d + i)] = v[i];
         }
     }
@@ -188,6 +225,10 @@ static void gather(const Cache& cache, const AttentionShape& shape, const Sequen
         int most = sequence.run_end(key, end) - key;
         if (run > most) run = most;
         int block = sequence.table[slot / cache.block_size];
+        if (key + run < end) {  // ask for the next block while this one is copied
+            HeadPlace next = head_place(cache, shape, sequence.table[sequence.slot(key + run) / cache.block_size], head);
+            for (const uint8_t* line = next.keys; line < (const uint8_t*)next.key_scales; line += 64) __builtin_prefetch(line, 0, 3);
+        }
         gather_run(cache, shape, head_place(cache, shape, block, head), place, place + run, key - start, p);
         key += run;
     }

@@ -1,5 +1,7 @@
 // The kernels of one instruction set, behind a table of functions: chosen once, at start, by what the processor has.
 #pragma once
+#include <atomic>
+
 #include "layout.hpp"
 
 namespace cloister {
@@ -47,6 +49,21 @@ struct AttentionTask {
 
 struct Span16 { int begin, end; };
 
+// How one token is chosen from a row of logits. Python writes it (backends/base.py, DRAW), field for field.
+struct Draw {
+    float temperature;  // 0: the most likely token
+    int32_t row;
+    int64_t top_k;
+    double top_p, min_p;
+    uint64_t seed;
+    int64_t index, position;
+
+    bool truncates() const { return top_k > 0 || top_p < 1 || min_p > 0; }
+};
+
+constexpr int draw_group = 256;  // neighbouring tokens that are drawn together first
+inline int num_draw_groups(int length) { return (length + draw_group - 1) / draw_group; }
+
 struct Kernels {
     const char* name;
 
@@ -77,7 +94,17 @@ struct Kernels {
     void (*read_row)(const Matrix& w, int row, float* out);
     // The place of the largest of `length` numbers, the lowest among equal ones; -1 when one is not finite.
     int (*find_best)(const float* values, int length);
+
+    // Writes the largest logit of groups [first, last) of a row; returns whether all are finite. With `barred`, minus infinity
+    // passes: the token is not to be chosen.
+    bool (*find_peaks)(const float* logits, int length, int first, int last, bool barred, float* peaks);
+    // Chooses a token of a row whose peaks are known; -1 where there is none to choose.
+    int (*draw)(const float* logits, const float* peaks, int length, const Draw& draw, uint8_t* scratch);
+    size_t (*draw_scratch)(int length, const Draw& draw);
 };
+
+// Counts steps. What a thread knows of its tile registers holds for one step only: between two, other code may use them.
+extern std::atomic<uint64_t> step_number;
 
 constexpr int split_keys = 256;
 constexpr int task_rows = 256;

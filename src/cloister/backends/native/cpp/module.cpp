@@ -61,6 +61,17 @@ Batch make_batch(const Array1<const int32_t>& token_ids, const Array1<const int3
     return batch;
 }
 
+// Draws as Python's records.
+std::pair<const Draw*, int> read_draws(const Bytes& bytes, int num_rows, size_t num_tokens) {
+    static_assert(sizeof(Draw) == 56);
+    const Draw* draws = (const Draw*)bytes.data();
+    size_t count = bytes.size() / sizeof(Draw);
+    if (bytes.size() % sizeof(Draw) || count != num_tokens) throw std::invalid_argument("the draws do not have the size of their records");
+    for (size_t i = 0; i < count; i++)
+        if (draws[i].row < 0 || draws[i].row >= num_rows) throw std::invalid_argument("a draw names a row of logits that is not there");
+    return {draws, int(count)};
+}
+
 const float* floats_or_null(const nb::object& o) {
     return o.is_none() ? nullptr : nb::cast<Array1<const float>>(o).data();
 }
@@ -143,6 +154,18 @@ NB_MODULE(_native, m) {
             nb::gil_scoped_release release;
             self.forward_best(batch, best.data());
         }, STEP_ARGUMENTS, nb::arg())
+        .def("forward_draw", [](Program& self, STEP_ARRAYS, Bytes draws, Array1<int32_t> tokens) {
+            Batch batch = make_batch(STEP_NAMES);
+            auto [first, count] = read_draws(draws, batch.num_rows, tokens.size());
+            nb::gil_scoped_release release;
+            self.forward_draw(batch, first, count, tokens.data());
+        }, STEP_ARGUMENTS, nb::arg(), nb::arg())
+        .def("draw", [](Program& self, Array2<const float> logits, Bytes draws, Array1<int32_t> tokens) {
+            if (int(logits.shape(1)) != self.vocab_size()) throw std::invalid_argument("the logits do not have the width of the vocabulary");
+            auto [first, count] = read_draws(draws, int(logits.shape(0)), tokens.size());
+            nb::gil_scoped_release release;
+            self.draw(logits.data(), int(logits.shape(0)), first, count, true, tokens.data());
+        })
         .def("record", &Program::record)
         .def("spans", [](const Program& self) {
             std::vector<std::tuple<std::string, int, double, double>> spans;

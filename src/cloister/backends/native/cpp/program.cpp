@@ -11,6 +11,8 @@
 
 namespace cloister {
 
+std::atomic<uint64_t> step_number{0};
+
 namespace {
 
 constexpr size_t huge_page = size_t(2) << 20;
@@ -46,7 +48,7 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_s
 
 size_t Program::buffer_bytes() const {
     size_t total = 0;
-    for (const Buffer* b : {&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_}) total += b->size();
+    for (const Buffer* b : {&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_, &peaks_}) total += b->size();
     for (const Buffer& b : scratch_) total += b.size();
     return total;
 }
@@ -231,6 +233,7 @@ void Program::attention(const Layer& layer, const Batch& batch) {
 
 void Program::forward(const Batch& batch, float* logits) {
     int num_tokens = batch.num_tokens;
+    step_number.fetch_add(1);
     extend_ropes(batch);
     place_tokens(batch);
     float* x = (float*)residual_.reserve(size_t(num_tokens) * stride_ * 4);
@@ -314,6 +317,34 @@ void Program::forward_best(const Batch& batch, int32_t* best) {
     float* logits = (float*)logits_.reserve(size_t(batch.num_rows) * width * 4);
     forward(batch, logits);
     phase("sample", batch.num_rows, [&](int row, int) { best[row] = kernels_.find_best(logits + size_t(row) * width, vocab_size_); });
+}
+
+void Program::forward_draw(const Batch& batch, const Draw* draws, int num_draws, int32_t* tokens) {
+    float* logits = (float*)logits_.reserve(size_t(batch.num_rows) * size_t(vocab_size_) * 4);
+    forward(batch, logits);
+    draw(logits, batch.num_rows, draws, num_draws, false, tokens);
+}
+
+void Program::draw(const float* logits, int num_rows, const Draw* draws, int num_draws, bool barred, int32_t* tokens) {
+    if (num_draws == 0) return;
+    size_t width = size_t(vocab_size_);
+    int groups = num_draw_groups(vocab_size_), wanted = (4 * pool_->num_threads() + num_rows - 1) / num_rows;
+    int pieces = std::max(1, std::min(groups / 16, wanted));  // of a row: what is found in them does not depend on how it was cut
+    float* peaks = (float*)peaks_.reserve(size_t(num_rows) * size_t(groups) * 4);
+    finite_.resize(size_t(num_rows * pieces));
+    phase("sample", num_rows * pieces, [&](int task, int) {
+        int row = task / pieces, piece = task % pieces, first = groups * piece / pieces, last = groups * (piece + 1) / pieces;
+        float* to = peaks + size_t(row) * size_t(groups);
+        finite_[size_t(task)] = kernels_.find_peaks(logits + size_t(row) * width, vocab_size_, first, last, barred, to);
+    });
+    phase("sample", num_draws, [&](int i, int thread) {
+        const Draw& one = draws[i];
+        const uint8_t* finite = finite_.data() + size_t(one.row) * size_t(pieces);
+        tokens[i] = -1;
+        if (std::find(finite, finite + pieces, 0) != finite + pieces) return;
+        uint8_t* room = scratch(thread, kernels_.draw_scratch(vocab_size_, one));
+        tokens[i] = kernels_.draw(logits + size_t(one.row) * width, peaks + size_t(one.row) * size_t(groups), vocab_size_, one, room);
+    });
 }
 
 }  // namespace cloister

@@ -72,6 +72,13 @@ public:
     // As `forward`, but writes the id of each row's largest logit, the lowest among equal ones; -1 where one is not finite.
     void forward_best(const Batch& batch, int32_t* best);
 
+    // As `forward`, but chooses a token for each draw; -1 where a logit of its row is not finite.
+    void forward_draw(const Batch& batch, const Draw* draws, int num_draws, int32_t* tokens);
+
+    // Chooses tokens from logits [num_rows][vocab_size]. With `barred`, a token of minus infinity is one not to be chosen.
+    void draw(const float* logits, int num_rows, const Draw* draws, int num_draws, bool barred, int32_t* tokens);
+
+    int vocab_size() const { return vocab_size_; }
     void record(bool on) { recording_ = on; spans_.clear(); }
     const std::vector<Span>& spans() const { return spans_; }
     // Calls of `run` so far, and bytes of buffers: for the ratchets.
@@ -96,8 +103,9 @@ private:
     float norm_eps_;
     size_t stride_;  // of the residual stream: whole panels
 
-    Buffer residual_, normed_, inputs_, next_inputs_, qkv_, queries_, mixed_, wide_, partial_, logits_;
+    Buffer residual_, normed_, inputs_, next_inputs_, qkv_, queries_, mixed_, wide_, partial_, logits_, peaks_;
     std::vector<Buffer> scratch_;
+    std::vector<uint8_t> finite_;  // [num_rows][pieces of a row]
     std::vector<Sequence> sequences_;
     std::vector<const int32_t*> table_of_;  // [num_tokens]
     std::vector<int> slot_of_;               // [num_tokens]

@@ -17,6 +17,7 @@ typedef uint32_t u32x16 __attribute__((vector_size(64), may_alias));
 typedef uint16_t u16x16 __attribute__((vector_size(32), may_alias));
 typedef uint16_t u16x32 __attribute__((vector_size(64), may_alias));
 typedef uint8_t u8x64 __attribute__((vector_size(64), may_alias));
+typedef uint8_t u8x16 __attribute__((vector_size(16), may_alias));
 typedef int8_t i8x16 __attribute__((vector_size(16), may_alias));
 
 #define INLINE inline __attribute__((always_inline))

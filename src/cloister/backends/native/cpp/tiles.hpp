@@ -5,8 +5,14 @@
 
 namespace cloister::CLOISTER_ISA {
 
-// Tiles 0-3 accumulate, 4 and 5 hold inputs of the upper and lower rows, 6 and 7 weights of 16 outputs each.
-INLINE void configure_tiles(int top, int bottom, int depth) {
+// Tiles 0-3 accumulate, 4 and 5 hold inputs of the upper and lower rows, 6 and 7 weights of 16 outputs each. Loading a
+// configuration costs hundreds of cycles, so a thread does it only when it needs another one than before.
+static void configure_tiles(int top, int bottom, int depth) {
+    struct Known { uint64_t step; int top, bottom, depth; };
+    static thread_local Known known = {~uint64_t(0), 0, 0, 0};
+    uint64_t step = step_number.load(std::memory_order_relaxed);
+    if (known.step == step && known.top == top && known.bottom == bottom && known.depth == depth) return;
+    known = {step, top, bottom, depth};
     struct alignas(64) { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } config = {};
     uint8_t upper = uint8_t(top), lower = uint8_t(bottom ? bottom : 1), weights = uint8_t(depth);
     config.palette = 1;
@@ -73,10 +79,9 @@ INLINE void multiply_run(const BlockPair& rows, const uint8_t* b, int chunks, bo
 static void multiply_bf16_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
     alignas(64) float c[32][32];
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
-    int top = 0, bottom = 0;
     for (int block = begin; block < end; block += 2) {
         BlockPair rows(x, block, end);
-        if (block == begin || rows.top != top || rows.bottom != bottom) configure_tiles(top = rows.top, bottom = rows.bottom, 16);
+        configure_tiles(rows.top, rows.bottom, 16);
         clear_tiles();
         if (rows.bottom) multiply_run<true, true>(rows, codes, w.chunks, block == begin);
         else multiply_run<true, false>(rows, codes, w.chunks, block == begin);
@@ -91,10 +96,9 @@ static void multiply_bf16_tiles(const Matrix& w, const Rows& x, int begin, int e
 static void multiply_channel_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
     alignas(64) int32_t sums[32][32];
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
-    int top = 0, bottom = 0;
     for (int block = begin; block < end; block += 2) {
         BlockPair rows(x, block, end);
-        if (block == begin || rows.top != top || rows.bottom != bottom) configure_tiles(top = rows.top, bottom = rows.bottom, 16);
+        configure_tiles(rows.top, rows.bottom, 16);
         clear_tiles();
         if (rows.bottom) multiply_run<false, true>(rows, codes, w.chunks, block == begin);
         else multiply_run<false, false>(rows, codes, w.chunks, block == begin);
