@@ -25,6 +25,16 @@ from cloister.types.registry import Registry
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+DrawArray = npt.NDArray[np.void]
+
+DRAW = np.dtype(
+    [
+        ("temperature", "f4"), ("row", "i4"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"),
+        ("seed", "u8"), ("index", "i8"), ("position", "i8"),
+    ]
+)  # fmt: skip
+"""How one token is chosen: from which row of logits, with which sampling parameters (temperature 0 takes the most likely token;
+top_k 0, top_p 1 and min_p 0 are off), and with whose noise (`runner.noise`)."""
 
 
 class Weights(Protocol):
@@ -145,6 +155,29 @@ class GreedyProgram(Program, Protocol):
         """As `forward`, but returns for each row the id of its largest logit, [num_rows] int32.
 
         The lowest id among equal ones, as `numpy.argmax`; -1 where a logit of the row is not a finite number.
+        """
+        ...
+
+
+@runtime_checkable
+class DrawingProgram(Program, Protocol):
+    """A program that can choose tokens itself as `runner.sampling` specifies, so that a step moves no logits (optional).
+
+    Both methods are one definition, bit for bit: the token of a draw is the same whichever chose it. It may differ from the
+    specification's where two tokens are ahead by less than float32 can tell.
+    """
+
+    def forward_draw(self, batch: ForwardBatch, draws: DrawArray) -> IntArray:
+        """As `forward`, but chooses a token for each of `draws`, [num_draws] of `DRAW`; returns ids [num_draws] int32.
+
+        -1 where a logit of the row is not a finite number.
+        """
+        ...
+
+    def draw(self, logits: FloatArray, draws: DrawArray) -> IntArray:
+        """Chooses tokens from logits [num_rows, vocab], in which minus infinity bars a token; returns ids [num_draws] int32.
+
+        -1 where all tokens are barred, or a logit is not a number or plus infinity.
         """
         ...
 

@@ -7,10 +7,10 @@ from itertools import accumulate
 
 import numpy as np
 
-from cloister.backends.base import FloatArray, ForwardBatch, GreedyProgram, Program
+from cloister.backends.base import DrawingProgram, FloatArray, ForwardBatch, GreedyProgram, Program
+from cloister.runner.drawing import ProgramSampler
 from cloister.runner.inputs import Part, forward_batch, make_part
 from cloister.runner.logprobs import token_logprobs
-from cloister.runner.noise import noise_keys
 from cloister.runner.sampling import IntArray, Sampler, best_tokens, finite_rows
 from cloister.runner.state import BatchState, SequenceState
 from cloister.types.clock import Clock, WallClock
@@ -43,11 +43,12 @@ class ModelRunner:
     ) -> None:
         self._program = program
         self._greedy = program if isinstance(program, GreedyProgram) else None
+        self._drawing = program if isinstance(program, DrawingProgram) else None
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._clock = clock or WallClock()
         self._batch = BatchState(vocab_size=vocab_size, max_model_len=max_model_len)
-        self._sampler = Sampler(vocab_size)
+        self._sampler = Sampler(vocab_size) if self._drawing is None else ProgramSampler(self._drawing)
 
     @property
     def num_sequences(self) -> int:
@@ -78,9 +79,10 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, result: StepResult) -> None:
         parts = [self._part(part) for part in plan.sequences]
         live = [part for part in parts if part.state.failure is None]
-        choosy = [part for part in live if not part.state.is_plain]
-        if live and not choosy and not plan.forks:
+        if live and not plan.forks and False not in [part.state.is_plain for part in live]:
             result.samples = self._take_best(live)
+        elif live and self._drawing is not None and False not in [part.state.is_bare for part in live]:
+            result.samples = self._take_drawn(self._drawing, live, plan.forks)
         else:
             rows, logits = self._forward(live)
             draws = self._draws(live, plan.forks, rows)
@@ -100,15 +102,18 @@ class ModelRunner:
 
     def _take_best(self, live: list[Part]) -> list[Sample]:
         """A step in which every sequence is plain: each one that samples takes its most likely token."""
+        tokens = self._best(forward_batch(live, self._block_size))
+        return _append([part.state for part in live if part.plan.num_samples], tokens)
+
+    def _take_drawn(self, program: DrawingProgram, live: list[Part], forks: list[Fork]) -> list[Sample]:
+        """A step in which every sequence is bare: the program chooses for each one that samples, forked children too."""
         batch = forward_batch(live, self._block_size)
-        samples = []
-        for part, token in zip([part for part in live if part.plan.num_samples], self._best(batch), strict=True):
-            if token < 0:
-                part.state.failure = _NOT_FINITE
-                continue
-            part.state.tokens.append(token)
-            samples.append(Sample(part.plan.seq_id, [token]))
-        return samples
+        draws = self._draws(live, forks, _rows(live))
+        states, rows = [state for state, _ in draws], [row for _, row in draws]
+        tokens = program.forward_draw(batch, self._batch.draws(states, rows))
+        if tokens.shape != (len(draws),):
+            raise EngineError(f"the program returned tokens of shape {tokens.shape}")
+        return _append(states, tokens.tolist())
 
     def _best(self, batch: ForwardBatch) -> list[int]:
         tokens = best_tokens(self._logits(batch)) if self._greedy is None else self._greedy.forward_best(batch)
@@ -128,8 +133,7 @@ class ModelRunner:
         if not live:
             return {}, np.zeros((0, self._vocab_size), np.float32)
         logits = self._logits(forward_batch(live, self._block_size))
-        ends = list(accumulate([part.num_rows for part in live]))
-        rows = {part.plan.seq_id: slice(end - part.num_rows, end) for part, end in zip(live, ends, strict=True)}
+        rows = _rows(live)
         finite = finite_rows(logits)
         if not finite.all():
             for part in live:
@@ -152,30 +156,46 @@ class ModelRunner:
         if not draws:
             return []
         states, rows = [state for state, _ in draws], [row for _, row in draws]
-        picked = logits if rows == list(range(len(logits))) else logits[rows]
-        columns = self._batch.columns([state.slot for state in states])
-        positions = np.array([len(state.tokens) for state in states], np.int64)
-        keys = noise_keys(columns["seed"], columns["index"], positions)
-        tokens = self._sampler.choose(picked, states, columns, keys)
-        logprobs = _sample_logprobs(states, picked, tokens)
+        tokens = self._sampler.choose(logits, states, self._batch.draws(states, rows))
+        logprobs = _sample_logprobs(states, rows, logits, tokens)
         samples = []
-        for row, (state, token) in enumerate(zip(states, tokens.tolist(), strict=True)):
+        for place, (state, token) in enumerate(zip(states, tokens.tolist(), strict=True)):
             if token < 0:
                 state.failure = _NOTHING_LEFT
                 continue
             state.append(token)
-            samples.append(Sample(state.seq_id, [token], logprobs.get(row)))
+            samples.append(Sample(state.seq_id, [token], logprobs.get(place)))
         return samples
 
 
-def _sample_logprobs(states: list[SequenceState], logits: FloatArray, tokens: IntArray) -> dict[int, list[TokenLogprobs]]:
-    """Returns row -> logprobs of the token chosen there, for the rows that want them."""
-    wanting = [row for row, state in enumerate(states) if state.sampling.logprobs is not None and tokens[row] >= 0]
+def _rows(parts: list[Part]) -> dict[int, slice]:
+    """Returns the rows of logits of each sequence."""
+    ends = accumulate([part.num_rows for part in parts])
+    return {part.plan.seq_id: slice(end - part.num_rows, end) for part, end in zip(parts, ends, strict=True)}
+
+
+def _append(states: list[SequenceState], tokens: list[int]) -> list[Sample]:
+    """Gives each bare sequence the token that the program chose; -1 says that its logits were not finite."""
+    samples = []
+    for state, token in zip(states, tokens, strict=True):
+        if token < 0:
+            state.failure = _NOT_FINITE
+            continue
+        state.tokens.append(token)
+        samples.append(Sample(state.seq_id, [token]))
+    return samples
+
+
+def _sample_logprobs(
+    states: list[SequenceState], rows: list[int], logits: FloatArray, tokens: IntArray
+) -> dict[int, list[TokenLogprobs]]:
+    """Returns place -> logprobs of the token chosen there, for the sequences that want them."""
+    wanting = [place for place, state in enumerate(states) if state.sampling.logprobs is not None and tokens[place] >= 0]
     if not wanting:
         return {}
-    num_top = np.array([states[row].sampling.logprobs for row in wanting], np.int64)
-    entries = token_logprobs(logits[wanting], tokens[wanting], num_top)
-    return {row: [entry] for row, entry in zip(wanting, entries, strict=True)}
+    num_top = np.array([states[place].sampling.logprobs for place in wanting], np.int64)
+    entries = token_logprobs(logits[[rows[place] for place in wanting]], tokens[wanting], num_top)
+    return {place: [entry] for place, entry in zip(wanting, entries, strict=True)}
 
 
 def _prompt_logprobs(parts: list[Part], rows: dict[int, slice], logits: FloatArray) -> dict[int, list[TokenLogprobs]]:

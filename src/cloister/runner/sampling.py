@@ -1,4 +1,7 @@
-"""Chooses tokens from logits. A row's token depends on that row alone: its logits, its parameters, its key (rule 6)."""
+"""Chooses tokens from logits, in numpy: the specification, which a program that can draw follows (`backends.base`).
+
+A row's token depends on that row alone: its logits, its parameters, its noise (rule 6).
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cloister.runner.bias import apply_bias
+from cloister.backends.base import DrawArray
+from cloister.runner.adjusting import adjusted
 from cloister.runner.filters import kept_tokens
-from cloister.runner.noise import KeyArray, Noise
-from cloister.runner.penalties import apply_penalties
+from cloister.runner.noise import KeyArray, Noise, noise_keys
 from cloister.runner.pieces import row_pieces
 from cloister.runner.state import SequenceState
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
-Columns = npt.NDArray[np.void]
 
 _GROUP_TOKENS = 256
 
@@ -50,25 +52,25 @@ class Sampler:
         self._groups = vocab_size + np.arange(self._starts.size)
         self._noise = Noise(vocab_size + self._starts.size)
 
-    def choose(self, logits: FloatArray, states: Sequence[SequenceState], columns: Columns, keys: KeyArray) -> IntArray:
-        """Chooses one token per row.
+    def choose(self, logits: FloatArray, states: Sequence[SequenceState], draws: DrawArray) -> IntArray:
+        """Chooses one token per draw.
 
         Args:
             logits: [num_rows, vocab] float32, finite; left as they are.
-            states: the sequence of each row, for penalties, bias and bars.
-            columns: [num_rows] of `SAMPLING_COLUMNS`.
-            keys: [num_rows] noise keys.
+            states: the sequence of each draw, for penalties, bias and bars.
+            draws: [num_draws] of `DRAW`.
 
         Returns:
-            [num_rows] token ids; -1 where bias and bars leave nothing to choose.
+            [num_draws] token ids; -1 where bias and bars leave nothing to choose.
         """
         tokens = np.empty(len(states), np.int64)
-        for piece in row_pieces(*logits.shape):
-            scores = _adjusted(logits[piece], states[piece])
-            tokens[piece] = self._choose_piece(scores, columns[piece], keys[piece])
+        rows, keys = draws["row"], noise_keys(draws["seed"], draws["index"], draws["position"])
+        picked = logits if rows.tolist() == list(range(len(logits))) else logits[rows]
+        for piece in row_pieces(*picked.shape):
+            tokens[piece] = self._choose_piece(adjusted(picked[piece], states[piece]), draws[piece], keys[piece])
         return tokens
 
-    def _choose_piece(self, scores: FloatArray, columns: Columns, keys: KeyArray) -> IntArray:
+    def _choose_piece(self, scores: FloatArray, columns: DrawArray, keys: KeyArray) -> IntArray:
         tokens: IntArray = scores.argmax(axis=1)
         best = scores[np.arange(len(tokens)), tokens]
         choosable = np.isfinite(best)
@@ -81,7 +83,7 @@ class Sampler:
             tokens[drawn] = self._draw(scaled, columns[drawn], keys[drawn])
         return tokens
 
-    def _draw(self, scaled: FloatArray, columns: Columns, keys: KeyArray) -> IntArray:
+    def _draw(self, scaled: FloatArray, columns: DrawArray, keys: KeyArray) -> IntArray:
         """Draws one token per row from softmax(scaled) after truncation; the largest of each row is 0."""
         filtered = (columns["top_k"] > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0)
         if not filtered.any():
@@ -106,7 +108,7 @@ class Sampler:
         tokens: IntArray = np.take_along_axis(ids, races.argmax(axis=1)[:, None], axis=1)[:, 0]
         return tokens
 
-    def _draw_kept(self, scaled: FloatArray, columns: Columns, keys: KeyArray) -> IntArray:
+    def _draw_kept(self, scaled: FloatArray, columns: DrawArray, keys: KeyArray) -> IntArray:
         """Draws among the kept tokens, whose noise alone is computed."""
         kept = kept_tokens(scaled, columns["top_k"], columns["top_p"], columns["min_p"])
         rows, ids = np.divmod(np.flatnonzero(kept), kept.shape[1])  # ten times as quick as nonzero of two dimensions
@@ -116,19 +118,3 @@ class Sampler:
         _, first = np.unique(rows[winners], return_index=True)
         tokens: IntArray = ids[winners[first]]
         return tokens
-
-
-def _adjusted(logits: FloatArray, states: Sequence[SequenceState]) -> FloatArray:
-    """Returns logits after penalties, bias and bars: a copy, or the very array when no row asks for any."""
-    penalties = {row: state.penalties for row, state in enumerate(states) if state.penalties is not None}
-    biases = {row: state.bias for row, state in enumerate(states) if state.bias is not None}
-    bars = {row: state.active_bar for row, state in enumerate(states) if state.active_bar is not None}
-    if not (penalties or biases or bars):
-        return logits
-    scores = logits.copy()
-    if penalties:
-        apply_penalties(scores, list(penalties), list(penalties.values()))
-    for additions in (biases, bars):
-        if additions:
-            apply_bias(scores, list(additions), list(additions.values()))
-    return scores

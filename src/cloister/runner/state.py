@@ -6,17 +6,13 @@ from array import array
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.backends.base import DRAW, DrawArray
 from cloister.runner.bias import Bias
 from cloister.runner.penalties import Penalties, TokenCounts
 from cloister.types.errors import EngineError
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
-
-SAMPLING_COLUMNS = np.dtype(
-    [("temperature", "f4"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"), ("seed", "u8"), ("index", "i8")]
-)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +23,8 @@ class SequenceState:
         slot: its row in the sampling columns.
         tokens: prompt, then output.
         blocks: the block table.
-        is_plain: it takes the most likely token as the model says it, and wants to know nothing else.
+        is_bare: it takes a token of the distribution as the model says it, and wants to know nothing else.
+        is_plain: it is bare, and takes the most likely token.
         penalties, bias, bar: what changes its logits; None where nothing was asked for. `bar` holds before `min_tokens`.
         failure: why it cannot go on, in words for the client; set once, and the sequence computes no more.
     """
@@ -38,6 +35,7 @@ class SequenceState:
     blocks: array[int]
     num_prompt_tokens: int
     sampling: SamplingParams
+    is_bare: bool = False
     is_plain: bool = False
     penalties: Penalties | None = None
     bias: Bias | None = None
@@ -47,6 +45,11 @@ class SequenceState:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether its logits change before a token is chosen."""
+        return self.penalties is not None or self.bias is not None or self.active_bar is not None
 
     @property
     def active_bar(self) -> Bias | None:
@@ -70,7 +73,7 @@ class BatchState:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._sequences: dict[int, SequenceState] = {}
-        self._columns = np.zeros(16, SAMPLING_COLUMNS)
+        self._columns = np.zeros(16, DRAW)
         self._free_slots = list(range(16))[::-1]
 
     def __len__(self) -> int:
@@ -82,9 +85,12 @@ class BatchState:
         except KeyError:
             raise EngineError(f"the step plan names sequence {seq_id}, which the runner does not hold") from None
 
-    def columns(self, slots: list[int]) -> npt.NDArray[np.void]:
-        """Returns the sampling columns of some sequences, [len(slots)] of `SAMPLING_COLUMNS`."""
-        return self._columns[slots]
+    def draws(self, states: list[SequenceState], rows: list[int]) -> DrawArray:
+        """Says how the next token of each sequence is chosen from its row of logits, [len(states)] of `DRAW`."""
+        draws = self._columns[[state.slot for state in states]]
+        draws["row"] = rows
+        draws["position"] = [len(state.tokens) for state in states]
+        return draws
 
     def arrive(self, new: NewSequence) -> None:
         """Takes a sequence in. One that cannot run is held as failed, so that the plan's other parts are unharmed."""
@@ -100,14 +106,15 @@ class BatchState:
         )
         self._file(state)
         self._columns[state.slot] = (
-            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, new.seed & (2**64 - 1), new.index
+            sampling.temperature, 0, sampling.top_k, sampling.top_p, sampling.min_p, new.seed & (2**64 - 1), new.index, 0
         )  # fmt: skip
         if state.failure is None:
             state.tokens.extend(new.token_ids)
             state.penalties = _penalties(sampling, new)
             state.bias = _bias(sampling)
             state.bar = self._bar(new)
-            state.is_plain = _is_plain(state)
+            state.is_bare = _is_bare(state)
+            state.is_plain = state.is_bare and sampling.temperature == 0
 
     def fork(self, parent_id: int, child_id: int, index: int) -> SequenceState:
         """Makes `child_id` a copy of `parent_id` that draws with noise of its own."""
@@ -122,6 +129,7 @@ class BatchState:
             blocks=parent.blocks[:],
             num_prompt_tokens=parent.num_prompt_tokens,
             sampling=parent.sampling,
+            is_bare=parent.is_bare,
             is_plain=parent.is_plain,
             penalties=penalties,
             bias=parent.bias,
@@ -153,7 +161,7 @@ class BatchState:
     def _take_slot(self) -> int:
         if not self._free_slots:
             size = self._columns.size
-            self._columns = np.concatenate([self._columns, np.zeros(size, SAMPLING_COLUMNS)])
+            self._columns = np.concatenate([self._columns, np.zeros(size, DRAW)])
             self._free_slots = list(range(size, 2 * size))[::-1]
         return self._free_slots.pop()
 
@@ -173,10 +181,10 @@ class BatchState:
         return Bias.bar(ids) if ids and new.sampling.min_tokens else None
 
 
-def _is_plain(state: SequenceState) -> bool:
+def _is_bare(state: SequenceState) -> bool:
     sampling = state.sampling
-    is_greedy = sampling.temperature == 0 and sampling.logprobs is None and sampling.prompt_logprobs is None
-    return is_greedy and state.penalties is None and state.bias is None and state.bar is None
+    is_silent = sampling.logprobs is None and sampling.prompt_logprobs is None
+    return is_silent and state.penalties is None and state.bias is None and state.bar is None
 
 
 def _penalties(sampling: SamplingParams, new: NewSequence) -> Penalties | None:
