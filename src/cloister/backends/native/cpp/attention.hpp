@@ -250,26 +250,26 @@ static void gather(const Cache& cache, const AttentionShape& shape, const Sequen
 template <int R, bool floats>
 INLINE void product_rows(const uint8_t* a, size_t stride_a, const uint8_t* b, size_t stride_b, int depth, int columns, float* c, size_t stride_c) {
     for (int n = 0; n < columns; n += 32) {
-        f32x16 acc[R][2] = {};
+        FloatSums acc[R][2] = {};
         bool both = n + 16 < columns;
         for (int k = 0; k < depth; k++) {
             const uint8_t* row = b + size_t(k) * stride_b + size_t(n) * 4;
             const uint8_t* second = both ? row + 64 : row;
             UNROLL for (int r = 0; r < R; r++) {
                 if constexpr (floats) {
-                    f32x16 value = set(load<float>(a + r * stride_a + size_t(k) * 4));
-                    acc[r][0] = fma(value, load<f32x16>(row), acc[r][0]);
-                    acc[r][1] = fma(value, load<f32x16>(second), acc[r][1]);
+                    float value = load<float>(a + r * stride_a + size_t(k) * 4);
+                    add_floats(acc[r][0], row, value);
+                    add_floats(acc[r][1], second, value);
                 } else {
                     uint32_t pair = load<uint32_t>(a + r * stride_a + size_t(k) * 4);
-                    acc[r][0] = dot_bf16(acc[r][0], row, pair);
-                    acc[r][1] = dot_bf16(acc[r][1], second, pair);
+                    add_pairs(acc[r][0], row, pair);
+                    add_pairs(acc[r][1], second, pair);
                 }
             }
         }
         UNROLL for (int r = 0; r < R; r++) {
-            store(c + r * stride_c + n, acc[r][0]);
-            if (both) store(c + r * stride_c + n + 16, acc[r][1]);
+            store(c + r * stride_c + n, lanes(acc[r][0]));
+            if (both) store(c + r * stride_c + n + 16, lanes(acc[r][1]));
         }
     }
 }

@@ -177,17 +177,22 @@ INLINE void unpack_tile(const Matrix& w, int panel, int half, const uint8_t* pac
         _mm512_storeu_si512(tile + 64 * (r + 8), _mm512_add_epi8(b, offset[1]));
     }
 #else
+    typedef uint8_t u8x16 __attribute__((vector_size(16), may_alias));
+    u8x16 scale[2][4], offset[2][4];
     int groups[2] = {group, next_group};
-    for (int i = 0; i < 512; i++) {
-        int codes[2] = {packed[i] & 15, packed[i] >> 4};
-        for (int h = 0; h < 2; h++) {
-            int value = codes[h];
-            if (w.kind == Kind::qoq) {
-                size_t at = (size_t(panel) * w.groups + groups[h]) * 32 + 16 * half + (i % 64) / 4;
-                value = (value - w.zeros[at]) * w.group_scales[at] + 128;
-            }
-            tile[i + 512 * h] = uint8_t(value);
+    bool unfold = w.kind == Kind::qoq;
+    for (int h = 0; unfold && h < 2; h++) {
+        size_t at = (size_t(panel) * w.groups + groups[h]) * 32 + 16 * half;
+        for (int i = 0; i < 64; i++) {
+            scale[h][i / 16][i % 16] = w.group_scales[at + i / 4];
+            offset[h][i / 16][i % 16] = uint8_t(128 - w.zeros[at + i / 4] * w.group_scales[at + i / 4]);
         }
+    }
+    for (int i = 0; i < 512; i += 16) {
+        u8x16 v = load<u8x16>(packed + i), low = v & 15, high = v >> 4;
+        int part = i % 64 / 16;
+        store(tile + i, unfold ? u8x16(low * scale[0][part] + offset[0][part]) : low);
+        store(tile + i + 512, unfold ? u8x16(high * scale[1][part] + offset[1][part]) : high);
     }
 #endif
 }
@@ -224,7 +229,7 @@ namespace cloister::CLOISTER_ISA {
 
 template <int R, Kind K>
 INLINE void multiply_floats(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
-    f32x16 c[R][2] = {};
+    FloatSums c[R][2] = {};
     int height = x.height(block);
     const uint8_t* a = x.block(block) + size_t(first) * 64;
     const uint8_t* b = w.codes + size_t(panel) * w.panel_bytes();
@@ -233,27 +238,27 @@ INLINE void multiply_floats(const Matrix& w, const Rows& x, int block, int first
         for (int k = 0; k < 16; k++) {
             UNROLL for (int r = 0; r < R; r++) {
                 if constexpr (K == Kind::f32) {
-                    f32x16 value = set(load<float>(a + r * 64 + k * 4));
-                    c[r][0] = fma(value, load<f32x16>(b + k * 64), c[r][0]);
-                    c[r][1] = fma(value, load<f32x16>(b + 1024 + k * 64), c[r][1]);
+                    float value = load<float>(a + r * 64 + k * 4);
+                    add_floats(c[r][0], b + k * 64, value);
+                    add_floats(c[r][1], b + 1024 + k * 64, value);
                 } else {
                     uint32_t pair = load<uint32_t>(a + r * 64 + k * 4);
-                    c[r][0] = dot_bf16(c[r][0], b + k * 64, pair);
-                    c[r][1] = dot_bf16(c[r][1], b + 1024 + k * 64, pair);
+                    add_pairs(c[r][0], b + k * 64, pair);
+                    add_pairs(c[r][1], b + 1024 + k * 64, pair);
                 }
             }
         }
     }
-    finish_rows(w, x, panel, sink, block * 16 + first, R, [&](int r) INLINE_LAMBDA { return Outputs{c[r][0], c[r][1]}; });
+    finish_rows(w, x, panel, sink, block * 16 + first, R, [&](int r) INLINE_LAMBDA { return Outputs{lanes(c[r][0]), lanes(c[r][1])}; });
 }
 
 template <int R>
-INLINE void add_products(i32x16 (&acc)[R][2], const uint8_t* tiles, const uint8_t* a, int first_row, int last_row) {
+INLINE void add_products(IntSums (&acc)[R][2], const uint8_t* tiles, const uint8_t* a, int first_row, int last_row) {
     for (int k = first_row; k < last_row; k++) {
         UNROLL for (int r = 0; r < R; r++) {
             int32_t quad = load<int32_t>(a + r * 64 + k * 4);
-            acc[r][0] = dot_u8s8(acc[r][0], tiles + k * 64, quad);
-            acc[r][1] = dot_u8s8(acc[r][1], tiles + 1024 + k * 64, quad);
+            add_quads(acc[r][0], tiles + k * 64, quad);
+            add_quads(acc[r][1], tiles + 1024 + k * 64, quad);
         }
     }
 }
@@ -262,7 +267,7 @@ INLINE void add_products(i32x16 (&acc)[R][2], const uint8_t* tiles, const uint8_
 template <int R>
 INLINE void multiply_channels(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
     alignas(64) uint8_t scratch[2048];
-    i32x16 acc[R][2] = {};
+    IntSums acc[R][2] = {};
     int height = x.height(block);
     const uint8_t* a = x.block(block) + size_t(first) * 64;
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
@@ -273,7 +278,7 @@ INLINE void multiply_channels(const Matrix& w, const Rows& x, int block, int fir
     }
     Channels channels(w, panel);
     int row = block * 16 + first;
-    finish_rows(w, x, panel, sink, row, R, [&](int r) INLINE_LAMBDA { return channels(acc[r][0], acc[r][1], x.totals[row + r]); });
+    finish_rows(w, x, panel, sink, row, R, [&](int r) INLINE_LAMBDA { return channels(lanes(acc[r][0]), lanes(acc[r][1]), x.totals[row + r]); });
 }
 
 // Groups with scales of their own.
@@ -287,7 +292,7 @@ INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first
     const uint8_t* tiles = nullptr;
     int step = 2 * tile_bytes(w.kind);
     for (int group = 0, half = 0; group < w.groups; group++) {
-        i32x16 acc[R][2] = {};
+        IntSums acc[R][2] = {};
         for (int end = half + halves; half < end; half++) {
             if (half % 2 == 0) {
                 prefetch_ahead(codes + size_t(half / 2) * step + page, step);
@@ -298,7 +303,7 @@ INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first
         Group<plain> scales(w, panel, group);
         UNROLL for (int r = 0; r < R; r++) {
             int32_t total = sum_inputs(x, block * 16 + first + r, half - halves, halves);
-            Outputs y = scales.add({c[r][0], c[r][1]}, acc[r][0], acc[r][1], total);
+            Outputs y = scales.add({c[r][0], c[r][1]}, lanes(acc[r][0]), lanes(acc[r][1]), total);
             c[r][0] = y.low;
             c[r][1] = y.high;
         }

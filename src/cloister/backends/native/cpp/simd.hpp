@@ -134,60 +134,92 @@ INLINE f32x16 exp(f32x16 x) {
     return x < -87.0f ? set(0.0f) : y;
 }
 
-// acc + a . b over the bytes of each lane, b unsigned, a signed: 4 products, exact.
-INLINE i32x16 dot_u8s8(i32x16 acc, const uint8_t* b, int32_t a) {
-#if defined(__AVX512VNNI__)
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, _mm512_loadu_si512(b), _mm512_set1_epi32(a));
-#elif defined(__AVX512BW__)
-    __m512i w = _mm512_loadu_si512(b), low = _mm512_set1_epi16(0xff);
-    int32_t even = int32_t(uint16_t(int16_t(int8_t(a)))) | int32_t(uint32_t(uint16_t(int16_t(int8_t(a >> 16)))) << 16);
-    int32_t odd = int32_t(uint16_t(int16_t(int8_t(a >> 8)))) | int32_t(uint32_t(uint16_t(int16_t(int8_t(a >> 24)))) << 16);
-    __m512i s = _mm512_add_epi32(_mm512_madd_epi16(_mm512_and_si512(w, low), _mm512_set1_epi32(even)),
-                                 _mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_set1_epi32(odd)));
-    return acc + (i32x16)s;
+// The sums of an inner loop, sixteen lanes in as many pieces as take a register each: vectors of 64 bytes that are more than one
+// register the compiler keeps in memory.
+#if defined(__AVX512F__)
+constexpr int pieces = 1;
 #elif defined(__AVX2__)
-    int32_t even = int32_t(uint16_t(int16_t(int8_t(a)))) | int32_t(uint32_t(uint16_t(int16_t(int8_t(a >> 16)))) << 16);
-    int32_t odd = int32_t(uint16_t(int16_t(int8_t(a >> 8)))) | int32_t(uint32_t(uint16_t(int16_t(int8_t(a >> 24)))) << 16);
-    __m256i e = _mm256_set1_epi32(even), o = _mm256_set1_epi32(odd), low = _mm256_set1_epi16(0xff);
-    i32x16 r;
-    for (int half = 0; half < 2; half++) {
-        __m256i w = _mm256_loadu_si256((const __m256i*)(b + 32 * half));
-        __m256i s = _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(w, low), e), _mm256_madd_epi16(_mm256_srli_epi16(w, 8), o));
-        memcpy((char*)&r + 32 * half, &s, 32);
-    }
-    return acc + r;
-#elif defined(__ARM_FEATURE_DOTPROD)
-    // the instruction has both sides signed: 128 is taken off every b, and the sum of a times that put back
-    int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a)), middle = vdupq_n_s8(-128);
-    int32x4_t parts[4], taken = vdotq_s32(vdupq_n_s32(0), middle, x);
-    memcpy(parts, &acc, 64);
-    for (int part = 0; part < 4; part++) {
-        int8x16_t w = veorq_s8(vreinterpretq_s8_u8(vld1q_u8(b + 16 * part)), middle);
-        parts[part] = vsubq_s32(vdotq_s32(parts[part], w, x), taken);
-    }
-    memcpy(&acc, parts, 64);
-    return acc;
+constexpr int pieces = 2;
 #else
-    int8_t x[4];
-    memcpy(x, &a, 4);
-    for (int lane = 0; lane < 16; lane++)
-        for (int k = 0; k < 4; k++) acc[lane] += int32_t(b[4 * lane + k]) * x[k];
-    return acc;
+constexpr int pieces = 4;
+#endif
+constexpr int piece_bytes = 64 / pieces;
+typedef float f32p __attribute__((vector_size(piece_bytes), may_alias));
+typedef int32_t i32p __attribute__((vector_size(piece_bytes), may_alias));
+typedef uint32_t u32p __attribute__((vector_size(piece_bytes), may_alias));
+
+struct FloatSums { f32p at[pieces]; };
+struct IntSums { i32p at[pieces]; };
+INLINE f32x16 lanes(const FloatSums& sums) { return load<f32x16>(&sums); }
+INLINE i32x16 lanes(const IntSums& sums) { return load<i32x16>(&sums); }
+
+INLINE f32p fma_piece(f32p a, f32p b, f32p c) {
+#if defined(__AVX512F__)
+    return (f32p)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (f32p)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (f32p)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
 #endif
 }
 
-// acc + a . b over the two bfloat16 of each lane, in float32.
-INLINE f32x16 dot_bf16(f32x16 acc, const uint8_t* b, uint32_t a) {
-#if defined(__AVX512BF16__)
-    return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_loadu_si512(b), (__m512bh)_mm512_set1_epi32(int(a)));
+// Adds a . b over the bytes of each lane, b unsigned, a signed: 4 products, exact.
+INLINE void add_quads(IntSums& sums, const uint8_t* b, int32_t a) {
+#if defined(__AVX512VNNI__)
+    sums.at[0] = (i32p)_mm512_dpbusd_epi32((__m512i)sums.at[0], _mm512_loadu_si512(b), _mm512_set1_epi32(a));
+#elif defined(__AVX2__)
+    int32_t even = int32_t(uint16_t(int16_t(int8_t(a)))) | int32_t(uint32_t(uint16_t(int16_t(int8_t(a >> 16)))) << 16);
+    int32_t odd = int32_t(uint16_t(int16_t(int8_t(a >> 8)))) | int32_t(uint32_t(uint16_t(int16_t(int8_t(a >> 24)))) << 16);
+#if defined(__AVX512BW__)
+    __m512i w = _mm512_loadu_si512(b), low = _mm512_set1_epi16(0xff);
+    __m512i s = _mm512_add_epi32(_mm512_madd_epi16(_mm512_and_si512(w, low), _mm512_set1_epi32(even)),
+                                 _mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_set1_epi32(odd)));
+    sums.at[0] += (i32p)s;
 #else
-    u32x16 w = load<u32x16>(b);
+    __m256i e = _mm256_set1_epi32(even), o = _mm256_set1_epi32(odd), low = _mm256_set1_epi16(0xff);
+    UNROLL for (int p = 0; p < pieces; p++) {
+        __m256i w = _mm256_loadu_si256((const __m256i*)(b + piece_bytes * p));
+        __m256i s = _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(w, low), e), _mm256_madd_epi16(_mm256_srli_epi16(w, 8), o));
+        sums.at[p] += (i32p)s;
+    }
+#endif
+#elif defined(__ARM_FEATURE_DOTPROD)
+    // the instruction has both sides signed: 128 is taken off every b, and the sum of a times that put back
+    int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a)), middle = vdupq_n_s8(-128);
+    int32x4_t taken = vdotq_s32(vdupq_n_s32(0), middle, x);
+    UNROLL for (int p = 0; p < pieces; p++) {
+        int8x16_t w = veorq_s8(vreinterpretq_s8_u8(vld1q_u8(b + piece_bytes * p)), middle);
+        sums.at[p] = (i32p)vsubq_s32(vdotq_s32((int32x4_t)sums.at[p], w, x), taken);
+    }
+#else
+    for (int p = 0; p < pieces; p++) {
+        u32p w = load<u32p>(b + piece_bytes * p);
+        for (int k = 0; k < 4; k++) sums.at[p] += (i32p)(w >> (8 * k) & 255u) * int32_t(int8_t(a >> (8 * k)));
+    }
+#endif
+}
+
+// Adds a . b over the one float32 of each lane.
+INLINE void add_floats(FloatSums& sums, const uint8_t* b, float a) {
+    UNROLL for (int p = 0; p < pieces; p++) sums.at[p] = fma_piece(f32p{} + a, load<f32p>(b + piece_bytes * p), sums.at[p]);
+}
+
+// Adds a . b over the two bfloat16 of each lane, in float32.
+INLINE void add_pairs(FloatSums& sums, const uint8_t* b, uint32_t a) {
+#if defined(__AVX512BF16__)
+    sums.at[0] = (f32p)_mm512_dpbf16_ps((__m512)sums.at[0], (__m512bh)_mm512_loadu_si512(b), (__m512bh)_mm512_set1_epi32(int(a)));
+#else
     uint32_t low = a << 16, high = a & 0xffff0000u;
     float x, y;
     memcpy(&x, &low, 4);
     memcpy(&y, &high, 4);
-    acc = fma(as_f32(w << 16), set(x), acc);
-    return fma(as_f32(w & 0xffff0000u), set(y), acc);
+    UNROLL for (int p = 0; p < pieces; p++) {
+        u32p w = load<u32p>(b + piece_bytes * p);
+        sums.at[p] = fma_piece((f32p)(w << 16), f32p{} + x, sums.at[p]);
+        sums.at[p] = fma_piece((f32p)(w & 0xffff0000u), f32p{} + y, sums.at[p]);
+    }
 #endif
 }
 
