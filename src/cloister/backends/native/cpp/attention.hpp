@@ -128,16 +128,45 @@ INLINE i32x16 value_codes(const HeadPlace& at, bool wide, int dim, int key, int 
         i32x16 lanes = __builtin_convertvector(load<u16x16>(at.values + (size_t(key / 2) * dim + d) * 2), i32x16);
         return key % 2 ? (lanes << 16) >> 24 : (lanes << 24) >> 24;
     }
-    uint64_t bytes = load<uint64_t>(at.values + size_t(key) * (dim / 2) + d / 2);
-    typedef uint8_t u8x8 __attribute__((vector_size(8)));
-    typedef uint16_t u16x8 __attribute__((vector_size(16)));
-    u8x8 packed;
-    memcpy(&packed, &bytes, 8);
-    u16x8 spread = __builtin_convertvector(packed, u16x8);
-    spread = (spread | spread << 4) & 0x0f0f;  // the low code in the low byte, the high code in the high byte
+    const uint8_t* packed = at.values + size_t(key) * (dim / 2) + d / 2;
     u8x16 codes;
-    memcpy(&codes, &spread, 16);
-    return __builtin_convertvector(codes, i32x16);
+#if defined(__SSE4_1__)
+    __m128i spread = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)packed));
+    // the low code in the low byte, the high code in the high byte
+    codes = (u8x16)_mm_and_si128(_mm_or_si128(spread, _mm_slli_epi16(spread, 4)), _mm_set1_epi16(0x0f0f));
+#else
+    for (int i = 0; i < 8; i++) { codes[2 * i] = packed[i] & 15; codes[2 * i + 1] = packed[i] >> 4; }
+#endif
+    return widen(codes);
+}
+
+// K of some keys, 16 at most, all of a block, to columns of the panel.
+template <bool all, bool wide>
+INLINE void gather_keys(const HeadPlace& at, int size, int dim, int from, int some, uint32_t* keys) {
+    float scales[16] = {}, zeros[16] = {};
+    for (int i = 0; i < (all ? 16 : some); i++) {
+        scales[i] = wide ? at.key_scales[from + i] : at.key_scales[2 * (from + i)];
+        zeros[i] = wide ? 0.0f : at.key_scales[2 * (from + i) + 1];
+    }
+    f32x16 scale = load<f32x16>(scales), zero = load<f32x16>(zeros);
+    for (int d = 0; d < dim / 2; d++) {
+        i32x16 low, high;
+        if constexpr (wide) {
+            u16x16 both = {};
+            memcpy(&both, at.keys + (size_t(d) * size + from) * 2, all ? 32 : size_t(some) * 2);
+            i32x16 lanes = __builtin_convertvector(both, i32x16);
+            low = (lanes << 24) >> 24;
+            high = (lanes << 16) >> 24;
+        } else {
+            u8x16 both = {};
+            memcpy(&both, at.keys + size_t(d) * size + from, all ? 16 : size_t(some));
+            i32x16 lanes = widen(both);
+            low = lanes & 15;
+            high = lanes >> 4;
+        }
+        u32x16 pairs = pair_up(fma(to_f32(low), scale, zero), fma(to_f32(high), scale, zero));
+        memcpy(keys + size_t(d) * split_keys, &pairs, all ? 64 : size_t(some) * 4);
+    }
 }
 
 // Keys [from, to) of a block, all in one split, to column `column` of the panels.
@@ -171,28 +200,12 @@ static void gather_run(const Cache& cache, const AttentionShape& shape, const He
     bool wide = cache.kind == KVKind::int8;
     for (int j = 0; j < count; j += 16) {
         int some = count - j < 16 ? count - j : 16;
-        f32x16 scale = {}, zero = {};
-        for (int i = 0; i < some; i++) {
-            scale[i] = wide ? at.key_scales[from + j + i] : at.key_scales[2 * (from + j + i)];
-            zero[i] = wide ? 0.0f : at.key_scales[2 * (from + j + i) + 1];
-        }
-        for (int d = 0; d < dim / 2; d++) {
-            i32x16 low, high;
-            if (wide) {
-                u16x16 both = {};
-                memcpy(&both, at.keys + (size_t(d) * size + from + j) * 2, size_t(some) * 2);
-                i32x16 lanes = __builtin_convertvector(both, i32x16);
-                low = (lanes << 24) >> 24;
-                high = (lanes << 16) >> 24;
-            } else {
-                u8x16 both = {};
-                memcpy(&both, at.keys + size_t(d) * size + from + j, size_t(some));
-                i32x16 lanes = __builtin_convertvector(both, i32x16);
-                low = lanes & 15;
-                high = lanes >> 4;
-            }
-            u32x16 pairs = pair_up(fma(to_f32(low), scale, zero), fma(to_f32(high), scale, zero));
-            memcpy(keys + size_t(d) * split_keys + j, &pairs, size_t(some) * 4);
+        if (some == 16) {
+            if (wide) gather_keys<true, true>(at, size, dim, from + j, 16, keys + j);
+            else gather_keys<true, false>(at, size, dim, from + j, 16, keys + j);
+        } else {
+            if (wide) gather_keys<false, true>(at, size, dim, from + j, some, keys + j);
+            else gather_keys<false, false>(at, size, dim, from + j, some, keys + j);
         }
     }
     if (from % 2 == 0 && column % 2 == 0) {

@@ -187,48 +187,104 @@ static int collect(const Scaled& row, const float* peaks, int groups, float leas
     return count;
 }
 
-struct Candidates { f32x16 weights; u32x16 ids; };
+struct Candidates { f32x16 scaled; u32x16 ids; };
 
 INLINE Candidates take(const uint64_t* from, int count) {
-    u32x16 bits = u32x16{} + 0x7f800000u, ids = {};
-    for (int lane = 0; lane < std::min(count, 16); lane++) {
-        bits[lane] = uint32_t(from[lane] >> 32);
-        ids[lane] = uint32_t(from[lane]);
+    typedef uint64_t u64x16 __attribute__((vector_size(128), may_alias));
+    u64x16 some;
+    if (count >= 16) {
+        memcpy(&some, from, 128);
+    } else {
+        some = u64x16{} + (uint64_t(0x7f800000) << 32);
+        memcpy(&some, from, size_t(count) * 8);
     }
-    return {exp(as_f32(bits | 0x80000000u)), ids};
+    u32x16 bits = __builtin_convertvector(some >> 32, u32x16) | 0x80000000u;
+    return {as_f32(bits), __builtin_convertvector(some, u32x16)};
 }
 
 static double weigh(const uint64_t* begin, const uint64_t* end) {
     double total = 0;
     for (; begin < end; begin += 16) {
-        f32x16 weights = take(begin, int(end - begin)).weights;
+        f32x16 weights = exp(take(begin, int(end - begin)).scaled);
         for (int lane = 0; lane < 16; lane++) total += double(weights[lane]);
     }
     return total;
 }
 
-// Orders candidates only as far as it takes to have the most likely first; returns how many of them reach the mass `wanted`.
-static int find_nucleus(uint64_t* candidates, int count, double wanted) {
-    int low = 0, high = count;
-    double mass = 0;  // of those before `low`
-    while (high - low > 32) {
-        int middle = low + (high - low) / 2;
-        std::nth_element(candidates + low, candidates + middle, candidates + high);
-        double more = weigh(candidates + low, candidates + middle);
-        if (mass + more >= wanted) {
-            high = middle;
-        } else {
-            low = middle;
-            mass += more;
-        }
+// Moves what is below `edge` to the front, without branches; returns how many.
+static int split(uint64_t* candidates, int count, uint64_t edge) {
+    int below = 0;
+    for (int i = 0; i < count; i++) {
+        uint64_t one = candidates[i];
+        candidates[i] = candidates[below];
+        candidates[below] = one;
+        below += one < edge;
     }
-    std::sort(candidates + low, candidates + high);
-    while (low < high && mass < wanted) {
-        mass += weigh(candidates + low, candidates + low + 1);
-        low++;
-    }
-    return std::max(low, 1);
+    return below;
 }
+
+// The most likely ones of many candidates, found by narrowing [low, high) around where they end.
+struct Selection {
+    uint64_t* candidates;
+    int limit;      // at most so many,
+    double wanted;  // and no more than reach this mass
+    int low, high;
+    double mass = 0;  // of those before `low`
+
+    bool weighs() const { return wanted < INFINITY; }
+    bool is_enough(int count, double weight) const { return count >= limit || weight >= wanted; }
+
+    // Counts and weighs them by bins of their logits: one pass over many, where ordering takes several.
+    void narrow() {
+        constexpr int num_bins = 512, bins_of_one = 16;
+        int counts[num_bins] = {};
+        double masses[num_bins] = {};
+        for (int i = low; i < high; i += 16) {
+            f32x16 scaled = take(candidates + i, high - i).scaled;
+            f32x16 weights = weighs() ? exp(scaled) : f32x16{};
+            i32x16 bins = __builtin_convertvector(min(scaled * -float(bins_of_one), set(float(num_bins - 1))), i32x16);
+            for (int lane = 0; lane < std::min(16, high - i); lane++) {
+                counts[bins[lane]]++;
+                masses[bins[lane]] += double(weights[lane]);
+            }
+        }
+        int bin = 0, before = low;
+        for (; bin < num_bins - 1 && !is_enough(before + counts[bin], mass + masses[bin]); bin++) {
+            before += counts[bin];
+            mass += masses[bin];
+        }
+        if (bin < num_bins - 1) high = low + split(candidates + low, high - low, edge_of(float(bin + 1) / bins_of_one));
+        low += split(candidates + low, high - low, edge_of(float(bin) / bins_of_one));
+    }
+
+    static uint64_t edge_of(float distance) {
+        uint32_t bits;
+        memcpy(&bits, &distance, 4);
+        return uint64_t(bits) << 32;
+    }
+
+    // Puts them first; returns how many they are, one at least.
+    int finish() {
+        if (high > 1024) narrow();
+        while (high - low > 32) {
+            int middle = low + (high - low) / 2;
+            std::nth_element(candidates + low, candidates + middle, candidates + high);
+            double more = weighs() ? weigh(candidates + low, candidates + middle) : 0;
+            if (is_enough(middle, mass + more)) {
+                high = middle;
+            } else {
+                low = middle;
+                mass += more;
+            }
+        }
+        std::sort(candidates + low, candidates + high);
+        while (low < high && !is_enough(low, mass)) {
+            mass += weigh(candidates + low, candidates + low + 1);
+            low++;
+        }
+        return std::max(low, 1);
+    }
+};
 
 // The tokens that truncation leaves, in any order: top-k, then top-p of what that left, then min-p (runner/filters.py).
 static int keep(const Scaled& row, const Draw& draw, const float* peaks, int groups, float* sorted, uint64_t* to) {
@@ -245,10 +301,7 @@ static int keep(const Scaled& row, const Draw& draw, const float* peaks, int gro
             enough = sorted[draw.top_k - 1];
         }
         count = collect(row, peaks, groups, enough, to);
-        if (count > draw.top_k) {
-            std::nth_element(to, to + draw.top_k, to + count);
-            count = int(draw.top_k);
-        }
+        if (count > draw.top_k) count = Selection{to, int(draw.top_k), INFINITY, 0, count}.finish();
         if (nucleus) total = weigh(to, to + count);
     } else {
         for (int group = 0; group < groups; group++)
@@ -256,12 +309,9 @@ static int keep(const Scaled& row, const Draw& draw, const float* peaks, int gro
         // all tokens less likely than this one weigh less together than may be missing
         count = collect(row, peaks, groups, float(std::log((1 - draw.top_p) * total / row.length / 2)), to);
     }
-    if (nucleus) count = find_nucleus(to, count, draw.top_p * total);
+    if (nucleus) count = Selection{to, count, draw.top_p * total, 0, count}.finish();
     if (least == no_weight) return count;
-    uint32_t most_bits = 0;
-    memcpy(&most_bits, &least, 4);
-    uint64_t beyond = uint64_t((most_bits & 0x7fffffffu) + 1) << 32;
-    return int(std::remove_if(to, to + count, [&](uint64_t candidate) { return candidate >= beyond; }) - to);
+    return split(to, count, Selection::edge_of(std::abs(least)) + (uint64_t(1) << 32));  // those equal to `least` stay
 }
 
 static size_t draw_scratch(int length, const Draw& draw) {
@@ -287,7 +337,7 @@ static int draw(const float* logits, const float* peaks, int length, const Draw&
     Race race;
     for (int i = 0; i < count; i += 16) {
         Candidates some = take(kept + i, count - i);
-        f32x16 racers = some.weights / noise(key, some.ids);
+        f32x16 racers = exp(some.scaled) / noise(key, some.ids);
         race.enter(count_from(uint32_t(i)) < uint32_t(count) ? racers : set(-1.0f), some.ids);
     }
     return race.winner();

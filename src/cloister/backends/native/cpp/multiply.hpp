@@ -120,8 +120,8 @@ template <bool plain> struct Group {
         low = group_scale(w, at);
         high = group_scale(w, at + 16);
         if constexpr (!plain) {
-            low_zero = w.zeros ? __builtin_convertvector(load<i8x16>(w.zeros + at), i32x16) & 255 : set(zero_point);
-            high_zero = w.zeros ? __builtin_convertvector(load<i8x16>(w.zeros + at + 16), i32x16) & 255 : set(zero_point);
+            low_zero = w.zeros ? widen(load<u8x16>(w.zeros + at)) : set(zero_point);
+            high_zero = w.zeros ? widen(load<u8x16>(w.zeros + at + 16)) : set(zero_point);
             if (w.offsets) {
                 low_offset = load<f32x16>(w.offsets + at);
                 high_offset = load<f32x16>(w.offsets + at + 16);

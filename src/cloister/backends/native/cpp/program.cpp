@@ -71,7 +71,12 @@ template <class Work> void Program::each_row(const char* name, int num_rows, Wor
     phase(name, num_rows, work, std::max(1, num_rows / (4 * pool_->num_threads())));
 }
 
-uint8_t* Program::scratch(int thread, size_t size) { return scratch_[size_t(thread)].reserve(size); }
+// For every thread, whether or not it gets to work in this step: later steps then allocate nothing.
+void Program::reserve_scratch(size_t size) {
+    for (Buffer& buffer : scratch_) buffer.reserve(size);
+}
+
+uint8_t* Program::scratch(int thread) const { return scratch_[size_t(thread)].get<uint8_t>(); }
 
 Rows Program::shape_rows(Buffer& buffer, Input input, int num_rows, int length) {
     int per_chunk = chunk_length(input), chunks = (length + per_chunk - 1) / per_chunk;
@@ -86,11 +91,11 @@ void Program::product(const char* name, const Matrix& w, const Rows& x, const Si
     at_once = std::max(2, at_once);
     int parts = (blocks + at_once - 1) / at_once;
     at_once = ((blocks + parts - 1) / parts + 1) / 2 * 2;
-    size_t need = kernels_.multiply_scratch(w);
+    reserve_scratch(kernels_.multiply_scratch(w));
     phase(name, parts * w.panels, [&](int task, int thread) {
         int part = task / w.panels, panel = task % w.panels;
         int begin = part * at_once, end = std::min(blocks, begin + at_once);
-        if (begin < end) kernels_.multiply(w, x, begin, end, panel, sink, need ? scratch(thread, need) : nullptr);
+        if (begin < end) kernels_.multiply(w, x, begin, end, panel, sink, scratch(thread));
     });
 }
 
@@ -217,12 +222,13 @@ void Program::list_tasks(const Layer& layer) {
 
 void Program::attention(const Layer& layer, const Batch& batch) {
     const AttentionShape& shape = layer.shape;
-    size_t width = size_t(shape.num_heads) * shape.head_dim, need = kernels_.attend_scratch(shape);
+    size_t width = size_t(shape.num_heads) * shape.head_dim;
+    reserve_scratch(kernels_.attend_scratch(shape));
     float* mixed = (float*)mixed_.reserve(size_t(batch.num_tokens) * width * 4);
     const uint8_t* queries = queries_.get<uint8_t>();
     phase("attention", int(tasks_.size()), [&](int i, int thread) {
         const AttentionTask& task = tasks_[size_t(i)];
-        kernels_.attend(task, sequences_[size_t(task.sequence)], shape, layer.cache, queries, mixed, width, scratch(thread, need));
+        kernels_.attend(task, sequences_[size_t(task.sequence)], shape, layer.cache, queries, mixed, width, scratch(thread));
     });
     if (joins_.empty()) return;
     phase("attention", int(joins_.size()), [&](int i, int) {
@@ -337,13 +343,16 @@ void Program::draw(const float* logits, int num_rows, const Draw* draws, int num
         float* to = peaks + size_t(row) * size_t(groups);
         finite_[size_t(task)] = kernels_.find_peaks(logits + size_t(row) * width, vocab_size_, first, last, barred, to);
     });
+    size_t need = 0;
+    for (int i = 0; i < num_draws; i++) need = std::max(need, kernels_.draw_scratch(vocab_size_, draws[i]));
+    reserve_scratch(need);
     phase("sample", num_draws, [&](int i, int thread) {
         const Draw& one = draws[i];
         const uint8_t* finite = finite_.data() + size_t(one.row) * size_t(pieces);
         tokens[i] = -1;
         if (std::find(finite, finite + pieces, 0) != finite + pieces) return;
-        uint8_t* room = scratch(thread, kernels_.draw_scratch(vocab_size_, one));
-        tokens[i] = kernels_.draw(logits + size_t(one.row) * width, peaks + size_t(one.row) * size_t(groups), vocab_size_, one, room);
+        const float *row = logits + size_t(one.row) * width, *its_peaks = peaks + size_t(one.row) * size_t(groups);
+        tokens[i] = kernels_.draw(row, its_peaks, vocab_size_, one, scratch(thread));
     });
 }
 

@@ -95,7 +95,8 @@ private:
     void list_tasks(const Layer& layer);
     void product(const char* name, const Matrix& w, const Rows& x, const Sink& sink);
     Rows shape_rows(Buffer& buffer, Input input, int num_rows, int length);
-    uint8_t* scratch(int thread, size_t size);
+    void reserve_scratch(size_t size);
+    uint8_t* scratch(int thread) const;
 
     const Kernels& kernels_;
     std::shared_ptr<Pool> pool_;

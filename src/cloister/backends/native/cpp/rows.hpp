@@ -64,7 +64,7 @@ template <class T> INLINE void put_int8(const T* row, int length, Rows& rows, in
         UNROLL for (int k = 0; k < 4; k++) {
             f32x16 v = left >= 64 ? load_some(from + 16 * k, 16) : load_some(from + 16 * k, left - 16 * k);
             q[k] = (i32x16)as_u32(v * inverse + magic) - 0x4b400000;
-            store(at + 16 * k, __builtin_convertvector(q[k], i8x16));
+            store(at + 16 * k, narrow(q[k]));
         }
         int32_t first = sum_integers(q[0] + q[1]), second = sum_integers(q[2] + q[3]);
         sums[2 * chunk] = first;
