@@ -98,27 +98,6 @@ def test_splits_on_several_threads_are_joined_as_one_thread_joins_them(spec: Dec
     assert logits[0].tobytes() == logits[1].tobytes() == logits[2].tobytes()
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_tree_of_drafts_sees_its_own_path(dtype: str, kernels: str) -> None:
-    """Two continuations in one step, each token's ancestors given as bits: both are what they would be alone."""
-    spec = SPECS["narrow"]
-    weights, prompt, paths = RandomWeights(spec), tokens_of(spec), ([5, 6, 7], [8, 9])
-    driver = build_native(spec, weights, kernels=kernels, dtype=dtype)
-    driver.run("a", prompt)
-    batch = driver.plan({"a": [*paths[0], *paths[1]]})
-    positions = NUM_TOKENS + np.array([0, 1, 2, 0, 1], np.int32)
-    visible = np.array([[0b1], [0b11], [0b111], [0b1000], [0b11000]], np.uint64)
-    found = np.empty((5, spec.vocab_size), np.float32)
-    driver.program._program.forward(  # type: ignore[attr-defined]
-        batch.token_ids, positions, batch.query_starts, batch.context_lens, batch.block_tables, batch.logit_rows, found, visible
-    )
-    for path, logits in zip(paths, (found[:3], found[3:]), strict=True):
-        alone = build_native(spec, weights, kernels=kernels, dtype=dtype)
-        alone.run("a", prompt)
-        assert relative_error(logits, alone.run("a", path)) < (1e-6 if dtype == "float32" else 0.01)
-
-
 def test_a_wiped_block_is_all_zeros_and_a_copied_one_is_the_same() -> None:
     spec = SPECS["narrow"]
     backend = NativeBackend(num_threads=1, device="cpu", dtype="bfloat16")
