@@ -87,15 +87,22 @@ static void put_keys(const float* keys, const float* values, const AttentionShap
             put_int4_head(values, dim, padded, at.value_scales + 2 * slot, at.values, false, size, slot);
             continue;
         }
-        for (int d = 0; d < padded; d++) {
-            float k = d < dim ? keys[d] : 0.0f, v = d < dim ? values[d] : 0.0f;
-            if (cache.kind == KVKind::f32) {
-                ((float*)at.keys)[size_t(d) * size + slot] = k;
-                ((float*)at.values)[size_t(slot) * padded + d] = v;
-            } else {
-                ((uint16_t*)at.keys)[(size_t(d / 2) * size + slot) * 2 + d % 2] = to_bf16(k);
-                ((uint16_t*)at.values)[(size_t(slot / 2) * padded + d) * 2 + slot % 2] = to_bf16(v);
+        if (cache.kind == KVKind::f32) {
+            for (int d = 0; d < padded; d++) {
+                ((float*)at.keys)[size_t(d) * size + slot] = d < dim ? keys[d] : 0.0f;
+                ((float*)at.values)[size_t(slot) * padded + d] = d < dim ? values[d] : 0.0f;
             }
+            continue;
+        }
+        uint32_t* key_pairs = (uint32_t*)at.keys + slot;
+        uint16_t* value_lanes = (uint16_t*)at.values + size_t(slot / 2) * padded * 2 + slot % 2;
+        for (int d = 0; d < padded; d += 16) {
+            uint32_t k[8];
+            uint16_t v[16];
+            store(k, to_bf16(load_some(keys + d, dim - d)));
+            store(v, to_bf16(load_some(values + d, dim - d)));
+            for (int i = 0; i < 8; i++) key_pairs[size_t(d / 2 + i) * size] = k[i];
+            for (int i = 0; i < 16; i++) value_lanes[2 * (d + i)] = v[i];
         }
     }
 }

@@ -79,6 +79,7 @@ const float* floats_or_null(const nb::object& o) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // a program that lives until the interpreter ends is no leak
     m.def("kernel_names", [] {
         std::vector<std::string> names;
         for (const Kernels* kernels : usable_kernels()) names.push_back(kernels->name);
