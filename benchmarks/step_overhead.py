@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Bench, make_parser
-from cloister.bench.idle import IdleEngine, IdleGreedyProgram, IdleProgram, make_idle_engine
+from cloister.bench.idle import IdleDrawingProgram, IdleEngine, IdleGreedyProgram, IdleProgram, make_idle_engine
 from cloister.bench.plots import COLOURS, draw
 from cloister.engine import EngineCore, ProcessEngine, ThreadEngine
 from cloister.privacy import Gate, Policy
@@ -63,6 +63,7 @@ def main() -> int:
     shown: list[tuple[float, ...]] = []
     for kind, program, temperature in (
         (FIRST_KIND, IdleGreedyProgram, 0.0),
+        ("program draws tokens", IdleDrawingProgram, 1.0),
         ("greedy from logits", IdleProgram, 0.0),
         ("drawn from logits", IdleProgram, 1.0),
     ):

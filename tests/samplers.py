@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from cloister.backends import native
-from cloister.backends.base import DrawArray, DrawingProgram, FloatArray, KVLayout
+from cloister.backends.base import DrawArray, DrawingProgram, FloatArray, ForwardBatch, IntArray, KVLayout
 from cloister.backends.native import make_native_backend
 from cloister.backends.spec import DecoderSpec
 from cloister.runner.drawing import ProgramSampler
 from cloister.runner.sampling import Sampler
+from tests.history_program import HistoryProgram
 
 NUMPY = "numpy"
 KERNELS: tuple[str, ...] = ()
@@ -59,3 +60,25 @@ def make_sampler(name: str, vocab_size: int, num_threads: int = 2) -> Sampler | 
 
 def draw(program: DrawingProgram, logits: FloatArray, draws: DrawArray) -> list[int]:
     return program.draw(logits, draws).tolist()
+
+
+class DrawingHistoryProgram(HistoryProgram):
+    """Chooses tokens itself, natively; counts how often it is asked for logits instead."""
+
+    num_logits = 0
+
+    def __init__(self, *, kernels: str = "", **settings: int) -> None:
+        super().__init__(**settings)
+        self._drawing = make_drawing_program(kernels or KERNELS[0], self.vocab_size)
+
+    def forward(self, batch: ForwardBatch) -> FloatArray:
+        self.num_logits += 1
+        return super().forward(batch)
+
+    def forward_draw(self, batch: ForwardBatch, draws: DrawArray) -> IntArray:
+        logits = super().forward(batch)
+        tokens = self._drawing.draw(logits, draws)
+        return np.where(np.isfinite(logits).all(axis=1)[draws["row"]], tokens, -1).astype(np.int32)
+
+    def draw(self, logits: FloatArray, draws: DrawArray) -> IntArray:
+        return self._drawing.draw(logits, draws)

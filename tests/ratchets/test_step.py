@@ -23,7 +23,7 @@ from types import FrameType
 
 import pytest
 
-from cloister.bench.idle import IdleGreedyProgram, IdleProgram, make_idle_engine
+from cloister.bench.idle import IdleDrawingProgram, IdleGreedyProgram, IdleProgram, make_idle_engine
 from cloister.engine import EngineCore
 from cloister.types.events import Submit
 from cloister.types.request import Request, SamplingParams
@@ -45,11 +45,15 @@ class Limit:
     kept_blocks: float
 
 
-GREEDY, LOGITS, DRAWN = "program finds tokens", "greedy from logits", "drawn from logits"
+GREEDY, DRAWING = "program finds tokens", "program draws tokens"
+LOGITS, DRAWN = "greedy from logits", "drawn from logits"
+PROGRAMS = {GREEDY: IdleGreedyProgram, DRAWING: IdleDrawingProgram, LOGITS: IdleProgram, DRAWN: IdleProgram}
 LIMITS = {
     #                  program  Python  C    peak KiB  kept
     (GREEDY, 1): Limit(1, 121, 84, 6, 0.5),
     (GREEDY, 16): Limit(1, 470, 600, 12, 3),
+    (DRAWING, 1): Limit(1, 134, 87, 8, 0.5),
+    (DRAWING, 16): Limit(1, 500, 615, 13, 3),
     (LOGITS, 1): Limit(1, 128, 95, 10, 0.5),
     (LOGITS, 16): Limit(1, 480, 620, 15, 3),
     (DRAWN, 1): Limit(1, 193, 146, 142, 0.5),
@@ -74,9 +78,9 @@ class Decoding:
 
 def start(kind: str, num_seqs: int) -> Decoding:
     """Returns an engine that has computed its prompts, every one another, and some steps more."""
-    program = (IdleGreedyProgram if kind == GREEDY else IdleProgram)(VOCAB_SIZE, num_seqs)
+    program = PROGRAMS[kind](VOCAB_SIZE, num_seqs)
     core = make_idle_engine(program, vocab_size=VOCAB_SIZE, num_seqs=num_seqs).core
-    sampling = SamplingParams(temperature=1.0 if kind == DRAWN else 0.0, seed=1, max_tokens=1000, ignore_eos=True)
+    sampling = SamplingParams(temperature=1.0 if kind in (DRAWING, DRAWN) else 0.0, seed=1, max_tokens=1000, ignore_eos=True)
     for i in range(num_seqs):
         prompt = list(range(10 + i, 10 + i + PROMPT_TOKENS))
         core.inbox.put(Submit(Request(request_id=f"r{i}", token_ids=prompt, sampling=sampling)))

@@ -11,6 +11,7 @@ from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.types.events import Ended, Preempted
 from cloister.types.request import FinishReason, Request, SamplingParams
 from tests.history_program import HistoryProgram
+from tests.samplers import KERNELS, DrawingHistoryProgram
 
 VOCAB = 211
 RECIPES = [
@@ -20,7 +21,9 @@ RECIPES = [
     {"temperature": 1.2, "top_k": 20, "frequency_penalty": 0.4},
     {"temperature": 1.0, "min_p": 0.02, "repetition_penalty": 1.1, "n": 2},
     {"temperature": 0.0, "logit_bias": {5: 1.0}, "presence_penalty": 0.2},
+    {"temperature": 0.9, "top_p": 0.8, "top_k": 50, "logprobs": 1},
 ]
+PROGRAMS = [HistoryProgram, DrawingHistoryProgram][: 2 if KERNELS else 1]
 
 
 def requests():
@@ -32,12 +35,12 @@ def requests():
         yield Request(request_id=str(i), token_ids=(shared if i % 2 else []) + tail, sampling=sampling)
 
 
-def answers(asked, *, num_blocks, max_tokens, depth, block_size=4):
+def answers(asked, make_program, *, num_blocks, max_tokens, depth, block_size=4):
     """Serves all requests at once; returns (request id, index) -> tokens, and how many preemptions it took."""
     pool = BlockPool(num_blocks, block_size)
     config = SchedulerConfig(max_model_len=256, max_num_seqs=16, budget=BudgetConfig(max_tokens=max_tokens))
     scheduler = Scheduler(config, pool, PrefixKeys("model", block_size))
-    program = HistoryProgram(vocab_size=VOCAB, num_blocks=num_blocks, block_size=block_size)
+    program = make_program(vocab_size=VOCAB, num_blocks=num_blocks, block_size=block_size)
     runner = ModelRunner(program, vocab_size=VOCAB, max_model_len=256, block_size=block_size)
     for request in asked:
         scheduler.add(request, 0.0)
@@ -66,11 +69,16 @@ def answers(asked, *, num_blocks, max_tokens, depth, block_size=4):
     return {name: tokens[seq_id] for seq_id, name in names.items()}, num_preempted
 
 
+@pytest.fixture(scope="module", params=PROGRAMS)
+def make_program(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def alone():
+def alone(make_program):
     found = {}
     for request in requests():
-        found |= answers([request], num_blocks=400, max_tokens=512, depth=1)[0]
+        found |= answers([request], make_program, num_blocks=400, max_tokens=512, depth=1)[0]
     return found
 
 
@@ -78,9 +86,9 @@ def alone():
 @pytest.mark.parametrize(
     ("num_blocks", "max_tokens", "block_size"), [(400, 512, 4), (45, 512, 4), (45, 7, 4), (200, 16, 1), (8, 64, 32)]
 )
-def test_tokens_are_the_same_in_any_company(alone, num_blocks, max_tokens, block_size, depth):
+def test_tokens_are_the_same_in_any_company(alone, make_program, num_blocks, max_tokens, block_size, depth):
     together, num_preempted = answers(
-        requests(), num_blocks=num_blocks, max_tokens=max_tokens, block_size=block_size, depth=depth
+        requests(), make_program, num_blocks=num_blocks, max_tokens=max_tokens, block_size=block_size, depth=depth
     )
     assert together == alone
     assert (num_preempted > 0) == (num_blocks != 400)

@@ -11,6 +11,7 @@ from cloister.types.errors import EngineError
 from cloister.types.request import SamplingParams
 from cloister.types.step import Fork, NewSequence, SequencePlan, StepPlan
 from tests.history_program import HistoryProgram, greedy_continuation, history_logits
+from tests.samplers import KERNELS, DrawingHistoryProgram
 
 VOCAB, BLOCK = 101, 4
 GREEDY = SamplingParams(temperature=0)
@@ -319,6 +320,60 @@ def test_a_program_that_returns_too_few_tokens_is_an_engine_error():
     runner = ModelRunner(program, vocab_size=VOCAB, max_model_len=256, block_size=BLOCK)
     with pytest.raises(EngineError, match="shape"):
         step(runner, part(1, 0, 3, blocks=[1]), arrivals=[new(1, [1, 2, 3])])
+
+
+@pytest.fixture
+def drawing():
+    if not KERNELS:
+        pytest.skip("the native kernels were not compiled")
+    program = DrawingHistoryProgram(vocab_size=VOCAB, num_blocks=64, block_size=BLOCK, poison=66)
+    return program, ModelRunner(program, vocab_size=VOCAB, max_model_len=256, block_size=BLOCK)
+
+
+DRAWN = SamplingParams(temperature=1.3, top_p=0.9)
+
+
+def test_a_program_that_draws_is_asked_for_logits_only_where_they_matter(drawing):
+    program, runner = drawing
+    _, specified = make()
+    arrivals = [new(1, [1, 2, 3], DRAWN, seed=5), new(2, [1, 2, 3]), new(3, [4, 5, 6], DRAWN, seed=9)]
+    parts = [part(1, 0, 3, blocks=[1]), part(2, 0, 2, samples=0, blocks=[2]), part(3, 0, 3, blocks=[3])]
+    chosen, _ = step(runner, *parts, arrivals=arrivals)
+    assert chosen == step(specified, *parts, arrivals=arrivals)[0]
+    assert program.num_logits == 0
+    wants = [new(4, [7, 8], SamplingParams(temperature=1, logprobs=2), seed=3)]
+    parts = [part(1, 3, 1, table=1), part(4, 0, 2, blocks=[4]), part(3, 3, 1, table=1)]
+    chosen, result = step(runner, *parts, arrivals=wants)
+    assert chosen == step(specified, *parts, arrivals=wants)[0]
+    assert program.num_logits == 1
+    assert [len(sample.logprobs or ()) for sample in result.samples] == [0, 1, 0]
+
+
+def test_a_program_draws_for_forked_children_from_the_row_of_their_parent(drawing):
+    program, runner = drawing
+    _, specified = make()
+    plan = part(1, 0, 3, blocks=[1])
+    fields = {"arrivals": [new(1, [9, 8, 7], DRAWN, seed=2)], "forks": [Fork(1, 10 + i, i) for i in range(1, 20)]}
+    chosen, _ = step(runner, plan, **fields)
+    assert chosen == step(specified, plan, **fields)[0]
+    assert len(set(map(tuple, chosen.values()))) > 3
+    assert program.num_logits == 0
+
+
+def test_a_drawn_row_that_is_not_finite_fails_its_sequence_and_its_children_alone(drawing):
+    _, runner = drawing
+    arrivals = [new(1, [1, 2, 3], DRAWN), new(2, [66, 2, 3], DRAWN)]
+    parts = [part(1, 0, 3, blocks=[1]), part(2, 0, 3, blocks=[2])]
+    chosen, result = step(runner, *parts, arrivals=arrivals, forks=[Fork(2, 9, 1)])
+    assert chosen.keys() == {1}
+    assert result.failures.keys() == {2, 9}
+
+
+def test_a_program_that_draws_too_few_tokens_is_an_engine_error(drawing):
+    program, runner = drawing
+    program.forward_draw = lambda batch, draws: np.zeros(0, np.int32)
+    with pytest.raises(EngineError, match="shape"):
+        step(runner, part(1, 0, 3, blocks=[1]), arrivals=[new(1, [1, 2, 3], DRAWN)])
 
 
 def test_the_end_of_a_block_table_can_be_replaced():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.backends.base import FloatArray, ForwardBatch, IntArray, Program
+from cloister.backends.base import DrawArray, FloatArray, ForwardBatch, IntArray, Program
 from cloister.engine.core import EngineCore
 from cloister.engine.output import Output
 from cloister.kv import BlockPool, PrefixKeys
@@ -66,6 +66,21 @@ class IdleGreedyProgram(IdleProgram):
     def forward_best(self, batch: ForwardBatch) -> IntArray:
         self._rest()
         return self._best[: batch.logit_rows.size]
+
+
+class IdleDrawingProgram(IdleGreedyProgram):
+    """An idle program that chooses tokens itself, as a native one does; always the same ones."""
+
+    def forward_draw(self, batch: ForwardBatch, draws: DrawArray) -> IntArray:
+        self._rest()
+        return self._take(draws)
+
+    def draw(self, logits: FloatArray, draws: DrawArray) -> IntArray:
+        return self._take(draws)
+
+    def _take(self, draws: DrawArray) -> IntArray:
+        tokens: IntArray = self._best[draws["row"]]
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from cloister.backends.native.model import PackedModel, pack_model
 from cloister.backends.native.program import KV_KINDS, NativeProgram
 from cloister.backends.native.store import PackedStore
 
-NUMERICS = 1  # raise it when an answer may change in its last bit
+NUMERICS = 2  # raise it when an answer may change in its last bit
 _SCRATCH_BYTES = 2 << 20  # per thread: gathered keys, scores, an unpacked panel
 
 
