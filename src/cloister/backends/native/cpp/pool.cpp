@@ -11,7 +11,7 @@ namespace cloister {
 
 namespace {
 
-constexpr auto spin_time = std::chrono::microseconds(300);
+constexpr auto spin_time = std::chrono::microseconds(80);  // longer than from list to list, shorter than from step to step
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -65,7 +65,7 @@ void Pool::share(int num_tasks, int grain, Call call, void* work) {
     take(0);
     for (int spins = 0; busy_.load(std::memory_order_acquire) != 0; spins++) {
         pause_briefly();
-        if (spins > 20000) std::this_thread::yield();  // the core that a worker needs may be this one
+        if (spins > 1000) std::this_thread::yield();  // the core that a worker needs may be this one
     }
 }
 
