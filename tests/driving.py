@@ -63,8 +63,8 @@ def build(
     dtype: str = "float32", backend: str = "torch", **options: Any,
 ) -> Driver:  # fmt: skip
     """Builds a program and a driver for it; `options` are the back end's own."""
-    backend = BACKENDS.get(backend)(num_threads=num_threads, device="cpu", dtype=dtype, **options)
-    return Driver(backend.build(spec, weights, KVLayout(num_blocks, block_size)), num_blocks, block_size)
+    maker = BACKENDS.get(backend)(num_threads=num_threads, device="cpu", dtype=dtype, **options)
+    return Driver(maker.build(spec, weights, KVLayout(num_blocks, block_size)), num_blocks, block_size)
 
 
 def build_from(path: Path, **settings: Any) -> Driver:
