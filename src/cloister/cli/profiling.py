@@ -29,7 +29,8 @@ Prompt = Annotated[int, typer.Option(help="Tokens of each made-up prompt.", min=
 Batch = Annotated[int, typer.Option(help="Sequences at once.", min=1)]
 
 _WIDE = 120
-_WIDTHS = {"float32": 32.0, "bfloat16": 16.0}
+_WIDTHS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "int4": 4.0}
+_TYPICAL_INPUTS = 4096  # what a scale per output is spread over
 
 
 @with_settings(EngineConfig)
@@ -137,10 +138,22 @@ def _check_room(engine: EngineCore, num_positions: int, num_blocks: int) -> None
 
 
 def _numbers(config: EngineConfig) -> Numbers:
+    import numpy as np
+
+    from cloister.app import NO_QUANT, number_format
+    from cloister.backends.tensors import stored_bits
     from cloister.bench.roofline_operators import Numbers
 
     bits = _WIDTHS[config.dtype or "bfloat16"]
-    return Numbers(bits, bits, bits, bits)
+    if config.quant == NO_QUANT:
+        return Numbers(bits, bits, _WIDTHS[config.kv_dtype] if config.kv_dtype else bits, bits)
+    chosen, matrix = number_format(config.quant), np.zeros((1, _TYPICAL_INPUTS), np.float32)
+    return Numbers(
+        weights_bits=stored_bits(chosen.quantize(matrix)),
+        activation_bits=8.0,
+        kv_bits=_WIDTHS[config.kv_dtype or chosen.kv_dtype],
+        head_bits=stored_bits(chosen.quantize_vocabulary(matrix)),
+    )
 
 
 def _print_kernels(table: KernelTable) -> None:
