@@ -7,19 +7,20 @@ with integer products the value of the gated unit, which the kernels round to bf
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 
 from cloister.backends import BACKENDS
-from cloister.backends.base import FloatArray, KVLayout, Weights
+from cloister.backends.base import FloatArray, ForwardBatch, KVLayout, Weights
 from cloister.backends.native.backend import NativeBackend
 from cloister.backends.spec import DecoderSpec
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from cloister.types.errors import ConfigError
 from tests.driving import Driver, RandomWeights, build, make_spec
-from tests.native import KERNELS, SPECS, build_native, relative_error
+from tests.native import KERNELS, SPECS, GivenWeights, build_native, relative_error
 
 NUM_TOKENS = 301
 """Beyond one split of keys, and no whole number of anything."""
@@ -96,6 +97,52 @@ def test_splits_on_several_threads_are_joined_as_one_thread_joins_them(spec: Dec
         logits.append(np.concatenate([driver.step({"a": [token]})["a"] for token in tokens[-20:]]))
     assert np.abs(logits[0] - exact[-20:]).max() < 1e-5 * np.abs(exact).max()
     assert logits[0].tobytes() == logits[1].tobytes() == logits[2].tobytes()
+
+
+def test_heads_of_any_size_are_joined() -> None:
+    spec = make_spec(hidden=32, intermediate=16, heads=(1, 1), head_dim=2080, num_layers=1)
+    weights, tokens = RandomWeights(spec), tokens_of(spec)
+    alone, team = (build_native(spec, weights, num_threads=num_threads).run("a", tokens) for num_threads in (1, 2))
+    assert alone.tobytes() == team.tobytes()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "int4"])
+def test_a_key_that_is_not_a_number_does_not_become_one_in_the_cache(kv_dtype: str, kernels: str) -> None:
+    spec = SPECS["windowed"]
+    tensors = dict(RandomWeights(spec))
+    tensors["layers.0.k_norm.weight"][3] = np.nan
+    driver = build_native(spec, GivenWeights(tensors), dtype="bfloat16", kv_dtype=kv_dtype, kernels=kernels)
+    assert not np.isfinite(driver.run("a", tokens_of(spec, 20))).any()
+
+
+def test_a_step_takes_no_more_memory_than_was_named() -> None:
+    spec = make_spec(hidden=32, intermediate=16, heads=(64, 1), head_dim=128, num_layers=1)
+    spec = replace(spec, max_positions=8192)
+    weights = RandomWeights(spec)
+    backend = NativeBackend(num_threads=2, device="cpu", dtype="bfloat16")
+    program = backend.build(spec, weights, KVLayout(64, 128))
+    num_tokens, end = 8, 8000  # keys that were never written are zeros
+    program.forward(
+        ForwardBatch(
+            token_ids=np.arange(num_tokens, dtype=np.int32),
+            positions=np.arange(end - num_tokens, end, dtype=np.int32),
+            query_starts=np.array([0, num_tokens], np.int32),
+            context_lens=np.array([end], np.int32),
+            block_tables=np.arange(64, dtype=np.int32)[None],
+            logit_rows=np.array([num_tokens - 1], np.int32),
+        )
+    )
+    need = backend.need(spec, weights, block_size=128, max_batched_tokens=num_tokens)
+    assert program.buffer_bytes < need.activations_bytes < 2 * program.buffer_bytes
+
+
+@pytest.mark.parametrize("missing", ["token_ids", "positions", "query_starts", "context_lens", "block_tables", "parents"])
+def test_a_batch_whose_arrays_do_not_fit_together_is_refused(missing: str) -> None:
+    driver = build_native(SPECS["narrow"], RandomWeights(SPECS["narrow"]))
+    batch = replace(driver.plan({"a": [1, 2, 3]}), parents=np.array([-1, 0, 1], np.int32))
+    with pytest.raises(ValueError, match="batch"):
+        driver.program.forward(replace(batch, **{missing: getattr(batch, missing)[:0]}))
 
 
 def test_a_wiped_block_is_all_zeros_and_a_copied_one_is_the_same() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from cloister.backends.base import FloatArray
+from cloister.backends.native import _native
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor
 from tests.native import KERNELS, GivenWeights, build_native, exact_product, multiply, relative_error, without_layers
 
@@ -184,3 +185,49 @@ def test_a_row_with_a_number_that_is_not_finite_has_no_best_token(place: int, wr
     )
     driver = build_native(without_layers(37, 16), weights, kernels=kernels)
     assert driver.program.forward_best(driver.plan({"a": [1, 2]})).tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("hidden", [256, 100])
+def test_a_row_that_is_not_finite_does_not_become_so_by_rounding(hidden: int, wrong: float, kernels: str) -> None:
+    norm = np.ones(hidden, np.float32)
+    norm[5] = wrong  # and so one number of every row
+    found = multiply(grouped(hidden, hidden, 8), whole_rows(hidden), norm, num_rows=5, kernels=kernels)
+    assert not np.isfinite(found).any()
+
+
+GIVEN: dict[str, object] = {
+    "kind": 2, "outputs": 40, "inputs": 96, "group": 32, "zero_point": 128, "codes": np.zeros(2 * 2 * 2048, np.uint8),
+    "channel_scales": None, "scales": np.zeros(64 * 3 * 2, np.uint8), "wide_scales": False, "zeros": np.zeros(64 * 3, np.uint8),
+    "offsets": None, "group_scales": None, "bias": np.zeros(64, np.float32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"codes": np.zeros(2 * 2 * 2048 - 1, np.uint8)}, "shorter"),
+        ({"bias": np.zeros(40, np.float32)}, "shorter"),
+        ({"bias": np.zeros(64)}, "shorter"),  # the kernels would point into a copy that is gone
+        ({"bias": np.zeros(128, np.float32)[::2]}, "shorter"),
+        ({"scales": np.zeros(64 * 3, np.uint8)}, "shorter"),
+        ({"wide_scales": True}, "shorter"),
+        ({"zeros": np.zeros(64, np.uint8)}, "shorter"),
+        ({"scales": None}, "without their scales"),
+        ({"kind": 4}, "without their scales"),
+        ({"kind": 5}, "no such kind"),
+        ({"outputs": 0}, "no such kind or shape"),
+        ({"group": 48}, "groups"),
+        ({"inputs": 80}, "groups"),
+    ],
+)
+def test_kernels_refuse_arrays_that_do_not_have_the_size_of_their_shape(wrong: dict[str, object], why: str) -> None:
+    _native.Matrix(**GIVEN)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=why):
+        _native.Matrix(**{**GIVEN, **wrong})  # type: ignore[arg-type]
+
+
+def test_kernels_refuse_copies_of_what_they_keep() -> None:
+    with pytest.raises(TypeError):
+        _native.Matrix(**{**GIVEN, "codes": np.zeros(4 * 2 * 2048, np.uint8)[::2]})  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ _WHY_NOT = (
 
 THREAT = ThreatProfile(
     row="paging, continuous batching, chunked prefill, TP, SP",
-    residue="KV blocks until free; rows of the last step until the next one overwrites them",
+    residue="KV blocks until free; rows of a step until a later one of as many tokens overwrites them",
     where=("memory of the engine process",),
     attack="reuse of an unwiped block",
     mitigations=("wipe on free, before the block can be given to another request",),

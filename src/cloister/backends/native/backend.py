@@ -25,6 +25,7 @@ from cloister.backends.native.store import PackedStore
 
 NUMERICS = 2  # raise it when an answer may change in its last bit
 _SCRATCH_BYTES = 2 << 20  # per thread: gathered keys, scores, an unpacked panel
+_MOST_PARTIAL_BYTES = 64 << 20  # cpp/program.cpp
 
 
 class NativeBackend:
@@ -82,7 +83,10 @@ class NativeBackend:
                 )
                 for layer in spec.layers
             ),
-            activations_bytes=max_batched_tokens * _row_bytes(spec) + self._pool.num_threads * _SCRATCH_BYTES,
+            activations_bytes=max_batched_tokens * _row_bytes(spec)
+            + self._pool.num_threads * _SCRATCH_BYTES
+            + _partial_bytes(spec, max_batched_tokens, self._pool.num_threads)
+            + _rotation_bytes(spec),
         )
 
     def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> NativeProgram:
@@ -116,3 +120,20 @@ def _row_bytes(spec: DecoderSpec) -> int:
         for layer in spec.layers
     )
     return 12 * spec.hidden_size + widest
+
+
+def _partial_bytes(spec: DecoderSpec, max_batched_tokens: int, num_threads: int) -> int:
+    """Bytes of what single splits of keys give, where a few tasks of 256 rows are shared by a team."""
+    if num_threads == 1:
+        return 0
+    num_splits = -(-spec.max_positions // 256)
+    widest = max(
+        min(max_batched_tokens * layer.attention.num_heads, 4 * num_threads * 256) * (layer.attention.head_dim + 48)
+        for layer in spec.layers
+    )
+    return min(4 * widest * num_splits, _MOST_PARTIAL_BYTES)
+
+
+def _rotation_bytes(spec: DecoderSpec) -> int:
+    """Bytes of the cosines and sines of all positions."""
+    return sum(8 * len(rope.inv_freq) * spec.max_positions for rope in {layer.attention.rope for layer in spec.layers})

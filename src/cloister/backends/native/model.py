@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,24 +44,13 @@ class PackedModel:
     layers: tuple[PackedLayer, ...]
 
 
-def pack_model(
-    spec: DecoderSpec, weights: Weights, packer: Packer, progress: Callable[[int, int], None] | None = None
-) -> PackedModel:
-    """Packs a model tensor by tensor, so that beside the packed model only one layer's matrix is in memory.
-
-    Args:
-        progress: told (layers done, layers in all).
-    """
-    packed = []
-    for number, layer in enumerate(spec.layers):
-        packed.append(_pack_layer(layer, weights, packer, f"layers.{number}"))
-        if progress is not None:
-            progress(number + 1, len(spec.layers))
+def pack_model(spec: DecoderSpec, weights: Weights, packer: Packer) -> PackedModel:
+    """Packs a model tensor by tensor, so that beside the packed model only one layer's matrix is in memory."""
     return PackedModel(
         embedding=packer.join([weights.read("embed.weight")], [None]),
         head=None if spec.tied_embeddings else packer.join([weights.read("head.weight")], [None]),
         norm=_vector(weights.read("norm.weight")),
-        layers=tuple(packed),
+        layers=tuple(_pack_layer(layer, weights, packer, f"layers.{number}") for number, layer in enumerate(spec.layers)),
     )
 
 

@@ -38,9 +38,9 @@ INLINE HeadPlace head_place(const Cache& cache, const AttentionShape& shape, int
 }
 
 INLINE float peak(const float* x, int length) {
-    f32x16 most = {};
-    for (int i = 0; i < length; i += 16) most = max(most, abs(load_some(x + i, length - i)));
-    return highest(most);
+    Peak most;
+    for (int i = 0; i < length; i += 16) most.look(load_some(x + i, length - i));
+    return most.value();
 }
 
 INLINE void put_int8_head(const float* x, int dim, int padded, float* scale, int8_t* out, size_t stride, bool pairs, int size, int slot) {
@@ -58,6 +58,7 @@ INLINE void put_int8_head(const float* x, int dim, int padded, float* scale, int
 INLINE void put_int4_head(const float* x, int dim, int padded, float* scale_zero, uint8_t* out, bool keys, int size, int slot) {
     float low = x[0], high = x[0];
     for (int d = 1; d < dim; d++) { low = x[d] < low ? x[d] : low; high = x[d] > high ? x[d] : high; }
+    if (!std::isfinite(peak(x, dim))) low = NAN;  // comparisons pass over what is no number
     float scale = (high - low) / 15.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
     scale_zero[0] = scale;
     scale_zero[1] = low;
@@ -65,7 +66,7 @@ INLINE void put_int4_head(const float* x, int dim, int padded, float* scale_zero
         uint8_t byte = 0;
         for (int i = 0; i < 2; i++) {
             float v = d + i < dim ? (x[d + i] - low) * inverse : 0.0f;
-            v = v < 0 ? 0 : v > 15 ? 15 : v;
+            v = v > 0 ? (v < 15 ? v : 15) : 0;
             byte = uint8_t(byte | (int(__builtin_rintf(v)) << (4 * i)));
         }
         if (keys) out[size_t(d / 2) * size + slot] = byte;
@@ -467,7 +468,7 @@ static void attend_rows(const AttentionTask& task, const Sequence& sequence, con
             for (int r = 0; r < rows; r++) {
                 float* scores = scratch.scores + size_t(r) * split_keys;
                 int row = task.begin + first + r;
-                    soften<floats>(scores, count, view_of(shape, sequence, row, start), scratch.weights + size_t(r) * split_keys * width,
+                soften<floats>(scores, count, view_of(shape, sequence, row, start), scratch.weights + size_t(r) * split_keys * width,
                                maxima + r, totals + r);
             }
             product(floats, scratch.weights, split_keys * width, rows, scratch.values, size_t(padded) * 4, floats ? count : count / 2,
@@ -497,10 +498,10 @@ static void attend(const AttentionTask& task, const Sequence& sequence, const At
 }
 
 static void join(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const float* partial, int num_splits,
-                 float* out, size_t out_stride) {
+                 float* out, size_t out_stride, uint8_t* scratch) {
     int padded = shape.padded_dim, num_rows = task.end - task.begin;
     size_t length = partial_row(shape);
-    float state[1024 + 16];
+    float* state = AttendScratch(scratch, shape).states;
     for (int r = 0; r < num_rows; r++) {
         clear_state(state, padded);
         for (int split = 0; split < num_splits; split++) {

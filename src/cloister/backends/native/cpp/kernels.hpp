@@ -26,7 +26,7 @@ struct AttentionShape {
 // One sequence of a step.
 struct Sequence {
     const int32_t* table = nullptr;  // blocks
-    int first_token = 0, num_tokens = 0, first_position = 0, context = 0;
+    int first_token = 0, num_tokens = 0, first_position = 0;
     // A node of a token tree is a sequence of its own. Its keys before position `branch` lie where their positions say; those
     // from there on, its ancestors in this step and itself, in the slots of `path`. Null for a sequence that is no tree.
     const int32_t* path = nullptr;
@@ -46,8 +46,6 @@ struct AttentionTask {
     float* partial = nullptr;             // where results of single splits go, or null: this task has all splits
     double cost = 0;
 };
-
-struct Span16 { int begin, end; };
 
 // How one token is chosen from a row of logits. Python writes it (backends/base.py, DRAW), field for field.
 struct Draw {
@@ -73,7 +71,7 @@ struct Kernels {
 
     // RMS norm of one row of float32; `out` may be `row`.
     void (*norm)(const float* row, const float* weight, float eps, int length, float* out);
-    // Writes one row of inputs: rounds to bfloat16, or to int8 with a scale and sums. `length` is rounded up to whole chunks.
+    // Writes one row of inputs: rounds to bfloat16, or to int8 with a scale and sums. Zeros fill the last chunk.
     void (*put_row)(const float* row, int length, Input input, Rows& rows, int index);
     void (*put_wide_row)(const uint16_t* row, int length, Rows& rows, int index);
 
@@ -87,7 +85,7 @@ struct Kernels {
                    const uint8_t* queries, float* out, size_t out_stride, uint8_t* scratch);
     // Joins the partial results of all splits of a task's rows.
     void (*join)(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const float* partial,
-                 int num_splits, float* out, size_t out_stride);
+                 int num_splits, float* out, size_t out_stride, uint8_t* scratch);
     size_t (*attend_scratch)(const AttentionShape& shape);
 
     // Reads one row of a packed matrix (an embedding) as float32.

@@ -10,7 +10,7 @@
 
 namespace cloister {
 
-enum class Kind : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, qoq = 4, int4_bf16 = 5 };
+enum class Kind : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, qoq = 4 };
 
 // What the inputs of a product with such weights must be.
 enum class Input : int { f32 = 0, bf16 = 1, int8 = 2 };
@@ -21,17 +21,11 @@ inline Input input_of(Kind kind) {
 }
 inline int chunk_length(Input input) { return input == Input::f32 ? 16 : input == Input::bf16 ? 32 : 64; }
 inline int chunk_length(Kind kind) { return chunk_length(input_of(kind)); }
-inline int tile_bytes(Kind kind) {
-    switch (kind) {
-        case Kind::int4: case Kind::qoq: return 512;
-        case Kind::int4_bf16: return 256;
-        default: return 1024;
-    }
-}
+inline int tile_bytes(Kind kind) { return kind == Kind::int4 || kind == Kind::qoq ? 512 : 1024; }
 
 constexpr int panel_width = 32;
 constexpr int block_rows = 16;
-constexpr int sum_length = 32;  // inputs that share a sum, for zero points
+constexpr int sum_length = 32;  // inputs that share a sum, for zero points: a group is one or more of them
 
 // One packed matrix; everything it points at lives in memory that Python keeps.
 struct Matrix {

@@ -21,11 +21,24 @@ template <class T> using Array1 = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::
 template <class T> using Array2 = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = Array1<uint8_t>;
 
+void require(bool fits, const char* otherwise) {
+    if (!fits) throw std::invalid_argument(otherwise);
+}
+
+// An array that the kernels keep a pointer into, or null: a copy that nanobind made of it would be gone when they read it.
+template <class T> const T* kept(const nb::object& o, size_t size, const char* otherwise) {
+    if (o.is_none()) return nullptr;
+    Array1<const T> array;
+    require(nb::try_cast(o, array, false) && array.size() >= size, otherwise);
+    return array.data();
+}
+
 // A matrix as Python describes it; the arrays must outlive the program.
 Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point, const Array1<const uint8_t>& codes, nb::object channel_scales,
                    nb::object scales, bool wide_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
-    auto floats = [](const nb::object& o) { return o.is_none() ? nullptr : (const float*)nb::cast<Array1<const float>>(o).data(); };
-    auto bytes = [](const nb::object& o) { return o.is_none() ? nullptr : (const uint8_t*)nb::cast<Array1<const uint8_t>>(o).data(); };
+    const char* too_short = "a packed matrix is shorter than its shape asks for";
+    require(kind >= int(Kind::f32) && kind <= int(Kind::qoq) && outputs > 0 && inputs > 0, "a packed matrix has no such kind or shape");
+    require(group == 0 || (group > 0 && group % sum_length == 0 && inputs % group == 0), "a packed matrix has groups that no kernel has");
     Matrix m;
     m.kind = Kind(kind);
     m.outputs = outputs;
@@ -35,15 +48,18 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
     m.group = group;
     m.groups = group ? inputs / group : 0;
     m.zero_point = zero_point;
+    size_t rows = size_t(m.panels) * panel_width, pairs = rows * size_t(m.groups);
     m.codes = codes.data();
-    m.channel_scales = floats(channel_scales);
-    m.scales = bytes(scales);
+    m.channel_scales = kept<float>(channel_scales, rows, too_short);
+    m.scales = kept<uint8_t>(scales, pairs * (wide_scales ? 4 : 2), too_short);
     m.wide_scales = wide_scales;
-    m.zeros = bytes(zeros);
-    m.offsets = floats(offsets);
-    m.group_scales = bytes(group_scales);
-    m.bias = floats(bias);
-    if (codes.size() < size_t(m.panels) * m.panel_bytes()) throw std::invalid_argument("a packed matrix is shorter than its shape asks for");
+    m.zeros = kept<uint8_t>(zeros, pairs, too_short);
+    m.offsets = kept<float>(offsets, pairs, too_short);
+    m.group_scales = kept<uint8_t>(group_scales, pairs, too_short);
+    m.bias = kept<float>(bias, rows, too_short);
+    require(codes.size() >= size_t(m.panels) * m.panel_bytes(), too_short);
+    bool scaled = m.channel_scales || (m.scales && m.groups), unfolds = m.channel_scales && m.group_scales && m.zeros && m.groups;
+    require(input_of(m.kind) != Input::int8 || (m.kind == Kind::qoq ? unfolds : scaled), "a packed matrix has codes without their scales");
     return m;
 }
 
@@ -57,7 +73,9 @@ Batch make_batch(const Array1<const int32_t>& token_ids, const Array1<const int3
                  const nb::object& parents) {
     Batch batch{token_ids.data(), positions.data(), query_starts.data(), context_lens.data(), tables.data(), logit_rows.data(),
                 int(token_ids.size()), int(context_lens.size()), int(tables.shape(1)), int(logit_rows.size()), nullptr};
-    if (!parents.is_none()) batch.parents = nb::cast<Array1<const int32_t>>(parents).data();
+    if (!parents.is_none()) batch.parents = kept<int32_t>(parents, token_ids.size(), "a batch has fewer parents than tokens");
+    require(batch.num_tokens > 0 && positions.size() == token_ids.size() && query_starts.size() == context_lens.size() + 1 &&
+            tables.shape(0) == context_lens.size(), "the arrays of a batch do not have the sizes of each other");
     return batch;
 }
 
@@ -66,14 +84,21 @@ std::pair<const Draw*, int> read_draws(const Bytes& bytes, int num_rows, size_t 
     static_assert(sizeof(Draw) == 56);
     const Draw* draws = (const Draw*)bytes.data();
     size_t count = bytes.size() / sizeof(Draw);
-    if (bytes.size() % sizeof(Draw) || count != num_tokens) throw std::invalid_argument("the draws do not have the size of their records");
-    for (size_t i = 0; i < count; i++)
-        if (draws[i].row < 0 || draws[i].row >= num_rows) throw std::invalid_argument("a draw names a row of logits that is not there");
+    require(bytes.size() % sizeof(Draw) == 0 && count == num_tokens, "the draws do not have the size of their records");
+    for (size_t i = 0; i < count; i++) require(draws[i].row >= 0 && draws[i].row < num_rows, "a draw names a row of logits that is not there");
     return {draws, int(count)};
 }
 
-const float* floats_or_null(const nb::object& o) {
-    return o.is_none() ? nullptr : nb::cast<Array1<const float>>(o).data();
+void check_layer(const Program& program, const Layer& layer, size_t cache_bytes) {
+    const AttentionShape& s = layer.shape;
+    int hidden = program.hidden_size();
+    require(s.num_kv_heads > 0 && s.num_heads % s.num_kv_heads == 0 && s.head_dim > 0 && s.window >= 0, "a layer has no such heads");
+    require(layer.rope >= 0 && size_t(layer.rope) < program.ropes.size() && int(program.ropes[size_t(layer.rope)].inv_freq.size()) * 2 == s.head_dim,
+            "a layer has a rotation of another size than its heads");
+    require(layer.qkv.inputs == hidden && layer.qkv.outputs == (s.num_heads + 2 * s.num_kv_heads) * s.head_dim &&
+            layer.output.inputs == s.num_heads * s.head_dim && layer.output.outputs == hidden && layer.gate_up.inputs == hidden &&
+            layer.gate_up.panels == (layer.down.inputs + 15) / 16 && layer.down.outputs == hidden, "the matrices of a layer do not fit together");
+    require(layer.cache.block_size > 0 && cache_bytes >= layer.cache.block_bytes, "a cache has no block");
 }
 
 }  // namespace
@@ -100,16 +125,16 @@ NB_MODULE(_native, m) {
 
     m.def("pack", [](Pool& pool, int kind, int source, Array1<const uint8_t> data, int num_rows, int inputs, Array1<const int32_t> places, Bytes codes) {
         const size_t widths[] = {4, 2, 2, 1};
-        if (data.size() != size_t(num_rows) * inputs * widths[source] || places.size() != size_t(num_rows))
-            throw std::invalid_argument("the data to pack does not have the size of its shape");
+        require(data.size() == size_t(num_rows) * inputs * widths[source] && places.size() == size_t(num_rows),
+                "the data to pack does not have the size of its shape");
         nb::gil_scoped_release release;
         pack(pool, Kind(kind), Source(source), data.data(), num_rows, inputs, places.data(), codes.data());
-    });
+    }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert());
 
     nb::class_<Matrix>(m, "Matrix").def("__init__", [](Matrix* self, int kind, int outputs, int inputs, int group, int zero_point, Array1<const uint8_t> codes,
             nb::object channel_scales, nb::object scales, bool wide_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
         new (self) Matrix(make_matrix(kind, outputs, inputs, group, zero_point, codes, channel_scales, scales, wide_scales, zeros, offsets, group_scales, bias));
-    }, nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("group"), nb::arg("zero_point"), nb::arg("codes"), nb::arg("channel_scales").none(),
+    }, nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("group"), nb::arg("zero_point"), nb::arg("codes").noconvert(), nb::arg("channel_scales").none(),
        nb::arg("scales").none(), nb::arg("wide_scales"), nb::arg("zeros").none(), nb::arg("offsets").none(), nb::arg("group_scales").none(), nb::arg("bias").none());
 
     nb::class_<Program>(m, "Program")
@@ -117,15 +142,18 @@ NB_MODULE(_native, m) {
             new (self) Program(find_kernels(kernels), std::move(pool), vocab_size, hidden_size, norm_eps);
         })
         .def("set_ends", [](Program& self, const Matrix& embedding, const Matrix& head, Array1<const float> norm) {
+            int hidden = self.hidden_size(), vocab = self.vocab_size();
+            require(embedding.inputs == hidden && head.inputs == hidden && embedding.outputs >= vocab && head.outputs == vocab &&
+                    norm.size() >= size_t(hidden), "embedding, norm and head do not have the size of the model");
             self.embedding = embedding;
             self.head = head;
             self.norm_weight = norm.data();
-        })
+        }, nb::arg(), nb::arg(), nb::arg().noconvert())
         .def("add_rope", [](Program& self, std::vector<float> inv_freq, float scale) {
             self.ropes.push_back({std::move(inv_freq), scale, {}, 0});
         })
         .def("add_layer", [](Program& self, std::tuple<int, int, int, int> shape, float scale, int rope, int activation, const Matrix& qkv, const Matrix& output,
-                             const Matrix& gate_up, const Matrix& down, Array1<const float> attention_norm, Array1<const float> mlp_norm, nb::object q_norm,
+                             const Matrix& gate_up, const Matrix& down, nb::object attention_norm, nb::object mlp_norm, nb::object q_norm,
                              nb::object k_norm, Bytes cache, int kv_kind, int block_size) {
             Layer layer;
             auto [heads, kv_heads, dim, window] = shape;
@@ -137,36 +165,40 @@ NB_MODULE(_native, m) {
             layer.output = output;
             layer.gate_up = gate_up;
             layer.down = down;
-            layer.attention_norm = attention_norm.data();
-            layer.mlp_norm = mlp_norm.data();
-            layer.q_norm = floats_or_null(q_norm);
-            layer.k_norm = floats_or_null(k_norm);
+            const char* too_short = "a norm is shorter than its rows";
+            layer.attention_norm = kept<float>(attention_norm, size_t(self.hidden_size()), too_short);
+            layer.mlp_norm = kept<float>(mlp_norm, size_t(self.hidden_size()), too_short);
+            layer.q_norm = kept<float>(q_norm, size_t(dim), too_short);
+            layer.k_norm = kept<float>(k_norm, size_t(dim), too_short);
             layer.cache = {cache.data(), kv_block_bytes(layer.shape, KVKind(kv_kind), block_size), block_size, KVKind(kv_kind)};
+            check_layer(self, layer, cache.size());
             self.layers.push_back(layer);
         }, nb::arg("shape"), nb::arg("scale"), nb::arg("rope"), nb::arg("activation"), nb::arg("qkv"), nb::arg("output"), nb::arg("gate_up"), nb::arg("down"),
-           nb::arg("attention_norm"), nb::arg("mlp_norm"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("cache"), nb::arg("kv_kind"), nb::arg("block_size"))
+           nb::arg("attention_norm"), nb::arg("mlp_norm"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("cache").noconvert(), nb::arg("kv_kind"), nb::arg("block_size"))
         .def("forward", [](Program& self, STEP_ARRAYS, Array2<float> logits) {
             Batch batch = make_batch(STEP_NAMES);
+            require(int(logits.shape(0)) == batch.num_rows && int(logits.shape(1)) == self.vocab_size(), "there is no room for the logits");
             nb::gil_scoped_release release;
             self.forward(batch, logits.data());
-        }, STEP_ARGUMENTS, nb::arg())
+        }, STEP_ARGUMENTS, nb::arg().noconvert())
         .def("forward_best", [](Program& self, STEP_ARRAYS, Array1<int32_t> best) {
             Batch batch = make_batch(STEP_NAMES);
+            require(int(best.size()) == batch.num_rows, "there is no room for the tokens");
             nb::gil_scoped_release release;
             self.forward_best(batch, best.data());
-        }, STEP_ARGUMENTS, nb::arg())
+        }, STEP_ARGUMENTS, nb::arg().noconvert())
         .def("forward_draw", [](Program& self, STEP_ARRAYS, Bytes draws, Array1<int32_t> tokens) {
             Batch batch = make_batch(STEP_NAMES);
             auto [first, count] = read_draws(draws, batch.num_rows, tokens.size());
             nb::gil_scoped_release release;
             self.forward_draw(batch, first, count, tokens.data());
-        }, STEP_ARGUMENTS, nb::arg(), nb::arg())
+        }, STEP_ARGUMENTS, nb::arg(), nb::arg().noconvert())
         .def("draw", [](Program& self, Array2<const float> logits, Bytes draws, Array1<int32_t> tokens) {
-            if (int(logits.shape(1)) != self.vocab_size()) throw std::invalid_argument("the logits do not have the width of the vocabulary");
+            require(int(logits.shape(1)) == self.vocab_size(), "the logits do not have the width of the vocabulary");
             auto [first, count] = read_draws(draws, int(logits.shape(0)), tokens.size());
             nb::gil_scoped_release release;
             self.draw(logits.data(), int(logits.shape(0)), first, count, true, tokens.data());
-        })
+        }, nb::arg(), nb::arg(), nb::arg().noconvert())
         .def("record", &Program::record)
         .def("spans", [](const Program& self) {
             std::vector<std::tuple<std::string, int, double, double>> spans;

@@ -18,6 +18,7 @@ namespace {
 constexpr size_t huge_page = size_t(2) << 20;
 constexpr size_t inputs_in_cache = size_t(5) << 18;  // inputs of a product that stay in a core's second-level cache
 constexpr int rope_chunk = 1024;
+constexpr size_t most_partial_bytes = size_t(64) << 20;  // backend.py counts on it
 
 double now_s() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -183,14 +184,14 @@ void Program::list_tasks(const Layer& layer) {
     }
     // Too few tasks for the team: cut the longest into splits, and join those afterwards.
     int threads = pool_->num_threads(), num_tasks = int(tasks_.size());
-    if (threads > 1 && num_tasks < 4 * threads) {
-        size_t floats = 0;
-        std::vector<size_t> places;
-        for (AttentionTask& task : tasks_) {
-            places.push_back(floats);
-            int splits = task.last_split - task.first_split + 1;
-            if (splits > 1) floats += size_t(splits) * size_t(task.end - task.begin) * partial_row(shape);
-        }
+    size_t floats = 0;
+    std::vector<size_t> places;
+    for (AttentionTask& task : tasks_) {
+        places.push_back(floats);
+        int splits = task.last_split - task.first_split + 1;
+        if (splits > 1) floats += size_t(splits) * size_t(task.end - task.begin) * partial_row(shape);
+    }
+    if (threads > 1 && num_tasks < 4 * threads && floats * 4 <= most_partial_bytes) {
         float* partial = (float*)partial_.reserve(floats * 4 + 64);
         for (int i = 0; i < num_tasks; i++) {
             AttentionTask whole = tasks_[size_t(i)];
@@ -231,9 +232,9 @@ void Program::attention(const Layer& layer, const Batch& batch) {
         kernels_.attend(task, sequences_[size_t(task.sequence)], shape, layer.cache, queries, mixed, width, scratch(thread));
     });
     if (joins_.empty()) return;
-    phase("attention", int(joins_.size()), [&](int i, int) {
+    phase("attention", int(joins_.size()), [&](int i, int thread) {
         const Join& join = joins_[size_t(i)];
-        kernels_.join(join.task, sequences_[size_t(join.task.sequence)], shape, join.partial, join.num_splits, mixed, width);
+        kernels_.join(join.task, sequences_[size_t(join.task.sequence)], shape, join.partial, join.num_splits, mixed, width, scratch(thread));
     });
 }
 

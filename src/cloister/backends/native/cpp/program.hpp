@@ -79,6 +79,7 @@ public:
     void draw(const float* logits, int num_rows, const Draw* draws, int num_draws, bool barred, int32_t* tokens);
 
     int vocab_size() const { return vocab_size_; }
+    int hidden_size() const { return hidden_size_; }
     void record(bool on) { recording_ = on; spans_.clear(); }
     const std::vector<Span>& spans() const { return spans_; }
     // Calls of `run` so far, and bytes of buffers: for the ratchets.

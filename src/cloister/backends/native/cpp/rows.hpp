@@ -5,21 +5,6 @@
 
 namespace cloister::CLOISTER_ISA {
 
-// Root mean square norm (Zhang and Sennrich 2019). Rows are padded with zeros to whole vectors, weights too.
-static void norm(const float* row, const float* weight, float eps, int length, float* out) {
-    f32x16 squares = {};
-    for (int i = 0; i < length; i += 16) {
-        f32x16 v = i + 16 <= length ? load<f32x16>(row + i) : f32x16{};
-        if (i + 16 > length) for (int j = i; j < length; j++) v[j - i] = row[j];
-        squares = fma(v, v, squares);
-    }
-    float root = std::sqrt(sum(squares) / float(length) + eps);
-    f32x16 factor = set(1.0f / root);
-    int i = 0;
-    for (; i + 16 <= length; i += 16) store(out + i, load<f32x16>(row + i) * factor * load<f32x16>(weight + i));
-    for (; i < length; i++) out[i] = row[i] * factor[0] * weight[i];
-}
-
 INLINE f32x16 load_some(const float* p, int count) {
     if (count >= 16) return load<f32x16>(p);
     f32x16 v = {};
@@ -33,6 +18,20 @@ INLINE f32x16 load_some(const uint16_t* p, int count) {
     return from_bf16(v);
 }
 
+// Root mean square norm (Zhang and Sennrich 2019).
+static void norm(const float* row, const float* weight, float eps, int length, float* out) {
+    f32x16 squares = {};
+    for (int i = 0; i < length; i += 16) {
+        f32x16 v = load_some(row + i, length - i);
+        squares = fma(v, v, squares);
+    }
+    float root = std::sqrt(sum(squares) / float(length) + eps);
+    f32x16 factor = set(1.0f / root);
+    int i = 0;
+    for (; i + 16 <= length; i += 16) store(out + i, load<f32x16>(row + i) * factor * load<f32x16>(weight + i));
+    for (; i < length; i++) out[i] = row[i] * factor[0] * weight[i];
+}
+
 INLINE int32_t sum_integers(i32x16 v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32((__m512i)v);
@@ -43,14 +42,30 @@ INLINE int32_t sum_integers(i32x16 v) {
 #endif
 }
 
-// Symmetric, one scale a token: q = round(x * 127 / max|x|), half to even.
+// The largest magnitude. Compared as integers, infinity is beyond every number and no number beyond infinity: neither is lost.
+struct Peak {
+    i32x16 most = {};
+    INLINE void look(f32x16 v) {
+        i32x16 magnitude = (i32x16)(as_u32(v) & 0x7fffffffu);
+        most = most > magnitude ? most : magnitude;
+    }
+    INLINE float value() const {
+        int32_t top = highest(most);
+        float f;
+        memcpy(&f, &top, 4);
+        return f;
+    }
+};
+
+// Symmetric, one scale a token: q = round(x * 127 / max|x|), half to even. A row that is not finite gets a scale that is not.
 template <class T> INLINE void put_int8(const T* row, int length, Rows& rows, int index) {
-    f32x16 most[4] = {};
+    Peak most[4];
     int i = 0;
     for (; i + 64 <= length; i += 64)
-        UNROLL for (int k = 0; k < 4; k++) most[k] = max(most[k], abs(load_some(row + i + 16 * k, 16)));
-    for (; i < length; i += 16) most[0] = max(most[0], abs(load_some(row + i, length - i)));
-    float peak = highest(max(max(most[0], most[1]), max(most[2], most[3])));
+        UNROLL for (int k = 0; k < 4; k++) most[k].look(load_some(row + i + 16 * k, 16));
+    for (; i < length; i += 16) most[0].look(load_some(row + i, length - i));
+    for (int k = 1; k < 4; k++) most[0].look((f32x16)most[k].most);
+    float peak = most[0].value();
     float inverse = peak > 0 ? 127.0f / peak : 0.0f;
     rows.scales[index] = peak / 127.0f;
     int32_t *sums = rows.sums_of(index), all = 0;

@@ -15,10 +15,7 @@ typedef float f32x16 __attribute__((vector_size(64), may_alias));
 typedef int32_t i32x16 __attribute__((vector_size(64), may_alias));
 typedef uint32_t u32x16 __attribute__((vector_size(64), may_alias));
 typedef uint16_t u16x16 __attribute__((vector_size(32), may_alias));
-typedef uint16_t u16x32 __attribute__((vector_size(64), may_alias));
-typedef uint8_t u8x64 __attribute__((vector_size(64), may_alias));
 typedef uint8_t u8x16 __attribute__((vector_size(16), may_alias));
-typedef int8_t i8x16 __attribute__((vector_size(16), may_alias));
 
 #define INLINE inline __attribute__((always_inline))
 // An array of accumulators stays in registers only where every index into it is known.
@@ -81,7 +78,6 @@ INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 }
 INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 INLINE f32x16 min(f32x16 a, f32x16 b) { return a < b ? a : b; }
-INLINE f32x16 abs(f32x16 a) { return as_f32(as_u32(a) & 0x7fffffffu); }
 
 // Lanes are joined in one fixed order, so that a sum has the same bits wherever it is made.
 INLINE float sum(f32x16 v) {
@@ -100,6 +96,15 @@ INLINE float highest(f32x16 v) {
     for (int step = 8; step; step /= 2)
         for (int i = 0; i < step; i++) a[i] = a[i] > a[i + step] ? a[i] : a[i + step];
     return a[0];
+#endif
+}
+INLINE int32_t highest(i32x16 v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    int32_t most = v[0];
+    for (int i = 1; i < 16; i++) most = v[i] > most ? v[i] : most;
+    return most;
 #endif
 }
 
@@ -249,7 +254,7 @@ INLINE f32x16 exp2(f32x16 x) {
 #if defined(__AVX512F__)
     f32x16 r = (f32x16)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x), and 0 for minus infinity
 #else
-    x = max(x, set(-126.0f));
+    x = max(set(-126.0f), x);  // no number stays no number
     f32x16 whole = to_f32(__builtin_convertvector(x, i32x16));
     whole -= whole > x ? set(1.0f) : set(0.0f);
     f32x16 r = x - whole;
