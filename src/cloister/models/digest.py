@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -49,7 +50,8 @@ class Digests:
             scratch.write_text(json.dumps(self._known, indent=0), encoding="utf-8")
             scratch.replace(self._path)
         except OSError:  # no room or no right to write: it is hashed again next time
-            scratch.unlink(missing_ok=True)
+            with suppress(OSError):
+                scratch.unlink(missing_ok=True)
 
 
 def _read(path: Path | None) -> dict[str, str]:

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +32,7 @@ Array = npt.NDArray[Any]
 
 
 class PackedStore:
-    """Packed models in a directory that only this user may read.
+    """Packed models, in files that only this user may read.
 
     Args:
         directory: made when the first model is saved.
@@ -46,7 +47,7 @@ class PackedStore:
             with self._path(identity).open("rb") as file:
                 header = _read_header(file.read(len(_MAGIC) + 8), file)
                 return None if header is None else _assemble(header, _read_arrays(file.fileno(), header))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def save(self, identity: str, model: PackedModel) -> bool:
@@ -58,12 +59,18 @@ class PackedStore:
         scratch = path.with_suffix(f".{os.getpid()}")
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for left_behind in self._directory.glob(f"{path.stem}.[0-9]*"):  # by a process that was killed here
+                left_behind.unlink(missing_ok=True)
             with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 _write(file, arrays, _describe(model))
+                file.flush()
+                os.fsync(file.fileno())  # a power cut must not leave the name without the bytes
             scratch.replace(path)
         except OSError:
-            scratch.unlink(missing_ok=True)
             return False
+        finally:
+            with suppress(OSError):
+                scratch.unlink(missing_ok=True)
         return True
 
     def _path(self, identity: str) -> Path:
@@ -126,9 +133,12 @@ def _read_arrays(descriptor: int, header: Mapping[str, Any]) -> dict[str, Array]
     starts = range(0, header["num_bytes"], _PIECE_BYTES)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda at: _read_piece(descriptor, memory[at : at + _PIECE_BYTES], header["start"] + at), starts))
-    return {
+    found = {
         name: memory[at : at + size * np.dtype(kind).itemsize].view(kind) for name, (kind, size, at) in header["arrays"].items()
     }
+    if any(found[name].size != size for name, (_, size, _) in header["arrays"].items()):
+        raise ValueError("an array ends beyond the file")
+    return found
 
 
 def _read_piece(descriptor: int, target: ByteArray, offset: int) -> None:
@@ -147,7 +157,9 @@ def _assemble(header: Mapping[str, Any], arrays: Mapping[str, Array]) -> PackedM
         kind, outputs, inputs, group, zero_point = described
         prefix = f"{name}."
         parts = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
-        return PackedMatrix(Kind(kind), outputs, inputs, group, zero_point, parts)
+        packed = PackedMatrix(Kind(kind), outputs, inputs, group, zero_point, parts)
+        packed.bind()  # refuses parts that are shorter than the shape asks for
+        return packed
 
     layers = []
     for number, described in enumerate(matrices["layers"]):
