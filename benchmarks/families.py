@@ -1,16 +1,19 @@
 """Full-width evidence, by hand: families against transformers, and rule 6 on wide models.
 
-python -m benchmarks.families            logits and 200 greedy tokens of every family, in real widths
-python -m benchmarks.families --rule6    bits of a row in every arrangement, narrow to wide
-python -m benchmarks.families --speed    prefill and decode times of the embedded model
+python -m benchmarks.families                            logits and 200 greedy tokens of every family, in real widths
+python -m benchmarks.families --rule6                    bits of a row in every arrangement, narrow to wide, on the torch oracle
+python -m benchmarks.families --rule6 --backend native   the same of every format, KV type and instruction set of this machine
+python -m benchmarks.families --speed                    prefill and decode times of the embedded model
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import Bench, make_parser, make_progress
+from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
 from cloister.models import locate
+from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.company import differing_arrangements
 from tests.driving import Driver, RandomWeights, build, build_from, make_spec
 from tests.model_factory import make_model
@@ -65,6 +71,44 @@ RULE6 = {
     "wide, hidden 2048": make_spec(hidden=2048, intermediate=5632, heads=(32, 4), head_dim=64, vocab=32000),
 }
 
+NATIVE_SPECS = {
+    "tiny": make_spec(hidden=128, intermediate=128, heads=(4, 2), head_dim=32, num_layers=1, vocab=128),
+    "narrow": make_spec(hidden=256, intermediate=688, heads=(8, 2), head_dim=32, num_layers=1, vocab=512),
+    "wide": make_spec(hidden=1024, intermediate=1408, heads=(8, 2), head_dim=128, num_layers=1, vocab=300),
+}
+KV_TYPES = ("bfloat16", "int8", "int4")
+COMPANIONS = (1, 9, 31, 63)
+SLOW = ("avx2", "scalar")
+"""Kernels that take long: they get a tiny model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Weights and KV of a native program, and how an int4 is to be written."""
+
+    quant: str = "none"
+    dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    options: FormatOptions = field(default_factory=FormatOptions)
+
+    @property
+    def label(self) -> str:
+        name = self.dtype if self.quant == "none" else self.quant
+        size = self.options.group_size
+        inputs = "" if self.options.activations is None else f", inputs in {self.options.activations}"
+        return f"{name}{'' if size is None else f', groups of {size}'}{inputs}, KV {self.kv_dtype}"
+
+
+FORMS = (
+    Form(dtype="float32", kv_dtype="float32"),
+    *(Form(kv_dtype=kv) for kv in KV_TYPES),
+    *(Form("int8", kv_dtype=kv) for kv in KV_TYPES),
+    *(Form("int4", kv_dtype=kv, options=FormatOptions(size)) for size in (32, 64, 128) for kv in KV_TYPES),
+    Form("int4", options=FormatOptions(activations="bfloat16")),
+    *(Form("qoq", kv_dtype=kv, options=FormatOptions(size)) for size, kv in ((32, "int4"), (64, "int4"))),
+    *(Form("qoq", kv_dtype=kv, options=FormatOptions(128)) for kv in KV_TYPES),
+)
+
 
 def show_families(console: Console) -> None:
     table = Table("family", "variant", "max |difference|", "greedy tokens equal")
@@ -91,6 +135,62 @@ def show_rule6(console: Console) -> None:
 def _make(spec: DecoderSpec, weights: RandomWeights, dtype: str, block_size: int, num_threads: int) -> Driver:
     num_blocks = -(-8192 // block_size)
     return build(spec, weights, num_blocks=num_blocks, block_size=block_size, num_threads=num_threads, dtype=dtype)
+
+
+def show_native_rule6(options: argparse.Namespace) -> int:
+    from cloister.backends.native import _native  # not everybody has a compiler
+
+    names = _native.kernel_names()
+    bench = Bench(
+        "rule6_native",
+        "Rule 6 on the native kernels: bits of a sequence's logits in any company",
+        f"no arrangement changes a bit, in {len(FORMS)} pairs of weights and KV on {', '.join(names)}",
+    )
+    runs = [("tiny" if name in SLOW else "narrow", name) for name in names] + [("wide", n) for n in names if n not in SLOW]
+    found: dict[tuple[Form, str, str], list[str]] = {}
+    with make_progress() as progress:
+        task = progress.add_task("arrangements", total=len(runs) * len(FORMS))
+        for spec, kernels in runs:
+            for form in FORMS:
+                found[form, spec, kernels] = arrange(spec, kernels, form)
+                progress.advance(task)
+    rows = [[form.label, *("; ".join(found[form, *run]) or "none" for run in runs)] for form in FORMS]
+    bench.print_rows("Arrangements that differ", ("weights and KV", *(f"{spec}, {name}" for spec, name in runs)), rows)
+    total = len(FORMS) * sum(count_arrangements(spec) for spec, _ in runs)
+    bench.check(f"of {total:,} arrangements, how many differ", sum(map(len, found.values())), high=0)
+    return bench.finish(options)
+
+
+def arrangements(spec: str) -> dict[str, tuple[int, ...]]:
+    """Returns what `differing_arrangements` is to try: all numbers of companions, and fewer cuts of the wide model."""
+    if spec == "wide":
+        return {"chunks": (33,), "block_sizes": (5,), "companions": COMPANIONS}
+    return {"chunks": (1, 7, 64), "block_sizes": (1, 5, 256), "companions": COMPANIONS}
+
+
+def count_arrangements(spec: str) -> int:
+    """Those, and: two threads, three lengths of hits, and companions with one and with two threads."""
+    tried = arrangements(spec)
+    return 1 + len(tried["chunks"]) + len(tried["block_sizes"]) + 3 + 2 * len(tried["companions"])
+
+
+def arrange(spec: str, kernels: str, form: Form) -> list[str]:
+    """Names the arrangements in which some bit of a program's logits differs from those of the sequence alone."""
+    decoder = NATIVE_SPECS[spec]
+    weights: Weights = RandomWeights(decoder)
+    if form.quant != "none":
+        weights = QuantizedWeights(weights, FORMATS.get(form.quant)(form.options))
+    num_tokens = 70 if spec == "wide" else 300
+    tokens = np.random.default_rng(1).integers(0, decoder.vocab_size, num_tokens).tolist()
+
+    @cache
+    def make(block_size: int, num_threads: int) -> Driver:
+        return build(
+            decoder, weights, num_blocks=3072 // block_size + 64, block_size=block_size, num_threads=num_threads,
+            backend="native", dtype=form.dtype, kv_dtype=form.kv_dtype, kernels=kernels,
+        )  # fmt: skip
+
+    return differing_arrangements(make, tokens, vocab=decoder.vocab_size, **arrangements(spec))
 
 
 def show_speed(console: Console) -> None:
@@ -135,14 +235,18 @@ def _cells(times: Iterator[tuple[float, float]]) -> Iterator[str]:
     return (f"{value:.1f}" for pair in times for value in pair)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = make_parser(__doc__)
     parser.add_argument("--rule6", action="store_true", help="bits of a row in every arrangement")
+    parser.add_argument("--backend", choices=("torch", "native"), default="torch", help="whose bits")
     parser.add_argument("--speed", action="store_true", help="times of the embedded model")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
+    if options.rule6 and options.backend == "native":
+        return show_native_rule6(options)
     console = Console()
-    show_rule6(console) if chosen.rule6 else show_speed(console) if chosen.speed else show_families(console)
+    show_rule6(console) if options.rule6 else show_speed(console) if options.speed else show_families(console)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

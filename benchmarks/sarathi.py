@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.types.events import Event, Progressed
 
 STREAM_TOKENS = 4000
-QUIET_TOKENS = 400
+QUIET_TOKENS = 2500
 LONG_TOKENS = CONTEXT_TOKENS - 16
 SETTLE_S = 1.0
 LONG = "long-0"
@@ -32,8 +31,8 @@ class Stall:
 
     Attributes:
         alone_s: TTFT of the long prompt on an idle engine.
-        quiet_s: gaps of the streams without the prompt, while all of them stream.
-        loaded_s: the same from the prompt's arrival to its first token.
+        quiet_s: gaps of the streams without the prompt, before the same tokens as those of `loaded_s`.
+        loaded_s: from the prompt's arrival to its first token.
         ttft_s: of the long prompt beside the streams.
     """
 
@@ -94,8 +93,6 @@ def measure(options: argparse.Namespace, **settings: object) -> Stall:
     quiet = drive(engine, streams(options, QUIET_TOKENS, "quiet")).recorder.records
     first_due_s = min(record.due_s for record in quiet)
     all_stream_s = max(record.deliveries[0][0] for record in quiet)
-    first_ends_s = min(record.deliveries[-1][0] for record in quiet)
-    gaps = [gap for r in quiet for gap in gaps_within([t for t, _ in r.deliveries], all_stream_s, first_ends_s)]
     arrival_s = all_stream_s - first_due_s + SETTLE_S
     long = Timed(arrival_s, make_request(0, replace(long_item, arrival_s=arrival_s), "long"))
     stop = _StopStreams(engine, options.num_streams)
@@ -103,8 +100,14 @@ def measure(options: argparse.Namespace, **settings: object) -> Stall:
     arrived = both.record_of(LONG)
     start_s, end_s = arrived.due_s, arrived.due_s + arrived.ttft_s
     others = [r for number, r in enumerate(both.records) if number != both.names[LONG]]
-    loaded = [gap for r in others for gap in gaps_within([t for t, _ in r.deliveries], start_s, end_s)]
-    return Stall(alone.ttft_s, gaps, loaded, arrived.ttft_s)
+    loaded_s: list[float] = []
+    quiet_s: list[float] = []
+    for stream, same in zip(others, quiet, strict=True):
+        times = [time_s for time_s, _ in stream.deliveries]
+        tokens = [n for n, time_s in enumerate(times) if n and start_s <= time_s <= end_s + 1e-9]
+        loaded_s += gaps_before(times, tokens)
+        quiet_s += gaps_before([time_s for time_s, _ in same.deliveries], tokens)
+    return Stall(alone.ttft_s, quiet_s, loaded_s, arrived.ttft_s)
 
 
 def streams(options: argparse.Namespace, num_tokens: int, prefix: str) -> list[Timed]:
@@ -115,9 +118,11 @@ def streams(options: argparse.Namespace, num_tokens: int, prefix: str) -> list[T
     return make_requests(items, prefix)
 
 
-def gaps_within(times: list[float], start_s: float, end_s: float) -> list[float]:
-    """Returns the gaps that end inside [start_s, end_s]."""
-    return [after - before for before, after in pairwise(times) if start_s <= after <= end_s + 1e-9]
+def gaps_before(times: list[float], tokens: list[int]) -> list[float]:
+    """Returns the time that passed before each of the tokens, which are counted from 0."""
+    if tokens and tokens[-1] >= len(times):
+        raise SystemExit("the streams ended too early to compare with: raise QUIET_TOKENS")
+    return [times[token] - times[token - 1] for token in tokens]
 
 
 class _StopStreams:
