@@ -298,6 +298,7 @@ INLINE void product_rows(const uint8_t* a, size_t stride_a, const uint8_t* b, si
 template <bool floats>
 static void product_vectors(const uint8_t* a, size_t stride_a, int rows, const uint8_t* b, size_t stride_b, int depth, int columns, float* c, size_t stride_c) {
     int r = 0;
+    for (; r + max_rows <= rows; r += max_rows) product_rows<max_rows, floats>(a + r * stride_a, stride_a, b, stride_b, depth, columns, c + r * stride_c, stride_c);
     for (; r + 4 <= rows; r += 4) product_rows<4, floats>(a + r * stride_a, stride_a, b, stride_b, depth, columns, c + r * stride_c, stride_c);
     for (; r < rows; r++) product_rows<1, floats>(a + r * stride_a, stride_a, b, stride_b, depth, columns, c + r * stride_c, stride_c);
 }

@@ -109,19 +109,24 @@ INLINE f32x16 group_scale(const Matrix& w, size_t at) {
     return w.wide_scales ? load<f32x16>((const float*)w.scales + at) : from_f16(load<u16x16>((const uint16_t*)w.scales + at));
 }
 
-// One group of a panel: how its integer products join the float32 sums. `plain` groups have one zero point and no offsets.
-template <bool plain> struct Group {
-    f32x16 low, high, low_offset = {}, high_offset = {};
-    i32x16 low_zero = {}, high_zero = {};
-    int32_t zero_point;
+// How the zero points of groups come off: not at all (they are off), the same everywhere, or for each output and group.
+enum class Zeros { none, one, each };
 
-    INLINE Group(const Matrix& w, int panel, int group) : zero_point(w.zero_point) {
+// One group of a panel: how its integer products join the float32 sums. Integers below 2^24 are exact in float32, so for the
+// groups that formats have (to 512 inputs) zero points come off there, in one instruction.
+template <Zeros zeros> struct Group {
+    f32x16 low, high, low_offset = {}, high_offset = {};
+    f32x16 low_zero = {}, high_zero = {};
+    bool wide, shifted;
+
+    INLINE Group(const Matrix& w, int panel, int group) : wide(w.group > 512), shifted(w.offsets) {
         size_t at = (size_t(panel) * w.groups + group) * 32;
         low = group_scale(w, at);
         high = group_scale(w, at + 16);
-        if constexpr (!plain) {
-            low_zero = w.zeros ? widen(load<u8x16>(w.zeros + at)) : set(zero_point);
-            high_zero = w.zeros ? widen(load<u8x16>(w.zeros + at + 16)) : set(zero_point);
+        if constexpr (zeros == Zeros::one) low_zero = high_zero = set(float(w.zero_point));
+        if constexpr (zeros == Zeros::each) {
+            low_zero = w.zeros ? to_f32(widen(load<u8x16>(w.zeros + at))) : set(float(w.zero_point));
+            high_zero = w.zeros ? to_f32(widen(load<u8x16>(w.zeros + at + 16))) : set(float(w.zero_point));
             if (w.offsets) {
                 low_offset = load<f32x16>(w.offsets + at);
                 high_offset = load<f32x16>(w.offsets + at + 16);
@@ -129,15 +134,26 @@ template <bool plain> struct Group {
         }
     }
     INLINE Outputs add(Outputs c, i32x16 first, i32x16 second, int32_t total) const {
-        if constexpr (plain) {
-            int32_t shift = zero_point * total;
-            return {fma(to_f32(first - shift), low, c.low), fma(to_f32(second - shift), high, c.high)};
-        } else {
+        f32x16 a = to_f32(first), b = to_f32(second);
+        if constexpr (zeros != Zeros::none) {
             f32x16 sum_of = set(float(total));
-            c.low = fma(to_f32(first - low_zero * total), low, c.low);
-            c.high = fma(to_f32(second - high_zero * total), high, c.high);
-            return {fma(low_offset, sum_of, c.low), fma(high_offset, sum_of, c.high)};
+            a = fma(-low_zero, sum_of, a);
+            b = fma(-high_zero, sum_of, b);
+            if (wide) {
+                a = to_f32(first - __builtin_convertvector(low_zero, i32x16) * total);
+                b = to_f32(second - __builtin_convertvector(high_zero, i32x16) * total);
+            }
         }
+        c.low = fma(a, low, c.low);
+        c.high = fma(b, high, c.high);
+        if constexpr (zeros == Zeros::each) {
+            if (shifted) {
+                f32x16 sum_of = set(float(total));
+                c.low = fma(low_offset, sum_of, c.low);
+                c.high = fma(high_offset, sum_of, c.high);
+            }
+        }
+        return c;
     }
 };
 
@@ -145,15 +161,21 @@ INLINE bool is_plain(const Matrix& w) { return !w.zeros && !w.offsets; }
 
 // ---- unpacking ------------------------------------------------------------------------------------------------------------
 
-// Integer tiles of a chunk as unsigned bytes; `group` is that of the first half. Rows 0-7 are the chunk's first 32 inputs.
-INLINE void unpack_tile(const Matrix& w, int panel, int half, const uint8_t* packed, int group, int next_group, uint8_t* tile) {
+// Integer tiles of a chunk as bytes; `group` is that of the first half. Rows 0-7 are the chunk's first 32 inputs. `middle` is
+// taken off the codes of int4: with 8 they are signed.
+INLINE void unpack_tile(const Matrix& w, int panel, int half, const uint8_t* packed, int group, int next_group, uint8_t middle, uint8_t* tile) {
 #if defined(__AVX512BW__)
     __m512i mask = _mm512_set1_epi8(15);
     if (w.kind == Kind::int4) {
         for (int r = 0; r < 8; r++) {
             __m512i v = _mm512_loadu_si512(packed + 64 * r);
-            _mm512_storeu_si512(tile + 64 * r, _mm512_and_si512(v, mask));
-            _mm512_storeu_si512(tile + 64 * (r + 8), _mm512_and_si512(_mm512_srli_epi16(v, 4), mask));
+            __m512i low = _mm512_and_si512(v, mask), high = _mm512_and_si512(_mm512_srli_epi16(v, 4), mask);
+            if (middle) {
+                low = _mm512_sub_epi8(low, _mm512_set1_epi8(char(middle)));
+                high = _mm512_sub_epi8(high, _mm512_set1_epi8(char(middle)));
+            }
+            _mm512_storeu_si512(tile + 64 * r, low);
+            _mm512_storeu_si512(tile + 64 * (r + 8), high);
         }
         return;
     }
@@ -191,14 +213,14 @@ INLINE void unpack_tile(const Matrix& w, int panel, int half, const uint8_t* pac
     for (int i = 0; i < 512; i += 16) {
         u8x16 v = load<u8x16>(packed + i), low = v & 15, high = v >> 4;
         int part = i % 64 / 16;
-        store(tile + i, unfold ? u8x16(low * scale[0][part] + offset[0][part]) : low);
-        store(tile + i + 512, unfold ? u8x16(high * scale[1][part] + offset[1][part]) : high);
+        store(tile + i, unfold ? u8x16(low * scale[0][part] + offset[0][part]) : u8x16(low - middle));
+        store(tile + i + 512, unfold ? u8x16(high * scale[1][part] + offset[1][part]) : u8x16(high - middle));
     }
 #endif
 }
 
 // The tiles of one chunk of a panel, unpacked where they must be.
-INLINE const uint8_t* integer_tiles(const Matrix& w, int panel, const uint8_t* codes, int chunk, uint8_t* scratch) {
+INLINE const uint8_t* integer_tiles(const Matrix& w, int panel, const uint8_t* codes, int chunk, uint8_t* scratch, uint8_t middle = 0) {
     const uint8_t* packed = codes + size_t(chunk) * 2 * tile_bytes(w.kind);
     if (w.kind == Kind::int8) return packed;
     int group = 0, next = 0;
@@ -208,8 +230,8 @@ INLINE const uint8_t* integer_tiles(const Matrix& w, int panel, const uint8_t* c
         group = group < w.groups ? group : w.groups - 1;
         next = next < w.groups ? next : w.groups - 1;
     }
-    unpack_tile(w, panel, 0, packed, group, next, scratch);
-    unpack_tile(w, panel, 1, packed + 512, group, next, scratch + 1024);
+    unpack_tile(w, panel, 0, packed, group, next, middle, scratch);
+    unpack_tile(w, panel, 1, packed + 512, group, next, middle, scratch + 1024);
     return scratch;
 }
 
@@ -281,8 +303,8 @@ INLINE void multiply_channels(const Matrix& w, const Rows& x, int block, int fir
     finish_rows(w, x, panel, sink, row, R, [&](int r) INLINE_LAMBDA { return channels(lanes(acc[r][0]), lanes(acc[r][1]), x.totals[row + r]); });
 }
 
-// Groups with scales of their own.
-template <int R, bool plain>
+// Groups with scales of their own. One zero point for all comes off before a group begins.
+template <int R, Zeros zeros>
 INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
     alignas(64) uint8_t scratch[2048];
     f32x16 c[R][2] = {};
@@ -292,7 +314,12 @@ INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first
     const uint8_t* tiles = nullptr;
     int step = 2 * tile_bytes(w.kind);
     for (int group = 0, half = 0; group < w.groups; group++) {
-        IntSums acc[R][2] = {};
+        int32_t totals[R];
+        IntSums acc[R][2];
+        UNROLL for (int r = 0; r < R; r++) {
+            totals[r] = sum_inputs(x, block * 16 + first + r, half, halves);
+            acc[r][0] = acc[r][1] = start_sums(zeros == Zeros::none ? -w.zero_point * totals[r] : 0);
+        }
         for (int end = half + halves; half < end; half++) {
             if (half % 2 == 0) {
                 prefetch_ahead(codes + size_t(half / 2) * step + page, step);
@@ -300,10 +327,9 @@ INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first
             }
             add_products<R>(acc, tiles, a + size_t(half / 2) * height * 64, 8 * (half % 2), 8 * (half % 2) + 8);
         }
-        Group<plain> scales(w, panel, group);
+        Group<zeros> scales(w, panel, group);
         UNROLL for (int r = 0; r < R; r++) {
-            int32_t total = sum_inputs(x, block * 16 + first + r, half - halves, halves);
-            Outputs y = scales.add({c[r][0], c[r][1]}, lanes(acc[r][0]), lanes(acc[r][1]), total);
+            Outputs y = scales.add({c[r][0], c[r][1]}, lanes(acc[r][0]), lanes(acc[r][1]), totals[r]);
             c[r][0] = y.low;
             c[r][1] = y.high;
         }
@@ -316,8 +342,8 @@ INLINE void multiply_some(const Matrix& w, const Rows& x, int block, int first, 
     if (w.kind == Kind::f32) return multiply_floats<R, Kind::f32>(w, x, block, first, panel, sink);
     if (w.kind == Kind::bf16) return multiply_floats<R, Kind::bf16>(w, x, block, first, panel, sink);
     if (w.channel_scales) return multiply_channels<R>(w, x, block, first, panel, sink);
-    if (is_plain(w)) return multiply_groups<R, true>(w, x, block, first, panel, sink);
-    multiply_groups<R, false>(w, x, block, first, panel, sink);
+    if (is_plain(w)) return multiply_groups<R, Zeros::none>(w, x, block, first, panel, sink);
+    multiply_groups<R, Zeros::each>(w, x, block, first, panel, sink);
 }
 
 template <int R>
@@ -336,9 +362,9 @@ static void multiply_vectors(const Matrix& w, const Rows& x, int begin, int end,
 }
 
 // An int4 or QoQ panel as int8, for many rows.
-static void unpack_panel(const Matrix& w, int panel, uint8_t* scratch) {
+static void unpack_panel(const Matrix& w, int panel, uint8_t middle, uint8_t* scratch) {
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
-    for (int chunk = 0; chunk < w.chunks; chunk++) integer_tiles(w, panel, codes, chunk, scratch + size_t(chunk) * 2048);
+    for (int chunk = 0; chunk < w.chunks; chunk++) integer_tiles(w, panel, codes, chunk, scratch + size_t(chunk) * 2048, middle);
 }
 
 static size_t multiply_scratch(const Matrix& w) {
@@ -349,10 +375,16 @@ static size_t multiply_scratch(const Matrix& w) {
 static void multiply(const Matrix& matrix, const Rows& x, int begin, int end, int panel, const Sink& sink, uint8_t* scratch) {
     Matrix w = matrix;
     if (multiply_scratch(w) && end - begin > 1) {
-        unpack_panel(w, panel, scratch);
+#if defined(__AMX_TILE__)
+        uint8_t middle = int4_middle(w);  // what int4 tiles take signed is signed already
+#else
+        uint8_t middle = 0;
+#endif
+        unpack_panel(w, panel, middle, scratch);
         w.codes = scratch - size_t(panel) * w.chunks * 2048;  // so that this panel begins at scratch
         w.kind = Kind::int8;
         if (w.channel_scales) w.zero_point = 128;
+        if (middle) w.zero_point = 0;
     }
 #if defined(__AMX_TILE__)
     int rows = (end - begin) * 16 - 16 + x.height(end - 1);

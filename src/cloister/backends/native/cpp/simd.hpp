@@ -176,6 +176,11 @@ typedef uint32_t u32p __attribute__((vector_size(piece_bytes), may_alias));
 
 struct FloatSums { f32p at[pieces]; };
 struct IntSums { i32p at[pieces]; };
+INLINE IntSums start_sums(int32_t value) {
+    IntSums sums;
+    UNROLL for (int p = 0; p < pieces; p++) sums.at[p] = i32p{} + value;
+    return sums;
+}
 INLINE f32x16 lanes(const FloatSums& sums) { return load<f32x16>(&sums); }
 INLINE i32x16 lanes(const IntSums& sums) { return load<i32x16>(&sums); }
 

@@ -27,11 +27,21 @@ static void configure_tiles(int top, int bottom, int depth) {
 
 INLINE void clear_tiles() { _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); }
 
-template <bool floats, bool lower> INLINE void multiply_tiles() {
-    if constexpr (floats) {
+// Int4 with one zero point for all is multiplied signed, this much taken off as it is unpacked: then nothing else need come off.
+INLINE uint8_t int4_middle(const Matrix& w) { return w.kind == Kind::int4 && is_plain(w) ? 8 : 0; }
+
+// What the weights of a tile are; inputs in int8 are signed.
+enum class Tiles { floats, bytes, signed_bytes };
+
+template <Tiles kind, bool lower> INLINE void multiply_tiles() {
+    if constexpr (kind == Tiles::floats) {
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if constexpr (lower) { _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7); }
+    } else if constexpr (kind == Tiles::signed_bytes) {
+        _tile_dpbssd(0, 4, 6);
+        _tile_dpbssd(1, 4, 7);
+        if constexpr (lower) { _tile_dpbssd(2, 5, 6); _tile_dpbssd(3, 5, 7); }
     } else {
         _tile_dpbsud(0, 4, 6);
         _tile_dpbsud(1, 4, 7);
@@ -59,7 +69,7 @@ struct BlockPair {
 };
 
 // All chunks of a pair with tiles that lie ready one after the other; weights that come from memory are asked for beforehand.
-template <bool floats, bool lower>
+template <Tiles kind, bool lower>
 INLINE void multiply_run(const BlockPair& rows, const uint8_t* b, int chunks, bool from_memory) {
     size_t upper_step = size_t(rows.top) * 64, lower_step = size_t(rows.bottom) * 64;
     const uint8_t *upper = rows.upper, *under = rows.lower;
@@ -72,7 +82,7 @@ INLINE void multiply_run(const BlockPair& rows, const uint8_t* b, int chunks, bo
             _tile_loadd(5, under, 64);
             under += lower_step;
         }
-        multiply_tiles<floats, lower>();
+        multiply_tiles<kind, lower>();
     }
 }
 
@@ -83,8 +93,8 @@ static void multiply_bf16_tiles(const Matrix& w, const Rows& x, int begin, int e
         BlockPair rows(x, block, end);
         configure_tiles(rows.top, rows.bottom, 16);
         clear_tiles();
-        if (rows.bottom) multiply_run<true, true>(rows, codes, w.chunks, block == begin);
-        else multiply_run<true, false>(rows, codes, w.chunks, block == begin);
+        if (rows.bottom) multiply_run<Tiles::floats, true>(rows, codes, w.chunks, block == begin);
+        else multiply_run<Tiles::floats, false>(rows, codes, w.chunks, block == begin);
         store_tiles(c, rows.bottom);
         finish_rows(w, x, panel, sink, block * 16, rows.num_rows(), [&](int r) INLINE_LAMBDA {
             return Outputs{load<f32x16>(c[r]), load<f32x16>(c[r] + 16)};
@@ -100,8 +110,8 @@ static void multiply_channel_tiles(const Matrix& w, const Rows& x, int begin, in
         BlockPair rows(x, block, end);
         configure_tiles(rows.top, rows.bottom, 16);
         clear_tiles();
-        if (rows.bottom) multiply_run<false, true>(rows, codes, w.chunks, block == begin);
-        else multiply_run<false, false>(rows, codes, w.chunks, block == begin);
+        if (rows.bottom) multiply_run<Tiles::bytes, true>(rows, codes, w.chunks, block == begin);
+        else multiply_run<Tiles::bytes, false>(rows, codes, w.chunks, block == begin);
         store_tiles(sums, rows.bottom);
         Channels channels(w, panel);
         finish_rows(w, x, panel, sink, block * 16, rows.num_rows(), [&](int r) INLINE_LAMBDA {
@@ -111,12 +121,12 @@ static void multiply_channel_tiles(const Matrix& w, const Rows& x, int begin, in
 }
 
 // One chunk, or one half of it, of tiles that are unpacked as they come.
-template <bool lower> INLINE void multiply_piece(const BlockPair& rows, const uint8_t* tiles, int chunk, int half) {
+template <Tiles kind, bool lower> INLINE void multiply_piece(const BlockPair& rows, const uint8_t* tiles, int chunk, int half) {
     _tile_loadd(6, tiles + 512 * half, 64);
     _tile_loadd(7, tiles + 1024 + 512 * half, 64);
     _tile_loadd(4, rows.upper + size_t(chunk) * rows.top * 64 + 32 * half, 64);
     if constexpr (lower) _tile_loadd(5, rows.lower + size_t(chunk) * rows.bottom * 64 + 32 * half, 64);
-    multiply_tiles<false, lower>();
+    multiply_tiles<kind, lower>();
 }
 
 // QoQ for few rows: integers over all of K, unpacked chunk by chunk.
@@ -131,8 +141,8 @@ static void multiply_packed_tiles(const Matrix& w, const Rows& x, int begin, int
     for (int chunk = 0; chunk < w.chunks; chunk++) {
         prefetch_ahead(codes + size_t(chunk) * step + page, step);
         const uint8_t* tiles = integer_tiles(w, panel, codes, chunk, scratch);
-        if (rows.bottom) multiply_piece<true>(rows, tiles, chunk, 0);
-        else multiply_piece<false>(rows, tiles, chunk, 0);
+        if (rows.bottom) multiply_piece<Tiles::bytes, true>(rows, tiles, chunk, 0);
+        else multiply_piece<Tiles::bytes, false>(rows, tiles, chunk, 0);
     }
     store_tiles(sums, rows.bottom);
     Channels channels(w, panel);
@@ -141,13 +151,15 @@ static void multiply_packed_tiles(const Matrix& w, const Rows& x, int begin, int
     });
 }
 
-// Groups with scales of their own: each group's integers are folded into float32 sums.
-template <bool plain>
+// Groups with scales of their own: each group's integers are folded into float32 sums while the tiles take the next group.
+template <Zeros zeros>
 static void multiply_group_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
     alignas(64) uint8_t scratch[2048];
-    alignas(64) int32_t sums[32][32];
+    alignas(64) int32_t sums[2][32][32];
     alignas(64) float c[32][32];
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
+    constexpr Tiles kind = zeros == Zeros::none ? Tiles::signed_bytes : Tiles::bytes;
+    constexpr uint8_t middle = zeros == Zeros::none ? 8 : 0;
     bool by_half = w.group % 64 != 0;
     int step = 2 * tile_bytes(w.kind), halves = w.group / 32;
     for (int block = begin; block < end; block += 2) {
@@ -155,22 +167,27 @@ static void multiply_group_tiles(const Matrix& w, const Rows& x, int begin, int 
         configure_tiles(rows.top, rows.bottom, by_half ? 8 : 16);
         memset(c, 0, sizeof c);
         const uint8_t* tiles = nullptr;
-        for (int group = 0, half = 0; group < w.groups; group++) {
+        auto multiply_group = [&](int group) INLINE_LAMBDA {
             clear_tiles();
-            for (int last = half + halves; half < last; half += by_half ? 1 : 2) {
+            for (int half = group * halves, last = half + halves; half < last; half += by_half ? 1 : 2) {
                 int chunk = half / 2;
                 if (half % 2 == 0) {
                     if (block == begin) prefetch_ahead(codes + size_t(chunk) * step + page, step);
-                    tiles = integer_tiles(w, panel, codes, chunk, scratch);
+                    tiles = integer_tiles(w, panel, codes, chunk, scratch, middle);
                 }
-                if (rows.bottom) multiply_piece<true>(rows, tiles, chunk, half % 2);
-                else multiply_piece<false>(rows, tiles, chunk, half % 2);
+                if (rows.bottom) multiply_piece<kind, true>(rows, tiles, chunk, half % 2);
+                else multiply_piece<kind, false>(rows, tiles, chunk, half % 2);
             }
-            store_tiles(sums, rows.bottom);
-            Group<plain> scales(w, panel, group);
+            store_tiles(sums[group % 2], rows.bottom);
+        };
+        multiply_group(0);
+        for (int group = 0; group < w.groups; group++) {
+            if (group + 1 < w.groups) multiply_group(group + 1);
+            Group<zeros> scales(w, panel, group);
             for (int r = 0; r < rows.num_rows(); r++) {
-                int32_t total = sum_inputs(x, block * 16 + r, group * halves, halves);
-                Outputs y = scales.add({load<f32x16>(c[r]), load<f32x16>(c[r] + 16)}, load<i32x16>(sums[r]), load<i32x16>(sums[r] + 16), total);
+                int32_t total = zeros == Zeros::none ? 0 : sum_inputs(x, block * 16 + r, group * halves, halves);
+                const int32_t* products = sums[group % 2][r];
+                Outputs y = scales.add({load<f32x16>(c[r]), load<f32x16>(c[r] + 16)}, load<i32x16>(products), load<i32x16>(products + 16), total);
                 store(c[r], y.low);
                 store(c[r] + 16, y.high);
             }
@@ -182,8 +199,9 @@ static void multiply_group_tiles(const Matrix& w, const Rows& x, int begin, int 
 }
 
 static void multiply_integer_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
-    if (!w.channel_scales && is_plain(w)) return multiply_group_tiles<true>(w, x, begin, end, panel, sink);
-    if (!w.channel_scales) return multiply_group_tiles<false>(w, x, begin, end, panel, sink);
+    if (!w.channel_scales && (int4_middle(w) || w.zero_point == 0)) return multiply_group_tiles<Zeros::none>(w, x, begin, end, panel, sink);
+    if (!w.channel_scales && is_plain(w)) return multiply_group_tiles<Zeros::one>(w, x, begin, end, panel, sink);
+    if (!w.channel_scales) return multiply_group_tiles<Zeros::each>(w, x, begin, end, panel, sink);
     if (w.kind == Kind::int8) return multiply_channel_tiles(w, x, begin, end, panel, sink);
     for (int block = begin; block < end; block += 2) multiply_packed_tiles(w, x, block, end < block + 2 ? end : block + 2, panel, sink);
 }
