@@ -74,6 +74,43 @@ def test_thousands_of_prompts_in_chunks_never_break_the_fit():
     assert cost.predict(size) == pytest.approx(0.003 + 2e-4 * size.num_tokens + 1.6e-7 * size.num_attended, rel=0.02)
 
 
+def test_prefill_that_costs_more_in_large_steps_does_not_spoil_the_forecast_of_decodes():
+    """A line through such steps starts below zero; cut off at zero, it says several times too much for a short step."""
+    cost, chance = StepCost(), random.Random(4)
+
+    def true_s(size):
+        return 4e-4 + 4e-5 * size.num_tokens + 4e-8 * size.num_tokens**2 + 5e-8 * size.num_read
+
+    def take(size):
+        cost.learn(size, true_s(size) * (1 + 0.05 * chance.uniform(-1, 1)))
+
+    for _ in range(100):
+        take(StepSize().plus(0, chance.randint(100, 2000)))
+    for step in range(100):
+        decodes = StepSize(16, 16 * (256 + step), 16 * (256 + step))
+        take(decodes)
+    for size in (decodes, decodes.plus(0, 16), decodes.plus(0, 64)):
+        assert cost.predict(size) == pytest.approx(true_s(size), rel=0.25)
+
+
+def test_no_coefficient_is_negative_and_the_others_make_up_for_it():
+    cost, chance = StepCost(), random.Random(5)
+    for _ in range(300):
+        num_tokens = chance.randint(100, 1000)
+        cost.learn(StepSize(num_tokens, 100.0 * num_tokens, 100), 1e-6 * num_tokens**1.3)
+    assert min(cost.coefficients) >= 0.0
+    for num_tokens in (200, 800):
+        size = StepSize(num_tokens, 100.0 * num_tokens, 100)
+        assert cost.predict(size) == pytest.approx(1e-6 * num_tokens**1.3, rel=0.3)
+
+
+def test_a_step_that_took_no_time_says_nothing():
+    cost = taught()
+    before = cost.coefficients
+    cost.learn(StepSize(100, 100, 100), 0.0)
+    assert cost.coefficients == before
+
+
 def test_a_chunk_fills_the_time_that_decodes_leave():
     cost = taught()
     budget = StepBudget(cost, BudgetConfig(max_tokens=4096, max_stall=2.0))

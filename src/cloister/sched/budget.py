@@ -48,8 +48,9 @@ class StepSize(NamedTuple):
 class StepCost:
     """Predicts the time of a step; recursive least squares with forgetting (Haykin, Adaptive Filter Theory, ch. 13).
 
-    The covariance is kept as its square root (Potter's update; Bierman 1977, section II.2): rounding can then never make it
-    indefinite, which the plain form became after some thousand steps.
+    Errors count relative to the step's time: a short decode step says as much as a long prefill step, and it is the short
+    ones that a stall is measured against. The covariance is kept as its square root (Potter's update; Bierman 1977, section
+    II.2): rounding can then never make it indefinite, which the plain form became after some thousand steps.
 
     Args:
         forgetting: weight of the past at each step; 0.995 remembers about 200 steps.
@@ -59,14 +60,14 @@ class StepCost:
         self._forgetting = forgetting
         self._theta = [0.0 for _ in _SIZE]
         self._root = [[math.sqrt(_FIRST_VARIANCE) if i == j else 0.0 for j in _SIZE] for i in _SIZE]
-        self._spread_s = 0.0
+        self._spread = 0.0
         self.num_learned = 0
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
         """Seconds (per step, per token, per key attended, per key read), none below zero."""
         a, b, c, d = self._theta
-        return max(0.0, a) / _SCALE[0], max(0.0, b) / _SCALE[1], max(0.0, c) / _SCALE[2], max(0.0, d) / _SCALE[3]
+        return a / _SCALE[0], b / _SCALE[1], c / _SCALE[2], d / _SCALE[3]
 
     def predict(self, size: StepSize) -> float:
         """Returns the seconds that a step of this size takes; 0 before anything was learned."""
@@ -74,19 +75,21 @@ class StepCost:
         return a + b * size.num_tokens + c * size.num_attended + d * size.num_read
 
     def learn(self, size: StepSize, elapsed_s: float) -> None:
-        """Takes in one measured step. A step that took far longer than any spread explains counts as a little longer:
-        other programs on the machine are no news about the model."""
-        x = [value / unit for value, unit in zip((1.0, *size), _SCALE, strict=True)]
+        """Takes in one measured step; one that took no time says nothing. A step that took far longer than any spread
+        explains counts as a little longer: other programs on the machine are no news about the model."""
+        if elapsed_s <= 0.0:
+            return
+        x = [value / (unit * elapsed_s) for value, unit in zip((1.0, *size), _SCALE, strict=True)]
         root = self._root
-        error = elapsed_s - _dot(self._theta, x)
+        error = 1.0 - _dot(self._theta, x)
         f = [_dot(column, x) for column in zip(*root, strict=True)]
         novelty = _dot(f, f)
         # A surprise counts in full where the past says little of such a step, and little where it says much.
         doubt = math.sqrt(1.0 + novelty)
         if self.num_learned >= 10:
-            bound = 4.0 * self._spread_s * doubt + 0.1 * abs(elapsed_s - error)
+            bound = 4.0 * self._spread * doubt + 0.1
             error = min(max(error, -bound), bound)
-        self._spread_s += (abs(error) / doubt - self._spread_s) / min(self.num_learned + 1, 50)
+        self._spread += (abs(error) / doubt - self._spread) / min(self.num_learned + 1, 50)
         # While steps are all alike nothing is learned about the other directions: forgetting there would only wind up.
         keep = self._forgetting if sum([_dot(row, row) for row in root]) < _MAX_TRACE else 1.0
         alpha = keep + novelty
@@ -98,7 +101,28 @@ class StepCost:
             [(a - beta * p * f0) * scale, (b - beta * p * f1) * scale, (c - beta * p * f2) * scale, (d - beta * p * f3) * scale]
             for (a, b, c, d), p in zip(root, px, strict=True)
         ]
+        if min(self._theta) < 0.0:
+            self._theta = _without_negatives(self._theta, self._root)
         self.num_learned += 1
+
+
+def _without_negatives(theta: list[float], root: list[list[float]]) -> list[float]:
+    """Returns the fit under the condition that no coefficient is below zero.
+
+    Each negative one is set to zero and what it explained goes to the others, as far as the data leaves that open (the
+    mean of a normal distribution given one of its variables). To cut it off alone would leave the others too large: they
+    have made up for it.
+    """
+    for _ in _SIZE:
+        worst = min(_SIZE, key=theta.__getitem__)
+        if theta[worst] >= 0.0:
+            break
+        axis = root[worst]
+        shares = [_dot(row, axis) / max(_dot(axis, axis), 1e-300) for row in root]
+        theta = [value - share * theta[worst] for value, share in zip(theta, shares, strict=True)]
+        root = [[r - share * a for r, a in zip(row, axis, strict=True)] for row, share in zip(root, shares, strict=True)]
+        theta[worst] = 0.0
+    return [max(0.0, value) for value in theta]
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
