@@ -1,7 +1,9 @@
 // Chooses a token from a row of logits: temperature, truncation, and the noise of runner/noise.py, which is the specification.
 //
-// Tokens stand in groups of 256. One pass over a row takes each group's largest logit. That bounds what a group can weigh, and
-// therefore how far it can come in the race, so that of the many groups only the few that could win are looked into.
+// Tokens stand in groups of 256. One pass over a row takes each group's largest logit, which bounds what its tokens can weigh, and
+// so how far they can come in the race: nearly all are left out before their weight and the logarithm of their noise are taken.
+// Truncation sorts nothing either: tokens are counted and weighed in bins of their distance from the most likely one, and only
+// those of the bin in which the kept ones end are looked at one by one.
 #pragma once
 #include <algorithm>
 
@@ -11,35 +13,42 @@
 namespace cloister::CLOISTER_ISA {
 
 constexpr float no_weight = -INFINITY;
-constexpr int vectors_of_group = draw_group / 16;
+constexpr int piece_lanes = 16 / pieces;
 
-INLINE f32x16 load_or(const float* p, int count, float rest) {
-    if (count >= 16) return load<f32x16>(p);
-    f32x16 v = set(rest);
+INLINE f32p load_or(const float* p, int count, float rest) {
+    if (count >= piece_lanes) return load<f32p>(p);
+    f32p v = f32p{} + rest;
     if (count > 0) memcpy(&v, p, size_t(count) * 4);
     return v;
 }
 
 static bool find_peaks(const float* logits, int length, int first, int last, bool barred, float* peaks) {
-    f32x16 worst[4] = {};  // stay 0 unless a logit is infinite or no number
-    f32x16 lowest = set(barred ? -3.402823466e38f : -INFINITY);
+    f32p worst[4] = {};  // stay 0 unless a logit is infinite or no number
+    f32p lowest = f32p{} + (barred ? -3.402823466e38f : -INFINITY);
     for (int group = first; group < last; group++) {
         const float* at = logits + size_t(group) * draw_group;
         int left = length - group * draw_group;
-        f32x16 most[4] = {set(no_weight), set(no_weight), set(no_weight), set(no_weight)};
-        auto look = [&](int k, f32x16 v) INLINE_LAMBDA {
+        f32p most[4];
+        UNROLL for (int k = 0; k < 4; k++) most[k] = f32p{} + no_weight;
+        auto look = [&](int k, f32p v) INLINE_LAMBDA {
             most[k] = max(v, most[k]);
-            worst[k] = fma(max(lowest, v), set(0.0f), worst[k]);  // no number stays no number
+            worst[k] = fma(max(lowest, v), f32p{}, worst[k]);  // no number stays no number
         };
         if (left >= draw_group) {
-            for (int i = 0; i < draw_group; i += 64)
-                UNROLL for (int k = 0; k < 4; k++) look(k, load<f32x16>(at + i + 16 * k));
+            for (int i = 0; i < draw_group; i += 4 * piece_lanes)
+                UNROLL for (int k = 0; k < 4; k++) look(k, load<f32p>(at + i + k * piece_lanes));
         } else {
-            for (int i = 0; i < left; i += 16) look(0, load_or(at + i, left - i, at[0]));
+            for (int i = 0; i < left; i += piece_lanes) look(0, load_or(at + i, left - i, at[0]));
         }
-        peaks[group] = highest(max(max(most[0], most[1]), max(most[2], most[3])));
+        f32p all = max(max(most[0], most[1]), max(most[2], most[3]));
+        float peak = all[0];
+        for (int lane = 1; lane < piece_lanes; lane++) peak = all[lane] > peak ? all[lane] : peak;
+        peaks[group] = peak;
     }
-    return sum(worst[0] + worst[1] + (worst[2] + worst[3])) == 0.0f;
+    f32p all = worst[0] + worst[1] + (worst[2] + worst[3]);
+    float total = 0;
+    for (int lane = 0; lane < piece_lanes; lane++) total += all[lane];
+    return total == 0.0f;
 }
 
 // Logits less the row's largest, over the temperature: 0 at most.
@@ -48,11 +57,11 @@ struct Scaled {
     int length;
     float best, temperature;
 
-    INLINE f32x16 scale(f32x16 v) const { return temperature == 1.0f ? v - best : (v - best) / temperature; }
-    INLINE f32x16 at(int i) const { return scale(load_or(logits + i, length - i, no_weight)); }
+    INLINE f32p scale(f32p v) const { return temperature == 1.0f ? v - best : (v - best) / temperature; }
+    INLINE f32p at(int i) const { return scale(load_or(logits + i, length - i, no_weight)); }
 };
 
-INLINE u32x16 mix(u32x16 bits) {
+INLINE u32p mix(u32p bits) {
     bits = (bits ^ (bits >> 16)) * 0x85ebca6bu;
     bits = (bits ^ (bits >> 13)) * 0xc2b2ae35u;
     return bits ^ (bits >> 16);
@@ -66,65 +75,71 @@ INLINE uint64_t mix(uint64_t bits) {
 INLINE uint64_t key_of(const Draw& draw) { return mix(mix(mix(draw.seed) ^ uint64_t(draw.index)) ^ uint64_t(draw.position)); }
 
 // The natural logarithm of normal numbers in (0, 1] (Cephes' logf; relative error below 2e-7, near 1 too).
-INLINE f32x16 log(f32x16 x) {
-    i32x16 above = (i32x16)as_u32(x) - 0x3f3504f3;  // beyond the square root of 1/2
-    i32x16 power = above >> 23;
-    f32x16 m = as_f32(as_u32(x) - ((u32x16)power << 23)) - 1.0f, e = to_f32(power), z = m * m;
-    f32x16 p = set(7.0376836292e-2f);
-    p = fma(p, m, set(-1.1514610310e-1f));
-    p = fma(p, m, set(1.1676998740e-1f));
-    p = fma(p, m, set(-1.2420140846e-1f));
-    p = fma(p, m, set(1.4249322787e-1f));
-    p = fma(p, m, set(-1.6668057665e-1f));
-    p = fma(p, m, set(2.0000714765e-1f));
-    p = fma(p, m, set(-2.4999993993e-1f));
-    p = fma(p, m, set(3.3333331174e-1f));
-    f32x16 y = fma(e, set(-2.12194440e-4f), p * m * z);
-    y = fma(z, set(-0.5f), y);
-    return fma(e, set(0.693359375f), m + y);
+INLINE f32p log(f32p x) {
+    i32p above = (i32p)x - 0x3f3504f3;  // beyond the square root of 1/2
+    i32p power = above >> 23;
+    f32p m = (f32p)((i32p)x - (i32p)((u32p)power << 23)) - 1.0f, e = __builtin_convertvector(power, f32p), z = m * m;
+    f32p p = f32p{} + 7.0376836292e-2f;
+    p = fma(p, m, f32p{} + -1.1514610310e-1f);
+    p = fma(p, m, f32p{} + 1.1676998740e-1f);
+    p = fma(p, m, f32p{} + -1.2420140846e-1f);
+    p = fma(p, m, f32p{} + 1.4249322787e-1f);
+    p = fma(p, m, f32p{} + -1.6668057665e-1f);
+    p = fma(p, m, f32p{} + 2.0000714765e-1f);
+    p = fma(p, m, f32p{} + -2.4999993993e-1f);
+    p = fma(p, m, f32p{} + 3.3333331174e-1f);
+    f32p y = fma(e, f32p{} + -2.12194440e-4f, p * m * z);
+    y = fma(z, f32p{} + -0.5f, y);
+    return fma(e, f32p{} + 0.693359375f, m + y);
 }
 
-// Exponential(1) noise of some ids: -log(1 - v), with log(1 - v) taken by Kahan's way, which keeps small v precise.
-INLINE f32x16 noise(uint64_t key, u32x16 ids) {
-    u32x16 bits = mix(mix(mix(ids + 1u) ^ uint32_t(key >> 32)) + uint32_t(key));
-    f32x16 v = min((__builtin_convertvector(bits, f32x16) + 0.5f) * 0x1p-32f, set(0x1.fffffep-1f));
-    f32x16 u = 1.0f - v, rest = 1.0f - u;
+INLINE u32p count_from(uint32_t first) {
+    u32p ids;
+    for (int lane = 0; lane < piece_lanes; lane++) ids[lane] = uint32_t(lane);
+    return ids + first;
+}
+INLINE u32p noise_bits(uint64_t key, u32p ids) { return mix(mix(mix(ids + 1u) ^ uint32_t(key >> 32)) + uint32_t(key)); }
+
+// Exponential(1) noise: -log(1 - v), with log(1 - v) taken by Kahan's way, which keeps small v precise. It is never below v.
+INLINE f32p noise_of(u32p bits) {
+    f32p v = min((__builtin_convertvector(bits, f32p) + 0.5f) * 0x1p-32f, f32p{} + 0x1.fffffep-1f);
+    f32p u = 1.0f - v, rest = 1.0f - u;
     return rest > 0.0f ? -log(u) * v / rest : v;
 }
 
-INLINE u32x16 count_from(uint32_t first) { return u32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first; }
-
 // Who is ahead in a race; of equal ones the lowest id.
 struct Race {
-    f32x16 most = set(-1.0f);
-    u32x16 ids = {};
+    f32p most = f32p{} - 1.0f;
+    u32p ids = {};
 
-    INLINE void enter(f32x16 racers, u32x16 numbers) {
+    INLINE void enter(f32p racers, u32p numbers) {
         auto ahead = (racers > most) | ((racers == most) & (numbers < ids));
         ids = ahead ? numbers : ids;
         most = ahead ? racers : most;
     }
-    int winner() const {
+    int leading_lane() const {
         int lane = 0;
-        for (int i = 1; i < 16; i++)
+        for (int i = 1; i < piece_lanes; i++)
             if (most[i] > most[lane] || (most[i] == most[lane] && ids[i] < ids[lane])) lane = i;
-        return int(ids[lane]);
+        return lane;
     }
+    int winner() const { return int(ids[leading_lane()]); }
 };
 
 static float weigh_group(const Scaled& row, int group) {
-    f32x16 total = {};
-    for (int k = 0; k < vectors_of_group; k++) total += exp(row.at(group * draw_group + 16 * k));
-    return sum(total);
+    FloatSums total = {};
+    for (int i = group * draw_group; i < (group + 1) * draw_group; i += 16)
+        UNROLL for (int p = 0; p < pieces; p++) total.at[p] += exp(row.at(i + p * piece_lanes));
+    return sum(lanes(total));
 }
 
 // A group by its whole weight, then a token inside it by its own. `peaks` are scaled; `bounds` and `noises` are scratch.
 static int draw_any(const Scaled& row, uint64_t key, const float* peaks, int groups, float* bounds, float* noises) {
     Race possible;
-    for (int group = 0; group < groups; group += 16) {
-        u32x16 ids = count_from(uint32_t(group));
-        f32x16 n = noise(key, ids + uint32_t(row.length));
-        f32x16 bound = exp(load_or(peaks + group, groups - group, no_weight)) * (1.001f * draw_group) / n;
+    for (int group = 0; group < groups; group += piece_lanes) {
+        u32p ids = count_from(uint32_t(group));
+        f32p n = noise_of(noise_bits(key, ids + uint32_t(row.length)));
+        f32p bound = exp(load_or(peaks + group, groups - group, no_weight)) * (1.001f * draw_group) / n;
         store(bounds + group, bound);
         store(noises + group, n);
         possible.enter(bound, ids);
@@ -141,177 +156,252 @@ static int draw_any(const Scaled& row, uint64_t key, const float* peaks, int gro
     }
     Race inside;
     int begin = best * draw_group, end = std::min(row.length, begin + draw_group);
-    for (int i = begin; i < end; i += 16) {
-        u32x16 ids = count_from(uint32_t(i));
-        f32x16 racers = exp(row.at(i)) / noise(key, ids);
-        inside.enter(ids < uint32_t(row.length) ? racers : set(-1.0f), ids);
+    for (int i = begin; i < end; i += piece_lanes) {
+        u32p ids = count_from(uint32_t(i));
+        f32p racers = exp(row.at(i)) / noise_of(noise_bits(key, ids));
+        inside.enter(ids < uint32_t(row.length) ? racers : f32p{} - 1.0f, ids);
     }
     return inside.winner();
 }
 
-// A candidate: the bits of the scaled logit without its sign, then the id. In ascending order the most likely comes first, and of
-// equal ones the lowest id.
-INLINE int append(uint64_t* to, f32x16 scaled, uint32_t first, float least) {
-    u32x16 bits = as_u32(scaled) & 0x7fffffffu, ids = count_from(first);
-#if defined(__AVX512F__)
-    __mmask16 kept = _mm512_cmp_ps_mask((__m512)scaled, _mm512_set1_ps(least), _CMP_GE_OQ);
-    if (!kept) return 0;
-    __m512i high = _mm512_maskz_compress_epi32(kept, (__m512i)bits), low = _mm512_maskz_compress_epi32(kept, (__m512i)ids);
-    for (int half = 0; half < 2; half++) {
-        __m256i h = half ? _mm512_extracti64x4_epi64(high, 1) : _mm512_castsi512_si256(high);
-        __m256i l = half ? _mm512_extracti64x4_epi64(low, 1) : _mm512_castsi512_si256(low);
-        _mm512_storeu_si512(to + 8 * half, _mm512_or_si512(_mm512_slli_epi64(_mm512_cvtepu32_epi64(h), 32), _mm512_cvtepu32_epi64(l)));
-    }
-    return __builtin_popcount(kept);
-#else
-    int count = 0;
-    for (int lane = 0; lane < 16; lane++) {
-        to[count] = uint64_t(bits[lane]) << 32 | ids[lane];
-        count += scaled[lane] >= least;
-    }
-    return count;
-#endif
+// ---- truncation ---------------------------------------------------------------------------------------------------------------
+
+// A token's place in the order of likelihood: the bits of its distance from the most likely one, then its id.
+typedef uint64_t Place;
+constexpr Place after_all = ~Place(0);
+
+INLINE uint32_t distance_bits(float scaled) {
+    uint32_t bits;
+    memcpy(&bits, &scaled, 4);
+    return bits & 0x7fffffffu;
+}
+INLINE u32p distance_bits(f32p scaled) { return (u32p)scaled & 0x7fffffffu; }
+INLINE float scaled_of(uint32_t distance) {
+    uint32_t bits = std::min(distance, 0x7f800000u) | 0x80000000u;
+    float scaled;
+    memcpy(&scaled, &bits, 4);
+    return scaled;
 }
 
-// Writes the tokens that are at least as likely as `least`; returns how many. There is room for 16 more than there are tokens.
-static int collect(const Scaled& row, const float* peaks, int groups, float least, uint64_t* to) {
+struct Range { uint32_t first, last; };  // of distances' bits, inclusive
+
+// Writes the places of the tokens in a range; returns how many. There is room for 16 more than there are tokens.
+static int collect(const Scaled& row, const float* peaks, int groups, Range range, Place* to) {
     int count = 0;
+    float least = scaled_of(range.last);
     for (int group = 0; group < groups; group++) {
         if (!(peaks[group] >= least)) continue;
         int begin = group * draw_group, end = std::min(row.length, begin + draw_group);
-        for (int i = begin; i < end; i += 16) {
-            count += append(to + count, row.at(i), uint32_t(i), least);
-            while (count && uint32_t(to[count - 1]) >= uint32_t(row.length)) count--;  // past the end of the vocabulary
+        for (int i = begin; i < end; i += piece_lanes) {
+            u32p bits = distance_bits(row.at(i)), ids = count_from(uint32_t(i));
+            auto inside = (bits - range.first <= range.last - range.first) & (ids < uint32_t(row.length));
+            if (!any((i32p)inside)) continue;
+#if defined(__AVX512F__)
+            __mmask16 kept = _mm512_movepi32_mask((__m512i)inside);
+            __m512i high = _mm512_maskz_compress_epi32(kept, (__m512i)bits), low = _mm512_maskz_compress_epi32(kept, (__m512i)ids);
+            for (int half = 0; half < 2; half++) {
+                __m512i h = _mm512_cvtepu32_epi64(half ? _mm512_extracti64x4_epi64(high, 1) : _mm512_castsi512_si256(high));
+                __m512i l = _mm512_cvtepu32_epi64(half ? _mm512_extracti64x4_epi64(low, 1) : _mm512_castsi512_si256(low));
+                _mm512_storeu_si512(to + count + 8 * half, _mm512_or_si512(_mm512_slli_epi64(h, 32), l));
+            }
+            count += __builtin_popcount(kept);
+#else
+            for (int lane = 0; lane < piece_lanes; lane++) {
+                to[count] = Place(bits[lane]) << 32 | ids[lane];
+                count += inside[lane] != 0;
+            }
+#endif
         }
     }
     return count;
 }
 
-struct Candidates { f32x16 scaled; u32x16 ids; };
+typedef double Sums __attribute__((vector_size(16)));  // mass and number of some tokens
 
-INLINE Candidates take(const uint64_t* from, int count) {
-    typedef uint64_t u64x16 __attribute__((vector_size(128), may_alias));
-    u64x16 some;
-    if (count >= 16) {
-        memcpy(&some, from, 128);
-    } else {
-        some = u64x16{} + (uint64_t(0x7f800000) << 32);
-        memcpy(&some, from, size_t(count) * 8);
+// How many tokens are kept: at most `count`, and no more than reach `mass`.
+struct Goal {
+    double mass = INFINITY, count = INFINITY;
+    bool is_met(Sums sums) const { return sums[0] >= mass || sums[1] >= count; }
+};
+
+// Tokens counted and weighed by their distance: 2^shift neighbouring floats share a bin, and the outermost take all that is beyond.
+struct Bins {
+    static constexpr int number = 512, tables = 4;  // neighbouring tokens are often in one bin, and must not wait for each other
+    uint32_t first;
+    int shift;
+    Sums at[number][tables] = {};
+
+    INLINE u32p place(u32p bits) const {
+        u32p above = bits > first ? (bits - first) >> shift : u32p{};
+        return above < uint32_t(number - 1) ? above : u32p{} + uint32_t(number - 1);
     }
-    u32x16 bits = __builtin_convertvector(some >> 32, u32x16) | 0x80000000u;
-    return {as_f32(bits), __builtin_convertvector(some, u32x16)};
-}
-
-static double weigh(const uint64_t* begin, const uint64_t* end) {
-    double total = 0;
-    for (; begin < end; begin += 16) {
-        f32x16 weights = exp(take(begin, int(end - begin)).scaled);
-        for (int lane = 0; lane < 16; lane++) total += double(weights[lane]);
-    }
-    return total;
-}
-
-// Moves what is below `edge` to the front, without branches; returns how many.
-static int split(uint64_t* candidates, int count, uint64_t edge) {
-    int below = 0;
-    for (int i = 0; i < count; i++) {
-        uint64_t one = candidates[i];
-        candidates[i] = candidates[below];
-        candidates[below] = one;
-        below += one < edge;
-    }
-    return below;
-}
-
-// The most likely ones of many candidates, found by narrowing [low, high) around where they end.
-struct Selection {
-    uint64_t* candidates;
-    int limit;      // at most so many,
-    double wanted;  // and no more than reach this mass
-    int low, high;
-    double mass = 0;  // of those before `low`
-
-    bool weighs() const { return wanted < INFINITY; }
-    bool is_enough(int count, double weight) const { return count >= limit || weight >= wanted; }
-
-    // Counts and weighs them by bins of their logits: one pass over many, where ordering takes several.
-    void narrow() {
-        constexpr int num_bins = 512, bins_of_one = 16;
-        int counts[num_bins] = {};
-        double masses[num_bins] = {};
-        for (int i = low; i < high; i += 16) {
-            f32x16 scaled = take(candidates + i, high - i).scaled;
-            f32x16 weights = weighs() ? exp(scaled) : f32x16{};
-            i32x16 bins = __builtin_convertvector(min(scaled * -float(bins_of_one), set(float(num_bins - 1))), i32x16);
-            for (int lane = 0; lane < std::min(16, high - i); lane++) {
-                counts[bins[lane]]++;
-                masses[bins[lane]] += double(weights[lane]);
-            }
+    INLINE void add(u32p distances, f32p weights, int count) {
+        alignas(64) uint32_t bins[piece_lanes];
+        alignas(64) double masses[piece_lanes];
+        store(bins, place(distances));
+        for (int lane = 0; lane < piece_lanes; lane++) masses[lane] = double(weights[lane]);
+        if (count >= piece_lanes) {
+            UNROLL for (int lane = 0; lane < piece_lanes; lane++) at[bins[lane]][lane % tables] += Sums{masses[lane], 1};
+        } else {
+            for (int lane = 0; lane < count; lane++) at[bins[lane]][0] += Sums{masses[lane], 1};
         }
-        int bin = 0, before = low;
-        for (; bin < num_bins - 1 && !is_enough(before + counts[bin], mass + masses[bin]); bin++) {
-            before += counts[bin];
-            mass += masses[bin];
-        }
-        if (bin < num_bins - 1) high = low + split(candidates + low, high - low, edge_of(float(bin + 1) / bins_of_one));
-        low += split(candidates + low, high - low, edge_of(float(bin) / bins_of_one));
     }
-
-    static uint64_t edge_of(float distance) {
-        uint32_t bits;
-        memcpy(&bits, &distance, 4);
-        return uint64_t(bits) << 32;
+    Sums sums(int bin) const { return at[bin][0] + at[bin][1] + (at[bin][2] + at[bin][3]); }
+    double mass() const {
+        Sums total = {};
+        for (int bin = 0; bin < number; bin++) total += sums(bin);
+        return total[0];
     }
-
-    // Puts them first; returns how many they are, one at least.
-    int finish() {
-        if (high > 1024) narrow();
-        while (high - low > 32) {
-            int middle = low + (high - low) / 2;
-            std::nth_element(candidates + low, candidates + middle, candidates + high);
-            double more = weighs() ? weigh(candidates + low, candidates + middle) : 0;
-            if (is_enough(middle, mass + more)) {
-                high = middle;
-            } else {
-                low = middle;
-                mass += more;
-            }
-        }
-        std::sort(candidates + low, candidates + high);
-        while (low < high && !is_enough(low, mass)) {
-            mass += weigh(candidates + low, candidates + low + 1);
-            low++;
-        }
-        return std::max(low, 1);
+    // The bin in which a goal is met; adds those before it to `before`.
+    Range find(const Goal& goal, Sums& before) const {
+        int bin = 0;
+        for (; bin < number - 1 && !goal.is_met(before + sums(bin)); bin++) before += sums(bin);
+        uint32_t from = first + (uint32_t(bin) << shift);
+        return {bin ? from : 0, bin < number - 1 ? from + (1u << shift) - 1 : 0xffffffffu};
     }
 };
 
-// The tokens that truncation leaves, in any order: top-k, then top-p of what that left, then min-p (runner/filters.py).
-static int keep(const Scaled& row, const Draw& draw, const float* peaks, int groups, float* sorted, uint64_t* to) {
-    float least = std::min(float(std::log(draw.min_p)), 0.0f);
-    bool bounded = draw.top_k > 0 && draw.top_k < row.length, nucleus = draw.top_p < 1;
-    if (!bounded && !nucleus) return collect(row, peaks, groups, least, to);
-    int count;
-    double total = 0;
-    if (bounded) {
-        float enough = no_weight;  // as many groups as tokens are wanted have a token at least as likely
-        if (draw.top_k <= groups) {
-            std::copy(peaks, peaks + groups, sorted);
-            std::nth_element(sorted, sorted + draw.top_k - 1, sorted + groups, [](float a, float b) { return a > b; });
-            enough = sorted[draw.top_k - 1];
+// Counts a row's tokens from `cut` on, and weighs them if so wanted; returns what the others weigh.
+static double fill(Bins& bins, const Scaled& row, const float* peaks, int groups, float cut, bool weighs) {
+    double others = 0;
+    for (int group = 0; group < groups; group++) {
+        if (peaks[group] < cut) {
+            if (weighs && peaks[group] > -87.0f) others += double(weigh_group(row, group));
+            continue;
         }
-        count = collect(row, peaks, groups, enough, to);
-        if (count > draw.top_k) count = Selection{to, int(draw.top_k), INFINITY, 0, count}.finish();
-        if (nucleus) total = weigh(to, to + count);
-    } else {
-        for (int group = 0; group < groups; group++)
-            if (peaks[group] > -87.0f) total += double(weigh_group(row, group));
-        // all tokens less likely than this one weigh less together than may be missing
-        count = collect(row, peaks, groups, float(std::log((1 - draw.top_p) * total / row.length / 2)), to);
+        f32p below = {};
+        int begin = group * draw_group, end = std::min(row.length, begin + draw_group);
+        for (int i = begin; i < end; i += piece_lanes) {
+            f32p scaled = row.at(i), weights = weighs ? exp(scaled) : f32p{};
+            if (any(scaled >= cut)) bins.add(distance_bits(scaled), weights, row.length - i);
+            else below += weights;
+        }
+        for (int lane = 0; lane < piece_lanes; lane++) others += double(below[lane]);
     }
-    if (nucleus) count = Selection{to, count, draw.top_p * total, 0, count}.finish();
-    if (least == no_weight) return count;
-    return split(to, count, Selection::edge_of(std::abs(least)) + (uint64_t(1) << 32));  // those equal to `least` stay
+    return others;
+}
+
+// The last token that is kept, and the mass of all that are.
+struct Ending {
+    Place last;
+    double mass;
+};
+
+INLINE double weigh(Place place) { return double(exp(f32p{} + scaled_of(uint32_t(place >> 32)))[0]); }
+
+// The end of the kept ones among some tokens whose equals stand in the order of their ids; `before` are those that come first.
+static Ending find_end(Place* tokens, int count, Sums before, const Goal& goal) {
+    while (count > 64) {
+        uint32_t nearest = 0xffffffffu, farthest = 0;
+        for (int i = 0; i < count; i++) {
+            nearest = std::min(nearest, uint32_t(tokens[i] >> 32));
+            farthest = std::max(farthest, uint32_t(tokens[i] >> 32));
+        }
+        if (nearest == farthest) break;
+        Bins bins{nearest, std::max(0, 23 - __builtin_clz(farthest - nearest))};
+        for (int i = 0; i < count; i += piece_lanes) {
+            u32p distances = {};
+            for (int lane = 0; lane < std::min(piece_lanes, count - i); lane++) distances[lane] = uint32_t(tokens[i + lane] >> 32);
+            bins.add(distances, exp((f32p)(distances | 0x80000000u)), count - i);
+        }
+        Range range = bins.find(goal, before);
+        int left = 0;
+        for (int i = 0; i < count; i++) {
+            Place token = tokens[i];
+            tokens[left] = token;
+            left += uint32_t(token >> 32) - range.first <= range.last - range.first;
+        }
+        count = left;
+    }
+    if (count <= 64) std::sort(tokens, tokens + count);
+    double weight = 0;
+    for (int i = 0; i < count; i++) {
+        if (i == 0 || tokens[i] >> 32 != tokens[i - 1] >> 32) weight = weigh(tokens[i]);
+        before += Sums{weight, 1};
+        if (goal.is_met(before) || i == count - 1) return {tokens[i], before[0]};
+    }
+    return {0, before[0]};
+}
+
+constexpr uint32_t nearest_bins = 0x3e000000u;  // from 1/8 on, 64 bins for each doubling, to 32
+constexpr int bins_shift = 17;
+
+static Ending find_end(const Scaled& row, const float* peaks, int groups, Range range, const Goal& goal, Place* tokens) {
+    return find_end(tokens, collect(row, peaks, groups, range, tokens), Sums{}, goal);
+}
+
+static Ending find_top_k(const Scaled& row, const Draw& draw, const float* peaks, int groups, float* sorted, Place* tokens) {
+    Goal goal{INFINITY, double(draw.top_k)};
+    if (draw.top_k <= groups) {  // as many groups as tokens are wanted have a token at least as likely
+        std::copy(peaks, peaks + groups, sorted);
+        std::nth_element(sorted, sorted + draw.top_k - 1, sorted + groups, [](float a, float b) { return a > b; });
+        return find_end(row, peaks, groups, {0, distance_bits(sorted[draw.top_k - 1])}, goal, tokens);
+    }
+    Bins bins{nearest_bins, bins_shift};
+    fill(bins, row, peaks, groups, no_weight, draw.top_p < 1);
+    Sums before = {};
+    Range range = bins.find(goal, before);
+    return find_end(tokens, collect(row, peaks, groups, range, tokens), before, goal);
+}
+
+// The nucleus of all tokens, or of those that top-k left.
+static Place find_nucleus(const Scaled& row, const Draw& draw, const float* peaks, int groups, const Ending* top_k, Place* tokens) {
+    uint32_t farthest = top_k ? uint32_t(top_k->last >> 32) : 0;
+    if (top_k && draw.top_k <= 4096)
+        return find_end(row, peaks, groups, {0, farthest}, Goal{draw.top_p * top_k->mass}, tokens).last;
+    // all tokens less likely than this one weigh less together than may be missing
+    float cut = top_k ? scaled_of(farthest) : float(std::log((1 - draw.top_p) / row.length / 2));
+    Bins bins{nearest_bins, bins_shift};
+    double others = fill(bins, row, peaks, groups, cut, true);
+    Goal goal{draw.top_p * (top_k ? top_k->mass : others + bins.mass())};
+    Sums before = {};
+    Range range = bins.find(goal, before);
+    return find_end(tokens, collect(row, peaks, groups, range, tokens), before, goal).last;
+}
+
+// The last token that truncation leaves: top-k, then top-p of what that left, then min-p (runner/filters.py).
+static Place find_last(const Scaled& row, const Draw& draw, const float* peaks, int groups, float* sorted, Place* tokens) {
+    float least = std::min(float(std::log(draw.min_p)), 0.0f);
+    Place last = least == no_weight ? after_all : Place(distance_bits(least)) << 32 | 0xffffffffu;
+    bool bounded = draw.top_k > 0 && draw.top_k < row.length;
+    Ending top_k{after_all, 0};
+    if (bounded) top_k = find_top_k(row, draw, peaks, groups, sorted, tokens);
+    last = std::min(last, top_k.last);
+    if (draw.top_p < 1) last = std::min(last, find_nucleus(row, draw, peaks, groups, bounded ? &top_k : nullptr, tokens));
+    return last;
+}
+
+// The race of all tokens to `last`. `bounds` is scratch.
+static int draw_to(const Scaled& row, Place last, uint64_t key, const float* peaks, int groups, float* bounds) {
+    constexpr int step = 4;
+    uint32_t last_distance = uint32_t(last >> 32), last_id = uint32_t(last);
+    float least = scaled_of(last_distance), most = 0;
+    for (int group = 0; group < groups; group += piece_lanes)
+        store(bounds + group, exp(load_or(peaks + group, groups - group, no_weight)) * (1.001f * 0x1p32f));
+    Race race;
+    // Noise is at least its bits over 2^32: beyond this many, no token of the group comes to the fore.
+    auto limit_of = [&](int group) { return bounds[group] < most * 0x1p31f ? uint32_t(bounds[group] / most) + 1 : 0xffffffffu; };
+    for (int group = 0; group < groups; group++) {
+        if (!(peaks[group] >= least)) continue;
+        uint32_t limit = limit_of(group);
+        for (int i = group * draw_group; i < std::min(row.length, (group + 1) * draw_group); i += step * piece_lanes) {
+            u32p bits[step], ids = count_from(uint32_t(i));
+            UNROLL for (int k = 0; k < step; k++) bits[k] = noise_bits(key, ids + uint32_t(k * piece_lanes));
+            u32p lowest = bits[0];
+            UNROLL for (int k = 1; k < step; k++) lowest = bits[k] < lowest ? bits[k] : lowest;
+            if (!any(lowest <= limit)) continue;
+            for (int k = 0; k < step; k++, ids += uint32_t(piece_lanes)) {
+                f32p scaled = row.at(i + k * piece_lanes);
+                u32p distances = distance_bits(scaled);
+                auto kept = (distances < last_distance) | ((distances == last_distance) & (ids <= last_id));
+                f32p racers = exp(scaled) / noise_of(bits[k]);
+                race.enter(kept & (ids < uint32_t(row.length)) ? racers : f32p{} - 1.0f, ids);
+            }
+            most = std::max(0.0f, race.most[race.leading_lane()]);
+            limit = limit_of(group);
+        }
+    }
+    return race.winner();
 }
 
 static size_t draw_scratch(int length, const Draw& draw) {
@@ -329,18 +419,10 @@ static int draw(const float* logits, const float* peaks, int length, const Draw&
     Scaled row{logits, length, best, draw.temperature};
     int padded = (groups + 15) / 16 * 16;
     float *scaled = (float*)scratch, *bounds = scaled + padded, *noises = bounds + padded;
-    for (int i = 0; i < groups; i += 16) store(scaled + i, row.scale(load_or(peaks + i, groups - i, no_weight)));
+    for (int i = 0; i < groups; i += piece_lanes) store(scaled + i, row.scale(load_or(peaks + i, groups - i, no_weight)));
     uint64_t key = key_of(draw);
     if (!draw.truncates()) return draw_any(row, key, scaled, groups, bounds, noises);
-    uint64_t* kept = (uint64_t*)(noises + padded);
-    int count = keep(row, draw, scaled, groups, bounds, kept);
-    Race race;
-    for (int i = 0; i < count; i += 16) {
-        Candidates some = take(kept + i, count - i);
-        f32x16 racers = exp(some.scaled) / noise(key, some.ids);
-        race.enter(count_from(uint32_t(i)) < uint32_t(count) ? racers : set(-1.0f), some.ids);
-    }
-    return race.winner();
+    return draw_to(row, find_last(row, draw, scaled, groups, bounds, (Place*)(noises + padded)), key, scaled, groups, bounds);
 }
 
 }  // namespace cloister::CLOISTER_ISA

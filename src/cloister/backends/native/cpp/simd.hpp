@@ -76,8 +76,46 @@ INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
     return a * b + c;
 #endif
 }
-INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
-INLINE f32x16 min(f32x16 a, f32x16 b) { return a < b ? a : b; }
+// Sixteen lanes in as many pieces as take a register each: vectors of 64 bytes that are more than one register the compiler keeps
+// in memory, which inner loops cannot have.
+#if defined(__AVX512F__)
+constexpr int pieces = 1;
+#elif defined(__AVX2__)
+constexpr int pieces = 2;
+#else
+constexpr int pieces = 4;
+#endif
+constexpr int piece_bytes = 64 / pieces;
+typedef float f32p __attribute__((vector_size(piece_bytes), may_alias));
+typedef int32_t i32p __attribute__((vector_size(piece_bytes), may_alias));
+typedef uint32_t u32p __attribute__((vector_size(piece_bytes), may_alias));
+
+INLINE f32p fma_piece(f32p a, f32p b, f32p c) {
+#if defined(__AVX512F__)
+    return (f32p)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (f32p)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (f32p)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+template <class V> INLINE V fma(V a, V b, V c) { return fma_piece(a, b, c); }
+INLINE bool any(i32p v) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)v, (__m512i)v);
+#elif defined(__AVX2__)
+    return !_mm256_testz_si256((__m256i)v, (__m256i)v);
+#else
+    typedef uint64_t u64x2 __attribute__((vector_size(16)));
+    u64x2 both = (u64x2)v;
+    return both[0] | both[1];
+#endif
+}
+
+template <class V> INLINE V max(V a, V b) { return a > b ? a : b; }
+template <class V> INLINE V min(V a, V b) { return a < b ? a : b; }
 
 // Lanes are joined in one fixed order, so that a sum has the same bits wherever it is made.
 INLINE float sum(f32x16 v) {
@@ -120,6 +158,27 @@ INLINE u16x16 to_bf16(f32x16 v) {
     return __builtin_convertvector(nan, u16x16);
 #endif
 }
+// Every number of a half twice: the low half of v, or the high one.
+INLINE f32x16 twice(f32x16 v, int half) {
+#if defined(__AVX512F__)
+    __m512i places = half ? _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15)
+                          : _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    return (f32x16)_mm512_permutexvar_ps(places, (__m512)v);
+#else
+    f32x16 both;
+    for (int i = 0; i < 16; i++) both[i] = v[8 * half + i / 2];
+    return both;
+#endif
+}
+// Thirty-two numbers as bfloat16, one after the other.
+INLINE void store_pair(uint8_t* out, f32x16 low, f32x16 high) {
+#if defined(__AVX512BF16__)
+    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#else
+    store(out, to_bf16(low));
+    store(out + 32, to_bf16(high));
+#endif
+}
 INLINE float from_bf16(uint16_t x) { uint32_t b = uint32_t(x) << 16; float f; memcpy(&f, &b, 4); return f; }
 INLINE uint16_t to_bf16(float f) {
     uint32_t b;
@@ -141,38 +200,23 @@ INLINE f32x16 from_f16(u16x16 h) {
 }
 
 // e^x by splitting x = n ln 2 + r and a polynomial in r (Cephes' expf; relative error below 2e-7); 0 below -87.
-INLINE f32x16 exp(f32x16 x) {
-    f32x16 floor_x = max(min(x, set(88.0f)), set(-87.5f));
-    f32x16 scaled = floor_x * 1.44269504088896341f;
-    f32x16 magic = set(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    f32x16 n = (scaled + magic) - magic;
-    f32x16 r = fma(n, set(-0.693359375f), floor_x);
-    r = fma(n, set(2.12194440e-4f), r);
-    f32x16 p = set(1.9875691500e-4f);
-    p = fma(p, r, set(1.3981999507e-3f));
-    p = fma(p, r, set(8.3334519073e-3f));
-    p = fma(p, r, set(4.1665795894e-2f));
-    p = fma(p, r, set(1.6666665459e-1f));
-    p = fma(p, r, set(5.0000001201e-1f));
+template <class V> INLINE V exp(V x) {
+    typedef decltype(x < x) Ints;
+    V zero = {}, floor_x = max(min(x, zero + 88.0f), zero - 87.5f);
+    V scaled = floor_x * 1.44269504088896341f;
+    V n = (scaled + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    V r = fma(n, zero - 0.693359375f, floor_x);
+    r = fma(n, zero + 2.12194440e-4f, r);
+    V p = zero + 1.9875691500e-4f;
+    p = fma(p, r, zero + 1.3981999507e-3f);
+    p = fma(p, r, zero + 8.3334519073e-3f);
+    p = fma(p, r, zero + 4.1665795894e-2f);
+    p = fma(p, r, zero + 1.6666665459e-1f);
+    p = fma(p, r, zero + 5.0000001201e-1f);
     p = fma(p, r * r, r) + 1.0f;
-    u32x16 power = (u32x16)(__builtin_convertvector(n, i32x16) + 127) << 23;
-    f32x16 y = p * as_f32(power);
-    return x < -87.0f ? set(0.0f) : y;
+    Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+    return x < -87.0f ? zero : p * (V)power;
 }
-
-// The sums of an inner loop, sixteen lanes in as many pieces as take a register each: vectors of 64 bytes that are more than one
-// register the compiler keeps in memory.
-#if defined(__AVX512F__)
-constexpr int pieces = 1;
-#elif defined(__AVX2__)
-constexpr int pieces = 2;
-#else
-constexpr int pieces = 4;
-#endif
-constexpr int piece_bytes = 64 / pieces;
-typedef float f32p __attribute__((vector_size(piece_bytes), may_alias));
-typedef int32_t i32p __attribute__((vector_size(piece_bytes), may_alias));
-typedef uint32_t u32p __attribute__((vector_size(piece_bytes), may_alias));
 
 struct FloatSums { f32p at[pieces]; };
 struct IntSums { i32p at[pieces]; };
@@ -183,18 +227,6 @@ INLINE IntSums start_sums(int32_t value) {
 }
 INLINE f32x16 lanes(const FloatSums& sums) { return load<f32x16>(&sums); }
 INLINE i32x16 lanes(const IntSums& sums) { return load<i32x16>(&sums); }
-
-INLINE f32p fma_piece(f32p a, f32p b, f32p c) {
-#if defined(__AVX512F__)
-    return (f32p)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    return (f32p)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_FEATURE_DOTPROD)
-    return (f32p)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-    return a * b + c;
-#endif
-}
 
 // Adds a . b over the bytes of each lane, b unsigned, a signed: 4 products, exact.
 INLINE void add_quads(IntSums& sums, const uint8_t* b, int32_t a) {
