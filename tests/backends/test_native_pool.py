@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from cloister.backends.base import KVLayout
 from cloister.backends.native.backend import NativeBackend
-from tests.driving import RandomWeights, make_spec
+from tests.driving import Driver, RandomWeights, make_spec
 from tests.native import build_native
 
 WORK = make_spec(hidden=512, intermediate=1408, heads=(8, 2), head_dim=64, vocab=1000)
@@ -53,3 +58,85 @@ def test_threads_end_with_their_back_end() -> None:
     assert num_threads() == before + 4
     del backend
     assert num_threads() == before
+
+
+def in_a_child(work: Callable[[], bool], timeout_s: float = 30.0) -> bool:
+    """Forks, and returns what `work` returned there; False when it raised or the deadline passed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads is what is tested
+        child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if work() else 1)
+        finally:
+            os._exit(2)
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def test_a_forked_child_computes_with_threads_of_its_own() -> None:
+    driver = build_native(WORK, RandomWeights(WORK), num_threads=3)
+    expected = driver.run("a", list(range(200))).tobytes()
+
+    def step() -> bool:
+        alone = num_threads() == 1
+        return alone and driver.run("b", list(range(200))).tobytes() == expected and num_threads() == 3
+
+    assert in_a_child(step)
+    assert driver.run("c", list(range(200))).tobytes() == expected
+
+
+def test_a_fork_in_the_middle_of_a_step_leaves_both_with_a_whole_program() -> None:
+    driver = build_native(WORK, RandomWeights(WORK), num_threads=2)
+    tokens = list(range(300))
+    expected = driver.run("a", tokens).tobytes()
+    batch = driver.plan({"b": tokens})
+    stop = threading.Event()
+    found: list[bool] = []
+
+    def repeat() -> None:
+        while not stop.is_set():
+            found.append(driver.program.forward(batch).tobytes() == expected)
+
+    worker = threading.Thread(target=repeat)
+    worker.start()
+    try:
+        for _ in range(5):
+            assert in_a_child(lambda: driver.run("c", tokens).tobytes() == expected)
+    finally:
+        stop.set()
+        worker.join(30)
+    assert found
+    assert all(found)
+
+
+def test_threads_that_share_a_back_end_take_turns() -> None:
+    weights = RandomWeights(WORK)
+    backend = NativeBackend(num_threads=2, device="cpu", dtype="float32")
+    drivers = [Driver(backend.build(WORK, weights, KVLayout(64, 16)), 64, 16) for _ in range(2)]
+    tokens = [list(range(start, start + 70)) for start in (0, 100, 200, 300)]
+    jobs = [(driver.program, driver.plan({number: tokens[number]})) for number, driver in enumerate([*drivers, *drivers])]
+    expected = [program.forward(batch).tobytes() for program, batch in jobs]
+    wrong: list[int] = []
+
+    def repeat(number: int) -> None:
+        program, batch = jobs[number]
+        for _ in range(50):
+            if program.forward(batch).tobytes() != expected[number]:
+                wrong.append(number)
+
+    callers = [threading.Thread(target=repeat, args=(number,), daemon=True) for number in range(len(jobs))]
+    for caller in callers:
+        caller.start()
+    deadline_s = time.monotonic() + 60
+    for caller in callers:
+        caller.join(max(0.0, deadline_s - time.monotonic()))
+    assert not any(caller.is_alive() for caller in callers)
+    assert wrong == []

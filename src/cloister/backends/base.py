@@ -182,6 +182,15 @@ class DrawingProgram(Program, Protocol):
         ...
 
 
+@runtime_checkable
+class BufferedProgram(Program, Protocol):
+    """A program whose buffers outlive a step, with what they held (optional)."""
+
+    def wipe_buffers(self) -> None:
+        """Overwrites what steps left outside of the KV cache with zeros; costs nothing if no step was since the last time."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
     """What a program will take, in bytes.

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from cloister.backends.base import DrawingProgram, FloatArray, ForwardBatch, GreedyProgram, Program
+from cloister.backends.base import BufferedProgram, DrawingProgram, FloatArray, ForwardBatch, GreedyProgram, Program
 from cloister.runner.drawing import ProgramSampler
 from cloister.runner.inputs import Part, forward_batch, make_part
 from cloister.runner.logprobs import token_logprobs
@@ -44,6 +44,7 @@ class ModelRunner:
         self._program = program
         self._greedy = program if isinstance(program, GreedyProgram) else None
         self._drawing = program if isinstance(program, DrawingProgram) else None
+        self._buffered = program if isinstance(program, BufferedProgram) else None
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._clock = clock or WallClock()
@@ -58,6 +59,8 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one step, in the order that `StepPlan` states.
 
+        A step that leaves no sequence also wipes what the program's buffers still hold of them.
+
         Raises:
             EngineError: the plan does not fit what the runner holds. After this, or an error of the program, the step's
                 sequences must depart before they are named again; the others are unharmed.
@@ -71,6 +74,8 @@ class ModelRunner:
             self._program.wipe_blocks(plan.wipes)
         if plan.copies:
             self._program.copy_blocks(plan.copies)
+        if not (plan.sequences or self.num_sequences or self._buffered is None):
+            self._buffered.wipe_buffers()
         result = StepResult(plan_id=plan.plan_id)
         self._compute(plan, result)
         result.elapsed_s = self._clock.now() - started_s

@@ -16,10 +16,13 @@ _WHY_NOT = (
 
 THREAT = ThreatProfile(
     row="paging, continuous batching, chunked prefill, TP, SP",
-    residue="KV blocks until free; rows of a step until a later one of as many tokens overwrites them",
+    residue="KV blocks until free; rows of a step until a later one overwrites them, or no sequence is left",
     where=("memory of the engine process",),
     attack="reuse of an unwiped block",
-    mitigations=("wipe on free, before the block can be given to another request",),
+    mitigations=(
+        "wipe on free, before the block can be given to another request",
+        "wipe of the step's buffers when the last sequence departs",
+    ),
 )
 
 

@@ -19,7 +19,7 @@ _ACTIVATIONS: Final[Mapping[str, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 class NativeProgram:
-    """A packed model with its KV cache (protocols `backends.base.Program`, `GreedyProgram`, `DrawingProgram`, `Recording`).
+    """A packed model with its KV cache (protocols `GreedyProgram`, `DrawingProgram`, `BufferedProgram` and `Recording`).
 
     Args:
         kernels: the instruction set, one of `_native.kernel_names()`.
@@ -64,7 +64,13 @@ class NativeProgram:
             )
 
     def forward(self, batch: ForwardBatch) -> FloatArray:
-        """Computes one step, writes K and V, and returns logits [num_rows, vocab]."""
+        """Computes one step, writes K and V, and returns logits [num_rows, vocab].
+
+        Programs of one back end take turns, whole steps, whichever thread they are called from.
+
+        Raises:
+            ValueError: the arrays do not fit together, or a number in them leads out of another; nothing was written.
+        """
         logits = np.empty((len(batch.logit_rows), self._vocab_size), np.float32)
         self._program.forward(*_arrays(batch), logits)
         return logits
@@ -97,6 +103,10 @@ class NativeProgram:
         """Overwrites blocks with zeros in every layer."""
         for blocks in self._caches:
             blocks[list(block_ids)] = 0
+
+    def wipe_buffers(self) -> None:
+        """Overwrites activations, logits and scratch of all steps so far with zeros; as quick as what there is to overwrite."""
+        self._program.wipe()
 
     @contextmanager
     def record(self) -> Iterator[list[Span]]:

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "cpu.hpp"
@@ -79,6 +80,13 @@ Batch make_batch(const Array1<const int32_t>& token_ids, const Array1<const int3
     return batch;
 }
 
+// What a call has while it computes: the team, and not the GIL. Who waits for the team has given up the GIL before.
+struct Turn {
+    explicit Turn(Pool& pool) : team(pool.take_turn()) {}
+    nb::gil_scoped_release without_gil;
+    std::unique_lock<std::mutex> team;
+};
+
 // Draws as Python's records.
 std::pair<const Draw*, int> read_draws(const Bytes& bytes, int num_rows, size_t num_tokens) {
     static_assert(sizeof(Draw) == 56);
@@ -89,7 +97,7 @@ std::pair<const Draw*, int> read_draws(const Bytes& bytes, int num_rows, size_t 
     return {draws, int(count)};
 }
 
-void check_layer(const Program& program, const Layer& layer, size_t cache_bytes) {
+void check_layer(const Program& program, const Layer& layer) {
     const AttentionShape& s = layer.shape;
     int hidden = program.hidden_size();
     require(s.num_kv_heads > 0 && s.num_heads % s.num_kv_heads == 0 && s.head_dim > 0 && s.window >= 0, "a layer has no such heads");
@@ -98,7 +106,8 @@ void check_layer(const Program& program, const Layer& layer, size_t cache_bytes)
     require(layer.qkv.inputs == hidden && layer.qkv.outputs == (s.num_heads + 2 * s.num_kv_heads) * s.head_dim &&
             layer.output.inputs == s.num_heads * s.head_dim && layer.output.outputs == hidden && layer.gate_up.inputs == hidden &&
             layer.gate_up.panels == (layer.down.inputs + 15) / 16 && layer.down.outputs == hidden, "the matrices of a layer do not fit together");
-    require(layer.cache.block_size > 0 && cache_bytes >= layer.cache.block_bytes, "a cache has no block");
+    require(layer.cache.block_size > 0 && layer.num_blocks > 0, "a cache has no block");
+    require(program.layers.empty() || layer.cache.block_size == program.layers[0].cache.block_size, "the caches have blocks of several sizes");
 }
 
 }  // namespace
@@ -121,13 +130,33 @@ NB_MODULE(_native, m) {
         return kv_block_bytes(shape, KVKind(kind), block_size);
     });
 
+    m.def("scratch_bytes", [](const std::string& kernels, int num_heads, int num_kv_heads, int head_dim, int inputs, int vocab_size) {
+        const Kernels& table = find_kernels(kernels);
+        AttentionShape shape;
+        shape.num_heads = num_heads;
+        shape.num_kv_heads = num_kv_heads;
+        shape.head_dim = head_dim;
+        shape.padded_dim = (head_dim + 31) / 32 * 32;
+        Draw draw{};
+        draw.top_k = 1;
+        size_t most = std::max(table.attend_scratch(shape), table.draw_scratch(vocab_size, draw));
+        for (Kind kind : {Kind::f32, Kind::bf16, Kind::int8, Kind::int4, Kind::qoq}) {
+            Matrix m;
+            m.kind = kind;
+            m.inputs = inputs;
+            m.chunks = (inputs + chunk_length(kind) - 1) / chunk_length(kind);
+            most = std::max(most, table.multiply_scratch(m));
+        }
+        return most;
+    }, "Bytes that one thread works in, at most: attention of such heads, a product of so many inputs, a draw of so many tokens.");
+
     nb::class_<Pool>(m, "Pool").def(nb::init<int>()).def_prop_ro("num_threads", &Pool::num_threads);
 
     m.def("pack", [](Pool& pool, int kind, int source, Array1<const uint8_t> data, int num_rows, int inputs, Array1<const int32_t> places, Bytes codes) {
         const size_t widths[] = {4, 2, 2, 1};
         require(data.size() == size_t(num_rows) * inputs * widths[source] && places.size() == size_t(num_rows),
                 "the data to pack does not have the size of its shape");
-        nb::gil_scoped_release release;
+        Turn turn(pool);
         pack(pool, Kind(kind), Source(source), data.data(), num_rows, inputs, places.data(), codes.data());
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert());
 
@@ -171,37 +200,46 @@ NB_MODULE(_native, m) {
             layer.q_norm = kept<float>(q_norm, size_t(dim), too_short);
             layer.k_norm = kept<float>(k_norm, size_t(dim), too_short);
             layer.cache = {cache.data(), kv_block_bytes(layer.shape, KVKind(kv_kind), block_size), block_size, KVKind(kv_kind)};
-            check_layer(self, layer, cache.size());
+            layer.num_blocks = int(std::min(cache.size() / layer.cache.block_bytes, size_t(INT32_MAX)));
+            check_layer(self, layer);
             self.layers.push_back(layer);
         }, nb::arg("shape"), nb::arg("scale"), nb::arg("rope"), nb::arg("activation"), nb::arg("qkv"), nb::arg("output"), nb::arg("gate_up"), nb::arg("down"),
            nb::arg("attention_norm"), nb::arg("mlp_norm"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("cache").noconvert(), nb::arg("kv_kind"), nb::arg("block_size"))
         .def("forward", [](Program& self, STEP_ARRAYS, Array2<float> logits) {
             Batch batch = make_batch(STEP_NAMES);
             require(int(logits.shape(0)) == batch.num_rows && int(logits.shape(1)) == self.vocab_size(), "there is no room for the logits");
-            nb::gil_scoped_release release;
+            Turn turn(self.pool());
             self.forward(batch, logits.data());
         }, STEP_ARGUMENTS, nb::arg().noconvert())
         .def("forward_best", [](Program& self, STEP_ARRAYS, Array1<int32_t> best) {
             Batch batch = make_batch(STEP_NAMES);
             require(int(best.size()) == batch.num_rows, "there is no room for the tokens");
-            nb::gil_scoped_release release;
+            Turn turn(self.pool());
             self.forward_best(batch, best.data());
         }, STEP_ARGUMENTS, nb::arg().noconvert())
         .def("forward_draw", [](Program& self, STEP_ARRAYS, Bytes draws, Array1<int32_t> tokens) {
             Batch batch = make_batch(STEP_NAMES);
             auto [first, count] = read_draws(draws, batch.num_rows, tokens.size());
-            nb::gil_scoped_release release;
+            Turn turn(self.pool());
             self.forward_draw(batch, first, count, tokens.data());
         }, STEP_ARGUMENTS, nb::arg(), nb::arg().noconvert())
         .def("draw", [](Program& self, Array2<const float> logits, Bytes draws, Array1<int32_t> tokens) {
             require(int(logits.shape(1)) == self.vocab_size(), "the logits do not have the width of the vocabulary");
             auto [first, count] = read_draws(draws, int(logits.shape(0)), tokens.size());
-            nb::gil_scoped_release release;
+            Turn turn(self.pool());
             self.draw(logits.data(), int(logits.shape(0)), first, count, true, tokens.data());
         }, nb::arg(), nb::arg(), nb::arg().noconvert())
-        .def("record", &Program::record)
+        .def("wipe", [](Program& self) {
+            Turn turn(self.pool());
+            self.wipe();
+        })
+        .def("record", [](Program& self, bool on) {
+            Turn turn(self.pool());
+            self.record(on);
+        })
         .def("spans", [](const Program& self) {
             std::vector<std::tuple<std::string, int, double, double>> spans;
+            Turn turn(self.pool());
             for (const Span& span : self.spans()) spans.emplace_back(span.name, span.thread, span.start_s, span.duration_s);
             return spans;
         })

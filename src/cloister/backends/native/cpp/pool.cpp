@@ -1,5 +1,8 @@
 #include "pool.hpp"
 
+#include <pthread.h>
+
+#include <algorithm>
 #include <chrono>
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -37,20 +40,82 @@ void wake_all(std::atomic<uint32_t>& word) {
 #endif
 }
 
-}  // namespace
+// All teams, so that a fork can wait for the steps that they are in.
+struct Teams {
+    std::mutex mutex;
+    std::vector<Pool*> pools;
+};
 
-Pool::Pool(int num_threads) : shares_(size_t(num_threads > 1 ? num_threads : 1)) {
-    for (int thread = 1; thread < num_threads; thread++) workers_.emplace_back([this, thread] { serve(thread); });
+Teams& teams() {
+    static Teams* all = new Teams;  // a team may end after static objects did
+    return *all;
 }
 
-Pool::~Pool() {
+}  // namespace
+
+// A fork comes between two steps (pthread_atfork(3)): buffers and KV are whole in the child, and no lock is held by a thread that
+// it does not have.
+void Pool::before_fork() {
+    teams().mutex.lock();
+    for (Pool* pool : teams().pools) pool->turn_.lock();
+}
+
+void Pool::after_fork_in_parent() {
+    for (Pool* pool : teams().pools) pool->turn_.unlock();
+    teams().mutex.unlock();
+}
+
+void Pool::after_fork_in_child() {
+    for (Pool* pool : teams().pools) {
+        pool->workers_.release();  // handles of threads that are not in this process can be neither joined nor detached
+        pool->workers_.reset(new std::vector<std::thread>);
+        pool->generation_ = 0;
+        pool->busy_ = 0;
+        pool->sleeping_ = 0;
+    }
+    after_fork_in_parent();
+}
+
+Pool::Pool(int num_threads) : workers_(new std::vector<std::thread>), shares_(size_t(num_threads > 1 ? num_threads : 1)) {
+    static const int watching = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+    if (watching != 0) throw std::bad_alloc();
+    auto turn = take_turn();
+    {
+        std::lock_guard<std::mutex> lock(teams().mutex);
+        teams().pools.push_back(this);
+    }
+    try {
+        start();
+    } catch (...) {
+        turn.unlock();
+        stop();
+        throw;
+    }
+}
+
+Pool::~Pool() { stop(); }
+
+void Pool::start() {
+    while (int(workers_->size()) < num_threads() - 1) {
+        int thread = int(workers_->size()) + 1;
+        workers_->emplace_back([this, thread] { serve(thread); });
+    }
+}
+
+void Pool::stop() {
+    {
+        std::lock_guard<std::mutex> lock(teams().mutex);
+        std::vector<Pool*>& pools = teams().pools;
+        pools.erase(std::find(pools.begin(), pools.end(), this));
+    }
     stopping_ = true;
     generation_.fetch_add(1);
     wake_all(generation_);
-    for (std::thread& worker : workers_) worker.join();
+    for (std::thread& worker : *workers_) worker.join();
 }
 
 void Pool::share(int num_tasks, int grain, Call call, void* work) {
+    if (int(workers_->size()) < num_threads() - 1) start();
     call_ = call;
     work_ = work;
     grain_ = grain;
@@ -59,7 +124,7 @@ void Pool::share(int num_tasks, int grain, Call call, void* work) {
         shares_[size_t(thread)].next.store(int(int64_t(num_tasks) * thread / threads), std::memory_order_relaxed);
         shares_[size_t(thread)].end = int(int64_t(num_tasks) * (thread + 1) / threads);
     }
-    busy_.store(int(workers_.size()), std::memory_order_relaxed);
+    busy_.store(threads - 1, std::memory_order_relaxed);
     generation_.fetch_add(1);  // sequentially consistent, and so ordered against the count of sleepers
     if (sleeping_.load()) wake_all(generation_);
     take(0);

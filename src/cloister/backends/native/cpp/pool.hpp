@@ -1,9 +1,11 @@
 // A team of threads that works on one list of tasks after another. Between lists a worker spins for a while, so that the many
 // short lists of a step cost little, then sleeps, so that an idle server takes no time. Threads are not pinned: where cores are
-// shared, the system knows better.
+// shared, the system knows better. A forked child has none of these threads, and starts others when it has work for them.
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -17,12 +19,16 @@ public:
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 
-    int num_threads() const { return int(workers_.size()) + 1; }
+    int num_threads() const { return int(shares_.size()); }
+
+    // Waits until nobody else uses the team, and keeps it until the lock goes: for a whole step, whose buffers are used by one
+    // caller at a time too. Who waits must not hold the GIL.
+    std::unique_lock<std::mutex> take_turn() { return std::unique_lock<std::mutex>(turn_); }
 
     // Calls work(task, thread) for every task; the caller is thread 0. Each thread has a run of neighbouring tasks, `grain` of
-    // which it takes at a time, and helps the others when it is done. The work must not throw. One caller at a time.
+    // which it takes at a time, and helps the others when it is done. The work must not throw. The caller has the turn.
     template <class Work> void run(int num_tasks, Work&& work, int grain = 1) {
-        if (num_tasks <= grain || workers_.empty()) {
+        if (num_tasks <= grain || num_threads() == 1) {
             for (int task = 0; task < num_tasks; task++) work(task, 0);
             return;
         }
@@ -33,11 +39,17 @@ public:
 private:
     using Call = void (*)(void*, int, int);
 
+    static void before_fork();
+    static void after_fork_in_parent();
+    static void after_fork_in_child();
+    void start();
+    void stop();
     void share(int num_tasks, int grain, Call call, void* work);
     void take(int thread);
     void serve(int thread);
 
-    std::vector<std::thread> workers_;
+    std::mutex turn_;
+    std::unique_ptr<std::vector<std::thread>> workers_;
     Call call_ = nullptr;
     void* work_ = nullptr;
     int grain_ = 1;

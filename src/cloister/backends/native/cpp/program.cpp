@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 
 namespace cloister {
 
@@ -18,21 +19,43 @@ namespace {
 constexpr size_t huge_page = size_t(2) << 20;
 constexpr size_t inputs_in_cache = size_t(5) << 18;  // inputs of a product that stay in a core's second-level cache
 constexpr int rope_chunk = 1024;
+constexpr size_t wipe_piece = size_t(1) << 18;
 constexpr size_t most_partial_bytes = size_t(64) << 20;  // backend.py counts on it
 
 double now_s() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// Zeros that no compiler leaves out because nobody reads them.
+void overwrite(uint8_t* at, size_t size) {
+    memset(at, 0, size);
+    __asm__ volatile("" : : "r"(at) : "memory");
+}
+
+void require(bool fits, const char* otherwise) {
+    if (!fits) throw std::invalid_argument(otherwise);
+}
+
+bool within(int32_t value, int end) { return uint32_t(value) < uint32_t(end); }
+
 }  // namespace
 
-Buffer::~Buffer() { free(data_); }
+Buffer::~Buffer() { release(); }
+
+void Buffer::release() {
+    if (data_) overwrite(data_, used_);
+    free(data_);
+    data_ = nullptr;
+    size_ = used_ = 0;
+}
 
 uint8_t* Buffer::reserve(size_t size) {
-    if (size <= size_) return data_;
+    if (size <= size_) {
+        used_ = std::max(used_, size);
+        return data_;
+    }
+    release();
     size_t rounded = size > huge_page ? (size + huge_page - 1) / huge_page * huge_page : (size + 4095) / 4096 * 4096;
-    free(data_);
-    size_ = 0;
     data_ = static_cast<uint8_t*>(aligned_alloc(size > huge_page ? huge_page : 4096, rounded));
     if (!data_) throw std::bad_alloc();
 #if defined(MADV_HUGEPAGE)
@@ -40,6 +63,7 @@ uint8_t* Buffer::reserve(size_t size) {
 #endif
     memset(data_, 0, rounded);
     size_ = rounded;
+    used_ = size;
     return data_;
 }
 
@@ -47,11 +71,52 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_s
     : kernels_(kernels), pool_(std::move(pool)), vocab_size_(vocab_size), hidden_size_(hidden_size), norm_eps_(norm_eps),
       stride_(size_t(hidden_size + 31) / 32 * 32), scratch_(size_t(pool_->num_threads())) {}
 
-size_t Program::buffer_bytes() const {
+std::vector<Buffer*> Program::buffers() {
+    std::vector<Buffer*> all{&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_, &peaks_};
+    for (Buffer& buffer : scratch_) all.push_back(&buffer);
+    return all;
+}
+
+size_t Program::buffer_bytes() {
     size_t total = 0;
-    for (const Buffer* b : {&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_, &peaks_}) total += b->size();
-    for (const Buffer& b : scratch_) total += b.size();
+    for (const Buffer* buffer : buffers()) total += buffer->size();
     return total;
+}
+
+void Program::wipe() {
+    std::vector<std::pair<uint8_t*, size_t>> pieces;
+    for (Buffer* buffer : buffers()) {
+        for (size_t at = 0; at < buffer->used(); at += wipe_piece)
+            pieces.emplace_back(buffer->get<uint8_t>() + at, std::min(wipe_piece, buffer->used() - at));
+        buffer->clean();
+    }
+    phase("wipe", int(pieces.size()), [&](int i, int) { overwrite(pieces[size_t(i)].first, pieces[size_t(i)].second); });
+}
+
+void Program::check(const Batch& batch) const {
+    const int32_t *starts = batch.query_starts, *contexts = batch.context_lens, *positions = batch.positions;
+    require(starts[0] == 0 && starts[batch.num_sequences] == batch.num_tokens, "the sequences of a batch do not make up its tokens");
+    int block_size = layers.empty() ? 1 : layers[0].cache.block_size, num_blocks = INT32_MAX;
+    for (const Layer& layer : layers) num_blocks = std::min(num_blocks, layer.num_blocks);
+    for (int s = 0; s < batch.num_sequences; s++) {
+        int first = starts[s], end = starts[s + 1], context = contexts[s];
+        require(first <= end && end <= batch.num_tokens, "the sequences of a batch do not make up its tokens");
+        require(context >= end - first, "a sequence of a batch has more tokens than its context");
+        for (int i = first; i < end; i++) require(within(positions[i], context), "a batch has a position outside of its sequence's context");
+        if (!layers.empty()) {
+            int blocks = int((int64_t(context) + block_size - 1) / block_size);
+            require(blocks <= batch.table_stride, "a block table of a batch is shorter than its sequence's context");
+            const int32_t* table = batch.tables + size_t(s) * size_t(batch.table_stride);
+            for (int b = 0; b < blocks; b++) require(within(table[b], num_blocks), "a batch names a block that the cache does not have");
+        }
+        if (!batch.parents) continue;
+        for (int i = first; i < end; i++) {
+            int parent = batch.parents[i];
+            require(parent == -1 || (parent >= first && parent < i), "a batch has a token whose parent is not before it in its sequence");
+        }
+    }
+    for (int i = 0; i < batch.num_tokens; i++) require(within(batch.token_ids[i], vocab_size_), "a batch has a token id outside of the vocabulary");
+    for (int i = 0; i < batch.num_rows; i++) require(within(batch.logit_rows[i], batch.num_tokens), "a batch asks for logits of a token that it does not have");
 }
 
 template <class Work> void Program::phase(const char* name, int num_tasks, Work&& work, int grain) {
@@ -239,6 +304,7 @@ void Program::attention(const Layer& layer, const Batch& batch) {
 }
 
 void Program::forward(const Batch& batch, float* logits) {
+    check(batch);
     int num_tokens = batch.num_tokens;
     step_number.fetch_add(1);
     extend_ropes(batch);

@@ -9,22 +9,31 @@
 
 namespace cloister {
 
-// Memory that is aligned, zero at first, and grows.
+// Memory that is aligned, zero at first, and grows. What was in it is overwritten before it is given back.
 class Buffer {
 public:
     ~Buffer();
     Buffer() = default;
-    Buffer(Buffer&& other) noexcept : data_(other.data_), size_(other.size_) { other.data_ = nullptr; other.size_ = 0; }
+    Buffer(Buffer&& other) noexcept : data_(other.data_), size_(other.size_), used_(other.used_) {
+        other.data_ = nullptr;
+        other.size_ = other.used_ = 0;
+    }
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
     // Returns at least `size` bytes; what was there is lost when it grows.
     uint8_t* reserve(size_t size);
     template <class T> T* get() const { return reinterpret_cast<T*>(data_); }
     size_t size() const { return size_; }
+    // Bytes from the front that may have been written since `clean`.
+    size_t used() const { return used_; }
+    // Says that these were overwritten with zeros.
+    void clean() { used_ = 0; }
 
 private:
+    void release();
+
     uint8_t* data_ = nullptr;
-    size_t size_ = 0;
+    size_t size_ = 0, used_ = 0;
 };
 
 struct Layer {
@@ -35,6 +44,7 @@ struct Layer {
     Matrix qkv, output, gate_up, down;
     const float *attention_norm = nullptr, *mlp_norm = nullptr, *q_norm = nullptr, *k_norm = nullptr;
     Cache cache;
+    int num_blocks = 0;  // of the cache
 };
 
 struct Rope {
@@ -57,16 +67,18 @@ struct Batch {
     const int32_t* parents;  // [num_tokens], or null
 };
 
+// One caller at a time (`Pool::take_turn`).
 class Program {
 public:
     Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_size, int hidden_size, float norm_eps);
 
-    std::vector<Layer> layers;
+    std::vector<Layer> layers;  // all with blocks of one size
     std::vector<Rope> ropes;
     Matrix embedding, head;
     const float* norm_weight = nullptr;
 
-    // Computes one step and writes logits [num_rows][vocab_size]; nothing is checked here that `inputs.py` checked.
+    // Computes one step and writes logits [num_rows][vocab_size].
+    // Throws std::invalid_argument, before anything is written, where a number of the batch leads out of an array.
     void forward(const Batch& batch, float* logits);
 
     // As `forward`, but writes the id of each row's largest logit, the lowest among equal ones; -1 where one is not finite.
@@ -78,17 +90,23 @@ public:
     // Chooses tokens from logits [num_rows][vocab_size]. With `barred`, a token of minus infinity is one not to be chosen.
     void draw(const float* logits, int num_rows, const Draw* draws, int num_draws, bool barred, int32_t* tokens);
 
+    // Overwrites what steps left in the buffers with zeros: the cache is the caller's.
+    void wipe();
+
+    Pool& pool() const { return *pool_; }
     int vocab_size() const { return vocab_size_; }
     int hidden_size() const { return hidden_size_; }
     void record(bool on) { recording_ = on; spans_.clear(); }
     const std::vector<Span>& spans() const { return spans_; }
     // Calls of `run` so far, and bytes of buffers: for the ratchets.
     uint64_t num_phases() const { return num_phases_; }
-    size_t buffer_bytes() const;
+    size_t buffer_bytes();
 
 private:
     template <class Work> void phase(const char* name, int num_tasks, Work&& work, int grain = 1);
     template <class Work> void each_row(const char* name, int num_rows, Work&& work);
+    std::vector<Buffer*> buffers();
+    void check(const Batch& batch) const;
     void extend_ropes(const Batch& batch);
     void place_tokens(const Batch& batch);
     void add_tree(const Batch& batch, Sequence sequence);

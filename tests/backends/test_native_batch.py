@@ -1,0 +1,89 @@
+"""A batch whose numbers lead out of an array is refused before anything is written, without repeating what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cloister.backends.base import DRAW, ForwardBatch, IntArray
+from cloister.backends.native.program import NativeProgram
+from tests.driving import Driver, RandomWeights
+from tests.native import NARROW, build_native
+
+LARGEST = 2**31 - 1
+NUM_BLOCKS = 8
+
+Change = tuple[str, tuple[int, ...], int]
+
+WRONG: list[tuple[str, Change]] = [
+    ("token id", ("token_ids", (2,), NARROW.vocab_size)),
+    ("token id", ("token_ids", (2,), -1)),
+    ("token id", ("token_ids", (2,), LARGEST)),
+    ("position", ("positions", (4,), LARGEST)),
+    ("position", ("positions", (4,), -1)),
+    ("position", ("positions", (4,), 20)),
+    ("sequences", ("query_starts", (0,), 1)),
+    ("sequences", ("query_starts", (1,), LARGEST)),
+    ("sequences", ("query_starts", (1,), -5)),
+    ("sequences", ("query_starts", (2,), 4)),
+    ("more tokens than its context", ("context_lens", (0,), 2)),
+    ("more tokens than its context", ("context_lens", (0,), -LARGEST)),
+    ("shorter than", ("context_lens", (0,), LARGEST)),
+    ("shorter than", ("context_lens", (0,), 33)),
+    ("block", ("block_tables", (1, 0), NUM_BLOCKS)),
+    ("block", ("block_tables", (1, 0), -1)),
+    ("logits", ("logit_rows", (0,), 5)),
+    ("logits", ("logit_rows", (0,), -1)),
+    ("parent", ("parents", (0,), 0)),
+    ("parent", ("parents", (1,), 2)),
+    ("parent", ("parents", (1,), LARGEST)),
+    ("parent", ("parents", (1,), -2)),
+    ("parent", ("parents", (4,), 1)),
+]
+
+
+def make_batch() -> tuple[Driver, NativeProgram, ForwardBatch]:
+    """Three tokens of one sequence and two of another, the first with 17 positions before them."""
+    driver = build_native(NARROW, RandomWeights(NARROW), num_blocks=NUM_BLOCKS)
+    assert isinstance(driver.program, NativeProgram)
+    driver.run("a", list(range(17)))
+    batch = replace(driver.plan({"a": [1, 2, 3], "b": [4, 5]}, [2, 4]), parents=np.array([-1, 0, 1, -1, 3], np.int32))
+    return driver, driver.program, batch
+
+
+def changed(batch: ForwardBatch, name: str, at: Sequence[int], value: int) -> ForwardBatch:
+    array: IntArray = getattr(batch, name).copy()
+    array[tuple(at)] = value
+    return replace(batch, **{name: array})
+
+
+@pytest.mark.parametrize(("what", "change"), WRONG)
+def test_a_number_that_leads_out_of_an_array_is_refused(what: str, change: Change) -> None:
+    _, program, batch = make_batch()
+    before = [cache.tobytes() for cache in program._caches]
+    bad = changed(batch, *change)
+    for step in (program.forward, program.forward_best, lambda b: program.forward_draw(b, np.zeros(0, DRAW))):
+        with pytest.raises(ValueError, match="batch") as caught:
+            step(bad)
+        assert what in str(caught.value)
+        assert not any(letter.isdigit() for letter in str(caught.value))
+    assert [cache.tobytes() for cache in program._caches] == before
+
+
+def test_after_refusals_a_step_is_as_if_nothing_had_been() -> None:
+    _, program, batch = make_batch()
+    expected = program.forward(batch).tobytes()
+    for _, change in WRONG:
+        with pytest.raises(ValueError, match="batch"):
+            program.forward(changed(batch, *change))
+    assert program.forward(batch).tobytes() == expected
+
+
+def test_entries_of_a_table_past_the_context_are_not_looked_at() -> None:
+    _, program, batch = make_batch()
+    expected = program.forward(batch).tobytes()
+    assert batch.block_tables[1, 1] == -1
+    assert program.forward(changed(batch, "block_tables", (1, 1), LARGEST)).tobytes() == expected
