@@ -14,6 +14,7 @@ import pytest
 
 from cloister.backends.base import FloatArray
 from cloister.backends.native import _native
+from cloister.backends.native.packing import Kind, Packer
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor
 from tests.native import KERNELS, GivenWeights, build_native, exact_product, multiply, relative_error, without_layers
 
@@ -114,7 +115,7 @@ NO_KERNELS: dict[str, GroupedTensor] = {
     "inputs in another order": replace(
         grouped(256, 32, 4, zeros=True), order=np.random.default_rng(5).permutation(256).astype(np.int32)
     ),
-    "inputs as they are": replace(grouped(256, 64, 4), activations="bfloat16"),
+    "8 bits that meet bfloat16": replace(grouped(256, 64, 8), activations="bfloat16"),
     "4 bits by row of no whole half": grouped(100, 100, 4),
     "4 bits by row of no whole half with zeros": grouped(80, 80, 4, zeros=True),
     "8 bits by row of no whole half with offsets": grouped(80, 80, 8, offsets=True),
@@ -131,6 +132,37 @@ def test_codes_without_a_kernel_are_dequantised_to_bfloat16(name: str, kernels: 
     rows, norm = rng.choice([-1, 1], head.shape).astype(np.float32), np.ones(head.shape[1], np.float32)
     found = multiply(head, rows, norm, num_rows=VOCAB, dtype="bfloat16", kernels=kernels)
     assert relative_error(found, exact_product(rounded, rows, norm)) < 2e-6
+
+
+WIDE: dict[str, GroupedTensor] = {
+    name: replace(tensor, activations="bfloat16")
+    for name, tensor in {
+        "groups of 32": grouped(256, 32, 4),
+        "groups of 32 with zeros": grouped(160, 32, 4, zeros=True),
+        "groups of 64 of no whole panel": grouped(192, 64, 4, zeros=True, vocab=331),
+        "groups of 128 with zeros and offsets": grouped(256, 128, 4, zeros=True, offsets=True),
+        "by row with float32 scales": grouped(96, 96, 4, wide=True),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", WIDE)
+def test_four_bits_that_meet_bfloat16_have_the_bits_of_their_dequantisation(name: str, kernels: str) -> None:
+    head = WIDE[name]
+    rounded = head.dequantize().astype(ml_dtypes.bfloat16)
+    rng = np.random.default_rng(8)
+    rows, norm = rng.standard_normal(head.shape, np.float32), np.ones(head.shape[1], np.float32)
+    for num_rows in NUM_ROWS:
+        found = multiply(head, rows, norm, num_rows=num_rows, dtype="bfloat16", kernels=kernels)
+        as_numbers = multiply(rounded, rows, norm, num_rows=num_rows, dtype="bfloat16", kernels=kernels)
+        assert np.array_equal(found, as_numbers), f"{num_rows} rows"
+
+
+def test_four_bits_that_meet_bfloat16_stay_four_bits() -> None:
+    tensor = replace(grouped(512, 128, 4, zeros=True, vocab=64), activations="bfloat16")
+    packed = Packer(_native.Pool(1), Kind.BF16).join([tensor], [None])
+    assert packed.num_bytes < tensor.codes.size * 4.5 / 8
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -216,7 +248,7 @@ GIVEN: dict[str, object] = {
         ({"zeros": np.zeros(64, np.uint8)}, "shorter"),
         ({"scales": None}, "without their scales"),
         ({"kind": 4}, "without their scales"),
-        ({"kind": 5}, "no such kind"),
+        ({"kind": 6}, "no such kind"),
         ({"outputs": 0}, "no such kind or shape"),
         ({"group": 48}, "groups"),
         ({"inputs": 80}, "groups"),

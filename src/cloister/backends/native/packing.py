@@ -15,7 +15,7 @@ from cloister.backends.native import _native
 from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor
 
-LAYOUT = 1  # raise it when packed bytes change their meaning
+LAYOUT = 2  # raise it when packed bytes change their meaning
 PANEL = 32
 _SUM_LENGTH = 32  # the kernels keep sums of inputs for groups of this length and its multiples
 IntArray = npt.NDArray[np.int32]
@@ -29,6 +29,7 @@ class Kind(IntEnum):
     INT8 = 2
     INT4 = 3
     QOQ = 4
+    W4A16 = 5
 
 
 _SOURCES: Mapping[np.dtype[Any], int] = {
@@ -123,7 +124,7 @@ class Packer:
             parts["bias"] = _by_panel(shifts, places, panels)
         grouped = kind is Kind.QOQ or "scales" in parts
         group = tensors[0].group_size if grouped and not isinstance(tensors[0], np.ndarray) else 0
-        zero_point = {Kind.INT8: 128, Kind.INT4: 8, Kind.QOQ: 128}.get(kind, 0)
+        zero_point = {Kind.INT8: 128, Kind.INT4: 8, Kind.QOQ: 128, Kind.W4A16: 8}.get(kind, 0)
         return PackedMatrix(kind, outputs, inputs, group, zero_point, parts)
 
     def _pack_codes(self, kind: Kind, tensor: Tensor, places: IntArray, codes: ByteArray) -> None:
@@ -143,9 +144,18 @@ def _supported(tensor: Tensor) -> Tensor:
     """Returns the tensor, or its dequantisation in bfloat16 where no kernel computes on its codes."""
     if isinstance(tensor, np.ndarray):
         return tensor
-    whole_groups = tensor.group_size % _SUM_LENGTH == 0 or _scaled_by_row(tensor)
-    plain = isinstance(tensor, ProgressiveTensor) or (tensor.order is None and tensor.activations == "int8")
-    return tensor if plain and whole_groups else tensor.dequantize().astype(ml_dtypes.bfloat16)
+    return tensor if _has_kernel(tensor) else tensor.dequantize().astype(ml_dtypes.bfloat16)
+
+
+def _has_kernel(tensor: GroupedTensor | ProgressiveTensor) -> bool:
+    whole_groups = tensor.group_size % _SUM_LENGTH == 0
+    if isinstance(tensor, ProgressiveTensor):
+        return whole_groups
+    if tensor.order is not None:
+        return False
+    if tensor.activations == "bfloat16":
+        return tensor.bits == 4 and whole_groups
+    return whole_groups or _scaled_by_row(tensor)
 
 
 def _scaled_by_row(tensor: Tensor) -> bool:
@@ -166,7 +176,9 @@ def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def _kind_of(tensor: GroupedTensor | ProgressiveTensor) -> Kind:
     if isinstance(tensor, ProgressiveTensor):
         return Kind.QOQ
-    return Kind.INT8 if tensor.bits == 8 else Kind.INT4
+    if tensor.bits == 8:
+        return Kind.INT8
+    return Kind.INT4 if tensor.activations == "int8" else Kind.W4A16
 
 
 def _metadata(tensors: Sequence[Tensor]) -> dict[str, list[npt.NDArray[Any]]]:
@@ -181,7 +193,7 @@ def _metadata(tensors: Sequence[Tensor]) -> dict[str, list[npt.NDArray[Any]]]:
     grouped = [t for t in tensors if isinstance(t, GroupedTensor)]
     if not grouped:
         return {}
-    if all(_scaled_by_row(t) for t in grouped):
+    if all(_scaled_by_row(t) and t.activations == "int8" for t in grouped):
         return {"channel_scales": [t.scales for t in grouped]}
     exact = all(np.array_equal(t.scales.astype(np.float16).astype(np.float32), t.scales) for t in grouped)
     found: dict[str, list[npt.NDArray[Any]]] = {

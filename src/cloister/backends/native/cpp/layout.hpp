@@ -3,14 +3,15 @@
 // A product meets K in chunks: 64 bytes of a row of inputs (16 float32, 32 bfloat16 or 64 int8). Weights come in panels of 32
 // outputs; a panel holds, chunk after chunk, two tiles of 16 outputs. A tile has 16 rows of 64 bytes, and a row holds for each of
 // its 16 outputs the 4 bytes (1 float32, 2 bfloat16, 4 int8) that meet the same 4 bytes of the inputs. Int4 tiles take half of
-// that: the low halves of row r are row r, the high halves are row r + 8.
+// that: the low halves of row r are row r, the high halves are row r + 8. Four bits that meet bfloat16 (w4a16) take a quarter: row r
+// is 16 bytes, the low halves are codes of the first 8 outputs (two inputs of one, two of the next), the high halves of the others.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace cloister {
 
-enum class Kind : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, qoq = 4 };
+enum class Kind : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, qoq = 4, w4a16 = 5 };
 
 // What the inputs of a product with such weights must be.
 enum class Input : int { f32 = 0, bf16 = 1, int8 = 2 };
@@ -21,7 +22,7 @@ inline Input input_of(Kind kind) {
 }
 inline int chunk_length(Input input) { return input == Input::f32 ? 16 : input == Input::bf16 ? 32 : 64; }
 inline int chunk_length(Kind kind) { return chunk_length(input_of(kind)); }
-inline int tile_bytes(Kind kind) { return kind == Kind::int4 || kind == Kind::qoq ? 512 : 1024; }
+inline int tile_bytes(Kind kind) { return kind == Kind::w4a16 ? 256 : kind == Kind::int4 || kind == Kind::qoq ? 512 : 1024; }
 
 constexpr int panel_width = 32;
 constexpr int block_rows = 16;

@@ -38,7 +38,7 @@ template <class T> const T* kept(const nb::object& o, size_t size, const char* o
 Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point, const Array1<const uint8_t>& codes, nb::object channel_scales,
                    nb::object scales, bool wide_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
     const char* too_short = "a packed matrix is shorter than its shape asks for";
-    require(kind >= int(Kind::f32) && kind <= int(Kind::qoq) && outputs > 0 && inputs > 0, "a packed matrix has no such kind or shape");
+    require(kind >= int(Kind::f32) && kind <= int(Kind::w4a16) && outputs > 0 && inputs > 0, "a packed matrix has no such kind or shape");
     require(group == 0 || (group > 0 && group % sum_length == 0 && inputs % group == 0), "a packed matrix has groups that no kernel has");
     Matrix m;
     m.kind = Kind(kind);
@@ -60,7 +60,8 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
     m.bias = kept<float>(bias, rows, too_short);
     require(codes.size() >= size_t(m.panels) * m.panel_bytes(), too_short);
     bool scaled = m.channel_scales || (m.scales && m.groups), unfolds = m.channel_scales && m.group_scales && m.zeros && m.groups;
-    require(input_of(m.kind) != Input::int8 || (m.kind == Kind::qoq ? unfolds : scaled), "a packed matrix has codes without their scales");
+    bool coded = input_of(m.kind) == Input::int8 || m.kind == Kind::w4a16;
+    require(!coded || (m.kind == Kind::qoq ? unfolds : scaled), "a packed matrix has codes without their scales");
     return m;
 }
 
@@ -140,7 +141,7 @@ NB_MODULE(_native, m) {
         Draw draw{};
         draw.top_k = 1;
         size_t most = std::max(table.attend_scratch(shape), table.draw_scratch(vocab_size, draw));
-        for (Kind kind : {Kind::f32, Kind::bf16, Kind::int8, Kind::int4, Kind::qoq}) {
+        for (Kind kind : {Kind::f32, Kind::bf16, Kind::int8, Kind::int4, Kind::qoq, Kind::w4a16}) {
             Matrix m;
             m.kind = kind;
             m.inputs = inputs;

@@ -235,6 +235,28 @@ INLINE const uint8_t* integer_tiles(const Matrix& w, int panel, const uint8_t* c
     return scratch;
 }
 
+// One tile of w4a16 as bfloat16, rounded as a tensor is that was dequantised before.
+INLINE void widen_tile(const Matrix& w, int panel, int half, const uint8_t* packed, int group, uint8_t* tile) {
+    size_t at = (size_t(panel) * w.groups + group) * 32 + 16 * half;
+    f32x16 scales = group_scale(w, at), zeros = w.zeros ? to_f32(widen(load<u8x16>(w.zeros + at))) : set(float(w.zero_point));
+    f32x16 offsets = w.offsets ? load<f32x16>(w.offsets + at) : f32x16{};
+    for (int r = 0; r < 16; r++, packed += 16, tile += 64) {
+        i32x16 bytes = widen(load<u8x16>(packed));
+        f32x16 low = (to_f32(bytes & 15) - twice(zeros, 0)) * twice(scales, 0) + twice(offsets, 0);
+        f32x16 high = (to_f32(bytes >> 4) - twice(zeros, 1)) * twice(scales, 1) + twice(offsets, 1);
+        store_pair(tile, low, high);
+    }
+}
+
+// The tiles of one chunk of a w4a16 panel, as bfloat16.
+INLINE const uint8_t* widened_tiles(const Matrix& w, int panel, const uint8_t* codes, int chunk, uint8_t* scratch) {
+    const uint8_t* packed = codes + size_t(chunk) * 512;
+    int group = chunk * 32 / w.group;
+    widen_tile(w, panel, 0, packed, group, scratch);
+    widen_tile(w, panel, 1, packed + 256, group, scratch + 1024);
+    return scratch;
+}
+
 constexpr int page = 4096;  // how far ahead weights are asked for
 
 INLINE void prefetch_ahead(const uint8_t* p, int bytes) {
@@ -254,9 +276,12 @@ INLINE void multiply_floats(const Matrix& w, const Rows& x, int block, int first
     FloatSums c[R][2] = {};
     int height = x.height(block);
     const uint8_t* a = x.block(block) + size_t(first) * 64;
-    const uint8_t* b = w.codes + size_t(panel) * w.panel_bytes();
-    for (int chunk = 0; chunk < w.chunks; chunk++, a += size_t(height) * 64, b += 2048) {
-        prefetch_ahead(b + page, 2048);
+    const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
+    alignas(64) uint8_t scratch[2048];
+    constexpr int step = K == Kind::w4a16 ? 512 : 2048;
+    for (int chunk = 0; chunk < w.chunks; chunk++, a += size_t(height) * 64) {
+        prefetch_ahead(codes + size_t(chunk) * step + page, step);
+        const uint8_t* b = K == Kind::w4a16 ? widened_tiles(w, panel, codes, chunk, scratch) : codes + size_t(chunk) * step;
         for (int k = 0; k < 16; k++) {
             UNROLL for (int r = 0; r < R; r++) {
                 if constexpr (K == Kind::f32) {
@@ -341,6 +366,7 @@ template <int R>
 INLINE void multiply_some(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
     if (w.kind == Kind::f32) return multiply_floats<R, Kind::f32>(w, x, block, first, panel, sink);
     if (w.kind == Kind::bf16) return multiply_floats<R, Kind::bf16>(w, x, block, first, panel, sink);
+    if (w.kind == Kind::w4a16) return multiply_floats<R, Kind::w4a16>(w, x, block, first, panel, sink);
     if (w.channel_scales) return multiply_channels<R>(w, x, block, first, panel, sink);
     if (is_plain(w)) return multiply_groups<R, Zeros::none>(w, x, block, first, panel, sink);
     multiply_groups<R, Zeros::each>(w, x, block, first, panel, sink);
@@ -361,15 +387,18 @@ static void multiply_vectors(const Matrix& w, const Rows& x, int begin, int end,
     }
 }
 
-// An int4 or QoQ panel as int8, for many rows.
+// A panel of 4 bits as int8 or bfloat16, for many rows.
 static void unpack_panel(const Matrix& w, int panel, uint8_t middle, uint8_t* scratch) {
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
-    for (int chunk = 0; chunk < w.chunks; chunk++) integer_tiles(w, panel, codes, chunk, scratch + size_t(chunk) * 2048, middle);
+    for (int chunk = 0; chunk < w.chunks; chunk++) {
+        uint8_t* tiles = scratch + size_t(chunk) * 2048;
+        if (w.kind == Kind::w4a16) widened_tiles(w, panel, codes, chunk, tiles);
+        else integer_tiles(w, panel, codes, chunk, tiles, middle);
+    }
 }
 
 static size_t multiply_scratch(const Matrix& w) {
-    bool packed = w.kind == Kind::int4 || w.kind == Kind::qoq;
-    return packed ? size_t(w.chunks) * 2048 : 0;
+    return tile_bytes(w.kind) < 1024 ? size_t(w.chunks) * 2048 : 0;
 }
 
 static void multiply(const Matrix& matrix, const Rows& x, int begin, int end, int panel, const Sink& sink, uint8_t* scratch) {
@@ -382,13 +411,13 @@ static void multiply(const Matrix& matrix, const Rows& x, int begin, int end, in
 #endif
         unpack_panel(w, panel, middle, scratch);
         w.codes = scratch - size_t(panel) * w.chunks * 2048;  // so that this panel begins at scratch
-        w.kind = Kind::int8;
+        w.kind = w.kind == Kind::w4a16 ? Kind::bf16 : Kind::int8;
         if (w.channel_scales) w.zero_point = 128;
         if (middle) w.zero_point = 0;
     }
 #if defined(__AMX_TILE__)
     int rows = (end - begin) * 16 - 16 + x.height(end - 1);
-    if (w.kind == Kind::bf16) return multiply_bf16_tiles(w, x, begin, end, panel, sink);
+    if (w.kind == Kind::bf16 || w.kind == Kind::w4a16) return multiply_float_tiles(w, x, begin, end, panel, sink);
     if (w.kind != Kind::f32 && rows > 4) return multiply_integer_tiles(w, x, begin, end, panel, sink);
 #endif
     multiply_vectors<max_rows>(w, x, begin, end, panel, sink);

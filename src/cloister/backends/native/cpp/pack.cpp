@@ -66,7 +66,12 @@ void pack(Pool& pool, Kind kind, Source source, const void* data, int num_rows, 
                 read_chunk(kind, source, data, size_t(row) * inputs + size_t(start), count, row_bytes);
                 uint8_t* tile = codes + (size_t(place / 32) * chunks * 2 + size_t(chunk) * 2 + size_t(place % 32 / 16)) * size;
                 uint8_t* lane = tile + place % 16 * 4;
-                if (size == 1024) {
+                if (kind == Kind::w4a16) {
+                    for (int i = 0; i < 32; i++) {
+                        int at = place % 16 * 2 + i % 2;
+                        tile[i / 2 * 16 + at % 16] |= uint8_t(row_bytes[i] << (at / 16 * 4));
+                    }
+                } else if (size == 1024) {
                     for (int r = 0; r < 16; r++) memcpy(lane + r * 64, row_bytes + r * 4, 4);
                 } else {
                     for (int r = 0; r < 8; r++)

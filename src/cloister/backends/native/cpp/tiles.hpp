@@ -86,14 +86,38 @@ INLINE void multiply_run(const BlockPair& rows, const uint8_t* b, int chunks, bo
     }
 }
 
-static void multiply_bf16_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
+// One chunk, or one half of it, of tiles that are unpacked as they come.
+template <Tiles kind, bool lower> INLINE void multiply_piece(const BlockPair& rows, const uint8_t* tiles, int chunk, int half) {
+    _tile_loadd(6, tiles + 512 * half, 64);
+    _tile_loadd(7, tiles + 1024 + 512 * half, 64);
+    _tile_loadd(4, rows.upper + size_t(chunk) * rows.top * 64 + 32 * half, 64);
+    if constexpr (lower) _tile_loadd(5, rows.lower + size_t(chunk) * rows.bottom * 64 + 32 * half, 64);
+    multiply_tiles<kind, lower>();
+}
+
+// All chunks of a pair with tiles that are unpacked as they come.
+template <Tiles kind, bool lower> INLINE void multiply_packed_run(const Matrix& w, int panel, const BlockPair& rows) {
+    alignas(64) uint8_t scratch[2048];
+    const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
+    int step = 2 * tile_bytes(w.kind);
+    for (int chunk = 0; chunk < w.chunks; chunk++) {
+        prefetch_ahead(codes + size_t(chunk) * step + page, step);
+        const uint8_t* tiles = kind == Tiles::floats ? widened_tiles(w, panel, codes, chunk, scratch) : integer_tiles(w, panel, codes, chunk, scratch);
+        multiply_piece<kind, lower>(rows, tiles, chunk, 0);
+    }
+}
+
+static void multiply_float_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
     alignas(64) float c[32][32];
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
     for (int block = begin; block < end; block += 2) {
         BlockPair rows(x, block, end);
         configure_tiles(rows.top, rows.bottom, 16);
         clear_tiles();
-        if (rows.bottom) multiply_run<Tiles::floats, true>(rows, codes, w.chunks, block == begin);
+        bool packed = w.kind == Kind::w4a16;
+        if (packed && rows.bottom) multiply_packed_run<Tiles::floats, true>(w, panel, rows);
+        else if (packed) multiply_packed_run<Tiles::floats, false>(w, panel, rows);
+        else if (rows.bottom) multiply_run<Tiles::floats, true>(rows, codes, w.chunks, block == begin);
         else multiply_run<Tiles::floats, false>(rows, codes, w.chunks, block == begin);
         store_tiles(c, rows.bottom);
         finish_rows(w, x, panel, sink, block * 16, rows.num_rows(), [&](int r) INLINE_LAMBDA {
@@ -120,30 +144,14 @@ static void multiply_channel_tiles(const Matrix& w, const Rows& x, int begin, in
     }
 }
 
-// One chunk, or one half of it, of tiles that are unpacked as they come.
-template <Tiles kind, bool lower> INLINE void multiply_piece(const BlockPair& rows, const uint8_t* tiles, int chunk, int half) {
-    _tile_loadd(6, tiles + 512 * half, 64);
-    _tile_loadd(7, tiles + 1024 + 512 * half, 64);
-    _tile_loadd(4, rows.upper + size_t(chunk) * rows.top * 64 + 32 * half, 64);
-    if constexpr (lower) _tile_loadd(5, rows.lower + size_t(chunk) * rows.bottom * 64 + 32 * half, 64);
-    multiply_tiles<kind, lower>();
-}
-
 // QoQ for few rows: integers over all of K, unpacked chunk by chunk.
 static void multiply_packed_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
-    alignas(64) uint8_t scratch[2048];
     alignas(64) int32_t sums[32][32];
-    const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
-    int step = 2 * tile_bytes(w.kind);
     BlockPair rows(x, begin, end);
     configure_tiles(rows.top, rows.bottom, 16);
     clear_tiles();
-    for (int chunk = 0; chunk < w.chunks; chunk++) {
-        prefetch_ahead(codes + size_t(chunk) * step + page, step);
-        const uint8_t* tiles = integer_tiles(w, panel, codes, chunk, scratch);
-        if (rows.bottom) multiply_piece<Tiles::bytes, true>(rows, tiles, chunk, 0);
-        else multiply_piece<Tiles::bytes, false>(rows, tiles, chunk, 0);
-    }
+    if (rows.bottom) multiply_packed_run<Tiles::bytes, true>(w, panel, rows);
+    else multiply_packed_run<Tiles::bytes, false>(w, panel, rows);
     store_tiles(sums, rows.bottom);
     Channels channels(w, panel);
     finish_rows(w, x, panel, sink, begin * 16, rows.num_rows(), [&](int r) INLINE_LAMBDA {
