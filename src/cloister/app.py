@@ -13,7 +13,7 @@ import msgspec
 
 from cloister.backends import BACKENDS, native
 from cloister.backends.base import Backend, KVLayout, Weights
-from cloister.engine.machine import Machine, read_machine
+from cloister.engine.machine import Machine, read_machine, return_free_memory
 from cloister.engine.memory import budget_memory
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.models import LoadedModel, embedded_names, load, locate
@@ -141,6 +141,7 @@ async def _open_site(settings: Settings, gate: Gate, announce: Callable[[str], N
     except BaseException:
         await engine.drain(0.0)
         raise
+    return_free_memory()
     for line in describe_start(settings, engine.model, engine.memory, gate.notice()):
         announce(line)
     return Site(app, engine)
@@ -177,6 +178,8 @@ def build_engine(config: EngineConfig) -> EngineCore:
     cache = _weights_cache(config)
     model = load(path, name=None if is_local else config.model, digests=None if cache is None else cache / "digests.json")
     max_model_len = _max_model_len(config, model)
+    tokenizer = Tokenizer(model.path)
+    return_free_memory()  # before the weights are there, so that it does not count on top of them
     weights = _write_in_few_bits(config, model)
     backend = make_backend(config, machine)
     need = backend.need(model.spec, weights, block_size=config.block_size, max_batched_tokens=config.max_batched_tokens)
@@ -196,7 +199,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     return EngineCore(
         build_scheduler(config, info, budget.num_blocks),
         runner,
-        Output(Tokenizer(model.path), info),
+        Output(tokenizer, info),
         model=info,
         memory=list(budget.items),
     )

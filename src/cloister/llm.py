@@ -11,16 +11,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
 from cloister.app import Settings, build_engine, resolve_settings
 from cloister.engine import ThreadEngine
 from cloister.privacy import Gate
-from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.clock import WallClock
 from cloister.types.errors import EngineError, InvalidRequestError
 from cloister.types.events import Event
 from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams, SequenceOutput, TokenLogprobs
+
+if TYPE_CHECKING:
+    from cloister.text import ChatTemplate
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -130,7 +132,7 @@ class LLM:
         self._max_open = max(1, min(config.max_waiting, 2 * config.max_num_seqs))
         self.model: ModelInfo = core.model
         self.memory = core.memory
-        self.tokenizer = Tokenizer(Path(core.model.path))
+        self.tokenizer = core.tokenizer  # one of 150,000 entries takes 30 MiB
         self._template: ChatTemplate | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="cloister-llm", daemon=True)
@@ -290,6 +292,8 @@ class LLM:
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
         if self._template is None:
+            from cloister.text import ChatTemplate  # brings jinja2, which a program that renders nothing can do without
+
             self._template = ChatTemplate.load(Path(self.model.path))
         text = self._template.render([dict(message) for message in messages], [dict(tool) for tool in tools or ()] or None)
         return self.tokenizer.encode(text, False)

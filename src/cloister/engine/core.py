@@ -11,6 +11,7 @@ from cloister.engine.faults import describe
 from cloister.engine.inbox import Inbox
 from cloister.engine.output import Output
 from cloister.sched import Scheduler
+from cloister.text import Tokenizer
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import EngineError
 from cloister.types.events import Abort, Ended, Event, FrontMessage, Outputs, Shutdown, Stepped, Submit
@@ -70,6 +71,11 @@ class EngineCore:
         self._open: set[str] = set()
         self._drain_by_s: float | None = None
         self._num_failures = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the model, for whoever shares this process."""
+        return self._output.tokenizer
 
     def run(self, emit: Callable[[Outputs], None]) -> None:
         """Steps until it is told to shut down; `emit` gets what each step brought.

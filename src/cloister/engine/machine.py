@@ -6,6 +6,7 @@ cgroup-v1/memory.rst and scheduler/sched-bwc.rst.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Iterator
@@ -52,6 +53,16 @@ def read_machine(root: Path = Path("/"), num_affine_cpus: int | None = None) -> 
         available_bytes=min(available, cgroup_available),
         limited_by="cgroup" if cgroup_available < available else "host",
     )
+
+
+def return_free_memory() -> None:
+    """Gives the system what was freed and is still held for later, where the C library can (malloc_trim(3)).
+
+    Reading a tokenizer of 150,000 entries leaves 50 MiB of it behind.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def _affine_cpus() -> int:

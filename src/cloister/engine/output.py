@@ -105,7 +105,7 @@ class Output:
     """
 
     def __init__(self, tokenizer: Tokenizer, model: ModelInfo) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._max_model_len = model.max_model_len
         self._streams: dict[int, _Stream] = {}
         self._num_cached: dict[str, int] = {}
@@ -145,7 +145,7 @@ class Output:
         return [self._go_on(event) for event in progressed.values()] + outputs
 
     def _open(self, new: NewSequence, index: int) -> _Stream:
-        return _Stream(new, index, self._tokenizer, self._max_model_len)
+        return _Stream(new, index, self.tokenizer, self._max_model_len)
 
     def _keep_prompt(self, seq_id: int, start: int, entries: list[TokenLogprobs]) -> None:
         """Files log-probabilities by position: a prompt that was preempted is computed again from its start."""
@@ -191,7 +191,7 @@ class Output:
 
     def _spell(self, entry: TokenLogprobs) -> TokenLogprobs:
         """Attaches the bytes of the tokens."""
-        spell = self._tokenizer.token_bytes
+        spell = self.tokenizer.token_bytes
         return msgspec.structs.replace(
             entry, text=spell(entry.token_id), top_texts=tuple(spell(token_id) for token_id, _ in entry.top)
         )

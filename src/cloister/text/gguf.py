@@ -6,6 +6,7 @@ expression with a name cuts out; "llama" is SentencePiece's BPE, whose merges fo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +37,10 @@ class GGUFSource:
         if kind not in _KINDS:
             raise ModelError(f"{self._path.name} has a tokenizer of kind {kind!r}; supported are: {', '.join(_KINDS)}")
         return _KINDS[kind](self._file, _read_vocabulary(self._file))
+
+    def tokenizer_text(self) -> tuple[dict[str, Any], bytes]:
+        settings = self.tokenizer()
+        return settings, json.dumps(settings).encode()
 
     def config(self) -> dict[str, Any]:
         tokens = _read_vocabulary(self._file).tokens

@@ -38,11 +38,11 @@ class Tokenizer:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         source = open_source(self._path)
-        settings, config = source.tokenizer(), source.config()
-        self.special = SpecialTokens.parse(settings, config)
-        self.spelling: Spelling = read_spelling(settings.get("decoder"))
-        self._tokenizer = _build(settings, self.special)
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        (head, content), config = source.tokenizer_text(), source.config()
+        self.special = SpecialTokens.parse(head, config)
+        self.spelling: Spelling = read_spelling(head.get("decoder"))
+        self._tokenizer = _build(content, head, self.special)
+        self.vocab_size = _count_ids(self._tokenizer)
         self._adds_bos: bool | None = config.get("add_bos_token")
         self._token_bytes: dict[int, bytes] = {}
 
@@ -125,7 +125,8 @@ class _GuardedTokenizer:
     def __init__(self, settings: Mapping[str, Any], special: SpecialTokens) -> None:
         nonce = secrets.token_hex(16)
         self._names = {text: f"<{nonce}:{place}>" for place, text in enumerate(special.control_texts)}
-        self._tokenizer = _build(_renamed(settings, self._names), special, self._names)
+        renamed = _renamed(settings, self._names)
+        self._tokenizer = _build(json.dumps(renamed).encode(), renamed, special, self._names)
         self._controls = re.compile("|".join(re.escape(text) + _unmarked(text) for text in self._names) or NOTHING)
 
     def encode_plain(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -138,15 +139,21 @@ class _GuardedTokenizer:
         return self.encode_plain(named.replace(MARK, ""), add_special_tokens)
 
 
-def _build(settings: Mapping[str, Any], special: SpecialTokens, names: Mapping[str, str] | None = None) -> tokenizers.Tokenizer:
-    """Makes a tokenizer that neither cuts nor pads, with the added tokens that only tokenizer_config.json has."""
+def _build(
+    content: bytes, head: Mapping[str, Any], special: SpecialTokens, names: Mapping[str, str] | None = None
+) -> tokenizers.Tokenizer:
+    """Makes a tokenizer that neither cuts nor pads, with the added tokens that only tokenizer_config.json has.
+
+    Args:
+        content: tokenizer.json, of which `head` has the added tokens.
+    """
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(settings))
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"the model's tokenizer cannot be used: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    known = {token["id"] for token in settings.get("added_tokens") or []}
+    known = {token["id"] for token in head.get("added_tokens") or []}
     for token_id in sorted(special.added.keys() - known):
         text = (names or {}).get(special.added[token_id], special.added[token_id])
         control = token_id in special.control_ids
@@ -155,6 +162,14 @@ def _build(settings: Mapping[str, Any], special: SpecialTokens, names: Mapping[s
         if tokenizer.token_to_id(text) != token_id:
             raise ModelError("tokenizer.json and tokenizer_config.json number their added tokens differently")
     return tokenizer
+
+
+def _count_ids(tokenizer: tokenizers.Tokenizer) -> int:
+    """Returns one more than the largest id, without a second vocabulary where ids have no gap."""
+    count = tokenizer.get_vocab_size(with_added_tokens=True)
+    if all(tokenizer.id_to_token(token_id) is not None for token_id in range(count)):
+        return count
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
 def _renamed(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
