@@ -137,6 +137,18 @@ def test_a_step_takes_no_more_memory_than_was_named() -> None:
     assert program.buffer_bytes < need.activations_bytes < 2 * program.buffer_bytes
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("head_dim", [64, 512, 1024])
+def test_what_each_thread_takes_is_named_whatever_the_size_of_heads(head_dim: int, kernels: str) -> None:
+    spec = replace(make_spec(hidden=32, intermediate=16, heads=(1, 1), head_dim=head_dim, num_layers=1), max_positions=64)
+    weights = RandomWeights(spec)
+    backend = NativeBackend(num_threads=12, device="cpu", dtype="bfloat16", kernels=kernels)
+    program = backend.build(spec, weights, KVLayout(4, 16))
+    Driver(program, 4, 16).run("a", [1, 2, 3])
+    need = backend.need(spec, weights, block_size=16, max_batched_tokens=3)
+    assert program.buffer_bytes < need.activations_bytes < 1.5 * program.buffer_bytes
+
+
 @pytest.mark.parametrize("missing", ["token_ids", "positions", "query_starts", "context_lens", "block_tables", "parents"])
 def test_a_batch_whose_arrays_do_not_fit_together_is_refused(missing: str) -> None:
     driver = build_native(SPECS["narrow"], RandomWeights(SPECS["narrow"]))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 
 from cloister.backends.base import BACKENDS, Backend
 from cloister.types.errors import ConfigError
 from cloister.types.threat import ThreatProfile
 
-_WHY_NOT = (
-    "the native kernels were not compiled; install a C++ compiler (Debian: apt install g++) and reinstall Cloister, or install "
-    "the extra cloister[torch] and choose the back end torch"
-)
+_WAYS_ON = "reinstall Cloister, or install the extra cloister[torch] and choose the back end torch"
 
 THREAT = ThreatProfile(
     row="paging, continuous batching, chunked prefill, TP, SP",
@@ -27,8 +24,14 @@ THREAT = ThreatProfile(
 
 
 def available() -> str | None:
-    """Returns why the kernels cannot be used here, or None when they can."""
-    return None if find_spec("cloister.backends.native._native") is not None else _WHY_NOT
+    """Returns why the kernels cannot be used here, or None when they can; it loads them to see."""
+    try:
+        import_module("cloister.backends.native._native")
+    except ModuleNotFoundError:
+        return f"the native kernels were not compiled; install a C++ compiler (Debian: apt install g++) and {_WAYS_ON}"
+    except ImportError as error:
+        return f"the native kernels cannot be loaded ({error}); {_WAYS_ON}"
+    return None
 
 
 @BACKENDS.register("native", THREAT)
@@ -48,8 +51,10 @@ def make_native_backend(
         kernels: an instruction set in place of the best that the processor has.
 
     Raises:
-        ConfigError: the device is not a CPU, the type is unknown, or the kernels were not compiled.
+        ConfigError: the device is not a CPU, the type is unknown, or the kernels are not usable.
     """
+    if (reason := available()) is not None:
+        raise ConfigError(reason, param="backend")
     from cloister.backends.native.backend import NativeBackend  # loads the kernels: only when it was chosen
 
     if numerics != "exact":

@@ -6,25 +6,17 @@ import math
 from pathlib import Path
 
 from cloister.backends.base import KVLayout, MemoryNeed, Weights
-from cloister.backends.native.packing import LAYOUT, Kind, Packer
-from cloister.backends.spec import DecoderSpec
-from cloister.types.errors import ConfigError
-
-try:
-    from cloister.backends.native import _native
-except ImportError as error:  # pragma: no cover - an installation without a compiler
-    raise ConfigError(
-        "the native kernels were not compiled; install a C++ compiler (Debian: apt install g++) and reinstall Cloister, "
-        "or install the extra cloister[torch] and choose the back end torch",
-        param="backend",
-    ) from error
-
+from cloister.backends.native import _native
 from cloister.backends.native.model import PackedModel, pack_model
+from cloister.backends.native.packing import LAYOUT, Kind, Packer
 from cloister.backends.native.program import KV_KINDS, NativeProgram
 from cloister.backends.native.store import PackedStore
+from cloister.backends.spec import DecoderSpec, LayerSpec
+from cloister.types.errors import ConfigError
 
 NUMERICS = 2  # raise it when an answer may change in its last bit
-_SCRATCH_BYTES = 2 << 20  # per thread: gathered keys, scores, an unpacked panel
+_NUM_BUFFERS = 11  # of a program, each of whole pages
+_HUGE_PAGE = 2 << 20  # what a buffer of more than that is a whole number of (cpp/program.cpp)
 _MOST_PARTIAL_BYTES = 64 << 20  # cpp/program.cpp
 
 
@@ -84,7 +76,7 @@ class NativeBackend:
                 for layer in spec.layers
             ),
             activations_bytes=max_batched_tokens * _row_bytes(spec)
-            + self._pool.num_threads * _SCRATCH_BYTES
+            + self._pool.num_threads * _scratch_bytes(spec, self.kernels)
             + _partial_bytes(spec, max_batched_tokens, self._pool.num_threads)
             + _rotation_bytes(spec),
         )
@@ -120,6 +112,19 @@ def _row_bytes(spec: DecoderSpec) -> int:
         for layer in spec.layers
     )
     return 12 * spec.hidden_size + widest
+
+
+def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
+    """Bytes that one thread works in: gathered keys, scores, an unpacked panel, candidates of a draw; and a row of its own."""
+
+    def widest(layer: LayerSpec) -> int:
+        heads, kv_heads, head_dim = layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim
+        inputs = max(spec.hidden_size, heads * head_dim, layer.mlp.intermediate_size)
+        return _native.scratch_bytes(kernels, heads, kv_heads, head_dim, inputs, spec.vocab_size)
+
+    size = max(map(widest, set(spec.layers)))
+    page = 4096 if size <= _HUGE_PAGE else _HUGE_PAGE
+    return -(-size // page) * page + 4 * spec.hidden_size + _NUM_BUFFERS * 4096
 
 
 def _partial_bytes(spec: DecoderSpec, max_batched_tokens: int, num_threads: int) -> int:
