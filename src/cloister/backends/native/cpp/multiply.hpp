@@ -235,16 +235,25 @@ INLINE const uint8_t* integer_tiles(const Matrix& w, int panel, const uint8_t* c
     return scratch;
 }
 
-// One tile of w4a16 as bfloat16, rounded as a tensor is that was dequantised before.
+// One tile of w4a16 as bfloat16, rounded as a tensor is that was dequantised before: (code - zero) * scale + offset. With a scale
+// of 11 bits zero * scale is exact, and one fused operation does for two.
 INLINE void widen_tile(const Matrix& w, int panel, int half, const uint8_t* packed, int group, uint8_t* tile) {
     size_t at = (size_t(panel) * w.groups + group) * 32 + 16 * half;
     f32x16 scales = group_scale(w, at), zeros = w.zeros ? to_f32(widen(load<u8x16>(w.zeros + at))) : set(float(w.zero_point));
+    f32x16 low_scales = twice(scales, 0), high_scales = twice(scales, 1), low_zeros = twice(zeros, 0), high_zeros = twice(zeros, 1);
+    if (!w.wide_scales && !w.offsets) {
+        f32x16 low_shift = -low_zeros * low_scales, high_shift = -high_zeros * high_scales;
+        UNROLL for (int r = 0; r < 16; r++) {
+            i32x16 bytes = widen(load<u8x16>(packed + 16 * r));
+            store_pair(tile + 64 * r, fma(low_code(bytes), low_scales, low_shift), fma(to_f32(bytes >> 4), high_scales, high_shift));
+        }
+        return;
+    }
     f32x16 offsets = w.offsets ? load<f32x16>(w.offsets + at) : f32x16{};
-    for (int r = 0; r < 16; r++, packed += 16, tile += 64) {
-        i32x16 bytes = widen(load<u8x16>(packed));
-        f32x16 low = (to_f32(bytes & 15) - twice(zeros, 0)) * twice(scales, 0) + twice(offsets, 0);
-        f32x16 high = (to_f32(bytes >> 4) - twice(zeros, 1)) * twice(scales, 1) + twice(offsets, 1);
-        store_pair(tile, low, high);
+    for (int r = 0; r < 16; r++) {
+        i32x16 bytes = widen(load<u8x16>(packed + 16 * r));
+        store_pair(tile + 64 * r, (low_code(bytes) - low_zeros) * low_scales + twice(offsets, 0),
+                   (to_f32(bytes >> 4) - high_zeros) * high_scales + twice(offsets, 1));
     }
 }
 

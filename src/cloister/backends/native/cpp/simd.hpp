@@ -170,6 +170,14 @@ INLINE f32x16 twice(f32x16 v, int half) {
     return both;
 #endif
 }
+// The lower four bits of each lane as a number.
+INLINE f32x16 low_code(i32x16 v) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_permutexvar_ps((__m512i)v, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+#else
+    return to_f32(v & 15);
+#endif
+}
 // Thirty-two numbers as bfloat16, one after the other.
 INLINE void store_pair(uint8_t* out, f32x16 low, f32x16 high) {
 #if defined(__AVX512BF16__)
