@@ -40,7 +40,7 @@ class GivenWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
-    def bits(self, name: str) -> float | None:
+    def form(self, name: str) -> None:
         return None
 
     def read(self, name: str) -> Tensor:

@@ -33,7 +33,7 @@ class BlankWeights:
     def shape(self, name):
         return self._tensors[name].shape
 
-    def bits(self, name):
+    def form(self, name):
         return None
 
     def read(self, name):

@@ -42,7 +42,7 @@ class Dequantised:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._weights.shape(name)
 
-    def bits(self, name: str) -> float | None:
+    def form(self, name: str) -> None:
         return None
 
     def read(self, name: str) -> npt.NDArray[Any]:

@@ -7,6 +7,7 @@ own numbers; what the reader makes of the file must equal that exactly.
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cloister.backends.tensors import GroupedTensor, dequantized
+from cloister.backends.tensors import GroupedTensor, dequantized, stored_bits
 from cloister.models import load
+from cloister.models.quantized.fp8 import multiply
 from cloister.types.errors import ModelError
 from tests.driving import build
 from tests.model_factory import make_model
@@ -127,7 +129,8 @@ def float8(name: str, block: tuple[int, int] | None, scale_shape: Callable[[int]
         else:
             scales = rng.random((-(-num_out // block[0]), -(-num_in // block[1])), np.float32) * np.float32(0.001)
             spread = np.kron(scales, np.ones(block, np.float32))[:num_out, :num_in]
-        return {"weight": values, name: scales}, values.astype(np.float32) * spread
+        product = (values.astype(np.float32) * spread).astype(ml_dtypes.bfloat16)
+        return {"weight": values, name: scales}, product.astype(np.float32)
 
     return export
 
@@ -233,8 +236,8 @@ def test_every_weight_equals_its_reference_in_every_bit(case: str, tmp_path: Pat
     assert len(expected) == 14
     for stored, weight in expected.items():
         found = dequantized(weights.read(canonical(stored)))
-        assert found.dtype == np.float32
-        assert np.array_equal(found, weight), stored
+        assert found.dtype == (ml_dtypes.bfloat16 if "fp8" in case else np.float32)
+        assert np.array_equal(found.astype(np.float32), weight), stored
         assert weights.shape(canonical(stored)) == weight.shape
 
 
@@ -247,6 +250,18 @@ def test_logits_are_those_of_the_reference_weights(case: str, tmp_path: Path) ->
     save_file(tensors, plain / "model.safetensors")
     few, whole = (build(model.spec, model.weights).run("a", list(range(30))) for model in map(load, (tmp_path / "few", plain)))
     assert few.tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("block", [None, (128, 128)])
+def test_fp8_is_read_without_a_copy_of_more_bits(block: tuple[int, int] | None) -> None:
+    codes = np.ones((2048, 1024), ml_dtypes.float8_e4m3fn)
+    scale = np.full((16, 8) if block else (2048, 1), 0.5, np.float32)
+    tracemalloc.start()
+    weight = multiply(codes, scale, block)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (weight == 0.5).all()
+    assert peak_bytes < weight.nbytes + (4 << 20)  # 8 MiB more where all of it goes through float32
 
 
 @pytest.mark.parametrize(
@@ -277,8 +292,10 @@ def test_rounded_inputs_may_come_with_4_bit_weights(tmp_path: Path) -> None:
 def test_memory_is_counted_before_anything_is_read(tmp_path: Path) -> None:
     write(tmp_path, *CASES["gptq 4 bits"])
     weights = load(tmp_path).weights
-    assert weights.bits("layers.0.up.weight") == 4 + (16 + 8) / 32
-    assert weights.bits("embed.weight") is None
+    form = weights.form("layers.0.up.weight")
+    assert form is not None
+    assert stored_bits(form) == 4 + (16 + 8) / 32
+    assert weights.form("embed.weight") is None
 
 
 def test_a_group_may_name_its_modules(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_format_comes_back_as_it_was_written(name: str, activations: str | Non
         assert type(again) is type(tensor)
         assert np.array_equal(dequantized(again), dequantized(tensor)), key
         assert activations_of(again) == activations_of(tensor)
-        assert (found.weights.bits(key) is None) == isinstance(tensor, np.ndarray)
+        assert (found.weights.form(key) is None) == isinstance(tensor, np.ndarray)
     tokens = list(range(40))
     assert build(found.spec, found.weights).run("a", tokens).tobytes() == build(source.spec, weights).run("a", tokens).tobytes()
 

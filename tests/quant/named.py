@@ -19,7 +19,7 @@ class NamedTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
-    def bits(self, name: str) -> float | None:
+    def form(self, name: str) -> None:
         return None
 
     def read(self, name: str) -> Tensor:

@@ -41,7 +41,7 @@ def test_a_model_is_written_and_what_it_costs_is_said(
     for row in report["after"]:
         assert row["perplexity"] == pytest.approx(report["perplexity_before"] + row["difference"], abs=1e-3)
         assert 0.2 < row["greedy_agreement"] < 1
-    assert load(out).weights.bits("layers.0.q.weight") is not None
+    assert load(out).weights.form("layers.0.q.weight") is not None
 
 
 def test_people_get_a_table(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.spec import DecoderSpec
-from cloister.backends.tensors import Tensor
+from cloister.backends.tensors import QuantizedTensor, Tensor
 from cloister.types.registry import Registry
 
 IntArray = npt.NDArray[np.int32]
@@ -44,8 +44,8 @@ class Weights(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def bits(self, name: str) -> float | None:
-        """Returns the bits that a quantised tensor takes per weight, scales included; None for one that comes as numbers."""
+    def form(self, name: str) -> QuantizedTensor | None:
+        """Returns a row [1, in] of the kind that `read` returns, not its values, unread; None for what comes as numbers."""
         ...
 
     def read(self, name: str) -> Tensor:

@@ -6,7 +6,7 @@ kernel is tested against.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -97,6 +97,7 @@ class ProgressiveTensor:
         return self.integers().astype(np.float32) * self.channel_scales[:, None]
 
 
+QuantizedTensor: TypeAlias = GroupedTensor | ProgressiveTensor
 Tensor: TypeAlias = npt.NDArray[Any] | GroupedTensor | ProgressiveTensor
 """What `Weights.read` returns: float32, float16 or ml_dtypes.bfloat16, or one of the quantised kinds."""
 
@@ -104,6 +105,25 @@ Tensor: TypeAlias = npt.NDArray[Any] | GroupedTensor | ProgressiveTensor
 def dequantized(tensor: Tensor) -> npt.NDArray[Any]:
     """Returns the tensor as numbers: itself, or its reference dequantisation in float32."""
     return tensor.dequantize() if isinstance(tensor, GroupedTensor | ProgressiveTensor) else tensor
+
+
+def take_rows(tensor: QuantizedTensor, rows: slice) -> QuantizedTensor:
+    """Returns some outputs of a matrix, as views."""
+    if isinstance(tensor, ProgressiveTensor):
+        return replace(
+            tensor,
+            codes=tensor.codes[rows],
+            channel_scales=tensor.channel_scales[rows],
+            group_scales=tensor.group_scales[rows],
+            zeros=tensor.zeros[rows],
+        )
+    return replace(
+        tensor,
+        codes=tensor.codes[rows],
+        scales=tensor.scales[rows],
+        zeros=None if tensor.zeros is None else tensor.zeros[rows],
+        offsets=None if tensor.offsets is None else tensor.offsets[rows],
+    )
 
 
 def activations_of(tensor: Tensor) -> Activations:

@@ -113,7 +113,7 @@ class _Even:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def bits(self, name: str) -> float | None:
+    def form(self, name: str) -> None:
         return None
 
     def read(self, name: str) -> Tensor:

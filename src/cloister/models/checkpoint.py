@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from cloister.backends.spec import DecoderSpec
-from cloister.backends.tensors import Tensor, dequantized
+from cloister.backends.tensors import QuantizedTensor, Tensor, dequantized
 from cloister.models.config import read_json
 from cloister.models.decoder import tensor_shapes
 from cloister.models.digest import Digests
@@ -35,8 +35,8 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def bits(self, name: str) -> float | None:
-        return self._entries[name].bits
+    def form(self, name: str) -> QuantizedTensor | None:
+        return self._entries[name].form()
 
     def read(self, name: str) -> Tensor:
         return self._entries[name].read()

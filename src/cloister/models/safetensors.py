@@ -48,8 +48,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     start: int
 
-    @property
-    def bits(self) -> None:
+    def form(self) -> None:
         """Of a quantised tensor; this is not one."""
         return
 

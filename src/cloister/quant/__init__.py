@@ -3,7 +3,8 @@
 Importing this package registers every format in `FORMATS`.
 """
 
-from cloister.quant.base import FORMATS, FormatOptions, KVDtype, NumberFormat, QuantizedTensor, read_activations
+from cloister.backends.tensors import QuantizedTensor
+from cloister.quant.base import FORMATS, FormatOptions, KVDtype, NumberFormat, read_activations
 from cloister.quant.int4 import make_int4
 from cloister.quant.int8 import make_int8
 from cloister.quant.qoq import make_qoq

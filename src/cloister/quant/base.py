@@ -9,13 +9,12 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import Activations, GroupedTensor, ProgressiveTensor
+from cloister.backends.tensors import Activations, GroupedTensor, QuantizedTensor
 from cloister.types.errors import ConfigError
 from cloister.types.registry import Registry
 from cloister.types.threat import ThreatProfile
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
-QuantizedTensor: TypeAlias = GroupedTensor | ProgressiveTensor
 KVDtype: TypeAlias = Literal["bfloat16", "int8", "int4"]
 
 THREAT = ThreatProfile(row="paging, continuous batching, chunked prefill, TP, SP", residue="none of its own: weights only")

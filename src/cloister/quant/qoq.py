@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
+from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, QuantizedTensor
 from cloister.quant.base import (
     FORMATS,
     THREAT,
     FloatArray,
     FormatOptions,
     KVDtype,
-    QuantizedTensor,
     choose_group_size,
     fit_group_size,
     from_columns,

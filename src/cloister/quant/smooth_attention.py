@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec, LayerSpec
-from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor
+from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, QuantizedTensor, Tensor
 from cloister.quant.base import FloatArray
 from cloister.quant.folding import FloatTensors, key_factors
 
@@ -68,8 +68,8 @@ class SmoothedKeys:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._weights.shape(name)
 
-    def bits(self, name: str) -> float | None:
-        return self._weights.bits(name)
+    def form(self, name: str) -> QuantizedTensor | None:
+        return self._weights.form(name)
 
     def read(self, name: str) -> Tensor:
         tensor, parts = self._weights.read(name), name.split(".", 2)

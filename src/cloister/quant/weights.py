@@ -8,7 +8,7 @@ import numpy as np
 
 from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
-from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor, stored_bits
+from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, QuantizedTensor, Tensor
 from cloister.quant.base import NumberFormat
 from cloister.quant.smooth_attention import SmoothedKeys
 
@@ -43,13 +43,13 @@ class QuantizedWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._weights.shape(name)
 
-    def bits(self, name: str) -> float | None:
-        stored = self._weights.bits(name)
+    def form(self, name: str) -> QuantizedTensor | None:
+        stored = self._weights.form(name)
         if stored is not None or not (is_projection(name) or name in VOCABULARY):
             return stored
         row = np.zeros((1, self._weights.shape(name)[1]), np.float32)
         written = quantize_tensor(name, row, self._format)
-        return None if isinstance(written, np.ndarray) else stored_bits(written)
+        return None if isinstance(written, np.ndarray) else written
 
     def read(self, name: str) -> Tensor:
         return quantize_tensor(name, self._weights.read(name), self._format)

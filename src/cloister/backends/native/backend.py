@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from cloister.backends.base import KVLayout, MemoryNeed, Weights
 from cloister.backends.native import _native
-from cloister.backends.native.model import PackedModel, pack_model
+from cloister.backends.native.model import PackedModel, pack_model, packed_model_bytes
 from cloister.backends.native.packing import LAYOUT, Kind, Packer
 from cloister.backends.native.program import KV_KINDS, NativeProgram
 from cloister.backends.native.store import PackedStore
@@ -65,10 +64,8 @@ class NativeBackend:
 
     def need(self, spec: DecoderSpec, weights: Weights, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
         """Says what `build` and `forward` will take (`backends.base.Backend.need`)."""
-        dense = 32.0 if self._dense is Kind.F32 else 16.0
-        bits = sum(math.prod(weights.shape(name)) * (weights.bits(name) or dense) for name in weights.names())
         return MemoryNeed(
-            weights_bytes=round(bits / 8),
+            weights_bytes=packed_model_bytes(spec, weights, self._dense),
             kv_block_bytes=sum(
                 _native.kv_block_bytes(
                     KV_KINDS[self._kv_dtype], layer.attention.num_kv_heads, layer.attention.head_dim, block_size

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.base import Weights
-from cloister.backends.native.packing import PackedMatrix, Packer
+from cloister.backends.native.packing import Kind, PackedMatrix, Packer, packed_bytes
 from cloister.backends.spec import DecoderSpec, LayerSpec
 from cloister.backends.tensors import Tensor, dequantized
 
@@ -42,6 +42,35 @@ class PackedModel:
     head: PackedMatrix | None
     norm: FloatArray
     layers: tuple[PackedLayer, ...]
+
+
+def packed_model_bytes(spec: DecoderSpec, weights: Weights, dense: Kind) -> int:
+    """Returns the bytes that `pack_model` will take, from what each matrix becomes; nothing large is read."""
+
+    def matrix(*names: str, has_bias: bool = False) -> int:
+        rows = [_form_row(weights, f"{name}.weight") for name in names]
+        heights = [weights.shape(f"{name}.weight")[0] for name in names]
+        return packed_bytes(rows, sum(heights), dense, has_bias=has_bias)
+
+    def layer(number: int, layer: LayerSpec) -> int:
+        attention, mlp, at = layer.attention, layer.mlp, f"layers.{number}"
+        gate_up = [_form_row(weights, f"{at}.{name}.weight") for name in ("gate", "up")]
+        norms = 2 * spec.hidden_size + 2 * attention.head_dim * attention.qk_norm
+        return (
+            matrix(f"{at}.q", f"{at}.k", f"{at}.v", has_bias=attention.qkv_bias)
+            + matrix(f"{at}.o", has_bias=attention.output_bias)
+            + packed_bytes(gate_up, -(-mlp.intermediate_size // 16) * 32, dense, has_bias=mlp.bias)
+            + matrix(f"{at}.down", has_bias=mlp.bias)
+            + 4 * norms
+        )
+
+    ends = matrix("embed") + (0 if spec.tied_embeddings else matrix("head")) + 4 * spec.hidden_size
+    return ends + sum(layer(number, each) for number, each in enumerate(spec.layers))
+
+
+def _form_row(weights: Weights, name: str) -> Tensor:
+    form = weights.form(name)
+    return np.zeros((1, weights.shape(name)[1]), np.float32) if form is None else form
 
 
 def pack_model(spec: DecoderSpec, weights: Weights, packer: Packer) -> PackedModel:

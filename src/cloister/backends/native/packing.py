@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from cloister.backends.native import _native
 from cloister.backends.native.memory import ByteArray, reserve
-from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor
+from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, QuantizedTensor, Tensor, take_rows
 
 LAYOUT = 2  # raise it when packed bytes change their meaning
 PANEL = 32
+_CHUNK = 1 << 18  # numbers that are dequantised at once: they stay in a core's own cache
 _SUM_LENGTH = 32  # the kernels keep sums of inputs for groups of this length and its multiples
 IntArray = npt.NDArray[np.int32]
 
@@ -140,11 +141,34 @@ def _places(start: int, end: int) -> IntArray:
     return np.arange(start, end, dtype=np.int32)
 
 
+def packed_bytes(rows: Sequence[Tensor], outputs: int, dense: Kind, *, has_bias: bool) -> int:
+    """Returns the bytes that matrices take packed as one, for a row [1, in] of each (`Weights.form`).
+
+    Args:
+        outputs: of all together, in the order that they are packed in.
+        dense: kind of what becomes numbers.
+    """
+    rows = _alike([_supported(row) for row in rows])
+    kind = dense if isinstance(rows[0], np.ndarray) else _kind_of(rows[0])
+    beside: int = sum(columns[0].shape[1] * columns[0].itemsize for columns in _metadata(rows).values())
+    padded = -(-outputs // PANEL) * PANEL
+    return _native.packed_bytes(int(kind), outputs, rows[0].shape[1]) + padded * (beside + 4 * has_bias)
+
+
 def _supported(tensor: Tensor) -> Tensor:
     """Returns the tensor, or its dequantisation in bfloat16 where no kernel computes on its codes."""
     if isinstance(tensor, np.ndarray):
         return tensor
-    return tensor if _has_kernel(tensor) else tensor.dequantize().astype(ml_dtypes.bfloat16)
+    return tensor if _has_kernel(tensor) else _as_numbers(tensor)
+
+
+def _as_numbers(tensor: QuantizedTensor) -> npt.NDArray[Any]:
+    """Returns a tensor in bfloat16, made some rows at a time, so that nothing of float32 is ever as large as it."""
+    numbers = np.empty(tensor.shape, ml_dtypes.bfloat16)
+    step = max(1, _CHUNK // tensor.shape[1])
+    for top in range(0, len(numbers), step):
+        numbers[top : top + step] = take_rows(tensor, slice(top, top + step)).dequantize()
+    return numbers
 
 
 def _has_kernel(tensor: GroupedTensor | ProgressiveTensor) -> bool:
@@ -170,7 +194,7 @@ def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     kinds = {(type(t), None) if isinstance(t, np.ndarray) else (_kind_of(t), t.group_size) for t in tensors}
     if len(kinds) == 1:
         return tensors
-    return [t if isinstance(t, np.ndarray) else t.dequantize().astype(ml_dtypes.bfloat16) for t in tensors]
+    return [t if isinstance(t, np.ndarray) else _as_numbers(t) for t in tensors]
 
 
 def _kind_of(tensor: GroupedTensor | ProgressiveTensor) -> Kind:

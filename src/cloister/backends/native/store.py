@@ -53,7 +53,7 @@ class PackedStore:
     def save(self, identity: str, model: PackedModel) -> bool:
         """Writes a model; returns False when it is too small to be worth it, or there is no room or no right to write."""
         arrays = dict(_arrays(model))
-        if sum(array.nbytes for array in arrays.values()) < _LEAST_BYTES:
+        if array_bytes(model) < _LEAST_BYTES:
             return False
         path = self._path(identity)
         scratch = path.with_suffix(f".{os.getpid()}")
@@ -76,6 +76,11 @@ class PackedStore:
     def _path(self, identity: str) -> Path:
         name = hashlib.sha256(f"{LAYOUT}\0{identity}".encode()).hexdigest()[:32]
         return self._directory / f"{name}.packed"
+
+
+def array_bytes(model: PackedModel) -> int:
+    """Returns the bytes of all arrays of a model."""
+    return sum(array.nbytes for _, array in _arrays(model))
 
 
 def _arrays(model: PackedModel) -> Iterator[tuple[str, Array]]:

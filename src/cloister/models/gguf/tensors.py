@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import GroupedTensor, Tensor, stored_bits
+from cloister.backends.tensors import GroupedTensor, QuantizedTensor, Tensor
 from cloister.models.gguf.blocks import NAMES_OF_OTHERS, TYPES, BlockType, Bytes, PlainType
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile
@@ -39,12 +39,15 @@ class GGUFEntry:
     def num_bytes(self) -> int:
         return math.prod(self.shape) // self.type.block_size * self.type.block_bytes
 
-    @property
-    def bits(self) -> float | None:
-        """Bits per weight as a kernel keeps them: 4 or 8, and a scale in each group; None for numbers."""
+    def form(self) -> QuantizedTensor | None:
+        """Returns a row of zeros as it is unpacked; None for numbers."""
         if isinstance(self.type, PlainType):
             return None
-        return stored_bits(self._unpack(np.zeros((1, self.type.block_bytes), np.uint8), self.type))
+        row = np.zeros((1, self.shape[-1] // self.type.block_size * self.type.block_bytes), np.uint8)
+        unpacked = self._unpack(row, self.type)
+        if self.type.group_size == self.type.block_size:
+            return unpacked
+        return replace(unpacked, scales=np.full_like(unpacked.scales, 1 / 3))  # products of two numbers fit no float16
 
     def read(self) -> Tensor:
         """Returns the tensor; numbers stay mapped, blocks are unpacked.
@@ -101,8 +104,8 @@ class GGUFWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def bits(self, name: str) -> float | None:
-        return self._entries[name].bits
+    def form(self, name: str) -> QuantizedTensor | None:
+        return self._entries[name].form()
 
     def read(self, name: str) -> Tensor:
         return self._entries[name].read()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from cloister.backends.tensors import GroupedTensor
 from cloister.models.config import ConfigFields
-from cloister.models.quantized.base import Matrix, Parts, Stored, count_bits, resolve_group_size, unless_symmetric
+from cloister.models.quantized.base import Matrix, Parts, Stored, form_row, resolve_group_size, unless_symmetric
 from cloister.models.quantized.packing import Codes, unpack_rows
 from cloister.models.safetensors import FLOATS, TensorEntry
 from cloister.types.errors import ModelError
@@ -45,6 +45,9 @@ class AWQScheme:
         scales = parts.take("scales", FLOATS, (num_groups, num_out))
         parts.drop_zero_bias()
 
+        def form() -> GroupedTensor:
+            return form_row(num_in, 4, group_size, scales, "bfloat16", has_zeros=zeros is not None)
+
         def assemble() -> GroupedTensor:
             return GroupedTensor(
                 codes=np.ascontiguousarray(unpack_outputs(weight.read()).T),
@@ -56,7 +59,7 @@ class AWQScheme:
                 activations="bfloat16",
             )
 
-        return Matrix(shape, count_bits(4, group_size, scales, zeros is not None), assemble)
+        return Matrix(shape, form, assemble)
 
 
 def unpack_outputs(words: npt.NDArray[Any]) -> Codes:

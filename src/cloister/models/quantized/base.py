@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import Tensor
+from cloister.backends.tensors import Activations, GroupedTensor, QuantizedTensor, Tensor
 from cloister.models.safetensors import TensorEntry
 from cloister.types.errors import ModelError
 
@@ -21,14 +21,14 @@ class Stored(Protocol):
 
     Attributes:
         shape: of the tensor itself, whatever it is stored as.
-        bits: what it takes per weight in a back end, scales included; None for numbers.
     """
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    @property
-    def bits(self) -> float | None: ...
+    def form(self) -> QuantizedTensor | None:
+        """Returns a row [1, in] of the kind that `read` returns, not its values; None for numbers."""
+        ...
 
     def read(self) -> Tensor: ...
 
@@ -55,7 +55,7 @@ class Matrix:
     """A matrix that is put together from its parts when it is read (protocol `Stored`)."""
 
     shape: tuple[int, ...]
-    bits: float | None
+    form: Callable[[], QuantizedTensor | None]
     assemble: Callable[[], Tensor]
 
     def read(self) -> Tensor:
@@ -121,10 +121,29 @@ def resolve_group_size(group_size: int, module: str, num_inputs: int) -> int:
     return size
 
 
-def count_bits(bits: int, group_size: int, scales: TensorEntry, has_zeros: bool) -> float:
-    """Returns the bits per weight of a matrix of groups (`backends.tensors.stored_bits`, without reading it)."""
-    of_scale = 16 if scales.dtype == "F16" and scales.shape[-1] != 1 else 32
-    return bits + (of_scale + 8 * has_zeros) / group_size
+def form_row(
+    num_in: int,
+    bits: int,
+    group_size: int,
+    scales: TensorEntry,
+    activations: Activations,
+    *,
+    has_zeros: bool,
+    order: npt.NDArray[np.int32] | None = None,
+) -> GroupedTensor:
+    """Returns a row of the kind that a matrix of groups is (`Stored.form`); scales that no float16 may hold count as wide."""
+    shape = 1, num_in // group_size
+    scale = 1.0 if scales.dtype == "F16" else 1 / 3
+    return GroupedTensor(
+        codes=np.zeros((1, num_in), np.uint8),
+        scales=np.full(shape, scale, np.float32),
+        zeros=np.zeros(shape, np.uint8) if has_zeros else None,
+        offsets=None,
+        bits=bits,
+        group_size=group_size,
+        activations=activations,
+        order=order,
+    )
 
 
 def read_order(indexes: npt.NDArray[Any], group_size: int, module: str) -> npt.NDArray[np.int32] | None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from cloister.backends.tensors import Activations, GroupedTensor, ProgressiveTensor
 from cloister.models.config import ConfigFields
-from cloister.models.quantized.base import Matrix, Parts, Stored, count_bits, read_order, resolve_group_size, unless_symmetric
+from cloister.models.quantized.base import Matrix, Parts, Stored, form_row, read_order, resolve_group_size, unless_symmetric
 from cloister.models.quantized.fp8 import E4M3, take_float8
 from cloister.models.quantized.groups import Groups, WeightArguments, read_groups
 from cloister.models.quantized.packing import Codes, unpack_rows
@@ -67,14 +67,21 @@ def take_packed(parts: Parts, shape: tuple[int, int], arguments: WeightArguments
     indexes = parts.take("weight_g_idx", ("I32",), (num_in,)) if parts.has("weight_g_idx") else None
     parts.drop("weight_shape")
 
+    def order_of() -> npt.NDArray[np.int32] | None:
+        return None if indexes is None else read_order(indexes.read(), group_size, parts.module)
+
+    def form() -> GroupedTensor:
+        activations, has_zeros = arguments.activations, zeros is not None
+        return form_row(num_in, bits, group_size, scales, activations, has_zeros=has_zeros, order=order_of())
+
     def assemble() -> GroupedTensor:
-        order = None if indexes is None else read_order(indexes.read(), group_size, parts.module)
+        order = order_of()
         codes = np.ascontiguousarray(unpack_rows(packed.read(), bits)[:, :num_in])
         found = None if zeros is None else unless_symmetric(unpack_rows(zeros.read().T, bits).T[:num_out], bits)
         codes = codes if order is None else codes[:, order]
         return _grouped(codes, scales.read(), found, bits, group_size, arguments.activations, order)
 
-    return Matrix(shape, count_bits(bits, group_size, scales, zeros is not None), assemble)
+    return Matrix(shape, form, assemble)
 
 
 def take_int8(parts: Parts, shape: tuple[int, int], arguments: WeightArguments) -> Matrix:
@@ -88,6 +95,9 @@ def take_int8(parts: Parts, shape: tuple[int, int], arguments: WeightArguments) 
     if not arguments.symmetric:
         zeros = parts.take("weight_zero_point", ("I8",), (num_out, num_groups), *(((1,), ()) if num_groups == 1 else ()))
 
+    def form() -> GroupedTensor:
+        return form_row(num_in, 8, group_size, scales, arguments.activations, has_zeros=zeros is not None)
+
     def assemble() -> GroupedTensor:
         found = None
         if zeros is not None:
@@ -95,7 +105,7 @@ def take_int8(parts: Parts, shape: tuple[int, int], arguments: WeightArguments) 
             found = unless_symmetric(found, 8)
         return _grouped(_unsigned(weight.read()), scales.read(), found, 8, group_size, arguments.activations, None)
 
-    return Matrix(shape, count_bits(8, group_size, scales, zeros is not None), assemble)
+    return Matrix(shape, form, assemble)
 
 
 def take_progressive(parts: Parts, shape: tuple[int, int]) -> Matrix:
@@ -107,13 +117,19 @@ def take_progressive(parts: Parts, shape: tuple[int, int]) -> Matrix:
     zeros = parts.take("qoq_zeros", ("U8",), group_scales.shape)
     group_size = resolve_group_size(num_in // max(1, group_scales.shape[-1]), parts.module, num_in)
 
+    def form() -> ProgressiveTensor:
+        beside = np.zeros((1, num_in // group_size), np.uint8)
+        return ProgressiveTensor(
+            np.zeros((1, num_in), np.uint8), np.ones(1, np.float32), beside + np.uint8(1), beside, group_size
+        )
+
     def assemble() -> ProgressiveTensor:
         codes = np.empty(shape, np.uint8)
         codes[:, 0::2], codes[:, 1::2] = packed.read() & 15, packed.read() >> 4
         scales = np.asarray(channel_scales.read(), np.float32)
         return ProgressiveTensor(codes, scales, group_scales.read(), zeros.read(), group_size)
 
-    return Matrix(shape, 4 + 16 / group_size + 32 / num_in, assemble)
+    return Matrix(shape, form, assemble)
 
 
 def _grouped(

@@ -1,7 +1,7 @@
 """FP8 checkpoints (Micikevicius et al. 2022): e4m3 with a scale per tensor, per output, or per block of 128 x 128.
 
-No kernel of ours computes in FP8, so such a matrix is handed on in float32, each product of value and scale rounded once. That
-takes 4 bytes a weight while it is read, one matrix at a time; what stays is what the back end makes of it.
+No kernel of ours computes in FP8, so such a matrix is handed on in bfloat16, each product of value and scale rounded to float32
+and then to bfloat16, some rows at a time: 2 bytes a weight while it is read, one matrix at a time.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -18,6 +19,8 @@ from cloister.models.safetensors import FLOATS, TensorEntry
 from cloister.types.errors import ModelError
 
 E4M3 = ("F8_E4M3",)
+_CHUNK = 1 << 18  # numbers at once: they stay in a core's own cache
+_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _RECORDS = ("activation_scheme", "activation_scale_ub", "ignored_layers", "modules_to_not_convert", "scale_fmt", "dequantize")
 """Of how inputs would be rounded, which ours are not, and of modules that are plain, as the file shows."""
 
@@ -44,15 +47,30 @@ def take_float8(parts: Parts, shape: tuple[int, int], block: tuple[int, int] | N
     shapes = ((), (1,), (shape[0],), (shape[0], 1)) if block is None else (_blocks(shape, block),)
     scale = parts.take(name, FLOATS, *shapes)
     parts.drop("input_scale", "input_scale_ub")
-    return Matrix(shape, None, lambda: weight.read().astype(np.float32) * spread(scale.read(), shape, block))
+    return Matrix(shape, lambda: None, lambda: multiply(weight.read(), scale.read(), block))
 
 
-def spread(scale: npt.NDArray[Any], shape: tuple[int, int], block: tuple[int, int] | None) -> npt.NDArray[np.float32]:
-    """Returns scales that broadcast over a matrix [out, in]."""
+def multiply(codes: npt.NDArray[Any], scale: npt.NDArray[Any], block: tuple[int, int] | None) -> npt.NDArray[Any]:
+    """Returns the matrix [out, in] that FP8 numbers and their scales stand for, in bfloat16."""
+    weight = np.empty(codes.shape, ml_dtypes.bfloat16)
     scale = np.asarray(scale, np.float32)
+    values = np.ascontiguousarray(codes).view(np.uint8)
+    step = max(1, _CHUNK // codes.shape[1])
+    for top in range(0, len(weight), step):
+        rows = slice(top, min(top + step, len(weight)))
+        weight[rows] = _VALUES[values[rows]] * spread(scale, rows, codes.shape, block)
+    return weight
+
+
+def spread(
+    scale: npt.NDArray[np.float32], rows: slice, shape: tuple[int, ...], block: tuple[int, int] | None
+) -> npt.NDArray[np.float32]:
+    """Returns scales that broadcast over some rows of a matrix [out, in]."""
     if block is None:
-        return scale.reshape(-1, 1)
-    return scale.repeat(block[0], 0)[: shape[0]].repeat(block[1], 1)[:, : shape[1]]
+        scale = scale.reshape(-1, 1)
+        return scale if len(scale) == 1 else scale[rows]
+    blocks: npt.NDArray[np.float32] = scale[np.arange(rows.start, rows.stop) // block[0]]
+    return blocks.repeat(block[1], 1)[:, : shape[1]]
 
 
 def read_fp8(fields: ConfigFields) -> FP8Scheme:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from cloister.backends.tensors import GroupedTensor
 from cloister.models.config import ConfigFields
-from cloister.models.quantized.base import Matrix, Parts, Stored, count_bits, read_order, resolve_group_size, unless_symmetric
+from cloister.models.quantized.base import Matrix, Parts, Stored, form_row, read_order, resolve_group_size, unless_symmetric
 from cloister.models.quantized.packing import unpack_columns, unpack_rows
 from cloister.models.safetensors import FLOATS, TensorEntry
 from cloister.types.errors import ModelError
@@ -54,8 +55,14 @@ class GPTQScheme:
         indexes = parts.take("g_idx", ("I32",), (num_in,)) if parts.has("g_idx") else None
         parts.drop_zero_bias()
 
+        def order_of() -> npt.NDArray[np.int32] | None:
+            return None if indexes is None else read_order(indexes.read(), group_size, module)
+
+        def form() -> GroupedTensor:
+            return form_row(num_in, self.bits, group_size, scales, "bfloat16", has_zeros=True, order=order_of())
+
         def assemble() -> GroupedTensor:
-            order = None if indexes is None else read_order(indexes.read(), group_size, module)
+            order = order_of()
             codes = unpack_columns(weight.read(), self.bits)
             stored_zeros = unpack_rows(zeros.read(), self.bits).T + np.uint8(self.zero_offset)
             return GroupedTensor(
@@ -69,7 +76,7 @@ class GPTQScheme:
                 order=order,
             )
 
-        return Matrix(shape, count_bits(self.bits, group_size, scales, True), assemble)
+        return Matrix(shape, form, assemble)
 
 
 def read_gptq(fields: ConfigFields) -> GPTQScheme:

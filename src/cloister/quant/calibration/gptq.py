@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import ProgressiveTensor, Tensor
-from cloister.quant.base import THREAT, FloatArray, NumberFormat, QuantizedTensor, reciprocal
+from cloister.backends.tensors import ProgressiveTensor, QuantizedTensor, Tensor
+from cloister.quant.base import THREAT, FloatArray, NumberFormat, reciprocal
 from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF
 from cloister.quant.calibration.statistics import InputStatistics
 from cloister.quant.calibration.trial import LayerTrial

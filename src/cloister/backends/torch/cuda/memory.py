@@ -9,6 +9,7 @@ import torch
 
 from cloister.backends.base import MemoryNeed, Weights
 from cloister.backends.spec import DecoderSpec, LayerSpec
+from cloister.backends.tensors import QuantizedTensor, stored_bits
 from cloister.backends.torch.cache import slot_size
 
 PARTIAL_BYTES: Final = 64 << 20
@@ -23,7 +24,7 @@ def device_need(
     spec: DecoderSpec, weights: Weights, dtype: torch.dtype, *, block_size: int, max_batched_tokens: int, is_exact: bool
 ) -> MemoryNeed:
     """Says what a program takes of the current CUDA device (`backends.base.Backend.need`)."""
-    bits = sum(math.prod(weights.shape(name)) * (weights.bits(name) or 8.0 * dtype.itemsize) for name in weights.names())
+    bits = sum(math.prod(weights.shape(name)) * _bits(weights.form(name), dtype) for name in weights.names())
     slots = sum(slot_size(layer.attention) for layer in spec.layers)
     num_rows = max(max_batched_tokens, CAPTURED_SEQS)
     return MemoryNeed(
@@ -32,6 +33,10 @@ def device_need(
         activations_bytes=num_rows * _row_bytes(spec, dtype) + _fixed_bytes(spec, is_exact),
         available_bytes=torch.cuda.mem_get_info()[0],
     )
+
+
+def _bits(form: QuantizedTensor | None, dtype: torch.dtype) -> float:
+    return 8.0 * dtype.itemsize if form is None else stored_bits(form)
 
 
 def _row_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:

@@ -1,0 +1,78 @@
+"""What the native back end says that it will take, against what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cloister.backends.native import _native
+from cloister.backends.native.backend import NativeBackend
+from cloister.backends.native.model import pack_model
+from cloister.backends.native.packing import Kind, Packer
+from cloister.backends.native.store import array_bytes
+from cloister.backends.spec import DecoderSpec
+from cloister.backends.tensors import GroupedTensor, QuantizedTensor, Tensor, take_rows
+from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
+from tests.driving import RandomWeights, make_spec
+
+SPEC = make_spec(hidden=256, intermediate=172, heads=(8, 2), head_dim=32, num_layers=2, qk_norm=True)
+WIDE = replace(SPEC, layers=tuple(replace(layer, mlp=replace(layer.mlp, intermediate_size=256)) for layer in SPEC.layers))
+
+
+class Coded:
+    """Weights (`backends.base.Weights`) whose layers' matrices are codes of some kind."""
+
+    def __init__(self, spec: DecoderSpec, bits: int, group_size: int, activations: str, *, ordered: bool, only: str) -> None:
+        self._plain = RandomWeights(spec)
+        self._kind = bits, group_size, activations
+        self._ordered, self._only = ordered, only
+
+    def names(self) -> Sequence[str]:
+        return self._plain.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._plain.shape(name)
+
+    def form(self, name: str) -> QuantizedTensor | None:
+        found = self.read(name)
+        return None if isinstance(found, np.ndarray) else take_rows(found, slice(0, 1))
+
+    def read(self, name: str) -> Tensor:
+        shape = self.shape(name)
+        parts = name.split(".")
+        if len(shape) != 2 or parts[0] != "layers" or parts[2] not in self._only.split():
+            return self._plain.read(name)
+        bits, group_size, activations = self._kind
+        order = np.arange(shape[1], dtype=np.int32)[::-1].copy() if self._ordered else None
+        scales = np.full((shape[0], shape[1] // group_size), 1 / 3, np.float32)
+        codes = np.ones(shape, np.uint8)
+        return GroupedTensor(codes, scales, np.zeros(scales.shape, np.uint8), None, bits, group_size, activations, order)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.read(name)) for name in self.names())
+
+
+EVERY = "q k v o gate up down"
+CASES = {
+    "4 bits that meet bfloat16": Coded(WIDE, 4, 32, "bfloat16", ordered=False, only=EVERY),
+    "4 bits, act-order": Coded(WIDE, 4, 32, "bfloat16", ordered=True, only=EVERY),
+    "4 bits, groups of 16": Coded(WIDE, 4, 16, "int8", ordered=False, only=EVERY),
+    "8 bits that meet bfloat16": Coded(WIDE, 8, 64, "bfloat16", ordered=False, only=EVERY),
+    "8 bits in groups": Coded(WIDE, 8, 64, "int8", ordered=False, only=EVERY),
+    "numbers beside codes in one matrix": Coded(WIDE, 4, 32, "int8", ordered=False, only="q k gate o"),
+    "numbers": RandomWeights(SPEC),
+    **{name: QuantizedWeights(RandomWeights(WIDE), FORMATS.get(name)(FormatOptions())) for name in FORMATS.names()},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_weights_take_what_was_named_whatever_becomes_of_them(case: str, dtype: str) -> None:
+    weights, spec = CASES[case], SPEC if case == "numbers" else WIDE
+    backend = NativeBackend(num_threads=1, device="cpu", dtype=dtype)
+    named = backend.need(spec, weights, block_size=16, max_batched_tokens=16).weights_bytes
+    packed = pack_model(spec, weights, Packer(_native.Pool(1), Kind.F32 if dtype == "float32" else Kind.BF16))
+    assert named == array_bytes(packed)
