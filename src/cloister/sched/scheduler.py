@@ -6,6 +6,7 @@ known plus what is drafted (rule 1). Pure: no I/O, no clock, no arrays, no rando
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,7 +47,18 @@ class SchedulerConfig:
 class _Step:
     """A step while it is filled, and until it is committed."""
 
-    __slots__ = ("budget", "forked", "is_held_up", "may_admit", "now", "parts", "plan", "prefill_level")
+    __slots__ = (
+        "budget",
+        "forked",
+        "is_held_up",
+        "level",
+        "may_admit",
+        "now",
+        "parts",
+        "plan",
+        "prefill_level",
+        "streams_since_s",
+    )
 
     def __init__(self, plan: StepPlan, budget: StepBudget, now: float) -> None:
         self.plan = plan
@@ -59,6 +71,10 @@ class _Step:
         """The most urgent level that prefills in this step."""
         self.is_held_up = False
         self.may_admit = True
+        self.level: int | None = None
+        """The level that is being planned."""
+        self.streams_since_s = math.inf
+        """When the first of the decodes in this step began; a more urgent level's count as older than any prompt."""
 
     def planned(self) -> set[int]:
         """Returns the ids of the sequences that are in this step."""
@@ -66,9 +82,27 @@ class _Step:
 
     def enter(self, level: int) -> None:
         """From here on sequences of `level` are planned; they must not slow down the prefill of a more urgent one."""
+        if self.level is not None and level > self.level and self.streams_since_s < math.inf:
+            self.streams_since_s = -math.inf
+        self.level = level
         if self.prefill_level is not None and level > self.prefill_level and not self.is_held_up:
             self.is_held_up = True
             self.budget.bound_by_slack(LEVEL_SLACK)
+
+    def add_stream(self, sequence: Sequence) -> None:
+        """Says that a sequence decodes in this step; prompts that come later than its first token must not stall it."""
+        first_s = sequence.group.first_token_s
+        self.streams_since_s = min(self.streams_since_s, -math.inf if first_s is None else first_s)
+
+    def fit(self, sequence: Sequence, start: int, num_wanted: int) -> int:
+        """Returns how many positions of a prompt may be computed in what is left of the step.
+
+        Streams are protected from prompts that arrive while they run. A prompt that had arrived before any of them began
+        came in one burst with them, or waits in a queue that none of them had to stand in for longer: pacing it would make
+        some wait for the evenness of others, and leave steps with few decodes (`burst_stall`).
+        """
+        burst = sequence.group.arrival_s <= self.streams_since_s
+        return self.budget.fit(start, num_wanted, strict=self.prefill_level is not None, burst=burst)
 
 
 class Scheduler:
@@ -252,13 +286,14 @@ class Scheduler:
         for sequence in decodes:
             if step.is_held_up and not step.budget.admits(sequence.num_planned):
                 return
-            self._extend(step, sequence, 1)
+            if self._extend(step, sequence, 1):
+                step.add_stream(sequence)
         if not step.is_held_up:
             step.budget.bound_by_decodes()
 
     def _extend_chunk(self, step: _Step, sequence: Sequence) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
-        num_tokens = step.budget.fit(sequence.num_planned, sequence.max_chunk, strict=step.prefill_level is not None)
+        num_tokens = step.fit(sequence, sequence.num_planned, sequence.max_chunk)
         if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
             step.prefill_level = self._policy.level(sequence)
 
@@ -278,7 +313,7 @@ class Scheduler:
             keys = self._roster.match_keys(sequence)
             hits = self.tree.match(keys) if self.tree is not None else []
             num_hit = len(hits) * self.pool.block_size
-            if not step.budget.fit(num_hit, len(sequence.token_ids) - num_hit, strict=step.prefill_level is not None):
+            if not step.fit(sequence, num_hit, len(sequence.token_ids) - num_hit):
                 return
             self.pool.share(hits)
             sequence.table = BlockTable(self.pool, hits)
