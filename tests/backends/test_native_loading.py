@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from cloister.backends import native
-from tests.native import _native
 
-WHOLE = Path(_native.__file__ or "")
+WHOLE = Path(pytest.importorskip("cloister.backends.native._native").__file__)
 ASK = """
 import sys
 import cloister.backends.native as native

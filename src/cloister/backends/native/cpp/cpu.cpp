@@ -55,11 +55,12 @@ std::vector<const Kernels*> usable_kernels() {
     bool vnni = avx512 && has(extended.c, 11);
     bool bf16 = vnni && has(more.a, 5);
     bool amx = bf16 && has(extended.d, 22) && has(extended.d, 24) && has(extended.d, 25) && (state >> 17 & 3) == 3;
-    if (amx && ask_for_tiles()) found.push_back(&kernels_amx);
-    if (bf16) found.push_back(&kernels_bf16);
-    if (vnni) found.push_back(&kernels_vnni);
-    if (avx512) found.push_back(&kernels_avx512);
-    if (avx2) found.push_back(&kernels_avx2);
+    // What the compiler could not make (CMakeLists.txt) is not there to be named.
+    if constexpr (CLOISTER_HAS_AMX) if (amx && ask_for_tiles()) found.push_back(&kernels_amx);
+    if constexpr (CLOISTER_HAS_BF16) if (bf16) found.push_back(&kernels_bf16);
+    if constexpr (CLOISTER_HAS_VNNI) if (vnni) found.push_back(&kernels_vnni);
+    if constexpr (CLOISTER_HAS_AVX512) if (avx512) found.push_back(&kernels_avx512);
+    if constexpr (CLOISTER_HAS_AVX2) if (avx2) found.push_back(&kernels_avx2);
     found.push_back(&kernels_scalar);
     return found;
 }
@@ -69,7 +70,8 @@ std::vector<const Kernels*> usable_kernels() {
     constexpr unsigned long dot_product = 1ul << 20;  // HWCAP_ASIMDDP (Documentation/arch/arm64/elf_hwcaps.rst)
     if (!(getauxval(AT_HWCAP) & dot_product)) return {&kernels_scalar};
 #endif
-    return {&kernels_neon, &kernels_scalar};
+    if constexpr (CLOISTER_HAS_NEON) return {&kernels_neon, &kernels_scalar};
+    else return {&kernels_scalar};
 }
 #else
 std::vector<const Kernels*> usable_kernels() { return {&kernels_scalar}; }
