@@ -232,6 +232,7 @@ def make_backend(config: EngineConfig, machine: Machine) -> Backend:
         kv_dtype=config.kv_dtype or (None if config.quant == NO_QUANT else number_format(config.quant).kv_dtype),
         numerics=config.numerics,
         store=_weights_cache(config),
+        store_bytes=round(config.weights_cache_mb * (1 << 20)),
     )
 
 

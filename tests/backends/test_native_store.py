@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import resource
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,7 @@ def _small_models_are_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(directory: Path, weights: object, identity: str = IDENTITY) -> bytes:
-    backend = NativeBackend(num_threads=1, device="cpu", dtype="bfloat16", store=directory)
+    backend = NativeBackend(num_threads=1, device="cpu", dtype="bfloat16", store=PackedStore(directory))
     program = backend.build(SPEC, weights, KVLayout(8, 16), identity=identity)  # type: ignore[arg-type]
     return Driver(program, 8, 16).run("a", list(range(40))).tobytes()
 
@@ -49,6 +53,93 @@ def test_only_their_owner_may_read_the_files(tmp_path: Path) -> None:
     (file,) = directory.iterdir()
     assert directory.stat().st_mode & 0o777 == 0o700
     assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_another_reader_packed_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(tmp_path, RandomWeights(SPEC))
+    monkeypatch.setattr(store, "READER", store.READER + 1)
+    with pytest.raises(KeyError):
+        start(tmp_path, GivenWeights({}))
+
+
+def keep(directory: Path, identity: str, most_files: float) -> bool:
+    """Saves the model under a name, where there is room for so many like it; returns whether it was kept."""
+    (file,) = directory.parent.joinpath("one").iterdir()
+    model = PackedStore(file.parent).load(f"{IDENTITY} BF16")
+    assert model is not None
+    size = sum(array.nbytes for _, array in store._arrays(model))
+    return PackedStore(directory, round((most_files - 1) * file.stat().st_size + size)).save(identity, model)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    start(tmp_path / "one", RandomWeights(SPEC))
+    return tmp_path / "kept"
+
+
+def kept(directory: Path) -> list[str]:
+    return [name for name in "abcd" if PackedStore(directory)._path(name).exists()]
+
+
+def test_the_model_used_longest_ago_makes_room(directory: Path) -> None:
+    assert keep(directory, "a", 2)
+    assert keep(directory, "b", 2)
+    for number, name in enumerate("ab"):
+        os.utime(PackedStore(directory)._path(name), (number, number))
+    assert PackedStore(directory).load("a") is not None  # the last one that was used
+    assert keep(directory, "c", 2)
+    assert kept(directory) == ["a", "c"]
+
+
+def test_a_model_that_somebody_reads_is_not_removed(directory: Path) -> None:
+    assert keep(directory, "a", 1)
+    with PackedStore(directory)._path("a").open("rb") as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        assert not keep(directory, "b", 1)
+        assert kept(directory) == ["a"]
+    assert keep(directory, "b", 1)
+    assert kept(directory) == ["b"]
+
+
+def test_a_model_larger_than_the_limit_is_not_kept_and_removes_nothing(directory: Path) -> None:
+    assert keep(directory, "a", 1)
+    assert not keep(directory, "b", 0.9)
+    assert kept(directory) == ["a"]
+
+
+def test_only_packed_models_are_removed(directory: Path) -> None:
+    directory.mkdir()
+    others = [directory / name for name in ("digests.json", "0" * 32, "0" * 32 + ".json", "x" * 32 + ".packed")]
+    for other in others:
+        other.write_bytes(bytes(1 << 20))
+    assert keep(directory, "a", 1)
+    assert all(other.exists() for other in others)
+
+
+def test_a_file_that_cannot_be_written_to_its_end_leaves_nothing(tmp_path: Path) -> None:
+    weights = RandomWeights(SPEC)
+    expected = start(tmp_path / "new", weights)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        assert start(tmp_path / "full", weights) == expected
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "full").iterdir()) == []
+
+
+def test_a_full_disk_is_no_obstacle(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount, umount = shutil.which("mount"), shutil.which("umount")
+    small = [str(mount), "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if mount is None or umount is None or subprocess.run(small, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root can make a disk of 64 KiB")
+    try:
+        assert start(disk, RandomWeights(SPEC)) == start(tmp_path / "new", RandomWeights(SPEC))
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run([umount, str(disk)], check=True)
 
 
 def change_header(file: Path, change: Callable[[dict[str, Any]], object]) -> None:

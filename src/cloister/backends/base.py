@@ -236,6 +236,7 @@ class BackendFactory(Protocol):
         dtype: "float32" or "bfloat16", of weights that come as numbers, and of activations; None for what suits it best.
         kv_dtype: of KV, one of "float32", "bfloat16", "int8", "int4"; None for `dtype`.
         store: directory in which it may keep what it made of weights; None keeps nothing.
+        store_bytes: what that may take.
     """
 
     def __call__(
@@ -247,6 +248,7 @@ class BackendFactory(Protocol):
         kv_dtype: str | None = None,
         numerics: str = "exact",
         store: Path | None = None,
+        store_bytes: int | None = None,
     ) -> Backend: ...
 
 

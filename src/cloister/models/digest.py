@@ -47,9 +47,12 @@ class Digests:
         scratch = self._path.with_suffix(f".{os.getpid()}")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            scratch.write_text(json.dumps(self._known, indent=0), encoding="utf-8")
+            with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+                json.dump(self._known, file, indent=0)  # which models somebody has is nobody else's business
             scratch.replace(self._path)
         except OSError:  # no room or no right to write: it is hashed again next time
+            pass
+        finally:
             with suppress(OSError):
                 scratch.unlink(missing_ok=True)
 

@@ -52,6 +52,9 @@ class EngineConfig:
     weights_cache: str = setting(
         "~/.cache/cloister", "Directory of packed weights, which make the next start quick; empty keeps none."
     )
+    weights_cache_mb: float = setting(
+        65536.0, "Disk that packed weights may take, in MiB; the ones used longest ago make room for others.", low=0
+    )
     num_threads: int | None = setting(None, "Threads for arithmetic.", low=1)
     max_model_len: int | None = setting(None, "Longest prompt and answer together, in tokens.", low=1)
     block_size: int = setting(16, "Positions in one KV block.", low=1, high=256)

@@ -43,6 +43,7 @@ def make_native_backend(
     kv_dtype: str | None = None,
     numerics: str = "exact",
     store: Path | None = None,
+    store_bytes: int | None = None,
     kernels: str | None = None,
 ) -> Backend:
     """Makes the native back end (`BackendFactory` says what the arguments mean).
@@ -56,8 +57,11 @@ def make_native_backend(
     if (reason := available()) is not None:
         raise ConfigError(reason, param="backend")
     from cloister.backends.native.backend import NativeBackend  # loads the kernels: only when it was chosen
+    from cloister.backends.native.store import MOST_BYTES, PackedStore
 
     if numerics != "exact":
         raise ConfigError("the native back end is always exact; numerics fast needs a CUDA device", param="numerics")
-    dtype = dtype or "bfloat16"
-    return NativeBackend(num_threads=num_threads, device=device, dtype=dtype, kv_dtype=kv_dtype, store=store, kernels=kernels)
+    packed = None if store is None else PackedStore(store, MOST_BYTES if store_bytes is None else store_bytes)
+    return NativeBackend(
+        num_threads=num_threads, device=device, dtype=dtype or "bfloat16", kv_dtype=kv_dtype, store=packed, kernels=kernels
+    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from cloister.backends.base import KVLayout, MemoryNeed, Weights
 from cloister.backends.native import _native
 from cloister.backends.native.model import PackedModel, pack_model, packed_model_bytes
@@ -27,7 +25,7 @@ class NativeBackend:
         device: "cpu".
         dtype: of weights that come as numbers, of activations and of KV: "float32" or "bfloat16".
         kv_dtype: of KV: None for `dtype`, or one of `KV_KINDS`.
-        store: directory of packed models; None keeps none.
+        store: where packed models are kept; None keeps none.
         kernels: an instruction set to use in place of the best that the processor has.
 
     Raises:
@@ -41,7 +39,7 @@ class NativeBackend:
         device: str,
         dtype: str,
         kv_dtype: str | None = None,
-        store: Path | None = None,
+        store: PackedStore | None = None,
         kernels: str | None = None,
     ) -> None:
         if device != "cpu":
@@ -59,7 +57,7 @@ class NativeBackend:
         self.kernels = kernels or names[0]
         self._dense = Kind.F32 if dtype == "float32" else Kind.BF16
         self._pool = _native.Pool(num_threads)
-        self._store = None if store is None else PackedStore(store)
+        self._store = store
         self.fingerprint = f"native-{NUMERICS}-{LAYOUT}-{self.kernels}-{dtype}-{self._kv_dtype}"
 
     def need(self, spec: DecoderSpec, weights: Weights, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:

@@ -6,9 +6,12 @@ lives on. Reading from the page cache takes about 0.2 s a gigabyte.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +26,10 @@ from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import PackedLayer, PackedModel
 from cloister.backends.native.packing import LAYOUT, Kind, PackedMatrix
 
+READER: Final = 1
+"""Raise it when reading a checkpoint, or packing it, comes to other bytes: files of the old number are then not used."""
+MOST_BYTES: Final = 64 << 30
+_OURS: Final = re.compile(r"[0-9a-f]{32}\.(packed|[0-9]+)")
 _MAGIC: Final = b"cloister packed\n"
 _ALIGNMENT: Final = 4096
 _LEAST_BYTES: Final = 32 << 20  # a smaller model is packed in less time than it takes to look for a file
@@ -36,22 +43,28 @@ class PackedStore:
 
     Args:
         directory: made when the first model is saved.
+        most_bytes: what files may take together. Those that were used longest ago make room for another one.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, most_bytes: int = MOST_BYTES) -> None:
         self._directory = directory
+        self._most_bytes = most_bytes
 
     def load(self, identity: str) -> PackedModel | None:
         """Returns the model saved under `identity`; None when there is none that is whole and of this layout."""
         try:
             with self._path(identity).open("rb") as file:
+                _use(file.fileno())
                 header = _read_header(file.read(len(_MAGIC) + 8), file)
                 return None if header is None else _assemble(header, _read_arrays(file.fileno(), header))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def save(self, identity: str, model: PackedModel) -> bool:
-        """Writes a model; returns False when it is too small to be worth it, or there is no room or no right to write."""
+        """Writes a model; returns False when it is too small to be worth it, or there is no room or no right to write.
+
+        A disk that is full does no harm: nothing of the file stays.
+        """
         arrays = dict(_arrays(model))
         if array_bytes(model) < _LEAST_BYTES:
             return False
@@ -61,7 +74,10 @@ class PackedStore:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left_behind in self._directory.glob(f"{path.stem}.[0-9]*"):  # by a process that was killed here
                 left_behind.unlink(missing_ok=True)
+            if not self._make_room(sum(array.nbytes for array in arrays.values()), path):
+                return False
             with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                _use(file.fileno())
                 _write(file, arrays, _describe(model))
                 file.flush()
                 os.fsync(file.fileno())  # a power cut must not leave the name without the bytes
@@ -73,8 +89,22 @@ class PackedStore:
                 scratch.unlink(missing_ok=True)
         return True
 
+    def _make_room(self, num_bytes: int, path: Path) -> bool:
+        """Removes files, those used longest ago first, until one of that size may come to `path`; returns whether it may."""
+        others = [file for file in self._directory.iterdir() if _OURS.fullmatch(file.name) and file != path]
+        if num_bytes > self._most_bytes:
+            return False
+        room = self._most_bytes - num_bytes - sum(file.stat().st_size for file in others)
+        for file in sorted(others, key=lambda file: file.stat().st_mtime_ns):
+            if room >= 0:
+                break
+            size = file.stat().st_size
+            if _remove_unused(file):
+                room += size
+        return room >= 0
+
     def _path(self, identity: str) -> Path:
-        name = hashlib.sha256(f"{LAYOUT}\0{identity}".encode()).hexdigest()[:32]
+        name = hashlib.sha256(f"{LAYOUT} {READER}\0{identity}".encode()).hexdigest()[:32]
         return self._directory / f"{name}.packed"
 
 
@@ -98,6 +128,35 @@ def _arrays(model: PackedModel) -> Iterator[tuple[str, Array]]:
                 yield f"{number}.{item.name}", value
 
 
+def _use(descriptor: int) -> None:
+    """Notes that a file is used now, and keeps others from removing it until it is closed."""
+    with suppress(OSError):  # a file system without locks or times
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        os.utime(descriptor)
+
+
+def _remove_unused(file: Path) -> bool:
+    """Removes a file unless somebody reads or writes it; returns whether it is gone."""
+    with file.open("rb") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        file.unlink(missing_ok=True)
+    return True
+
+
+def _take_room(descriptor: int, num_bytes: int) -> None:
+    """Gives a file its size at once, so that a disk without room says so before a gigabyte was written."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot
+            raise
+
+
 def _describe(model: PackedModel) -> dict[str, Any]:
     def matrix(value: PackedMatrix) -> list[int]:
         return [int(value.kind), value.outputs, value.inputs, value.group, value.zero_point]
@@ -116,6 +175,7 @@ def _write(file: Any, arrays: Mapping[str, Array], matrices: dict[str, Any]) -> 
         at += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     header = json.dumps({"arrays": places, "matrices": matrices, "num_bytes": at}).encode()
     start = -(-(len(_MAGIC) + 8 + len(header)) // _ALIGNMENT) * _ALIGNMENT
+    _take_room(file.fileno(), start + at)
     file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
     for name, array in arrays.items():
         file.seek(start + places[name][2])

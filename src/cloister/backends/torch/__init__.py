@@ -26,6 +26,7 @@ def make_torch_backend(
     kv_dtype: str | None = None,
     numerics: str = "exact",
     store: Path | None = None,  # noqa: ARG001 - it keeps nothing
+    store_bytes: int | None = None,  # noqa: ARG001
 ) -> Backend:
     """Makes the torch back end (`BackendFactory` says what the arguments mean).
 
