@@ -354,36 +354,46 @@ INLINE View view_of(const AttentionShape& shape, const Sequence& sequence, int r
     return {low < split_keys ? low : split_keys, high < 0 ? 0 : high < split_keys ? high : split_keys};
 }
 
-// Turns scores into weights e^(score - maximum); returns maximum and sum.
-template <bool floats>
-INLINE void soften(float* scores, int count, View view, uint8_t* weights, float* maximum, float* total) {
+// The largest score of a row among the keys that it sees; the others become minus infinity.
+INLINE float find_maximum(float* scores, int count, View view) {
+    // two running maxima, joined in one order: a vector that was not computed would have changed nothing
+    f32x16 most[2] = {set(nothing_yet), set(nothing_yet)};
+    if (view.low == 0 && view.high >= count) {
+        for (int j = 0; j < count; j += 32)
+            UNROLL for (int k = 0; k < 2; k++) most[k] = max(load<f32x16>(scores + j + 16 * k), most[k]);
+        return highest(max(most[0], most[1]));
+    }
     i32x16 lanes;
     for (int i = 0; i < 16; i++) lanes[i] = i;
-    // two running maxima and sums, joined in one order: a vector that was not computed would have added nothing
-    f32x16 most[2] = {set(nothing_yet), set(nothing_yet)};
-    bool open = view.low == 0 && view.high >= count;
     for (int j = 0; j < count; j += 32) {
         UNROLL for (int k = 0; k < 2; k++) {
-            f32x16 s = load<f32x16>(scores + j + 16 * k);
-            if (!open) {
-                i32x16 column = lanes + (j + 16 * k);
-                s = (column >= view.low) & (column < view.high) ? s : set(-INFINITY);
-                store(scores + j + 16 * k, s);
-            }
+            i32x16 column = lanes + (j + 16 * k);
+            f32x16 s = (column >= view.low) & (column < view.high) ? load<f32x16>(scores + j + 16 * k) : set(-INFINITY);
+            store(scores + j + 16 * k, s);
             most[k] = max(s, most[k]);
         }
     }
-    *maximum = highest(max(most[0], most[1]));
-    f32x16 shift = set(-*maximum * log2_e), sums[2] = {};
+    return highest(max(most[0], most[1]));
+}
+
+// Turns scores into weights e^(score - maximum); returns their sum.
+template <bool floats> INLINE float soften(const float* scores, int count, float maximum, uint8_t* weights) {
+    f32x16 shift = set(-maximum * log2_e), sums[2] = {};
     for (int j = 0; j < count; j += 32) {
+        f32x16 p[2];
         UNROLL for (int k = 0; k < 2; k++) {
-            f32x16 p = exp2(fma(load<f32x16>(scores + j + 16 * k), set(log2_e), shift));
-            sums[k] += p;
-            if constexpr (floats) store(weights + size_t(j + 16 * k) * 4, p);
-            else store(weights + size_t(j + 16 * k) * 2, to_bf16(p));
+            f32x16 x = fma(load<f32x16>(scores + j + 16 * k), set(log2_e), shift);
+            p[k] = floats ? exp2(x) : exp2_short(x);
+            sums[k] += p[k];
+        }
+        if constexpr (floats) {
+            store(weights + size_t(j) * 4, p[0]);
+            store(weights + size_t(j + 16) * 4, p[1]);
+        } else {
+            store_pair(weights + size_t(j) * 2, p[0], p[1]);
         }
     }
-    *total = sum(sums[0] + sums[1]);
+    return sum(sums[0] + sums[1]);
 }
 
 // Joins one split's result into a state [padded_dim] values, maximum, sum.
@@ -466,11 +476,14 @@ static void attend_rows(const AttentionTask& task, const Sequence& sequence, con
             const uint8_t* q = scratch.queries + size_t(first) * query_bytes;
             product(floats, q, query_bytes, rows, scratch.keys, split_keys * 4, floats ? padded : padded / 2, count, scratch.scores, split_keys);
             float maxima[query_rows], totals[query_rows];
+            auto maximum_of = [&](int r) INLINE_LAMBDA {
+                return find_maximum(scratch.scores + size_t(r) * split_keys, count, view_of(shape, sequence, task.begin + first + r, start));
+            };
+            maxima[0] = maximum_of(0);
             for (int r = 0; r < rows; r++) {
-                float* scores = scratch.scores + size_t(r) * split_keys;
-                int row = task.begin + first + r;
-                soften<floats>(scores, count, view_of(shape, sequence, row, start), scratch.weights + size_t(r) * split_keys * width,
-                               maxima + r, totals + r);
+                if (r + 1 < rows) maxima[r + 1] = maximum_of(r + 1);  // early, so that nothing waits for it
+                totals[r] = soften<floats>(scratch.scores + size_t(r) * split_keys, count, maxima[r],
+                                           scratch.weights + size_t(r) * split_keys * width);
             }
             product(floats, scratch.weights, split_keys * width, rows, scratch.values, size_t(padded) * 4, floats ? count : count / 2,
                     padded, scratch.outputs, size_t(padded));

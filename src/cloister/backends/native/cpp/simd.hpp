@@ -198,6 +198,13 @@ INLINE uint16_t to_bf16(float f) {
 INLINE f32x16 from_f16(u16x16 h) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+    __m128i codes[2];
+    memcpy(codes, &h, 32);
+    __m256 halves[2] = {_mm256_cvtph_ps(codes[0]), _mm256_cvtph_ps(codes[1])};
+    f32x16 r;
+    memcpy(&r, halves, 64);
+    return r;
 #else
     // exact also for subnormals: shift the exponent into place and multiply
     u32x16 w = __builtin_convertvector(h, u32x16);
@@ -240,22 +247,18 @@ INLINE i32x16 lanes(const IntSums& sums) { return load<i32x16>(&sums); }
 INLINE void add_quads(IntSums& sums, const uint8_t* b, int32_t a) {
 #if defined(__AVX512VNNI__)
     sums.at[0] = (i32p)_mm512_dpbusd_epi32((__m512i)sums.at[0], _mm512_loadu_si512(b), _mm512_set1_epi32(a));
+#elif defined(__AVX512BW__)
+    __m512i w = _mm512_loadu_si512(b), low = _mm512_set1_epi16(0xff), x = _mm512_set1_epi32(a);
+    __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), odd = _mm512_srai_epi16(x, 8);
+    sums.at[0] += (i32p)_mm512_add_epi32(_mm512_madd_epi16(_mm512_and_si512(w, low), even), _mm512_madd_epi16(_mm512_srli_epi16(w, 8), odd));
 #elif defined(__AVX2__)
-    int32_t even = int32_t(uint16_t(int16_t(int8_t(a)))) | int32_t(uint32_t(uint16_t(int16_t(int8_t(a >> 16)))) << 16);
-    int32_t odd = int32_t(uint16_t(int16_t(int8_t(a >> 8)))) | int32_t(uint32_t(uint16_t(int16_t(int8_t(a >> 24)))) << 16);
-#if defined(__AVX512BW__)
-    __m512i w = _mm512_loadu_si512(b), low = _mm512_set1_epi16(0xff);
-    __m512i s = _mm512_add_epi32(_mm512_madd_epi16(_mm512_and_si512(w, low), _mm512_set1_epi32(even)),
-                                 _mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_set1_epi32(odd)));
-    sums.at[0] += (i32p)s;
-#else
-    __m256i e = _mm256_set1_epi32(even), o = _mm256_set1_epi32(odd), low = _mm256_set1_epi16(0xff);
+    __m256i low = _mm256_set1_epi16(0xff), x = _mm256_set1_epi32(a);
+    __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
     UNROLL for (int p = 0; p < pieces; p++) {
         __m256i w = _mm256_loadu_si256((const __m256i*)(b + piece_bytes * p));
-        __m256i s = _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(w, low), e), _mm256_madd_epi16(_mm256_srli_epi16(w, 8), o));
-        sums.at[p] += (i32p)s;
+        sums.at[p] += (i32p)_mm256_madd_epi16(_mm256_and_si256(w, low), even);
+        sums.at[p] += (i32p)_mm256_madd_epi16(_mm256_srli_epi16(w, 8), odd);
     }
-#endif
 #elif defined(__ARM_FEATURE_DOTPROD)
     // the instruction has both sides signed: 128 is taken off every b, and the sum of a times that put back
     int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a)), middle = vdupq_n_s8(-128);
@@ -314,6 +317,19 @@ INLINE f32x16 exp2(f32x16 x) {
 #else
     u32x16 power = (u32x16)(__builtin_convertvector(whole, i32x16) + 127) << 23;
     return x <= -126.0f ? set(0.0f) : p * as_f32(power);
+#endif
+}
+
+// The same with a polynomial of degree 3 (relative error below 9e-5): for what is rounded to bfloat16 anyway.
+INLINE f32x16 exp2_short(f32x16 x) {
+#if defined(__AVX512F__)
+    f32x16 r = (f32x16)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+    f32x16 p = fma(r, set(7.70670633e-02f), set(2.27644955e-01f));
+    p = fma(p, r, set(6.95116801e-01f));
+    p = fma(p, r, set(1.0f));
+    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    return exp2(x);
 #endif
 }
 
