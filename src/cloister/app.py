@@ -182,7 +182,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     return_free_memory()  # before the weights are there, so that it does not count on top of them
     weights = _write_in_few_bits(config, model)
     backend = make_backend(config, machine)
-    need = backend.need(model.spec, weights, block_size=config.block_size, max_batched_tokens=config.max_batched_tokens)
+    need = backend.need(model.spec, weights, block_size=config.block_size, max_batched_tokens=_max_batched_tokens(config))
     budget = budget_memory(
         need,
         available_bytes=machine.available_bytes if need.available_bytes is None else need.available_bytes,
@@ -213,7 +213,7 @@ def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int) -> 
             max_model_len=model.max_model_len,
             max_num_seqs=config.max_num_seqs,
             policy=config.scheduler,
-            budget=BudgetConfig(config.max_batched_tokens, target_s, config.max_stall),
+            budget=BudgetConfig(_max_batched_tokens(config), target_s, config.max_stall),
             eos_token_ids=model.eos_token_ids,
             prefix_cache=bool(config.prefix_cache),
         ),
@@ -287,6 +287,11 @@ def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
             param="max_model_len",
         )
     return config.max_model_len or trained
+
+
+def _max_batched_tokens(config: EngineConfig) -> int:
+    """Tokens in one step: on a CPU a prompt in parts of 512 is no slower than whole, and buffers stay small."""
+    return config.max_batched_tokens or (512 if (config.device or "cpu") == "cpu" else 2048)
 
 
 def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> str:

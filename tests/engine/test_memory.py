@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from cloister.backends.base import MemoryNeed
 from cloister.engine.memory import MIB, MemoryBudget, budget_memory
 from cloister.types.errors import MemoryBudgetError
+from cloister.types.step import MAX_SCORED_ROWS
 
 NEED = MemoryNeed(weights_bytes=20 * MIB, kv_block_bytes=MIB // 4, activations_bytes=50 * MIB)
 
@@ -31,6 +33,13 @@ def test_every_item_is_named_and_they_add_up() -> None:
     assert [what for what, _ in found.items] == ["weights", "KV cache", "activations", "overhead"]
     assert dict(found.items)["KV cache"] == found.num_blocks * NEED.kv_block_bytes
     assert found.total_bytes <= 4096 * MIB
+
+
+def test_logits_of_every_sequence_and_of_scored_prompts_are_counted() -> None:
+    need = replace(NEED, logit_row_bytes=4 * 150_000)
+    sizes = {"available_bytes": 4096 * MIB, "block_size": 16, "max_model_len": 8192, "max_num_seqs": 64}
+    without, found = (dict(budget_memory(each, **sizes).items) for each in (NEED, need))
+    assert found["activations"] - without["activations"] >= (64 + MAX_SCORED_ROWS) * 4 * 150_000
 
 
 def test_a_large_machine_gives_every_sequence_full_length_and_no_more() -> None:

@@ -9,7 +9,7 @@ from cloister.runner import ModelRunner
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import EngineError
 from cloister.types.request import SamplingParams
-from cloister.types.step import Fork, NewSequence, SequencePlan, StepPlan
+from cloister.types.step import MAX_SCORED_ROWS, Fork, NewSequence, SequencePlan, StepPlan
 from tests.history_program import HistoryProgram, greedy_continuation, history_logits
 from tests.samplers import KERNELS, DrawingHistoryProgram
 
@@ -278,6 +278,33 @@ def test_prompt_logprobs_come_chunk_by_chunk():
     (sample,) = [s for s in second.samples if s.seq_id == 1]
     assert sample.logprobs is not None
     assert sample.logprobs[0].token_id == sample.token_ids[0] == sample.logprobs[0].top[0][0]
+
+
+class MeasuredHistoryProgram(HistoryProgram):
+    """Keeps how many rows of logits each forward was asked for."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.num_rows = []
+
+    def forward(self, batch):
+        self.num_rows.append(len(batch.logit_rows))
+        return super().forward(batch)
+
+
+def test_many_scored_prompts_never_ask_for_more_logits_than_were_counted():
+    program = MeasuredHistoryProgram(vocab_size=VOCAB, num_blocks=400, block_size=BLOCK)
+    runner = ModelRunner(program, vocab_size=VOCAB, max_model_len=256, block_size=BLOCK)
+    rng, count, sampling = np.random.default_rng(1), 200, SamplingParams(temperature=0, n=2, prompt_logprobs=0)
+    prompts = {seq_id: rng.integers(0, VOCAB, count).tolist() for seq_id in (1, 2, 3)}
+    parts = [part(seq_id, 0, count, blocks=range(60 * seq_id, 60 * seq_id + 50)) for seq_id in prompts]
+    arrivals = [new(seq_id, prompt, sampling) for seq_id, prompt in prompts.items()]
+    forks = [Fork(2, 12, 1), Fork(3, 13, 1)]
+    chosen, result = step(runner, *parts, arrivals=arrivals, forks=forks)
+    assert max(program.num_rows) <= MAX_SCORED_ROWS + len(prompts)
+    assert {seq_id: len(found) for seq_id, found in result.prompt_logprobs.items()} == dict.fromkeys(prompts, count - 1)
+    expected = {seq_id: greedy_continuation(prompt, 1, VOCAB) for seq_id, prompt in prompts.items()}
+    assert chosen == {**expected, 12: expected[2], 13: expected[3]}
 
 
 class GreedyHistoryProgram(HistoryProgram):

@@ -196,6 +196,7 @@ class MemoryNeed:
     """What a program will take, in bytes.
 
     Attributes:
+        logit_row_bytes: of the logits of one position, where `activations_bytes` does not count them.
         available_bytes: free memory of the device that it is taken from; None is the memory of this machine.
     """
 
@@ -203,6 +204,7 @@ class MemoryNeed:
     kv_block_bytes: int
     activations_bytes: int
     available_bytes: int | None = None
+    logit_row_bytes: int = 0
 
 
 class Backend(Protocol):

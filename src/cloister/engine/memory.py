@@ -8,6 +8,7 @@ from typing import Final
 
 from cloister.backends.base import MemoryNeed
 from cloister.types.errors import MemoryBudgetError
+from cloister.types.step import MAX_SCORED_ROWS
 
 MIB: Final = 2**20
 OVERHEAD_BYTES: Final = 384 * MIB
@@ -53,10 +54,11 @@ def budget_memory(
     Raises:
         MemoryBudgetError: it cannot fit; the message has the figure that would.
     """
-    left = available_bytes - need.weights_bytes - need.activations_bytes - overhead_bytes
+    activations_bytes = need.activations_bytes + need.logit_row_bytes * _logit_rows(max_num_seqs)
+    left = available_bytes - need.weights_bytes - activations_bytes - overhead_bytes
     if left <= 0:
         raise MemoryBudgetError(
-            f"weights ({_mib(need.weights_bytes)}), activations ({_mib(need.activations_bytes)}) and overhead "
+            f"weights ({_mib(need.weights_bytes)}), activations ({_mib(activations_bytes)}) and overhead "
             f"({_mib(overhead_bytes)}) need {_mib(available_bytes - left)}, but {_mib(available_bytes)} are available; "
             f"give it {_mib(available_bytes - left + need.kv_block_bytes)} or choose a smaller model",
             param="model",
@@ -70,10 +72,16 @@ def budget_memory(
     items = (
         ("weights", need.weights_bytes),
         ("KV cache", num_blocks * need.kv_block_bytes),
-        ("activations", need.activations_bytes),
+        ("activations", activations_bytes),
         ("overhead", overhead_bytes),
     )
     return MemoryBudget(items, num_blocks, why)
+
+
+def _logit_rows(max_num_seqs: int) -> int:
+    """Rows of logits that there are at once: one for each sequence and a copy where log-probabilities are asked for, and those
+    of scored prompts."""
+    return 2 * max_num_seqs + MAX_SCORED_ROWS
 
 
 def _default_blocks(block_bytes: int, left: int, blocks_per_seq: int, max_num_seqs: int) -> tuple[int, str]:

@@ -11,7 +11,7 @@ import numpy as np
 from cloister.backends.base import ForwardBatch, IntArray
 from cloister.runner.state import SequenceState
 from cloister.types.errors import EngineError
-from cloister.types.step import SequencePlan
+from cloister.types.step import MAX_SCORED_ROWS, SequencePlan
 
 
 class Part(msgspec.Struct):
@@ -37,6 +37,22 @@ def make_part(plan: SequencePlan, state: SequenceState) -> Part:
     if state.sampling.prompt_logprobs is not None:
         num_prompt_rows = max(0, min(end, state.num_prompt_tokens - 1) - plan.start)
     return Part(plan, state, end, num_prompt_rows, num_prompt_rows + plan.num_samples)
+
+
+def split_scored(parts: list[Part]) -> list[list[Part]]:
+    """Returns the parts of a step in runs that are computed one after another, each with few prompt positions to score.
+
+    A row of logits is as wide as the vocabulary: 2,048 of them can be a gigabyte.
+    """
+    runs: list[list[Part]] = [[]]
+    num_rows = 0
+    for part in parts:
+        if num_rows and num_rows + part.num_prompt_rows > MAX_SCORED_ROWS:
+            runs.append([])
+            num_rows = 0
+        runs[-1].append(part)
+        num_rows += part.num_prompt_rows
+    return runs
 
 
 def forward_batch(parts: Sequence[Part], block_size: int) -> ForwardBatch:

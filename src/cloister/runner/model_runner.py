@@ -9,7 +9,7 @@ import numpy as np
 
 from cloister.backends.base import BufferedProgram, DrawingProgram, FloatArray, ForwardBatch, GreedyProgram, Program
 from cloister.runner.drawing import ProgramSampler
-from cloister.runner.inputs import Part, forward_batch, make_part
+from cloister.runner.inputs import Part, forward_batch, make_part, split_scored
 from cloister.runner.logprobs import token_logprobs
 from cloister.runner.sampling import IntArray, Sampler, best_tokens, finite_rows
 from cloister.runner.state import BatchState, SequenceState
@@ -89,13 +89,20 @@ class ModelRunner:
         elif live and self._drawing is not None and False not in [part.state.is_bare for part in live]:
             result.samples = self._take_drawn(self._drawing, live, plan.forks)
         else:
-            rows, logits = self._forward(live)
-            draws = self._draws(live, plan.forks, rows)
-            result.prompt_logprobs = _prompt_logprobs([part for part in live if part.num_prompt_rows], rows, logits)
-            result.samples = self._sample(draws, logits)
+            runs = split_scored(live)
+            run_of = {part.plan.seq_id: number for number, run in enumerate(runs) for part in run}
+            for number, run in enumerate(runs):
+                self._score(run, [fork for fork in plan.forks if run_of.get(fork.parent_id, 0) == number], result)
         touched = [part.state for part in parts]
         touched += [self._batch[fork.child_id] for fork in plan.forks]
         result.failures = {state.seq_id: state.failure for state in touched if state.failure is not None}
+
+    def _score(self, run: list[Part], forks: list[Fork], result: StepResult) -> None:
+        """Computes some sequences of a step: scores prompts, and samples as each sequence wants."""
+        rows, logits = self._forward(run)
+        draws = self._draws(run, forks, rows)
+        result.prompt_logprobs |= _prompt_logprobs([part for part in run if part.num_prompt_rows], rows, logits)
+        result.samples += self._sample(draws, logits)
 
     def _part(self, plan: SequencePlan) -> Part:
         state = self._batch[plan.seq_id]

@@ -6,6 +6,8 @@ the step before it still runs (rule 2).
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from cloister.types.request import SamplingParams, TokenLogprobs
@@ -103,6 +105,10 @@ class Sample(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         """Says nothing of content (rule 12)."""
         return f"Sample(seq_id={self.seq_id}, num_tokens={len(self.token_ids)})"
+
+
+MAX_SCORED_ROWS: Final = 256
+"""Prompt positions whose logits are held at once where prompts are scored; `sched` plans no more of one sequence in a step."""
 
 
 class StepResult(msgspec.Struct, kw_only=True):

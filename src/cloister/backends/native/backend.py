@@ -74,6 +74,7 @@ class NativeBackend:
             + self._pool.num_threads * _scratch_bytes(spec, self.kernels)
             + _partial_bytes(spec, max_batched_tokens, self._pool.num_threads)
             + _rotation_bytes(spec),
+            logit_row_bytes=4 * spec.vocab_size,
         )
 
     def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> NativeProgram:
