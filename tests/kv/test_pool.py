@@ -80,3 +80,13 @@ def test_growing_without_enough_blocks_leaves_the_table_as_it_was():
         table.grow(4, 16)
     assert table.blocks == before
     assert pool.state(before[0]) is BlockState.USED
+
+
+def test_blocks_that_nobody_took_yet_stay_untouched_while_others_are_free():
+    pool = BlockPool(8, 16)
+    touched = set()
+    for _ in range(5):
+        blocks = pool.allocate(2)
+        touched.update(blocks)
+        pool.release(blocks)
+    assert len(touched) == 2

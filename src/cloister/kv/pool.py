@@ -152,5 +152,5 @@ class BlockPool:
         assert len(free) + used + cached == self.num_total, "a block leaked"
 
     def _free_and_wipe(self, block: int) -> None:
-        self._free.append(block)
+        self._free.appendleft(block)  # the one used last is taken first: memory that nobody touched yet stays untouched
         self._wipes.append(block)
