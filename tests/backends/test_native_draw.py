@@ -1,4 +1,4 @@
-"""Where truncation ends, natively: among tens of thousands of equal tokens, in flat distributions, and far from the best one."""
+"""Where truncation ends, natively: among tens of thousands of equal tokens, in flat rows, and far from the best one."""
 
 from array import array
 
@@ -101,7 +101,8 @@ def test_the_last_of_equal_tokens_that_truncation_leaves_can_win_and_the_next_ca
     vocab_size, last = 500, 299
     draws, wins = draws_that_two_tokens_would_win(vocab_size, last, limit)
     tokens = np.array(draw(make_drawing_program(kernels, vocab_size), np.zeros((len(draws), vocab_size), np.float32), draws))
-    assert wins.sum() >= 3 and (~wins).sum() >= 3
+    assert wins.sum() >= 3
+    assert (~wins).sum() >= 3
     assert (tokens[wins] == last).all()
     assert (tokens[~wins] < last).all()
 

@@ -198,6 +198,38 @@ INLINE void unpack_tile(const Matrix& w, int panel, int half, const uint8_t* pac
         _mm512_storeu_si512(tile + 64 * r, _mm512_add_epi8(a, offset[0]));
         _mm512_storeu_si512(tile + 64 * (r + 8), _mm512_add_epi8(b, offset[1]));
     }
+#elif defined(__AVX2__)
+    const __m256i mask = _mm256_set1_epi8(15), taken = _mm256_set1_epi8(char(middle));
+    if (w.kind == Kind::int4) {
+        for (int i = 0; i < 512; i += 32) {
+            __m256i v = _mm256_loadu_si256((const __m256i*)(packed + i));
+            __m256i low = _mm256_and_si256(v, mask), high = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
+            _mm256_storeu_si256((__m256i*)(tile + i), _mm256_sub_epi8(low, taken));
+            _mm256_storeu_si256((__m256i*)(tile + i + 512), _mm256_sub_epi8(high, taken));
+        }
+        return;
+    }
+    int groups[2] = {group, next_group};
+    for (int p = 0; p < pieces; p++) {
+        __m256i scale[2], offset[2];
+        for (int h = 0; h < 2; h++) {
+            size_t at = (size_t(panel) * w.groups + groups[h]) * 32 + 16 * half + 8 * p;
+            __m256i s = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(w.group_scales + at)));
+            __m256i z = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(w.zeros + at)));
+            scale[h] = _mm256_or_si256(s, _mm256_slli_epi32(s, 16));
+            __m256i o = _mm256_sub_epi32(_mm256_set1_epi32(128), _mm256_mullo_epi32(s, z));
+            // the lowest byte of each lane in all four
+            offset[h] = _mm256_shuffle_epi8(o, _mm256_setr_epi64x(0x0404040400000000, 0x0c0c0c0c08080808, 0x0404040400000000, 0x0c0c0c0c08080808));
+        }
+        for (int i = 32 * p; i < 512; i += 64) {
+            __m256i v = _mm256_loadu_si256((const __m256i*)(packed + i));
+            // 16-bit products of two codes at once: a code times its scale stays below 256 and so does not carry
+            __m256i a = _mm256_mullo_epi16(_mm256_and_si256(v, mask), scale[0]);
+            __m256i b = _mm256_mullo_epi16(_mm256_and_si256(_mm256_srli_epi16(v, 4), mask), scale[1]);
+            _mm256_storeu_si256((__m256i*)(tile + i), _mm256_add_epi8(a, offset[0]));
+            _mm256_storeu_si256((__m256i*)(tile + i + 512), _mm256_add_epi8(b, offset[1]));
+        }
+    }
 #else
     typedef uint8_t u8x16 __attribute__((vector_size(16), may_alias));
     u8x16 scale[2][4], offset[2][4];
@@ -269,7 +301,7 @@ INLINE const uint8_t* widened_tiles(const Matrix& w, int panel, const uint8_t* c
 constexpr int page = 4096;  // how far ahead weights are asked for
 
 INLINE void prefetch_ahead(const uint8_t* p, int bytes) {
-    _Pragma("GCC unroll 32") for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
+    _Pragma("GCC unroll 32") for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);  // into the second level: lines on the way to the first are few
 }
 
 }  // namespace cloister::CLOISTER_ISA
@@ -319,6 +351,28 @@ INLINE void add_products(IntSums (&acc)[R][2], const uint8_t* tiles, const uint8
     }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+// Int4 as it is packed, one half of a chunk (32 inputs): sums of pairs stay below 2^15, so that they widen once.
+template <int R>
+INLINE void add_nibbles(IntSums (&acc)[R][2], const uint8_t* packed, const uint8_t* a, int half) {
+    const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    UNROLL for (int part = 0; part < 2 * pieces; part++) {
+        __m256i sums[R] = {};
+        UNROLL for (int k = 0; k < 8; k++) {
+            __m256i v = _mm256_loadu_si256((const __m256i*)(packed + part / pieces * 512 + k * 64 + part % pieces * 32));
+            v = _mm256_and_si256(half ? _mm256_srli_epi16(v, 4) : v, mask);
+            UNROLL for (int r = 0; r < R; r++)
+                sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(v, _mm256_set1_epi32(load<int32_t>(a + r * 64 + half * 32 + k * 4))));
+        }
+        UNROLL for (int r = 0; r < R; r++) acc[r][part / pieces].at[part % pieces] += (i32p)_mm256_madd_epi16(sums[r], ones);
+    }
+}
+constexpr bool takes_nibbles = true;
+#else
+template <int R> INLINE void add_nibbles(IntSums (&)[R][2], const uint8_t*, const uint8_t*, int) {}
+constexpr bool takes_nibbles = false;
+#endif
+
 // Int8 over all of K, and QoQ.
 template <int R>
 INLINE void multiply_channels(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
@@ -355,10 +409,14 @@ INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first
             acc[r][0] = acc[r][1] = start_sums(zeros == Zeros::none ? -w.zero_point * totals[r] : 0);
         }
         for (int end = half + halves; half < end; half++) {
-            if (half % 2 == 0) {
-                prefetch_ahead(codes + size_t(half / 2) * step + page, step);
-                tiles = integer_tiles(w, panel, codes, half / 2, scratch);
+            if (half % 2 == 0) prefetch_ahead(codes + size_t(half / 2) * step + page, step);
+            if (takes_nibbles && w.kind == Kind::int4) {
+                const uint8_t *packed = codes + size_t(half / 2) * step, *inputs = a + size_t(half / 2) * height * 64;
+                if (half % 2) add_nibbles<R>(acc, packed, inputs, 1);
+                else add_nibbles<R>(acc, packed, inputs, 0);
+                continue;
             }
+            if (half % 2 == 0) tiles = integer_tiles(w, panel, codes, half / 2, scratch);
             add_products<R>(acc, tiles, a + size_t(half / 2) * height * 64, 8 * (half % 2), 8 * (half % 2) + 8);
         }
         Group<zeros> scales(w, panel, group);
@@ -407,6 +465,7 @@ static void unpack_panel(const Matrix& w, int panel, uint8_t middle, uint8_t* sc
 }
 
 static size_t multiply_scratch(const Matrix& w) {
+    if (takes_nibbles && w.kind == Kind::int4) return 0;
     return tile_bytes(w.kind) < 1024 ? size_t(w.chunks) * 2048 : 0;
 }
 
