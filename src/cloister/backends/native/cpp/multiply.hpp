@@ -301,7 +301,7 @@ INLINE const uint8_t* widened_tiles(const Matrix& w, int panel, const uint8_t* c
 constexpr int page = 4096;  // how far ahead weights are asked for
 
 INLINE void prefetch_ahead(const uint8_t* p, int bytes) {
-    _Pragma("GCC unroll 32") for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);  // into the second level: lines on the way to the first are few
+    _Pragma("GCC unroll 32") for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
 }
 
 }  // namespace cloister::CLOISTER_ISA
