@@ -113,16 +113,20 @@ def _without_negatives(theta: list[float], root: list[list[float]]) -> list[floa
     mean of a normal distribution given one of its variables). To cut it off alone would leave the others too large: they
     have made up for it.
     """
+    theta, root = list(theta), list(root)
     for _ in _SIZE:
-        worst = min(_SIZE, key=theta.__getitem__)
-        if theta[worst] >= 0.0:
+        value = min(theta)
+        if value >= 0.0:
             break
-        axis = root[worst]
-        shares = [_dot(row, axis) / max(_dot(axis, axis), 1e-300) for row in root]
-        theta = [value - share * theta[worst] for value, share in zip(theta, shares, strict=True)]
-        root = [[r - share * a for r, a in zip(row, axis, strict=True)] for row, share in zip(root, shares, strict=True)]
+        worst = theta.index(value)
+        e, f, g, h = root[worst]
+        square = max(e * e + f * f + g * g + h * h, 1e-300)
+        for i, (a, b, c, d) in enumerate(root):  # written out, as `_dot` is
+            share = (a * e + b * f + c * g + d * h) / square
+            theta[i] -= share * value
+            root[i] = [a - share * e, b - share * f, c - share * g, d - share * h]
         theta[worst] = 0.0
-    return [max(0.0, value) for value in theta]
+    return [0.0 if value < 0.0 else value for value in theta]
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
@@ -188,7 +192,8 @@ class StepBudget:
         if self._config.target_s is None:
             stalls = self._config.max_stall, max(self._config.max_stall, self._config.burst_stall)
             decode_s = self.predicted_s
-            self._limit_s, self._burst_s = (decode_s * stall if self.num_tokens else None for stall in stalls)
+            self._limit_s = decode_s * stalls[0] if self.num_tokens else None
+            self._burst_s = decode_s * stalls[1] if self.num_tokens else None
 
     def bound_by_slack(self, slack: float) -> None:
         """Says that what follows may stretch the step by the ratio `slack` at most."""

@@ -89,11 +89,6 @@ class _Step:
             self.is_held_up = True
             self.budget.bound_by_slack(LEVEL_SLACK)
 
-    def add_stream(self, sequence: Sequence) -> None:
-        """Says that a sequence decodes in this step; prompts that come later than its first token must not stall it."""
-        first_s = sequence.group.first_token_s
-        self.streams_since_s = min(self.streams_since_s, -math.inf if first_s is None else first_s)
-
     def fit(self, sequence: Sequence, start: int, num_wanted: int) -> int:
         """Returns how many positions of a prompt may be computed in what is left of the step.
 
@@ -286,8 +281,9 @@ class Scheduler:
         for sequence in decodes:
             if step.is_held_up and not step.budget.admits(sequence.num_planned):
                 return
-            if self._extend(step, sequence, 1):
-                step.add_stream(sequence)
+            first_s = sequence.group.first_token_s
+            if self._extend(step, sequence, 1) and (first_s is None or first_s < step.streams_since_s):
+                step.streams_since_s = -math.inf if first_s is None else first_s
         if not step.is_held_up:
             step.budget.bound_by_decodes()
 
