@@ -13,12 +13,13 @@ import msgspec
 
 from cloister.backends import BACKENDS, native
 from cloister.backends.base import Backend, KVLayout, Weights
+from cloister.backends.spec import DecoderSpec
 from cloister.engine.machine import Machine, read_machine, return_free_memory
 from cloister.engine.memory import budget_memory
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.models import LoadedModel, embedded_names, load, locate
 from cloister.privacy import Entry, Gate, Policy, is_loopback, read_credentials, settle
-from cloister.quant import FORMATS, FormatOptions, NumberFormat, quantize_on_read
+from cloister.quant import FORMATS, FormatOptions, NumberFormat, choose_kv_dtype, quantize_on_read
 from cloister.sched import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
 from cloister.types.config import (
     EngineConfig,
@@ -181,7 +182,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     tokenizer = Tokenizer(model.path)
     return_free_memory()  # before the weights are there, so that it does not count on top of them
     weights = _write_in_few_bits(config, model)
-    backend = make_backend(config, machine)
+    backend = make_backend(config, machine, model.spec)
     need = backend.need(model.spec, weights, block_size=config.block_size, max_batched_tokens=_max_batched_tokens(config))
     budget = budget_memory(
         need,
@@ -213,7 +214,7 @@ def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int) -> 
             max_model_len=model.max_model_len,
             max_num_seqs=config.max_num_seqs,
             policy=config.scheduler,
-            budget=BudgetConfig(_max_batched_tokens(config), target_s, config.max_stall),
+            budget=BudgetConfig(_max_batched_tokens(config), target_s, config.max_stall, config.burst_stall),
             eos_token_ids=model.eos_token_ids,
             prefix_cache=bool(config.prefix_cache),
         ),
@@ -222,14 +223,14 @@ def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int) -> 
     )
 
 
-def make_backend(config: EngineConfig, machine: Machine) -> Backend:
-    """Returns the back end that the settings name."""
+def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> Backend:
+    """Returns the back end that the settings name, for a model of that spec."""
     factory = BACKENDS.get(chosen_backend(config))
     return factory(
         num_threads=config.num_threads or machine.num_cpus,
         device=config.device or "cpu",
         dtype=config.dtype,
-        kv_dtype=config.kv_dtype or (None if config.quant == NO_QUANT else number_format(config.quant).kv_dtype),
+        kv_dtype=config.kv_dtype or (None if config.quant == NO_QUANT else choose_kv_dtype(number_format(config.quant), spec)),
         numerics=config.numerics,
         store=_weights_cache(config),
         store_bytes=round(config.weights_cache_mb * (1 << 20)),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cloister.backends.spec import DecoderSpec, LayerSpec
-from cloister.quant import FORMATS, FormatOptions, QuantizedWeights, quantize_on_read
+from cloister.quant import FORMATS, FormatOptions, QuantizedWeights, choose_kv_dtype, quantize_on_read
 from cloister.quant.base import FloatArray
 from cloister.quant.folding import AFTER_NORMS, INSIDE, FloatTensors, Folding, fold, key_factors, share_among_groups
 from cloister.quant.forward import LayerForward
@@ -109,3 +109,9 @@ def test_keys_and_values_come_back_within_half_a_step(kv_dtype: Any) -> None:
     assert np.all(error.max(-1) <= 0.5001 * step)
     assert error.max() > 0.45 * step.min()
     assert not round_kv(np.zeros((3, 2, 32), np.float32), kv_dtype).any()
+
+
+@pytest.mark.parametrize(("name", "head_dim", "kv_dtype"), [("qoq", 64, "int4"), ("qoq", 32, "int8"), ("int4", 32, "bfloat16")])
+def test_short_heads_keep_keys_and_values_in_8_bits_where_a_format_wants_4(name: str, head_dim: int, kv_dtype: str) -> None:
+    spec = make_spec(hidden=64, intermediate=96, heads=(4, 2), head_dim=head_dim)
+    assert choose_kv_dtype(FORMATS.get(name)(FormatOptions()), spec) == kv_dtype

@@ -18,6 +18,7 @@ from cloister.types.errors import ConfigError
 from cloister.types.request import Request, SamplingParams
 
 if TYPE_CHECKING:
+    from cloister.backends.spec import DecoderSpec
     from cloister.bench.kernels import KernelRate, KernelTable
     from cloister.bench.profile import Part, ProfiledStep
     from cloister.bench.roofline_operators import Numbers
@@ -54,8 +55,8 @@ def kernels(
         raise ConfigError("`here` measures the processor; name the GPU with --chip", param="chip")
     works = (Work.prefill(prompt, batch), Work.decode(context, batch))
     _check_room(engine, max(prompt, context), max(num_blocks(work, config.block_size) for work in works))
-    roof, numbers = open_chip(chip, config.num_threads), _numbers(config)
     spec, program = read_model_spec(engine.model.path), program_of(engine)
+    roof, numbers = open_chip(chip, config.num_threads), _numbers(config, spec)
     tables = [
         measure_kernels(program, spec, work, roof, numbers, block_size=config.block_size, num_repeats=repeats) for work in works
     ]
@@ -137,12 +138,13 @@ def _check_room(engine: EngineCore, num_positions: int, num_blocks: int) -> None
         raise ConfigError(f"this takes {num_blocks} KV blocks and there are {held}; raise --kv-memory-mb", param="batch")
 
 
-def _numbers(config: EngineConfig) -> Numbers:
+def _numbers(config: EngineConfig, spec: DecoderSpec) -> Numbers:
     import numpy as np
 
     from cloister.app import NO_QUANT, number_format
     from cloister.backends.tensors import stored_bits
     from cloister.bench.roofline_operators import Numbers
+    from cloister.quant import choose_kv_dtype
 
     bits = _WIDTHS[config.dtype or "bfloat16"]
     if config.quant == NO_QUANT:
@@ -151,7 +153,7 @@ def _numbers(config: EngineConfig) -> Numbers:
     return Numbers(
         weights_bits=stored_bits(chosen.quantize(matrix)),
         activation_bits=8.0,
-        kv_bits=_WIDTHS[config.kv_dtype or chosen.kv_dtype],
+        kv_bits=_WIDTHS[config.kv_dtype or choose_kv_dtype(chosen, spec)],
         head_bits=stored_bits(chosen.quantize_vocabulary(matrix)),
     )
 

@@ -89,9 +89,11 @@ ROWS: tuple[Row, ...] = (
     _row(
         "paging",
         _threat(
-            "paging, continuous batching, chunked prefill, TP, SP", "", residue="KV blocks until free", where=(_DEVICE,),
+            "paging, continuous batching, chunked prefill, TP, SP", "",
+            residue="KV blocks until free, activations until overwritten", where=(_DEVICE,),
             attack="reuse of an unwiped block",
-            mitigation="wipe on free, before the block can be given to another request",
+            mitigation="wipe on free, before the block can be given to another request; wipe of the step's buffers when no "
+            "sequence is left",
         ),
         open=_WIPE, team=_WIPE, private=_WIPE, paranoid=_WIPE,
     ),

@@ -7,6 +7,7 @@ from cloister.backends.tensors import QuantizedTensor
 from cloister.quant.base import FORMATS, FormatOptions, KVDtype, NumberFormat, read_activations
 from cloister.quant.int4 import make_int4
 from cloister.quant.int8 import make_int8
+from cloister.quant.kv import choose_kv_dtype
 from cloister.quant.qoq import make_qoq
 from cloister.quant.weights import QuantizedWeights, quantize_on_read
 
@@ -17,6 +18,7 @@ __all__ = [
     "NumberFormat",
     "QuantizedTensor",
     "QuantizedWeights",
+    "choose_kv_dtype",
     "make_int4",
     "make_int8",
     "make_qoq",

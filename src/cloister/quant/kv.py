@@ -5,7 +5,17 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from cloister.quant.base import FloatArray, KVDtype, reciprocal
+from cloister.backends.spec import DecoderSpec
+from cloister.quant.base import FloatArray, KVDtype, NumberFormat, reciprocal
+
+SHORTEST_INT4_HEAD = 64
+"""Shorter heads are too coarse in 4 bits: of 32 numbers they cost 0.25 of perplexity (docs/quantization.md)."""
+
+
+def choose_kv_dtype(number_format: NumberFormat, spec: DecoderSpec) -> KVDtype:
+    """Returns what the KV cache of a model should hold beside weights in this format."""
+    shortest = min(layer.attention.head_dim for layer in spec.layers)
+    return "int8" if number_format.kv_dtype == "int4" and shortest < SHORTEST_INT4_HEAD else number_format.kv_dtype
 
 
 def round_kv(heads: FloatArray, kv_dtype: KVDtype) -> FloatArray:

@@ -6,6 +6,7 @@ from enum import Enum
 
 from cloister.kv import BlockTable
 from cloister.types.request import Request
+from cloister.types.step import MAX_SCORED_ROWS
 
 
 class Status(Enum):
@@ -17,10 +18,6 @@ class Status(Enum):
     PREEMPTING = "preempting"
     """Gives its blocks back and waits again as soon as no plan in flight names it."""
     ENDED = "ended"
-
-
-MAX_SCORED_CHUNK = 256
-"""Positions a step computes of a prompt whose log-probabilities were asked for: each of them has a row of logits."""
 
 
 class RequestState:
@@ -133,7 +130,7 @@ class Sequence:
     def max_chunk(self) -> int:
         """Positions that one step may compute of it."""
         scored = self.group.request.sampling.prompt_logprobs is not None
-        return min(self.num_wanted, MAX_SCORED_CHUNK) if scored else self.num_wanted
+        return min(self.num_wanted, MAX_SCORED_ROWS) if scored else self.num_wanted
 
     @property
     def num_slots(self) -> int:

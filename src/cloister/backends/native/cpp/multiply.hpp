@@ -199,16 +199,8 @@ INLINE void unpack_tile(const Matrix& w, int panel, int half, const uint8_t* pac
         _mm512_storeu_si512(tile + 64 * (r + 8), _mm512_add_epi8(b, offset[1]));
     }
 #elif defined(__AVX2__)
-    const __m256i mask = _mm256_set1_epi8(15), taken = _mm256_set1_epi8(char(middle));
-    if (w.kind == Kind::int4) {
-        for (int i = 0; i < 512; i += 32) {
-            __m256i v = _mm256_loadu_si256((const __m256i*)(packed + i));
-            __m256i low = _mm256_and_si256(v, mask), high = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
-            _mm256_storeu_si256((__m256i*)(tile + i), _mm256_sub_epi8(low, taken));
-            _mm256_storeu_si256((__m256i*)(tile + i + 512), _mm256_sub_epi8(high, taken));
-        }
-        return;
-    }
+    (void)middle;  // QoQ only: int4 is multiplied as it is packed
+    const __m256i mask = _mm256_set1_epi8(15);
     int groups[2] = {group, next_group};
     for (int p = 0; p < pieces; p++) {
         __m256i scale[2], offset[2];
