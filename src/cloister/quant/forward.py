@@ -53,8 +53,8 @@ class LayerForward:
     def steps(self, hidden: FloatArray) -> Iterator[tuple[str, FloatArray]]:
         """Yields what flows through the layer as it comes about; who has seen enough need not go on.
 
-        That is the inputs [length, in] of `qkv`, then `queries` [length, num_heads, head_dim] and `keys` [length, num_kv_heads,
-        head_dim] after rotation, the inputs of `o`, `gate_up` and `down`, and the output as `out`.
+        That is the inputs [length, in] of `qkv`, then `keys` [length, num_kv_heads, head_dim] after rotation, the inputs of
+        `o`, `gate_up` and `down`, and the output as `out`.
         """
         spec = self._spec.attention
         normed = rms_norm(hidden, self._vector("attention_norm"), self._eps)
@@ -62,7 +62,6 @@ class LayerForward:
         queries, keys, values = (self._heads(name, normed) for name in "qkv")
         cos, sin = rotation(spec.rope, len(normed))
         queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
-        yield "queries", queries
         yield "keys", keys
         mixed = attend(queries, round_kv(keys, self._kv_dtype), round_kv(values, self._kv_dtype), spec)
         yield "o", mixed

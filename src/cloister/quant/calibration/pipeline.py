@@ -9,11 +9,10 @@ import numpy as np
 from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import Tensor, dequantized
-from cloister.quant.base import FloatArray, NumberFormat
+from cloister.quant.base import NumberFormat
 from cloister.quant.calibration.base import Calibrator
 from cloister.quant.calibration.trial import LayerTrial
 from cloister.quant.folding import FloatTensors, key_factors
-from cloister.quant.key_turns import turn_keys
 from cloister.quant.quality import IntArray, embed, layer_tensors
 from cloister.quant.smooth_attention import smoothing_factors
 from cloister.quant.weights import VOCABULARY, QuantizedWeights, quantize_on_read
@@ -50,9 +49,5 @@ def calibrate(
 
 
 def _smooth_keys(tensors: FloatTensors, trial: LayerTrial) -> FloatTensors:
-    keys, queries = trial.sample_heads()
-    if not trial.layer.attention.qk_norm:
-        return turn_keys(tensors, trial.layer, keys, queries)
-    sizes: FloatArray = np.sqrt(np.square(keys).mean(0))
-    factors = key_factors(smoothing_factors(sizes, trial.layer), trial.layer)
+    factors = key_factors(smoothing_factors(trial.key_sizes(), trial.layer), trial.layer)
     return {name: tensor * factors[name] if name in factors else tensor for name, tensor in tensors.items()}

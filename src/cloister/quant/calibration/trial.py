@@ -45,19 +45,12 @@ class LayerTrial:
                 found.setdefault(name, InputStatistics.of(rows[name].shape[1])).add(rows[name], true_rows[name])
         return found
 
-    def sample_heads(self, num_tokens: int = 2048) -> tuple[FloatArray, FloatArray]:
-        """Returns keys [count, num_kv_heads, head_dim] and queries [count, num_heads, head_dim] after rotation, of tokens
-        spread evenly over the text: `num_tokens` of them, or hardly more."""
+    def key_sizes(self) -> FloatArray:
+        """Returns the root mean square of each channel of the keys after rotation, [num_kv_heads, head_dim]."""
         run = LayerForward(self.layer, self.tensors, self._eps)
-        length = self._hidden.shape[1]
-        share = max(1, len(self._hidden) * length // num_tokens)
-        keys, queries = [], []
-        for number, window in enumerate(self._hidden):
-            places = slice(-number * length % share, None, share)
-            seen = _observe(run, window, ["queries", "keys"])
-            keys.append(seen["keys"][places])
-            queries.append(seen["queries"][places])
-        return np.concatenate(keys), np.concatenate(queries)
+        squares = [np.square(_observe(run, window, ["keys"])["keys"]).mean(0) for window in self._hidden]
+        sizes: FloatArray = np.sqrt(np.mean(squares, axis=0, dtype=np.float32))
+        return sizes
 
     def advance(self, tensors: LayerTensors) -> None:
         """Replaces both inputs by the layer's outputs, that of the model in few bits computed with `tensors`."""
