@@ -15,8 +15,21 @@ from cloister.backends import native
 WHOLE = Path(pytest.importorskip("cloister.backends.native._native").__file__)
 ASK = """
 import sys
+from importlib.machinery import PathFinder
+
+NAME = "cloister.backends.native._native"
+
+class OnlyThere:  # before the finders of an editable installation, which know where the whole module is
+    def find_spec(self, name, path=None, target=None):
+        if name != NAME:
+            return None
+        found = PathFinder.find_spec(name, sys.argv[1:])
+        if found is None:
+            raise ModuleNotFoundError(f"no module named {name!r}", name=name)
+        return found
+
+sys.meta_path.insert(0, OnlyThere())
 import cloister.backends.native as native
-native.__path__[:] = sys.argv[1:]
 from cloister.app import resolve_settings
 from cloister.backends import BACKENDS
 from cloister.cli.doctor import check_kernels
