@@ -85,7 +85,9 @@ def make_azure(options: argparse.Namespace) -> list[Timed]:
 def run(options: argparse.Namespace, label: str, requests: Sequence[Timed], name: str) -> EventRecorder:
     """Runs the requests on a fresh engine, after a warm-up that its steps do not count."""
     scheduler, stall = RUNS[label]
-    engine = open_engine(options, scheduler=scheduler, max_stall=stall, max_num_seqs=BATCH, block_size=BLOCK_SIZE)
+    engine = open_engine(
+        options, scheduler=scheduler, max_stall=stall, stall_floor_ms=0.0, max_num_seqs=BATCH, block_size=BLOCK_SIZE
+    )
     warmup = [WorkItem(0.0, make_tokens((9, n), 64, 2048), 64, 24) for n in range(BATCH)]
     drive(engine, make_requests(warmup, "warm-up"))
     with make_progress() as progress:

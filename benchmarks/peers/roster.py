@@ -103,11 +103,8 @@ class Roster:
             settings = {**quant, **self.settings}
             launch = self._launch("cloister", shape, self.model(shape.name), **settings)
             yield Entrant("cloister", number_format, sys.executable, launch)
-            # Nobody watches the streams of a measurement: the pace that the engine has without a server.
-            http = self._launch("cloister-http", shape, self.model(shape.name), **{"max_stall": 100.0, **settings})
+            http = self._launch("cloister-http", shape, self.model(shape.name), **settings)
             yield Entrant("cloister over HTTP", number_format, sys.executable, http, ("http16", "memory"))
-            paced = self._launch("cloister-http", shape, self.model(shape.name), **settings)
-            yield Entrant("cloister over HTTP, paced", number_format, sys.executable, paced, ("http16",))
 
     def _transformers(self, shape: Shape) -> Iterator[Entrant]:
         if python := self._python("v1"):

@@ -214,7 +214,7 @@ def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int) -> 
             max_model_len=model.max_model_len,
             max_num_seqs=config.max_num_seqs,
             policy=config.scheduler,
-            budget=BudgetConfig(_max_batched_tokens(config), target_s, config.max_stall, config.burst_stall),
+            budget=BudgetConfig(_max_batched_tokens(config), target_s, config.max_stall, config.stall_floor_ms / 1e3),
             eos_token_ids=model.eos_token_ids,
             prefix_cache=bool(config.prefix_cache),
         ),

@@ -144,14 +144,14 @@ class BudgetConfig:
         max_tokens: tokens at most.
         target_s: a fixed time for every step, or None for `max_stall`.
         max_stall: a prefill chunk may stretch a step to this multiple of its decode part.
-        burst_stall: the same, where it is larger, for a prompt that had arrived before any of those decodes began.
+        floor_s: a step that is no longer than this is short enough for any stream, whatever its decode part.
         chunk: prefill is cut to multiples of this, and a step takes at least one of them, so that no prompt starves.
     """
 
     max_tokens: int = 2048
     target_s: float | None = None
     max_stall: float = 1.7
-    burst_stall: float = 4.0
+    floor_s: float = 0.0
     chunk: int = 8
 
 
@@ -166,13 +166,12 @@ class StepBudget:
         num_tokens, num_left: tokens that were spent, and that may still be.
     """
 
-    __slots__ = ("_burst_s", "_config", "_cost", "_limit_s", "_num_attended", "_num_read", "num_left", "num_tokens")
+    __slots__ = ("_config", "_cost", "_limit_s", "_num_attended", "_num_read", "num_left", "num_tokens")
 
     def __init__(self, cost: StepCost, config: BudgetConfig) -> None:
         self._cost = cost
         self._config = config
         self._limit_s: float | None = config.target_s
-        self._burst_s: float | None = config.target_s
         self.num_tokens = 0
         self.num_left = config.max_tokens
         self._num_attended = 0.0
@@ -190,15 +189,13 @@ class StepBudget:
     def bound_by_decodes(self) -> None:
         """Says that the decodes are in: from now on they bound the time, unless a target does."""
         if self._config.target_s is None:
-            stalls = self._config.max_stall, max(self._config.max_stall, self._config.burst_stall)
-            decode_s = self.predicted_s
-            self._limit_s = decode_s * stalls[0] if self.num_tokens else None
-            self._burst_s = decode_s * stalls[1] if self.num_tokens else None
+            stalled_s = max(self.predicted_s * self._config.max_stall, self._config.floor_s)
+            self._limit_s = stalled_s if self.num_tokens else None
 
     def bound_by_slack(self, slack: float) -> None:
         """Says that what follows may stretch the step by the ratio `slack` at most."""
         limit_s = self.predicted_s * slack
-        self._limit_s = self._burst_s = limit_s if self._config.target_s is None else min(limit_s, self._config.target_s)
+        self._limit_s = limit_s if self._config.target_s is None else min(limit_s, self._config.target_s)
 
     def spend(self, start: int, num_tokens: int) -> None:
         """Counts positions [start, start + num_tokens) of one sequence."""
@@ -215,20 +212,16 @@ class StepBudget:
             return True
         return self._cost.predict(self.size.plus(start, 1)) <= self._limit_s
 
-    def fit(self, start: int, num_wanted: int, *, strict: bool = False, burst: bool = False) -> int:
+    def fit(self, start: int, num_wanted: int, *, strict: bool = False) -> int:
         """Returns how many of the positions from `start` on fit into what is left.
 
         A chunk is never refused for time alone, else a prompt could starve behind decodes; `strict` does refuse it.
-
-        Args:
-            burst: `burst_stall` bounds it, not `max_stall`.
         """
         num_most = min(num_wanted, self.num_left)
-        limit_s = self._burst_s if burst else self._limit_s
-        if num_most <= 0 or limit_s is None or not self._cost.num_learned:
+        if num_most <= 0 or self._limit_s is None or not self._cost.num_learned:
             return max(0, num_most)
         chunk = self._config.chunk
-        num_fit = int(self._solve(start, limit_s - self.predicted_s))
+        num_fit = int(self._solve(start, self._limit_s - self.predicted_s))
         if num_fit >= num_most:
             return num_most
         num_fit -= num_fit % chunk

@@ -6,7 +6,6 @@ known plus what is drafted (rule 1). Pure: no I/O, no clock, no arrays, no rando
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,18 +46,7 @@ class SchedulerConfig:
 class _Step:
     """A step while it is filled, and until it is committed."""
 
-    __slots__ = (
-        "budget",
-        "forked",
-        "is_held_up",
-        "level",
-        "may_admit",
-        "now",
-        "parts",
-        "plan",
-        "prefill_level",
-        "streams_since_s",
-    )
+    __slots__ = ("budget", "forked", "is_held_up", "may_admit", "now", "parts", "plan", "prefill_level")
 
     def __init__(self, plan: StepPlan, budget: StepBudget, now: float) -> None:
         self.plan = plan
@@ -71,10 +59,6 @@ class _Step:
         """The most urgent level that prefills in this step."""
         self.is_held_up = False
         self.may_admit = True
-        self.level: int | None = None
-        """The level that is being planned."""
-        self.streams_since_s = math.inf
-        """When the first of the decodes in this step began; a more urgent level's count as older than any prompt."""
 
     def planned(self) -> set[int]:
         """Returns the ids of the sequences that are in this step."""
@@ -82,22 +66,9 @@ class _Step:
 
     def enter(self, level: int) -> None:
         """From here on sequences of `level` are planned; they must not slow down the prefill of a more urgent one."""
-        if self.level is not None and level > self.level and self.streams_since_s < math.inf:
-            self.streams_since_s = -math.inf
-        self.level = level
         if self.prefill_level is not None and level > self.prefill_level and not self.is_held_up:
             self.is_held_up = True
             self.budget.bound_by_slack(LEVEL_SLACK)
-
-    def fit(self, sequence: Sequence, start: int, num_wanted: int) -> int:
-        """Returns how many positions of a prompt may be computed in what is left of the step.
-
-        Streams are protected from prompts that arrive while they run. A prompt that had arrived before any of them began
-        came in one burst with them, or waits in a queue that none of them had to stand in for longer: pacing it would make
-        some wait for the evenness of others, and leave steps with few decodes (`burst_stall`).
-        """
-        burst = sequence.group.arrival_s <= self.streams_since_s
-        return self.budget.fit(start, num_wanted, strict=self.prefill_level is not None, burst=burst)
 
 
 class Scheduler:
@@ -281,15 +252,13 @@ class Scheduler:
         for sequence in decodes:
             if step.is_held_up and not step.budget.admits(sequence.num_planned):
                 return
-            first_s = sequence.group.first_token_s
-            if self._extend(step, sequence, 1) and (first_s is None or first_s < step.streams_since_s):
-                step.streams_since_s = -math.inf if first_s is None else first_s
+            self._extend(step, sequence, 1)
         if not step.is_held_up:
             step.budget.bound_by_decodes()
 
     def _extend_chunk(self, step: _Step, sequence: Sequence) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
-        num_tokens = step.fit(sequence, sequence.num_planned, sequence.max_chunk)
+        num_tokens = step.budget.fit(sequence.num_planned, sequence.max_chunk, strict=step.prefill_level is not None)
         if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
             step.prefill_level = self._policy.level(sequence)
 
@@ -309,7 +278,7 @@ class Scheduler:
             keys = self._roster.match_keys(sequence)
             hits = self.tree.match(keys) if self.tree is not None else []
             num_hit = len(hits) * self.pool.block_size
-            if not step.fit(sequence, num_hit, len(sequence.token_ids) - num_hit):
+            if not step.budget.fit(num_hit, len(sequence.token_ids) - num_hit, strict=step.prefill_level is not None):
                 return
             self.pool.share(hits)
             sequence.table = BlockTable(self.pool, hits)

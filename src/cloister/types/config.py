@@ -65,8 +65,8 @@ class EngineConfig:
         None, "Time that a step may take; unset, a step may take `max_stall` times its decode part.", low=0
     )
     max_stall: float = setting(1.7, "How much prefill may stretch a step that also decodes, as a ratio.", low=1)
-    burst_stall: float = setting(
-        4.0, "The same, where it is larger, for prompts that were there before any of the decodes began.", low=1
+    stall_floor_ms: float = setting(
+        150.0, "A step of this time is short enough for any stream: up to it prefill may fill one, whatever `max_stall`.", low=0
     )
     scheduler: str = setting("fcfs", "Who goes first.")
     prefix_cache: bool | None = setting(None, "Reuse KV of equal prefixes inside a scope; unset, as the profile says.")

@@ -13,7 +13,6 @@ from cloister.types.errors import ConfigError
 
 NUMERICS = 2  # raise it when an answer may change in its last bit
 _NUM_BUFFERS = 11  # of a program, each of whole pages
-_HUGE_PAGE = 2 << 20  # what a buffer of more than that is a whole number of (cpp/program.cpp)
 _MOST_PARTIAL_BYTES = 64 << 20  # cpp/program.cpp
 
 
@@ -118,9 +117,7 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
         inputs = max(spec.hidden_size, heads * head_dim, layer.mlp.intermediate_size)
         return _native.scratch_bytes(kernels, heads, kv_heads, head_dim, inputs, spec.vocab_size)
 
-    size = max(map(widest, set(spec.layers)))
-    page = 4096 if size <= _HUGE_PAGE else _HUGE_PAGE
-    return -(-size // page) * page + 4 * spec.hidden_size + _NUM_BUFFERS * 4096
+    return max(map(widest, set(spec.layers))) + 4 * spec.hidden_size + (1 + _NUM_BUFFERS) * 4096
 
 
 def _partial_bytes(spec: DecoderSpec, max_batched_tokens: int, num_threads: int) -> int:

@@ -1,11 +1,11 @@
 #include "program.hpp"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -36,6 +36,23 @@ void require(bool fits, const char* otherwise) {
     if (!fits) throw std::invalid_argument(otherwise);
 }
 
+// Zeros straight from the system: what grows step by step would leave holes in the allocator's heap. Large ones begin where a huge
+// page may.
+uint8_t* map_zeros(size_t size) {
+    size_t slack = size >= huge_page ? huge_page : 0;
+    void* mapped = mmap(nullptr, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    uint8_t* data = static_cast<uint8_t*>(mapped);
+    if (!slack) return data;
+    size_t before = (huge_page - reinterpret_cast<uintptr_t>(data) % huge_page) % huge_page;
+    if (before) munmap(data, before);
+    if (before < slack) munmap(data + before + size, slack - before);
+#if defined(MADV_HUGEPAGE)
+    madvise(data + before, size, MADV_HUGEPAGE);
+#endif
+    return data + before;
+}
+
 bool within(int32_t value, int end) { return uint32_t(value) < uint32_t(end); }
 
 }  // namespace
@@ -43,27 +60,22 @@ bool within(int32_t value, int end) { return uint32_t(value) < uint32_t(end); }
 Buffer::~Buffer() { release(); }
 
 void Buffer::release() {
-    if (data_) overwrite(data_, used_);
-    free(data_);
+    if (!data_) return;
+    overwrite(data_, used_);
+    munmap(data_, size_);
     data_ = nullptr;
     size_ = used_ = 0;
 }
 
 uint8_t* Buffer::reserve(size_t size) {
-    if (size <= size_) {
-        used_ = std::max(used_, size);
-        return data_;
+    if (size > size_) {
+        release();
+        static const size_t page = size_t(sysconf(_SC_PAGESIZE));
+        size_t whole = (size + page - 1) / page * page;
+        data_ = map_zeros(whole);
+        size_ = whole;
     }
-    release();
-    size_t rounded = size > huge_page ? (size + huge_page - 1) / huge_page * huge_page : (size + 4095) / 4096 * 4096;
-    data_ = static_cast<uint8_t*>(aligned_alloc(size > huge_page ? huge_page : 4096, rounded));
-    if (!data_) throw std::bad_alloc();
-#if defined(MADV_HUGEPAGE)
-    if (size > huge_page) madvise(data_, rounded, MADV_HUGEPAGE);
-#endif
-    memset(data_, 0, rounded);
-    size_ = rounded;
-    used_ = size;
+    used_ = std::max(used_, size);
     return data_;
 }
 
