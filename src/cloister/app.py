@@ -291,8 +291,8 @@ def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
 
 
 def _max_batched_tokens(config: EngineConfig) -> int:
-    """Tokens in one step: on a CPU a prompt in parts of 512 is no slower than whole, and buffers stay small."""
-    return config.max_batched_tokens or (512 if (config.device or "cpu") == "cpu" else 2048)
+    """Tokens in one step: on a CPU longer ones win little, and buffers stay small."""
+    return config.max_batched_tokens or (1024 if (config.device or "cpu") == "cpu" else 2048)
 
 
 def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> str:

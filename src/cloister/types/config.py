@@ -60,7 +60,7 @@ class EngineConfig:
     block_size: int = setting(16, "Positions in one KV block.", low=1, high=256)
     kv_memory_mb: float | None = setting(None, "Memory for KV blocks, in MiB.", low=0)
     max_num_seqs: int = setting(64, "Sequences that run at once.", low=1)
-    max_batched_tokens: int | None = setting(None, "Tokens in one step; unset, 512 on a CPU and 2048 on a GPU.", low=1)
+    max_batched_tokens: int | None = setting(None, "Tokens in one step; unset, 1024 on a CPU and 2048 on a GPU.", low=1)
     target_step_ms: float | None = setting(
         None, "Time that a step may take; unset, a step may take `max_stall` times its decode part.", low=0
     )
