@@ -13,7 +13,7 @@ from cloister.types.request import Request, SamplingParams
 COSTS = StepCosts(step_s=0.0175, token_s=2.07e-4, sample_s=3e-4, key_s=6.65e-8)
 LARGE_COSTS = StepCosts(step_s=0.2, token_s=2.4e-3, sample_s=2e-3, key_s=6.65e-7)
 """Of a model of ten times the size."""
-FLOOR = BudgetConfig(floor_s=0.15)
+FLOOR = BudgetConfig(floor_s=0.2)
 NEVER_PACED = BudgetConfig(max_stall=1e6)
 ALWAYS_PACED = BudgetConfig()
 START_S = 5.0
