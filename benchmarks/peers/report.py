@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from matplotlib.axes import Axes
@@ -129,20 +129,22 @@ def _draw(options: argparse.Namespace, bench: Bench, verdicts: dict[str, list[Ve
     if not compared:
         console.print("No plot: it compares us with peers, and one side is missing", style="dim")
         return
+    formats = dict.fromkeys(verdict.number_format for listed in compared.values() for verdict in listed)
+    colours = dict(zip(formats, COLOURS, strict=False))
     title = "Cloister over the best peer of equal bits (above 1 is better)"
     with draw(bench.picture(options), title, len(compared), 1, (9.6, 3.4)) as panels:
         for axes, (shape, listed) in zip(panels, compared.items(), strict=True):
-            _draw_panel(axes, shape, listed)
+            _draw_panel(axes, shape, listed, colours)
 
 
-def _draw_panel(axes: Axes, shape: str, verdicts: Sequence[Verdict]) -> None:
+def _draw_panel(axes: Axes, shape: str, verdicts: Sequence[Verdict], colours: Mapping[str, str]) -> None:
     figures = [figure for figure in FIGURES.values() if any(v.figure == figure for v in verdicts)]
     formats = list(dict.fromkeys(v.number_format for v in verdicts))
     width = 0.8 / len(formats)
     for place, number_format in enumerate(formats):
         mine = [v for v in verdicts if v.number_format == number_format]
         lefts = [figures.index(v.figure) + (place - (len(formats) - 1) / 2) * width for v in mine]
-        bars = axes.bar(lefts, [v.ratio or 0.0 for v in mine], width * 0.92, color=COLOURS[place], label=number_format)
+        bars = axes.bar(lefts, [v.ratio or 0.0 for v in mine], width * 0.92, color=colours[number_format], label=number_format)
         axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
     for place, figure in enumerate(figures):
         if figure.kind in GOALS:
