@@ -106,3 +106,14 @@ def test_an_engine_without_requests_keeps_nothing_of_them() -> None:
     while engine.core.step() is not None:
         pass
     assert needle.count() == 0
+
+
+def test_a_row_of_logits_stays_on_no_stack_whichever_thread_computed_it_last() -> None:
+    driver, program = make()
+    logits: FloatArray = program.forward(driver.plan({"once": PROMPT}))
+    ends = (20, 21, 22, 44, 45, 46)  # of 47 panels those that one of two threads may have multiplied last
+    panels = [Needle(np.ascontiguousarray(logits[-1, 32 * panel : 32 * panel + 8])) for panel in ends]
+    logits[:] = 0
+    assert any(needle.count() for needle in panels)
+    program.wipe_buffers()
+    assert not any(needle.count() for needle in panels)

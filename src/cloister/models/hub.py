@@ -11,7 +11,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from cloister.models.location import choose_gguf, find_model
+from cloister.models.directory import choose_gguf, find_model
 from cloister.types.errors import ModelError
 
 FILES = (

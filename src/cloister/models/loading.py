@@ -11,9 +11,9 @@ from cloister.models.checkpoint import digest_files, open_checkpoint
 from cloister.models.config import read_json
 from cloister.models.decoder import find_family, read_spec
 from cloister.models.digest import Digests
+from cloister.models.directory import find_model
 from cloister.models.generation import read_generation
 from cloister.models.gguf import open_gguf
-from cloister.models.location import find_model
 from cloister.models.quantized import split_config
 from cloister.types.errors import ModelError
 from cloister.types.request import ModelInfo

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
+from cloister.models.directory import find_model
 from cloister.types.errors import ModelError
-from cloister.types.gguf import is_gguf
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:/[\w./-]+\.gguf)?")
-_NOT_A_MODEL = "mmproj"  # how the names of files for images and sound begin
 
 
 def embedded_names() -> tuple[str, ...]:
@@ -48,39 +46,6 @@ def locate(name: str, progress: bool = False) -> Path:
     from cloister.models.hub import download  # reaches for the network libraries only when they are needed
 
     return download(name, progress)
-
-
-def find_model(path: Path) -> Path:
-    """Returns what holds the model at a path: the directory itself, or the GGUF file in it if it has no safetensors.
-
-    Raises:
-        ModelError: the path is a file of another kind, or there are several GGUF files to choose from.
-    """
-    if path.is_file() and not is_gguf(path):
-        raise ModelError(
-            f"{path.name} is no GGUF file; give a GGUF file or the directory of a Hugging Face model", param="model"
-        )
-    if not path.is_dir() or any(path.glob("*.safetensors")):
-        return path
-    chosen = choose_gguf((file.name for file in path.glob("*.gguf")), str(path))
-    return path / chosen if chosen is not None else path
-
-
-def choose_gguf(names: Iterable[str], place: str) -> str | None:
-    """Returns the one GGUF file among file names, None if there is none.
-
-    Args:
-        place: where the files are, for the message.
-
-    Raises:
-        ModelError: there are several.
-    """
-    found = sorted(name for name in names if name.endswith(".gguf") and not Path(name).name.startswith(_NOT_A_MODEL))
-    if len(found) > 1:
-        raise ModelError(
-            f"{place} holds several GGUF files; give one: {', '.join(f'{place}/{name}' for name in found)}", param="model"
-        )
-    return found[0] if found else None
 
 
 def _embedded_root() -> Path:

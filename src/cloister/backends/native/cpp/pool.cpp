@@ -136,7 +136,7 @@ void Pool::share(int num_tasks, int grain, Call call, void* work) {
 
 void Pool::take(int thread) {
     int threads = num_threads();
-    for (int turn = 0; turn < threads; turn++) {
+    for (int turn = 0; turn < (helps_ ? threads : 1); turn++) {
         Share& share = shares_[size_t((thread + turn) % threads)];
         while (true) {
             int task = share.next.fetch_add(grain_, std::memory_order_relaxed);

@@ -36,6 +36,14 @@ public:
         share(num_tasks, grain, [](void* w, int task, int thread) { (*static_cast<Plain*>(w))(task, thread); }, (void*)&work);
     }
 
+    // Calls work(thread) once on every thread.
+    template <class Work> void run_on_each(Work&& work) {
+        using Plain = std::remove_reference_t<Work>;
+        helps_ = false;
+        share(num_threads(), 1, [](void* w, int, int thread) { (*static_cast<Plain*>(w))(thread); }, (void*)&work);
+        helps_ = true;
+    }
+
 private:
     using Call = void (*)(void*, int, int);
 
@@ -53,6 +61,7 @@ private:
     Call call_ = nullptr;
     void* work_ = nullptr;
     int grain_ = 1;
+    bool helps_ = true;  // whether a thread takes tasks of others
     struct alignas(64) Share { std::atomic<int> next{0}; int end = 0; };
     std::vector<Share> shares_;
     alignas(64) std::atomic<uint32_t> generation_{0};

@@ -1,8 +1,5 @@
 #include "program.hpp"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -16,7 +13,6 @@ std::atomic<uint64_t> step_number{0};
 
 namespace {
 
-constexpr size_t huge_page = size_t(2) << 20;
 constexpr size_t inputs_in_cache = size_t(5) << 18;  // inputs of a product that stay in a core's second-level cache
 constexpr int rope_chunk = 1024;
 constexpr size_t wipe_piece = size_t(1) << 18;
@@ -26,58 +22,13 @@ double now_s() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Zeros that no compiler leaves out because nobody reads them.
-void overwrite(uint8_t* at, size_t size) {
-    memset(at, 0, size);
-    __asm__ volatile("" : : "r"(at) : "memory");
-}
-
 void require(bool fits, const char* otherwise) {
     if (!fits) throw std::invalid_argument(otherwise);
-}
-
-// Zeros straight from the system: what grows step by step would leave holes in the allocator's heap. Large ones begin where a huge
-// page may.
-uint8_t* map_zeros(size_t size) {
-    size_t slack = size >= huge_page ? huge_page : 0;
-    void* mapped = mmap(nullptr, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapped == MAP_FAILED) throw std::bad_alloc();
-    uint8_t* data = static_cast<uint8_t*>(mapped);
-    if (!slack) return data;
-    size_t before = (huge_page - reinterpret_cast<uintptr_t>(data) % huge_page) % huge_page;
-    if (before) munmap(data, before);
-    if (before < slack) munmap(data + before + size, slack - before);
-#if defined(MADV_HUGEPAGE)
-    madvise(data + before, size, MADV_HUGEPAGE);
-#endif
-    return data + before;
 }
 
 bool within(int32_t value, int end) { return uint32_t(value) < uint32_t(end); }
 
 }  // namespace
-
-Buffer::~Buffer() { release(); }
-
-void Buffer::release() {
-    if (!data_) return;
-    overwrite(data_, used_);
-    munmap(data_, size_);
-    data_ = nullptr;
-    size_ = used_ = 0;
-}
-
-uint8_t* Buffer::reserve(size_t size) {
-    if (size > size_) {
-        release();
-        static const size_t page = size_t(sysconf(_SC_PAGESIZE));
-        size_t whole = (size + page - 1) / page * page;
-        data_ = map_zeros(whole);
-        size_ = whole;
-    }
-    used_ = std::max(used_, size);
-    return data_;
-}
 
 Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_size, int hidden_size, float norm_eps)
     : kernels_(kernels), pool_(std::move(pool)), vocab_size_(vocab_size), hidden_size_(hidden_size), norm_eps_(norm_eps),
@@ -102,7 +53,9 @@ void Program::wipe() {
             pieces.emplace_back(buffer->get<uint8_t>() + at, std::min(wipe_piece, buffer->used() - at));
         buffer->clean();
     }
+    if (pieces.empty()) return;
     phase("wipe", int(pieces.size()), [&](int i, int) { overwrite(pieces[size_t(i)].first, pieces[size_t(i)].second); });
+    pool_->run_on_each([](int) { overwrite_stack(); });
 }
 
 void Program::check(const Batch& batch) const {
