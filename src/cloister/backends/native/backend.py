@@ -11,7 +11,7 @@ from cloister.backends.native.store import PackedStore
 from cloister.backends.spec import DecoderSpec, LayerSpec
 from cloister.types.errors import ConfigError
 
-NUMERICS = 2  # raise it when an answer may change in its last bit
+NUMERICS = 3  # raise it when an answer may change in its last bit
 _NUM_BUFFERS = 11  # of a program, each of whole pages
 _MOST_PARTIAL_BYTES = 64 << 20  # cpp/program.cpp
 
