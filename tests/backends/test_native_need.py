@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cloister.backends.base import Weights
 from cloister.backends.native import _native
 from cloister.backends.native.backend import NativeBackend
 from cloister.backends.native.model import pack_model
 from cloister.backends.native.packing import Kind, Packer
 from cloister.backends.native.store import array_bytes
 from cloister.backends.spec import DecoderSpec
-from cloister.backends.tensors import GroupedTensor, QuantizedTensor, Tensor, take_rows
+from cloister.backends.tensors import Activations, GroupedTensor, QuantizedTensor, Tensor, take_rows
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.driving import RandomWeights, make_spec
 
@@ -25,7 +26,9 @@ WIDE = replace(SPEC, layers=tuple(replace(layer, mlp=replace(layer.mlp, intermed
 class Coded:
     """Weights (`backends.base.Weights`) whose layers' matrices are codes of some kind."""
 
-    def __init__(self, spec: DecoderSpec, bits: int, group_size: int, activations: str, *, ordered: bool, only: str) -> None:
+    def __init__(
+        self, spec: DecoderSpec, bits: int, group_size: int, activations: Activations, *, ordered: bool, only: str
+    ) -> None:
         self._plain = RandomWeights(spec)
         self._kind = bits, group_size, activations
         self._ordered, self._only = ordered, only
@@ -49,14 +52,14 @@ class Coded:
         order = np.arange(shape[1], dtype=np.int32)[::-1].copy() if self._ordered else None
         scales = np.full((shape[0], shape[1] // group_size), 1 / 3, np.float32)
         codes = np.ones(shape, np.uint8)
-        return GroupedTensor(codes, scales, np.zeros(scales.shape, np.uint8), None, bits, group_size, activations, order)  # type: ignore[arg-type]
+        return GroupedTensor(codes, scales, np.zeros(scales.shape, np.uint8), None, bits, group_size, activations, order)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.read(name)) for name in self.names())
 
 
 EVERY = "q k v o gate up down"
-CASES = {
+CASES: dict[str, Weights] = {
     "4 bits that meet bfloat16": Coded(WIDE, 4, 32, "bfloat16", ordered=False, only=EVERY),
     "4 bits, act-order": Coded(WIDE, 4, 32, "bfloat16", ordered=True, only=EVERY),
     "4 bits, groups of 16": Coded(WIDE, 4, 16, "int8", ordered=False, only=EVERY),

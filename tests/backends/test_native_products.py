@@ -7,6 +7,7 @@ signs keep their length: so only the order of float32 sums is left to differ, an
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -229,7 +230,7 @@ def test_a_row_that_is_not_finite_does_not_become_so_by_rounding(hidden: int, wr
     assert not np.isfinite(found).any()
 
 
-GIVEN: dict[str, object] = {
+GIVEN: dict[str, Any] = {
     "kind": 2, "outputs": 40, "inputs": 96, "group": 32, "zero_point": 128, "codes": np.zeros(2 * 2 * 2048, np.uint8),
     "channel_scales": None, "scales": np.zeros(64 * 3 * 2, np.uint8), "wide_scales": False, "zeros": np.zeros(64 * 3, np.uint8),
     "offsets": None, "group_scales": None, "bias": np.zeros(64, np.float32),
@@ -255,11 +256,11 @@ GIVEN: dict[str, object] = {
     ],
 )
 def test_kernels_refuse_arrays_that_do_not_have_the_size_of_their_shape(wrong: dict[str, object], why: str) -> None:
-    _native.Matrix(**GIVEN)  # type: ignore[arg-type]
+    _native.Matrix(**GIVEN)
     with pytest.raises(ValueError, match=why):
-        _native.Matrix(**{**GIVEN, **wrong})  # type: ignore[arg-type]
+        _native.Matrix(**{**GIVEN, **wrong})
 
 
 def test_kernels_refuse_copies_of_what_they_keep() -> None:
     with pytest.raises(TypeError):
-        _native.Matrix(**{**GIVEN, "codes": np.zeros(4 * 2 * 2048, np.uint8)[::2]})  # type: ignore[arg-type]
+        _native.Matrix(**{**GIVEN, "codes": np.zeros(4 * 2 * 2048, np.uint8)[::2]})

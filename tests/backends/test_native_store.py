@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cloister.backends.base import KVLayout
+from cloister.backends.base import KVLayout, Weights
 from cloister.backends.native import store
 from cloister.backends.native.backend import NativeBackend
 from cloister.backends.native.store import PackedStore
@@ -31,9 +31,9 @@ def _small_models_are_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_LEAST_BYTES", 0)
 
 
-def start(directory: Path, weights: object, identity: str = IDENTITY) -> bytes:
+def start(directory: Path, weights: Weights, identity: str = IDENTITY) -> bytes:
     backend = NativeBackend(num_threads=1, device="cpu", dtype="bfloat16", store=PackedStore(directory))
-    program = backend.build(SPEC, weights, KVLayout(8, 16), identity=identity)  # type: ignore[arg-type]
+    program = backend.build(SPEC, weights, KVLayout(8, 16), identity=identity)
     return Driver(program, 8, 16).run("a", list(range(40))).tobytes()
 
 
