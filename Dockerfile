@@ -15,7 +15,8 @@ RUN python -m venv /opt/cloister \
 
 FROM python:3.11-slim
 COPY --from=build /opt/cloister /opt/cloister
-RUN useradd --system --create-home --uid 10001 cloister
+RUN useradd --system --create-home --uid 10001 cloister \
+ && install --directory --owner cloister --group cloister /home/cloister/.cache
 USER cloister
 EXPOSE 8000
 HEALTHCHECK --interval=30s --timeout=5s --start-period=60s \

@@ -154,14 +154,18 @@ def main() -> int:
 
 
 @contextmanager
-def serve() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Starts `cloister serve` on a free port, and kills what is left of it at the end."""
+def serve(*settings: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Starts `cloister serve` on a free port, and kills what is left of it at the end.
+
+    Args:
+        settings: further flags.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = Path(tempfile.gettempdir()) / f"cloister-endurance-{port}.log"
     console.print(f"the server's log: {log}", style="dim", highlight=False)
-    flags = ["--model", MODEL, "--port", str(port), "--max-waiting", "4000", "--max-model-len", "1024"]
+    flags = ["--model", MODEL, "--port", str(port), "--max-waiting", "4000", "--max-model-len", "1024", *settings]
     with log.open("wb") as file:
         command = [sys.executable, "-m", "cloister.cli", "serve", *flags]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)

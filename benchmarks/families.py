@@ -1,6 +1,7 @@
 """Full-width evidence, by hand: families against transformers, and rule 6 on wide models.
 
 python -m benchmarks.families                            logits and 200 greedy tokens of every family, in real widths
+python -m benchmarks.families --backend native           the same on the native back end
 python -m benchmarks.families --rule6                    bits of a row in every arrangement, narrow to wide, on the torch oracle
 python -m benchmarks.families --rule6 --backend native   the same of every format, KV type and instruction set of this machine
 python -m benchmarks.families --speed                    prefill and decode times of the embedded model
@@ -60,7 +61,67 @@ WIDE: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "Qwen3 0.6B, MQA, biases", {
         "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 1,
         "head_dim": 128, "vocab_size": 32000, "attention_bias": True}),
+    ("llama", "SmolLM 135M, 6 layers", {
+        "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "vocab_size": 49152, "tie_word_embeddings": True, "num_hidden_layers": 6}),
+    ("llama", "Llama of SmolLM's width, dynamic scaling", {
+        "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "vocab_size": 16000, "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}),
+    ("mistral", "Mistral 7B, half width, beyond the window", {
+        "hidden_size": 2048, "intermediate_size": 7168, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "vocab_size": 8000, "sliding_window": 300}),
+    ("mixtral", "Mixtral 8x7B, quarter width", {
+        "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "vocab_size": 8000, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    ("qwen2_moe", "Qwen1.5-MoE A2.7B, half width, 30 experts", {
+        "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "vocab_size": 8000, "num_experts": 30, "num_experts_per_tok": 4, "moe_intermediate_size": 704,
+        "shared_expert_intermediate_size": 2816}),
+    ("qwen3_moe", "Qwen3 30B A3B, half width, 64 experts", {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 128, "vocab_size": 8000, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 384,
+        "norm_topk_prob": True}),
+    ("gemma2", "Gemma 2 2B, half width, beyond the window", {
+        "hidden_size": 1152, "intermediate_size": 4608, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 256, "vocab_size": 16000, "sliding_window": 300, "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True}),
+    ("gemma3_text", "Gemma 3 1B, 6 layers, beyond the window", {
+        "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256, "vocab_size": 16000, "sliding_window": 300, "query_pre_attn_scalar": 256, "num_hidden_layers": 6,
+        "tie_word_embeddings": True}),
+    ("phi3", "Phi-3 mini, half width, LongRoPE", {
+        "hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "vocab_size": 8000, "original_max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.02 * i for i in range(48)],
+                            "long_factor": [1.0 + 0.5 * i for i in range(48)]}}),
+    ("phi3", "Phi-4 mini, half width, partly turned", {
+        "hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 12, "num_key_value_heads": 4,
+        "vocab_size": 8000, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}}),
+    ("gpt2", "GPT-2, 124M", {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}),
+    ("opt", "OPT 125M", {
+        "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50272,
+        "max_position_embeddings": 2048}),
+    ("gpt_neox", "Pythia 14M", {
+        "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "vocab_size": 50304, "max_position_embeddings": 2048}),
+    ("gpt_neox", "Pythia 160M", {
+        "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "vocab_size": 50304, "max_position_embeddings": 2048}),
+    ("smollm3", "SmolLM3 3B, half width, 4 layers", {
+        "hidden_size": 1024, "intermediate_size": 5504, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "vocab_size": 16000, "num_hidden_layers": 4, "tie_word_embeddings": True}),
+    ("granite", "Granite 3.1 2B, half width", {
+        "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "vocab_size": 16000, "embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22,
+        "logits_scaling": 8.0, "tie_word_embeddings": True}),
+    ("olmo2", "OLMo 2 1B, half width", {
+        "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "vocab_size": 16000}),
 ]  # fmt: skip
+LENGTH = 600
+"""Of prompt and answer; the last token is not read, so the greatest length of a sequence is one less."""
 
 RULE6 = {
     "narrow, hidden 256": make_spec(hidden=256, intermediate=688, heads=(8, 2), head_dim=32, vocab=4096),
@@ -110,14 +171,18 @@ FORMS = (
 )
 
 
-def show_families(console: Console) -> None:
-    table = Table("family", "variant", "max |difference|", "greedy tokens equal")
+def show_families(console: Console, backend: str, only: str | None) -> None:
+    table = Table("family", "variant", "max |logit|", "max |difference|", "greedy tokens equal", title=f"{backend}, float32")
     for family, name, config in WIDE:
+        if only is not None and family != only:
+            continue
         with tempfile.TemporaryDirectory() as directory:
-            path = make_model(Path(directory), family, **{**LAYERS, **config})
+            layers = {} if "n_layer" in config else LAYERS
+            path = make_model(Path(directory), family, **{**layers, **config})
             prompt = np.random.default_rng(0).integers(0, config["vocab_size"], 400).tolist()
-            found = compare(path, prompt)
-        table.add_row(family, name, f"{found.difference:.1e}", f"{found.num_equal}/{found.num_tokens}")
+            found = compare(path, prompt, LENGTH - len(prompt), backend=backend, max_model_len=LENGTH - 1)
+        counted = f"{found.num_equal}/{found.num_tokens}"
+        table.add_row(family, name, f"{found.largest:.1f}", f"{found.difference:.1e}", counted)
     console.print(table)
 
 
@@ -238,13 +303,19 @@ def _cells(times: Iterator[tuple[float, float]]) -> Iterator[str]:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--rule6", action="store_true", help="bits of a row in every arrangement")
-    parser.add_argument("--backend", choices=("torch", "native"), default="torch", help="whose bits")
+    parser.add_argument("--backend", choices=("torch", "native"), default="torch", help="whose logits or bits")
+    parser.add_argument("--family", help="only the variants of one model type")
     parser.add_argument("--speed", action="store_true", help="times of the embedded model")
     options = parser.parse_args()
     if options.rule6 and options.backend == "native":
         return show_native_rule6(options)
     console = Console()
-    show_rule6(console) if options.rule6 else show_speed(console) if options.speed else show_families(console)
+    if options.rule6:
+        show_rule6(console)
+    elif options.speed:
+        show_speed(console)
+    else:
+        show_families(console, options.backend, options.family)
     return 0
 
 

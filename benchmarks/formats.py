@@ -149,9 +149,8 @@ def spread(outcome: Outcome, plain: Outcome) -> float:
 def count_bits(model: LoadedModel, weights: Weights) -> tuple[float, float]:
     """Returns bits per weight as the kernels keep them, scales and padding included: of the layers, and of the whole model."""
     packed = pack_model(model.spec, weights, Packer(_native.Pool(1), Kind.BF16))
-    layers = [matrix for layer in packed.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    ends = [matrix for matrix in (packed.embedding, packed.head) if matrix is not None]
-    return bits_per_weight(layers), bits_per_weight([*layers, *ends])
+    layers = [matrix for name, matrix in packed.matrices.items() if name.startswith("layers.")]
+    return bits_per_weight(layers), bits_per_weight(list(packed.matrices.values()))
 
 
 def bits_per_weight(packed: list[PackedMatrix]) -> float:

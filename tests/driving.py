@@ -67,9 +67,9 @@ def build(
     return Driver(maker.build(spec, weights, KVLayout(num_blocks, block_size)), num_blocks, block_size)
 
 
-def build_from(path: Path, **settings: Any) -> Driver:
+def build_from(path: Path, max_model_len: int | None = None, **settings: Any) -> Driver:
     """`build` for a model directory."""
-    model = load(path)
+    model = load(path, max_model_len=max_model_len)
     return build(model.spec, model.weights, **settings)
 
 

@@ -13,7 +13,25 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 UNTYPED: Any = AutoModelForCausalLM  # its constructors carry no types
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "opt": "OPTForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+}
+"""By model type."""
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -30,16 +48,48 @@ SMALL: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+"""Fields of Llama, and of all that follow it."""
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3}
+OWN: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 32},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 56},
+    "qwen3_moe": {**EXPERTS, "head_dim": 32},
+    "gemma2": {"head_dim": 24, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"head_dim": 24, "query_pre_attn_scalar": 150},
+    "granite": {
+        "attention_multiplier": 0.3, "embedding_multiplier": 2.5, "logits_scaling": 1.7, "residual_multiplier": 0.6,
+    },
+    "smollm3": {"num_hidden_layers": 4},
+}  # fmt: skip
+"""What a family has beside `SMALL`."""
+INSTEAD: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True},
+    "opt": {
+        "vocab_size": 320, "hidden_size": 64, "ffn_dim": 100, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 512, "tie_word_embeddings": True,
+    },
+    "gpt_neox": {
+        "vocab_size": 320, "hidden_size": 64, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 512, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""What a family has in place of `SMALL`."""
+
+
+def small_fields(family: str) -> dict[str, Any]:
+    """Returns the fields of a family's small model."""
+    return {**INSTEAD.get(family, SMALL), **OWN.get(family, {})}
 
 
 def make_model(directory: Path, family: str, *, seed: int = 0, shard_size: str = "5GB", **config: Any) -> Path:
     """Writes a model whose every tensor is random, norms and biases too, and returns its directory.
 
     Args:
-        family: "llama", "qwen2" or "qwen3".
-        config: fields of config.json that differ from `SMALL`.
+        family: a model type of `ARCHITECTURES`.
+        config: fields of config.json that differ from `small_fields`.
     """
-    fields = {**SMALL, **({"head_dim": 32} if family == "qwen3" else {}), **config}
+    fields = {"pad_token_id": None, **small_fields(family), **config}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = UNTYPED.from_config(
@@ -56,8 +106,8 @@ def make_model(directory: Path, family: str, *, seed: int = 0, shard_size: str =
 def randomise(model: torch.nn.Module, tied: bool) -> None:
     """Fills every parameter so that logits spread over some units and no tensor is 0 or 1 throughout."""
     for name, tensor in model.named_parameters():
-        if tensor.dim() == 2:
-            torch.nn.init.normal_(tensor, std=1.0 if "embed" in name and not tied else tensor.shape[1] ** -0.5)
+        if tensor.dim() >= 2:
+            torch.nn.init.normal_(tensor, std=1.0 if "embed" in name and not tied else tensor.shape[-1] ** -0.5)
         else:
             torch.nn.init.normal_(tensor, mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +13,7 @@ import pytest
 
 from cloister.backends import native
 from cloister.backends.base import FloatArray
-from cloister.backends.spec import DecoderSpec
+from cloister.backends.spec import DecoderSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.backends.tensors import Tensor, dequantized
 from cloister.cli.doctor import COMPILERS
 from tests.driving import Driver, build, make_spec
@@ -80,3 +82,81 @@ def exact_product(head: Tensor, rows: FloatArray, norm: FloatArray) -> npt.NDArr
 def relative_error(found: FloatArray, exact: npt.NDArray[np.floating]) -> float:
     """Length of the difference over the length of what is right."""
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+
+
+def changed(spec: DecoderSpec, *, attention: Mapping[str, Any] = {}, layer: Mapping[str, Any] = {}, **rest: Any) -> DecoderSpec:
+    """A spec with other fields: of its layers' attention, of its layers, and its own."""
+    layers = tuple(replace(each, attention=replace(each.attention, **attention), **layer) for each in spec.layers)
+    return replace(spec, layers=layers, **rest)
+
+
+def with_rope(spec: DecoderSpec, size: int) -> RopeSpec:
+    """A rotation of the first `size` values of a head."""
+    rope = spec.layers[0].attention.rope
+    assert rope is not None
+    return RopeSpec(rope.inv_freq[: size // 2])
+
+
+MIXTURE = MoeSpec(num_experts=8, num_chosen=3, expert=MlpSpec(44))
+SMALL = make_spec(hidden=96, intermediate=116, heads=(4, 2), head_dim=24)
+LAYER_NORMS: Mapping[str, Any] = {"norm": "layer", "norm_bias": True}
+BIASES = {"qkv_bias": True, "output_bias": True}
+PARTS: Mapping[str, DecoderSpec] = {
+    "partial rotation": changed(SMALL, attention={"rope": with_rope(SMALL, 10)}),
+    "no rotation": changed(SMALL, attention={"rope": None}),
+    "not gated, gelu": changed(SMALL, layer={"mlp": MlpSpec(116, "gelu", gated=False)}),
+    "not gated, relu, biases": changed(SMALL, attention=BIASES, layer={"mlp": MlpSpec(116, "relu", bias=True, gated=False)}),
+    "gated, relu": changed(SMALL, layer={"mlp": MlpSpec(116, "relu")}),
+    "layer norms": changed(SMALL, norm="layer"),
+    "layer norms with biases": changed(SMALL, **LAYER_NORMS),
+    "RMS norms with biases": changed(SMALL, norm_bias=True),
+    "post norms": changed(SMALL, layer={"post_norm": True}),
+    "post norms only": changed(SMALL, layer={"post_norm": True, "pre_norm": False}),
+    "in parallel": changed(SMALL, layer={"parallel": True}),
+    "in parallel, post norms, scaled": changed(SMALL, layer={"parallel": True, "post_norm": True, "residual_scale": 0.4}),
+    "residual scale": changed(SMALL, layer={"residual_scale": 0.22}),
+    "learned positions": changed(SMALL, attention={"rope": None}, position_embeddings=True, max_positions=400),
+    "embedding scale": changed(SMALL, embedding_scale=9.75),
+    "logit scale": changed(SMALL, logit_scale=0.125),
+    "logit softcap": changed(SMALL, logit_scale=4.0, logit_softcap=6.0),
+    "attention softcap": changed(SMALL, attention={"softcap": 1.5}),
+    "q and k normed as projections": changed(SMALL, attention={"qk_norm": True, "qk_norm_over": "projection"}),
+    "head bias": changed(SMALL, head_bias=True),
+    "head bias, tied": changed(SMALL, head_bias=True, tied_embeddings=True),
+    "experts": changed(SMALL, layer={"mlp": MIXTURE}),
+    "experts, weights as they are": changed(SMALL, layer={"mlp": replace(MIXTURE, renormalize=False)}),
+    "experts and a shared one": changed(SMALL, layer={"mlp": replace(MIXTURE, shared=MlpSpec(70))}),
+    "experts and a gated shared one": changed(
+        SMALL, layer={"mlp": replace(MIXTURE, shared=MlpSpec(70), shared_gate=True, renormalize=False)}
+    ),
+    "experts that are not gated": changed(SMALL, layer={"mlp": replace(MIXTURE, expert=MlpSpec(52, "relu", gated=False))}),
+    "33 experts, in parallel, post norms": changed(
+        SMALL, layer={"mlp": replace(MIXTURE, num_experts=33, num_chosen=5), "parallel": True, "post_norm": True}
+    ),
+    "all at once, of odd sizes": changed(
+        MANY_HEADS,
+        attention={
+            "rope": with_rope(MANY_HEADS, 6),
+            "qk_norm": True,
+            "qk_norm_over": "projection",
+            "softcap": 2.0,
+            "window": 70,
+            **BIASES,
+        },
+        layer={
+            "mlp": MoeSpec(
+                5, 2, MlpSpec(23, "gelu_tanh"), shared=MlpSpec(37, "relu", bias=True, gated=False), shared_gate=True
+            ),
+            "post_norm": True,
+            "residual_scale": 0.7,
+        },
+        position_embeddings=True,
+        max_positions=400,
+        embedding_scale=1.5,
+        logit_scale=1.5,
+        logit_softcap=9.0,
+        head_bias=True,
+        **LAYER_NORMS,
+    ),
+}
+"""A decoder for each thing that a spec can ask for beside what `SPECS` have."""

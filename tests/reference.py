@@ -21,6 +21,7 @@ class Agreement:
 
     Attributes:
         difference: greatest difference of any logit of prompt and answer.
+        largest: greatest size of any logit.
         num_tokens, num_equal: greedy tokens, and how many of them transformers chooses too after the same beginning; a
             different choice counts as equal where its two best logits are less than 1e-4 apart.
     """
@@ -28,6 +29,7 @@ class Agreement:
     difference: float
     num_tokens: int
     num_equal: int
+    largest: float = 0.0
 
 
 def reference_logits(path: Path, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -57,4 +59,4 @@ def compare(path: Path, prompt: Sequence[int], num_tokens: int = 200, **settings
     best = np.sort(answer, axis=1)[:, -2:]
     close = best[:, 1] - best[:, 0] < 1e-4
     equal = (answer.argmax(1) == np.array(tokens[len(prompt) :])) | close
-    return Agreement(float(np.abs(ours - theirs).max()), num_tokens, int(equal.sum()))
+    return Agreement(float(np.abs(ours - theirs).max()), num_tokens, int(equal.sum()), float(np.abs(theirs).max()))

@@ -6,18 +6,32 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cloister.llm import LLM, Completion, CompletionOutput
+    from cloister.llm import LLM, AsyncLLM, Completion, CompletionOutput
     from cloister.types.errors import CloisterError
+    from cloister.types.grammar import Grammar, GrammarKind
     from cloister.types.request import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CloisterError", "Completion", "CompletionOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CloisterError",
+    "Completion",
+    "CompletionOutput",
+    "Grammar",
+    "GrammarKind",
+    "SamplingParams",
+    "__version__",
+]
 
 _HOME = {
     "LLM": "cloister.llm",
+    "AsyncLLM": "cloister.llm",
     "Completion": "cloister.llm",
     "CompletionOutput": "cloister.llm",
     "CloisterError": "cloister.types.errors",
+    "Grammar": "cloister.types.grammar",
+    "GrammarKind": "cloister.types.grammar",
     "SamplingParams": "cloister.types.request",
 }
 

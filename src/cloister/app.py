@@ -5,22 +5,25 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from cloister.backends import BACKENDS, native
-from cloister.backends.base import Backend, KVLayout, Weights
-from cloister.backends.spec import DecoderSpec
-from cloister.engine.machine import Machine, read_machine, return_free_memory
+from cloister.backends.base import AdapterProgram, Backend, KVLayout, Program, Weights
+from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
+from cloister.engine.machine import Machine, process_age_s, read_machine, return_free_memory
 from cloister.engine.memory import budget_memory
 from cloister.kv import BlockPool, PrefixKeys
-from cloister.models import LoadedModel, embedded_names, load, locate
-from cloister.privacy import Entry, Gate, Policy, is_loopback, read_credentials, settle
+from cloister.models import LoadedModel, embedded_names, load, locate, read_pooling
+from cloister.models.adapters import read_adapter
+from cloister.privacy import Entry, Gate, Policy, is_loopback, read_credentials, settle, settle_front
 from cloister.quant import FORMATS, FormatOptions, NumberFormat, choose_kv_dtype, quantize_on_read
 from cloister.sched import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
+from cloister.types.clock import Stopwatch
 from cloister.types.config import (
     EngineConfig,
     Resolved,
@@ -30,11 +33,16 @@ from cloister.types.config import (
     setting_names,
 )
 from cloister.types.errors import ConfigError
+from cloister.types.logs import set_up_logging
 from cloister.types.request import ModelInfo
 
 if TYPE_CHECKING:
-    from cloister.engine import EngineCore
+    from cloister.engine import AdapterRegister, EngineCore
+    from cloister.runner.adapters import AdapterRoom
+    from cloister.server.calls import Calls
+    from cloister.server.reload import Source
     from cloister.server.serve import Site
+    from cloister.server.switch import Seat
 
 ENGINE_ENTRY: Final = "cloister.app:build_engine"
 NO_QUANT: Final = "none"
@@ -46,11 +54,16 @@ OFFLINE_STALL: Final = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that was decided before anything was loaded, and why."""
+    """Everything that was decided before anything was loaded, and why.
+
+    Attributes:
+        models: name -> engine, of several models that take turns (tables `[models.NAME]` of the file); empty for one.
+    """
 
     engine: Resolved[EngineConfig]
     server: Resolved[ServerConfig]
     policy: Policy
+    models: Mapping[str, Resolved[EngineConfig]] = field(default_factory=dict)
 
 
 def resolve_settings(
@@ -69,15 +82,48 @@ def resolve_settings(
     known = setting_names(EngineConfig, ServerConfig)
     known_flags = known if listens else setting_names(EngineConfig)
     layers: list[tuple[str, Mapping[str, object]]] = []
+    tables: Mapping[str, Mapping[str, object]] = {}
     if not listens:
         layers.append(("nobody watches the streams of a batch", {"max_stall": OFFLINE_STALL}))
     if config_file is not None:
         from_file = _read_toml(config_file)
+        tables = _take_models(from_file, config_file.name)
         reject_unknown(from_file, known, config_file.name)
         layers.append((f"file {config_file.name}", from_file))
     if flags:
         reject_unknown(flags, known_flags, "the settings given")
         layers.append(("flag", flags))
+    if not tables:
+        return _settle(layers, listens)
+    if not listens or any("model" in given or "served_model_name" in given for _, given in layers):
+        raise ConfigError(
+            "the config file has several models: only `serve` takes them, without `model` and `served_model_name` beside them",
+            param="models",
+        )
+    each = {name: _settle([*layers, (f"models.{name}", table)], listens) for name, table in tables.items()}
+    first = next(iter(each.values()))
+    return replace(first, models={name: settings.engine for name, settings in each.items()})
+
+
+def _take_models(from_file: dict[str, object], source: str) -> Mapping[str, Mapping[str, object]]:
+    """Takes the tables `[models.NAME]` out of what a file says.
+
+    Raises:
+        ConfigError: they are no tables, name no model, or set what holds for the whole server.
+    """
+    tables = from_file.pop("models", {})
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise ConfigError(f'models in {source} must be tables: [models.NAME] with model = "..."', param="models")
+    known = [name for name in setting_names(EngineConfig) if name != "profile"]
+    for name, table in tables.items():
+        reject_unknown(table, known, f"[models.{name}] of {source}")
+        if "model" not in table:
+            raise ConfigError(f'[models.{name}] of {source} has no model; say model = "..."', param="model")
+    return tables
+
+
+def _settle(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -> Settings:
+    """Resolves the settings of one engine and its front from layers of settings."""
     server = resolve(ServerConfig, layers)
     engine = _settle_machine(resolve(EngineConfig, layers), read_machine())
     policy, engine = settle(
@@ -90,7 +136,7 @@ def resolve_settings(
             *([] if engine.config.quant == NO_QUANT else [Entry.of(FORMATS, engine.config.quant)]),
         ),
     )
-    return Settings(engine, server, policy)
+    return Settings(engine, settle_front(policy, server), policy)
 
 
 def build_gate(settings: Settings) -> Gate:
@@ -116,7 +162,9 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
     from cloister.server.serve import serve as serve_site
 
     gate = build_gate(settings)
-    return serve_site(settings.server.config, lambda: _open_site(settings, gate, announce), announce)
+    set_up_logging(settings.server.config.log_format)
+    open_site = _open_rotation if settings.models else _open_site
+    return serve_site(settings.server.config, lambda: open_site(settings, gate, announce), announce)
 
 
 async def _open_site(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
@@ -124,40 +172,130 @@ async def _open_site(settings: Settings, gate: Gate, announce: Callable[[str], N
     from cloister.engine import ProcessEngine
     from cloister.server.app import create_app
     from cloister.server.serve import Site
+    from cloister.server.trace_export import open_tracer
     from cloister.text import ChatTemplate, Tokenizer
 
-    config = settings.engine.config
-    engine = ProcessEngine(ENGINE_ENTRY, config)
+    config, front = settings.engine.config, settings.server.config
+    engine = ProcessEngine(ENGINE_ENTRY, config, log_format=front.log_format)
+    imported_s = process_age_s()
     await engine.start()
+    watch = Stopwatch()
     try:
         path = Path(engine.model.path)
+        tracer = open_tracer(front, engine.model.name)
         app = create_app(
             engine,
             Tokenizer(path),
             ChatTemplate.load(path),
             gate,
-            settings.server.config,
+            front,
+            listeners=[tracer.write] if tracer is not None else [],
             request_timeout_s=config.request_timeout_s,
         )
     except BaseException:
         await engine.drain(0.0)
         raise
     return_free_memory()
-    for line in describe_start(settings, engine.model, engine.memory, gate.notice()):
+    watch.lap("front")
+    (name, engine_imported_s), *others = engine.startup
+    engine.startup = [(name, imported_s + engine_imported_s), *others, *watch.laps]
+    for line in describe_start(settings, engine.model, engine.memory, engine.startup, gate.notice()):
         announce(line)
-    return Site(app, engine)
+    close = tracer.close if tracer is not None else lambda: None
+    return Site(app, engine, _sources(settings, gate), close)
+
+
+async def _open_rotation(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
+    """Starts the first of several models, and the front that sends requests to whichever they name."""
+    from cloister.server.app import request_log, surround
+    from cloister.server.calls import Calls
+    from cloister.server.rotation import Rotation
+    from cloister.server.serve import Site
+    from cloister.server.switch import ModelSwitch, list_entry
+    from cloister.server.trace_export import open_tracer
+
+    front = settings.server.config
+    entries = {name: list_entry(name, engine.config.model) for name, engine in settings.models.items()}
+    tracer = open_tracer(front, "several")
+
+    async def open_seat(name: str) -> Seat:
+        one = replace(settings, engine=settings.models[name])
+        seat = await _open_seat(one, gate, calls, name)
+        entries[name] = list_entry(name, seat.engine.model.name, seat.engine.model)
+        for line in describe_start(one, seat.engine.model, seat.engine.memory, seat.engine.startup, None):
+            announce(line)
+        return seat
+
+    rotation = Rotation(open_seat, settings.engine.config.request_timeout_s)
+    calls = Calls(
+        lambda route, status: rotation.shown.count_reply(route, status) if rotation.shown is not None else None,
+        [*request_log(front, gate), *([tracer.write] if tracer is not None else [])],
+    )
+    await rotation.begin(next(iter(settings.models)))
+    if (notice := gate.notice()) is not None:
+        announce(notice)
+    announce(f"one at a time in memory: {', '.join(settings.models)}")
+    app = surround(ModelSwitch(rotation, entries), calls, gate, front)
+    return Site(app, rotation, _sources(settings, gate), tracer.close if tracer is not None else lambda: None)
+
+
+async def _open_seat(settings: Settings, gate: Gate, calls: Calls, name: str) -> Seat:
+    """Starts the engine of one of several models, and its routes."""
+    from cloister.engine import ProcessEngine
+    from cloister.server.app import create_routes, make_exposition
+    from cloister.server.switch import Seat
+    from cloister.text import ChatTemplate, Tokenizer
+
+    config, front = settings.engine.config, settings.server.config
+    engine = ProcessEngine(ENGINE_ENTRY, config, log_format=front.log_format)
+    await engine.start()
+    try:
+        exposition = make_exposition(engine, gate, [name])
+        path = Path(engine.model.path)
+        routes = create_routes(
+            engine,
+            Tokenizer(path),
+            ChatTemplate.load(path),
+            gate,
+            front,
+            calls,
+            exposition,
+            names=[name],
+            request_timeout_s=config.request_timeout_s,
+        )
+    except BaseException:
+        await engine.drain(0.0)
+        raise
+    return_free_memory()
+    return Seat(routes, engine, exposition)
+
+
+def _sources(settings: Settings, gate: Gate) -> tuple[Source, ...]:
+    """Returns what a running server reads again when its file changes."""
+    from cloister.server.reload import Source
+
+    if settings.server.config.api_keys is None:
+        return ()
+    path = Path(settings.server.config.api_keys).expanduser()
+    return (Source("API keys", (path,), lambda: gate.change_keys(read_credentials(path))),)
 
 
 def describe_start(
-    settings: Settings, model: ModelInfo, memory: Sequence[tuple[str, int]], notice: str | None
+    settings: Settings,
+    model: ModelInfo,
+    memory: Sequence[tuple[str, int]],
+    startup: Sequence[tuple[str, float]],
+    notice: str | None,
 ) -> Iterator[str]:
-    """Yields the lines that an operator reads at start: what runs, under which profile, and where the memory goes."""
+    """Yields the lines that an operator reads at start: what runs, under which profile, where memory and time went."""
     config = settings.engine.config
     yield f"{model.name} ({model.fingerprint}) on {config.backend}, {config.device}, {config.num_threads} threads"
     yield f"profile {config.profile}, scheduler {config.scheduler}, prefix cache {'on' if config.prefix_cache else 'off'}"
     yield f"context window {model.max_model_len} tokens, {config.max_num_seqs} sequences at once"
     items = [*memory, ("in all", sum(size for _, size in memory))]
     yield "memory: " + ", ".join(f"{what} {size / 2**20:.0f} MiB" for what, size in items)
+    whole_s = sum(duration_s for _, duration_s in startup)
+    yield f"started in {whole_s:.1f} s: " + ", ".join(f"{phase} {duration_s:.2f}" for phase, duration_s in startup)
     if notice is not None:
         yield notice
 
@@ -170,20 +308,28 @@ def build_engine(config: EngineConfig) -> EngineCore:
         MemoryBudgetError: it cannot fit; the message has the figure that would.
     """
     from cloister.engine import EngineCore, Output
-    from cloister.runner import ModelRunner
+    from cloister.runner import Grammars, ModelRunner
+    from cloister.runner.adapters import plan_room
     from cloister.text import Tokenizer
+    from cloister.text.grammar import GrammarCompiler
 
+    watch = Stopwatch()
     machine = read_machine()
     path = locate(config.model, progress=True)
+    watch.lap("locate")
     is_local = config.model in embedded_names() or Path(config.model).expanduser().exists()
     cache = _weights_cache(config)
-    model = load(path, name=None if is_local else config.model, digests=None if cache is None else cache / "digests.json")
+    digests = None if cache is None else cache / "digests.json"
+    model = load(path, None if is_local else config.model, digests, config.max_model_len)
     max_model_len = _max_model_len(config, model)
+    pooling = read_pooling(model.path, config.pooling)
     tokenizer = Tokenizer(model.path)
+    watch.lap("read")
     return_free_memory()  # before the weights are there, so that it does not count on top of them
     weights = _write_in_few_bits(config, model)
     backend = make_backend(config, machine, model.spec)
     need = backend.need(model.spec, weights, block_size=config.block_size, max_batched_tokens=_max_batched_tokens(config))
+    room = plan_room(config)
     budget = budget_memory(
         need,
         available_bytes=machine.available_bytes if need.available_bytes is None else need.available_bytes,
@@ -191,19 +337,58 @@ def build_engine(config: EngineConfig) -> EngineCore:
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         kv_memory_mb=config.kv_memory_mb,
+        adapters_bytes=0 if room is None else room.num_bytes(model.spec, _max_batched_tokens(config)),
     )
     identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
     program = backend.build(model.spec, weights, KVLayout(budget.num_blocks, config.block_size), identity=identity)
+    slots, adapters = _open_adapters(config, model.spec, program, room)
+    watch.lap("build")
     fingerprint = _fingerprint(model, backend, config)
-    info = msgspec.structs.replace(model.info, max_model_len=max_model_len, fingerprint=fingerprint)
-    runner = ModelRunner(program, vocab_size=model.spec.vocab_size, max_model_len=max_model_len, block_size=config.block_size)
+    info = msgspec.structs.replace(
+        model.info,
+        max_model_len=max_model_len,
+        fingerprint=fingerprint,
+        hidden_size=model.spec.hidden_size,
+        pooling=pooling,
+    )
+    vocab_size = model.spec.vocab_size
+    grammars = Grammars(GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_token_ids=info.eos_token_ids))
+    runner = ModelRunner(
+        program,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        adapters=slots,
+        grammars=grammars,
+    )
     return EngineCore(
         build_scheduler(config, info, budget.num_blocks),
         runner,
         Output(tokenizer, info),
         model=info,
         memory=list(budget.items),
+        startup=watch.laps,
+        adapters=adapters,
+        grammars=grammars,
     )
+
+
+def _open_adapters(
+    config: EngineConfig, spec: DecoderSpec, program: Program, room: AdapterRoom | None
+) -> tuple[Mapping[str, int], AdapterRegister]:
+    """Loads the adapters that the settings name; returns their slots by digest, and who knows them by name."""
+    from cloister.engine import AdapterRegister
+    from cloister.runner.adapters import AdapterSlots
+
+    if room is None:
+        return {}, AdapterRegister()
+    if not isinstance(program, AdapterProgram):
+        raise ConfigError(
+            "this back end has no adapters; leave `lora` and `runtime_adapters` out, or compute on a CPU", param="lora"
+        )
+    host = AdapterSlots(program, partial(read_adapter, spec=spec, max_rank=room.max_rank), room.num_slots)
+    loaded = [host.load(name, path) for name, path in room.given]
+    return host.slots, AdapterRegister(host if config.runtime_adapters else None, loaded)
 
 
 def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int) -> Scheduler:
@@ -225,7 +410,10 @@ def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int) -> 
 
 def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> Backend:
     """Returns the back end that the settings name, for a model of that spec."""
-    factory = BACKENDS.get(chosen_backend(config))
+    is_foreign = spec.family == FOREIGN_FAMILY
+    if is_foreign and config.quant != NO_QUANT:
+        raise ConfigError("a model without a spec cannot be quantised here; leave `quant` out", param="quant")
+    factory = BACKENDS.get(FOREIGN_FAMILY if is_foreign else chosen_backend(config))
     return factory(
         num_threads=config.num_threads or machine.num_cpus,
         device=config.device or "cpu",
@@ -297,7 +485,8 @@ def _max_batched_tokens(config: EngineConfig) -> int:
 
 def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> str:
     """What the bits of an answer depend on (rule 6), as `system_fingerprint`."""
-    parts = (model.info.fingerprint, backend.fingerprint, config.quant, str(QUANT_VERSION))
+    turns = repr([layer.attention.rope for layer in model.spec.layers])  # the greatest length of a sequence may decide them
+    parts = (model.info.fingerprint, backend.fingerprint, config.quant, str(QUANT_VERSION), turns)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

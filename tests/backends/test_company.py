@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cloister.backends.spec import DecoderSpec
+from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from cloister.backends.torch.linear import Linear
 from tests.company import differing_arrangements
 from tests.driving import Driver, RandomWeights, build, make_spec
@@ -17,6 +18,28 @@ from tests.driving import Driver, RandomWeights, build, make_spec
 NARROW = make_spec(hidden=256, intermediate=172, heads=(8, 2), head_dim=32)
 WINDOWED = make_spec(hidden=96, intermediate=100, heads=(3, 1), head_dim=24, window=50, qk_norm=True)
 MANY_HEADS = make_spec(hidden=100, intermediate=50, heads=(6, 6), head_dim=10)
+GPT = replace(
+    NARROW,
+    layers=tuple(
+        LayerSpec(replace(layer.attention, rope=None), MlpSpec(98, "gelu", bias=True, gated=False), parallel=True)
+        for layer in NARROW.layers
+    ),
+    norm="layer", norm_bias=True, position_embeddings=True, head_bias=True,
+)  # fmt: skip
+CAPPED = replace(
+    WINDOWED,
+    layers=tuple(
+        replace(layer, attention=replace(layer.attention, softcap=5.0, qk_norm_over="projection"), post_norm=True)
+        for layer in WINDOWED.layers
+    ),
+    vocab_size=321, embedding_scale=9.8, logit_scale=0.5, logit_softcap=3.0,
+)  # fmt: skip
+EXPERTS = replace(
+    NARROW,
+    layers=tuple(
+        LayerSpec(layer.attention, MoeSpec(7, 3, MlpSpec(50), shared=MlpSpec(60), shared_gate=True)) for layer in NARROW.layers
+    ),
+)
 WIDE = make_spec(hidden=2048, intermediate=5632, heads=(16, 4), head_dim=128, num_layers=1, vocab=2100)
 
 
@@ -28,7 +51,11 @@ def tokens_of(spec: DecoderSpec, count: int) -> list[int]:
     return torch.randint(spec.vocab_size, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
-@pytest.mark.parametrize("spec", [NARROW, WINDOWED, MANY_HEADS], ids=["narrow", "windowed", "many heads"])
+@pytest.mark.parametrize(
+    "spec",
+    [NARROW, WINDOWED, MANY_HEADS, GPT, CAPPED, EXPERTS],
+    ids=["narrow", "windowed", "many heads", "layer norms and learned positions", "soft caps and post norms", "experts"],
+)
 def test_company_chunks_blocks_threads_and_hits_change_no_bit(spec: DecoderSpec) -> None:
     check = partial(make, spec, RandomWeights(spec))
     assert differing_arrangements(check, tokens_of(spec, 301), vocab=spec.vocab_size) == []
@@ -55,3 +82,12 @@ def test_a_product_that_takes_rows_as_they_come_is_caught(monkeypatch: pytest.Mo
     monkeypatch.setattr(Linear, "__call__", plain_product)
     check = partial(make, NARROW, RandomWeights(NARROW))
     assert differing_arrangements(check, tokens_of(NARROW, 60), vocab=320, chunks=(7,), block_sizes=(), companions=(2,))
+
+
+def test_of_equal_scores_the_expert_with_the_lower_number_is_taken() -> None:
+    weights = RandomWeights(EXPERTS)
+    weights.read("layers.0.router.weight")[:] = 0
+    program = make(EXPERTS, weights, 16, 1).program
+    scores, chosen = program._layers[0]._mlp.choose(torch.randn(8, 256))  # type: ignore[attr-defined]
+    assert chosen.tolist() == [[0, 1, 2]] * 8
+    assert torch.allclose(scores, torch.full((8, 3), 1 / 3))

@@ -11,7 +11,7 @@ import pytest
 from cloister.backends.base import DRAW, ForwardBatch, IntArray
 from cloister.backends.native.program import NativeProgram
 from tests.driving import Driver, RandomWeights
-from tests.native import NARROW, build_native
+from tests.native import NARROW, PARTS, build_native
 
 LARGEST = 2**31 - 1
 NUM_BLOCKS = 8
@@ -87,3 +87,11 @@ def test_entries_of_a_table_past_the_context_are_not_looked_at() -> None:
     expected = program.forward(batch).tobytes()
     assert batch.block_tables[1, 1] == -1
     assert program.forward(changed(batch, "block_tables", (1, 1), LARGEST)).tobytes() == expected
+
+
+def test_a_position_beyond_the_learned_ones_is_refused() -> None:
+    spec = replace(PARTS["learned positions"], max_positions=20)
+    driver = build_native(spec, RandomWeights(spec), num_blocks=NUM_BLOCKS)
+    driver.run("a", list(range(20)))
+    with pytest.raises(ValueError, match="beyond those that the model learned"):
+        driver.step({"a": [3]})

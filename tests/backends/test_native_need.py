@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cloister.backends.base import Weights
+from cloister.backends.base import KVLayout, Weights
 from cloister.backends.native import _native
 from cloister.backends.native.backend import NativeBackend
 from cloister.backends.native.model import pack_model
@@ -17,10 +17,11 @@ from cloister.backends.native.store import array_bytes
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import Activations, GroupedTensor, QuantizedTensor, Tensor, take_rows
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
-from tests.driving import RandomWeights, make_spec
+from tests.driving import Driver, RandomWeights, make_spec
+from tests.native import PARTS
 
 SPEC = make_spec(hidden=256, intermediate=172, heads=(8, 2), head_dim=32, num_layers=2, qk_norm=True)
-WIDE = replace(SPEC, layers=tuple(replace(layer, mlp=replace(layer.mlp, intermediate_size=256)) for layer in SPEC.layers))
+WIDE = make_spec(hidden=256, intermediate=256, heads=(8, 2), head_dim=32, num_layers=2, qk_norm=True)
 
 
 class Coded:
@@ -79,3 +80,18 @@ def test_weights_take_what_was_named_whatever_becomes_of_them(case: str, dtype: 
     named = backend.need(spec, weights, block_size=16, max_batched_tokens=16).weights_bytes
     packed = pack_model(spec, weights, Packer(_native.Pool(1), Kind.F32 if dtype == "float32" else Kind.BF16))
     assert named == array_bytes(packed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PARTS)
+def test_whatever_a_spec_asks_for_takes_what_was_named(name: str, dtype: str) -> None:
+    spec = replace(PARTS[name], max_positions=400)
+    weights, num_tokens = RandomWeights(spec), 300
+    backend = NativeBackend(num_threads=2, device="cpu", dtype=dtype)
+    program = backend.build(spec, weights, KVLayout(32, 16))
+    driver = Driver(program, 32, 16)
+    program.forward(driver.plan({"a": list(range(num_tokens))}, [num_tokens - 1]))
+    need = backend.need(spec, weights, block_size=16, max_batched_tokens=num_tokens)
+    packed = pack_model(spec, weights, Packer(_native.Pool(1), Kind.F32 if dtype == "float32" else Kind.BF16))
+    assert need.weights_bytes == array_bytes(packed)
+    assert program.buffer_bytes < need.activations_bytes < 2.1 * program.buffer_bytes

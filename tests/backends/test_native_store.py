@@ -166,23 +166,23 @@ def break_the_header(file: Path) -> None:
 
 
 def halve_the_codes(file: Path) -> None:
-    change_header(file, lambda header: header["arrays"]["0.qkv.codes"].__setitem__(1, 4096))
+    change_header(file, lambda header: header["arrays"]["layers.0.qkv.codes"].__setitem__(1, 4096))
 
 
 def move_an_array_beyond_the_end(file: Path) -> None:
-    change_header(file, lambda header: header["arrays"]["norm"].__setitem__(2, header["num_bytes"]))
+    change_header(file, lambda header: header["arrays"]["norm.weight"].__setitem__(2, header["num_bytes"]))
 
 
 def drop_a_norm(file: Path) -> None:
-    change_header(file, lambda header: header["arrays"].pop("norm"))
+    change_header(file, lambda header: header["arrays"].pop("norm.weight"))
 
 
 def claim_more_outputs(file: Path) -> None:
     change_header(file, lambda header: header["matrices"]["embedding"].__setitem__(1, 10_000))
 
 
-def forget_the_layers(file: Path) -> None:
-    change_header(file, lambda header: header["matrices"].__setitem__("layers", [[]]))
+def forget_a_matrix(file: Path) -> None:
+    change_header(file, lambda header: header["matrices"].pop("layers.0.down"))
 
 
 DAMAGES = (
@@ -193,7 +193,7 @@ DAMAGES = (
     move_an_array_beyond_the_end,
     drop_a_norm,
     claim_more_outputs,
-    forget_the_layers,
+    forget_a_matrix,
 )
 
 

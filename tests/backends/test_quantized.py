@@ -12,7 +12,7 @@ import torch
 from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor, dequantized
-from cloister.backends.torch.decoder import WeightReader
+from cloister.backends.torch.reading import WeightReader
 from cloister.backends.torch.rounded import JoinedLinear, RoundedLinear, round_rows
 from cloister.backends.torch.team import Team
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -170,3 +171,11 @@ def test_numerics_that_cannot_be_had_are_refused_with_what_to_do(
     monkeypatch.setattr(backend, "find_spec", lambda name: None if name in missing else name)
     with pytest.raises(ConfigError, match=advice):
         backend.check_libraries(**{"device": "cpu", "dtype": "bfloat16", "numerics": "exact", **settings})
+
+
+def test_a_bias_of_the_head_is_added_to_logits_before_they_are_scaled() -> None:
+    spec = replace(SPEC, logit_scale=0.5)
+    biased, tokens = replace(spec, head_bias=True), list(range(20))
+    weights = RandomWeights(biased)
+    difference = build(biased, weights).run("a", tokens) - build(spec, weights).run("a", tokens)
+    assert np.abs(difference - 0.5 * weights.read("head.bias")).max() < 1e-5

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cloister.backends.base import GreedyProgram, KVLayout
+from cloister.backends.base import GreedyProgram, HiddenProgram, KVLayout
 from cloister.backends.spec import DecoderSpec
 from tests.device import DEVICE, HAS_TRITON, needs_triton
 from tests.driving import Driver, RandomWeights, build, make_spec
@@ -37,6 +37,17 @@ def test_logits_are_the_oracles(spec: DecoderSpec, count: int) -> None:
     weights, tokens = RandomWeights(spec), tokens_of(spec, count)
     expected = build(spec, weights).run("a", tokens)
     assert np.abs(open_driver(spec, weights).run("a", tokens, 70) - expected).max() < 2e-4
+
+
+def test_hidden_states_are_the_oracles() -> None:
+    weights, tokens, rows = RandomWeights(NARROW), tokens_of(NARROW, 40), [0, 17, 39]
+    oracle, ours = build(NARROW, weights), open_driver(NARROW, weights)
+    assert isinstance(oracle.program, HiddenProgram)
+    expected = oracle.program.forward_hidden(oracle.plan({"a": tokens}, rows))
+    found = ours.program.forward_hidden(ours.plan({"a": tokens}, rows))
+    assert np.abs(found - expected).max() < 2e-4
+    decoded = ours.program.forward_hidden(ours.plan({"a": [5]}, [0]))
+    assert np.abs(decoded - oracle.program.forward_hidden(oracle.plan({"a": [5]}, [0]))).max() < 2e-4
 
 
 def test_bfloat16_differs_from_the_oracle_only_as_rounding_does() -> None:

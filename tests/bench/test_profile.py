@@ -10,6 +10,7 @@ from cloister.app import build_engine, resolve_settings
 from cloister.backends import BACKENDS
 from cloister.backends.base import Recording, Span
 from cloister.backends.recording import Watched, watch
+from cloister.backends.spec import FOREIGN_FAMILY
 from cloister.bench.kernels import make_batch
 from cloister.bench.profile import ProfiledStep, list_parts, list_threads, profile_engine, program_of, to_trace
 from cloister.bench.roofline_operators import Work
@@ -19,9 +20,9 @@ from cloister.types.errors import EngineError
 from cloister.types.request import Request, SamplingParams
 
 
-@pytest.fixture(scope="module", params=BACKENDS.names())
+@pytest.fixture(scope="module", params=[name for name in BACKENDS.names() if name != FOREIGN_FAMILY])
 def engine(request):
-    """An engine of the smaller embedded model, on two threads, for every back end that there is."""
+    """An engine of the smaller embedded model, on two threads, for every back end that computes models of ours."""
     flags = {"model": "cloister-draft", "backend": request.param, "num_threads": 2, "kv_memory_mb": 64.0}
     return build_engine(resolve_settings(flags, listens=False).engine.config)
 

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 
-from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.bench.chips import CHIPS, Chip, find_chip
 from cloister.bench.roofline import draw_roofline, put_under_roof
 from cloister.bench.roofline_operators import Numbers, Work, cut, list_operators
@@ -43,6 +43,21 @@ def test_prefill_intensities_are_those_of_the_course():
         "down": 4 * L * D / (5 * L + 4 * D),
     }
     assert {name: found[name].intensity for name in expected} == pytest.approx(expected)
+
+
+def test_experts_that_some_token_chose_are_read_once_each():
+    spec = make_spec(windows=(None,))
+    moe = MoeSpec(8, 2, MlpSpec(4 * D), shared=MlpSpec(D), shared_gate=True)
+    spec = replace(spec, layers=(replace(spec.layers[0], mlp=moe, post_norm=True),))
+    dense, one, many = (
+        by_name(list_operators(model, Work.decode(L, rows), Numbers()))
+        for model, rows in ((make_spec(windows=(None,)), 1), (spec, 1), (spec, 1000))
+    )
+    assert one["experts' up"].weights_bytes == pytest.approx(2 * dense["up"].weights_bytes)
+    assert one["experts' up"].num_flops == 2 * dense["up"].num_flops
+    assert many["experts' up"].weights_bytes == pytest.approx(8 * dense["up"].weights_bytes)
+    assert {"router", "shared down", "mlp post norm"} <= set(one)
+    assert cut(spec, 2).layers[0].mlp == replace(moe, expert=MlpSpec(2 * D), shared=MlpSpec(D // 2))
 
 
 def test_decode_intensities_are_those_of_the_course():

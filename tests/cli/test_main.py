@@ -1,10 +1,10 @@
 """The command line as a person meets it."""
 
 import json
+import resource
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,20 +23,23 @@ def run(capsys, *arguments):
     return caught.value.code or 0, captured.out, captured.err
 
 
+def cpu_s():
+    """Returns the processor time of every process that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_help_is_quick_and_loads_no_heavy_library():
     code = (
         "import sys, cloister.cli\n"
         "try: cloister.cli.main(['--help'])\n"
         "finally: print([m for m in ('torch', 'matplotlib', 'transformers', 'uvicorn') if m in sys.modules], file=sys.stderr)"
     )
-    elapsed_s = []
-    for _ in range(3):
-        start_s = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
-        elapsed_s.append(time.perf_counter() - start_s)
+    before_s = cpu_s()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stderr.strip() == "[]"
     assert "serve" in done.stdout
-    assert min(elapsed_s) < 1.0  # 0.2 s on an idle machine
+    assert cpu_s() - before_s < 1.0  # 0.25 s; processor time, since others may keep the machine busy
 
 
 @pytest.mark.parametrize("verb", ["serve", "run", "chat", "doctor", "bench", "policy", "keys", "bench serve"])
@@ -199,3 +202,12 @@ def test_a_bench_without_a_rate_asks_for_one(capsys):
     status, _, err = run(capsys, "bench", "serve")
     assert status == 1
     assert "--rate" in err
+
+
+def test_models_lists_the_embedded_ones_and_refuses_a_directory_that_is_not_there(capsys):
+    status, printed, _ = run(capsys, "models", "--json")
+    assert status == 0
+    assert json.loads(printed)[0]["name"] == "cloister-5m"
+    status, _, said = run(capsys, "models", "/no/such/place")
+    assert status == 1
+    assert "/no/such/place" in said

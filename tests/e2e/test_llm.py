@@ -1,10 +1,12 @@
 """The engine in this process, with the embedded model."""
 
+import json
 import threading
 
+import numpy as np
 import pytest
 
-from cloister import LLM, CloisterError, SamplingParams
+from cloister import LLM, CloisterError, Grammar, GrammarKind, SamplingParams
 from cloister.types.events import Preempted, Scheduled
 
 PROMPTS = [
@@ -157,9 +159,9 @@ def test_a_closed_llm_says_so():
 
 def test_a_stream_that_gets_no_turn_says_so(monkeypatch):
     with LLM("cloister-5m", max_model_len=64, kv_memory_mb=1, max_waiting=1, request_timeout_s=0.1) as llm:
-        llm._call(llm._room.acquire())
+        llm._call(llm._llm._room.acquire())
         with monkeypatch.context() as patch:
-            patch.setattr("cloister.llm._CLOSE_TIMEOUT_S", 0.1)
+            patch.setattr("cloister.llm.synchronous.CLOSE_TIMEOUT_S", 0.1)
             with pytest.raises(CloisterError, match="send fewer at once"):
                 list(llm.stream("x"))
 
@@ -170,3 +172,86 @@ def test_a_stream_that_gets_no_turn_says_so(monkeypatch):
 def test_wrong_settings_are_refused(settings):
     with pytest.raises(CloisterError):
         LLM("cloister-5m", **settings)
+
+
+def test_texts_become_vectors_the_same_bits_alone_and_in_company(llm):
+    together = llm.embed([*PROMPTS, [5, 6, 7]])
+    assert together.shape == (6, llm.model.hidden_size)
+    assert together.dtype == np.float32
+    assert np.linalg.norm(together, axis=1) == pytest.approx([1] * 6)
+    for prompt, vector in zip(PROMPTS, together, strict=False):
+        assert (llm.embed(prompt)[0] == vector).all()
+    with LLM("cloister-5m", max_batched_tokens=7) as chunked:
+        assert (chunked.embed([*PROMPTS, [5, 6, 7]]) == together).all()
+
+
+def test_a_vector_is_the_mean_of_what_the_last_token_of_each_beginning_says(llm):
+    tokens = llm.tokenizer.encode(PROMPTS[0], True)
+    with LLM("cloister-5m", pooling="last") as last:
+        states = last.embed([tokens[: end + 1] for end in range(len(tokens))], normalize=False)
+    assert llm.embed(tokens, normalize=False)[0] == pytest.approx(states.mean(0), abs=1e-5)
+    assert llm.embed(tokens, dimensions=10)[0] == pytest.approx(
+        states.mean(0)[:10] / np.linalg.norm(states.mean(0)[:10]), abs=1e-5
+    )
+
+
+def test_a_text_is_most_like_itself(llm):
+    scores = llm.score(PROMPTS[0], PROMPTS)
+    assert scores[0] == pytest.approx(1)
+    assert max(scores[1:]) < 0.99
+    assert llm.score(PROMPTS, PROMPTS) == pytest.approx([1] * len(PROMPTS))
+
+
+def test_vectors_and_answers_run_together(llm, alone):
+    found = {}
+    thread = threading.Thread(target=lambda: found.update(vectors=llm.embed(PROMPTS * 8)))
+    thread.start()
+    assert [fingerprint(completion) for completion in llm.generate(PROMPTS, GREEDY)] == alone
+    thread.join(60)
+    assert (found["vectors"] == llm.embed(PROMPTS * 8)).all()
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda llm: llm.embed("x", dimensions=10**6), "dimensions must be from 1 to"),
+        (lambda llm: llm.embed([[1] * 9000]), "9000 tokens"),
+        (lambda llm: llm.score(["a", "b"], ["a", "b", "c"]), "text_1 has 2 texts and text_2 has 3"),
+    ],
+)
+def test_what_cannot_be_a_vector_is_refused_with_what_to_do(llm, ask, words):
+    with pytest.raises(CloisterError, match=words):
+        ask(llm)
+
+
+def test_an_answer_has_the_form_that_its_grammar_gives_it(llm):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["csv", "json"]}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    forms = [Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), Grammar(GrammarKind.CHOICE, '["yes", "no"]'), None]
+    answers = llm.generate(PROMPTS[:3], [SamplingParams(grammar=form, max_tokens=200, seed=1) for form in forms])
+    assert json.loads(answers[0].text)["name"] in ("csv", "json")
+    assert answers[1].text in ("yes", "no")
+    assert answers[2].text
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [(GrammarKind.REGEX, "("), (GrammarKind.JSON_SCHEMA, "{"), (GrammarKind.CHOICE, "[]"), (GrammarKind.LARK, "")],
+)
+def test_a_form_that_cannot_be_followed_is_refused(llm, kind, source):
+    with pytest.raises(CloisterError, match="`grammar`"):
+        llm.generate("x", SamplingParams(grammar=Grammar(kind, source)))
+
+
+def test_progress_is_told_prompt_by_prompt_or_drawn(llm, capsys):
+    told = []
+    llm.generate(PROMPTS, SamplingParams(max_tokens=1), on_progress=lambda *counts: told.append(counts))
+    assert told == [(number + 1, len(PROMPTS)) for number in range(len(PROMPTS))]
+    llm.embed(PROMPTS, on_progress=True)
+    captured = capsys.readouterr()
+    assert f"{len(PROMPTS)}/{len(PROMPTS)}" in captured.err
+    assert captured.out == ""

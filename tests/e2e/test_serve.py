@@ -83,6 +83,16 @@ def client(server):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
+def test_the_start_says_what_it_took_and_the_phases_add_up(server):
+    (line,) = (line for line in server.lines if line.startswith("started in "))
+    whole, _, phases = line.removeprefix("started in ").partition(" s: ")
+    took = {name: float(duration) for name, duration in (phase.split() for phase in phases.split(", "))}
+    assert list(took) == ["import", "locate", "read", "build", "front"]
+    assert sum(took.values()) == pytest.approx(float(whole), abs=0.1)
+    assert took["import"] > 0.1
+    assert server.metric("startup_seconds") == pytest.approx(float(whole), abs=0.1)
+
+
 def test_the_openai_sdk_chats(client):
     answer = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hello"}], max_tokens=8, temperature=0
@@ -214,3 +224,30 @@ def test_tenants_do_not_feel_each_others_prefixes(tmp_path):
         assert num_cached("bob") == 0
     finally:
         running.stop()
+
+
+def test_a_marker_planted_everywhere_is_in_no_output_of_either_process():
+    marker = "unmistakeable-marker"
+    running = Running("--log-format", "json", "--log-clients")
+    marked = {"x-marker": marker, "user-agent": marker, "traceparent": marker, "authorization": f"Bearer {marker}"}
+    with httpx.Client(base_url=running.url, headers=marked, timeout=60) as client:
+        prompts = {
+            "/v1/completions": {"prompt": marker},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": marker}]},
+        }
+        for path, prompt in prompts.items():
+            body = {"model": MODEL, "max_tokens": 4, "user": marker, "stop": marker, "metadata": {marker: marker}, **prompt}
+            for fields in ({}, {"stream": True}, {"model": marker}, {marker: marker}, {"temperature": marker}):
+                client.post(f"{path}?{marker}={marker}", json={**body, **fields})
+        client.post("/v1/completions", json={"model": MODEL, "prompt": marker * 20_000})
+        client.get(f"/{marker}")
+        client.request(marker, "/v1/models")
+        figures = client.get("/metrics").text
+        os.kill(running.engine_pid, signal.SIGABRT)  # its last words count too
+        running.wait_until(running.is_well, timeout_s=60)
+    status, printed = running.stop()
+    assert status == 0
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert sum(line["logger"] == "cloister.requests" for line in lines) >= 13
+    assert any(line["level"] == "error" for line in lines)
+    assert marker not in printed + figures

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
-from cloister.engine.machine import read_machine
+import pytest
+
+from cloister.engine.machine import read_machine, resident_bytes
 
 GIB = 2**30
 HOST = {"proc/meminfo": f"MemTotal: {64 * 2**20} kB\nMemFree: 100 kB\nMemAvailable: {48 * 2**20} kB\n"}
@@ -70,3 +76,21 @@ def test_this_machine_can_be_read() -> None:
     machine = read_machine()
     assert machine.num_cpus >= 1
     assert 0 < machine.available_bytes <= machine.memory_bytes
+
+
+def test_a_process_is_as_old_as_since_it_was_started():
+    command = "import time; time.sleep(0.3); from cloister.engine.machine import process_age_s; print(process_age_s())"
+    begun = time.monotonic()
+    printed = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert 0.25 < float(printed) <= time.monotonic() - begun + 0.05
+
+
+def test_memory_in_use_is_that_of_the_process_and_none_of_one_that_is_gone():
+    held = resident_bytes()
+    block = bytearray(b"x" * 2**26)
+    assert resident_bytes() - held > 2**26 * 0.9
+    assert resident_bytes(os.getpid()) == pytest.approx(resident_bytes(), rel=0.05)
+    assert len(block) == 2**26
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert resident_bytes(ended.pid) == 0

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from cloister.models import load
 from cloister.types.errors import ModelError
+from tests.driving import build
 from tests.model_factory import make_model
 
 Tensors = dict[str, torch.Tensor]
@@ -110,6 +111,47 @@ def test_a_header_that_reaches_past_the_file_is_called_damaged(path: Path) -> No
     header = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [4, 20]}}).encode()
     (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     with pytest.raises(ModelError, match="damaged or cut short"):
+        load(path)
+
+
+@pytest.mark.parametrize("header", ['{"a":{"dtype":"F32","shape":[Infinity],"data_offsets":[0,4]}}', 100_000 * "["])
+def test_a_header_that_cannot_be_meant_is_called_damaged(path: Path, header: str) -> None:
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(16))
+    with pytest.raises(ModelError, match="damaged or cut short"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rms_norm_eps": 10**400}, {"head_dim": 10**11}, {"hidden_size": 10**11, "head_dim": None}, {"vocab_size": 10**30},
+     {"architectures": [{}]}, {"architectures": 5}],
+)  # fmt: skip
+def test_a_config_that_cannot_be_meant_is_refused_before_anything_is_made_of_it(path: Path, change: dict[str, object]) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ModelError):
+        load(path)
+
+
+def test_a_window_wider_than_any_context_sees_everything(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "mistral")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "sliding_window": 2**40}))
+    model = load(path)
+    logits = build(model.spec, model.weights, backend="native").run("a", [1, 2, 3])
+    (path / "config.json").write_text(json.dumps({**config, "sliding_window": None}))
+    assert logits.tobytes() == build(load(path).spec, model.weights, backend="native").run("a", [1, 2, 3]).tobytes()
+
+
+def test_nested_brackets_are_no_readable_json(path: Path) -> None:
+    (path / "config.json").write_text(100_000 * "[")
+    with pytest.raises(ModelError, match="not readable JSON"):
+        load(path)
+
+
+def test_a_number_beyond_all_numbers_is_no_sampling_default(path: Path) -> None:
+    (path / "generation_config.json").write_text('{"temperature": 1' + 400 * "0" + "}")
+    with pytest.raises(ModelError, match="temperature"):
         load(path)
 
 

@@ -212,7 +212,9 @@ def refuse(tmp_path: Path, message: str, edit: Any = None, kind: str = "F16", **
     [
         (lambda w: w.add_rope_dimension_count(32), "'rope.dimension_count' .* must be the size of a head"),
         (lambda w: w.add_string("llama.rope.scaling.type", "longrope"), "'longrope' .* known: none, linear, yarn"),
-        (lambda w: w.add_expert_count(8), "'expert_count' .* only supported as 0"),
+        (lambda w: w.add_expert_used_count(2), "'expert_used_count' .* only supported as 0"),
+        (lambda w: w.add_expert_count(8), "has no 'expert_used_count'"),
+        (lambda w: w.add_uint32("llama.expert_gating_func", 2), "'expert_gating_func' .* only supported as 1"),
         (lambda w: w.add_sliding_window(64), "'attention.sliding_window'.* may change the answers"),
         (lambda w: w.add_uint16("split.count", 2), "one part of a model; join"),
         (lambda w: w.add_type("adapter"), "holds no model"),

@@ -109,3 +109,22 @@ def test_qoq_says_that_it_is_ours(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "cloister"
     assert isinstance(load(tmp_path / "out").weights.read("layers.0.q.weight"), ProgressiveTensor)
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "qwen2_moe", "gemma2", "gemma3_text", "smollm3", "granite", "olmo2"])
+def test_what_is_written_of_other_families_comes_back(family: str, tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64} if family == "qwen2_moe" else {}
+    source = load(make_model(tmp_path / "in", family, **SIZES, **sizes))
+    write(source, tmp_path / "out", "int8")
+    weights = quantize_on_read(source.spec, source.weights, FORMATS.get("int8")(FormatOptions()))
+    found = load(tmp_path / "out")
+    assert found.spec == source.spec
+    tokens = list(range(40))
+    assert np.array_equal(build(found.spec, found.weights).run("a", tokens), build(source.spec, weights).run("a", tokens))
+
+
+@pytest.mark.parametrize("family", ["phi3", "gpt2", "opt", "gpt_neox"])
+def test_families_that_store_matrices_otherwise_are_refused_before_any_work(family: str, tmp_path: Path) -> None:
+    source = make_model(tmp_path / "in", family)
+    with pytest.raises(ModelError, match="serve --quant"):
+        check_place(source, tmp_path / "out")

@@ -96,6 +96,7 @@ def test_who_cannot_be_told_apart_misses_and_the_server_says_so(profile: Profile
     assert notice is not None
     assert f"T6.prefix-cache.keyless-bind.{profile}" in notice
     assert "cloister keys add" in notice
+    assert ("share inside a tenant" in notice) == (profile is not Profile.PARANOID)
 
 
 def test_a_tenant_of_the_same_name_on_another_server_is_another_scope() -> None:

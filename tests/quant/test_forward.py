@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloister.backends.spec import DecoderSpec, LayerSpec
+from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights, choose_kv_dtype, quantize_on_read
 from cloister.quant.base import FloatArray
+from cloister.quant.calibration import CALIBRATORS, calibrate
 from cloister.quant.folding import AFTER_NORMS, INSIDE, FloatTensors, Folding, fold, key_factors, share_among_groups
 from cloister.quant.forward import LayerForward
 from cloister.quant.kv import round_kv
 from cloister.quant.quality import layer_tensors, measure
 from cloister.quant.smooth_attention import SmoothedKeys, estimate_key_sizes, smoothing_factors
+from cloister.types.errors import ConfigError
 from tests.driving import RandomWeights, build, make_spec
 
 PLAIN = make_spec(hidden=64, intermediate=96, heads=(4, 2), head_dim=16)
@@ -69,6 +71,55 @@ def test_smoothed_keys_change_no_answer(spec: DecoderSpec) -> None:
     assert any(not np.array_equal(tensor, plain.read(name)) for name, tensor in smoothed)
     tokens = TOKENS[0].tolist()
     assert np.allclose(build(spec, smoothed).run("a", tokens), build(spec, plain).run("a", tokens), atol=1e-3)
+
+
+def remake(spec: DecoderSpec, turned: int | None = None, **attention: Any) -> DecoderSpec:
+    """`spec` with other attention, whose heads are turned in their first `turned` numbers, or 0 for none."""
+    first = spec.layers[0]
+    rope = first.attention.rope
+    assert rope is not None
+    if turned is not None:
+        rope = RopeSpec(rope.inv_freq[: turned // 2]) if turned else None
+    layer = replace(first, attention=replace(first.attention, rope=rope, **attention))
+    return replace(spec, layers=(layer,) * len(spec.layers))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [remake(PLAIN, turned=4), remake(PLAIN, turned=0), remake(PLAIN, qk_norm=True, qk_norm_over="projection")],
+    ids=["partly turned", "not turned", "norms over projections"],
+)
+def test_smoothed_keys_change_no_answer_of_other_families(spec: DecoderSpec) -> None:
+    test_smoothed_keys_change_no_answer(spec)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        remake(PLAIN, turned=4),
+        remake(PLAIN, softcap=5.0),
+        replace(PLAIN, norm="layer"),
+        replace(PLAIN, embedding_scale=2.0),
+        replace(PLAIN, layers=(replace(PLAIN.layers[0], post_norm=True),)),
+        replace(PLAIN, layers=(replace(PLAIN.layers[0], mlp=MlpSpec(96, gated=False)),)),
+        replace(PLAIN, layers=(replace(PLAIN.layers[0], mlp=MoeSpec(4, 2, MlpSpec(96))),)),
+    ],
+)
+def test_text_is_run_through_no_decoder_that_would_be_computed_wrongly(spec: DecoderSpec) -> None:
+    windows = np.zeros((1, 8), np.int32)
+    with pytest.raises(ConfigError, match="--method rtn"):
+        measure(spec, RandomWeights(spec), windows)
+    calibration = calibrate(spec, RandomWeights(spec), windows, FORMATS.get("int8")(FormatOptions()), CALIBRATORS.get("gptq"))
+    with pytest.raises(ConfigError, match="--method rtn"):
+        list(calibration)
+
+
+def test_experts_are_written_in_few_bits_and_their_router_is_not() -> None:
+    spec = replace(PLAIN, layers=(replace(PLAIN.layers[0], mlp=MoeSpec(4, 2, MlpSpec(96), shared=MlpSpec(32))),))
+    found = QuantizedWeights(RandomWeights(spec), FORMATS.get("int8")(FormatOptions()))
+    written = {name for name in found.names() if not isinstance(found.read(name), np.ndarray)}
+    assert {"layers.0.experts.3.down.weight", "layers.0.shared.up.weight"} <= written
+    assert "layers.0.router.weight" not in written
 
 
 def test_smoothing_helps_keys_with_outliers() -> None:

@@ -29,7 +29,7 @@ from tests.server.house import INFO, make_gate, write_model
 
 NUM_STEPS = 32
 NUM_STREAMS = 16
-LIMITS = {"/v1/chat/completions": 66, "/v1/completions": 68}
+LIMITS = {"/v1/chat/completions": 66, "/v1/completions": 66}
 """Python calls per token."""
 FIELDS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
@@ -43,6 +43,7 @@ class SpokenEngine:
 
     model: ModelInfo = INFO
     memory: list[tuple[str, int]] = field(default_factory=list)
+    startup: list[tuple[str, float]] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -107,7 +108,7 @@ class Client:
 async def count_calls(path: str, model_path: Path) -> float:
     """Returns Python calls per token while every stream gets one token a step."""
     engine = SpokenEngine()
-    app = create_app(engine, Tokenizer(model_path), ChatTemplate.load(model_path), make_gate(), ServerConfig())
+    app = create_app(engine, Tokenizer(model_path), ChatTemplate.load(model_path), make_gate(), ServerConfig(log_requests=True))
     clients = [Client(app, path) for _ in range(NUM_STREAMS)]
     tasks = [asyncio.create_task(client.run()) for client in clients]
 

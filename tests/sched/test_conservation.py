@@ -9,7 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.types.events import Arrived, Ended
-from cloister.types.request import Request, SamplingParams
+from cloister.types.request import PoolingParams, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import Stop
 from tests.checked_runner import CheckedRunner
@@ -63,9 +63,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         kind=st.integers(0, 2),
         scope=st.sampled_from(SCOPES),
         timeout_s=st.sampled_from([0.5, 5.0, 1e6]),
+        is_pooled=st.booleans(),
     )
-    def come(self, length, max_tokens, n, kind, scope, timeout_s):
+    def come(self, length, max_tokens, n, kind, scope, timeout_s, is_pooled):
         name = f"r{self.count}"
+        if is_pooled:
+            max_tokens, n = 0, 1
         self.count += 1
         self.expected[name] = n
         request = Request(
@@ -76,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant=str(kind),
             priority=kind,
             timeout_s=timeout_s,
+            pooling=PoolingParams() if is_pooled else None,
         )
         self.scheduler.add(request, self.now)
         return name

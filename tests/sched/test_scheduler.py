@@ -154,6 +154,7 @@ def test_same_scope_hits():
     bench.add("b", 17)
     bench.run()
     assert [e.num_cached_tokens for e in bench.of(Scheduled)] == [0, 16]
+    assert [e.num_queried_tokens for e in bench.of(Scheduled)] == [17, 17]
 
 
 def test_another_scope_misses():
@@ -192,6 +193,14 @@ def test_a_request_for_prompt_logprobs_reads_no_hits():
     bench.scheduler.add(Request(request_id="b", token_ids=list(range(17)), sampling=sampling), bench.now)
     bench.run()
     assert bench.of(Scheduled)[-1].num_cached_tokens == 0
+    assert bench.of(Scheduled)[-1].num_queried_tokens == 0, "a request that never looks must not spoil the rate of hits"
+
+
+def test_nothing_is_looked_up_where_there_is_no_prefix_cache():
+    bench = Bench(keys=False)
+    bench.add("a", 17)
+    bench.run()
+    assert bench.of(Scheduled)[-1].num_queried_tokens == 0
 
 
 def test_a_prompt_that_is_scored_comes_in_small_chunks():
@@ -503,6 +512,7 @@ def test_a_negative_length_is_refused():
         {"min_p": 2.0},
         {"top_k": -1},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 5e-324},
         {"presence_penalty": float("inf")},
         {"logprobs": -1},
     ],

@@ -14,10 +14,19 @@ from cloister.engine.thread import ThreadEngine
 from cloister.privacy import Credentials, Gate, Policy
 from cloister.server.app import create_app
 from cloister.server.serve import Server, Site, address_of, bind
+from cloister.server.tls import Certificate
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
-from tests.engine.replica import MAX_MODEL_LEN, VOCAB_SIZE, SpeakingRunner, make_config, make_replica, write_tokenizer
+from tests.engine.replica import (
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    SpeakingRunner,
+    SteppedRunner,
+    make_config,
+    make_replica,
+    write_tokenizer,
+)
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant', 'tool') %}"
@@ -57,6 +66,7 @@ class ScriptedEngine:
     good: bool = True
     model: ModelInfo = INFO
     memory: list[tuple[str, int]] = field(default_factory=list)
+    startup: list[tuple[str, float]] = field(default_factory=list)
     taken: list[Request] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -120,6 +130,14 @@ async def start_speaking(path: Path, speech: str = "Größe: 5 €. ") -> Thread
     return engine
 
 
+async def start_slow(path: Path) -> ThreadEngine:
+    """Starts a real engine whose steps take their time."""
+    core = make_replica(path, wrap=lambda runner: SteppedRunner(runner, step_s=0.02)).core
+    engine = ThreadEngine(core, make_config(path))
+    await engine.start()
+    return engine
+
+
 async def start_thinking(path: Path) -> ThreadEngine:
     """Starts a real engine with a real runner and a tiny program."""
     engine = ThreadEngine(make_replica(path).core, make_config(path))
@@ -158,8 +176,9 @@ def serving(
         engine = await start()
         app = create_app(engine, Tokenizer(path), ChatTemplate.load(path), gate or make_gate(), config, **options)
         with bind(config.host, 0) as listener:
-            server = Server(Site(app, engine), config)
-            ready.append(House(address_of(listener), engine, server))
+            certificate = Certificate.of(config)
+            server = Server(Site(app, engine), config, certificate)
+            ready.append(House(address_of(listener, has_tls=certificate is not None), engine, server))
             started.set()
             await server.serve([listener])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import string
+import time
 
 import httpx
 import openai
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cloister.server.fields import REFUSED
+from cloister.server.parse import parse_json
 from tests.server.house import MODEL, House
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -50,6 +52,7 @@ BAD_CHAT = [
     ({"top_k": 2.5}, "top_k"),
     ({"min_p": 1.1}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 5e-324}, "repetition_penalty"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"n": 0}, "n"),
@@ -94,7 +97,6 @@ BAD_CHAT = [
     ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
     ({SECRET: 1}, None),
     ({"temprature": 1}, None),
-    ({"model": None}, "model"),
     ({"model": 3}, "model"),
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
@@ -210,6 +212,44 @@ def test_what_is_no_sound_json_is_refused(client, raw):
         check_error(client.post(path, content=raw, headers={"content-type": "application/json"}), 400)
 
 
+@pytest.mark.parametrize(
+    ("path", "start", "mistake", "end"),
+    [
+        (CHAT, '{"messages": [', "1", "]}"),
+        (CHAT, '{"messages": [{"role": "user", "content": [', "1", "]}]}"),
+        (CHAT, '{"messages": [{"role": "user", "content": "x"}, ', '{"rolle": 1}', "]}"),
+        ("/v1/responses", '{"input": [', "1", "]}"),
+        ("/v1/messages/count_tokens", '{"messages": [{"role": "user", "content": [', "1", "]}]}"),
+        ("/detokenize", '{"tokens": [', "-1", "]}"),
+    ],
+)
+def test_a_million_mistakes_are_not_all_looked_at(client, path, start, mistake, end):
+    raw = f"{start}{mistake}{f', {mistake}' * (1_500_000 // (len(mistake) + 1))}{end}"
+    began_s = time.perf_counter()
+    reply = client.post(path, content=raw, headers={"content-type": "application/json"})
+    assert reply.status_code == 400
+    assert time.perf_counter() - began_s < 3
+
+
+def test_words_of_a_body_are_not_kept_for_the_next():
+    raw = json.dumps({"messages": SECRET}).encode()
+    first, second = parse_json(raw), parse_json(raw)
+    assert first == second
+    assert first["messages"] is not second["messages"]
+
+
+def test_so_many_unknown_fields_are_refused_together(client):
+    raw = json.dumps({"messages": HELLO, **{f"{SECRET}{i}": 1 for i in range(2000)}})
+    error = check_error(client.post(CHAT, content=raw, headers={"content-type": "application/json"}), 400)
+    assert "too many mistakes" in error["message"]
+
+
+def test_a_conversation_has_a_longest_number_of_messages(client):
+    error = check_error(client.post(CHAT, json={"messages": HELLO * 16_385}), 400)
+    assert error["param"] == "messages"
+    assert "16384" in error["message"]
+
+
 @pytest.mark.parametrize("media_type", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonp"])
 def test_a_body_that_is_not_declared_json_is_refused(client, media_type):
     headers = {} if media_type is None else {"content-type": media_type}
@@ -235,7 +275,7 @@ def test_an_unknown_model_is_named_by_what_there_is(client):
     check_error(client.get(f"/v1/models/{SECRET}"), 404)
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", f"/v1/{SECRET}", "/docs", "/openapi.json", "/v1/chat/completions/", "/%ff%00"])
+@pytest.mark.parametrize("path", ["/v1", f"/v1/{SECRET}", "/redoc", "/v1/chat/completions/", "/%ff%00"])
 def test_an_unknown_route_is_not_found(client, path):
     check_error(client.get(path), 404)
 

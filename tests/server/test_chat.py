@@ -100,6 +100,14 @@ def test_logprobs_of_a_reply_and_of_its_stream_are_equal(thinking):
     assert streamed == positions
 
 
+def test_every_chunk_but_the_last_has_a_list_of_logprobs(thinking):
+    asked = {"model": MODEL, "messages": HELLO, "max_tokens": 5, "temperature": 0, "logprobs": True, "n": 2}
+    with openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="none") as sdk:
+        choices = [c.choices[0] for c in sdk.chat.completions.create(**asked, stream=True)]
+    assert [c.logprobs.content for c in choices if c.delta.role] == [[], []]
+    assert all(c.finish_reason is not None or c.logprobs.content is not None for c in choices)
+
+
 def test_every_role_reaches_the_template(model_path):
     engine = ScriptedEngine(says("ok"))
     messages = [
@@ -115,7 +123,9 @@ def test_every_role_reaches_the_template(model_path):
     with serving_script(model_path, engine) as house:
         reply = httpx.post(f"{house.url}/v1/chat/completions", json={"model": MODEL, "messages": messages})
     assert reply.status_code == 200
-    prompt = "system: be brief\nuser: 2+2?\nassistant: \ntool: 4\nassistant:"
+    # The template of these tests has no place for calls, so that they are text.
+    call, result = '<tool_call>{"name": "add", "arguments": {}}</tool_call>', "<tool_response>4</tool_response>"
+    prompt = f"system: be brief\nuser: 2+2?\nassistant: {call}\nuser: {result}\nassistant:"
     assert bytes(engine.taken[0].token_ids).decode() == prompt
 
 

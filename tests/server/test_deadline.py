@@ -87,10 +87,10 @@ def test_patience_ends_with_one_wait_that_lasts_too_long_and_not_with_many_short
         given_up: list[float] = []
         patience = Patience(0.1, lambda: given_up.append(loop.time()))
         for _ in range(10):
-            patience.begin()
+            patience.since_s = loop.time()
             await asyncio.sleep(0.02)
-            patience.end()
-        patience.begin()
+            patience.since_s = None
+        patience.since_s = loop.time()
         start_s = loop.time()
         await asyncio.sleep(longest_s)
         patience.close()

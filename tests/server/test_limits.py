@@ -12,6 +12,7 @@ import pytest
 
 from cloister.privacy import Credentials
 from cloister.server.connection import Connection
+from cloister.server.middleware.body import BodyReader
 from cloister.types.config import ServerConfig
 from cloister.types.errors import EngineError, QueueFullError
 from cloister.types.request import FinishReason
@@ -41,7 +42,7 @@ def guarded(model_path, engine):
         yield house
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/unknown", "/docs"])
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/unknown", "/version"])
 @pytest.mark.parametrize("headers", [{}, bearer("wrong"), {"authorization": "Bearer"}, {"authorization": f"Basic {ALICE}"}])
 def test_everything_but_health_asks_for_a_key(guarded: House, path, headers):
     reply = httpx.get(guarded.url + path, headers=headers)
@@ -86,6 +87,23 @@ def test_a_body_that_is_too_large_is_refused(model_path, engine, chunked):
         error = check_error(reply, 413)
         assert "8 KiB" in error["message"]
         assert httpx.post(f"{house.url}/v1/completions", json=BODY).status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path", "kept"), [("POST", "/health", 0), ("GET", "/read", 0), ("POST", "/read", 4000)])
+def test_a_body_that_no_route_reads_is_not_kept(method, path, kept):
+    """Some of those routes ask for no key, and thousands of connections may have such a body on its way."""
+    pieces = [{"type": "http.request", "body": b"x" * 1000, "more_body": i < 3} for i in range(4)]
+    found = []
+
+    async def receive():
+        return pieces.pop(0)
+
+    async def app(scope, receive, send):
+        found.append(await receive())
+
+    scope = {"type": "http", "method": method, "path": path, "headers": [(b"content-type", b"application/json")]}
+    asyncio.run(BodyReader(app, 8000, 5.0, {"/read"})(scope, receive, None))
+    assert [len(message["body"]) for message in found] == [kept]
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(model_path, engine):

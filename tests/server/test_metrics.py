@@ -9,12 +9,25 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cloister.privacy import CountRelease
-from cloister.server.metrics import Metrics, ReleasedCounts
+from cloister.server.metrics import Facts, Metrics, ReleasedCounts
 from cloister.types.events import Arrived, Ended, Preempted, Progressed, Scheduled, Stepped
 from cloister.types.request import FinishReason
-from tests.server.house import MODEL, make_gate, serving, start_speaking
+from tests.server.house import MODEL, ScriptedEngine, make_gate, says, serving, start_speaking
 
-LABELS = {"finished_reason", "route", "status", "le"}
+LABELS = {
+    "finished_reason",
+    "route",
+    "status",
+    "le",
+    "state",
+    "part",
+    "phase",
+    "process",
+    "model_name",
+    "fingerprint",
+    "max_model_len",
+    "version",
+}
 
 
 def figures(text: str) -> dict[str, float]:
@@ -37,7 +50,7 @@ def ended(request_id: str, now_s: float, **more: object) -> Ended:
 def life_of_a_request() -> list[object]:
     return [
         Arrived("r", 10.0, 30),
-        Scheduled("r", 10.2, 0.2, 16, 30),
+        Scheduled("r", 10.2, 0.2, 16, 30, num_queried_tokens=29),
         Progressed("r", 1, 0, 10.5, 1, True),
         Progressed("r", 1, 0, 10.9, 2, False),
         Stepped(10.9, 0.1, 2, 1, 1, 0, 4, 2, 8),
@@ -65,7 +78,7 @@ def test_events_become_figures():
     assert after["cloister_prompt_tokens_total"] == 30
     assert after["cloister_generation_tokens_total"] == 3
     assert after["cloister_prefix_cache_hits_total"] == 16
-    assert after["cloister_prefix_cache_queries_total"] == 30
+    assert after["cloister_prefix_cache_queries_total"] == 29
     assert after["cloister_num_preemptions_total"] == 1
     assert after["cloister_request_success_total{finished_reason=stop}"] == 1
     assert after["cloister_time_to_first_token_seconds_sum"] == pytest.approx(0.5)
@@ -90,6 +103,54 @@ def test_requests_that_ended_leave_nothing_behind():
     for event in life_of_a_request():
         metrics.observe(event)
     assert not any(vars(metrics._lives).values())
+
+
+def test_blocks_are_not_told_before_the_engine_said_how_many_there_are():
+    shown = figures(Metrics().render().decode())
+    assert not [name for name in shown if name.startswith("cloister_kv_blocks")]
+    assert shown["cloister_kv_cache_usage_perc"] == 0
+
+
+def test_a_step_says_how_long_it_took_and_what_the_blocks_hold():
+    metrics = Metrics()
+    metrics.observe(Stepped(10.9, 0.1, 7, 1, 1, 0, 4, 2, 8))
+    shown = figures(metrics.render().decode())
+    assert [shown[f"cloister_kv_blocks{{state={state}}}"] for state in ("used", "cached", "free")] == [4, 2, 2]
+    assert shown["cloister_step_time_seconds_sum"] == pytest.approx(0.1)
+    assert shown["cloister_step_tokens_sum"] == 7
+
+
+def test_prefill_and_decode_are_told_apart_also_after_a_preemption():
+    metrics = Metrics()
+    for event in life_of_a_request():
+        metrics.observe(event)
+    shown = figures(metrics.render().decode())
+    assert shown["cloister_request_prefill_time_seconds_sum"] == pytest.approx(0.3)
+    assert shown["cloister_request_decode_time_seconds_sum"] == pytest.approx(1.5)
+    assert shown["cloister_request_prompt_tokens_sum"] == 30
+    assert shown["cloister_request_generation_tokens_sum"] == 3
+
+
+def test_what_was_known_at_the_start_is_shown_as_it_is_now():
+    engine = ScriptedEngine(says("x"), memory=[("weights", 5), ("KV cache", 7)], startup=[("read", 0.5), ("build", 1.5)])
+    metrics = Metrics(Facts(engine, "org/served"))
+    shown = figures(metrics.render().decode())
+    assert shown["cloister_memory_budget_bytes{part=KV cache}"] == 7
+    assert shown["cloister_startup_seconds{phase=build}"] == 1.5
+    assert 2**20 < shown["cloister_process_memory_bytes{process=front}"] < 2**40
+    assert "cloister_process_memory_bytes{process=engine}" not in shown
+    assert shown["cloister_engine_healthy"] == 1
+    assert any(name.startswith("cloister_model_info{") and "model_name=org/served" in name for name in shown)
+    engine.good = False
+    assert figures(metrics.render().decode())["cloister_engine_healthy"] == 0
+
+
+def test_no_series_says_when_a_counter_was_made():
+    metrics = Metrics()
+    metrics.count_reply("/v1/models", 200)
+    for event in life_of_a_request():
+        metrics.observe(event)
+    assert "_created" not in metrics.render().decode()
 
 
 def test_the_metrics_of_a_real_server_add_up(model_path):
@@ -125,7 +186,7 @@ def test_a_strict_profile_lets_out_sums_of_many_requests_only(model_path):
         shown = figures(client.get("/metrics").text)
     assert shown["cloister_requests_total"] == 20
     assert shown["cloister_prompt_tokens_total"] == 80
-    assert shown["cloister_output_tokens_total"] == 40
+    assert shown["cloister_generation_tokens_total"] == 40
     assert not [name for name in shown if re.search("seconds|cache|waiting|reason", name)]
 
 
@@ -136,4 +197,4 @@ def test_sequences_of_one_request_count_once_in_what_is_released():
         counts.observe(ended(request_id, 12.0, index=1))
     shown = figures(counts.render().decode())
     assert (shown["cloister_requests_total"], shown["cloister_prompt_tokens_total"]) == (2, 60)
-    assert shown["cloister_output_tokens_total"] == 12
+    assert shown["cloister_generation_tokens_total"] == 12

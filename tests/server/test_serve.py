@@ -104,6 +104,16 @@ def test_a_server_that_is_still_loading_stops_at_once(model_path):
         assert running.stdout.read() == ""
 
 
+def test_a_signal_to_read_again_does_not_end_a_server_that_is_still_loading(model_path):
+    with process(model_path, step_s=2) as running:
+        assert running.stdout.readline() == "loading\n"
+        running.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.wait(0.5)
+        running.terminate()
+        assert running.wait(10) == 0
+
+
 def test_an_engine_that_cannot_start_ends_the_server_with_its_reason(model_path):
     with process(model_path, step_s=-1) as running:
         assert running.wait(15) == 3
@@ -118,7 +128,7 @@ def test_a_port_in_use_is_one_clear_line():
 
 
 def test_an_address_of_another_machine_is_one_clear_line():
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1: .*--host"):
         bind("192.0.2.1", 0)
     with pytest.raises(ConfigError, match="no address of this machine"):
         bind("nowhere.invalid", 0)

@@ -102,3 +102,10 @@ def test_the_state_stays_small(byte_level, length):
     for token_id in ids:
         detokenizer.push([token_id])
         assert len(detokenizer._open) < 4
+
+
+def test_a_control_token_that_is_asked_for_is_text_and_no_other_is(byte_level):
+    start, end = (byte_level.token_id(text) for text in ("<|im_start|>", "<|im_end|>"))
+    ids = [start, *byte_level.encode("hello"), end]
+    detokenizer = Detokenizer(byte_level, shown=(start,))
+    assert detokenizer.push(ids) + detokenizer.flush() == "<|im_start|>hello"

@@ -1,13 +1,20 @@
 """The tokenizer beside the library's own, and what users cannot make of it."""
 
 import json
+import random
+import string
+import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cloister.engine.machine import resident_bytes
+from cloister.models import locate
 from cloister.text import Tokenizer
+from cloister.text.guard import MARK
 from cloister.types.errors import InvalidRequestError, ModelError
 from tests.text import models
 
@@ -18,8 +25,37 @@ def tokenizer(request):
 
 
 def test_ids_are_those_of_the_library(tokenizer):
-    for text in (*models.CORPUS, "", " ", "<s>x</s>", "<|im_end|>"):
+    for text in (*models.CORPUS, "", " ", "<s>x</s>", "<|im_end|>", "\n".join(models.CORPUS) * 50 + "<|im_end|>"):
         assert tokenizer.encode(text) == tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("mark", ["", MARK], ids=["plain", "marked"])
+def test_a_long_text_leaves_time_to_other_threads(mark):
+    tokenizer = Tokenizer(locate("cloister-5m"))
+    tokenizer.encode(MARK)
+    with ThreadPoolExecutor(1) as pool:
+        turns_s = [time.perf_counter()]
+        work = pool.submit(tokenizer.encode, "a" * 1_000_000 + mark)
+        while not work.done():
+            time.sleep(0.001)
+            turns_s.append(time.perf_counter())
+    assert len(work.result()) > 100_000
+    assert max(later - earlier for earlier, later in pairwise(turns_s)) < (turns_s[-1] - turns_s[0]) / 2
+
+
+def test_words_of_users_are_not_kept():
+    tokenizer, letters = Tokenizer(locate("cloister-5m")), random.Random(1)
+
+    def encode_words(count):
+        for _ in range(count):
+            word = "".join(letters.choices(string.ascii_lowercase, k=200))
+            tokenizer.encode(word)
+            tokenizer.encode(word + MARK)
+
+    encode_words(500)
+    before_bytes = resident_bytes()
+    encode_words(4000)
+    assert resident_bytes() - before_bytes < 4 * 2**20
 
 
 def test_vocab_size_covers_every_id(tokenizer):

@@ -2,12 +2,14 @@
 
 import pytest
 
-from cloister.types.request import Request, SamplingParams, SequenceOutput, TokenLogprobs
+from cloister.types.grammar import Grammar, GrammarKind
+from cloister.types.request import Embedding, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import NewSequence, Sample, StepPlan, StepResult, Stop
 
 MARK = 987654321
-SAMPLING = SamplingParams(stop=("MARKED",), stop_token_ids=(MARK,), logit_bias={MARK: 1.0})
+GRAMMAR = Grammar(GrammarKind.REGEX, "MARKED")
+SAMPLING = SamplingParams(stop=("MARKED",), stop_token_ids=(MARK,), logit_bias={MARK: 1.0}, grammar=GRAMMAR)
 LOGPROBS = TokenLogprobs(MARK, -1.0, ((MARK, -1.0),), b"MARKED", (b"MARKED",))
 NEW = NewSequence(seq_id=1, token_ids=[MARK], num_prompt_tokens=1, sampling=SAMPLING, seed=0, stop_token_ids=(MARK,))
 
@@ -19,7 +21,9 @@ NEW = NewSequence(seq_id=1, token_ids=[MARK], num_prompt_tokens=1, sampling=SAMP
         SequenceOutput(request_id="r", index=0, text="MARKED", token_ids=[MARK], logprobs=[LOGPROBS], stop_reason="MARKED"),
         StepPlan(plan_id=0, arrivals=[NEW]),
         StepResult(plan_id=0, samples=[Sample(1, [MARK], [LOGPROBS])], prompt_logprobs={1: [LOGPROBS]}),
+        StepResult(plan_id=0, embeddings={1: Embedding(b"MARKED..")}),
         Stop(1, "MARKED"),
+        GRAMMAR,
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -3,14 +3,19 @@
 Canonical weight names, which `models` maps a checkpoint onto (L is the layer number from 0):
 `embed.weight [vocab, hidden]`, `layers.L.attention_norm.weight [hidden]`, `layers.L.q.weight [num_heads * head_dim, hidden]`,
 `layers.L.k.weight`, `layers.L.v.weight [num_kv_heads * head_dim, hidden]`, `layers.L.o.weight [hidden, num_heads * head_dim]`,
-`layers.L.q_norm.weight`, `layers.L.k_norm.weight [head_dim]`, `layers.L.mlp_norm.weight [hidden]`,
-`layers.L.gate.weight`, `layers.L.up.weight [intermediate, hidden]`, `layers.L.down.weight [hidden, intermediate]`,
-`norm.weight [hidden]`, `head.weight [vocab, hidden]` (absent when tied), and `.bias` beside a projection that has one.
+`layers.L.q_norm.weight`, `layers.L.k_norm.weight [head_dim]` (or as long as the projection's rows), `layers.L.mlp_norm.weight
+[hidden]`, `layers.L.gate.weight`, `layers.L.up.weight [intermediate, hidden]`, `layers.L.down.weight [hidden, intermediate]`,
+`norm.weight [hidden]`, `head.weight [vocab, hidden]` (absent when tied), and `.bias` beside a projection or norm that has one.
+Where the spec asks for them: `positions.weight [max_positions, hidden]`, `layers.L.attention_post_norm.weight`,
+`layers.L.mlp_post_norm.weight [hidden]`; `gate` only where the feed-forward is gated; no pre-norms where there are none.
+A mixture has `layers.L.router.weight [num_experts, hidden]`, `layers.L.experts.E.gate.weight`, `.up.weight`, `.down.weight` (E
+is the expert's number from 0), `layers.L.shared.gate.weight`, `.up.weight`, `.down.weight`, and `layers.L.shared_router.weight
+[1, hidden]`. Norms are as they multiply: a family that stores w for 1 + w (Gemma) is mapped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +31,7 @@ from cloister.types.registry import Registry
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 DrawArray = npt.NDArray[np.void]
+MaskArray = npt.NDArray[np.uint32]
 
 DRAW = np.dtype(
     [
@@ -71,6 +77,7 @@ class ForwardBatch:
             Tokens with one parent are rivals (token trees; SpecInfer, Miao et al. 2024): they have the same position and do not
             see each other. Token i of a sequence lies in slot context_len - num_tokens + i whatever its position, and parents
             stand before their children.
+        adapters: None, or [num_seqs] int32: the slot of each sequence's adapter (`AdapterProgram`); -1 is none.
     """
 
     token_ids: IntArray
@@ -80,6 +87,7 @@ class ForwardBatch:
     block_tables: IntArray
     logit_rows: IntArray
     parents: IntArray | None = None
+    adapters: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +187,66 @@ class DrawingProgram(Program, Protocol):
 
         -1 where all tokens are barred, or a logit is not a number or plus infinity.
         """
+        ...
+
+
+@runtime_checkable
+class MaskingProgram(DrawingProgram, Protocol):
+    """A program that can choose among some of the tokens, for grammars (optional)."""
+
+    def draw_masked(self, logits: FloatArray, draws: DrawArray, masks: MaskArray) -> IntArray:
+        """As `forward_draw` chooses from logits that `forward` returned, but among the tokens of each draw's mask.
+
+        Args:
+            logits: [num_rows, vocab], left as they are.
+            masks: [num_draws, num_words] uint32; bit i % 32 of word i // 32 says whether token i may be chosen. Words behind
+                the vocabulary are not read.
+
+        Returns:
+            ids [num_draws] int32; -1 where the mask leaves none, or a logit of the row is not a finite number.
+        """
+        ...
+
+
+@runtime_checkable
+class HiddenProgram(Program, Protocol):
+    """A program that can say what its head reads, for embeddings (optional)."""
+
+    def forward_hidden(self, batch: ForwardBatch) -> FloatArray:
+        """As `forward`, but returns for each row the hidden state after the final norm, [num_rows, hidden] (float32)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """A low-rank adapter (LoRA, Hu et al. 2021, equation 3): y = W x + B A x in the products that it changes.
+
+    Attributes:
+        updates: product, such as "layers.0.q" -> (A [rank, inputs], B [outputs, rank]), float32; the scale is in B.
+    """
+
+    updates: Mapping[str, tuple[FloatArray, FloatArray]]
+
+    @property
+    def rank(self) -> int:
+        """The largest of its updates'."""
+        return max((a.shape[0] for a, _ in self.updates.values()), default=0)
+
+
+@runtime_checkable
+class AdapterProgram(Program, Protocol):
+    """A program that can run sequences with adapters, several in one batch (optional).
+
+    A row's bits depend on its own sequence and adapter only; rows without one have the bits that they would have in a batch
+    without any.
+    """
+
+    def load_adapter(self, slot: int, adapter: AdapterWeights) -> None:
+        """Puts an adapter in a slot; the one that was there is gone. Never called during a step."""
+        ...
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empties a slot; an empty one changes nothing."""
         ...
 
 

@@ -1,9 +1,10 @@
-"""Plots as PNG files, drawn without a display."""
+"""Plots as PNG files, or as SVG text for a page, drawn without a display."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -37,15 +38,18 @@ STYLE = {
 
 @contextmanager
 def draw(
-    path: Path, title: str, rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.4, 3.6)
+    target: Path | BytesIO, title: str, rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.4, 3.6)
 ) -> Iterator[list[Axes]]:
-    """Yields `rows * columns` axes, row by row, and writes them to `path` as a PNG."""
+    """Yields `rows * columns` axes, row by row, and writes them to a file as a PNG, or to a buffer as SVG."""
     with style.context(STYLE):
         figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
         yield [figure.add_subplot(rows, columns, place + 1) for place in range(rows * columns)]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        if isinstance(target, BytesIO):
+            figure.savefig(target, format="svg")
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target)
 
 
 def plot_distribution(axes: Axes, values: Sequence[float], colour: str, label: str | None = None) -> None:
@@ -68,7 +72,7 @@ def _scale_axis(axes: Axes) -> None:
         axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def plot_run(path: Path, title: str, records: Sequence[RequestRecord], summary: Summary) -> None:
+def plot_run(target: Path | BytesIO, title: str, records: Sequence[RequestRecord], summary: Summary) -> None:
     """Draws one run: distributions of TTFT, TBT and E2E with their percentiles, and the run over time."""
     good = [r for r in records if r.ok]
     panels = (
@@ -76,7 +80,7 @@ def plot_run(path: Path, title: str, records: Sequence[RequestRecord], summary: 
         ("TBT", "Time between tokens", [gap for r in good for gap in r.gaps_s]),
         ("E2E", "Time to last token", [r.e2e_s for r in good]),
     )
-    with draw(path, title, 2, 2) as axes:
+    with draw(target, title, 2, 2) as axes:
         for panel, (name, words, values) in zip(axes, panels, strict=False):
             panel.set_title(f"{words} ({name})")
             panel.set_xlabel(f"{name}, ms")

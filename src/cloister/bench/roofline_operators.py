@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from cloister.types.errors import ConfigError
 
 NORM_FLOPS = 4
@@ -21,7 +21,7 @@ ROPE_FLOPS = 3
 """Per element: four multiplications and two additions turn a pair (Su et al. 2021, equation 34)."""
 SOFTMAX_FLOPS = 5
 """Per score: scale, compare, subtract, exponential, add; an exponential counts as one operation."""
-ACTIVATION_FLOPS: Mapping[str, int] = {"silu": 4, "gelu": 5, "gelu_tanh": 9}
+ACTIVATION_FLOPS: Mapping[str, int] = {"silu": 4, "gelu": 5, "gelu_tanh": 9, "relu": 1}
 """Per element, without the product with `up`; an exponential, an erf or a tanh counts as one operation."""
 
 Unit = Literal["matrix", "vector", "link"]
@@ -160,14 +160,30 @@ def _cut_layer(layer: LayerSpec, num_chips: int) -> LayerSpec:
     attention, mlp = layer.attention, layer.mlp
     num_kv_heads = attention.num_kv_heads
     shares_kv = num_kv_heads % num_chips == 0 or num_chips % num_kv_heads == 0
-    if attention.num_heads % num_chips or mlp.intermediate_size % num_chips or not shares_kv:
+    widths = [part.intermediate_size for part in _mlps_of(mlp)]
+    if attention.num_heads % num_chips or any(width % num_chips for width in widths) or not shares_kv:
+        columns = " and ".join(map(str, widths))
         raise ConfigError(
-            f"{attention.num_heads} heads, {num_kv_heads} KV heads and {mlp.intermediate_size} columns of the feed-forward do "
-            f"not divide over {num_chips} chips; choose a divisor of all three",
+            f"{attention.num_heads} heads, {num_kv_heads} KV heads and {columns} columns of the feed-forward do not divide "
+            f"over {num_chips} chips; choose a divisor of all three",
             param="tp",
         )
     heads = replace(attention, num_heads=attention.num_heads // num_chips, num_kv_heads=max(1, num_kv_heads // num_chips))
-    return LayerSpec(heads, replace(mlp, intermediate_size=mlp.intermediate_size // num_chips))
+    return replace(layer, attention=heads, mlp=_cut_feed_forward(mlp, num_chips))
+
+
+def _mlps_of(mlp: MlpSpec | MoeSpec) -> list[MlpSpec]:
+    if isinstance(mlp, MlpSpec):
+        return [mlp]
+    return [mlp.expert] if mlp.shared is None else [mlp.expert, mlp.shared]
+
+
+def _cut_feed_forward(mlp: MlpSpec | MoeSpec, num_chips: int) -> MlpSpec | MoeSpec:
+    """Cuts the columns of every feed-forward; each chip has a part of all experts."""
+    if isinstance(mlp, MlpSpec):
+        return replace(mlp, intermediate_size=mlp.intermediate_size // num_chips)
+    expert, *shared = (replace(part, intermediate_size=part.intermediate_size // num_chips) for part in _mlps_of(mlp))
+    return replace(mlp, expert=expert, shared=shared[0] if shared else None)
 
 
 class _Counting:
@@ -185,11 +201,17 @@ class _Counting:
         )
 
     def layer(self, layer: LayerSpec) -> Iterator[Operator]:
-        yield self._norm("attention norm", "norm", self._rows, self._hidden)
+        if layer.pre_norm:
+            yield self._norm("attention norm", "norm", self._rows, self._hidden)
         yield from self._attention(layer.attention)
+        if layer.post_norm:
+            yield self._norm("attention post norm", "output", self._rows, self._hidden)
         yield from self._joined("attention", "output")
-        yield self._norm("mlp norm", "mlp_norm", self._rows, self._hidden)
-        yield from self._mlp(layer.mlp)
+        if layer.pre_norm:
+            yield self._norm("mlp norm", "mlp_norm", self._rows, self._hidden)
+        yield from self._feed_forward(layer.mlp)
+        if layer.post_norm:
+            yield self._norm("mlp post norm", "down", self._rows, self._hidden)
         yield from self._joined("mlp", "down")
 
     def end(self, vocab_size: int) -> Iterator[Operator]:
@@ -208,19 +230,20 @@ class _Counting:
         yield self._project("v", "qkv", hidden, kv_size, spec.qkv_bias)
         if spec.qk_norm:
             yield self._norm("q and k norm", "rope", self._rows * (spec.num_heads + spec.num_kv_heads), spec.head_dim)
-        yield self._rope(spec)
+        if spec.rope is not None:
+            yield self._rope(spec, 2 * len(spec.rope.inv_freq))
         yield self._write_kv(kv_size)
         yield from self._attend(spec)
         yield self._project("o", "output", q_size, hidden, spec.output_bias)
 
-    def _rope(self, spec: AttentionSpec) -> Operator:
+    def _rope(self, spec: AttentionSpec, turned: int) -> Operator:
         num_heads = spec.num_heads + spec.num_kv_heads
-        angles = 4 * self._rows * spec.head_dim  # a cosine and a sine for each pair, in float32
-        size = self._rows * num_heads * spec.head_dim
+        angles = 4 * self._rows * turned  # a cosine and a sine for each pair, in float32
+        size = self._rows * num_heads * turned
         moved = self._activations(2 * size) + angles
         return Operator(
             "rope",
-            f"[{self._rows}, {num_heads}, {spec.head_dim}]",
+            f"[{self._rows}, {num_heads}, {turned}]",
             "rope",
             "vector",
             ROPE_FLOPS * size,
@@ -256,15 +279,33 @@ class _Counting:
         )  # fmt: skip
         yield replace(product, name="values PV", shape=f"{each}[{queries}, {num_keys}] x [{num_keys}, {head_dim}]")
 
-    def _mlp(self, spec: MlpSpec) -> Iterator[Operator]:
+    def _feed_forward(self, spec: MlpSpec | MoeSpec) -> Iterator[Operator]:
+        if isinstance(spec, MlpSpec):
+            yield from self._mlp(spec, self._rows)
+            return
+        yield self._project("router", "gate_up", self._hidden, spec.num_experts, False)
+        yield from self._experts(spec)
+        if spec.shared is not None:
+            for operator in self._mlp(spec.shared, self._rows):
+                yield replace(operator, name=f"shared {operator.name}")
+
+    def _experts(self, spec: MoeSpec) -> Iterator[Operator]:
+        """All experts together: a token passes few, but a batch whose tokens choose evenly reads the weights of many."""
+        missed = (1 - spec.num_chosen / spec.num_experts) ** self._rows  # an expert that no token chose
+        num_read = spec.num_experts * (1 - missed)
+        for operator in self._mlp(spec.expert, self._rows * spec.num_chosen):
+            yield replace(operator, name=f"experts' {operator.name}", weights_bytes=operator.weights_bytes * num_read)
+
+    def _mlp(self, spec: MlpSpec, rows: int) -> Iterator[Operator]:
         wide = spec.intermediate_size
-        yield self._project("gate", "gate_up", self._hidden, wide, spec.bias)
-        yield self._project("up", "gate_up", self._hidden, wide, spec.bias)
-        flops, size = ACTIVATION_FLOPS[spec.activation] + 1, self._rows * wide
-        name = f"{spec.activation.split('_')[0]} x up"
-        moved = self._activations(3 * size)
-        yield Operator(name, f"[{self._rows}, {wide}]", "gate_up", "vector", flops * size, activations_bytes=moved)
-        yield self._project("down", "down", wide, self._hidden, spec.bias)
+        names = ("gate", "up") if spec.gated else ("up",)
+        for name in names:
+            yield self._project(name, "gate_up", self._hidden, wide, spec.bias, rows=rows)
+        flops, size = ACTIVATION_FLOPS[spec.activation] + spec.gated, rows * wide
+        name = spec.activation.split("_")[0] + (" x up" if spec.gated else "")
+        moved = self._activations((len(names) + 1) * size)
+        yield Operator(name, f"[{rows}, {wide}]", "gate_up", "vector", flops * size, activations_bytes=moved)
+        yield self._project("down", "down", wide, self._hidden, spec.bias, rows=rows)
 
     def _joined(self, name: str, part: str) -> Iterator[Operator]:
         """The sum over chips (each sends 2 (n - 1) / n of it in a ring), and the sum with the residual stream."""

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cloister import __version__
-from cloister.cli import bench, chat, doctor, keys, policy, quantize, roofline, run, serve
+from cloister.cli import bench, chat, doctor, keys, models, policy, quantize, roofline, run, serve
 from cloister.cli.console import print_error
 from cloister.types.errors import CloisterError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command()(serve.serve)
 app.command()(run.run)
 app.command()(chat.chat)
+app.command()(models.models)
 app.command()(doctor.doctor)
 app.command()(roofline.roofline)
 app.command()(quantize.quantize)

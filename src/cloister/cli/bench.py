@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,7 +28,7 @@ app = typer.Typer(help="Measure an engine or a server, with real traces, or the 
 app.command()(profiling.kernels)
 app.command()(profiling.profile)
 
-Output = Annotated[Path | None, typer.Option(help="Folder for the figures as JSON and PNG.", metavar="DIR")]
+Output = Annotated[Path | None, typer.Option(help="Folder for the figures as HTML, JSON and PNG.", metavar="DIR")]
 
 
 @app.command()
@@ -42,7 +42,7 @@ def throughput(settings: GivenSettings, output: Output = None, as_json: AsJson =
         task = progress.add_task("requests", total=len(workload.items))
         num_warmup = settings.resolve(WorkloadConfig).num_warmup
         measurement = measure_engine(engine, workload, num_warmup=num_warmup, on_end=lambda: progress.advance(task))
-    _finish("throughput", measurement, workload, output, as_json)
+    _finish("throughput", measurement, workload, _list_settings(settings, WorkloadConfig, EngineConfig), output, as_json)
 
 
 @app.command()
@@ -56,7 +56,7 @@ def latency(settings: GivenSettings, output: Output = None, as_json: AsJson = Fa
         task = progress.add_task("requests", total=len(workload.items))
         num_warmup = settings.resolve(WorkloadConfig).num_warmup
         measurement = measure_one_by_one(engine, workload, num_warmup=num_warmup, on_end=lambda: progress.advance(task))
-    _finish("latency", measurement, workload, output, as_json)
+    _finish("latency", measurement, workload, _list_settings(settings, WorkloadConfig, EngineConfig), output, as_json)
 
 
 @app.command()
@@ -78,7 +78,8 @@ def serve(settings: GivenSettings, output: Output = None, as_json: AsJson = Fals
             on_progress=lambda _: progress.advance(task),
         )
         measurement = asyncio.run(run)
-    _finish("serve", measurement, workload, output, as_json)
+    shown = _list_settings(settings, TargetConfig, WorkloadConfig, ArrivalsConfig, ObjectiveConfig)
+    _finish("serve", measurement, workload, shown, output, as_json)
 
 
 def _prepare(settings: GivenSettings) -> tuple[EngineCore, Workload]:
@@ -122,7 +123,14 @@ def _read_key(path: Path) -> str:
         raise ConfigError(f"the API key file {path} cannot be read", param="api_key_file") from None
 
 
-def _finish(verb: str, measurement: Measurement, workload: Workload, output: Path | None, as_json: bool) -> None:
+def _list_settings(settings: GivenSettings, *classes: type[Any]) -> dict[str, object]:
+    """Returns every setting of a run by name, defaults included."""
+    return {name: value for cls in classes for name, value in asdict(settings.resolve(cls)).items()}
+
+
+def _finish(
+    verb: str, measurement: Measurement, workload: Workload, settings: dict[str, object], output: Path | None, as_json: bool
+) -> None:
     """Prints the figures and writes them where they were wanted; exits with 1 if no request was answered."""
     summary = measurement.summary
     if as_json:
@@ -130,7 +138,7 @@ def _finish(verb: str, measurement: Measurement, workload: Workload, output: Pat
     else:
         _print_figures(verb, measurement, workload)
     if output is not None:
-        _write_figures(verb, measurement, output)
+        _write_figures(verb, measurement, settings, output)
     if not summary.num_ok:
         raise typer.Exit(1)
 
@@ -148,11 +156,13 @@ def _print_figures(verb: str, measurement: Measurement, workload: Workload) -> N
         out.print(f"{workload.num_skipped} requests of the trace are too long and were left out", style="yellow")
 
 
-def _write_figures(verb: str, measurement: Measurement, folder: Path) -> None:
+def _write_figures(verb: str, measurement: Measurement, settings: dict[str, object], folder: Path) -> None:
+    from cloister.bench.page import render_page
     from cloister.bench.plots import plot_run
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{verb}.json").write_text(json.dumps(measurement.to_json(), indent=1) + "\n")
     title = f"cloister bench {verb}: {measurement.summary.name}"
+    (folder / f"{verb}.json").write_text(json.dumps(measurement.to_json(), indent=1) + "\n")
+    (folder / f"{verb}.html").write_text(render_page(title, measurement, settings), encoding="utf-8")
     plot_run(folder / f"{verb}.png", title, measurement.records, measurement.summary)
-    err.print(f"Written: {folder / verb}.json and .png", highlight=False)
+    err.print(f"Written: {folder / verb}.html, .json and .png", highlight=False)

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cloister.privacy import PROFILING_THREAT, Entry, Profile, Ruling, Verdict, gather
+from cloister.privacy import PROFILING_THREAT, RUNTIME_ADAPTERS_THREAT, Entry, Profile, Ruling, Verdict, gather
 from cloister.privacy.catalogue import rows_in_build
 from cloister.privacy.document import show_letters, to_data, to_markdown
 from cloister.privacy.features import judged_apart
@@ -57,6 +57,7 @@ def list_entries() -> tuple[Entry, ...]:
         "prefix cache": kv.PREFIX_CACHE_THREAT,
         "step budget": sched.BUDGET_THREAT,
         "metrics": PROFILING_THREAT,
+        "adapters at run time": RUNTIME_ADAPTERS_THREAT,
     }
     return gather((BACKENDS, POLICIES), declared)
 

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cloister.engine.adapter_register import AdapterRegister
     from cloister.engine.base import AsyncEngine, EventListener, Health
     from cloister.engine.core import EngineCore
     from cloister.engine.machine import Machine, read_machine
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from cloister.engine.thread import ThreadEngine
 
 __all__ = [
+    "AdapterRegister",
     "AsyncEngine",
     "EngineCore",
     "EventListener",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "adapter_register": ("AdapterRegister",),
     "base": ("AsyncEngine", "EventListener", "Health"),
     "core": ("EngineCore",),
     "machine": ("Machine", "read_machine"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from cloister.engine.adapter_calls import AdapterCalls
 from cloister.types.events import Event
 from cloister.types.request import ModelInfo, Request, SequenceOutput
 
@@ -31,10 +32,12 @@ class AsyncEngine(Protocol):
     Attributes:
         model: what it serves.
         memory: itemised budget, (what, bytes).
+        startup: how long its start took, (phase, seconds).
     """
 
     model: ModelInfo
     memory: list[tuple[str, int]]
+    startup: list[tuple[str, float]]
 
     def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
         """Submits a request at the first `anext` and yields what its sequences gain, until the last one ended.
@@ -57,3 +60,14 @@ class AsyncEngine(Protocol):
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, waits until the running ones ended or `timeout_s` passed, then stops the engine."""
         ...
+
+
+@runtime_checkable
+class AdapterEngine(AsyncEngine, Protocol):
+    """An engine that requests can ask for LoRA adapters.
+
+    Attributes:
+        adapters: those that it has, and calls to load and unload them.
+    """
+
+    adapters: AdapterCalls

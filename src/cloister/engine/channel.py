@@ -36,11 +36,13 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         entry: "module:function"; the function takes the configuration and returns an EngineCore.
         import_path: the front's `sys.path`, so that both sides import the same code.
+        log_format: how the engine writes its log, as the front does.
     """
 
     entry: str
     config: EngineConfig
     import_path: list[str]
+    log_format: str = "text"
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode

@@ -25,6 +25,7 @@ from cloister.engine.inbox import Inbox
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
 from cloister.types.events import EngineMessage, Failed, Ready
+from cloister.types.logs import set_up_logging
 
 SEND_TIMEOUT_S: Final = 60.0
 """A front that reads nothing for so long is taken for dead."""
@@ -46,6 +47,7 @@ def main(fd: int) -> int:
     if frame is None:
         return 0
     boot = channel.decode_boot(frame)
+    set_up_logging(boot.log_format)
     sys.path.extend(path for path in boot.import_path if path not in sys.path)
     inbox = Inbox()
     threading.Thread(target=_listen, args=(sock, inbox), name="cloister-channel", daemon=True).start()
@@ -57,7 +59,7 @@ def main(fd: int) -> int:
     if core is None:
         return 1
     core.inbox = inbox
-    send(Ready(core.model, core.memory))
+    send(Ready(core.model, core.memory, core.adapters.loaded, core.startup))
     try:
         core.run(send)
     except Exception as error:
@@ -109,5 +111,4 @@ def _listen(sock: socket.socket, inbox: Inbox) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     sys.exit(main(int(sys.argv[1])))

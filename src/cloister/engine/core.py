@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from cloister.engine.adapter_register import AdapterRegister
+from cloister.engine.compiling import CompilingRequests, Grammars
 from cloister.engine.faults import describe
 from cloister.engine.inbox import Inbox
 from cloister.engine.output import Output
@@ -14,8 +16,19 @@ from cloister.sched import Scheduler
 from cloister.text import Tokenizer
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import EngineError
-from cloister.types.events import Abort, Ended, Event, FrontMessage, Outputs, Shutdown, Stepped, Submit
-from cloister.types.request import ModelInfo
+from cloister.types.events import (
+    Abort,
+    Ended,
+    Event,
+    FrontMessage,
+    LoadAdapter,
+    Outputs,
+    Shutdown,
+    Stepped,
+    Submit,
+    UnloadAdapter,
+)
+from cloister.types.request import ModelInfo, Request
 from cloister.types.step import StepPlan, StepResult
 
 IDLE_WAIT_S: Final = 5.0
@@ -41,7 +54,10 @@ class EngineCore:
         output: turns tokens into text and finds where answers end.
         model: what is served.
         memory: itemised budget, (what, bytes).
+        startup: how long its start took, (phase, seconds).
+        adapters: those that requests may ask for.
         draw_seed: seed of the sampling noise of a request that brings none.
+        grammars: compiles those of requests, beside the steps.
 
     Attributes:
         inbox: where the front's messages are put, from any thread.
@@ -56,18 +72,24 @@ class EngineCore:
         *,
         model: ModelInfo,
         memory: list[tuple[str, int]],
+        startup: Sequence[tuple[str, float]] = (),
         clock: Clock | None = None,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
+        adapters: AdapterRegister | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.model = model
         self.memory = memory
+        self.startup = list(startup)
         self.inbox = Inbox()
         self.is_done = False
+        self.adapters = adapters or AdapterRegister()
         self._scheduler = scheduler
         self._runner = runner
         self._output = output
         self._clock = clock or WallClock()
         self._draw_seed = draw_seed
+        self._compiling = CompilingRequests(grammars, lambda: self.inbox.wake())
         self._open: set[str] = set()
         self._drain_by_s: float | None = None
         self._num_failures = 0
@@ -101,23 +123,41 @@ class EngineCore:
         now = self._clock.now()
         for message in self.inbox.take():
             self._read(message, now)
+        if self._compiling.held:
+            for request in self._compiling.take_ready(now):
+                self._admit(request, now)
         if self._drain_by_s is not None and now >= self._drain_by_s:
             self._abort_all(now)
         plan = self._scheduler.plan(now)
         events = self._perform(plan) if plan is not None else self._scheduler.take_events()
-        self._open.difference_update(e.request_id for e in events if isinstance(e, Ended) and e.last)
+        for request_id in [e.request_id for e in events if isinstance(e, Ended) and e.last]:
+            self._open.discard(request_id)
+            self.adapters.leave(request_id)
+        replies, self.adapters.replies = self.adapters.replies, []
         self.is_done = self._drain_by_s is not None and plan is None and not self._open
-        return Outputs(self._output.collect(events), events) if events else None
+        return Outputs(self._output.collect(events), events, replies) if events or replies else None
 
     def _read(self, message: FrontMessage, now: float) -> None:
         match message:
             case Submit(request):
                 self._open.add(request.request_id)
-                self._scheduler.add(request, now, seed=self._draw_seed())
+                if not self._compiling.hold(request, now):
+                    self._admit(request, now)
             case Abort(request_id):
-                self._scheduler.abort(request_id, now)
+                self._abort(request_id, now)
+            case LoadAdapter() | UnloadAdapter():
+                self.adapters.read(message)
             case Shutdown(timeout_s):
                 self._drain_by_s = now + timeout_s
+
+    def _admit(self, request: Request, now: float) -> None:
+        self._scheduler.add(request, now, seed=self._draw_seed(), refusal=self.adapters.enter(request))
+
+    def _abort(self, request_id: str, now: float) -> None:
+        request = self._compiling.drop(request_id)
+        if request is not None:  # it ends as every other one: after it came
+            self._admit(request, now)
+        self._scheduler.abort(request_id, now)
 
     def _perform(self, plan: StepPlan) -> list[Event]:
         try:
@@ -154,9 +194,10 @@ class EngineCore:
 
     def _abort_all(self, now: float) -> None:
         for request_id in self._open:
-            self._scheduler.abort(request_id, now)
+            self._abort(request_id, now)
 
     def _patience_s(self) -> float:
         """How long to wait for a message: until the next deadline of anybody, but never too long."""
-        deadlines = [d for d in (self._scheduler.next_deadline_s, self._drain_by_s) if d is not None]
+        known = (self._scheduler.next_deadline_s, self._compiling.next_deadline_s, self._drain_by_s)
+        deadlines = [d for d in known if d is not None]
         return max(0.0, min([IDLE_WAIT_S, *(d - self._clock.now() for d in deadlines)]))

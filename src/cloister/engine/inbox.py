@@ -12,6 +12,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._messages: list[FrontMessage] = []
+        self._is_woken = False
         self._arrived = threading.Condition()
 
     def put(self, message: FrontMessage) -> None:
@@ -20,14 +21,21 @@ class Inbox:
             self._messages.append(message)
             self._arrived.notify()
 
+    def wake(self) -> None:
+        """Wakes the engine without a message: something that it waits for is done."""
+        with self._arrived:
+            self._is_woken = True
+            self._arrived.notify()
+
     def take(self) -> list[FrontMessage]:
         """Returns every message that is there, oldest first, and forgets them."""
         with self._arrived:
             messages, self._messages = self._messages, []
+            self._is_woken = False
         return messages
 
     def wait(self, timeout_s: float) -> None:
-        """Returns as soon as a message is there, or after `timeout_s`."""
+        """Returns as soon as a message is there or the engine was woken, or after `timeout_s`."""
         with self._arrived:
-            if not self._messages:
+            if not (self._messages or self._is_woken):
                 self._arrived.wait(timeout_s)

@@ -72,17 +72,18 @@ class EngineChild:
         return status
 
 
-async def launch(entry: str, config: EngineConfig, timeout_s: float) -> EngineChild:
+async def launch(entry: str, config: EngineConfig, timeout_s: float, log_format: str = "text") -> EngineChild:
     """Starts an engine process and waits until its model is loaded.
 
     Args:
         entry: "module:function" that builds its EngineCore.
+        log_format: how it writes its log.
 
     Raises:
         CloisterError: what the engine refused to start for.
         EngineError: it died while it started, or took longer than `timeout_s`.
     """
-    boot = channel.frame(channel.Boot(entry, config, [path for path in sys.path if path]))
+    boot = channel.frame(channel.Boot(entry, config, [path for path in sys.path if path], log_format))
     near, far = socket.socketpair()
     with far:
         process = subprocess.Popen(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,24 @@ def read_machine(root: Path = Path("/"), num_affine_cpus: int | None = None) -> 
         available_bytes=min(available, cgroup_available),
         limited_by="cgroup" if cgroup_available < available else "host",
     )
+
+
+def process_age_s(root: Path = Path("/")) -> float:
+    """Returns how long this process has lived: what its start took before any of its own code ran counts too."""
+    # proc(5), /proc/PID/stat: the 22nd field, counted in ticks since boot; the second may hold blanks, in parentheses.
+    fields = (root / "proc/self/stat").read_text().rpartition(")")[2].split()
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
+
+
+def resident_bytes(pid: int | None = None, root: Path = Path("/")) -> int:
+    """Returns the memory that a process, this one unless told, has in RAM: its own and what it maps; 0 if there is none."""
+    try:
+        # proc(5), /proc/PID/statm: the second field, in pages.
+        pages = (root / "proc" / ("self" if pid is None else str(pid)) / "statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def return_free_memory() -> None:

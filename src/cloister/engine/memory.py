@@ -44,6 +44,7 @@ def budget_memory(
     max_model_len: int,
     max_num_seqs: int,
     kv_memory_mb: float | None = None,
+    adapters_bytes: int = 0,
     overhead_bytes: int = OVERHEAD_BYTES,
 ) -> MemoryBudget:
     """Divides `available_bytes`.
@@ -51,14 +52,18 @@ def budget_memory(
     Without `kv_memory_mb` the KV cache holds `max_num_seqs` sequences of `max_model_len` positions, or as many blocks as
     half of what is left pays for, whichever is fewer, but always one sequence of full length.
 
+    Args:
+        adapters_bytes: of the places for adapters.
+
     Raises:
         MemoryBudgetError: it cannot fit; the message has the figure that would.
     """
     activations_bytes = need.activations_bytes + need.logit_row_bytes * _logit_rows(max_num_seqs)
-    left = available_bytes - need.weights_bytes - activations_bytes - overhead_bytes
+    left = available_bytes - need.weights_bytes - adapters_bytes - activations_bytes - overhead_bytes
     if left <= 0:
         raise MemoryBudgetError(
-            f"weights ({_mib(need.weights_bytes)}), activations ({_mib(activations_bytes)}) and overhead "
+            f"weights ({_mib(need.weights_bytes)}), {_say_adapters(adapters_bytes)}"
+            f"activations ({_mib(activations_bytes)}) and overhead "
             f"({_mib(overhead_bytes)}) need {_mib(available_bytes - left)}, but {_mib(available_bytes)} are available; "
             f"give it {_mib(available_bytes - left + need.kv_block_bytes)} or choose a smaller model",
             param="model",
@@ -71,6 +76,7 @@ def budget_memory(
     _check_fits(need.kv_block_bytes, num_blocks, left, blocks_per_seq, block_size, given=kv_memory_mb is not None)
     items = (
         ("weights", need.weights_bytes),
+        *((("adapters", adapters_bytes),) if adapters_bytes else ()),
         ("KV cache", num_blocks * need.kv_block_bytes),
         ("activations", activations_bytes),
         ("overhead", overhead_bytes),
@@ -111,6 +117,10 @@ def _check_fits(block_bytes: int, num_blocks: int, left: int, blocks_per_seq: in
             f"activations and overhead leave; set {remedy} or less",
             param="kv_memory_mb" if can_keep_length else "max_model_len",
         )
+
+
+def _say_adapters(size_bytes: int) -> str:
+    return f"adapters ({_mib(size_bytes)}), " if size_bytes else ""
 
 
 def _mib(size_bytes: int) -> str:

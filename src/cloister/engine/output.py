@@ -9,7 +9,7 @@ import msgspec
 from cloister.engine.ends import end_output
 from cloister.text import Detokenizer, StopStrings, Tokenizer
 from cloister.types.events import Ended, Event, Progressed, Scheduled
-from cloister.types.request import FinishReason, ModelInfo, SequenceOutput, TokenLogprobs
+from cloister.types.request import Embedding, FinishReason, ModelInfo, SequenceOutput, TokenLogprobs
 from cloister.types.step import NewSequence, Sample, StepPlan, StepResult, Stop
 
 
@@ -29,6 +29,7 @@ class _Stream:
         "_detokenizer",
         "_max_output",
         "_stop_strings",
+        "embedding",
         "index",
         "logprobs",
         "new",
@@ -45,13 +46,15 @@ class _Stream:
         self.index = index
         self.num_tokens = 0
         self.text = ""
+        self.embedding: Embedding | None = None
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if index == 0 and sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * new.num_prompt_tokens
         self._max_output = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids=new.token_ids[: new.num_prompt_tokens])
+        prompt_ids = new.token_ids[: new.num_prompt_tokens]
+        self._detokenizer = Detokenizer(tokenizer, shown=sampling.shown_token_ids, prompt_ids=prompt_ids)
         stops = [stop for stop in sampling.stop if stop]
         self._stop_strings = StopStrings(stops, sampling.include_stop) if stops else None
 
@@ -120,9 +123,14 @@ class Output:
         for part in plan.sequences:
             if part.seq_id in result.prompt_logprobs:
                 self._keep_prompt(part.seq_id, part.start, result.prompt_logprobs[part.seq_id])
+        for seq_id in result.embeddings:
+            self._streams[seq_id].embedding = result.embeddings[seq_id]
         stops = {}
         for sample in result.samples:
-            stop = self._streams[sample.seq_id].take(sample)
+            stream = self._streams[sample.seq_id]
+            stop = stream.take(sample)
+            if stop is None and sample.seq_id in result.complete:
+                stop = Stop(len(stream.token_ids))
             if stop is not None:
                 stops[sample.seq_id] = stop
         return stops
@@ -183,6 +191,7 @@ class Output:
             token_ids=stream.token_ids,
             logprobs=self._take_logprobs(stream),
             prompt_logprobs=_take_prompt(stream),
+            embedding=stream.embedding,
         )
 
     def _take_logprobs(self, stream: _Stream) -> list[TokenLogprobs] | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from cloister.engine.adapter_calls import AdapterCalls
 from cloister.engine.base import EventListener, Health
 from cloister.engine.desk import Desk
 from cloister.engine.faults import describe
@@ -56,24 +57,35 @@ class ProcessEngine:
     Args:
         entry: "module:function" that takes the configuration in the child and returns its EngineCore.
         config: the engine's settings; `max_waiting` and `max_num_seqs` also bound the queue here.
+        log_format: how the child writes its log.
 
     Attributes:
         model, memory: as the engine said; set by `start`.
+        startup: what the engine said, after `import`: until its code was there.
     """
 
     model: ModelInfo
     memory: list[tuple[str, int]]
+    startup: list[tuple[str, float]]
 
     def __init__(
-        self, entry: str, config: EngineConfig, *, supervision: Supervision | None = None, clock: Clock | None = None
+        self,
+        entry: str,
+        config: EngineConfig,
+        *,
+        supervision: Supervision | None = None,
+        clock: Clock | None = None,
+        log_format: str = "text",
     ) -> None:
         self._entry = entry
         self._config = config
+        self._log_format = log_format
         self._supervision = supervision or Supervision()
         self._clock = clock or WallClock()
         self._watchdog = Watchdog(self._supervision.patience_s, self._supervision.first_patience_s)
         self._desk = Desk(self._send, self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
         self._desk.closed = NOT_STARTED
+        self.adapters = AdapterCalls(self._send)
         self._child: EngineChild | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._drain_s: float | None = None
@@ -119,9 +131,15 @@ class ProcessEngine:
             self._child.send(message)
 
     async def _launch(self) -> None:
-        child = await launch(self._entry, self._config, self._supervision.start_timeout_s)
+        config = replace(self._config, lora=self.adapters.as_setting(self._config.lora))
+        begun_s = self._clock.now()
+        child = await launch(self._entry, config, self._supervision.start_timeout_s, self._log_format)
         self._child = child
         self.model, self.memory = child.ready.model, child.ready.memory
+        phases = child.ready.startup
+        whole_s = self._clock.now() - begun_s
+        self.startup = [("import", whole_s - sum(duration_s for _, duration_s in phases)), *phases]
+        self.adapters.start(child.ready.adapters)
         self._watchdog.restart(self._clock.now())
         self._desk.closed = None if self._drain_s is None else DRAINING
 
@@ -149,6 +167,7 @@ class ProcessEngine:
             while isinstance(message := await child.receive(), Outputs):
                 self._watchdog.advance()
                 self._desk.deliver(message)
+                self.adapters.deliver(message.replies)
         finally:
             watch.cancel()
 
@@ -170,6 +189,7 @@ class ProcessEngine:
         if not is_draining:
             _logger.error("the engine process ended with status %d; %d requests fail", status, self._desk.num_in_flight)
         self._desk.fail_all(DRAINING if is_draining else DIED)
+        self.adapters.fail_all(DRAINING if is_draining else DIED)
 
     async def _replace(self) -> None:
         """Starts the engine again, or gives up for good."""

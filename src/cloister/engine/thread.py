@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
+from cloister.engine.adapter_calls import AdapterCalls
 from cloister.engine.base import EventListener, Health
 from cloister.engine.core import EngineCore
 from cloister.engine.desk import Desk, Sink
@@ -39,6 +40,9 @@ class ThreadEngine:
     def __init__(self, core: EngineCore, config: EngineConfig) -> None:
         self.model = core.model
         self.memory = core.memory
+        self.startup = core.startup
+        self.adapters = AdapterCalls(core.inbox.put)
+        self.adapters.start(core.adapters.loaded)
         self._core = core
         self._clock = WallClock()
         self._desk = Desk(core.inbox.put, self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
@@ -94,9 +98,11 @@ class ThreadEngine:
         if message is not None:
             self._watchdog.advance()
             self._desk.deliver(message)
+            self.adapters.deliver(message.replies)
             return
         self._desk.closed = self._desk.closed or DIED
         self._desk.fail_all(self._desk.closed)
+        self.adapters.fail_all(self._desk.closed)
         self._ended.set()
 
     async def _watch(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -12,15 +11,17 @@ import numpy as np
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import QuantizedTensor, Tensor, dequantized
 from cloister.models.config import read_json
-from cloister.models.decoder import tensor_shapes
+from cloister.models.decoder import list_tensors
 from cloister.models.digest import Digests
 from cloister.models.family import Family
 from cloister.models.quantized import Scheme, Stored
 from cloister.models.safetensors import FLOATS, TensorEntry, read_header
+from cloister.models.sources import Mapped, Place, Source, find_place
 from cloister.types.errors import ModelError
 
+_MOST_PARTS = 3  # of a fused tensor
+_MOST_MISSING = 1000  # before it is not worth while to name the first
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_OLD_ROPE_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 class Checkpoint:
@@ -54,21 +55,29 @@ def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Schem
     Raises:
         ModelError: there is none, or a tensor is missing, is one too many, or has another shape than the config says.
     """
-    found = _read_headers(path)
+    found = _read_headers(path, family)
+    shapes = list_tensors(spec, _MOST_PARTS * len(found) + _MOST_MISSING)
+    stored: dict[str, Stored] = {}
     entries: dict[str, Stored] = {}
-    for name, shape in tensor_shapes(spec):
-        entries[name] = _take(stored_name(family, name), shape, found, scheme)
+    for name in shapes:
+        place = find_place(source_of(family, name), name, shapes, _num_heads(spec, name))
+        whole = stored_name(family, name)
+        if whole not in stored:
+            stored[whole] = _take(whole, place, found, scheme)
+        entries[name] = stored[whole] if place.source.is_plain else Mapped(stored[whole], place)
     if spec.tied_embeddings:
-        _check_tied(found.pop(f"{family.tensors['head']}.weight", None), entries["embed.weight"])
-    _refuse_extra(found)
+        _check_tied(found.pop(f"{family.tensors['head'].name}.weight", None), entries["embed.weight"])
+    _refuse_extra(found, family)
     return Checkpoint(entries)
 
 
-def _take(stored: str, shape: tuple[int, ...], found: dict[str, TensorEntry], scheme: Scheme | None) -> Stored:
+def _take(stored: str, place: Place, found: dict[str, TensorEntry], scheme: Scheme | None) -> Stored:
     """Takes one tensor, or the parts of one, out of what the files hold."""
+    shape = place.stored_shape
     if scheme is not None and len(shape) == 2:
         matrix = scheme.take(stored.removesuffix(".weight"), (shape[0], shape[1]), found)
         if matrix is not None:
+            _check_cut(stored, place)
             return matrix
     if stored not in found:
         raise ModelError(f"the checkpoint lacks the tensor {stored!r} that config.json asks for")
@@ -80,12 +89,29 @@ def _take(stored: str, shape: tuple[int, ...], found: dict[str, TensorEntry], sc
     return entry
 
 
+def _check_cut(stored: str, place: Place) -> None:
+    if not place.source.keeps_rows:
+        raise ModelError(
+            f"the quantised matrix {stored!r} is stored in an order that codes cannot be cut into; use the model's unquantised "
+            "checkpoint, and quantise it while it is loaded (--quant)"
+        )
+
+
+def source_of(family: Family, name: str) -> Source:
+    """Returns where a family's checkpoint has the module of a canonical tensor name."""
+    parts = name.split(".")[:-1]
+    return family.tensors[".".join(part for part in parts if part != "layers" and not part.isdigit())]
+
+
 def stored_name(family: Family, name: str) -> str:
-    """Returns a family's name in the checkpoint for a canonical one."""
+    """Returns the name in a family's checkpoint of what holds the tensor of a canonical name."""
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    return f"{source_of(family, name).name.format(*numbers)}.{name.rpartition('.')[2]}"
+
+
+def _num_heads(spec: DecoderSpec, name: str) -> int:
     parts = name.split(".")
-    if parts[0] == "layers":
-        return f"{family.tensors[parts[2]].format(parts[1])}.{parts[3]}"
-    return f"{family.tensors[parts[0]]}.{parts[1]}"
+    return spec.layers[int(parts[1])].attention.num_heads if parts[0] == "layers" else 0
 
 
 def digest_files(path: Path, digests: Digests) -> str:
@@ -108,14 +134,18 @@ def _files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _read_headers(path: Path) -> dict[str, TensorEntry]:
+def _read_headers(path: Path, family: Family) -> dict[str, TensorEntry]:
+    """Returns what the files hold, by the names of a whole model: a checkpoint of the bare decoder lacks the prefix."""
     found: dict[str, TensorEntry] = {}
     for file in _files(path):
         for name, entry in read_header(file).items():
             if name in found:
                 raise ModelError(f"tensor {name!r} is in two files of the checkpoint; download it again")
             found[name] = entry
-    return found
+    if any(name.startswith(family.prefix) for name in found):
+        return found
+    head = family.tensors["head"].name
+    return {name if name.startswith(head) else family.prefix + name: entry for name, entry in found.items()}
 
 
 def _check_tied(head: TensorEntry | None, embedding: Stored) -> None:
@@ -131,8 +161,8 @@ def _check_tied(head: TensorEntry | None, embedding: Stored) -> None:
         )
 
 
-def _refuse_extra(found: Mapping[str, TensorEntry]) -> None:
-    """The rotary buffers of old exports may lie in a file unused; nothing else may."""
+def _refuse_extra(found: Mapping[str, TensorEntry], family: Family) -> None:
+    """The buffers of old exports may lie in a file unused; nothing else may."""
     for name in found:
-        if not _OLD_ROPE_BUFFER.fullmatch(name):
+        if not family.buffers.fullmatch(name):
             raise ModelError(f"the checkpoint has a tensor {name!r} that config.json has no place for")

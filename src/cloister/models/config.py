@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -11,12 +12,16 @@ from cloister.types.errors import ModelError
 
 T = TypeVar("T", int, float, bool, str)
 
+_MOST = 1 << 63  # of an integer that stands for a float: some configs write 1e9 as an integer
+_MOST_SIZE = 1 << 32
+
 _NAMES_AND_DATES = ("_name_or_path", "architectures", "model_type", "transformers_version", "unsloth_version")
 _STORAGE = ("dtype", "torch_dtype", "unsloth_fixed")  # each tensor's own header says its type
 _TRAINING = (
     "attention_dropout", "initializer_range", "gradient_checkpointing", "use_cache", "output_attentions",
     "output_hidden_states", "return_dict", "problem_type", "id2label", "label2id", "num_labels", "finetuning_task",
-    "task_specific_params", "chunk_size_feed_forward", "_attn_implementation", "tokenizer_class", "prefix",
+    "task_specific_params", "chunk_size_feed_forward", "_attn_implementation", "tokenizer_class", "prefix", "is_decoder",
+    "cache_implementation", "auto_map", "_num_labels", "is_llama_config", "transformers.js_config",
 )  # fmt: skip
 _GENERATION = (
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
@@ -50,10 +55,21 @@ class ConfigFields:
     Args:
         values: the object; null counts as absent, as in transformers.
         source: what to call it in messages, such as "config.json".
+        names: what the object calls a field, where that is not its name here; the first that is there counts.
+        defaults: of fields, by their names here; they come before those of `take`.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: str = "config.json") -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        source: str = "config.json",
+        *,
+        names: Mapping[str, Sequence[str]] | None = None,
+        defaults: Mapping[str, object] | None = None,
+    ) -> None:
         self.source = source
+        self._names, self._defaults = names or {}, defaults or {}
+        self._nulls = {name for name, value in values.items() if value is None}
         self._values = {name: value for name, value in values.items() if value is not None}
 
     @overload
@@ -68,27 +84,77 @@ class ConfigFields:
         Raises:
             ModelError: it is absent and has no default, or has another type.
         """
-        if name not in self._values:
+        stored = self.name_of(name)
+        if stored not in self._values:
+            default = self._defaults.get(name, default)  # type: ignore[assignment]
             if default is Any:
-                raise ModelError(f"{self.source} has no {name!r}; the model directory is not complete", param=name)
+                raise ModelError(f"{self.source} has no {stored!r}; the model directory is not complete", param=stored)
             return default  # type: ignore[return-value]
-        value = self._values.pop(name)
-        if kind is float and type(value) is int:
+        value = self._values.pop(stored)
+        if kind is float and type(value) is int and abs(value) <= _MOST:
             value = float(value)
         if type(value) is not kind:
-            raise ModelError(f"{name!r} in {self.source} must be of type {kind.__name__}", param=name)
+            raise ModelError(f"{stored!r} in {self.source} must be of type {kind.__name__}", param=stored)
         return value
+
+    def name_of(self, name: str) -> str:
+        """Returns what the object calls a field."""
+        known = self._names.get(name, (name,))
+        return next((stored for stored in known if stored in self._values), known[0])
+
+    def take_nullable(self, name: str, kind: type[T]) -> T | None:
+        """Returns field `name` where null is a value of its own: None if it is null, or absent and without a default."""
+        return None if self.name_of(name) in self._nulls else self.take(name, kind, None)
+
+    def take_limit(self, name: str) -> float | None:
+        """Returns field `name` as a positive number, None where it is null or absent."""
+        limit = self.take_nullable(name, float)
+        if limit is not None and not 0 < limit < math.inf:
+            raise ModelError(f"{name!r} in {self.source} must be positive, or null for none, not {limit}", param=name)
+        return limit
+
+    def peek(self, name: str, default: int | None = None) -> int:
+        """Returns field `name`, an integer, and leaves it to be taken (`take` says what is raised)."""
+        stored, is_there = self.name_of(name), self.name_of(name) in self._values
+        value = self.take(name, int) if default is None else self.take(name, int, default)
+        if is_there:
+            self._values[stored] = value
+        return value
+
+    def need(self, *names: str) -> None:
+        """Raises ModelError for the first field that is absent, whatever its default."""
+        for stored in map(self.name_of, names):
+            if stored not in self._values:
+                raise ModelError(f"{self.source} has no {stored!r}; the model directory is not complete", param=stored)
+
+    def extended(self, more: Mapping[str, object], defaults: Mapping[str, object]) -> ConfigFields:
+        """Returns what is left of the fields and more of them, under the same names, with defaults."""
+        return ConfigFields({**self._values, **more}, self.source, names=self._names, defaults=defaults)
+
+    def require(self, name: str, only: object) -> None:
+        """Takes a field that would change the model, and raises ModelError unless it is absent or has its only value."""
+        value = self._values.pop(self.name_of(name), None)
+        if value not in (None, only):
+            raise ModelError(f"{name!r} in {self.source} is only supported as {only!r}", param=name)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Takes fields that change nothing."""
+        for name in names:
+            self._values.pop(name, None)
 
     def take_size(self, name: str, default: int | None = None) -> int:
         """Returns field `name` as a positive integer (`take` says what is raised)."""
+        stored = self.name_of(name)
         size = self.take(name, int) if default is None else self.take(name, int, default)
         if size <= 0:
-            raise ModelError(f"{name!r} in {self.source} must be positive, not {size}", param=name)
+            raise ModelError(f"{stored!r} in {self.source} must be positive, not {size}", param=stored)
+        if size > _MOST_SIZE:
+            raise ModelError(f"{stored!r} in {self.source} must be at most {_MOST_SIZE}", param=stored)
         return size
 
     def take_any(self, name: str) -> Any:
         """Returns field `name` as it is, None when absent."""
-        return self._values.pop(name, None)
+        return self._values.pop(self.name_of(name), self._defaults.get(name))
 
     def finish(self) -> None:
         """Raises ModelError for the first field that was not taken and is not known to be harmless."""
@@ -113,7 +179,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path.parent} has no {path.name}; give the directory of a Hugging Face model") from None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise ModelError(f"{path} is not readable JSON; download the model again") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object; download the model again")

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, TypeAlias
 
-from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
+from cloister.backends.spec import Activation, AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from cloister.models.config import ConfigFields
 from cloister.models.families import FAMILIES
 from cloister.models.family import Bias, Family
-from cloister.models.rope import read_rope
+from cloister.models.rope import RopeReader
 from cloister.types.errors import ModelError
 
-ACTIVATIONS: Mapping[str, Literal["silu", "gelu", "gelu_tanh"]] = {
+_MOST_LAYERS = 10000
+_MOST_HEAD_DIM = 65536
+ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
 }
+
+
+def choose_family(config: Mapping[str, Any]) -> Family | None:
+    """Returns the family of the first architecture that a config names and that is known; None where there is none.
+
+    Raises:
+        ModelError: it names no architectures, but something else.
+    """
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError("architectures in config.json must be a list of names", param="architectures")
+    return next((FAMILIES[name] for name in names if name in FAMILIES), None)
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
@@ -27,9 +44,9 @@ def find_family(config: Mapping[str, Any]) -> Family:
     Raises:
         ModelError: its architecture is not known (the message lists those that are), or contradicts its model type.
     """
-    names = config.get("architectures") or []
-    family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    family = choose_family(config)
     if family is None:
+        names = config.get("architectures") or []
         found = ", ".join(str(name) for name in names) or "none"
         known = ", ".join(FAMILIES)
         raise ModelError(f"config.json names the architecture {found}; supported are: {known}", param="architectures")
@@ -38,122 +55,190 @@ def find_family(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def read_spec(family: Family, config: Mapping[str, Any]) -> DecoderSpec:
+def read_spec(family: Family, config: Mapping[str, Any], max_model_len: int | None = None) -> DecoderSpec:
     """Returns the decoder that a config describes.
+
+    Args:
+        max_model_len: the greatest length of a sequence, which decides some kinds of rotary scaling (`rope.RopeReader`); None
+            for the positions that the config names.
 
     Raises:
         ModelError: a field is missing, has no meaning, or is one that this family would have to ignore.
     """
-    fields = ConfigFields(config)
-    hidden = fields.take_size("hidden_size")
+    return read_fields(family, ConfigFields(config, names=family.names, defaults=family.defaults), max_model_len)
+
+
+def read_fields(family: Family, fields: ConfigFields, max_model_len: int | None = None) -> DecoderSpec:
+    """As `read_spec`, from fields with the names and defaults of the family."""
+    for name, only in family.only.items():
+        fields.require(name, only)
+    hidden, num_layers = fields.take_size("hidden_size"), fields.take_size("num_hidden_layers")
+    if num_layers > _MOST_LAYERS:
+        raise ModelError(f"a model has {_MOST_LAYERS} layers at most, not {num_layers}", param="num_hidden_layers")
     max_positions = fields.take_size("max_position_embeddings", family.max_positions)
-    attention = _read_attention(family, fields, hidden, max_positions)
-    mlp = _read_mlp(family, fields)
-    windows = _read_windows(family, fields, fields.take_size("num_hidden_layers"))
+    attentions, max_positions = _read_attentions(family, fields, (hidden, num_layers, max_positions), max_model_len)
+    feeds = family.feed_forwards(fields, _read_mlp(family, fields, hidden), num_layers)
+    shape: dict[str, Any] = {
+        "pre_norm": family.pre_norm,
+        "post_norm": family.post_norm,
+        "parallel": family.parallel is not None and fields.take(family.parallel, bool, True),
+        "residual_scale": fields.take(family.residual_scale, float, 1.0) if family.residual_scale else 1.0,
+    }
+    ends = family.ends(fields, hidden)
     spec = DecoderSpec(
         family=family.name,
         vocab_size=fields.take_size("vocab_size"),
         hidden_size=hidden,
-        layers=tuple(LayerSpec(AttentionSpec(**attention, window=window), mlp) for window in windows),
+        layers=tuple(LayerSpec(attention, feed, **shape) for attention, feed in zip(attentions, feeds, strict=True)),
         norm_eps=fields.take("rms_norm_eps", float, 1e-6),
         max_positions=max_positions,
         tied_embeddings=fields.take("tie_word_embeddings", bool, False),
+        norm=family.norm,
+        norm_bias=family.norm_bias,
+        position_embeddings=family.learned_positions,
+        embedding_scale=ends.embedding_scale,
+        logit_scale=ends.logit_scale,
+        logit_softcap=ends.logit_softcap,
     )
+    fields.drop(family.harmless)
     fields.finish()
     return spec
 
 
-def _read_attention(family: Family, fields: ConfigFields, hidden: int, max_positions: int) -> dict[str, Any]:
+def _read_attentions(
+    family: Family, fields: ConfigFields, sizes: tuple[int, int, int], max_model_len: int | None
+) -> tuple[list[AttentionSpec], int]:
+    """Returns the attention of each layer, and the positions that can be used."""
+    hidden, num_layers, max_positions = sizes
+    heads = _read_heads(family, fields, hidden)
+    windows = family.windows(fields, num_layers)
+    reader = RopeReader(heads["head_dim"], max_positions, max_model_len, partial=family.partial_rotary, kinds=family.rope_types)
+    ropes = [None] * num_layers if family.learned_positions else family.ropes(fields, reader, windows)
+    scales = family.scales(fields, heads["head_dim"], num_layers)
+    softcap = fields.take_limit("attn_logit_softcapping") if family.softcap else None
+    layers = [
+        AttentionSpec(**heads, scale=scale, rope=rope, window=window, softcap=softcap)
+        for scale, rope, window in zip(scales, ropes, windows, strict=True)
+    ]
+    return layers, reader.max_positions
+
+
+def _read_heads(family: Family, fields: ConfigFields, hidden: int) -> dict[str, Any]:
     num_heads = fields.take_size("num_attention_heads")
-    num_kv_heads = fields.take_size("num_key_value_heads", family.num_kv_heads or num_heads)
+    num_kv_heads = fields.take_size("num_key_value_heads", num_heads) if family.grouped else num_heads
     if num_heads % num_kv_heads:
         raise ModelError("num_attention_heads must be a multiple of num_key_value_heads", param="num_key_value_heads")
-    head_dim = fields.take_size("head_dim", family.head_dim or hidden // num_heads or 1)
-    if head_dim % 2:
-        raise ModelError(f"head_dim must be even for rotary positions, not {head_dim}", param="head_dim")
+    head_dim = fields.take_size("head_dim", hidden // num_heads or 1) if family.grouped else hidden // num_heads or 1
+    if head_dim > _MOST_HEAD_DIM:
+        raise ModelError(f"a head has {_MOST_HEAD_DIM} numbers at most, not {head_dim}", param="head_dim")
     biased = fields.take("attention_bias", bool, False) if Bias.FIELD in (family.qkv_bias, family.output_bias) else False
     return {
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "scale": head_dim**-0.5,
-        "rope": read_rope(fields, head_dim, max_positions),
         "qkv_bias": _has_bias(family.qkv_bias, biased),
         "output_bias": _has_bias(family.output_bias, biased),
-        "qk_norm": family.qk_norm,
+        "qk_norm": family.qk_norm is not None,
+        "qk_norm_over": family.qk_norm or "head",
     }
 
 
-def _read_mlp(family: Family, fields: ConfigFields) -> MlpSpec:
+def _read_mlp(family: Family, fields: ConfigFields, hidden: int) -> MlpSpec:
     name = fields.take("hidden_act", str, "silu")
     if name not in ACTIVATIONS:
         raise ModelError(f"hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}", param="hidden_act")
     biased = fields.take("mlp_bias", bool, False) if family.mlp_bias is Bias.FIELD else False
-    return MlpSpec(fields.take_size("intermediate_size"), ACTIVATIONS[name], _has_bias(family.mlp_bias, biased))
-
-
-def _read_windows(family: Family, fields: ConfigFields, num_layers: int) -> list[int | None]:
-    """Returns each layer's window, by the rules of transformers: `layer_types` where given, else by layer number."""
-    if not family.windows:
-        return [None] * num_layers
-    used = fields.take("use_sliding_window", bool, False)
-    window = fields.take("sliding_window", int, 4096 if used else None)
-    first = fields.take("max_window_layers", int, 28)
-    kinds = fields.take_any("layer_types")
-    if kinds is None:
-        kinds = ["sliding_attention" if used and i >= first else "full_attention" for i in range(num_layers)]
-    _check_layer_types(kinds, num_layers, used)
-    if used and (window is None or window < 1):
-        raise ModelError("sliding_window must be at least 1 where use_sliding_window is set", param="sliding_window")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def _check_layer_types(kinds: object, num_layers: int, used: bool) -> None:
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError("layer_types must list one kind for each of num_hidden_layers", param="layer_types")
-    allowed = ("full_attention", "sliding_attention") if used else ("full_attention",)
-    for kind in kinds:
-        if kind not in allowed:
-            raise ModelError(
-                f"layer_types may hold {' and '.join(allowed)} with use_sliding_window {str(used).lower()}",
-                param="layer_types",
-            )
+    inner = fields.take_size("intermediate_size", family.widening * hidden if family.widening else None)
+    return MlpSpec(inner, ACTIVATIONS[name], _has_bias(family.mlp_bias, biased), family.gated)
 
 
 def _has_bias(rule: Bias, field_value: bool) -> bool:
     return rule is Bias.ALWAYS or (rule is Bias.FIELD and field_value)
 
 
-def tensor_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+Shapes: TypeAlias = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def list_tensors(spec: DecoderSpec, most: int) -> dict[str, tuple[int, ...]]:
+    """Returns `tensor_shapes`, `most` of them at most: a damaged config can ask for any number.
+
+    Raises:
+        ModelError: there are more.
+    """
+    shapes = dict(islice(tensor_shapes(spec), most + 1))
+    if len(shapes) > most:
+        raise ModelError("the config asks for many more tensors than the checkpoint has; one of the two is damaged")
+    return shapes
+
+
+def tensor_shapes(spec: DecoderSpec) -> Shapes:
     """Yields (canonical name, shape) of every tensor that a decoder has (`backends.base` lists the names)."""
     hidden = spec.hidden_size
     yield "embed.weight", (spec.vocab_size, hidden)
+    if spec.position_embeddings:
+        yield "positions.weight", (spec.max_positions, hidden)
     for number, layer in enumerate(spec.layers):
-        for name, shape in _layer_shapes(layer, hidden):
+        for name, shape in _layer_shapes(layer, hidden, spec.norm_bias):
             yield f"layers.{number}.{name}", shape
-    yield "norm.weight", (hidden,)
+    yield from _norm("norm", hidden, spec.norm_bias)
     if not spec.tied_embeddings:
         yield "head.weight", (spec.vocab_size, hidden)
+    if spec.head_bias:
+        yield "head.bias", (spec.vocab_size,)
 
 
-def _layer_shapes(layer: LayerSpec, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    attention, mlp = layer.attention, layer.mlp
-    q_size, kv_size = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    yield "attention_norm.weight", (hidden,)
-    yield from _projection("q", q_size, hidden, attention.qkv_bias)
-    yield from _projection("k", kv_size, hidden, attention.qkv_bias)
-    yield from _projection("v", kv_size, hidden, attention.qkv_bias)
-    yield from _projection("o", hidden, q_size, attention.output_bias)
-    if attention.qk_norm:
-        yield "q_norm.weight", (attention.head_dim,)
-        yield "k_norm.weight", (attention.head_dim,)
-    yield "mlp_norm.weight", (hidden,)
-    yield from _projection("gate", mlp.intermediate_size, hidden, mlp.bias)
-    yield from _projection("up", mlp.intermediate_size, hidden, mlp.bias)
-    yield from _projection("down", hidden, mlp.intermediate_size, mlp.bias)
+def _layer_shapes(layer: LayerSpec, hidden: int, norm_bias: bool) -> Shapes:
+    if layer.pre_norm:
+        yield from _norm("attention_norm", hidden, norm_bias)
+    yield from _attention_shapes(layer.attention, hidden)
+    if layer.post_norm:
+        yield from _norm("attention_post_norm", hidden, norm_bias)
+    if layer.pre_norm:
+        yield from _norm("mlp_norm", hidden, norm_bias)
+    if isinstance(layer.mlp, MoeSpec):
+        yield from _moe_shapes(layer.mlp, hidden)
+    else:
+        yield from _mlp_shapes("", layer.mlp, hidden)
+    if layer.post_norm:
+        yield from _norm("mlp_post_norm", hidden, norm_bias)
 
 
-def _projection(name: str, out_size: int, in_size: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _attention_shapes(spec: AttentionSpec, hidden: int) -> Shapes:
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    yield from _projection("q", q_size, hidden, spec.qkv_bias)
+    yield from _projection("k", kv_size, hidden, spec.qkv_bias)
+    yield from _projection("v", kv_size, hidden, spec.qkv_bias)
+    yield from _projection("o", hidden, q_size, spec.output_bias)
+    if spec.qk_norm:
+        over_head = spec.qk_norm_over == "head"
+        yield "q_norm.weight", (spec.head_dim if over_head else q_size,)
+        yield "k_norm.weight", (spec.head_dim if over_head else kv_size,)
+
+
+def _moe_shapes(spec: MoeSpec, hidden: int) -> Shapes:
+    yield "router.weight", (spec.num_experts, hidden)
+    for number in range(spec.num_experts):
+        yield from _mlp_shapes(f"experts.{number}.", spec.expert, hidden)
+    if spec.shared is not None:
+        yield from _mlp_shapes("shared.", spec.shared, hidden)
+    if spec.shared_gate:
+        yield "shared_router.weight", (1, hidden)
+
+
+def _mlp_shapes(prefix: str, spec: MlpSpec, hidden: int) -> Shapes:
+    if spec.gated:
+        yield from _projection(f"{prefix}gate", spec.intermediate_size, hidden, spec.bias)
+    yield from _projection(f"{prefix}up", spec.intermediate_size, hidden, spec.bias)
+    yield from _projection(f"{prefix}down", hidden, spec.intermediate_size, spec.bias)
+
+
+def _norm(name: str, size: int, bias: bool) -> Shapes:
+    yield f"{name}.weight", (size,)
+    if bias:
+        yield f"{name}.bias", (size,)
+
+
+def _projection(name: str, out_size: int, in_size: int, bias: bool) -> Shapes:
     yield f"{name}.weight", (out_size, in_size)
     if bias:
         yield f"{name}.bias", (out_size,)

@@ -42,3 +42,9 @@ def choose_gguf(names: Iterable[str], place: str) -> str | None:
             f"{place} holds several GGUF files; give one: {', '.join(f'{place}/{name}' for name in found)}", param="model"
         )
     return found[0] if found else None
+
+
+def require_tokenizer(path: Path) -> None:
+    """Raises ModelError for a model directory without a tokenizer."""
+    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        raise ModelError(f"{path} has neither tokenizer.json nor tokenizer.model; download one of them and put it there")

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
-PLAIN_TENSORS: Mapping[str, str] = {
-    "embed": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attention_norm": "model.layers.{}.input_layernorm",
-    "q": "model.layers.{}.self_attn.q_proj",
-    "k": "model.layers.{}.self_attn.k_proj",
-    "v": "model.layers.{}.self_attn.v_proj",
-    "o": "model.layers.{}.self_attn.o_proj",
-    "q_norm": "model.layers.{}.self_attn.q_norm",
-    "k_norm": "model.layers.{}.self_attn.k_norm",
-    "mlp_norm": "model.layers.{}.post_attention_layernorm",
-    "gate": "model.layers.{}.mlp.gate_proj",
-    "up": "model.layers.{}.mlp.up_proj",
-    "down": "model.layers.{}.mlp.down_proj",
+from cloister.backends.spec import MlpSpec, MoeSpec, RopeSpec
+from cloister.models.config import ConfigFields
+from cloister.models.rope import RopeReader
+from cloister.models.sources import Source
+from cloister.models.windows import see_everything
+
+PLAIN_TENSORS: Mapping[str, Source] = {
+    "embed": Source("model.embed_tokens"),
+    "norm": Source("model.norm"),
+    "head": Source("lm_head"),
+    "attention_norm": Source("model.layers.{}.input_layernorm"),
+    "q": Source("model.layers.{}.self_attn.q_proj"),
+    "k": Source("model.layers.{}.self_attn.k_proj"),
+    "v": Source("model.layers.{}.self_attn.v_proj"),
+    "o": Source("model.layers.{}.self_attn.o_proj"),
+    "q_norm": Source("model.layers.{}.self_attn.q_norm"),
+    "k_norm": Source("model.layers.{}.self_attn.k_norm"),
+    "mlp_norm": Source("model.layers.{}.post_attention_layernorm"),
+    "gate": Source("model.layers.{}.mlp.gate_proj"),
+    "up": Source("model.layers.{}.mlp.up_proj"),
+    "down": Source("model.layers.{}.mlp.down_proj"),
 }
+"""Of Llama, and of all that follow it."""
 
 
 class Bias(Enum):
@@ -32,32 +41,96 @@ class Bias(Enum):
     FIELD = "field"
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What a decoder does before its first layer and after its last (`backends.spec.DecoderSpec`)."""
+
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+
+def _turn_all(fields: ConfigFields, reader: RopeReader, windows: Sequence[int | None]) -> Sequence[RopeSpec | None]:
+    return [reader.read(fields)] * len(windows)
+
+
+def _scale_by_size(_fields: ConfigFields, head_dim: int, num_layers: int) -> Sequence[float]:
+    return [head_dim**-0.5] * num_layers
+
+
+def _feed_alike(_fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[MlpSpec | MoeSpec]:
+    return [mlp] * num_layers
+
+
+def _plain_ends(_fields: ConfigFields, _hidden: int) -> Ends:
+    return Ends()
+
+
 @dataclass(frozen=True)
 class Family:
-    """One family, by the name of its class in transformers.
+    """One family, by the name of its class in transformers. What differs from layer to layer is read by a function.
 
     Attributes:
         architecture: entry of `architectures` in config.json.
         model_type: what `model_type` in config.json must be.
+        max_positions: when the config has none.
+        names: what the config calls a field; the names of Llama are those of this package. The first that is there counts.
+        defaults: of fields, by those names, where they differ from Llama's.
+        only: fields that would change the model, and the only value with which it is computed.
+        harmless: fields that change no logit of this family.
         qkv_bias, output_bias: biases in attention; FIELD reads `attention_bias`.
         mlp_bias: FIELD reads `mlp_bias`.
-        qk_norm: RMSNorm on each head of q and k.
-        windows: the fields `use_sliding_window`, `sliding_window`, `max_window_layers` and `layer_types` exist.
-        num_kv_heads: when the config has none; None means as many as heads.
-        head_dim: when the config has none; None means hidden_size / num_attention_heads.
-        max_positions: when the config has none.
-        tensors: canonical module -> name in the checkpoint; {} is the layer.
+        norm, norm_bias, pre_norm, post_norm: as in `backends.spec`.
+        qk_norm: over what q and k are normalised, if they are.
+        gated: feed-forwards have a gate.
+        grouped: heads may share KV heads and have a size of their own: `num_key_value_heads` and `head_dim` exist.
+        widening: `intermediate_size` by the size of a token, when the config has none; None where it must.
+        softcap: scores are capped at `attn_logit_softcapping`.
+        parallel: the field that says whether blocks are parallel, if there is one.
+        learned_positions: positions are learned, and nothing is turned.
+        partial_rotary: how much of a head is turned when the config does not say; None where it is always all of it.
+        rope_types: what this family means by a kind of scaling.
+        windows: reads the window of each layer.
+        ropes: reads what each layer turns by.
+        scales: reads what multiplies q . k in each layer.
+        feed_forwards: reads each layer's feed-forward; given is the dense one.
+        ends: reads `Ends`.
+        residual_scale: the field that says what multiplies the outputs of a block, if there is one.
+        tensors: canonical module -> where it lies in the checkpoint. Modules of experts are `experts.gate`, and so on.
+        prefix: what every name begins with but the head's; a checkpoint of the bare decoder lacks it.
+        buffers: names in old checkpoints of what is no weight.
     """
 
     name: str
     architecture: str
     model_type: str
-    qkv_bias: Bias
-    output_bias: Bias
-    mlp_bias: Bias
     max_positions: int
-    qk_norm: bool = False
-    windows: bool = False
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    tensors: Mapping[str, str] = field(default_factory=lambda: PLAIN_TENSORS)
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    only: Mapping[str, object] = field(default_factory=dict)
+    harmless: frozenset[str] = frozenset()
+    qkv_bias: Bias = Bias.NEVER
+    output_bias: Bias = Bias.NEVER
+    mlp_bias: Bias = Bias.NEVER
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    qk_norm: Literal["head", "projection"] | None = None
+    gated: bool = True
+    grouped: bool = True
+    widening: int | None = None
+    softcap: bool = False
+    parallel: str | None = None
+    learned_positions: bool = False
+    partial_rotary: float | None = None
+    rope_types: Mapping[str, str] = field(default_factory=dict)
+    windows: Callable[[ConfigFields, int], Sequence[int | None]] = see_everything
+    ropes: Callable[[ConfigFields, RopeReader, Sequence[int | None]], Sequence[RopeSpec | None]] = _turn_all
+    scales: Callable[[ConfigFields, int, int], Sequence[float]] = _scale_by_size
+    feed_forwards: Callable[[ConfigFields, MlpSpec, int], Sequence[MlpSpec | MoeSpec]] = _feed_alike
+    ends: Callable[[ConfigFields, int], Ends] = _plain_ends
+    residual_scale: str | None = None
+    tensors: Mapping[str, Source] = field(default_factory=lambda: PLAIN_TENSORS)
+    prefix: str = "model."
+    buffers: re.Pattern[str] = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,6 @@ def _token_ids(settings: Mapping[str, Any], vocab_size: int) -> list[int]:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ModelError(f"{name!r} in generation_config.json must be a number", param=name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise ModelError(f"{name!r} in generation_config.json must be a finite number", param=name)
     return float(value)

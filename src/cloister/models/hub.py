@@ -16,7 +16,8 @@ from cloister.types.errors import ModelError
 
 FILES = (
     "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+    "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+    "modules.json", "*_Pooling/config.json",
 )  # fmt: skip
 REACH_TIMEOUT_S = 8.0
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
 from cloister.models.checkpoint import digest_files, open_checkpoint
 from cloister.models.config import read_json
-from cloister.models.decoder import find_family, read_spec
+from cloister.models.decoder import choose_family, find_family, read_spec
 from cloister.models.digest import Digests
-from cloister.models.directory import find_model
+from cloister.models.directory import find_model, require_tokenizer
+from cloister.models.foreign import open_foreign
 from cloister.models.generation import read_generation
 from cloister.models.gguf import open_gguf
-from cloister.models.quantized import split_config
-from cloister.types.errors import ModelError
+from cloister.models.quantized import Scheme, split_config
 from cloister.types.request import ModelInfo
 
 
@@ -35,24 +37,32 @@ class LoadedModel:
     path: Path
 
 
-def load(path: Path | str, name: str | None = None, digests: Path | None = None) -> LoadedModel:
+def load(
+    path: Path | str, name: str | None = None, digests: Path | None = None, max_model_len: int | None = None
+) -> LoadedModel:
     """Opens a model directory or a GGUF file; the weights stay on disk, mapped.
 
     Args:
         path: a directory without safetensors, but with one GGUF file in it, is that file.
         name: what to call the model; None takes the directory's name, or the file's without its ending.
         digests: file that remembers digests of weights, which makes a second start quick; None hashes every time.
+        max_model_len: the greatest length of a sequence, which decides some kinds of rotary scaling (`rope.RopeReader`); None
+            for the positions that the model names.
 
     Raises:
         ModelError: something is missing, unknown or contradictory; the message names it.
     """
     path = find_model(Path(path))
     remembered = Digests(digests)
-    return _load_gguf(path, name, remembered) if path.is_file() else _load_directory(path, name, remembered)
+    return (
+        _load_gguf(path, name, remembered, max_model_len)
+        if path.is_file()
+        else _load_directory(path, name, remembered, max_model_len)
+    )
 
 
-def _load_gguf(path: Path, name: str | None, digests: Digests) -> LoadedModel:
-    opened = open_gguf(path, digests)
+def _load_gguf(path: Path, name: str | None, digests: Digests, max_model_len: int | None) -> LoadedModel:
+    opened = open_gguf(path, digests, max_model_len)
     info = ModelInfo(
         name=name or path.stem,
         path=str(path),
@@ -66,14 +76,20 @@ def _load_gguf(path: Path, name: str | None, digests: Digests) -> LoadedModel:
     return LoadedModel(opened.spec, opened.weights, info, path)
 
 
-def _load_directory(path: Path, name: str | None, digests: Digests) -> LoadedModel:
-    config, scheme = split_config(path, read_json(path / "config.json"))
+def _open_known(
+    path: Path, config: Mapping[str, Any], scheme: Scheme | None, max_model_len: int | None
+) -> tuple[DecoderSpec, Weights]:
     family = find_family(config)
-    spec = read_spec(family, config)
-    weights = open_checkpoint(path, family, spec, scheme)
+    spec = read_spec(family, config, max_model_len)
+    return spec, open_checkpoint(path, family, spec, scheme)
+
+
+def _load_directory(path: Path, name: str | None, digests: Digests, max_model_len: int | None) -> LoadedModel:
+    config, scheme = split_config(path, read_json(path / "config.json"))
+    is_known = choose_family(config) is not None
+    spec, weights = _open_known(path, config, scheme, max_model_len) if is_known else open_foreign(path, config)
     eos_token_ids, defaults = read_generation(path, config, spec.vocab_size)
-    if not (path / "tokenizer.json").exists():
-        raise ModelError(f"{path} has no tokenizer.json; export the tokenizer in the fast format and put it there")
+    require_tokenizer(path)
     info = ModelInfo(
         name=name or path.name,
         path=str(path),

@@ -1,10 +1,10 @@
-"""Rotary frequencies from a config: plain, linear (Chen et al. 2023), YaRN (Peng et al. 2023) and Llama 3.1's scaling."""
+"""Rotary frequencies from a config: plain, and scaled in the ways that models stretch their context."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,56 +14,175 @@ from cloister.models.config import ConfigFields
 from cloister.types.errors import ModelError
 
 Frequencies = npt.NDArray[np.float32]
-Scaled: TypeAlias = tuple[Frequencies, float]
-"""Frequencies, and what multiplies cos and sin."""
 
 _DEFAULT_THETA = 10000.0
 
 
-def read_rope(fields: ConfigFields, head_dim: int, max_positions: int) -> RopeSpec:
-    """Returns the rotary embedding that a config asks for.
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Rotation without scaling, and what scaling needs to know.
 
-    Understands both forms: `rope_theta` beside `rope_scaling`, and `rope_parameters` (transformers 5).
-
-    Raises:
-        ModelError: a kind of scaling, or a parameter of one, that is not known.
+    Attributes:
+        inv_freq: [num_frequencies] radians per position.
+        max_positions: of the config.
+        original: positions that the model was trained for before its context was stretched.
+        length: positions that will be used at most.
     """
-    scaling, parameters = fields.take_any("rope_scaling"), fields.take_any("rope_parameters")
-    theta = fields.take("rope_theta", float, _DEFAULT_THETA)
-    original = fields.take("original_max_position_embeddings", int, None)
-    given = scaling or parameters or {}
-    if not isinstance(given, dict):
-        raise ModelError("rope_scaling in config.json must be an object", param="rope_scaling")
-    rope = ConfigFields(given, "rope parameters of config.json")
-    theta = rope.take("rope_theta", float, theta)
-    kind = rope.take("rope_type", str, None)
-    legacy = rope.take("type", str, None)
-    name = kind or legacy or "default"
-    if name not in SCALINGS:
-        known = ", ".join(SCALINGS)
-        raise ModelError(f"rope type {name!r} is not supported; known types: {known}", param="rope_type")
-    context = original or rope.take("original_max_position_embeddings", int, None) or max_positions
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    plain = (np.float32(1.0) / np.power(np.float32(theta), exponent)).astype(np.float32)
-    scaled, attention_scale = SCALINGS[name](plain, rope, context, theta)
-    rope.take_any("original_max_position_embeddings")
-    rope.finish()
-    return RopeSpec(tuple(float(f) for f in scaled), attention_scale)
+
+    inv_freq: Frequencies
+    theta: float
+    max_positions: int
+    original: int
+    length: int
 
 
-def _plain(inv_freq: Frequencies, _rope: ConfigFields, _context: int, _theta: float) -> Scaled:
-    return inv_freq, 1.0
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """What scaling makes of it.
+
+    Attributes:
+        attention_scale: multiplies cos and sin.
+        max_positions: positions that can be used, where those are more than the config says; 0 otherwise.
+    """
+
+    inv_freq: Frequencies
+    attention_scale: float = 1.0
+    max_positions: int = 0
 
 
-def _linear(inv_freq: Frequencies, rope: ConfigFields, _context: int, _theta: float) -> Scaled:
-    return inv_freq / np.float32(_take_factor(rope)), 1.0
+class RopeReader:
+    """Reads what a config says of rotary positions.
+
+    Some kinds of scaling change with the length of a sequence in transformers. Here the frequencies of a model are fixed, since
+    keys stay as they were written and a sequence's answer must not depend on how it was cut (rule 6): they are those of the
+    greatest length that will be used.
+
+    Args:
+        max_positions: `max_position_embeddings`.
+        max_model_len: the greatest length of a sequence, None for `max_positions`.
+        partial: how much of a head is turned if the config does not say; None where the family always turns all of it.
+        kinds: what the family means by a kind of scaling.
+
+    Attributes:
+        max_positions: the most positions that anything read so far can be used for.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        max_positions: int,
+        max_model_len: int | None,
+        *,
+        partial: float | None = None,
+        kinds: Mapping[str, str] | None = None,
+    ) -> None:
+        self.max_positions = max_positions
+        self._head_dim, self._trained, self._length = head_dim, max_positions, max_model_len or max_positions
+        self._partial, self._kinds = partial, {"su": "longrope", **(kinds or {})}
+
+    def read(self, fields: ConfigFields) -> RopeSpec:
+        """Returns the rotary embedding that a config asks for.
+
+        Understands both forms: `rope_theta` beside `rope_scaling`, and `rope_parameters` (transformers 5).
+
+        Raises:
+            ModelError: a kind of scaling, or a parameter of one, that is not known.
+        """
+        scaling, parameters = fields.take_any("rope_scaling"), fields.take_any("rope_parameters")
+        theta = fields.take("rope_theta", float, _DEFAULT_THETA)
+        original = fields.take("original_max_position_embeddings", int, None)
+        partial = None if self._partial is None else fields.take("partial_rotary_factor", float, None)
+        return self.read_parameters(scaling or parameters or {}, theta, original=original, partial=partial)
+
+    def read_parameters(
+        self, given: object, theta: float, *, original: int | None = None, partial: float | None = None
+    ) -> RopeSpec:
+        """Returns what one set of parameters asks for; the other arguments count where it does not say."""
+        if not isinstance(given, dict):
+            raise ModelError("rope_scaling in config.json must be an object", param="rope_scaling")
+        rope = ConfigFields(given, "rope parameters of config.json")
+        theta = rope.take("rope_theta", float, theta)
+        kind, legacy = rope.take("rope_type", str, None), rope.take("type", str, None)
+        name = kind or legacy or "default"
+        name = self._kinds.get(name, name)
+        if name not in SCALINGS:
+            known = ", ".join(SCALINGS)
+            raise ModelError(f"rope type {name!r} is not supported; known types: {known}", param="rope_type")
+        if theta <= 0:
+            raise ModelError(f"rope_theta must be positive, not {theta}", param="rope_theta")
+        original = original or rope.take("original_max_position_embeddings", int, None) or self._trained
+        plain = Plain(self._plain(rope, theta, partial), theta, self._trained, original, self._length)
+        scaled = SCALINGS[name](plain, rope)
+        rope.take_any("original_max_position_embeddings")
+        rope.finish()
+        self.max_positions = max(self.max_positions, scaled.max_positions)
+        return RopeSpec(tuple(float(f) for f in scaled.inv_freq), scaled.attention_scale)
+
+    def _plain(self, rope: ConfigFields, theta: float, partial: float | None) -> Frequencies:
+        if self._partial is None:
+            rope.require("partial_rotary_factor", 1.0)
+            size = self._head_dim
+        else:
+            given = rope.take("partial_rotary_factor", float, partial or self._partial)
+            size = int(self._head_dim * given)
+        if size < 2 or size > self._head_dim or size % 2:
+            raise ModelError(
+                f"rotary positions turn an even number of each head's {self._head_dim} numbers, not {size}",
+                param="partial_rotary_factor" if self._partial else "head_dim",
+            )
+        return _frequencies(theta, size)
 
 
-def _yarn(inv_freq: Frequencies, rope: ConfigFields, context: int, theta: float) -> Scaled:
+def _frequencies(theta: float, size: int) -> Frequencies:
+    """Returns theta ** (-2 i / size), [size / 2].
+
+    Powers are rounded once, from float64: a last bit off is an angle off by that much a position, which sharp attention shows.
+    """
+    exponent = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+    powers = np.power(np.float64(theta), exponent.astype(np.float64)).astype(np.float32)
+    frequencies: Frequencies = (np.float32(1) / powers).astype(np.float32)
+    return frequencies
+
+
+def _default(plain: Plain, _rope: ConfigFields) -> Scaled:
+    return Scaled(plain.inv_freq)
+
+
+def _linear(plain: Plain, rope: ConfigFields) -> Scaled:
+    """Slows all frequencies by `factor` (Chen et al. 2023)."""
+    return Scaled(plain.inv_freq / np.float32(_take_factor(rope)))
+
+
+def _dynamic(plain: Plain, rope: ConfigFields) -> Scaled:
+    """Raises the base so far that the slowest frequency fits the length ("NTK-aware"; Peng et al. 2023, section 3.1).
+
+    Lengths of up to `factor` times the config's can be asked for.
+    """
+    factor, size = _take_factor(rope), 2 * len(plain.inv_freq)
+    if plain.length <= plain.max_positions:
+        return Scaled(plain.inv_freq)
+    length = min(plain.length, int(plain.max_positions * factor))
+    theta = plain.theta * (factor * length / plain.max_positions - (factor - 1)) ** (size / (size - 2))
+    return Scaled(_frequencies(theta, size), max_positions=length)
+
+
+def _longrope(plain: Plain, rope: ConfigFields) -> Scaled:
+    """Divides each frequency by a factor of its own, one list for short lengths and one for long (Ding et al. 2024)."""
+    lists = {name: _take_factors(rope, name, len(plain.inv_freq)) for name in ("short_factor", "long_factor")}
+    factor = rope.take("factor", float, None) or plain.max_positions / plain.original
+    scale = rope.take("attention_factor", float, None)
+    if scale is None:
+        scale = math.sqrt(1 + math.log(factor) / math.log(plain.original)) if factor > 1 else 1.0
+    factors = lists["long_factor" if plain.length > plain.original else "short_factor"]
+    return Scaled((plain.inv_freq / factors).astype(np.float32), scale)
+
+
+def _yarn(plain: Plain, rope: ConfigFields) -> Scaled:
     """Keeps frequencies that turn often within the original context, slows those that turn seldom by `factor`, and blends
     between (section 3.2); cos and sin grow with the logarithm of `factor` (equation 22)."""
+    inv_freq, theta, context = plain.inv_freq, plain.theta, plain.original
     factor, num_pairs = _take_factor(rope), len(inv_freq)
-    scale = rope.take("attention_factor", float, None) or (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+    scale = rope.take("attention_factor", float, None) or _yarn_scale(rope, factor)
     turns = rope.take("beta_fast", float, None) or 32.0, rope.take("beta_slow", float, None) or 1.0
     if min(turns) <= 0 or theta <= 1:
         raise ModelError(f"{rope.source}: YaRN needs a positive beta_fast and beta_slow, and a rope_theta above 1")
@@ -73,11 +192,22 @@ def _yarn(inv_freq: Frequencies, rope: ConfigFields, context: int, theta: float)
     low, high = max(bounds[0], 0), min(bounds[1], 2 * num_pairs - 1)
     ramp = (np.arange(num_pairs, dtype=np.float32) - np.float32(low)) / np.float32(high - low or 0.001)
     kept = 1 - np.clip(ramp, 0, 1)
-    return (inv_freq / np.float32(factor) * (1 - kept) + inv_freq * kept).astype(np.float32), scale
+    return Scaled((inv_freq / np.float32(factor) * (1 - kept) + inv_freq * kept).astype(np.float32), scale)
 
 
-def _llama3(inv_freq: Frequencies, rope: ConfigFields, context: int, _theta: float) -> Scaled:
+def _yarn_scale(rope: ConfigFields, factor: float) -> float:
+    """Equation 22, or the quotient of two of its kind where a config names both (DeepSeek-V2, Liu et al. 2024)."""
+    above, below = rope.take("mscale", float, None), rope.take("mscale_all_dim", float, None)
+    if factor <= 1:
+        return 1.0
+    if above and below:
+        return (0.1 * above * math.log(factor) + 1.0) / (0.1 * below * math.log(factor) + 1.0)
+    return 0.1 * math.log(factor) + 1.0
+
+
+def _llama3(plain: Plain, rope: ConfigFields) -> Scaled:
     """Slows long wavelengths by `factor`, keeps short ones, and blends between (Llama 3.1; Dubey et al. 2024)."""
+    inv_freq, context = plain.inv_freq, plain.original
     factor = np.float32(_take_factor(rope))
     low, high = rope.take("low_freq_factor", float), rope.take("high_freq_factor", float)
     if high <= low:
@@ -87,7 +217,7 @@ def _llama3(inv_freq: Frequencies, rope: ConfigFields, context: int, _theta: flo
     blend = (np.float32(context) / wavelength - np.float32(low)) / np.float32(high - low)
     blended = (1 - blend) * slowed / factor + blend * slowed
     between = (wavelength >= context / high) & (wavelength <= context / low)
-    return np.where(between, blended, slowed).astype(np.float32), 1.0
+    return Scaled(np.where(between, blended, slowed).astype(np.float32))
 
 
 def _take_factor(rope: ConfigFields) -> float:
@@ -97,9 +227,22 @@ def _take_factor(rope: ConfigFields) -> float:
     return factor
 
 
-SCALINGS: Mapping[str, Callable[[Frequencies, ConfigFields, int, float], Scaled]] = {
-    "default": _plain,
+def _take_factors(rope: ConfigFields, name: str, count: int) -> Frequencies:
+    factors = rope.take_any(name)
+    if not isinstance(factors, list) or len(factors) != count or not all(_is_positive(factor) for factor in factors):
+        raise ModelError(f"{name!r} in {rope.source} must list a positive factor for each of {count} frequencies", param=name)
+    return np.array(factors, np.float32)
+
+
+def _is_positive(factor: object) -> bool:
+    return isinstance(factor, int | float) and 0 < factor < math.inf
+
+
+SCALINGS: Mapping[str, Callable[[Plain, ConfigFields], Scaled]] = {
+    "default": _default,
     "linear": _linear,
+    "dynamic": _dynamic,
     "yarn": _yarn,
+    "longrope": _longrope,
     "llama3": _llama3,
 }

@@ -29,6 +29,7 @@ DTYPES: Mapping[str, npt.DTypeLike] = {
     "I32": np.int32,
     "I8": np.int8,
     "U8": np.uint8,
+    "BOOL": np.bool_,
 }
 """And of the parts that quantised matrices are made of."""
 
@@ -76,7 +77,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         return {name: _entry(path, name, fields, 8 + length, size) for name, fields in header.items()}
     except FileNotFoundError:
         raise ModelError(f"the model has no file {path.name}; weights must be in safetensors files") from None
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
         raise ModelError(f"{path.name} is damaged or cut short; download it again") from None
 
 

@@ -15,7 +15,7 @@ PROFILING_THREAT = ThreatProfile(
     mitigations=("counts only, from an allow-list, shown anew after a threshold of requests",),
 )
 
-ALLOWED_COUNTS = frozenset({"requests", "prompt_tokens", "output_tokens", "steps", "preemptions"})
+ALLOWED_COUNTS = frozenset({"requests", "prompt_tokens", "generation_tokens", "steps", "num_preemptions"})
 """Sums over everybody. Cached tokens, times, finish reasons and queue lengths are not among them: each tells of a request."""
 
 THRESHOLD = 20

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from cloister.privacy.limits import NO_LIMITS, Limits
 from cloister.types.errors import ConfigError
 
 RandomBytes = Callable[[int], bytes]
@@ -35,12 +36,16 @@ class Credential:
         tenant: whose scope and fair share it uses.
         priority: its class, smaller is more urgent.
         digest: HMAC-SHA256 of the key.
+        limits: what it may use.
+        is_operator: its holder may change what the server runs, such as its adapters.
     """
 
     name: str
     tenant: str
     priority: int
     digest: bytes = field(repr=False)
+    limits: Limits = NO_LIMITS
+    is_operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,14 @@ class Credentials:
         return found
 
     def add(
-        self, name: str, *, tenant: str | None = None, priority: int = 0, random: RandomBytes = os.urandom
+        self,
+        name: str,
+        *,
+        tenant: str | None = None,
+        priority: int = 0,
+        limits: Limits = NO_LIMITS,
+        is_operator: bool = False,
+        random: RandomBytes = os.urandom,
     ) -> tuple[Credentials, str]:
         """Returns credentials with one more key, and the key itself, which is kept nowhere.
 
@@ -99,17 +111,25 @@ class Credentials:
         if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
             raise ConfigError(f"priority must be a whole number from {MIN_PRIORITY} to {MAX_PRIORITY}", param="priority")
         api_key = _PREFIX + base64.urlsafe_b64encode(random(_NUM_BYTES)).decode().rstrip("=")
-        added = Credential(name, tenant, priority, self._digest(api_key))
+        added = Credential(name, tenant, priority, self._digest(api_key), limits, is_operator)
         salt = self.tenants.get(tenant) or random(_NUM_BYTES)
         return replace(self, keys=(*self.keys, added), tenants={**self.tenants, tenant: salt}), api_key
 
+    def limit(self, name: str, limits: Limits) -> Credentials:
+        """Returns credentials in which the key called `name` has other limits (ConfigError when there is none)."""
+        self._check_exists(name)
+        return replace(self, keys=tuple(replace(key, limits=limits) if key.name == name else key for key in self.keys))
+
     def remove(self, name: str) -> Credentials:
         """Returns credentials without the key called `name` (ConfigError when there is none)."""
+        self._check_exists(name)
         keys = tuple(key for key in self.keys if key.name != name)
-        if len(keys) == len(self.keys):
-            raise ConfigError(f"there is no key named {name!r}; `cloister keys list` shows those that exist")
         left = {key.tenant for key in keys}
         return replace(self, keys=keys, tenants={t: salt for t, salt in self.tenants.items() if t in left})
+
+    def _check_exists(self, name: str) -> None:
+        if not any(key.name == name for key in self.keys):
+            raise ConfigError(f"there is no key named {name!r}; `cloister keys list` shows those that exist")
 
     def _digest(self, api_key: str) -> bytes:
         return hmac.digest(self.salt, b"cloister/api-key/1\0" + api_key.encode("utf-8", "surrogatepass"), "sha256")

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cloister.privacy.matrix import row_of
+from cloister.privacy.matrix import ONE_USER, row_of
 from cloister.privacy.verdict import Judgement, Profile, Ruling, Verdict, allow, mitigate, name_rulings, refuse
+from cloister.types.threat import Requirement, ThreatProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,11 @@ _PLAIN_STREAM = _own(
 )
 _FRESH = mitigate("every request gets a scope of its own, and the server says so at start")
 _KEYLESS_BIND = _own("prefix-cache.keyless-bind", open=_FRESH, team=_FRESH, private=_FRESH, paranoid=_FRESH)
+_TRUSTED_OPERATOR = allow("the operator is trusted with counts and times of single requests; no content, key or tenant")
+_NO_SINGLE_REQUESTS = refuse("it shows counts and times of single requests, and only sums over many may leave")
+_PER_REQUEST = {
+    "open": allow(ONE_USER), "team": _TRUSTED_OPERATOR, "private": _NO_SINGLE_REQUESTS, "paranoid": _NO_SINGLE_REQUESTS,
+}  # fmt: skip
 
 PREFIX_CACHE = Feature(
     "prefix-cache",
@@ -99,9 +105,50 @@ KEYLESS_BIND = Feature(
     _EVERYWHERE,
     "make API keys and pass their file as the setting `api_keys`",
 )
+REQUEST_LOG = Feature(
+    "request-log",
+    "profiling",
+    "log_requests",
+    _own("profiling.request-log", **_PER_REQUEST),
+    frozenset({Profile.OPEN, Profile.TEAM}),
+    "leave the setting `log_requests` out or switch it off",
+)
+TRACES = Feature(
+    "traces",
+    "profiling",
+    "otlp_endpoint",
+    _own("profiling.traces", **_PER_REQUEST),
+    frozenset(),
+    "leave the setting `otlp_endpoint` out",
+)
+
+RUNTIME_ADAPTERS = Feature(
+    "runtime-adapters",
+    "closed-source",
+    "runtime_adapters",
+    _own(
+        "closed-source.runtime-adapters",
+        open=allow(ONE_USER),
+        team=mitigate("an operator's key is asked for, and prefix keys and fingerprints name an adapter by its weights"),
+        private=refuse("what runs must be what was published, and an adapter changes what runs"),
+        paranoid=refuse("what runs must be what was published, and an adapter changes what runs"),
+    ),
+    frozenset(),
+    "leave the setting `runtime_adapters` out, and name adapters at start with `lora`",
+)
+
+RUNTIME_ADAPTERS_THREAT = ThreatProfile(
+    row="closed source",
+    threats=frozenset({Requirement.VERIFIABLE}),
+    residue="weights of the adapter until it is unloaded",
+    where=("memory of the engine process",),
+    attack="an operator changes what a model's name stands for",
+    mitigations=("an operator's key, or no key on loopback", "the digest of the weights is in prefix keys and fingerprints"),
+)
 
 FEATURES: Mapping[str, Feature] = {
-    feature.name: feature for feature in (PREFIX_CACHE, CLIENT_PRIORITY, STREAMING, KEYLESS_BIND)
+    feature.name: feature
+    for feature in (RUNTIME_ADAPTERS, PREFIX_CACHE, CLIENT_PRIORITY, STREAMING, KEYLESS_BIND, REQUEST_LOG, TRACES)
 }
 
 

@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass, field, replace
 
 from cloister.privacy.credentials import Credential, Credentials, RandomBytes
+from cloister.privacy.limits import Account
 from cloister.privacy.policy import Policy, Use
-from cloister.types.errors import AuthenticationError, ConfigError
+from cloister.types.errors import AuthenticationError, ConfigError, PolicyError
 from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
 
 KEYLESS_TENANT = "local"
@@ -22,11 +23,15 @@ class Admission:
         scope: who may share its KV.
         tenant: whose fair share it uses.
         priority: its class; smaller is more urgent.
+        account: what its key has used; None without limits.
+        is_operator: it may change what the server runs.
     """
 
     scope: Scope = field(repr=False)
     tenant: str = field(repr=False)
     priority: int = field(repr=False)
+    account: Account | None = field(default=None, repr=False, compare=False)
+    is_operator: bool = field(default=False, repr=False, compare=False)
 
 
 class Gate:
@@ -49,8 +54,22 @@ class Gate:
             raise ConfigError("the API key file has no keys; make one with: cloister keys add NAME", param="api_keys")
         self.policy = policy
         self._credentials = credentials
+        self._accounts: dict[bytes, Account] = {}
         self._random = random
+        self._loopback = loopback
         self._keyless_scope = _keyless_scope(loopback, policy.widest_scope)
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether nobody is let in without an API key."""
+        return self._credentials is not None
+
+    @property
+    def widest_scope(self) -> ScopeKind:
+        """How wide the scope of a request can be here: who may ever find its prefix."""
+        if self._credentials is None:
+            return ScopeKind.REQUEST if self._keyless_scope is None else ScopeKind.LOCAL
+        return min(self.policy.widest_scope, ScopeKind.TENANT, key=list(ScopeKind).index)
 
     def admit(self, api_key: str | None) -> Admission:
         """Admits the holder of an API key; without keys, anyone (a key that a client sends all the same is not looked at).
@@ -59,7 +78,7 @@ class Gate:
             AuthenticationError: keys are asked for, and this is none of them.
         """
         if self._credentials is None:
-            return Admission(self._keyless_scope or self._fresh_scope(), KEYLESS_TENANT, 0)
+            return Admission(self._keyless_scope or self._fresh_scope(), KEYLESS_TENANT, 0, is_operator=self._loopback)
         credential = _authenticate(self._credentials, api_key)
         if self.policy.widest_scope is ScopeKind.REQUEST:
             scope = self._fresh_scope()
@@ -67,7 +86,18 @@ class Gate:
             scope = Scope(ScopeKind.TENANT, self._credentials.tenants[credential.tenant])
         # Who is not told apart cannot be targeted: a strict profile shows the engine the public class in place of the tenant.
         tenant = credential.tenant if self.policy.names_tenants else f"class {credential.priority}"
-        return Admission(scope, tenant, credential.priority)
+        return Admission(scope, tenant, credential.priority, self._account_of(credential), credential.is_operator)
+
+    def change_keys(self, credentials: Credentials) -> None:
+        """Asks for other keys from now on. What was admitted goes on; what a key that stays has used still counts.
+
+        Unlike at start, no key at all is no mistake: whoever removes the last one wants nobody in.
+        """
+        self._credentials = credentials
+        known = {key.digest: key.limits for key in credentials.keys}
+        self._accounts = {digest: account for digest, account in self._accounts.items() if digest in known}
+        for digest, account in self._accounts.items():
+            account.limits = known[digest]
 
     def honour(self, admission: Admission, *, stream: bool = False, priority: int | None = None) -> Admission:
         """Returns the admission with the wishes of the request itself.
@@ -87,14 +117,31 @@ class Gate:
         )
         return admission if priority is None else replace(admission, priority=priority)
 
+    def check_operator(self, admission: Admission) -> None:
+        """Raises PolicyError for who may not change what the server runs.
+
+        An operator has an operator's key; without keys, whoever is on this machine.
+        """
+        if not admission.is_operator:
+            raise PolicyError(
+                "only an operator may do this: with a key made by `cloister keys add NAME --operator`, or, on a server without "
+                "keys, from this machine alone"
+            )
+
     def notice(self) -> str | None:
         """Returns the line to say at start when nobody can be told apart, else None (rule 5)."""
         if self._credentials is not None or self._keyless_scope is not None:
             return None
+        gain = "share inside a tenant" if self.policy.allows("prefix-cache") else "tell tenants apart"
         return (
             f"{self.policy.ruling('keyless-bind').rule}: without API keys every request gets a scope of its own, so no "
-            "request reuses another one's prefix. To share inside a tenant: `cloister keys add NAME`, then --api-keys FILE."
+            f"request reuses another one's prefix. To {gain}: `cloister keys add NAME`, then --api-keys FILE."
         )
+
+    def _account_of(self, credential: Credential) -> Account | None:
+        if not credential.limits.any:
+            return None
+        return self._accounts.setdefault(credential.digest, Account(credential.limits))
 
     def _fresh_scope(self) -> Scope:
         return Scope(ScopeKind.REQUEST, self._random(_SALT_BYTES))

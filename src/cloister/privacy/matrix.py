@@ -53,7 +53,7 @@ _DEVICE, _HOST, _SSD, _NODES, _NETWORK, _ROUTER = (
     "network",
     "router",
 )
-_ONE_USER = "one user on one machine: nobody else to keep it from"
+ONE_USER = "one user on one machine: nobody else to keep it from"
 
 
 def _row(
@@ -117,7 +117,7 @@ ROWS: tuple[Row, ...] = (
             mitigation="AES-GCM under a key that lives only in the node's memory and dies with the scope; no plain text "
             "is ever written",
         ),
-        open=allow(_ONE_USER),
+        open=allow(ONE_USER),
         team=mitigate("AES-GCM under a key per scope that lives only in the node's memory"),
         private=mitigate("AES-GCM under a key that lives only in the node's memory and dies with the scope"),
         paranoid=refuse("KV never leaves the device"),
@@ -128,7 +128,7 @@ ROWS: tuple[Row, ...] = (
             "duplication", "ST", residue="KV", where=(_NODES,), attack="data leak, difference analysis; raises hits",
             mitigation="copies share one lease: expire together, keys revoked together; only inside one attested ensemble",
         ),
-        open=allow(_ONE_USER), team=_LEASE, private=_LEASE_ATTESTED,
+        open=allow(ONE_USER), team=_LEASE, private=_LEASE_ATTESTED,
         paranoid=refuse("a copy exists to be reused, and nothing is reused at all"),
     ),
     _row(
@@ -137,7 +137,7 @@ ROWS: tuple[Row, ...] = (
             "pulling (cache fetched by a node)", "SET", residue="KV", where=(_NODES,), attack="raises hits",
             mitigation="a puller may ask only for leases routed to it; otherwise denied",
         ),
-        open=allow(_ONE_USER), team=_ROUTED_LEASES, private=_ROUTED_LEASES,
+        open=allow(ONE_USER), team=_ROUTED_LEASES, private=_ROUTED_LEASES,
         paranoid=refuse("what is pulled is a cache, and nothing is reused at all"),
     ),
     _row(
@@ -146,7 +146,7 @@ ROWS: tuple[Row, ...] = (
             "request migration", "T", attack="steer in or out",
             mitigation="only inside an ensemble, target drawn at random by capacity, recorded in the audit log as counts",
         ),
-        open=allow(_ONE_USER), team=_RANDOM_TARGET, private=_RANDOM_TARGET, paranoid=_RANDOM_TARGET,
+        open=allow(ONE_USER), team=_RANDOM_TARGET, private=_RANDOM_TARGET, paranoid=_RANDOM_TARGET,
     ),
     _row(
         "disaggregation",
@@ -155,7 +155,7 @@ ROWS: tuple[Row, ...] = (
             mitigation="encrypted channel between attested peers; the pair is one trust unit",
         ),
         threat_note="T with flip",
-        open=allow(_ONE_USER), team=_TAPLESS, private=_TAPLESS, paranoid=_TAPLESS,
+        open=allow(ONE_USER), team=_TAPLESS, private=_TAPLESS, paranoid=_TAPLESS,
     ),
     _row(
         "priority",
@@ -163,7 +163,7 @@ ROWS: tuple[Row, ...] = (
             "priority scheduling", "T", attack="raise the target's priority",
             mitigation="classes come from the credential's public class, never from content or identity",
         ),
-        open=allow(_ONE_USER), team=_CLASS, private=_PUBLIC_CLASS, paranoid=_PUBLIC_CLASS,
+        open=allow(ONE_USER), team=_CLASS, private=_PUBLIC_CLASS, paranoid=_PUBLIC_CLASS,
     ),
     _row(
         "prediction",
@@ -171,7 +171,7 @@ ROWS: tuple[Row, ...] = (
             "request-level prediction", "T", residue="predictor state", where=(_HOST,), attack="learns content",
             mitigation="trained on public data only; no online learning from prompts",
         ),
-        open=allow(_ONE_USER), team=_PUBLIC_TRAINING, private=_PUBLIC_TRAINING, paranoid=_PUBLIC_TRAINING,
+        open=allow(ONE_USER), team=_PUBLIC_TRAINING, private=_PUBLIC_TRAINING, paranoid=_PUBLIC_TRAINING,
     ),
     _row(
         "router",
@@ -179,7 +179,7 @@ ROWS: tuple[Row, ...] = (
             "machine-level scheduler", "ET", residue="cache map", where=(_ROUTER,), attack="content-specific routing",
             mitigation="router sees only blinded lease ids, chooses by capacity; affinity denied by default",
         ),
-        open=allow(_ONE_USER),
+        open=allow(ONE_USER),
         team=mitigate("the router sees only blinded lease ids"),
         private=mitigate("the router sees only blinded lease ids and chooses by capacity; affinity is denied by default"),
         paranoid=mitigate("the router sees no lease ids at all and chooses by capacity; affinity is denied"),
@@ -190,7 +190,7 @@ ROWS: tuple[Row, ...] = (
             "instance flip", "T", attack="turn a captured node into a prefill node",
             mitigation="flips drawn at random and logged",
         ),
-        open=allow(_ONE_USER), team=_RANDOM_FLIP, private=_RANDOM_FLIP, paranoid=_RANDOM_FLIP,
+        open=allow(ONE_USER), team=_RANDOM_FLIP, private=_RANDOM_FLIP, paranoid=_RANDOM_FLIP,
     ),
     _row(
         "profiling",
@@ -198,7 +198,7 @@ ROWS: tuple[Row, ...] = (
             "global profiling", "P", residue="statistics", where=(_HOST,), attack="operator view into content",
             mitigation="counts only, from an allow-list, with k-anonymity thresholds",
         ),
-        open=allow(_ONE_USER),
+        open=allow(ONE_USER),
         team=allow("the team trusts its operator; metrics are counts and times, with no content, key or tenant in a label"),
         private=_COUNTS, paranoid=_COUNTS,
     ),
@@ -209,7 +209,7 @@ ROWS: tuple[Row, ...] = (
             residue="tokens of earlier users", where=(_DEVICE, _HOST), attack="data leak, inference",
             mitigation="state per request only, or a datastore of public text, or differential privacy",
         ),
-        open=allow(_ONE_USER), team=_REQUEST_STATE, private=_REQUEST_STATE,
+        open=allow(ONE_USER), team=_REQUEST_STATE, private=_REQUEST_STATE,
         paranoid=mitigate("state per request only"),
     ),
     _row(
@@ -221,7 +221,7 @@ ROWS: tuple[Row, ...] = (
             mitigation="constant-shape streaming: padded frames and fixed cadence and bucketed length together; "
             "drafts live no longer than the request",
         ),
-        open=allow(_ONE_USER),
+        open=allow(ONE_USER),
         team=mitigate(_DRAFTS_DIE),
         private=mitigate(f"constant-shape streaming while drafts are verified; {_DRAFTS_DIE}"),
         paranoid=mitigate(f"constant-shape streaming of every answer; {_DRAFTS_DIE}"),
@@ -234,7 +234,7 @@ ROWS: tuple[Row, ...] = (
             mitigation="tuned on public or synthetic load only; what leaves the node is counts, reviewed by an allow-list "
             "in more than one layer",
         ),
-        open=allow(_ONE_USER), team=_STEP_TIMES, private=_STEP_TIMES, paranoid=_STEP_TIMES,
+        open=allow(ONE_USER), team=_STEP_TIMES, private=_STEP_TIMES, paranoid=_STEP_TIMES,
     ),
     _row(
         "system-key",
@@ -250,7 +250,7 @@ ROWS: tuple[Row, ...] = (
     _row(
         "closed-source",
         _threat("closed source", "V", mitigation="the project is open, builds reproduce"),
-        open=allow(_ONE_USER),
+        open=allow(ONE_USER),
         team=allow("the team trusts its operator with what runs"),
         private=refuse("what runs must be what was published"),
         paranoid=refuse("what runs must be what was published"),

@@ -109,7 +109,7 @@ class Policy:
         ruling = feature.rulings[self.profile]
         allowing = ", ".join(feature.allowing())
         return PolicyError(
-            f"{ruling.rule}: the profile {self.profile.value!r} refuses {feature.name}, which comes from {source}: "
+            f"{ruling.rule}: the profile {self.profile.value!r} refuses {feature.name}, asked for by {source}: "
             f"{ruling.text}. To go on, {feature.instead}; profiles that allow it: {allowing}.",
             param=feature.setting,
         )

@@ -1,13 +1,13 @@
-"""How a profile settles the configuration: one pure step between reading settings and starting an engine."""
+"""How a profile settles the configuration: one pure step between reading settings and starting a server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from cloister.privacy.catalogue import Entry
-from cloister.privacy.policy import Policy
+from cloister.privacy.policy import Policy, Use
 from cloister.privacy.profile import default_profile
-from cloister.types.config import EngineConfig, Resolved
+from cloister.types.config import C, EngineConfig, Resolved, ServerConfig
 
 
 def settle(
@@ -32,10 +32,32 @@ def settle(
     policy = Policy(str(engine.config.profile))
     for entry in entries:
         policy.check_entry(entry.kind, entry.name, entry.threat)
+    policy.check({"runtime-adapters": Use(engine.config.runtime_adapters, _source_of(engine, "runtime_adapters"))})
     wanted = engine.config.prefix_cache
-    source = next(reason.why for reason in engine.reasons if reason.name == "prefix_cache")
-    chosen = policy.resolve("prefix-cache", wanted, f"setting `prefix_cache` ({source})")
+    chosen = policy.resolve("prefix-cache", wanted, _source_of(engine, "prefix_cache"))
     if wanted is None:
         ruling = policy.ruling("prefix-cache")
         engine = engine.explain(prefix_cache=(chosen, f"{ruling.rule}: {ruling.text}"))
     return policy, engine
+
+
+def settle_front(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
+    """Fills what the profile decides about the HTTP front, and refuses what it denies.
+
+    Returns:
+        The configuration with `log_requests` set and explained.
+
+    Raises:
+        PolicyError: a setting wants what the profile denies; the message names the rule and what to change.
+    """
+    config = server.config
+    policy.check({"traces": Use(config.otlp_endpoint is not None, _source_of(server, "otlp_endpoint"))})
+    chosen = policy.resolve("request-log", config.log_requests, _source_of(server, "log_requests"))
+    if config.log_requests is None:
+        ruling = policy.ruling("request-log")
+        server = server.explain(log_requests=(chosen, f"{ruling.rule}: {ruling.text}"))
+    return server
+
+
+def _source_of(resolved: Resolved[C], name: str) -> str:
+    return f"setting `{name}` ({next(reason.why for reason in resolved.reasons if reason.name == name)})"

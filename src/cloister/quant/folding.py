@@ -66,14 +66,16 @@ def reduce_to_kv_heads(factors: FloatArray, spec: AttentionSpec) -> FloatArray:
 def key_factors(factors: FloatArray, layer: LayerSpec) -> FloatTensors:
     """Returns what to multiply a layer's tensors by, name by name, so that keys are divided and queries multiplied.
 
-    Where heads are normalised the norms take the factors, which must then be alike in all heads.
+    Where heads are normalised the norms take the factors, which must then be alike in all heads if those share a norm.
 
     Args:
-        factors: [num_kv_heads, head_dim], alike in both halves of a head, so that they pass through rotation.
+        factors: [num_kv_heads, head_dim], alike in both numbers of a pair that is turned, so that they pass through rotation.
     """
     spec = layer.attention
-    if spec.qk_norm:
+    if spec.qk_norm and spec.qk_norm_over == "head":
         return {"q_norm.weight": factors[0], "k_norm.weight": 1 / factors[0]}
     queries = np.repeat(factors, spec.num_heads // spec.num_kv_heads, axis=0).reshape(-1)
     keys = np.float32(1) / factors.reshape(-1)
+    if spec.qk_norm:
+        return {"q_norm.weight": queries, "k_norm.weight": keys}
     return {"q.weight": queries[:, None], "q.bias": queries, "k.weight": keys[:, None], "k.bias": keys}

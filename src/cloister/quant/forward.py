@@ -17,6 +17,7 @@ from cloister.backends.spec import AttentionSpec, LayerSpec, RopeSpec
 from cloister.backends.tensors import Tensor, activations_of, dequantized
 from cloister.quant.base import FloatArray, KVDtype, reciprocal
 from cloister.quant.kv import round_kv
+from cloister.quant.limits import feed_forward_of, rope_of
 
 LayerTensors: TypeAlias = Mapping[str, Tensor]
 """One layer's tensors under their canonical names less `layers.L.`, such as `q.weight`."""
@@ -60,7 +61,7 @@ class LayerForward:
         normed = rms_norm(hidden, self._vector("attention_norm"), self._eps)
         yield "qkv", normed
         queries, keys, values = (self._heads(name, normed) for name in "qkv")
-        cos, sin = rotation(spec.rope, len(normed))
+        cos, sin = rotation(rope_of(self._spec), len(normed))
         queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
         yield "keys", keys
         mixed = attend(queries, round_kv(keys, self._kv_dtype), round_kv(values, self._kv_dtype), spec)
@@ -68,7 +69,9 @@ class LayerForward:
         hidden = hidden + self._multiply("o", mixed)
         normed = rms_norm(hidden, self._vector("mlp_norm"), self._eps)
         yield "gate_up", normed
-        gated = ACTIVATIONS[self._spec.mlp.activation](self._multiply("gate", normed)) * self._multiply("up", normed)
+        gated = ACTIVATIONS[feed_forward_of(self._spec).activation](self._multiply("gate", normed)) * self._multiply(
+            "up", normed
+        )
         yield "down", gated
         yield "out", hidden + self._multiply("down", gated)
 
@@ -148,6 +151,10 @@ def _silu(rows: FloatArray) -> FloatArray:
     return activated
 
 
+def _relu(rows: FloatArray) -> FloatArray:
+    return np.maximum(rows, 0)
+
+
 def _gelu_tanh(rows: FloatArray) -> FloatArray:
     inner = np.float32(sqrt(2 / np.pi)) * (rows + np.float32(0.044715) * rows**3)
     activated: FloatArray = rows / 2 * (1 + np.tanh(inner))
@@ -163,4 +170,9 @@ def _gelu(rows: FloatArray) -> FloatArray:
     return np.asarray(rows / 2 * (1 + erf), np.float32)
 
 
-ACTIVATIONS: Mapping[str, Callable[[FloatArray], FloatArray]] = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
+ACTIVATIONS: Mapping[str, Callable[[FloatArray], FloatArray]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": _relu,
+}

@@ -13,6 +13,7 @@ from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import Tensor, dequantized
 from cloister.quant.base import FloatArray, KVDtype
 from cloister.quant.forward import LayerForward, multiply, rms_norm
+from cloister.quant.limits import check_forward
 
 Progress = Callable[[], object]
 IntArray = npt.NDArray[np.int32]
@@ -58,7 +59,11 @@ def measure(
 
     Args:
         progress: called once for every layer and once for the head.
+
+    Raises:
+        ConfigError: it is not of Llama's shape.
     """
+    check_forward(spec)
     hidden = embed(weights, windows)
     for number, layer in enumerate(spec.layers):
         run = LayerForward(layer, layer_tensors(weights, number), spec.norm_eps, kv_dtype)

@@ -29,12 +29,16 @@ def smoothing_factors(sizes: FloatArray, layer: LayerSpec) -> FloatArray:
     Args:
         sizes: [num_kv_heads, head_dim] root mean square of each channel of the keys after rotation.
     """
-    if layer.attention.qk_norm:  # one norm serves all heads
+    if _shares_norm(layer):
         sizes = np.broadcast_to(np.sqrt(np.square(sizes).mean(0)), sizes.shape)
-    pairs = np.sqrt(np.square(sizes).reshape(len(sizes), 2, -1).mean(1))
-    logs = _STRENGTH * np.log(np.maximum(pairs, np.finfo(np.float32).tiny))
+    rope = layer.attention.rope
+    num_pairs = 0 if rope is None else len(rope.inv_freq)
+    squares = np.square(sizes)
+    pairs = squares[:, : 2 * num_pairs].reshape(len(sizes), 2, num_pairs).mean(1)
+    found = np.sqrt(np.concatenate([np.tile(pairs, (1, 2)), squares[:, 2 * num_pairs :]], axis=1))
+    logs = _STRENGTH * np.log(np.maximum(found, np.finfo(np.float32).tiny))
     logs -= logs.mean(1, keepdims=True)
-    factors: FloatArray = np.exp(np.tile(logs, (1, 2))).astype(np.float32)
+    factors: FloatArray = np.exp(logs).astype(np.float32)
     return factors
 
 
@@ -46,12 +50,18 @@ def estimate_key_sizes(tensors: Mapping[str, FloatArray], layer: LayerSpec) -> F
     """
     spec = layer.attention
     if spec.qk_norm:
-        return np.tile(np.abs(tensors["k_norm.weight"]), (spec.num_kv_heads, 1))
-    squares = np.square(tensors["k.weight"] * tensors["attention_norm.weight"]).sum(1)
+        norm = np.abs(tensors["k_norm.weight"]).reshape(-1, spec.head_dim)
+        return np.tile(norm, (spec.num_kv_heads, 1)) if _shares_norm(layer) else norm
+    squares = np.square(tensors["k.weight"] * tensors.get("attention_norm.weight", np.float32(1))).sum(1)
     if "k.bias" in tensors:
         squares = squares + np.square(tensors["k.bias"])
     sizes: FloatArray = np.sqrt(squares).reshape(spec.num_kv_heads, -1)
     return sizes
+
+
+def _shares_norm(layer: LayerSpec) -> bool:
+    """Whether one norm serves all heads, whose factors must then be alike."""
+    return layer.attention.qk_norm and layer.attention.qk_norm_over == "head"
 
 
 class SmoothedKeys:

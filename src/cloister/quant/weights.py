@@ -17,9 +17,9 @@ VOCABULARY = frozenset(("embed.weight", "head.weight"))
 
 
 def is_projection(name: str) -> bool:
-    """Whether a canonical name is that of a layer's matrix (`backends.base` lists the names)."""
+    """Whether a canonical name is that of a layer's or an expert's matrix (`backends.base` lists the names)."""
     parts = name.split(".")
-    return len(parts) == 4 and parts[2] in PROJECTIONS and parts[3] == "weight"
+    return parts[0] == "layers" and parts[-2] in PROJECTIONS and parts[-1] == "weight"
 
 
 def quantize_tensor(name: str, tensor: Tensor, number_format: NumberFormat) -> Tensor:

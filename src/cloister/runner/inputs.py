@@ -64,6 +64,7 @@ def forward_batch(parts: Sequence[Part], block_size: int) -> ForwardBatch:
     # Growing C arrays: for the few numbers of a decode step a numpy call costs more than the loop around it.
     token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
     query_starts = array("i", (0,))
+    has_adapter = False
     for part in parts:
         _check(part, block_size)
         start, end = part.plan.start, part.end
@@ -75,6 +76,7 @@ def forward_batch(parts: Sequence[Part], block_size: int) -> ForwardBatch:
         query_starts.append(len(token_ids))
         if part.plan.num_samples:
             logit_rows.append(len(token_ids) - 1)
+        has_adapter = has_adapter or part.state.adapter >= 0
     return ForwardBatch(
         token_ids=_as_ints(token_ids),
         positions=_as_ints(positions),
@@ -82,6 +84,7 @@ def forward_batch(parts: Sequence[Part], block_size: int) -> ForwardBatch:
         context_lens=_as_ints(context_lens),
         block_tables=_block_tables(parts, -(-max(context_lens) // block_size)),
         logit_rows=_as_ints(logit_rows),
+        adapters=_as_ints(array("i", [part.state.adapter for part in parts])) if has_adapter else None,
     )
 
 

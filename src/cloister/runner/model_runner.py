@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from itertools import accumulate
 
 import numpy as np
 
-from cloister.backends.base import BufferedProgram, DrawingProgram, FloatArray, ForwardBatch, GreedyProgram, Program
+from cloister.backends.base import (
+    BufferedProgram,
+    DrawingProgram,
+    FloatArray,
+    ForwardBatch,
+    GreedyProgram,
+    HiddenProgram,
+    MaskArray,
+    MaskingProgram,
+    Program,
+)
 from cloister.runner.drawing import ProgramSampler
+from cloister.runner.grammar import Grammars
 from cloister.runner.inputs import Part, forward_batch, make_part, split_scored
 from cloister.runner.logprobs import token_logprobs
+from cloister.runner.pooling import NOT_OFFERED, pool_parts
 from cloister.runner.sampling import IntArray, Sampler, best_tokens, finite_rows
 from cloister.runner.state import BatchState, SequenceState
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import EngineError
-from cloister.types.request import TokenLogprobs
+from cloister.types.request import Embedding, TokenLogprobs
 from cloister.types.step import Fork, Sample, SequencePlan, StepPlan, StepResult
 
 _NOT_FINITE = "the model computed a value that is not a finite number; send the request again or choose another dtype"
-_NOTHING_LEFT = "logit_bias and min_tokens leave no token to choose; relax one of them"
+_NOTHING_LEFT = "logit_bias, min_tokens and the grammar leave no token to choose; relax one of them"
 
 
 class ModelRunner:
@@ -30,6 +43,8 @@ class ModelRunner:
         vocab_size: columns of its logits.
         max_model_len: prompt and answer together, in tokens.
         block_size: positions in one KV block.
+        adapters: digest -> slot of the program's adapters; may change between steps.
+        grammars: compiles those that sequences bring; None fails such sequences.
     """
 
     def __init__(
@@ -40,15 +55,20 @@ class ModelRunner:
         max_model_len: int,
         block_size: int,
         clock: Clock | None = None,
+        adapters: Mapping[str, int] = {},
+        grammars: Grammars | None = None,
     ) -> None:
         self._program = program
         self._greedy = program if isinstance(program, GreedyProgram) else None
         self._drawing = program if isinstance(program, DrawingProgram) else None
+        self._masking = program if isinstance(program, MaskingProgram) else None
         self._buffered = program if isinstance(program, BufferedProgram) else None
+        self._hidden = program if isinstance(program, HiddenProgram) else None
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._clock = clock or WallClock()
-        self._batch = BatchState(vocab_size=vocab_size, max_model_len=max_model_len)
+        self._grammars = grammars
+        self._batch = BatchState(vocab_size=vocab_size, max_model_len=max_model_len, adapters=adapters, grammars=grammars)
         self._sampler = Sampler(vocab_size) if self._drawing is None else ProgramSampler(self._drawing)
 
     @property
@@ -84,9 +104,17 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, result: StepResult) -> None:
         parts = [self._part(part) for part in plan.sequences]
         live = [part for part in parts if part.state.failure is None]
+        if self._batch.num_pooled:
+            result.embeddings = self._pool([part for part in live if part.state.pool is not None])
+            live = [part for part in live if part.state.pool is None]
         if live and not plan.forks and False not in [part.state.is_plain for part in live]:
             result.samples = self._take_best(live)
-        elif live and self._drawing is not None and False not in [part.state.is_bare for part in live]:
+        elif (
+            live
+            and self._drawing is not None
+            and (not self._batch.num_guided or self._can_mask(live))
+            and False not in [part.state.is_bare for part in live]
+        ):
             result.samples = self._take_drawn(self._drawing, live, plan.forks)
         else:
             runs = split_scored(live)
@@ -95,7 +123,17 @@ class ModelRunner:
                 self._score(run, [fork for fork in plan.forks if run_of.get(fork.parent_id, 0) == number], result)
         touched = [part.state for part in parts]
         touched += [self._batch[fork.child_id] for fork in plan.forks]
+        if self._batch.num_guided:
+            self._follow_grammars([state for state in touched if state.grammar is not None], result)
         result.failures = {state.seq_id: state.failure for state in touched if state.failure is not None}
+
+    def _pool(self, parts: list[Part]) -> dict[int, Embedding]:
+        """Computes the sequences of a step that are pooled, apart from the others: they read hidden states, not logits."""
+        if self._hidden is None:
+            for part in parts:
+                part.state.failure = NOT_OFFERED
+            return {}
+        return pool_parts(self._hidden, parts, self._block_size) if parts else {}
 
     def _score(self, run: list[Part], forks: list[Fork], result: StepResult) -> None:
         """Computes some sequences of a step: scores prompts, and samples as each sequence wants."""
@@ -103,6 +141,21 @@ class ModelRunner:
         draws = self._draws(run, forks, rows)
         result.prompt_logprobs |= _prompt_logprobs([part for part in run if part.num_prompt_rows], rows, logits)
         result.samples += self._sample(draws, logits)
+
+    def _follow_grammars(self, states: list[SequenceState], result: StepResult) -> None:
+        """Says whose grammar is complete, and starts to work out what may follow the tokens of the others."""
+        if not states or self._grammars is None:
+            return
+        sampled = {sample.seq_id for sample in result.samples}
+        going_on = []
+        for state in states:
+            if state.grammar is None or state.seq_id not in sampled:
+                continue
+            if state.grammar.is_complete:
+                result.complete.add(state.seq_id)
+            else:
+                going_on.append(state.grammar)
+        self._grammars.look_ahead(going_on)
 
     def _part(self, plan: SequencePlan) -> Part:
         state = self._batch[plan.seq_id]
@@ -118,14 +171,25 @@ class ModelRunner:
         return _append([part.state for part in live if part.plan.num_samples], tokens)
 
     def _take_drawn(self, program: DrawingProgram, live: list[Part], forks: list[Fork]) -> list[Sample]:
-        """A step in which every sequence is bare: the program chooses for each one that samples, forked children too."""
+        """A step in which every sequence is bare: the program chooses for each one that samples, forked children too.
+
+        What grammars let follow is found while the program computes, so it is asked for after that.
+        """
         batch = forward_batch(live, self._block_size)
         draws = self._draws(live, forks, _rows(live))
         states, rows = [state for state, _ in draws], [row for _, row in draws]
-        tokens = program.forward_draw(batch, self._batch.draws(states, rows))
+        if self._masking is None or not self._batch.num_guided or all(state.grammar is None for state in states):
+            tokens = program.forward_draw(batch, self._batch.draws(states, rows))
+        else:
+            logits = self._logits(batch)
+            tokens = self._masking.draw_masked(logits, self._batch.draws(states, rows), _stack_masks(states))
         if tokens.shape != (len(draws),):
             raise EngineError(f"the program returned tokens of shape {tokens.shape}")
         return _append(states, tokens.tolist())
+
+    def _can_mask(self, live: list[Part]) -> bool:
+        """Whether the program can follow the grammars of a step."""
+        return self._masking is not None or all(part.state.grammar is None for part in live)
 
     def _best(self, batch: ForwardBatch) -> list[int]:
         tokens = best_tokens(self._logits(batch)) if self._greedy is None else self._greedy.forward_best(batch)
@@ -173,11 +237,25 @@ class ModelRunner:
         samples = []
         for place, (state, token) in enumerate(zip(states, tokens.tolist(), strict=True)):
             if token < 0:
-                state.failure = _NOTHING_LEFT
+                state.failure = (state.grammar and state.grammar.failure) or _NOTHING_LEFT
                 continue
             state.append(token)
-            samples.append(Sample(state.seq_id, [token], logprobs.get(place)))
+            if state.failure is None:
+                samples.append(Sample(state.seq_id, [token], logprobs.get(place)))
         return samples
+
+
+def _stack_masks(states: list[SequenceState]) -> MaskArray:
+    """Returns what each sequence may choose, [len(states), num_words]; all of it for one without a grammar."""
+    masks = [None if state.grammar is None else state.grammar.mask() for state in states]
+    if len(masks) == 1 and masks[0] is not None:
+        return masks[0][None]
+    num_words = next(mask.size for mask in masks if mask is not None)
+    stacked = np.full((len(masks), num_words), 0xFFFFFFFF, np.uint32)
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            stacked[row] = mask
+    return stacked
 
 
 def _rows(parts: list[Part]) -> dict[int, slice]:
@@ -191,9 +269,14 @@ def _append(states: list[SequenceState], tokens: list[int]) -> list[Sample]:
     samples = []
     for state, token in zip(states, tokens, strict=True):
         if token < 0:
-            state.failure = _NOT_FINITE
+            state.failure = (state.grammar and state.grammar.failure) or _NOT_FINITE
             continue
-        state.tokens.append(token)
+        if state.grammar is None:
+            state.tokens.append(token)
+        else:
+            state.append(token)
+            if state.failure is not None:
+                continue
         samples.append(Sample(state.seq_id, [token]))
     return samples
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from cloister.backends.base import DRAW, DrawArray
 from cloister.runner.bias import Bias
+from cloister.runner.grammar import Grammars, GrammarState
 from cloister.runner.penalties import Penalties, TokenCounts
-from cloister.types.errors import EngineError
+from cloister.runner.pool import Pool
+from cloister.types.errors import CloisterError, EngineError
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
 
@@ -23,9 +26,13 @@ class SequenceState:
         slot: its row in the sampling columns.
         tokens: prompt, then output.
         blocks: the block table.
-        is_bare: it takes a token of the distribution as the model says it, and wants to know nothing else.
-        is_plain: it is bare, and takes the most likely token.
+        is_bare: it takes a token of the distribution as the model says it, among those that its grammar lets follow if it has
+            one, and wants to know nothing else.
+        is_plain: it is bare, follows no grammar, and takes the most likely token.
         penalties, bias, bar: what changes its logits; None where nothing was asked for. `bar` holds before `min_tokens`.
+        grammar: its place in the grammar that it follows, if it follows one.
+        pool: its prompt becomes a vector, and it samples nothing.
+        adapter: slot of its adapter; -1 is none.
         failure: why it cannot go on, in words for the client; set once, and the sequence computes no more.
     """
 
@@ -40,7 +47,10 @@ class SequenceState:
     penalties: Penalties | None = None
     bias: Bias | None = None
     bar: Bias | None = None
+    grammar: GrammarState | None = None
+    pool: Pool | None = None
     failure: str | None = None
+    adapter: int = -1
 
     @property
     def num_output_tokens(self) -> int:
@@ -49,11 +59,14 @@ class SequenceState:
     @property
     def is_adjusted(self) -> bool:
         """Whether its logits change before a token is chosen."""
-        return self.penalties is not None or self.bias is not None or self.active_bar is not None
+        is_changed = self.penalties is not None or self.bias is not None or self.grammar is not None
+        return is_changed or self.active_bar is not None
 
     @property
     def active_bar(self) -> Bias | None:
-        """The bar on stop tokens, while the output is shorter than `min_tokens`."""
+        """The bar on stop tokens, while the output is shorter than `min_tokens` and can become longer."""
+        if self.grammar is not None and self.grammar.must_end:
+            return None
         return self.bar if self.num_output_tokens < self.sampling.min_tokens else None
 
     def append(self, token_id: int) -> None:
@@ -61,18 +74,34 @@ class SequenceState:
         self.tokens.append(token_id)
         if self.penalties is not None:
             self.penalties.counts.add(token_id)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
+            self.failure = self.grammar.failure
 
 
 class BatchState:
     """Every sequence that the runner holds, by id.
 
     Sampling parameters lie in columns, one row per slot, so that a step gathers them without a loop.
+
+    Args:
+        adapters: digest -> slot of the program's adapters.
+
+    Attributes:
+        num_pooled: sequences whose prompt becomes a vector.
+        num_guided: sequences that follow a grammar.
     """
 
-    def __init__(self, *, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self, *, vocab_size: int, max_model_len: int, adapters: Mapping[str, int] = {}, grammars: Grammars | None = None
+    ) -> None:
+        self._grammars = grammars
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._adapters = adapters
         self._sequences: dict[int, SequenceState] = {}
+        self.num_pooled = 0
+        self.num_guided = 0
         self._columns = np.zeros(16, DRAW)
         self._free_slots = list(range(16))[::-1]
 
@@ -102,9 +131,12 @@ class BatchState:
             blocks=array("i"),
             num_prompt_tokens=new.num_prompt_tokens,
             sampling=sampling,
+            pool=Pool(new.pooling) if new.pooling is not None else None,
             failure=self._objection(new),
+            adapter=-1 if new.adapter is None else self._adapters.get(new.adapter, -1),
         )
         self._file(state)
+        self.num_pooled += state.pool is not None
         self._columns[state.slot] = (
             sampling.temperature, 0, sampling.top_k, sampling.top_p, sampling.min_p, new.seed & (2**64 - 1), new.index, 0
         )  # fmt: skip
@@ -113,8 +145,10 @@ class BatchState:
             state.penalties = _penalties(sampling, new)
             state.bias = _bias(sampling)
             state.bar = self._bar(new)
+            self._open_grammar(state)
+            self.num_guided += state.grammar is not None
             state.is_bare = _is_bare(state)
-            state.is_plain = state.is_bare and sampling.temperature == 0
+            state.is_plain = state.is_bare and sampling.temperature == 0 and state.grammar is None
 
     def fork(self, parent_id: int, child_id: int, index: int) -> SequenceState:
         """Makes `child_id` a copy of `parent_id` that draws with noise of its own."""
@@ -134,9 +168,12 @@ class BatchState:
             penalties=penalties,
             bias=parent.bias,
             bar=parent.bar,
+            grammar=None if parent.grammar is None else parent.grammar.copy(),
             failure=parent.failure,
+            adapter=parent.adapter,
         )
         self._file(child)
+        self.num_guided += child.grammar is not None
         self._columns[child.slot] = self._columns[parent.slot]
         self._columns["index"][child.slot] = index
         return child
@@ -150,6 +187,10 @@ class BatchState:
         if state is None:
             return
         memoryview(state.tokens).cast("B")[:] = bytes(state.tokens.itemsize * len(state.tokens))
+        if state.pool is not None:
+            state.pool.wipe()
+            self.num_pooled -= 1
+        self.num_guided -= state.grammar is not None
         self._columns[state.slot] = 0
         self._free_slots.append(state.slot)
 
@@ -167,6 +208,8 @@ class BatchState:
 
     def _objection(self, new: NewSequence) -> str | None:
         """Says why a sequence cannot run, or None."""
+        if new.adapter is not None and new.adapter not in self._adapters:
+            return "the adapter is not loaded any more; ask for another model"
         ids = new.token_ids
         if not 0 < len(ids) <= self._max_model_len:
             return f"a sequence needs 1 to {self._max_model_len} tokens; shorten the prompt"
@@ -175,6 +218,18 @@ class BatchState:
         if any(not 0 <= token < self._vocab_size for token in new.sampling.logit_bias):
             return f"logit_bias has a token id outside the vocabulary; use ids from 0 to {self._vocab_size - 1}"
         return None
+
+    def _open_grammar(self, state: SequenceState) -> None:
+        grammar = state.sampling.grammar
+        if grammar is None:
+            return
+        if self._grammars is None:
+            state.failure = "this engine follows no grammars; leave the grammar out"
+            return
+        try:
+            state.grammar = self._grammars.open(grammar, state.sampling, state.tokens[state.num_prompt_tokens :].tolist())
+        except CloisterError as error:
+            state.failure = error.message
 
     def _bar(self, new: NewSequence) -> Bias | None:
         ids = sorted({token for token in new.stop_token_ids if 0 <= token < self._vocab_size})

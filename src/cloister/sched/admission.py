@@ -25,7 +25,7 @@ class Limits:
 
 def find_refusal(request: Request, limits: Limits) -> str | None:
     """Says why a request can never run on an engine, or returns None if it can."""
-    return find_wrong_sampling(request.sampling) or _find_misfit(request, limits)
+    return find_wrong_sampling(request.sampling) or _find_wrong_pooling(request) or _find_misfit(request, limits)
 
 
 def find_wrong_sampling(sampling: SamplingParams) -> str | None:
@@ -35,7 +35,7 @@ def find_wrong_sampling(sampling: SamplingParams) -> str | None:
         ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
         ("top_k", sampling.top_k >= 0, "0 or more"),
         ("min_p", 0 <= sampling.min_p <= 1, "from 0 to 1"),
-        ("repetition_penalty", sampling.repetition_penalty > 0, "above 0"),
+        ("repetition_penalty", sampling.repetition_penalty >= 0.01, "0.01 or more"),
         ("presence_penalty", math.isfinite(sampling.presence_penalty), "a finite number"),
         ("frequency_penalty", math.isfinite(sampling.frequency_penalty), "a finite number"),
         ("min_tokens", sampling.min_tokens >= 0, "0 or more"),
@@ -45,6 +45,17 @@ def find_wrong_sampling(sampling: SamplingParams) -> str | None:
     ):
         if not holds:
             return f"{name} must be {values}"
+    return None
+
+
+def _find_wrong_pooling(request: Request) -> str | None:
+    pooling, sampling = request.pooling, request.sampling
+    if pooling is None:
+        return None
+    if sampling.max_tokens != 0 or sampling.n != 1 or sampling.prompt_logprobs is not None:
+        return "a prompt that is pooled has no answer; set max_tokens to 0 and n to 1, and ask for no prompt_logprobs"
+    if pooling.dimensions is not None and pooling.dimensions < 1:
+        return "dimensions must be 1 or more"
     return None
 
 

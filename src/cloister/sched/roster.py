@@ -144,17 +144,21 @@ class Roster:
 
     def keep_blocks(self, sequence: Sequence) -> None:
         """Offers full blocks to the prefix tree."""
-        if self.tree is None or self._keys is None:
-            return
+        if self.tree is None or self._keys is None or sequence.group.request.pooling is not None:
+            return  # many texts to be pooled would push out what chats come back to
         num_full = min(sequence.num_committed, len(sequence.token_ids)) // self.pool.block_size
         if num_full > sequence.num_kept:
             self._keys.extend(sequence.keys, sequence.group.root, sequence.token_ids, num_full)
             self.tree.insert(sequence.keys[:num_full], table_of(sequence).blocks, sequence.num_kept)
             sequence.num_kept = num_full
 
+    def reads_prefixes(self, request: Request) -> bool:
+        """Whether a request looks for its prompt in the prefix cache."""
+        return self.tree is not None and not _wants_every_position(request)
+
     def match_keys(self, sequence: Sequence) -> list[bytes]:
         """Returns the keys whose blocks a waiting sequence may read: all but the last token, which gives the logits."""
-        if self.tree is None or self._keys is None or sequence.group.request.sampling.prompt_logprobs is not None:
+        if self.tree is None or self._keys is None or _wants_every_position(sequence.group.request):
             return []
         num_blocks = (len(sequence.token_ids) - 1) // self.pool.block_size
         self._keys.extend(sequence.keys, sequence.group.root, sequence.token_ids, num_blocks)
@@ -217,6 +221,11 @@ class Roster:
                 "less busy, ask for fewer tokens, or raise --request-timeout-s"
             )
             self.end_group(group, FinishReason.TIMEOUT, now, error=message)
+
+
+def _wants_every_position(request: Request) -> bool:
+    """Whether its reply is made of what each position of the prompt computes, so that no hit will do (rule 5)."""
+    return request.sampling.prompt_logprobs is not None or request.pooling is not None
 
 
 def table_of(sequence: Sequence) -> BlockTable:

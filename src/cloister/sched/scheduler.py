@@ -129,22 +129,24 @@ class Scheduler:
 
     # Coming and going
 
-    def add(self, request: Request, now: float, *, seed: int = 0) -> None:
+    def add(self, request: Request, now: float, *, seed: int = 0, refusal: str | None = None) -> None:
         """Takes a request. One that can never run ends at once as REJECTED, with the reason and the figure that would do.
 
         Args:
             seed: of the sampling noise, if the request brings none.
+            refusal: why it can never run, where the caller knows that already.
         """
         group = self._roster.enlist(request, now, request.sampling.seed if request.sampling.seed is not None else seed)
         eos = () if request.sampling.ignore_eos else self.config.eos_token_ids
         group.stop_token_ids = tuple(dict.fromkeys((*eos, *request.sampling.stop_token_ids)))
+        most = 0 if request.pooling is not None else request.sampling.max_tokens
         max_output = min(
             self.config.max_model_len - group.num_prompt_tokens,
-            request.sampling.max_tokens if request.sampling.max_tokens is not None else self.config.max_model_len,
+            most if most is not None else self.config.max_model_len,
         )
         sequence = self._roster.make_sequence(group, 0, list(request.token_ids), max_output)
         limits = Limits(self.config.max_model_len, self.config.max_num_seqs, self.pool.num_total * self.pool.block_size)
-        refusal = find_refusal(request, limits)
+        refusal = refusal or find_refusal(request, limits)
         if refusal is not None:
             self._roster.end_group(group, FinishReason.REJECTED, now, error=refusal)
         else:
@@ -335,6 +337,7 @@ class Scheduler:
                 num_cached_tokens=num_hit,
                 num_prompt_tokens=group.num_prompt_tokens,
                 resumed=resumed,
+                num_queried_tokens=group.num_prompt_tokens if self._roster.reads_prefixes(group.request) else 0,
             )
         )
         step.plan.arrivals.append(
@@ -347,6 +350,7 @@ class Scheduler:
                 index=sequence.index,
                 stop_token_ids=group.stop_token_ids,
                 adapter=group.request.adapter,
+                pooling=group.request.pooling,
             )
         )
 
@@ -452,7 +456,8 @@ class Scheduler:
         """Ends what only wanted its prompt computed, and settles who left while the step ran."""
         is_done = not sequence.max_output and sequence.num_committed >= len(sequence.token_ids)
         if sequence.status is Status.RUNNING and is_done:
-            self._roster.end_group(sequence.group, FinishReason.LENGTH, now)
+            is_whole = sequence.group.request.pooling is not None  # its vector is the answer
+            self._roster.end_group(sequence.group, FinishReason.STOP if is_whole else FinishReason.LENGTH, now)
         self._roster.settle(sequence)
 
     def _fail_sequence(self, seq_id: int, message: str, now: float) -> None:

@@ -1,36 +1,81 @@
 """The ASGI application: routes inside, and around them what every request passes.
 
-From the outside in: failures (and counting), host, authentication, body, disconnect, routes.
+From the outside in: failures (and counting), other origins, host, authentication, limits, body, disconnect, routes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from cloister.engine.base import AsyncEngine
+from cloister.engine.base import AdapterEngine, AsyncEngine
 from cloister.privacy import CountRelease, Gate, is_loopback
+from cloister.server.calls import CallListener, Calls
+from cloister.server.conversation import Manner
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, invalid
 from cloister.server.front import PREPARE_TIMEOUT_S, Front
-from cloister.server.metrics import Exposition, Metrics, ReleasedCounts
+from cloister.server.logs import RequestLog
+from cloister.server.messages.errors import MessageErrors
+from cloister.server.metrics import Exposition, Facts, Metrics, ReleasedCounts
 from cloister.server.middleware.auth import Authentication
 from cloister.server.middleware.body import BodyReader
+from cloister.server.middleware.cors import CrossOrigin, parse_origins
 from cloister.server.middleware.disconnect import WRITE_TIMEOUT_S, CancelOnDisconnect
 from cloister.server.middleware.failures import Failures
 from cloister.server.middleware.host import LocalHostOnly
+from cloister.server.middleware.limits import KeyLimits
+from cloister.server.middleware.paths import Prefixed
+from cloister.server.operations import BODY_PATHS
 from cloister.server.prompts import PromptReader
-from cloister.server.routes import chat, completions, health, metrics, models
+from cloister.server.routes import (
+    adapters,
+    chat,
+    completions,
+    embeddings,
+    health,
+    messages,
+    metrics,
+    models,
+    page,
+    policy,
+    reference,
+    responses,
+    scoring,
+    tokens,
+    version,
+)
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
 from cloister.types.errors import CloisterError, NotFoundError
 
 BODY_TIMEOUT_S: Final = 30.0
-_ROUTERS: Final = (chat.router, completions.router, models.router, health.router, metrics.router)
+_ROUTERS: Final = (
+    chat.router,
+    responses.router,
+    messages.router,
+    completions.router,
+    models.router,
+    adapters.router,
+    health.router,
+    metrics.router,
+    policy.router,
+    embeddings.router,
+    scoring.router,
+    tokens.router,
+    version.router,
+    reference.router,
+)
+PLAIN_PATHS: Final = frozenset(
+    route.path for router in _ROUTERS for route in router.routes if isinstance(route, Route) and "{" not in route.path
+)
+"""Paths that are their own template: a request that is refused before its route is found still counts for it."""
 
 
 def create_app(
@@ -40,6 +85,7 @@ def create_app(
     gate: Gate,
     config: ServerConfig,
     *,
+    listeners: Sequence[CallListener] = (),
     request_timeout_s: float = 600.0,
     body_timeout_s: float = BODY_TIMEOUT_S,
     prepare_timeout_s: float = PREPARE_TIMEOUT_S,
@@ -48,39 +94,107 @@ def create_app(
     """Puts a server together.
 
     Args:
+        listeners: told of every request that is over, such as a tracer.
         request_timeout_s: deadline of a request in the engine.
         body_timeout_s: how long a body may take to arrive.
         prepare_timeout_s: how long a prompt may take to become tokens.
         write_timeout_s: how long a client may leave a reply unread.
     """
+    exposition = make_exposition(engine, gate, config.served_names)
+    calls = Calls(exposition.count_reply, (*request_log(config, gate), *listeners))
+    app: ASGIApp = create_routes(
+        engine,
+        tokenizer,
+        template,
+        gate,
+        config,
+        calls,
+        exposition,
+        names=config.served_names,
+        request_timeout_s=request_timeout_s,
+        prepare_timeout_s=prepare_timeout_s,
+    )
+    return surround(app, calls, gate, config, body_timeout_s=body_timeout_s, write_timeout_s=write_timeout_s)
+
+
+def make_exposition(engine: AsyncEngine, gate: Gate, names: Sequence[str]) -> Exposition:
+    """Returns the figures of one engine, as far as the profile lets them out."""
+    if gate.policy.counts_only:
+        return ReleasedCounts(CountRelease())
+    return Metrics(Facts(engine, next(iter(names), engine.model.name)))
+
+
+def create_routes(
+    engine: AsyncEngine,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    gate: Gate,
+    config: ServerConfig,
+    calls: Calls,
+    exposition: Exposition,
+    *,
+    names: Sequence[str],
+    request_timeout_s: float,
+    prepare_timeout_s: float = PREPARE_TIMEOUT_S,
+) -> FastAPI:
+    """Puts the routes of one model together; `surround` puts around them what every request passes.
+
+    Args:
+        names: that clients use; none is the model's own.
+    """
+    model_name, *other_names = names or (engine.model.name,)
     reader = PromptReader(
         model=engine.model,
-        model_name=config.served_model_name or engine.model.name,
+        model_name=model_name,
         tokenizer=tokenizer,
-        template=template,
+        manner=Manner.of(tokenizer, template, config),
         max_n=config.max_n,
         request_timeout_s=request_timeout_s,
         gate=gate,
+        adapters=engine.adapters.loaded if isinstance(engine, AdapterEngine) else {},
+        other_names=tuple(other_names),
     )
-    exposition: Exposition = ReleasedCounts(CountRelease()) if gate.policy.counts_only else Metrics()
     engine.subscribe(exposition.observe)
-    app: ASGIApp = _routes(Front(engine, reader, exposition, prepare_timeout_s))
+    engine.subscribe(calls.observe)
+    return _routes(Front(engine, reader, exposition, calls, prepare_timeout_s), (page.router,) if config.page else ())
+
+
+def surround(
+    app: ASGIApp,
+    calls: Calls,
+    gate: Gate,
+    config: ServerConfig,
+    *,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+    write_timeout_s: float = WRITE_TIMEOUT_S,
+) -> ASGIApp:
+    """Puts around routes what every request passes."""
     app = CancelOnDisconnect(app, write_timeout_s)
-    app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s)
+    app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS)
+    app = KeyLimits(app)
     app = Authentication(app, gate)
     if config.api_keys is None and is_loopback(config.host):
         app = LocalHostOnly(app)
-    return Failures(app, exposition.count_reply)
+    if config.allowed_origins:
+        app = CrossOrigin(app, parse_origins(config.allowed_origins))
+    return Prefixed(MessageErrors(Failures(app, calls, PLAIN_PATHS, has_tls=config.certfile is not None)))
 
 
-def _routes(front: Front) -> FastAPI:
+def request_log(config: ServerConfig, gate: Gate) -> list[CallListener]:
+    """Returns what writes a line per request, if the settings want it and the profile lets it."""
+    if not (config.log_requests and gate.policy.allows("request-log")):
+        return []
+    return [RequestLog(shows_clients=config.log_clients).write]
+
+
+def _routes(front: Front, extra: Iterable[APIRouter]) -> FastAPI:
     # The pages of FastAPI's documentation would load scripts from other hosts; docs/ has the reference.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.front = front
     app.add_exception_handler(CloisterError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(Exception, _answer_mistake)
-    for router in _ROUTERS:
+    for router in (*_ROUTERS, *extra):
         app.include_router(router)
     return app
 

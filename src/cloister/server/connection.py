@@ -8,24 +8,36 @@ from typing import Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cloister.server.errors import error_body, invalid
+from cloister.server.errors import OverloadedError, error_body, error_headers, invalid
+from cloister.types.errors import CloisterError
 
 REQUEST_TIMEOUT_S: Final = 20.0
 """How long a connection may go without a whole request head, or with the rest of a body that nobody reads any more."""
 LINGER_S: Final = 2.0
 """How long a refused client may go on sending: closing at once would take back the reply before it was read."""
+MAX_LINGERING: Final = 128
+"""Refused connections that may linger at once; further ones are closed without a word."""
 
 
 class Connection(H11Protocol):
-    """Closes a connection that has had no request in work for `request_timeout_s`, whatever trickles in meanwhile."""
+    """Closes a connection that has had no request in work for `request_timeout_s`, whatever trickles in meanwhile.
+
+    Attributes:
+        max_connections: connections at once; who comes then gets 503. None is no bound.
+    """
 
     request_timeout_s = REQUEST_TIMEOUT_S
+    max_connections: int | None = None
+    _num_lingering = 0
     _patience: asyncio.TimerHandle | None = None
     _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_waiting()
+        if self.max_connections is not None and len(self.connections) > self.max_connections:
+            self._turn_away()
+        else:
+            self._start_waiting()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -41,6 +53,8 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._is_refused:
+            type(self)._num_lingering -= 1
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -48,14 +62,30 @@ class Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
-        body = error_body(invalid("This is not a valid HTTP/1.1 request; check its head.", code="invalid_http"))
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        reply = (h11.Response(status_code=400, headers=headers, reason=b"Bad Request"), h11.Data(body), h11.EndOfMessage())
-        for event in reply:
+        self._refuse(invalid("This is not a valid HTTP/1.1 request; check its head.", code="invalid_http"), b"Bad Request")
+
+    def _turn_away(self) -> None:
+        """Answers who comes while there are as many connections as there may be."""
+        self.connections.discard(self)
+        if type(self)._num_lingering >= MAX_LINGERING:
+            self.transport.abort()
+            return
+        error = OverloadedError("This server has as many connections as it takes; try again in a moment.")
+        self._refuse(error, b"Service Unavailable")
+
+    def _refuse(self, error: CloisterError, reason: bytes) -> None:
+        """Answers without a request, and closes once the client had time to read it."""
+        body = error_body(error)
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        headers |= error_headers(error)
+        head = h11.Response(status_code=error.status, headers=list(headers.items()), reason=reason)
+        for event in (head, h11.Data(body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self._is_refused = True
+        type(self)._num_lingering += 1
         self._stop_waiting()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no half-closed connections
+            self.transport.write_eof()
         self._patience = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _is_working(self) -> bool:

@@ -47,25 +47,22 @@ class Deadline:
 
 
 class Patience:
-    """A bound for each of many waits, one after the other: `begin`, wait, `end`.
+    """A bound for each of many waits, one after the other.
 
     Args:
         limit_s: how long one wait may last.
         give_up: called once when one has lasted that long.
+
+    Attributes:
+        since_s: when the present wait began, on the loop's clock; None between waits. Set by whoever waits, for every token.
     """
 
     def __init__(self, limit_s: float, give_up: Callable[[], None]) -> None:
         self._limit_s = limit_s
         self._give_up = give_up
         self._loop = asyncio.get_running_loop()
-        self._since_s: float | None = None
+        self.since_s: float | None = None
         self._timer = self._loop.call_later(limit_s, self._look)
-
-    def begin(self) -> None:
-        self._since_s = self._loop.time()
-
-    def end(self) -> None:
-        self._since_s = None
 
     def close(self) -> None:
         """Stops the timer."""
@@ -73,7 +70,7 @@ class Patience:
 
     def _look(self) -> None:
         now_s = self._loop.time()
-        due_s = (now_s if self._since_s is None else self._since_s) + self._limit_s
+        due_s = (now_s if self.since_s is None else self.since_s) + self._limit_s
         if due_s <= now_s:
             self._give_up()
         else:

@@ -15,6 +15,7 @@ from cloister.types.errors import (
     EngineError,
     InvalidRequestError,
     QueueFullError,
+    RateLimitError,
 )
 from cloister.types.request import FinishReason, SequenceOutput
 
@@ -48,6 +49,16 @@ class HostError(CloisterError):
 
     code = "host_not_allowed"
     status = 403
+
+
+class OriginError(CloisterError):
+    """A page of an origin that the operator did not name."""
+
+    code = "origin_not_allowed"
+    status = 403
+
+    def __init__(self) -> None:
+        super().__init__("Pages of this origin may not use this server; its operator can name it with --allowed-origins.")
 
 
 class OverloadedError(CloisterError):
@@ -84,7 +95,7 @@ def error_body(error: CloisterError) -> bytes:
 
 def error_headers(error: CloisterError) -> dict[str, str]:
     """Returns the headers that belong to an error: when to try again (RFC 9110, 10.2.3), how to authenticate (11.6.1)."""
-    if isinstance(error, QueueFullError):
+    if isinstance(error, QueueFullError | RateLimitError):
         return {"retry-after": str(math.ceil(error.retry_after_s))}
     if error.status == 503:
         return {"retry-after": str(math.ceil(ENGINE_RETRY_S))}

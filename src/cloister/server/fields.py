@@ -21,25 +21,17 @@ class Refused:
     harmless: tuple[object, ...] = ()
 
 
-_TOOLS: Final = "tool calling is not available on this server yet"
+_TOOLS: Final = "this older form of tool calling is not available; use `tools` and `tool_choice`"
 _TEXT: Final = "models here read and write text only"
-_JSON: Final = "structured output is not available on this server yet"
 
 REFUSED: Final[Mapping[str, Refused]] = {
-    "tools": Refused(_TOOLS, ([],)),
-    "tool_choice": Refused(_TOOLS, ("none",)),
     "functions": Refused(_TOOLS, ([],)),
     "function_call": Refused(_TOOLS, ("none",)),
-    "response_format": Refused(_JSON, ({"type": "text"},)),
-    "guided_json": Refused(_JSON),
-    "guided_regex": Refused(_JSON),
-    "guided_choice": Refused(_JSON),
-    "guided_grammar": Refused(_JSON),
     "modalities": Refused(_TEXT, (["text"],)),
     "audio": Refused(_TEXT),
     "prediction": Refused("predicted outputs are not available"),
     "web_search_options": Refused("this server does not search the web"),
-    "reasoning_effort": Refused("models here have no reasoning levels", ("none",)),
+    "chat_template": Refused("the template is the model's own; a client's would run here as a program"),
     "verbosity": Refused("models here have no verbosity levels", ("medium",)),
     "moderation": Refused("this server does not moderate"),
     "store": Refused("nothing is kept here, so there is nothing to store in", (False,)),
@@ -50,17 +42,17 @@ REFUSED: Final[Mapping[str, Refused]] = {
 }
 
 
-def refuse_unsupported(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the body without the fields of `REFUSED`.
+def refuse_unsupported(body: Mapping[str, Any], refused: Mapping[str, Refused] = REFUSED) -> dict[str, Any]:
+    """Returns the body without the fields of `refused`.
 
     Raises:
         InvalidRequestError: one of them asks for something.
     """
     for name, value in body.items():
-        entry = REFUSED.get(name)
+        entry = refused.get(name)
         if entry is not None and value is not None and not _is_one_of(value, entry.harmless):
             raise invalid(f"`{name}` is refused: {entry.why}. Leave it out.", param=name, code="unsupported_parameter")
-    return {name: value for name, value in body.items() if name not in REFUSED}
+    return {name: value for name, value in body.items() if name not in refused}
 
 
 def _is_one_of(value: object, harmless: tuple[object, ...]) -> bool:

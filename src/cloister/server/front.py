@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from cloister.engine.base import AsyncEngine
 from cloister.privacy.gate import Admission
+from cloister.server.calls import Calls, call_of
 from cloister.server.errors import OverloadedError
 from cloister.server.metrics import Exposition
 from cloister.server.prompts import PromptReader
@@ -37,6 +38,7 @@ class Front:
     engine: AsyncEngine
     reader: PromptReader
     metrics: Exposition
+    calls: Calls
     prepare_timeout_s: float = PREPARE_TIMEOUT_S
     threads: anyio.CapacityLimiter = field(default_factory=_few_threads)
 
@@ -55,10 +57,11 @@ class Front:
 
 
 def front_of(request: Request) -> Front:
-    """Returns the front that serves a request."""
+    """Returns the front that serves a request; what its engine does counts for the request's call."""
     front = request.app.state.front
     assert isinstance(front, Front)
-    return front
+    call = call_of(request.scope)
+    return front if call is None else replace(front, engine=front.calls.bind(front.engine, call))
 
 
 def admission_of(request: Request) -> Admission:

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from cloister.engine.base import AsyncEngine
-from cloister.server.answers import CachedTokens, Usage
+from cloister.server.answers import CachedTokens, ReasoningTokens, Usage
 from cloister.server.deadline import Deadline
 from cloister.server.errors import failure_of
 from cloister.server.job import Job
@@ -19,6 +19,8 @@ from cloister.types.request import FinishReason, Request, SequenceOutput
 
 GRACE_S: Final = 15.0
 """How much longer than a request's own deadline the front waits, so that the word of the engine's own end comes first."""
+MAX_SIDE_BY_SIDE: Final = 64
+"""Requests of one job that the engine holds at once; thousands of texts to be pooled must not fill its queue."""
 
 Numbered = tuple[int, SequenceOutput]
 """(number of the prompt in its job, output)"""
@@ -56,7 +58,8 @@ async def _side_by_side(engine: AsyncEngine, requests: tuple[Request, ...]) -> A
                 yield 0, output
         return
     queue: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(engine, request, i, queue)) for i, request in enumerate(requests)]
+    room = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
+    tasks = [asyncio.create_task(_pump(engine, request, i, queue, room)) for i, request in enumerate(requests)]
     try:
         num_running = len(tasks)
         while num_running:
@@ -73,9 +76,15 @@ async def _side_by_side(engine: AsyncEngine, requests: tuple[Request, ...]) -> A
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(engine: AsyncEngine, request: Request, number: int, queue: asyncio.Queue[Numbered | Exception | None]) -> None:
+async def _pump(
+    engine: AsyncEngine,
+    request: Request,
+    number: int,
+    queue: asyncio.Queue[Numbered | Exception | None],
+    room: asyncio.Semaphore,
+) -> None:
     try:
-        async with aclosing(engine.generate(request)) as outputs:
+        async with room, aclosing(engine.generate(request)) as outputs:
             async for output in outputs:
                 queue.put_nowait((number, output))
         queue.put_nowait(None)
@@ -95,13 +104,23 @@ class Tally:
         self._num_prompt_tokens = job.num_prompt_tokens
         self._num_cached = [0] * len(job.requests)
         self._num_output_tokens = 0
+        self._num_reasoning_tokens = 0
 
     def add(self, number: int, output: SequenceOutput) -> None:
         """Counts one output of prompt `number`."""
         self._num_cached[number] = max(self._num_cached[number], output.num_cached_tokens)
         self._num_output_tokens += len(output.token_ids)
 
+    def add_reasoning(self, num_tokens: int) -> None:
+        """Counts tokens, counted already, that were reasoning."""
+        self._num_reasoning_tokens += num_tokens
+
     def usage(self) -> Usage:
         """The counts so far, as the API shows them."""
-        total = self._num_prompt_tokens + self._num_output_tokens
-        return Usage(self._num_prompt_tokens, self._num_output_tokens, total, CachedTokens(sum(self._num_cached)))
+        return Usage(
+            self._num_prompt_tokens,
+            self._num_output_tokens,
+            self._num_prompt_tokens + self._num_output_tokens,
+            CachedTokens(sum(self._num_cached)),
+            ReasoningTokens(self._num_reasoning_tokens),
+        )

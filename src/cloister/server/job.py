@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cloister.privacy.gate import Admission
-from cloister.types.request import ModelInfo, Request, SamplingParams
+from cloister.text.answer_parser import AnswerForm
+from cloister.types.request import ModelInfo, PoolingParams, Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class Job:
         fingerprint: `system_fingerprint` of the reply.
         echoes: one per prompt when the reply has to repeat it, else none.
         answerless: the answer is only computed for the prompt's log-probabilities (`max_tokens` 0 with `echo`).
+        form: what an answer may hold beside text; None if nothing.
+        continuous_usage: every chunk of a stream has the counts so far, not only the last one.
     """
 
     job_id: str
@@ -44,6 +47,8 @@ class Job:
     include_usage: bool
     echoes: tuple[Echo, ...] = ()
     answerless: bool = False
+    form: AnswerForm | None = field(default=None, repr=False)
+    continuous_usage: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -73,12 +78,18 @@ def make_job(
     include_usage: bool,
     echoes: tuple[Echo, ...] = (),
     answerless: bool = False,
+    form: AnswerForm | None = None,
+    continuous_usage: bool = False,
+    pooling: PoolingParams | None = None,
+    adapter: str | None = None,
 ) -> Job:
     """Returns a job for tokenized prompts.
 
     Args:
         prefix: of the id, such as "chatcmpl".
         timeout_s: deadline of every request of the job, in the engine.
+        pooling: the prompts become vectors.
+        adapter: digest of the adapter that the prompts are for.
     """
     job_id = f"{prefix}-{secrets.token_hex(12)}"
     requests = tuple(
@@ -90,6 +101,8 @@ def make_job(
             tenant=admission.tenant,
             priority=admission.priority,
             timeout_s=timeout_s,
+            pooling=pooling,
+            adapter=adapter,
         )
         for i, prompt in enumerate(prompts)
     )
@@ -97,9 +110,11 @@ def make_job(
         job_id=job_id,
         requests=requests,
         model_name=model_name,
-        fingerprint=model.fingerprint,
+        fingerprint=model.fingerprint if adapter is None else f"{model.fingerprint}-{adapter[:16]}",
         stream=stream,
         include_usage=include_usage,
         echoes=echoes,
         answerless=answerless,
+        form=form,
+        continuous_usage=continuous_usage,
     )

@@ -10,10 +10,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from cloister.server.errors import invalid
-from cloister.server.fields import refuse_unsupported
+from cloister.server.fields import REFUSED, Refused, refuse_unsupported
 from cloister.types.errors import InvalidRequestError
 
 Body = TypeVar("Body", bound=BaseModel)
+
+MAX_MISTAKES: Final = 1000
 
 _TYPES: Final[Mapping[str, str]] = {
     "string_type": "a string",
@@ -23,6 +25,8 @@ _TYPES: Final[Mapping[str, str]] = {
     "bool_type": "true or false",
     "list_type": "a list",
     "dict_type": "an object",
+    "model_attributes_type": "an object",
+    "string_pattern_mismatch": "1 to 64 letters, digits, `_`, `-` and `.`",
     "model_type": "an object",
     "none_required": "null or left out",
     "finite_number": "a finite number",
@@ -37,15 +41,20 @@ _BOUNDS: Final[Mapping[str, str]] = {
     "too_short": "at least {min_length} entries long",
     "too_long": "at most {max_length} entries long",
     "literal_error": "one of {expected}",
+    "union_tag_invalid": "of a `type` among {expected_tags}",
+    "union_tag_not_found": "an object with a `type`",
 }
+_KINDS: Final = frozenset({"union_tag_invalid", "literal_error"})
+"""Problems of a `type` that the API may well know and this server does not take, such as an image."""
 
 
-def parse_body(raw: bytes, kind: type[Body]) -> Body:
+def parse_body(raw: bytes, kind: type[Body], refused: Mapping[str, Refused] = REFUSED) -> Body:
     """Reads the body of a request.
 
     Args:
         raw: UTF-8 JSON.
         kind: the request object that it has to be.
+        refused: fields that the API has and this server does not.
 
     Raises:
         InvalidRequestError: it is no JSON, no such object, or asks for something that this server does not have.
@@ -53,9 +62,20 @@ def parse_body(raw: bytes, kind: type[Body]) -> Body:
     body = parse_json(raw)
     if not isinstance(body, dict):
         raise invalid("The body must be a JSON object.", code="invalid_json")
+    return check_fields(refuse_unsupported(body, refused), kind)
+
+
+def check_fields(body: Mapping[str, Any], kind: type[Body]) -> Body:
+    """Returns the fields of a body as a request object.
+
+    Raises:
+        InvalidRequestError: they are no such object.
+    """
     try:
-        return kind.model_validate(refuse_unsupported(body))
+        return kind.model_validate(body)
     except ValidationError as error:
+        if error.error_count() > MAX_MISTAKES:  # all are written out to see the first
+            raise invalid("The body has too many mistakes to name one; check it against the documentation.") from None
         first = error.errors(include_url=False, include_input=False)[0]
         raise _explain(first, kind, body) from None
     except UnicodeError:
@@ -71,7 +91,8 @@ def parse_json(raw: bytes) -> object:
     if not raw.strip():
         raise invalid("The body is empty; send a JSON object.", code="invalid_json")
     try:
-        return from_json(raw, allow_inf_nan=False)
+        # The library would keep short strings for the next body: nothing of a request outlives it.
+        return from_json(raw, allow_inf_nan=False, cache_strings="none")
     except ValueError as error:
         raise invalid(f"The body is not valid JSON: {error}.", code="invalid_json") from None
 
@@ -84,12 +105,14 @@ def _explain(details: ErrorDetails, kind: type[BaseModel], body: Mapping[str, An
     path = _path(location, known)
     if problem == "missing":
         return invalid(f"`{path}` is missing; it is required.", path, "missing_required_parameter")
-    if problem == "list_type" and path.endswith(("stop", "content")):
+    if problem == "list_type" and path.endswith(("stop", "content", "input", "output", "system")):
         return invalid(f"`{path}` must be a string or a list.", path, "invalid_type")
     if problem in _TYPES:
         return invalid(f"`{path}` must be {_TYPES[problem]}.", path, "invalid_type")
     if problem in _BOUNDS:
-        return invalid(f"`{path}` must be {_BOUNDS[problem].format(**context)}.", path, "invalid_value")
+        is_kind = problem in _KINDS and (location[-1] == "type" or problem == "union_tag_invalid")
+        code = "unsupported_parameter" if is_kind else "invalid_value"
+        return invalid(f"`{path}` must be {_BOUNDS[problem].format(**context)}.", path, code)
     return invalid(f"`{path}` has a value that this server does not take; see the documentation.", path, "invalid_value")
 
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from cloister.privacy.gate import Admission, Gate
+from cloister.server.conversation import Manner
 from cloister.server.errors import invalid
 from cloister.server.job import Echo, Job, make_job
+from cloister.server.messages.reading import to_chat as message_to_chat
+from cloister.server.messages.schemas import REFUSED as MESSAGES_REFUSED
+from cloister.server.messages.schemas import CountBody, MessagesBody
 from cloister.server.parse import parse_body
-from cloister.server.sampling import check_length, check_number_of_sequences, sampling_params
-from cloister.server.schemas import ChatBody, CompletionBody, GenerationBody, Message
-from cloister.text import ChatTemplate, Tokenizer
+from cloister.server.renaming import MESSAGES, RESPONSES, renamed
+from cloister.server.responses.reading import to_chat as response_to_chat
+from cloister.server.responses.schemas import REFUSED as RESPONSES_REFUSED
+from cloister.server.responses.schemas import ResponsesBody
+from cloister.server.sampling import check_length, check_number_of_sequences, fit_length, sampling_params
+from cloister.server.schemas import ChatBody, CompletionBody, GenerationBody
+from cloister.text import Tokenizer
 from cloister.types.errors import NotFoundError
-from cloister.types.request import ModelInfo
+from cloister.types.request import AdapterInfo, ModelInfo
 
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions when the client gives none, as the OpenAI API has it."""
@@ -26,17 +34,22 @@ class PromptReader:
 
     Attributes:
         model_name: as clients know the model.
+        manner: how the model converses.
         max_n: most sequences of one request.
         request_timeout_s: deadline of a request in the engine.
+        adapters: name -> adapter, of those that a request may ask for as a model.
+        other_names: further ones of the model.
     """
 
     gate: Gate
     model: ModelInfo
     model_name: str
     tokenizer: Tokenizer
-    template: ChatTemplate
+    manner: Manner
     max_n: int
     request_timeout_s: float
+    adapters: Mapping[str, AdapterInfo] = field(default_factory=dict)
+    other_names: tuple[str, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -50,16 +63,47 @@ class PromptReader:
             InvalidRequestError, ContextLengthError, NotFoundError: it cannot be answered; the message says why.
         PolicyError: the profile refuses what it asks for.
         """
-        body = parse_body(raw, ChatBody)
+        return self.converse(parse_body(raw, ChatBody), admission, prefix="chatcmpl")
+
+    def converse(self, body: ChatBody, admission: Admission, *, prefix: str, fits: bool = False) -> Job:
+        """Makes a conversation ready, whichever route it came by; errors as in `read_chat`.
+
+        Args:
+            prefix: of the job's id.
+            fits: an answer that may be longer than the window has room for ends with the window.
+        """
         admission = self._check(body, admission)
         max_tokens = _chat_max_tokens(body)
         sampling = sampling_params(
             body, self.model, max_tokens=max_tokens, vocab_size=self.vocab_size, logprobs=_chat_logprobs(body)
         )
         check_number_of_sequences(sampling.n, 1, self.max_n)
-        token_ids = self.tokenizer.encode(self.template.render(template_messages(body.messages)))
-        check_length(len(token_ids), sampling, self.model, "messages")
-        return make_job([token_ids], sampling, admission, self.model, prefix="chatcmpl", **self._reply_fields(body))
+        opening = self.manner.open(body, sampling.grammar)
+        if fits:
+            sampling = fit_length(len(opening.token_ids), sampling, self.model)
+        check_length(len(opening.token_ids), sampling, self.model, "messages")
+        sampling = opening.shape(sampling)
+        fields = self._reply_fields(body)
+        return make_job([opening.token_ids], sampling, admission, self.model, prefix=prefix, form=opening.form, **fields)
+
+    def read_response(self, raw: bytes, admission: Admission) -> tuple[Job, ResponsesBody]:
+        """Reads a body of /v1/responses; errors as in `read_chat`."""
+        body = parse_body(raw, ResponsesBody, RESPONSES_REFUSED)
+        with renamed(RESPONSES):
+            return self.converse(response_to_chat(body), admission, prefix="resp"), body
+
+    def read_message(self, raw: bytes, admission: Admission) -> Job:
+        """Reads a body of /v1/messages; errors as in `read_chat`."""
+        body = parse_body(raw, MessagesBody, MESSAGES_REFUSED)
+        with renamed(MESSAGES):
+            return self.converse(message_to_chat(body), admission, prefix="msg", fits=True)
+
+    def count_message(self, raw: bytes) -> int:
+        """Reads a body of /v1/messages/count_tokens and returns how many tokens its prompt has; errors as in `read_chat`."""
+        body = parse_body(raw, CountBody, MESSAGES_REFUSED)
+        self.find_adapter(body.model)
+        with renamed(MESSAGES):
+            return len(self.manner.open(message_to_chat(body)).token_ids)
 
     def read_completion(self, raw: bytes, admission: Admission) -> Job:
         """Reads a body of /v1/completions; errors as in `read_chat`."""
@@ -101,16 +145,33 @@ class PromptReader:
         if body.stream_options is not None and not body.stream:
             raise invalid("`stream_options` needs `stream` to be true.", "stream_options")
         return {
-            "model_name": self.model_name,
+            "model_name": body.model or self.model_name,
+            "adapter": self.find_adapter(body.model),
             "timeout_s": self.request_timeout_s,
             "stream": bool(body.stream),
             "include_usage": body.include_usage,
+            "continuous_usage": body.continuous_usage,
         }
 
     def _check(self, body: GenerationBody, admission: Admission) -> Admission:
-        if body.model != self.model_name:
-            raise unknown_model(self.model_name)
+        self.find_adapter(body.model)
         return self.gate.honour(admission, stream=bool(body.stream), priority=body.priority)
+
+    def find_adapter(self, name: str | None) -> str | None:
+        """Returns the digest of the adapter that a request asks for as its model; None for the model itself.
+
+        Raises:
+            NotFoundError: there is no model of that name.
+        """
+        adapter = self.adapters.get(name) if name is not None else None
+        if adapter is None:
+            self.check_model(name)
+        return None if adapter is None else adapter.digest
+
+    def check_model(self, name: str | None) -> None:
+        """Raises NotFoundError for a name that is not served; a request that names none gets the model that is."""
+        if name is not None and name != self.model_name and name not in self.other_names:
+            raise unknown_model(self.model_name)
 
     def _tokenize(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -128,34 +189,6 @@ class PromptReader:
 def unknown_model(served: str) -> NotFoundError:
     """Returns the error for a model name that is not served here."""
     return NotFoundError(f"This server has no such model; it serves `{served}`.", param="model", code="model_not_found")
-
-
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Returns messages as chat templates take them.
-
-    Raises:
-        InvalidRequestError: a message lacks what its role needs, or has what it must not have.
-    """
-    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _template_message(message: Message, path: str) -> dict[str, Any]:
-    if message.text is None and not (message.role == "assistant" and message.tool_calls):
-        raise invalid(f"`{path}.content` is missing; it is required.", f"{path}.content", "missing_required_parameter")
-    if message.tool_calls and message.role != "assistant":
-        raise invalid(f"`{path}.tool_calls` is only for the role assistant.", f"{path}.tool_calls")
-    if (message.tool_call_id is None) == (message.role == "tool"):
-        raise invalid(f"`{path}.tool_call_id` is required for the role tool, and only there.", f"{path}.tool_call_id")
-    # Templates know the role by its older name.
-    rendered: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    rendered["content"] = message.text if message.text is not None else ""
-    if message.name is not None:
-        rendered["name"] = message.name
-    if message.tool_calls:
-        rendered["tool_calls"] = [call.model_dump() for call in message.tool_calls]
-    if message.tool_call_id is not None:
-        rendered["tool_call_id"] = message.tool_call_id
-    return rendered
 
 
 def _chat_max_tokens(body: ChatBody) -> int | None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+import msgspec
+
 from cloister.server.errors import invalid
 from cloister.server.schemas import GenerationBody
+from cloister.server.structured import read_grammar
 from cloister.types.errors import ContextLengthError
 from cloister.types.request import ModelInfo, SamplingParams
 
@@ -52,6 +55,7 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=read_grammar(body),
     )
 
 
@@ -84,6 +88,14 @@ def check_length(num_prompt_tokens: int, sampling: SamplingParams, model: ModelI
     raise ContextLengthError(
         f"{window} and the answer asks for {asked}. Ask for at most {room}, or shorten the prompt.", param="max_tokens"
     )
+
+
+def fit_length(num_prompt_tokens: int, sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
+    """Returns how to sample with no more output tokens than the window has room for, if it has room for one."""
+    room = max(1, model.max_model_len - num_prompt_tokens)
+    if sampling.max_tokens is None or sampling.max_tokens <= room:
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=room)
 
 
 def _first(*values: T | None) -> T:

@@ -17,6 +17,9 @@ MAX_STOP_TOKENS: Final = 256
 MAX_PROMPTS: Final = 256
 """Prompts in one request to /v1/completions."""
 MAX_METADATA: Final = 16
+MAX_TOOLS: Final = 128
+MAX_MESSAGES: Final = 16_384
+"""Messages in a conversation, and parts in a message."""
 INT64: Final = 2**63
 INT32: Final = 2**31
 
@@ -31,6 +34,7 @@ class StreamOptions(Strict):
     """What a stream carries beside the answer."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -39,16 +43,44 @@ def _as_list(value: object) -> object:
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Stop = Annotated[list[StopString], Field(max_length=MAX_STOP), BeforeValidator(_as_list)]
+Stops = Annotated[list[StopString], Field(max_length=MAX_STOP)]
+Stop = Annotated[Stops, BeforeValidator(_as_list, json_schema_input_type=StopString | Stops)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-TokenId = Annotated[int, Field(ge=0, lt=INT32)]
+TokenId = Annotated[int, Field(ge=0, lt=INT32, json_schema_extra={"x-below": "vocab_size"})]
 MetadataText = Annotated[str, Field(max_length=512)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class JsonSchemaSpec(Strict):
+    """A schema that the answer must fit. It always has to, whatever `strict` says."""
+
+    name: FunctionName | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Strict):
+    """The form of an answer, as OpenAI has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaSpec | None = None
+
+
+class StructuredOutputs(Strict):
+    """The form of an answer, as newer versions of vLLM have it."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class GenerationBody(Strict):
     """What chat and text completions have in common. None means that the client did not say."""
 
-    model: str
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1)
@@ -63,11 +95,19 @@ class GenerationBody(Strict):
 
     top_k: int | None = Field(None, ge=-1, lt=INT32)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     min_tokens: int | None = Field(None, ge=0, lt=INT32)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     priority: int | None = Field(None, ge=-INT32, lt=INT32)
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
 
     # Known fields without effect here: checked for their type and forgotten.
     user: str | None = None
@@ -75,12 +115,16 @@ class GenerationBody(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    parallel_tool_calls: bool | None = None
 
     @property
     def include_usage(self) -> bool:
         """Whether the stream ends with a chunk of usage counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of the stream has the counts so far."""
+        return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class TextPart(Strict):
@@ -103,23 +147,27 @@ class ToolCall(Strict):
     id: str
     type: Literal["function"]
     function: FunctionCall
+    index: int | None = None
 
 
 def _as_parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-Content = Annotated[list[TextPart], BeforeValidator(_as_parts)]
+Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
+Content = Annotated[Parts, BeforeValidator(_as_parts, json_schema_input_type=str | Parts)]
 
 
 class Message(Strict):
-    """One message of a conversation, of any role. The last four fields are what an OpenAI client sends back of an answer."""
+    """One message of a conversation, of any role. The last six fields are what a client sends back of an answer."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_MESSAGES)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
@@ -130,11 +178,89 @@ class Message(Strict):
         """The content's parts, joined as they stand."""
         return None if self.content is None else "".join(part.text for part in self.content)
 
+    @property
+    def reasoned(self) -> str | None:
+        """The reasoning that came with an answer, under either of its names."""
+        return self.reasoning_content or self.reasoning
+
+
+class FunctionSpec(Strict):
+    """A function that the model may call; `parameters` is a JSON schema of an object."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(Strict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class FunctionChoice(Strict):
+    """The name of one function."""
+
+    name: FunctionName
+
+
+class PlainChoice(Strict):
+    """Whether the model may or must call, as a client writes it in one word."""
+
+    type: Literal["none", "auto", "required"]
+
+
+class NamedChoice(Strict):
+    """The model must call this tool."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+class AllowedTools(Strict):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(Strict):
+    """The model may or must call some of the tools only."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _as_choice(value: object) -> object:
+    return {"type": value} if isinstance(value, str) else value
+
+
+AnyChoice = Annotated[PlainChoice | NamedChoice | AllowedChoice, Field(discriminator="type")]
+ToolChoice = Annotated[
+    AnyChoice, BeforeValidator(_as_choice, json_schema_input_type=Literal["none", "auto", "required"] | AnyChoice)
+]
+
+
+class TemplateSettings(Strict):
+    """The variables of a chat template that a client may set."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
 
 class ChatBody(GenerationBody):
-    """Body of /v1/chat/completions."""
+    """Body of /v1/chat/completions, and what the other routes for conversations make of theirs."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: TemplateSettings | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -165,10 +291,16 @@ def _is_token_list(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
+_Tokens = Annotated[list[TokenId], Field(min_length=1)]
+_Several = Field(min_length=1, max_length=MAX_PROMPTS)
+PromptInput = str | _Tokens | Annotated[list[str], _Several] | Annotated[list[_Tokens], _Several]
+"""The four forms of a prompt, for the reference of the API."""
+
+
 class CompletionBody(GenerationBody):
     """Body of /v1/completions."""
 
-    prompt: Annotated[list[str] | list[list[int]], PlainValidator(check_prompt)]
+    prompt: Annotated[list[str] | list[list[int]], PlainValidator(check_prompt, json_schema_input_type=PromptInput)]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(None, ge=1)

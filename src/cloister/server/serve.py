@@ -1,47 +1,72 @@
-"""Runs a server: binds, starts the engine, serves, and on SIGTERM drains."""
+"""Runs a server: binds, starts the engine, serves, on SIGHUP reads keys and certificate again, on SIGTERM drains."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import logging
 import math
+import resource
 import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from cloister.engine.base import AsyncEngine
 from cloister.server.connection import Connection
+from cloister.server.reload import Reloader, Source
+from cloister.server.tls import Certificate
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError
 
 LAST_WORDS_S: Final = 5.0
 """After the engine has ended every request, how long their last bytes may take to reach the clients."""
 BACKLOG: Final = 2048
+RESERVED_FILES: Final = 256
+"""File descriptors beside those of connections: the model's files, sockets to the engine, refused connections."""
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+_logger = logging.getLogger(__name__)
+
+
+class Drained(Protocol):
+    """What is asked to end before the server does."""
+
+    async def drain(self, timeout_s: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A server that can be run: the application and the engine behind it, started."""
+    """A server that can be run.
+
+    Attributes:
+        engine: behind the application, started; or several that take turns.
+        sources: what is read again while it runs.
+        close: called at the very end.
+    """
 
     app: ASGIApp
-    engine: AsyncEngine
+    engine: Drained
+    sources: tuple[Source, ...] = ()
+    close: Callable[[], None] = lambda: None
 
 
 class Server(uvicorn.Server):
     """uvicorn with an engine to drain. Signals are `serve`'s, so that a drained server exits with 0."""
 
-    def __init__(self, site: Site, config: ServerConfig) -> None:
+    def __init__(self, site: Site, config: ServerConfig, certificate: Certificate | None = None) -> None:
+        class Bounded(Connection):
+            max_connections = config.max_connections
+
         super().__init__(
             uvicorn.Config(
                 site.app,
-                http=Connection,
+                http=Bounded,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -53,6 +78,8 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + 2 * LAST_WORDS_S),
             )
         )
+        self.config.load()
+        self.config.ssl = certificate.context if certificate is not None else None
         self._engine = site.engine
         self._drain_timeout_s = config.drain_timeout_s
 
@@ -83,15 +110,22 @@ def serve(config: ServerConfig, start: Callable[[], Awaitable[Site]], announce: 
         ConfigError: the address cannot be used.
         CloisterError: the engine cannot start; nothing is left running.
     """
+    certificate = Certificate.of(config)
+    config = replace(config, max_connections=fit_connections(config.max_connections))
     with bind(config.host, config.port) as listener:
-        return asyncio.run(_serve(config, start, announce, listener))
+        return asyncio.run(_serve(config, start, announce, listener, certificate))
 
 
 async def _serve(
-    config: ServerConfig, start: Callable[[], Awaitable[Site]], announce: Callable[[str], None], listener: socket.socket
+    config: ServerConfig,
+    start: Callable[[], Awaitable[Site]],
+    announce: Callable[[str], None],
+    listener: socket.socket,
+    certificate: Certificate | None,
 ) -> int:
     stop = asyncio.Event()
     server: Server | None = None
+    reloader = Reloader(())
 
     def ask_to_stop() -> None:
         if server is not None:
@@ -99,14 +133,20 @@ async def _serve(
             server.should_exit = True
         stop.set()
 
-    with _on_signals(ask_to_stop):
+    with _on_signals(ask_to_stop, lambda: reloader.reload()):
         site = await _start_unless(stop, start)
         if site is None:
             return 0
-        server = Server(site, config)
+        server = Server(site, config, certificate)
         server.should_exit = stop.is_set()
-        announce(f"Serving on {address_of(listener)}")
-        await server.serve([listener])
+        reloader = Reloader((*site.sources, *([certificate.source()] if certificate is not None else [])))
+        announce(f"Serving on {address_of(listener, has_tls=certificate is not None)}")
+        watching = asyncio.create_task(reloader.watch(), name="watch over files")
+        try:
+            await server.serve([listener])
+        finally:
+            watching.cancel()
+            site.close()
     return 1 if server.force_exit else 0
 
 
@@ -126,11 +166,12 @@ async def _start_unless(stop: asyncio.Event, start: Callable[[], Awaitable[Site]
 
 
 @contextlib.contextmanager
-def _on_signals(callback: Callable[[], None]) -> Iterator[None]:
-    """Calls back on SIGTERM and SIGINT; outside the main thread, where no signal arrives, does nothing."""
+def _on_signals(stop: Callable[[], None], reload: Callable[[], None]) -> Iterator[None]:
+    """Calls back on SIGTERM and SIGINT, and on SIGHUP; outside the main thread, where no signal arrives, does nothing."""
     loop = asyncio.get_running_loop()
-    signals = _STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    for number in signals:
+    callbacks = {**dict.fromkeys(_STOP_SIGNALS, stop), signal.SIGHUP: reload}
+    signals = callbacks if threading.current_thread() is threading.main_thread() else {}
+    for number, callback in signals.items():
         loop.add_signal_handler(number, callback)
     try:
         yield
@@ -157,13 +198,37 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = (error.strerror or "unknown reason").lower()
+        if error.errno == errno.EADDRNOTAVAIL:
+            remedy = "no network interface here has it; choose another one with --host (0.0.0.0 is all of them)"
+            raise ConfigError(f"cannot listen on {host}: {remedy}", param="host") from None
         raise ConfigError(
             f"cannot listen on {host} port {port}: {reason}; choose another one with --port, or 0 for any", param="port"
         ) from None
     return listener
 
 
-def address_of(listener: socket.socket) -> str:
+def fit_connections(num_connections: int) -> int:
+    """Makes room for so many connections among this process's files, and returns how many there is room for.
+
+    Raises:
+        ConfigError: for none.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_connections + RESERVED_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return num_connections
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    room = allowed - RESERVED_FILES
+    if room < 1:
+        raise ConfigError(f"this process may open {hard} files; a server needs more than {RESERVED_FILES} (ulimit -n)")
+    if room < num_connections:
+        _logger.warning("this process may open %d files, so it takes %d connections (ulimit -n)", allowed, room)
+    return room
+
+
+def address_of(listener: socket.socket, *, has_tls: bool = False) -> str:
     """Returns the URL of a bound socket, with the port that was chosen."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
+    scheme = "https" if has_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"{scheme}://{host}:{port}"

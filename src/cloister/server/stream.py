@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cloister.server.errors import error_object
 from cloister.server.failures import told
+from cloister.types.errors import CloisterError
 
 DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.Encoder().encode
@@ -25,32 +27,54 @@ def events(chunks: Iterable[Any]) -> bytes:
     return b"".join(b"data: " + _encode(chunk) + b"\n\n" for chunk in chunks)
 
 
+def named_events(chunks: Iterable[Mapping[str, Any]]) -> bytes:
+    """Returns chunks as events, each under the name that is its `type`."""
+    return b"".join(b"event: %s\ndata: %s\n\n" % (chunk["type"].encode(), _encode(chunk)) for chunk in chunks)
+
+
 class EventTemplate:
     """An event of which one text changes: encoded once, and cut where the text goes. Most tokens need no more than this.
 
     Args:
         make: returns the chunk for a text, which must stand in it once, as a whole string.
+        encode: makes events of chunks.
     """
 
     __slots__ = ("_head", "_tail")
 
-    def __init__(self, make: Callable[[str], Any]) -> None:
+    def __init__(self, make: Callable[[str], Any], encode: Callable[[Iterable[Any]], bytes] = events) -> None:
         place = secrets.token_hex(16)
-        self._head, self._tail = events([make(place)]).split(b'"%s"' % place.encode())
+        self._head, self._tail = encode([make(place)]).split(b'"%s"' % place.encode())
 
     def fill(self, text: str) -> bytes:
         """Returns the event with `text` in it."""
         return self._head + _encode(text) + self._tail
 
 
-async def open_stream(chunks: Chunks) -> EventStream:
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a stream ends.
+
+    Attributes:
+        done: what follows the last chunk.
+        tell: makes an event of an error.
+    """
+
+    done: bytes
+    tell: Callable[[CloisterError], bytes]
+
+
+OPENAI: Final = Ending(DONE, lambda error: events([error_object(error)]))
+
+
+async def open_stream(chunks: Chunks, ending: Ending = OPENAI) -> EventStream:
     """Waits for the first chunk, so that a request that is refused still gets its status, and returns the response.
 
     Raises:
         CloisterError: the request was refused, or failed before its first token.
     """
     try:
-        return EventStream(await anext(chunks), chunks)
+        return EventStream(await anext(chunks), chunks, ending)
     except BaseException:
         await chunks.aclose()
         raise
@@ -61,12 +85,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: Chunks) -> None:
+    def __init__(self, first: bytes, rest: Chunks, ending: Ending) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"x-accel-buffering": "no"})  # a proxy that buffers would undo the streaming
         self._first = first
         self._rest = rest
+        self._ending = ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
@@ -76,8 +101,8 @@ class EventStream(Response):
                 async for chunk in self._rest:
                     await send(_body(chunk))
             except Exception as error:
-                await send(_body(events([error_object(told(error))])))
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                await send(_body(self._ending.tell(told(error))))
+            await send({"type": "http.response.body", "body": self._ending.done, "more_body": False})
 
 
 def _body(body: bytes) -> Message:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cloister.text.guard import MARK, Guard
+from cloister.text.history import EXAMPLE, Habits, Message, completed, with_objects
 from cloister.text.source import open_source
 from cloister.text.special import SpecialTokens
 from cloister.types.errors import InvalidRequestError, ModelError
@@ -23,6 +26,7 @@ MAX_RENDERED_CHARS = 32 * 2**20
 
 _NO_TEMPLATE = "this model has no chat template; send a plain prompt to /v1/completions"
 _REFUSED = "the model's chat template cannot take these messages; check their roles, their order and their fields"
+_NO_CONTINUING = "the model's chat template cannot end inside a message; end the conversation with one of the user"
 _TOO_LONG = "the model's chat template renders these messages to too long a text; send fewer or shorter ones"
 
 
@@ -42,6 +46,7 @@ class ChatTemplate:
         self._guard = Guard(special)
         self._sources = dict(sources)
         self._templates = {name: _compile(source) for name, source in sources.items()}
+        self._habits = {name: Habits.of(source) for name, source in sources.items()}
 
     @classmethod
     def load(cls, path: str | Path) -> ChatTemplate:
@@ -58,12 +63,23 @@ class ChatTemplate:
         """Whether the model has a template at all."""
         return "default" in self._templates
 
+    @property
+    def source(self) -> str:
+        """The templates as they were written, the one for tools first; nothing for a model without one."""
+        return "\n".join(self._sources[name] for name in sorted(self._sources, reverse=True))
+
+    def knows(self, variable: str) -> bool:
+        """Whether the templates read a variable, such as `enable_thinking`."""
+        return re.search(rf"\b{re.escape(variable)}\b", self.source) is not None
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        call_example: str = EXAMPLE,
         **variables: Any,
     ) -> str:
         """Returns the text to tokenize with `Tokenizer.encode(text)`, which knows the marks in it (see `guard`).
@@ -71,8 +87,11 @@ class ChatTemplate:
         Where no content spells a control token, that is what transformers' `apply_chat_template` renders.
 
         Args:
-            messages, tools: as in the OpenAI API, JSON values only.
+            messages, tools: as in the OpenAI API, JSON values only. A template without a place for tools gets them as
+                text of the system message, and calls and their results as text of their messages.
             add_generation_prompt: end where the assistant speaks.
+            continue_final_message: end inside the last message instead, at the end of its content.
+            call_example: how a call looks, for a template without a place for tools.
             variables: more for the template, such as `enable_thinking`.
 
         Raises:
@@ -81,17 +100,53 @@ class ChatTemplate:
         if not self.exists:
             raise InvalidRequestError(_NO_TEMPLATE, param="messages", code="no_chat_template")
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if continue_final_message:
+            place, add_generation_prompt = secrets.token_hex(16), False
+            last = messages[-1]
+            messages = [*messages[:-1], {**last, "content": (last.get("content") or "") + place}]
         given = {
             **self._guard.mark(variables),
             **self._special.named,
-            "messages": self._guard.mark(messages),
-            "tools": self._guard.mark(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._render(name, given)
+        text = self._render_somehow(name, given, self._ways(name, messages, tools, call_example))
+        if continue_final_message:
+            text, found, _ = text.rpartition(place)
+            if not found:
+                raise InvalidRequestError(_NO_CONTINUING, param="messages")
         return text if self._special.are_literal else text + MARK
 
+    def _ways(
+        self, name: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, example: str
+    ) -> Iterator[dict[str, Any]]:
+        """Yields messages and tools as transformers has them, then in other ways that templates ask for."""
+        habits = self._habits[name]
+        fitted = habits.fit(messages, tools, example)
+        # A few templates take tools that are none for a list, and descriptions for granted.
+        for listed in ({"tools": tools or None}, {"tools": completed(tools)} if tools else {}):
+            yield {"messages": with_objects(fitted), **listed}
+            yield {"messages": fitted, **listed}  # a few add arguments to text as they stand
+        if tools and not habits.takes_tools:  # and a few refuse system messages
+            in_user = habits.fit(messages, tools, example, in_system=False)
+            yield {"messages": with_objects(in_user), "tools": None}
+
+    def _render_somehow(self, name: str, given: Mapping[str, Any], ways: Iterable[Mapping[str, Any]]) -> str:
+        """Renders in the first way that the template takes; raises what it said of the first."""
+        first: _FailedError | None = None
+        for way in ways:
+            try:
+                return self._render(name, {**given, **self._guard.mark(way)})
+            except _FailedError as failure:
+                first = first or failure
+        assert first is not None
+        raise first
+
     def _render(self, name: str, variables: dict[str, Any]) -> str:
+        """Renders one template.
+
+        Raises:
+            InvalidRequestError: the text is too long; a `_FailedError` if the template does not take what it is given.
+        """
         blocks, size = [], 0
         try:
             for block in self._templates[name].generate(variables):
@@ -102,9 +157,9 @@ class ChatTemplate:
         except InvalidRequestError:
             raise
         except _RefusalError as refusal:
-            raise InvalidRequestError(self._reason(name, str(refusal)), param="messages") from None
+            raise _FailedError(self._reason(name, str(refusal)), param="messages") from None
         except Exception:  # a template may fail in any way, and what it says may hold content
-            raise InvalidRequestError(_REFUSED, param="messages") from None
+            raise _FailedError(_REFUSED, param="messages") from None
         return "".join(blocks)
 
     def _reason(self, name: str, message: str) -> str:
@@ -114,6 +169,10 @@ class ChatTemplate:
 
 class _RefusalError(jinja2.TemplateError):
     """The template called `raise_exception`."""
+
+
+class _FailedError(InvalidRequestError):
+    """The template made no text of what it was given."""
 
 
 class _GenerationTag(Extension):

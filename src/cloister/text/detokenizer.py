@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from cloister.text.special import SpecialTokens
@@ -28,14 +28,23 @@ class Detokenizer:
     subpart (Unicode 16, section 3.9, table 3-8). O(1) per token.
 
     Args:
-        skip_special_tokens: control tokens have no text.
+        skip_special_tokens: control tokens have no text, except those in `shown`.
         prompt_ids: what the text goes on from. A character that the prompt's last tokens left open is finished, and a
             leading space is text then, while at the start of a text SentencePiece put it there itself.
     """
 
-    def __init__(self, tokenizer: TokenBytes, *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenBytes,
+        *,
+        skip_special_tokens: bool = True,
+        shown: Collection[int] = (),
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special.control_ids if skip_special_tokens else frozenset()
+        if shown:
+            self._skipped -= frozenset(shown)
         self._open = b""
         self._num_to_strip = tokenizer.spelling.num_leading_spaces
         if any(token_id not in self._skipped and tokenizer.token_bytes(token_id) for token_id in prompt_ids):

@@ -7,12 +7,14 @@ expression with a name cuts out; "llama" is SentencePiece's BPE, whose merges fo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from cloister.text.framing import surround
+from cloister.text.sentencepiece import merges_by_score
 from cloister.text.splits import SPLITS
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile, read_gguf
@@ -157,21 +159,8 @@ def _sentence_piece(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _merges_of(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, best piece first: SentencePiece merges the pair whose piece scores best."""
-    pieces = [
-        (token_id, token)
-        for token_id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
-        if kind == _NORMAL
-    ]
-    ids = {token: token_id for token_id, token in pieces}
-    pieces.sort(key=lambda piece: -scores[piece[0]])
-    return [pair for _, piece in pieces for pair in _ways_to_make(piece, ids)]
-
-
-def _ways_to_make(piece: str, ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    cuts = [(piece[:place], piece[place:]) for place in range(1, len(piece))]
-    found = [(first, second) for first, second in cuts if first in ids and second in ids]
-    yield from sorted(found, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    pairs = zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+    return merges_by_score({token: token_id for token_id, (token, kind) in enumerate(pairs) if kind == _NORMAL}, scores)
 
 
 def _bpe(vocabulary: _Vocabulary, merges: Sequence[Sequence[str]], **options: Any) -> dict[str, Any]:
@@ -183,28 +172,12 @@ def _frame(file: GGUFFile, vocabulary: _Vocabulary, *, adds_bos: bool) -> dict[s
     asked = file.get("tokenizer.ggml.add_bos_token", bool)
     before = _around(file, vocabulary, "bos", adds_bos if asked is None else asked)
     after = _around(file, vocabulary, "eos", bool(file.get("tokenizer.ggml.add_eos_token", bool)))
-    return {"version": "1.0", "added_tokens": vocabulary.added(), "post_processor": _surround(before, after)}
+    return {"version": "1.0", "added_tokens": vocabulary.added(), "post_processor": surround(before, after)}
 
 
 def _around(file: GGUFFile, vocabulary: _Vocabulary, name: str, wanted: bool) -> list[tuple[str, int]]:
     token_id = _token_id(file, name, len(vocabulary.tokens)) if wanted else None
     return [] if token_id is None else [(vocabulary.tokens[token_id], token_id)]
-
-
-def _surround(before: Sequence[tuple[str, int]], after: Sequence[tuple[str, int]]) -> dict[str, Any] | None:
-    if not before and not after:
-        return None
-
-    def places(tokens: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
-        return [{"SpecialToken": {"id": token, "type_id": 0}} for token, _ in tokens]
-
-    first, second = ({"Sequence": {"id": name, "type_id": place}} for place, name in enumerate("AB"))
-    return {
-        "type": "TemplateProcessing",
-        "single": [*places(before), first, *places(after)],
-        "pair": [*places(before), first, *places(after), second],
-        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]} for token, token_id in (*before, *after)},
-    }
 
 
 _KINDS: Final[Mapping[str, Callable[[GGUFFile, _Vocabulary], dict[str, Any]]]] = {

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from cloister.text.gguf import GGUFSource
+from cloister.text.sentencepiece import convert_model, named_tokens
 from cloister.types.errors import ModelError
+
+SENTENCE_PIECE: Final = "tokenizer.model"
 
 
 class _Head(msgspec.Struct):
@@ -41,16 +44,21 @@ class TextSource(Protocol):
 
 
 class DirectorySource:
-    """A Hugging Face model directory (protocol `TextSource`)."""
+    """A Hugging Face model directory (protocol `TextSource`): tokenizer.json, or tokenizer.model where there is none."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def tokenizer(self) -> dict[str, Any]:
+        if self._is_sentence_piece:
+            return convert_model(_read_bytes(self._path / SENTENCE_PIECE), self._settings())
         return _read_json(self._path / "tokenizer.json")
 
     def tokenizer_text(self) -> tuple[dict[str, Any], bytes]:
         """Leaves the vocabulary in the text: as Python's strings, 150,000 entries take 40 MiB."""
+        if self._is_sentence_piece:
+            settings = self.tokenizer()
+            return settings, json.dumps(settings).encode()
         text = _read_bytes(self._path / "tokenizer.json")
         try:
             return msgspec.structs.asdict(msgspec.json.decode(text, type=_Head)), text
@@ -60,10 +68,19 @@ class DirectorySource:
             raise _unreadable(self._path / "tokenizer.json", error) from None
 
     def config(self) -> dict[str, Any]:
-        """Returns tokenizer_config.json over special_tokens_map.json."""
+        """Returns tokenizer_config.json over special_tokens_map.json, over what tokenizer.model names."""
+        named = named_tokens(_read_bytes(self._path / SENTENCE_PIECE)) if self._is_sentence_piece else {}
+        return {**named, **self._settings()}
+
+    def _settings(self) -> dict[str, Any]:
         paths = [self._path / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
         found = [_read_json(path) for path in paths if path.is_file()]
         return {key: value for settings in found for key, value in settings.items() if value is not None}
+
+    @property
+    def _is_sentence_piece(self) -> bool:
+        path = self._path
+        return not (path / "tokenizer.json").exists() and (path / SENTENCE_PIECE).exists()
 
     def templates(self) -> dict[str, str]:
         """Returns chat_template.jinja over chat_template.json over the `chat_template` of tokenizer_config.json."""

@@ -24,6 +24,10 @@ class Spelling(Protocol):
 
     def to_bytes(self, token: str) -> bytes: ...
 
+    def added_bytes(self, token: str) -> bytes:
+        """Returns the bytes of an added token, which is spelled as it is written, save for SentencePiece's spaces."""
+        ...
+
 
 class ByteLevelSpelling:
     """GPT-2's alphabet: every byte is one printable character (Radford et al. 2019, section 2.2)."""
@@ -42,6 +46,9 @@ class ByteLevelSpelling:
         except KeyError:
             return token.encode()
 
+    def added_bytes(self, token: str) -> bytes:
+        return token.encode()
+
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceSpelling:
@@ -59,6 +66,9 @@ class SentencePieceSpelling:
     def to_bytes(self, token: str) -> bytes:
         if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
+        return self.added_bytes(token)
+
+    def added_bytes(self, token: str) -> bytes:
         for written, meant in self.replacements:
             token = token.replace(written, meant)
         return token.encode()

@@ -24,6 +24,7 @@ class StopStrings:
         if not all(stops):
             raise InvalidRequestError("a stop string must not be empty; leave it out", param="stop")
         self._stops = sorted(set(stops), key=len, reverse=True)
+        self._beginnings = [_Beginning(stop) for stop in self._stops]
         self._include_stop = include_stop
         self._held = ""
         self._matched: str | None = None
@@ -41,7 +42,7 @@ class StopStrings:
             end, _, self._matched = min(found)
             self._held = ""
             return held[: end if self._include_stop else end - len(self._matched)], self._matched
-        certain = len(held) - self._num_uncertain(held)
+        certain = len(held) - max((beginning.read(text) for beginning in self._beginnings), default=0)
         self._held = held[certain:]
         return held[:certain], None
 
@@ -50,13 +51,31 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _num_uncertain(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        return max((_overlap(text, stop) for stop in self._stops), default=0)
 
+class _Beginning:
+    """How much of a stop string the text read so far ends in (Knuth, Morris and Pratt 1977, section 2).
 
-def _overlap(text: str, stop: str) -> int:
-    for size in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+    Looking at every length for every piece would let long stop strings and an answer that almost is one hold a step up.
+    """
+
+    __slots__ = ("_borders", "_size", "_stop")
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._size = 0
+        self._borders = [0, 0]  # by size of a beginning, the next smaller one that it ends in; as far as it was needed
+
+    def read(self, text: str) -> int:
+        """Reads text in which the stop string is not complete; returns the size."""
+        stop, borders, size = self._stop, self._borders, self._size
+        for letter in text:
+            size = self._grow(size, letter)
+            if size == len(borders):
+                borders.append(self._grow(borders[-1], stop[size - 1]))
+        self._size = size
+        return size
+
+    def _grow(self, size: int, letter: str) -> int:
+        while size and self._stop[size] != letter:
+            size = self._borders[size]
+        return size + (self._stop[size] == letter)

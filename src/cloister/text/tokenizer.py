@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import tokenizers
 
@@ -18,6 +18,9 @@ from cloister.text.source import open_source
 from cloister.text.special import SpecialTokens
 from cloister.text.spelling import Spelling, read_spelling
 from cloister.types.errors import InvalidRequestError, ModelError
+
+LONG_TEXT_CHARS: Final = 4096
+"""From here on a text takes milliseconds, and a few million characters take seconds: other threads must not wait for them."""
 
 
 class Tokenizer:
@@ -44,6 +47,7 @@ class Tokenizer:
         self._tokenizer = _build(content, head, self.special)
         self.vocab_size = _count_ids(self._tokenizer)
         self._adds_bos: bool | None = config.get("add_bos_token")
+        self._adds_eos: bool | None = config.get("add_eos_token")
         self._token_bytes: dict[int, bytes] = {}
 
     @property
@@ -60,8 +64,9 @@ class Tokenizer:
         """Returns the token ids of `text`.
 
         Args:
-            add_special_tokens: begin with BOS, or whatever else the model wants around a plain text. A chat template
-                writes these itself.
+            add_special_tokens: begin with BOS, or whatever else the model wants around a plain text: the post-processor of
+                its tokenizer, as far as `add_bos_token` and `add_eos_token` of tokenizer_config.json leave it. A text that
+                is written with BOS at its start gets no second one. A chat template writes all of this itself.
             parse_special: spellings of control tokens become control tokens, except where they are marked (see
                 `guard`). False makes every one of them plain text.
 
@@ -70,14 +75,14 @@ class Tokenizer:
         """
         if not _is_unicode(text):
             raise InvalidRequestError("text holds half of a surrogate pair; send valid Unicode")
-        add_special_tokens = add_special_tokens and self._adds_bos is not False
+        is_framed = add_special_tokens and self._adds_bos is not False
         if not parse_special:
-            ids = self._guarded.encode_plain(text, add_special_tokens)
+            ids = self._guarded.encode_plain(text, is_framed)
         elif MARK in text:
-            ids = self._guarded.encode_marked(text, add_special_tokens)
+            ids = self._guarded.encode_marked(text, is_framed)
         else:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return self._with_bos(ids) if add_special_tokens and self._adds_bos else ids
+            ids = _encode(self._tokenizer, text, is_framed)
+        return self._settle_ends(ids, is_framed) if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; bytes that are no UTF-8 become U+FFFD."""
@@ -88,7 +93,7 @@ class Tokenizer:
         """Returns the exact bytes of one token; none for an id without a token."""
         found = self._token_bytes.get(token_id)
         if found is None:
-            found = self._token_bytes[token_id] = self._read_token(token_id)
+            found = self._token_bytes[token_id] = self.read_bytes(token_id)
         return found
 
     def token_id(self, text: str) -> int | None:
@@ -100,9 +105,10 @@ class Tokenizer:
         settings = open_source(self._path).tokenizer()
         return _GuardedTokenizer(settings, self.special)
 
-    def _read_token(self, token_id: int) -> bytes:
+    def read_bytes(self, token_id: int) -> bytes:
+        """As `token_bytes`, for who asks once: the bytes are not kept."""
         if token_id in self.special.added:
-            return self.special.added[token_id].encode()
+            return self.spelling.added_bytes(self.special.added[token_id])
         token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
         return b"" if token is None else self.spelling.to_bytes(token)
 
@@ -110,9 +116,24 @@ class Tokenizer:
         text = self.special.named.get(name)
         return None if text is None else self.token_id(text)
 
-    def _with_bos(self, ids: list[int]) -> list[int]:
-        bos = self.bos_token_id
-        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+    def _settle_ends(self, ids: list[int], is_framed: bool) -> list[int]:
+        """Puts BOS and EOS where the settings want them and the post-processor did not, and takes away what is too much."""
+        bos, eos = self.bos_token_id, self.eos_token_id
+        if bos is not None and ids[:2] == [bos, bos]:
+            ids = ids[1:]
+        if bos is not None and self._adds_bos and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        if eos is None or self._adds_eos is None:
+            return ids
+        if self._adds_eos:
+            return ids if ids[-1:] == [eos] else [*ids, eos]
+        return ids[:-1] if is_framed and self._ends_with_eos else ids
+
+    @cached_property
+    def _ends_with_eos(self) -> bool:
+        """Whether the post-processor puts EOS behind a text."""
+        ids = self._tokenizer.encode("", add_special_tokens=True).ids
+        return ids[-1:] == [self.eos_token_id] and (len(ids) > 1 or self.eos_token_id != self.bos_token_id)
 
 
 class _GuardedTokenizer:
@@ -131,12 +152,19 @@ class _GuardedTokenizer:
 
     def encode_plain(self, text: str, add_special_tokens: bool) -> list[int]:
         """Takes every letter as text."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return _encode(self._tokenizer, text, add_special_tokens)
 
     def encode_marked(self, text: str, add_special_tokens: bool) -> list[int]:
         """Takes spellings of control tokens as such unless a mark is inside; the marks are no part of the text."""
         named = self._controls.sub(lambda match: self._names[match[0]], text)
         return self.encode_plain(named.replace(MARK, ""), add_special_tokens)
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Returns the ids of a text. Only batches leave the interpreter lock to others, but a short text is not worth a batch."""
+    if len(text) < LONG_TEXT_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _build(
@@ -153,6 +181,9 @@ def _build(
         raise ModelError(f"the model's tokenizer cannot be used: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    # The library would keep thousands of the words that it met, and they are users' words: nothing of a request outlives it.
+    if (resize := getattr(tokenizer.model, "_resize_cache", None)) is not None:
+        resize(0)
     known = {token["id"] for token in head.get("added_tokens") or []}
     for token_id in sorted(special.added.keys() - known):
         text = (names or {}).get(special.added[token_id], special.added[token_id])

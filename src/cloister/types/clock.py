@@ -19,6 +19,25 @@ class WallClock:
         return time.monotonic()
 
 
+class Stopwatch:
+    """Times what is done one thing after the other.
+
+    Attributes:
+        laps: (what, seconds), in order.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.laps: list[tuple[str, float]] = []
+        self._clock = clock or WallClock()
+        self._since_s = self._clock.now()
+
+    def lap(self, name: str) -> None:
+        """Ends what went on since the last lap, or since the start, and calls it `name`."""
+        now_s = self._clock.now()
+        self.laps.append((name, now_s - self._since_s))
+        self._since_s = now_s
+
+
 class VirtualClock:
     """A clock that moves only when told to: tests and the simulator."""
 

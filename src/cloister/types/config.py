@@ -75,6 +75,15 @@ class EngineConfig:
         "Privacy profile; unset, `open` on loopback without API keys, else `team`.",
         choices=("open", "team", "private", "paranoid"),
     )
+    lora: str | None = setting(None, "LoRA adapters to load at start: NAME=DIRECTORY, with commas between several.")
+    max_loras: int | None = setting(None, "Adapters at once; unset, those of `lora`, and 4 with `runtime_adapters`.", low=1)
+    max_lora_rank: int | None = setting(None, "Largest rank of an adapter; unset, that of `lora`'s, and at least 16.", low=1)
+    runtime_adapters: bool = setting(False, "Let operators load and unload LoRA adapters while the server runs.")
+    pooling: str | None = setting(
+        None,
+        "How embeddings are made of a text's tokens; unset, as the model's files say, else mean.",
+        choices=("last", "mean"),
+    )
     max_waiting: int = setting(1024, "Requests that may wait; more are answered with 429.", low=0)
     request_timeout_s: float = setting(600.0, "Deadline of a request, from arrival to its last token.", low=0.001)
 
@@ -85,11 +94,49 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
-    served_model_name: str | None = setting(None, "Name that clients use; unset, the model's own.")
+    served_model_name: str | None = setting(None, "Names that clients use, commas between; unset, the model's own.")
     api_keys: str | None = setting(None, "File of hashed API keys (`cloister keys` writes it); unset, none are asked for.")
+    tool_parser: str | None = setting(
+        None,
+        "How the model writes calls of tools; unset, as its chat template shows.",
+        choices=(
+            "hermes",
+            "llama3",
+            "mistral",
+            "mistral_args",
+            "phi4",
+            "granite",
+            "deepseek",
+            "deepseek_v31",
+            "qwen3_coder",
+        ),
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        "How the model marks its reasoning; unset, as its chat template shows; none leaves it in the answer.",
+        choices=("think", "magistral", "none"),
+    )
     max_request_kb: int = setting(4096, "Largest request body, in KiB.", low=1)
     max_n: int = setting(64, "Most sequences (`n`) that one request may ask for.", low=1)
+    page: bool = setting(True, "Serve the web page at `/`.")
+    max_connections: int = setting(2048, "Connections at once; more are answered with 503.", low=1)
+    allowed_origins: str | None = setting(
+        None, "Origins of web pages elsewhere that may use the API (CORS), with commas between them, or *; unset, none."
+    )
+    certfile: str | None = setting(None, "Certificate for TLS, with its chain, in PEM; unset, plain HTTP.")
+    keyfile: str | None = setting(None, "Private key of the certificate, in PEM; unset, it is in `certfile` too.")
+    log_format: str = setting("text", "How a line of the log is written.", choices=("text", "json"))
+    log_requests: bool | None = setting(
+        None, "Log a line for every request, with counts and times and no content; unset, as the profile says."
+    )
+    log_clients: bool = setting(False, "Put the client's address into the line of a request.")
+    otlp_endpoint: str | None = setting(None, "Address of an OpenTelemetry collector (OTLP over HTTP) that gets traces.")
     drain_timeout_s: float = setting(30.0, "After SIGTERM, how long running requests may take to end.", low=0)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names of `served_model_name`; the first one is what replies say."""
+        return tuple(name.strip() for name in (self.served_model_name or "").split(",") if name.strip())
 
 
 @dataclass(frozen=True, slots=True)

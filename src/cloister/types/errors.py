@@ -80,6 +80,21 @@ class QueueFullError(CloisterError):
         self.retry_after_s = max(1.0, retry_after_s)
 
 
+class RateLimitError(CloisterError):
+    """An API key used what its limits let it use.
+
+    Attributes:
+        retry_after_s: when to try again, in seconds, at least 1.
+    """
+
+    code = "rate_limit_exceeded"
+    status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = max(1.0, retry_after_s)
+
+
 class DeadlineError(CloisterError):
     """The request's deadline passed before its answer was complete."""
 

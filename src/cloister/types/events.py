@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
+from cloister.types.request import AdapterInfo, FinishReason, ModelInfo, Request, SequenceOutput
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
@@ -19,7 +19,10 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class Scheduled(msgspec.Struct, frozen=True, tag=True):
-    """A request got its first slot in a plan (again after a preemption: `resumed`)."""
+    """A request got its first slot in a plan (again after a preemption: `resumed`).
+
+    `num_queried_tokens` of its prompt were looked up in the prefix cache: all or none.
+    """
 
     request_id: str
     now_s: float
@@ -27,6 +30,7 @@ class Scheduled(msgspec.Struct, frozen=True, tag=True):
     num_cached_tokens: int
     num_prompt_tokens: int
     resumed: bool = False
+    num_queried_tokens: int = 0
 
 
 class Preempted(msgspec.Struct, frozen=True, tag=True):
@@ -96,6 +100,35 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: read the adapter in the directory `path`."""
+
+    call_id: str
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: take no more requests for this adapter, and forget it when those that use it have ended."""
+
+    call_id: str
+    name: str
+
+
+class AdapterReply(msgspec.Struct, frozen=True):
+    """Engine to front, in `Outputs`: what became of a call about an adapter.
+
+    Attributes:
+        adapter: what was loaded.
+        error, code: why it was not done; free of content.
+    """
+
+    call_id: str
+    adapter: AdapterInfo | None = None
+    error: str | None = None
+    code: str = ""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Front to engine: end what runs within `timeout_s`, then exit."""
 
@@ -108,6 +141,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     model: ModelInfo
     memory: list[tuple[str, int]]
     """Itemised memory budget: (what, bytes)."""
+    adapters: list[AdapterInfo] = []
+    startup: list[tuple[str, float]] = []
+    """How long the start took, by phase: (what, seconds)."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -122,7 +158,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
     outputs: list[SequenceOutput]
     events: list[Event]
+    replies: list[AdapterReply] = []
 
 
-FrontMessage = Submit | Abort | Shutdown
+FrontMessage = Submit | Abort | LoadAdapter | UnloadAdapter | Shutdown
 EngineMessage = Ready | Failed | Outputs

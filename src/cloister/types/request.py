@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
+from cloister.types.grammar import Grammar
 from cloister.types.scope import LOCAL_SCOPE, Scope
 
 
@@ -23,12 +25,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         seed: makes the answer repeatable; None draws one.
         stop: strings that end the answer; not part of it unless `include_stop`.
         stop_token_ids: token ids that end the answer, beside the model's EOS ids.
+        shown_token_ids: control tokens that are text of the answer, such as those around calls of tools; the others are not.
         min_tokens: EOS and stop tokens cannot be chosen, and stop strings do not count, before this many.
         max_tokens: output tokens at most; None means as many as the context window holds.
         ignore_eos: the model's EOS ids do not end the answer.
         logprobs: None for none, k for the chosen token's and the k most likely ones'. They are log-probabilities of
             the model's distribution before temperature, penalties and truncation.
         prompt_logprobs: as `logprobs`, for every prompt token but the first; reads no prefix hits (rule 5).
+        grammar: the form that the answer must have; once it is complete and nothing can follow, the answer ends.
     """
 
     n: int = 1
@@ -44,15 +48,42 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    shown_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     max_tokens: int | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __repr__(self) -> str:
         """Says nothing of content (rule 12): stop strings and biases are a user's words too."""
         return f"SamplingParams(n={self.n}, temperature={self.temperature}, max_tokens={self.max_tokens})"
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the hidden states of a prompt become one vector.
+
+    Attributes:
+        kind: "last" takes the last token's, "mean" the mean over all tokens.
+        normalize: the vector is divided by its length (L2).
+        dimensions: only the first so many numbers, for models trained so that these mean something on their own (Matryoshka
+            representation learning, Kusupati et al. 2022, section 3); None takes all.
+    """
+
+    kind: Literal["last", "mean"] = "last"
+    normalize: bool = True
+    dimensions: int | None = None
+
+
+class Embedding(msgspec.Struct, frozen=True):
+    """A vector as float32, little-endian, number after number."""
+
+    data: bytes
+
+    def __repr__(self) -> str:
+        """Says nothing of content (rule 12): texts can be guessed from their vectors."""
+        return f"Embedding(num_dimensions={len(self.data) // 4})"
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +96,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         tenant: whose fair share it uses; a name from the credential, never from content.
         priority: class from the credential; smaller is more urgent.
         timeout_s: from arrival at the engine until its last token; the deadline of every state it waits in.
-        adapter: name of a LoRA adapter, or None.
+        adapter: digest of a LoRA adapter (`AdapterInfo`), or None.
+        pooling: the prompt becomes a vector and no token is sampled (`max_tokens` 0); reads no prefix hits (rule 5).
     """
 
     request_id: str
@@ -76,6 +108,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     timeout_s: float = 600.0
     adapter: str | None = None
+    pooling: PoolingParams | None = None
 
     def __repr__(self) -> str:
         """Says nothing of content (rule 12)."""
@@ -125,6 +158,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
         error: for ERROR, REJECTED and TIMEOUT: what to tell the client, free of content.
         prompt_logprobs: on the first output of index 0, when asked for; entry 0 is None.
         num_cached_tokens: prompt tokens read from the prefix cache.
+        embedding: on the only output of a request with `pooling`.
     """
 
     request_id: str
@@ -139,6 +173,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    embedding: Embedding | None = None
 
     def __repr__(self) -> str:
         """Says nothing of content (rule 12)."""
@@ -153,6 +188,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         eos_token_ids: every id that ends an answer.
         defaults: sampling defaults of generation_config.json (temperature, top_p, top_k, repetition_penalty, ...).
         fingerprint: `system_fingerprint` (rule 6): weights, format, instruction set, back end, layout.
+        hidden_size: numbers in an embedding.
+        pooling: how it makes one, unless a request says otherwise.
     """
 
     name: str
@@ -162,4 +199,22 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     defaults: dict[str, float] = {}
     fingerprint: str = ""
+    created_s: int = 0
+    hidden_size: int = 0
+    pooling: PoolingParams = PoolingParams()
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front needs to know of a LoRA adapter that the engine holds.
+
+    Attributes:
+        name: as clients know it.
+        digest: SHA-256 of its weights (hex): what requests, plans and prefix keys know it by.
+        path: its directory.
+    """
+
+    name: str
+    digest: str
+    path: str
+    rank: int
     created_s: int = 0

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from cloister.types.request import SamplingParams, TokenLogprobs
+from cloister.types.request import Embedding, PoolingParams, SamplingParams, TokenLogprobs
 
 
 class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +32,7 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
     index: int = 0
     stop_token_ids: tuple[int, ...] = ()
     adapter: str | None = None
+    pooling: PoolingParams | None = None
 
     def __repr__(self) -> str:
         """Says nothing of content (rule 12)."""
@@ -118,14 +119,18 @@ class StepResult(msgspec.Struct, kw_only=True):
         samples: one entry per sequence (forked children too) that sampled.
         prompt_logprobs: seq_id -> logprobs of the prompt tokens at the positions start + 1 .. start + num_tokens that
             are still prompt, in order.
+        embeddings: seq_id -> vector of a prompt that was to be pooled and is computed to its end.
         failures: seq_id -> what to tell the client; such a sequence has no sample.
+        complete: sequences whose grammar lets nothing follow their sample.
         elapsed_s: time the step took, for the budget and for every figure (rule 7).
     """
 
     plan_id: int
     samples: list[Sample] = []
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    embeddings: dict[int, Embedding] = {}
     failures: dict[int, str] = {}
+    complete: set[int] = set()
     elapsed_s: float = 0.0
 
 

@@ -42,25 +42,59 @@ class Matrix:
         bias: _Floats | None,
     ) -> None: ...
 
+class Norm:
+    def __init__(self, *, weight: _Floats, bias: _Floats | None) -> None: ...
+
+class FeedForward:
+    def __init__(self, *, up: Matrix, down: Matrix, activation: int, gated: bool) -> None: ...
+
+class Mixture:
+    def __init__(
+        self,
+        *,
+        router: Matrix,
+        experts: list[FeedForward],
+        num_chosen: int,
+        renormalize: bool,
+        shared: FeedForward | None,
+        shared_gate: bool,
+    ) -> None: ...
+
 class Program:
     def __init__(self, kernels: str, pool: Pool, vocab_size: int, hidden_size: int, norm_eps: float) -> None: ...
-    def set_ends(self, embedding: Matrix, head: Matrix, norm: _Floats) -> None: ...
+    def set_ends(
+        self,
+        *,
+        embedding: Matrix,
+        head: Matrix,
+        norm: Norm,
+        positions: Matrix | None,
+        centres: bool,
+        embedding_scale: float,
+        logit_scale: float,
+        logit_softcap: float,
+    ) -> None: ...
     def add_rope(self, inv_freq: list[float], scale: float) -> None: ...
     def add_layer(
         self,
         *,
         shape: tuple[int, int, int, int],
         scale: float,
+        softcap: float,
         rope: int,
-        activation: int,
         qkv: Matrix,
         output: Matrix,
-        gate_up: Matrix,
-        down: Matrix,
-        attention_norm: _Floats,
-        mlp_norm: _Floats,
+        mlp: FeedForward | None,
+        mixture: Mixture | None,
+        attention_norm: Norm | None,
+        mlp_norm: Norm | None,
+        attention_post_norm: Norm | None,
+        mlp_post_norm: Norm | None,
         q_norm: _Floats | None,
         k_norm: _Floats | None,
+        norms_projection: bool,
+        parallel: bool,
+        residual_scale: float,
         cache: _Bytes,
         kv_kind: int,
         block_size: int,
@@ -74,6 +108,7 @@ class Program:
         tables: _Ints,
         logit_rows: _Ints,
         parents: _Ints | None,
+        adapters: _Ints | None,
         logits: _Floats,
     ) -> None: ...
     def forward_best(
@@ -85,7 +120,20 @@ class Program:
         tables: _Ints,
         logit_rows: _Ints,
         parents: _Ints | None,
+        adapters: _Ints | None,
         best: _Ints,
+    ) -> None: ...
+    def forward_hidden(
+        self,
+        token_ids: _Ints,
+        positions: _Ints,
+        query_starts: _Ints,
+        context_lens: _Ints,
+        tables: _Ints,
+        logit_rows: _Ints,
+        parents: _Ints | None,
+        adapters: _Ints | None,
+        hidden: _Floats,
     ) -> None: ...
     def forward_draw(
         self,
@@ -96,10 +144,14 @@ class Program:
         tables: _Ints,
         logit_rows: _Ints,
         parents: _Ints | None,
+        adapters: _Ints | None,
         draws: _Bytes,
         tokens: _Ints,
     ) -> None: ...
     def draw(self, logits: _Floats, draws: _Bytes, tokens: _Ints) -> None: ...
+    def draw_masked(self, logits: _Floats, draws: _Bytes, masks: npt.NDArray[np.uint32], tokens: _Ints) -> None: ...
+    def load_adapter(self, slot: int, updates: list[tuple[int, int, Matrix, Matrix]]) -> None: ...
+    def unload_adapter(self, slot: int) -> None: ...
     def wipe(self) -> None: ...
     def record(self, on: bool) -> None: ...
     def spans(self) -> list[tuple[str, int, float, float]]: ...

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from cloister.backends.base import KVLayout, MemoryNeed, Weights
 from cloister.backends.native import _native
+from cloister.backends.native.buffers import buffer_bytes
 from cloister.backends.native.model import PackedModel, pack_model, packed_model_bytes
 from cloister.backends.native.packing import LAYOUT, Kind, Packer
 from cloister.backends.native.program import KV_KINDS, NativeProgram
 from cloister.backends.native.store import PackedStore
-from cloister.backends.spec import DecoderSpec, LayerSpec
+from cloister.backends.spec import DecoderSpec
 from cloister.types.errors import ConfigError
 
-NUMERICS = 3  # raise it when an answer may change in its last bit
-_NUM_BUFFERS = 11  # of a program, each of whole pages
-_MOST_PARTIAL_BYTES = 64 << 20  # cpp/program.cpp
+NUMERICS = 4  # raise it when an answer may change in its last bit
 
 
 class NativeBackend:
@@ -69,10 +68,13 @@ class NativeBackend:
                 )
                 for layer in spec.layers
             ),
-            activations_bytes=max_batched_tokens * _row_bytes(spec)
-            + self._pool.num_threads * _scratch_bytes(spec, self.kernels)
-            + _partial_bytes(spec, max_batched_tokens, self._pool.num_threads)
-            + _rotation_bytes(spec),
+            activations_bytes=buffer_bytes(
+                spec,
+                num_tokens=max_batched_tokens,
+                num_threads=self._pool.num_threads,
+                kernels=self.kernels,
+                is_wide=self._dense is Kind.F32,
+            ),
             logit_row_bytes=4 * spec.vocab_size,
         )
 
@@ -85,7 +87,15 @@ class NativeBackend:
         if not 1 <= kv.block_size <= 256 or kv.num_blocks < 1:
             raise ConfigError("a KV cache needs at least one block, of 1 to 256 positions", param="block_size")
         model = self._pack(spec, weights, identity)
-        return NativeProgram(spec, model, kv, kernels=self.kernels, pool=self._pool, kv_dtype=self._kv_dtype)
+        return NativeProgram(
+            spec,
+            model,
+            kv,
+            kernels=self.kernels,
+            pool=self._pool,
+            kv_dtype=self._kv_dtype,
+            packer=Packer(self._pool, self._dense),
+        )
 
     def _pack(self, spec: DecoderSpec, weights: Weights, identity: str | None) -> PackedModel:
         packer = Packer(self._pool, self._dense)
@@ -93,45 +103,7 @@ class NativeBackend:
             return pack_model(spec, weights, packer)
         identity = f"{identity} {self._dense.name}"
         model = self._store.load(identity)
-        if model is None:
+        if model is None or not model.fits(spec):
             model = pack_model(spec, weights, packer)
             self._store.save(identity, model)
         return model
-
-
-def _row_bytes(spec: DecoderSpec) -> int:
-    """Bytes that one token takes in the buffers of a step: residual, QKV, queries, mixed values, inputs of two products."""
-    widest = max(
-        6 * layer.mlp.intermediate_size
-        + 14 * (layer.attention.num_heads + layer.attention.num_kv_heads) * layer.attention.head_dim
-        for layer in spec.layers
-    )
-    return 12 * spec.hidden_size + widest
-
-
-def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
-    """Bytes that one thread works in: gathered keys, scores, an unpacked panel, candidates of a draw; and a row of its own."""
-
-    def widest(layer: LayerSpec) -> int:
-        heads, kv_heads, head_dim = layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim
-        inputs = max(spec.hidden_size, heads * head_dim, layer.mlp.intermediate_size)
-        return _native.scratch_bytes(kernels, heads, kv_heads, head_dim, inputs, spec.vocab_size)
-
-    return max(map(widest, set(spec.layers))) + 4 * spec.hidden_size + (1 + _NUM_BUFFERS) * 4096
-
-
-def _partial_bytes(spec: DecoderSpec, max_batched_tokens: int, num_threads: int) -> int:
-    """Bytes of what single splits of keys give, where a few tasks of 256 rows are shared by a team."""
-    if num_threads == 1:
-        return 0
-    num_splits = -(-spec.max_positions // 256)
-    widest = max(
-        min(max_batched_tokens * layer.attention.num_heads, 4 * num_threads * 256) * (layer.attention.head_dim + 48)
-        for layer in spec.layers
-    )
-    return min(4 * widest * num_splits, _MOST_PARTIAL_BYTES)
-
-
-def _rotation_bytes(spec: DecoderSpec) -> int:
-    """Bytes of the cosines and sines of all positions."""
-    return sum(8 * len(rope.inv_freq) * spec.max_positions for rope in {layer.attention.rope for layer in spec.layers})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,105 +10,155 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.base import Weights
-from cloister.backends.native.packing import Kind, PackedMatrix, Packer, packed_bytes
-from cloister.backends.spec import DecoderSpec, LayerSpec
+from cloister.backends.native.packing import PANEL, Kind, PackedMatrix, Packer, packed_bytes
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
 from cloister.backends.tensors import Tensor, dequantized
 
 FloatArray = npt.NDArray[np.float32]
+_LANES = 16  # kernels read whole vectors
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLayer:
-    """Matrices and norms of one layer; a norm is padded with zeros to whole vectors of 16."""
+class MatrixParts:
+    """Which tensors become one packed matrix.
 
-    qkv: PackedMatrix
-    output: PackedMatrix
-    gate_up: PackedMatrix
-    down: PackedMatrix
-    attention_norm: FloatArray
-    mlp_norm: FloatArray
-    q_norm: FloatArray | None
-    k_norm: FloatArray | None
+    Attributes:
+        name: of the packed matrix: embedding, head, positions, or `layers.L.` and what it computes: qkv, output, up (with gate
+            where there is one), down, router.
+        sources: canonical names of the tensors, without `.weight`, one below the other.
+        interleaved: two sources whose outputs stand 16 by 16 in turn.
+        biased: the sources carry biases.
+        exact: float32, whatever the format of the others.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    interleaved: bool = False
+    biased: bool = False
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """All weights of a decoder.
+    """All weights of a decoder by name.
 
     Attributes:
-        head: None when the embedding serves.
+        matrices: as `matrices_of` lists them; without a head where the embedding serves.
+        vectors: as `vectors_of` lists them.
     """
 
-    embedding: PackedMatrix
-    head: PackedMatrix | None
-    norm: FloatArray
-    layers: tuple[PackedLayer, ...]
+    matrices: Mapping[str, PackedMatrix]
+    vectors: Mapping[str, FloatArray]
+
+    def fits(self, spec: DecoderSpec) -> bool:
+        """Tells whether these are the weights that such a decoder needs."""
+        matrices = {parts.name for parts in matrices_of(spec)}
+        return self.matrices.keys() == matrices and self.vectors.keys() == {name for name, _ in vectors_of(spec)}
+
+
+def matrices_of(spec: DecoderSpec) -> Iterator[MatrixParts]:
+    """Yields what a decoder's packed matrices are made of."""
+    yield MatrixParts("embedding", ("embed",))
+    if spec.position_embeddings:
+        yield MatrixParts("positions", ("positions",))
+    if not spec.tied_embeddings:
+        yield MatrixParts("head", ("head",), biased=spec.head_bias)
+    for number, layer in enumerate(spec.layers):
+        yield from _layer_matrices(layer, f"layers.{number}.")
+
+
+def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
+    attention, mlp = layer.attention, layer.mlp
+    yield MatrixParts(f"{prefix}qkv", tuple(prefix + name for name in "qkv"), biased=attention.qkv_bias)
+    yield MatrixParts(f"{prefix}output", (f"{prefix}o",), biased=attention.output_bias)
+    if isinstance(mlp, MlpSpec):
+        yield from _mlp_matrices(mlp, prefix)
+        return
+    routers = ("router", "shared_router") if mlp.shared_gate else ("router",)
+    yield MatrixParts(f"{prefix}router", tuple(prefix + name for name in routers), exact=True)
+    for expert in range(mlp.num_experts):
+        yield from _mlp_matrices(mlp.expert, f"{prefix}experts.{expert}.")
+    if mlp.shared is not None:
+        yield from _mlp_matrices(mlp.shared, f"{prefix}shared.")
+
+
+def _mlp_matrices(mlp: MlpSpec, prefix: str) -> Iterator[MatrixParts]:
+    ups = (f"{prefix}gate", f"{prefix}up") if mlp.gated else (f"{prefix}up",)
+    yield MatrixParts(f"{prefix}up", ups, interleaved=mlp.gated, biased=mlp.bias)
+    yield MatrixParts(f"{prefix}down", (f"{prefix}down",), biased=mlp.bias)
+
+
+def vectors_of(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
+    """Yields (canonical name, length) of a decoder's vectors that are no part of a matrix, padded to what kernels read."""
+    norms = [
+        (f"layers.{number}.{name}", size) for number, layer in enumerate(spec.layers) for name, size in _norms(layer, spec)
+    ]
+    for name, size in [("norm", spec.hidden_size), *norms]:
+        yield f"{name}.weight", _padded(size, _LANES)
+        if spec.norm_bias and not name.endswith(("q_norm", "k_norm")):
+            yield f"{name}.bias", _padded(size, _LANES)
+    if spec.head_bias and spec.tied_embeddings:
+        yield "head.bias", _padded(spec.vocab_size, PANEL)
+
+
+def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:
+    if layer.pre_norm:
+        yield from (("attention_norm", spec.hidden_size), ("mlp_norm", spec.hidden_size))
+    if layer.post_norm:
+        yield from (("attention_post_norm", spec.hidden_size), ("mlp_post_norm", spec.hidden_size))
+    if layer.attention.qk_norm:
+        yield from (("q_norm", _qk_length(layer.attention, layer.attention.num_heads)),)
+        yield from (("k_norm", _qk_length(layer.attention, layer.attention.num_kv_heads)),)
+
+
+def _qk_length(attention: AttentionSpec, num_heads: int) -> int:
+    return attention.head_dim * (num_heads if attention.qk_norm_over == "projection" else 1)
+
+
+def _padded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 def packed_model_bytes(spec: DecoderSpec, weights: Weights, dense: Kind) -> int:
     """Returns the bytes that `pack_model` will take, from what each matrix becomes; nothing large is read."""
-
-    def matrix(*names: str, has_bias: bool = False) -> int:
-        rows = [_form_row(weights, f"{name}.weight") for name in names]
-        heights = [weights.shape(f"{name}.weight")[0] for name in names]
-        return packed_bytes(rows, sum(heights), dense, has_bias=has_bias)
-
-    def layer(number: int, layer: LayerSpec) -> int:
-        attention, mlp, at = layer.attention, layer.mlp, f"layers.{number}"
-        gate_up = [_form_row(weights, f"{at}.{name}.weight") for name in ("gate", "up")]
-        norms = 2 * spec.hidden_size + 2 * attention.head_dim * attention.qk_norm
-        return (
-            matrix(f"{at}.q", f"{at}.k", f"{at}.v", has_bias=attention.qkv_bias)
-            + matrix(f"{at}.o", has_bias=attention.output_bias)
-            + packed_bytes(gate_up, -(-mlp.intermediate_size // 16) * 32, dense, has_bias=mlp.bias)
-            + matrix(f"{at}.down", has_bias=mlp.bias)
-            + 4 * norms
-        )
-
-    ends = matrix("embed") + (0 if spec.tied_embeddings else matrix("head")) + 4 * spec.hidden_size
-    return ends + sum(layer(number, each) for number, each in enumerate(spec.layers))
+    matrices = sum(_matrix_bytes(parts, weights, dense) for parts in matrices_of(spec))
+    return matrices + sum(4 * length for _, length in vectors_of(spec))
 
 
-def _form_row(weights: Weights, name: str) -> Tensor:
-    form = weights.form(name)
+def _matrix_bytes(parts: MatrixParts, weights: Weights, dense: Kind) -> int:
+    heights = [weights.shape(f"{name}.weight")[0] for name in parts.sources]
+    rows = [_form_row(weights, f"{name}.weight", parts.exact) for name in parts.sources]
+    outputs = _padded(heights[0], PANEL // 2) * 2 if parts.interleaved else sum(heights)
+    return packed_bytes(rows, outputs, Kind.F32 if parts.exact else dense, has_bias=parts.biased)
+
+
+def _form_row(weights: Weights, name: str, exact: bool) -> Tensor:
+    form = None if exact else weights.form(name)
     return np.zeros((1, weights.shape(name)[1]), np.float32) if form is None else form
 
 
 def pack_model(spec: DecoderSpec, weights: Weights, packer: Packer) -> PackedModel:
-    """Packs a model tensor by tensor, so that beside the packed model only one layer's matrix is in memory."""
+    """Packs a model tensor by tensor, so that beside the packed model only one packed matrix's tensors are in memory."""
     return PackedModel(
-        embedding=packer.join([weights.read("embed.weight")], [None]),
-        head=None if spec.tied_embeddings else packer.join([weights.read("head.weight")], [None]),
-        norm=_vector(weights.read("norm.weight")),
-        layers=tuple(_pack_layer(layer, weights, packer, f"layers.{number}") for number, layer in enumerate(spec.layers)),
+        matrices={parts.name: _pack_matrix(parts, weights, packer) for parts in matrices_of(spec)},
+        vectors={name: _vector(weights.read(name), length) for name, length in vectors_of(spec)},
     )
 
 
-def _pack_layer(layer: LayerSpec, weights: Weights, packer: Packer, prefix: str) -> PackedLayer:
-    attention, mlp = layer.attention, layer.mlp
-
-    def matrix(name: str) -> Tensor:
-        return weights.read(f"{prefix}.{name}.weight")
-
-    def bias(name: str, present: bool) -> npt.NDArray[Any] | None:
-        return _row(weights.read(f"{prefix}.{name}.bias")) if present else None
-
-    return PackedLayer(
-        qkv=packer.join([matrix(n) for n in "qkv"], [bias(n, attention.qkv_bias) for n in "qkv"]),
-        output=packer.join([matrix("o")], [bias("o", attention.output_bias)]),
-        gate_up=packer.interleave(matrix("gate"), matrix("up"), [bias("gate", mlp.bias), bias("up", mlp.bias)]),
-        down=packer.join([matrix("down")], [bias("down", mlp.bias)]),
-        attention_norm=_vector(weights.read(f"{prefix}.attention_norm.weight")),
-        mlp_norm=_vector(weights.read(f"{prefix}.mlp_norm.weight")),
-        q_norm=_vector(weights.read(f"{prefix}.q_norm.weight")) if attention.qk_norm else None,
-        k_norm=_vector(weights.read(f"{prefix}.k_norm.weight")) if attention.qk_norm else None,
-    )
+def _pack_matrix(parts: MatrixParts, weights: Weights, packer: Packer) -> PackedMatrix:
+    tensors = [weights.read(f"{name}.weight") for name in parts.sources]
+    biases = [_row(weights.read(f"{name}.bias")) if parts.biased else None for name in parts.sources]
+    if parts.exact:
+        return packer.join_exactly([_row(tensor) for tensor in tensors])
+    if parts.interleaved:
+        return packer.interleave(tensors[0], tensors[1], biases)
+    return packer.join(tensors, biases)
 
 
 def _row(tensor: Tensor) -> FloatArray:
     return np.asarray(dequantized(tensor)).astype(np.float32)
 
 
-def _vector(tensor: Tensor) -> FloatArray:
+def _vector(tensor: Tensor, length: int) -> npt.NDArray[Any]:
     values = _row(tensor)
-    return np.pad(values, (0, -len(values) % 16))
+    return np.pad(values, (0, length - len(values)))

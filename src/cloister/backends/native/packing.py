@@ -99,6 +99,10 @@ class Packer:
         starts = np.cumsum([0, *heights])
         return self._pack(tensors, [_places(start, start + rows) for start, rows in zip(starts, heights, strict=False)], biases)
 
+    def join_exactly(self, tensors: Sequence[npt.NDArray[Any]]) -> PackedMatrix:
+        """`join` in float32, whatever the others are."""
+        return Packer(self._pool, Kind.F32).join(tensors, [None] * len(tensors))
+
     def interleave(self, gate: Tensor, up: Tensor, biases: Sequence[npt.NDArray[Any] | None]) -> PackedMatrix:
         """Packs gate and up so that a panel holds 16 outputs of each."""
         rows = np.arange(gate.shape[0], dtype=np.int32)

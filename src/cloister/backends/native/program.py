@@ -4,64 +4,134 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
-from cloister.backends.base import DrawArray, FloatArray, ForwardBatch, IntArray, KVLayout, Span
+from cloister.backends.base import AdapterWeights, DrawArray, FloatArray, ForwardBatch, IntArray, KVLayout, MaskArray, Span
 from cloister.backends.native import _native
-from cloister.backends.native.memory import reserve
+from cloister.backends.native.adapters import AdapterShelf
+from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import PackedModel
-from cloister.backends.spec import DecoderSpec, RopeSpec
+from cloister.backends.native.packing import Packer
+from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
+from cloister.types.errors import ModelError
 
 KV_KINDS: Final[Mapping[str, int]] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
-_ACTIVATIONS: Final[Mapping[str, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_ACTIVATIONS: Final[Mapping[str, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 
 class NativeProgram:
-    """A packed model with its KV cache (protocols `GreedyProgram`, `DrawingProgram`, `BufferedProgram` and `Recording`).
+    """A packed model with its KV cache (protocols `GreedyProgram`, `DrawingProgram`, `HiddenProgram`, `BufferedProgram`,
+    `Recording`, `AdapterProgram`).
 
     Args:
         kernels: the instruction set, one of `_native.kernel_names()`.
         kv_dtype: one of `KV_KINDS`.
+        packer: packs adapters.
+
+    Raises:
+        ModelError: experts of one layer are in several number formats.
     """
 
     def __init__(
-        self, spec: DecoderSpec, model: PackedModel, kv: KVLayout, *, kernels: str, pool: _native.Pool, kv_dtype: str
+        self,
+        spec: DecoderSpec,
+        model: PackedModel,
+        kv: KVLayout,
+        *,
+        kernels: str,
+        pool: _native.Pool,
+        kv_dtype: str,
+        packer: Packer,
     ) -> None:
         self._model = model  # the kernels hold pointers into its arrays
         self._program = _native.Program(kernels, pool, spec.vocab_size, spec.hidden_size, spec.norm_eps)
-        self._vocab_size = spec.vocab_size
-        embedding = model.embedding.bind()
-        self._program.set_ends(embedding, embedding if model.head is None else model.head.bind(), model.norm)
+        self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
+        self._adapters = AdapterShelf(self._program, packer)
+        self._set_ends(spec)
+        self._caches: list[ByteArray] = []
         ropes: dict[RopeSpec, int] = {}
-        self._caches = []
-        for layer, packed in zip(spec.layers, model.layers, strict=True):
-            attention = layer.attention
-            if attention.rope not in ropes:
-                ropes[attention.rope] = len(ropes)
-                self._program.add_rope(list(attention.rope.inv_freq), attention.rope.attention_scale)
-            kind = KV_KINDS[kv_dtype]
-            block_bytes = _native.kv_block_bytes(kind, attention.num_kv_heads, attention.head_dim, kv.block_size)
-            cache = reserve(block_bytes * kv.num_blocks, streamed=False)
-            self._caches.append(cache.reshape(kv.num_blocks, block_bytes))
-            self._program.add_layer(
-                shape=(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.window or 0),
-                scale=attention.scale,
-                rope=ropes[attention.rope],
-                activation=_ACTIVATIONS[layer.mlp.activation],
-                qkv=packed.qkv.bind(),
-                output=packed.output.bind(),
-                gate_up=packed.gate_up.bind(),
-                down=packed.down.bind(),
-                attention_norm=packed.attention_norm,
-                mlp_norm=packed.mlp_norm,
-                q_norm=packed.q_norm,
-                k_norm=packed.k_norm,
-                cache=cache,
-                kv_kind=kind,
-                block_size=kv.block_size,
-            )
+        for number, layer in enumerate(spec.layers):
+            rope = layer.attention.rope
+            if rope is not None and rope not in ropes:
+                ropes[rope] = len(ropes)
+                self._program.add_rope(list(rope.inv_freq), rope.attention_scale)
+            self._add_layer(layer, f"layers.{number}.", -1 if rope is None else ropes[rope], kv, KV_KINDS[kv_dtype])
+
+    def _set_ends(self, spec: DecoderSpec) -> None:
+        matrices, vectors = self._model.matrices, self._model.vectors
+        head = matrices.get("head", matrices["embedding"])
+        if "head.bias" in vectors:
+            head = replace(head, parts={**head.parts, "bias": vectors["head.bias"]})
+        self._program.set_ends(
+            embedding=matrices["embedding"].bind(),
+            head=head.bind(),
+            norm=_native.Norm(weight=vectors["norm.weight"], bias=vectors.get("norm.bias")),
+            positions=matrices["positions"].bind() if spec.position_embeddings else None,
+            centres=spec.norm == "layer",
+            embedding_scale=spec.embedding_scale,
+            logit_scale=spec.logit_scale,
+            logit_softcap=spec.logit_softcap or 0.0,
+        )
+
+    def _add_layer(self, layer: LayerSpec, prefix: str, rope: int, kv: KVLayout, kind: int) -> None:
+        attention, matrices, vectors = layer.attention, self._model.matrices, self._model.vectors
+        block_bytes = _native.kv_block_bytes(kind, attention.num_kv_heads, attention.head_dim, kv.block_size)
+        cache = reserve(block_bytes * kv.num_blocks, streamed=False)
+        self._caches.append(cache.reshape(kv.num_blocks, block_bytes))
+        self._program.add_layer(
+            shape=(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.window or 0),
+            scale=attention.scale,
+            softcap=attention.softcap or 0.0,
+            rope=rope,
+            qkv=matrices[f"{prefix}qkv"].bind(),
+            output=matrices[f"{prefix}output"].bind(),
+            mlp=self._feed_forward(layer.mlp, prefix) if isinstance(layer.mlp, MlpSpec) else None,
+            mixture=self._mixture(layer.mlp, prefix) if isinstance(layer.mlp, MoeSpec) else None,
+            attention_norm=self._norm(f"{prefix}attention_norm"),
+            mlp_norm=self._norm(f"{prefix}mlp_norm"),
+            attention_post_norm=self._norm(f"{prefix}attention_post_norm"),
+            mlp_post_norm=self._norm(f"{prefix}mlp_post_norm"),
+            q_norm=vectors.get(f"{prefix}q_norm.weight"),
+            k_norm=vectors.get(f"{prefix}k_norm.weight"),
+            norms_projection=attention.qk_norm_over == "projection",
+            parallel=layer.parallel,
+            residual_scale=layer.residual_scale,
+            cache=cache,
+            kv_kind=kind,
+            block_size=kv.block_size,
+        )
+
+    def _norm(self, name: str) -> _native.Norm | None:
+        weight = self._model.vectors.get(f"{name}.weight")
+        return None if weight is None else _native.Norm(weight=weight, bias=self._model.vectors.get(f"{name}.bias"))
+
+    def _feed_forward(self, mlp: MlpSpec, prefix: str) -> _native.FeedForward:
+        matrices = self._model.matrices
+        return _native.FeedForward(
+            up=matrices[f"{prefix}up"].bind(),
+            down=matrices[f"{prefix}down"].bind(),
+            activation=_ACTIVATIONS[mlp.activation],
+            gated=mlp.gated,
+        )
+
+    def _mixture(self, mlp: MoeSpec, prefix: str) -> _native.Mixture:
+        prefixes = [f"{prefix}experts.{number}." for number in range(mlp.num_experts)]
+        for name in ("up", "down"):
+            if len({self._model.matrices[f"{each}{name}"].kind for each in prefixes}) > 1:
+                raise ModelError(
+                    f"{prefix}experts are in several number formats; write the checkpoint with one for all of them"
+                )
+        return _native.Mixture(
+            router=self._model.matrices[f"{prefix}router"].bind(),
+            experts=[self._feed_forward(mlp.expert, each) for each in prefixes],
+            num_chosen=mlp.num_chosen,
+            renormalize=mlp.renormalize,
+            shared=self._feed_forward(mlp.shared, f"{prefix}shared.") if mlp.shared else None,
+            shared_gate=mlp.shared_gate,
+        )
 
     def forward(self, batch: ForwardBatch) -> FloatArray:
         """Computes one step, writes K and V, and returns logits [num_rows, vocab].
@@ -81,6 +151,12 @@ class NativeProgram:
         self._program.forward_best(*_arrays(batch), best)
         return best
 
+    def forward_hidden(self, batch: ForwardBatch) -> FloatArray:
+        """As `forward`, but returns what the head would read: hidden states after the final norm, [num_rows, hidden]."""
+        hidden = np.empty((len(batch.logit_rows), self._hidden_size), np.float32)
+        self._program.forward_hidden(*_arrays(batch), hidden)
+        return hidden
+
     def forward_draw(self, batch: ForwardBatch, draws: DrawArray) -> IntArray:
         """As `forward`, but chooses a token for each draw; -1 where a logit of its row is not a finite number."""
         tokens = np.empty(len(draws), np.int32)
@@ -92,6 +168,20 @@ class NativeProgram:
         tokens = np.empty(len(draws), np.int32)
         self._program.draw(logits, draws.view(np.uint8), tokens)
         return tokens
+
+    def draw_masked(self, logits: FloatArray, draws: DrawArray, masks: MaskArray) -> IntArray:
+        """As `draw`, but each draw chooses among the tokens of its mask; -1 where a logit of its row is not a finite number."""
+        tokens = np.empty(len(draws), np.int32)
+        self._program.draw_masked(logits, draws.view(np.uint8), masks, tokens)
+        return tokens
+
+    def load_adapter(self, slot: int, adapter: AdapterWeights) -> None:
+        """Packs an adapter and puts it in a slot (`backends.base.AdapterProgram`)."""
+        self._adapters.load(slot, adapter)
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empties a slot."""
+        self._adapters.unload(slot)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in every layer."""
@@ -130,7 +220,10 @@ class NativeProgram:
         return self._program.buffer_bytes
 
 
-def _arrays(batch: ForwardBatch) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray | None]:
+_Arrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray | None, IntArray | None]
+
+
+def _arrays(batch: ForwardBatch) -> _Arrays:
     tables = batch.block_tables
     return (
         batch.token_ids,
@@ -140,4 +233,5 @@ def _arrays(batch: ForwardBatch) -> tuple[IntArray, IntArray, IntArray, IntArray
         tables if tables.flags.c_contiguous else np.ascontiguousarray(tables),
         batch.logit_rows,
         batch.parents,
+        batch.adapters,
     )

@@ -12,10 +12,10 @@ import hashlib
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.native.memory import ByteArray, reserve
-from cloister.backends.native.model import PackedLayer, PackedModel
+from cloister.backends.native.model import PackedModel
 from cloister.backends.native.packing import LAYOUT, Kind, PackedMatrix
 
-READER: Final = 1
+READER: Final = 2
 """Raise it when reading a checkpoint, or packing it, comes to other bytes: files of the old number are then not used."""
 MOST_BYTES: Final = 64 << 30
 _OURS: Final = re.compile(r"[0-9a-f]{32}\.(packed|[0-9]+)")
@@ -115,17 +115,9 @@ def array_bytes(model: PackedModel) -> int:
 
 def _arrays(model: PackedModel) -> Iterator[tuple[str, Array]]:
     """Yields every array of a model under a name of its own."""
-    yield "norm", model.norm
-    for name, matrix in (("embedding", model.embedding), ("head", model.head)):
-        if matrix is not None:
-            yield from ((f"{name}.{part}", array) for part, array in matrix.parts.items())
-    for number, layer in enumerate(model.layers):
-        for item in fields(layer):
-            value = getattr(layer, item.name)
-            if isinstance(value, PackedMatrix):
-                yield from ((f"{number}.{item.name}.{part}", array) for part, array in value.parts.items())
-            elif value is not None:
-                yield f"{number}.{item.name}", value
+    yield from model.vectors.items()
+    for name, matrix in model.matrices.items():
+        yield from ((f"{name}.{part}", array) for part, array in matrix.parts.items())
 
 
 def _use(descriptor: int) -> None:
@@ -158,22 +150,19 @@ def _take_room(descriptor: int, num_bytes: int) -> None:
 
 
 def _describe(model: PackedModel) -> dict[str, Any]:
-    def matrix(value: PackedMatrix) -> list[int]:
-        return [int(value.kind), value.outputs, value.inputs, value.group, value.zero_point]
-
-    layers = [
-        {item.name: matrix(value) for item in fields(layer) if isinstance(value := getattr(layer, item.name), PackedMatrix)}
-        for layer in model.layers
-    ]
-    return {"embedding": matrix(model.embedding), "head": model.head and matrix(model.head), "layers": layers}
+    matrices = {
+        name: [int(matrix.kind), matrix.outputs, matrix.inputs, matrix.group, matrix.zero_point]
+        for name, matrix in model.matrices.items()
+    }
+    return {"matrices": matrices, "vectors": list(model.vectors)}
 
 
-def _write(file: Any, arrays: Mapping[str, Array], matrices: dict[str, Any]) -> None:
+def _write(file: Any, arrays: Mapping[str, Array], described: dict[str, Any]) -> None:
     places, at = {}, 0
     for name, array in arrays.items():
         places[name] = (array.dtype.str, array.size, at)
         at += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    header = json.dumps({"arrays": places, "matrices": matrices, "num_bytes": at}).encode()
+    header = json.dumps({"arrays": places, "num_bytes": at, **described}).encode()
     start = -(-(len(_MAGIC) + 8 + len(header)) // _ALIGNMENT) * _ALIGNMENT
     _take_room(file.fileno(), start + at)
     file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
@@ -216,21 +205,21 @@ def _read_piece(descriptor: int, target: ByteArray, offset: int) -> None:
 
 
 def _assemble(header: Mapping[str, Any], arrays: Mapping[str, Array]) -> PackedModel:
-    matrices = header["matrices"]
+    parts: dict[str, dict[str, Array]] = defaultdict(dict)
+    for key, array in arrays.items():
+        name, _, part = key.rpartition(".")
+        parts[name][part] = array
 
     def matrix(name: str, described: list[int]) -> PackedMatrix:
         kind, outputs, inputs, group, zero_point = described
-        prefix = f"{name}."
-        parts = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
-        packed = PackedMatrix(Kind(kind), outputs, inputs, group, zero_point, parts)
+        packed = PackedMatrix(Kind(kind), outputs, inputs, group, zero_point, parts[name])
         packed.bind()  # refuses parts that are shorter than the shape asks for
         return packed
 
-    layers = []
-    for number, described in enumerate(matrices["layers"]):
-        parts: dict[str, Any] = {name: matrix(f"{number}.{name}", value) for name, value in described.items()}
-        vectors = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
-        parts |= {name: arrays.get(f"{number}.{name}") for name in vectors}
-        layers.append(PackedLayer(**parts))
-    head = matrices["head"]
-    return PackedModel(matrix("embedding", matrices["embedding"]), head and matrix("head", head), arrays["norm"], tuple(layers))
+    model = PackedModel(
+        matrices={name: matrix(name, described) for name, described in header["matrices"].items()},
+        vectors={name: arrays[name] for name in header["vectors"]},
+    )
+    if len(dict(_arrays(model))) != len(arrays):
+        raise ValueError("an array belongs to nothing")
+    return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cloister.backends.base import BACKENDS, Backend
+from cloister.backends.spec import FOREIGN_FAMILY
 from cloister.types.errors import ConfigError
 from cloister.types.threat import ThreatProfile
 
@@ -39,3 +40,27 @@ def make_torch_backend(
     if kv_dtype not in (None, dtype):
         raise ConfigError(f"the torch back end keeps KV in {dtype}, as everything else; leave kv_dtype out", param="kv_dtype")
     return TorchBackend(num_threads=num_threads, device=device, dtype=dtype, numerics=numerics)
+
+
+@BACKENDS.register(FOREIGN_FAMILY, THREAT)
+def make_fallback_backend(
+    *,
+    num_threads: int,
+    device: str,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    numerics: str = "exact",
+    store: Path | None = None,  # noqa: ARG001 - it keeps nothing
+    store_bytes: int | None = None,  # noqa: ARG001
+) -> Backend:
+    """Makes the back end of models without a spec (`BackendFactory` says what the arguments mean).
+
+    Raises:
+        ConfigError: a setting is not one of those that it has.
+    """
+    from cloister.backends.torch.fallback import FallbackBackend  # transformers takes seconds to import
+
+    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    if kv_dtype not in (None, dtype):
+        raise ConfigError(f"a model without a spec keeps KV in {dtype} too; leave kv_dtype out", param="kv_dtype")
+    return FallbackBackend(num_threads=num_threads, device=device, dtype=dtype, numerics=numerics)

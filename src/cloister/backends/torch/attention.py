@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from cloister.backends.torch.layers import cap
 from cloister.backends.torch.schedule import SPLIT, Run, UnitBatch
 from cloister.backends.torch.tiles import measure_tiles
 
@@ -16,13 +17,16 @@ _WIDTHS = (64, 128, 192, SPLIT)
 _VECTOR = 32  # exp is taken on whole vectors: torch rounds the scalar tail of a vector otherwise
 
 
-def attend(queries: Tensor, slots: Tensor, num_kv_heads: int, batch: UnitBatch, out: Tensor) -> None:
+def attend(
+    queries: Tensor, slots: Tensor, num_kv_heads: int, batch: UnitBatch, out: Tensor, softcap: float | None = None
+) -> None:
     """Writes the attention outputs of one batch of units.
 
     Args:
         queries: [num_tokens * num_heads, head_dim] float32, rotated and scaled.
         slots: [num_slots + 1, 2 * num_kv_heads * head_dim], one layer of the cache.
         out: [num_tokens * num_heads + 1, head_dim] float32.
+        softcap: bends scores (`backends.spec.AttentionSpec`).
     """
     head_dim = queries.shape[-1]
     shape = (num_kv_heads, batch.num_units, batch.num_rows)
@@ -35,7 +39,8 @@ def attend(queries: Tensor, slots: Tensor, num_kv_heads: int, batch: UnitBatch, 
     for run in batch.runs:
         pages = slots if run.page_size == 1 else slots[:-1].view(-1, run.page_size * slots.shape[1])
         found = pages.index_select(0, run.pages).float()
-        _attend_run(rows[:, : run.num_units], found.view(run.num_splits, run.num_units, run.width, 2, -1), run, state)
+        found = found.view(run.num_splits, run.num_units, run.width, 2, -1)
+        _attend_run(rows[:, : run.num_units], found, run, state, softcap)
     out.index_copy_(0, batch.targets, state.mixed.div_(state.total).view(-1, head_dim))
 
 
@@ -48,7 +53,7 @@ class _State:
     mixed: Tensor
 
 
-def _attend_run(rows: Tensor, found: Tensor, run: Run, state: _State) -> None:
+def _attend_run(rows: Tensor, found: Tensor, run: Run, state: _State, softcap: float | None) -> None:
     """Computes every split of a run against the running maximum at that split, then joins them in order.
 
     Args:
@@ -61,6 +66,8 @@ def _attend_run(rows: Tensor, found: Tensor, run: Run, state: _State) -> None:
     scores = rows.new_empty(num_kv_heads, run.num_splits * num_units, num_rows, run.width)
     for head in range(num_kv_heads):
         torch.bmm(rows[head], found[:, :, 0, head].transpose(1, 2), out=scores[head])
+    if softcap is not None:
+        cap(scores, softcap)
     if run.hidden is not None:
         scores.masked_fill_(run.hidden, -torch.inf)
     scores = scores.view(num_kv_heads, run.num_splits, num_units, num_rows, run.width)

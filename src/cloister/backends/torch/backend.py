@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
 
 from cloister.backends.base import KVLayout, MemoryNeed, Program, Weights
-from cloister.backends.spec import DecoderSpec, LayerSpec
+from cloister.backends.spec import DecoderSpec, widest_feed_forward
 from cloister.backends.torch.cache import slot_size
+from cloister.backends.torch.cuda.limits import check_computable
 from cloister.backends.torch.cuda.memory import device_need
 from cloister.backends.torch.program import TorchProgram
 from cloister.backends.torch.team import Team
@@ -53,11 +55,13 @@ class TorchBackend:
         """Says what `build` and `forward` will take (`backends.base.Backend.need`)."""
         if self._device.type == "cuda":
             sizes = {"block_size": block_size, "max_batched_tokens": max_batched_tokens}
+            check_computable(spec)
             return device_need(spec, weights, self._dtype, **sizes, is_exact=self._is_exact)
-        layers = sum(_weights(layer, spec.hidden_size) for layer in spec.layers)
+        mapped = {"positions.weight"} if spec.tied_embeddings else {"positions.weight", "embed.weight"}
+        held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
         slots = sum(slot_size(layer.attention) for layer in spec.layers)
         return MemoryNeed(
-            weights_bytes=(layers + spec.vocab_size * spec.hidden_size) * self._dtype.itemsize,
+            weights_bytes=held * self._dtype.itemsize,
             kv_block_bytes=slots * block_size * self._dtype.itemsize,
             activations_bytes=max_batched_tokens * _row_bytes(spec) + self._team.num_threads * _ATTENTION_BYTES,
         )
@@ -95,16 +99,10 @@ def check_libraries(device: str, dtype: str, numerics: str) -> None:
         )
 
 
-def _weights(layer: LayerSpec, hidden: int) -> int:
-    attention, mlp = layer.attention, layer.mlp
-    projections = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
-    return hidden * (projections + 3 * mlp.intermediate_size + 2)
-
-
 def _row_bytes(spec: DecoderSpec) -> int:
     """Bytes that one token takes at the widest place of a step, its logits included (all may be asked for)."""
     widest = max(
-        3 * layer.mlp.intermediate_size
+        3 * widest_feed_forward(layer.mlp)
         + 4 * (layer.attention.num_heads + layer.attention.num_kv_heads) * layer.attention.head_dim
         for layer in spec.layers
     )

@@ -1,56 +1,14 @@
-"""The modules of a decoder in torch, built from a spec and its weights."""
+"""A block of a decoder in torch, built from a spec and its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import groupby
-from typing import Any, TypeAlias
-
-import ml_dtypes
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from cloister.backends.base import Weights
-from cloister.backends.spec import LayerSpec
-from cloister.backends.tensors import Activations, activations_of, dequantized
-from cloister.backends.tensors import Tensor as AnyTensor
-from cloister.backends.torch.layers import ACTIVATIONS, rms_norm, rotate
-from cloister.backends.torch.linear import Linear
-from cloister.backends.torch.rounded import JoinedLinear, RoundedLinear
-from cloister.backends.torch.team import Team
-
-AnyLinear: TypeAlias = Linear | RoundedLinear | JoinedLinear
-
-
-class WeightReader:
-    """Reads tensors onto a device, one at a time."""
-
-    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device, team: Team) -> None:
-        self._weights, self._dtype, self._device, self._team = weights, dtype, device, team
-
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        return to_torch(dequantized(self._weights.read(name))).to(self._device, dtype)
-
-    def norm(self, name: str) -> Tensor:
-        """A norm's weight; norms are computed in float32."""
-        return self.read(f"{name}.weight", torch.float32)
-
-    def linear(self, *names: str, bias: bool) -> AnyLinear:
-        """Projections of the same input, joined into one product as far as they take that input in the same form."""
-        tensors = {name: self._weights.read(f"{name}.weight") for name in names}
-        parts = [
-            self._join({name: tensors[name] for name in run}, bias, activations)
-            for activations, run in groupby(names, lambda name: activations_of(tensors[name]))
-        ]
-        return parts[0] if len(parts) == 1 else JoinedLinear(parts)
-
-    def _join(self, tensors: Mapping[str, AnyTensor], bias: bool, activations: Activations) -> Linear | RoundedLinear:
-        dtype = torch.float32 if activations == "int8" else self._dtype
-        weight = torch.cat([to_torch(dequantized(tensor)).to(self._device, dtype) for tensor in tensors.values()])
-        offset = torch.cat([self.read(f"{name}.bias", dtype) for name in tensors]) if bias else None
-        return (RoundedLinear if activations == "int8" else Linear)(weight, offset, self._team)
+from cloister.backends.spec import DecoderSpec
+from cloister.backends.torch.adapters import RowAdapters
+from cloister.backends.torch.feed_forward import make_feed_forward
+from cloister.backends.torch.layers import Norm, rms_norm, rotate
+from cloister.backends.torch.reading import AnyLinear, WeightReader
 
 
 class Layer:
@@ -60,50 +18,80 @@ class Layer:
         project_operations, finish_operations: multiplications and additions of products with weights, for one row.
     """
 
-    def __init__(self, spec: LayerSpec, reader: WeightReader, prefix: str, norm_eps: float) -> None:
-        attention, mlp = spec.attention, spec.mlp
-        self.attention = attention
-        self._eps = norm_eps
-        self._activate = ACTIVATIONS[mlp.activation]
-        self._attention_norm = reader.norm(f"{prefix}.attention_norm")
-        self._mlp_norm = reader.norm(f"{prefix}.mlp_norm")
+    def __init__(self, spec: DecoderSpec, number: int, reader: WeightReader) -> None:
+        self._prefix = prefix = f"layers.{number}"
+        self._spec = spec.layers[number]
+        self.attention = attention = self._spec.attention
+        self._eps = spec.norm_eps
+
+        def norm(name: str, wanted: bool) -> Norm | None:
+            return reader.norm(f"{prefix}.{name}", spec) if wanted else None
+
+        self._attention_norm = norm("attention_norm", self._spec.pre_norm)
+        self._attention_post_norm = norm("attention_post_norm", self._spec.post_norm)
+        self._mlp_norm = norm("mlp_norm", self._spec.pre_norm)
+        self._mlp_post_norm = norm("mlp_post_norm", self._spec.post_norm)
         self._qkv = reader.linear(*(f"{prefix}.{name}" for name in "qkv"), bias=attention.qkv_bias)
         self._o = reader.linear(f"{prefix}.o", bias=attention.output_bias)
-        self._gate_up = reader.linear(f"{prefix}.gate", f"{prefix}.up", bias=mlp.bias)
-        self._down = reader.linear(f"{prefix}.down", bias=mlp.bias)
-        self._qk_norms = (reader.norm(f"{prefix}.q_norm"), reader.norm(f"{prefix}.k_norm")) if attention.qk_norm else None
-        self.linears = (self._qkv, self._o, self._gate_up, self._down)
+        self._mlp = make_feed_forward(self._spec.mlp, reader, prefix)
+        names = ("q_norm", "k_norm") if attention.qk_norm else ()
+        self._qk_norms = [reader.vector(f"{prefix}.{name}.weight") for name in names]
+        self.linears: tuple[AnyLinear, ...] = (self._qkv, self._o, *self._mlp.linears)
         self.project_operations = self._qkv.num_operations
-        self.finish_operations = sum(linear.num_operations for linear in (self._o, self._gate_up, self._down))
+        self.finish_operations = self._o.num_operations + self._mlp.num_operations
 
-    def project(self, hidden: Tensor, cos_sin: Tensor, queries: Tensor, keys_values: Tensor) -> None:
+    def project(
+        self,
+        hidden: Tensor,
+        cos_sin: Tensor | None,
+        queries: Tensor,
+        keys_values: Tensor,
+        adapters: RowAdapters | None = None,
+    ) -> None:
         """Writes queries [num_rows, num_heads, head_dim], scaled, and keys and values [num_rows, 2, num_kv_heads, head_dim].
 
         Args:
-            cos_sin: [2, num_rows, 1, head_dim / 2].
+            cos_sin: [2, num_rows, 1, num_frequencies], None where nothing is turned.
         """
         spec = self.attention
-        normed = rms_norm(hidden, self._attention_norm, self._eps)
-        heads = self._qkv(normed).view(hidden.shape[0], -1, spec.head_dim)
+        normed = _apply(self._attention_norm, hidden)
+        projected = self._qkv(normed)
+        if adapters is not None:
+            adapters.add(self._prefix, "qkv", normed, projected)
+        heads = projected.view(hidden.shape[0], -1, spec.head_dim)
         query, key, value = heads.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
-        if self._qk_norms is not None:
-            query = rms_norm(query, self._qk_norms[0], self._eps)
-            key = rms_norm(key, self._qk_norms[1], self._eps)
+        if spec.qk_norm:
+            query, key = (self._norm_heads(part, weight) for part, weight in zip((query, key), self._qk_norms, strict=True))
         rotate(query, cos_sin, queries)
         queries.mul_(spec.scale)
         rotate(key, cos_sin, keys_values[:, 0])
         keys_values[:, 1] = value
 
-    def finish(self, hidden: Tensor, mixed: Tensor) -> None:
+    def finish(self, hidden: Tensor, mixed: Tensor, adapters: RowAdapters | None = None) -> None:
         """Adds the outputs of attention [num_rows, num_heads * head_dim] and of the feed-forward to `hidden`, in place."""
-        hidden.add_(self._o(mixed))
-        normed = rms_norm(hidden, self._mlp_norm, self._eps)
-        gate, up = self._gate_up(normed).chunk(2, dim=-1)
-        hidden.add_(self._down(self._activate(gate).mul_(up)))
+        output = self._o(mixed)
+        if adapters is not None:
+            adapters.add(self._prefix, "o", mixed, output)
+        attended = _apply(self._attention_post_norm, output)
+        if self._spec.parallel:
+            fed = self._feed(hidden, adapters)
+            self._add(hidden, attended)
+        else:
+            self._add(hidden, attended)
+            fed = self._feed(hidden, adapters)
+        self._add(hidden, fed)
+
+    def _feed(self, hidden: Tensor, adapters: RowAdapters | None) -> Tensor:
+        return _apply(self._mlp_post_norm, self._mlp(_apply(self._mlp_norm, hidden), adapters))
+
+    def _add(self, hidden: Tensor, output: Tensor) -> None:
+        hidden.add_(output if self._spec.residual_scale == 1.0 else output * self._spec.residual_scale)
+
+    def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
+        if self.attention.qk_norm_over == "head":
+            return rms_norm(heads, weight, self._eps)
+        return rms_norm(heads.flatten(1), weight, self._eps).view(heads.shape)
 
 
-def to_torch(array: npt.NDArray[Any]) -> Tensor:
-    """Returns a tensor with its own copy of an array (torch has no name for the bfloat16 of numpy, and maps no file)."""
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(np.array(array).view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(np.array(array))
+def _apply(norm: Norm | None, rows: Tensor) -> Tensor:
+    return rows if norm is None else norm(rows)

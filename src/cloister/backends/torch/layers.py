@@ -1,4 +1,4 @@
-"""What happens to each row on its own: norms, rotation, activation.
+"""What happens to each row on its own: norms, rotation, activation, soft caps.
 
 Only operations whose bits do not depend on where a row lies: sums along a row, correctly rounded arithmetic, and exp and
 tanh on whole vectors (`program` pads the rows to at least 8).
@@ -7,6 +7,7 @@ tanh on whole vectors (`program` pads the rows to at least 8).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 from cloister.backends.spec import RopeSpec
 
 _CHUNK = 1024  # positions whose angles are computed together
+_VECTOR = 32  # numbers that torch takes at once, at most; what is left over is rounded otherwise
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -26,11 +28,42 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rows.div(length.square_().div_(rows.shape[-1]).add_(eps).sqrt_()).mul_(weight)
 
 
+class Norm:
+    """A norm of the residual stream, in float32.
+
+    Args:
+        kind: "rms", or "layer" (Ba et al. 2016), which takes the mean away first.
+        weight, bias: [hidden]; the bias may be None.
+    """
+
+    def __init__(self, kind: Literal["rms", "layer"], weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        self._kind, self._weight, self._bias, self._eps = kind, weight, bias, eps
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Returns rows [num_rows, hidden] normalised."""
+        if self._kind == "layer":  # torch computes each row by the same steps, whatever their number
+            return F.layer_norm(rows, self._weight.shape, self._weight, self._bias, self._eps)
+        normed = rms_norm(rows, self._weight, self._eps)
+        return normed if self._bias is None else normed.add_(self._bias)
+
+
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda rows: F.gelu(rows, approximate="tanh"),
+    "relu": F.relu,
 }
+
+
+def cap(rows: Tensor, limit: float) -> Tensor:
+    """Bends numbers into (-limit, limit), in place: limit * tanh(x / limit) (Gemma 2, Riviere et al. 2024, section 2)."""
+    return rows.div_(limit).tanh_().mul_(limit)
+
+
+def on_whole_vectors(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Returns function(rows) of one number each, with rows [num_rows, size] padded so that none ends inside of a vector."""
+    missing = -rows.shape[1] % _VECTOR
+    return function(F.pad(rows, (0, missing)))[:, : rows.shape[1]] if missing else function(rows)
 
 
 class RopeTable:
@@ -42,7 +75,7 @@ class RopeTable:
         self._table = torch.empty(2, 0, len(spec.inv_freq), device=device)
 
     def at(self, positions: Tensor, num_positions: int) -> Tensor:
-        """Returns [2, num_rows, 1, head_dim / 2], cosines then sines.
+        """Returns [2, num_rows, 1, num_frequencies], cosines then sines.
 
         Args:
             num_positions: greater than every position.
@@ -58,10 +91,16 @@ class RopeTable:
         return torch.stack([angles.cos(), angles.sin()]).mul_(self._scale)
 
 
-def rotate(heads: Tensor, cos_sin: Tensor, turned: Tensor) -> None:
-    """Writes [num_rows, num_heads, head_dim] turned by position (Su et al. 2021), pairing the halves of a head."""
-    cos, sin = cos_sin
-    half = heads.shape[-1] // 2
-    first, second = heads[..., :half], heads[..., half:]
-    torch.sub(first * cos, second * sin, out=turned[..., :half])
-    torch.add(second * cos, first * sin, out=turned[..., half:])
+def rotate(heads: Tensor, cos_sin: Tensor | None, turned: Tensor) -> None:
+    """Writes [num_rows, num_heads, head_dim] turned by position (Su et al. 2021), pairing the halves of what is turned.
+
+    That is a head's first 2 * num_frequencies numbers; the rest, or everything where there are no angles, stays as it is.
+    """
+    half = 0 if cos_sin is None else cos_sin.shape[-1]
+    if cos_sin is not None:
+        cos, sin = cos_sin
+        first, second = heads[..., :half], heads[..., half : 2 * half]
+        torch.sub(first * cos, second * sin, out=turned[..., :half])
+        torch.add(second * cos, first * sin, out=turned[..., half : 2 * half])
+    if 2 * half < heads.shape[-1]:
+        turned[..., 2 * half :] = heads[..., 2 * half :]

@@ -11,14 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cloister.backends.base import FloatArray, ForwardBatch, KVLayout, Span, Weights
+from cloister.backends.base import AdapterWeights, FloatArray, ForwardBatch, KVLayout, Span, Weights
 from cloister.backends.spec import AttentionSpec, DecoderSpec
 from cloister.backends.tensors import dequantized
+from cloister.backends.torch.adapters import AdapterShelf, RowAdapters
 from cloister.backends.torch.attention import attend, attention_tiles, split_widths
 from cloister.backends.torch.cache import KVCache
-from cloister.backends.torch.decoder import Layer, WeightReader, to_torch
-from cloister.backends.torch.layers import RopeTable, rms_norm
+from cloister.backends.torch.decoder import Layer
+from cloister.backends.torch.layers import RopeTable, cap, on_whole_vectors
 from cloister.backends.torch.linear import common_tiles
+from cloister.backends.torch.reading import WeightReader, to_torch
 from cloister.backends.torch.recording import record
 from cloister.backends.torch.schedule import KeySlots, Shape, UnitBatch, schedule_units, token_slots
 from cloister.backends.torch.team import Team, use_one_thread_per_operation
@@ -29,10 +31,10 @@ _CHUNK = 128  # rows; a multiple of the reference tile
 
 
 class TorchProgram:
-    """Interprets a DecoderSpec (protocol `backends.base.Program`).
+    """Interprets a DecoderSpec (protocols `backends.base.Program`, `HiddenProgram` and `AdapterProgram`).
 
-    The residual stream, norms, rotation and attention are float32; products with weights, and the KV cache, are of `dtype`.
-    The embedding stays where `weights` maps it, and a step reads the rows of its tokens.
+    The residual stream, norms, rotation, attention and the choice of experts are float32; products with weights, and the KV
+    cache, are of `dtype`. Embeddings of tokens and positions stay where `weights` maps them, and a step reads its rows.
     """
 
     def __init__(
@@ -49,34 +51,35 @@ class TorchProgram:
         reader = WeightReader(weights, dtype, device, team)
         self._spec, self._team, self._device = spec, team, device
         self._embedding = dequantized(weights.read("embed.weight"))
-        self._layers = [Layer(layer, reader, f"layers.{number}", spec.norm_eps) for number, layer in enumerate(spec.layers)]
-        self._norm = reader.norm("norm")
+        self._learned = dequantized(weights.read("positions.weight")) if spec.position_embeddings else None
+        self._layers = [Layer(spec, number, reader) for number in range(len(spec.layers))]
+        self._norm = reader.norm("norm", spec)
         self._head = reader.linear("embed" if spec.tied_embeddings else "head", bias=False)
+        self._head_bias = reader.vector("head.bias") if spec.head_bias else None
         self.linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
         self._tiles = common_tiles(*(linear.tiles for linear in self.linears))
-        self._ropes = {layer.attention.rope: RopeTable(layer.attention.rope, device) for layer in spec.layers}
+        ropes = {layer.attention.rope for layer in spec.layers} - {None}
+        self._ropes = {rope: RopeTable(rope, device) for rope in ropes if rope is not None}
         self._cache = KVCache(kv, [layer.attention for layer in spec.layers], dtype, device)
+        self._adapters = AdapterShelf(spec, team, dtype, device)
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch) -> FloatArray:
         """Computes one step (`backends.base.Program.forward`)."""
-        if batch.logit_rows.size == 0 and batch.token_ids.size == 0:
+        num_rows = len(batch.logit_rows)
+        if num_rows == 0 and batch.token_ids.size == 0:
             return np.empty((0, self._spec.vocab_size), np.float32)
-        use_one_thread_per_operation()
-        num_tokens = len(batch.token_ids)
-        num_rows = pad_rows(num_tokens, self._tiles)
-        hidden = self._embed(batch.token_ids, num_rows)
-        positions = self._positions(batch, num_rows)
-        angles = {spec: rope.at(positions, int(batch.context_lens.max())) for spec, rope in self._ropes.items()}
-        units = self._schedule(*unfold(batch), num_rows)
-        written = torch.from_numpy(token_slots(batch, self._cache.layout.block_size)).to(self._device)
-        for layer, slots in zip(self._layers, self._cache.layers, strict=True):
-            queries, keys_values = self._project(layer, hidden, angles[layer.attention.rope])
-            slots.index_copy_(0, written, keys_values.view(num_rows, -1)[:num_tokens].to(slots.dtype))
-            mixed = self._attend(queries, slots, layer.attention, units[work_shape(layer.attention)])
-            tasks = [partial(layer.finish, hidden[rows], mixed[rows]) for rows in _chunks(num_rows)]
-            self._team.run(tasks, num_rows * layer.finish_operations)
-        return self._logits(hidden, batch)
+        hidden = self._compute(batch)
+        if num_rows == 0:
+            return np.empty((0, self._spec.vocab_size), np.float32)
+        logits: FloatArray = self._logits(hidden, batch)[:num_rows].cpu().numpy()
+        return logits
+
+    @torch.no_grad()
+    def forward_hidden(self, batch: ForwardBatch) -> FloatArray:
+        """Computes one step for its hidden states (`backends.base.HiddenProgram`)."""
+        found: FloatArray = self._final(self._compute(batch), batch)[: len(batch.logit_rows)].cpu().numpy()
+        return found
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in every layer."""
@@ -86,13 +89,50 @@ class TorchProgram:
         """Overwrites blocks with zeros in every layer."""
         self._cache.wipe(block_ids)
 
+    def load_adapter(self, slot: int, adapter: AdapterWeights) -> None:
+        """Puts an adapter in a slot (`backends.base.AdapterProgram`)."""
+        self._adapters.load(slot, adapter)
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empties a slot."""
+        self._adapters.unload(slot)
+
     def record(self) -> AbstractContextManager[list[Span]]:
         """Records spans (`backends.base.Recording`): the parts of a layer on each thread of the team, and the ends."""
         return record(self, sys.modules[__name__], self._layers)
 
-    def _embed(self, token_ids: np.ndarray, num_rows: int) -> Tensor:
+    def _compute(self, batch: ForwardBatch) -> Tensor:
+        """Runs every layer, writes K and V, and returns the residual stream [padded tokens, hidden]."""
+        use_one_thread_per_operation()
+        num_tokens = len(batch.token_ids)
+        num_rows = pad_rows(num_tokens, self._tiles)
+        hidden = self._embed(batch, num_rows)
+        positions = self._positions(batch, num_rows)
+        angles = {spec: rope.at(positions, int(batch.context_lens.max())) for spec, rope in self._ropes.items()}
+        units = self._schedule(*unfold(batch), num_rows)
+        slots_of = self._adapters.of_step(batch)
+        adapters = [self._adapters.of_rows(slots_of, rows) for rows in _chunks(num_rows)]
+        written = torch.from_numpy(token_slots(batch, self._cache.layout.block_size)).to(self._device)
+        for layer, slots in zip(self._layers, self._cache.layers, strict=True):
+            rope = layer.attention.rope
+            queries, keys_values = self._project(layer, hidden, None if rope is None else angles[rope], adapters)
+            slots.index_copy_(0, written, keys_values.view(num_rows, -1)[:num_tokens].to(slots.dtype))
+            mixed = self._attend(queries, slots, layer.attention, units[work_shape(layer.attention)])
+            tasks = [
+                partial(layer.finish, hidden[rows], mixed[rows], chunk)
+                for rows, chunk in zip(_chunks(num_rows), adapters, strict=True)
+            ]
+            self._team.run(tasks, num_rows * layer.finish_operations)
+        return hidden
+
+    def _embed(self, batch: ForwardBatch, num_rows: int) -> Tensor:
         hidden = torch.zeros(num_rows, self._spec.hidden_size, device=self._device)
-        hidden[: len(token_ids)] = to_torch(self._embedding[token_ids]).to(self._device)
+        found = hidden[: len(batch.token_ids)]
+        found.copy_(to_torch(self._embedding[batch.token_ids]))
+        if self._spec.embedding_scale != 1.0:
+            found.mul_(self._spec.embedding_scale)
+        if self._learned is not None:
+            found.add_(to_torch(self._learned[batch.positions]).to(self._device))
         return hidden
 
     def _positions(self, batch: ForwardBatch, num_rows: int) -> Tensor:
@@ -112,14 +152,23 @@ class TorchProgram:
                 units[shape] = schedule_units(batch, keys, shape, tiles, widths, threads, num_rows, self._device)
         return units
 
-    def _project(self, layer: Layer, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    def _project(
+        self, layer: Layer, hidden: Tensor, cos_sin: Tensor | None, adapters: Sequence[RowAdapters | None]
+    ) -> tuple[Tensor, Tensor]:
         """Returns queries [num_rows, num_heads, head_dim] and keys and values [num_rows, 2, num_kv_heads, head_dim]."""
         spec, num_rows = layer.attention, len(hidden)
         queries = hidden.new_empty(num_rows, spec.num_heads, spec.head_dim)
         keys_values = hidden.new_empty(num_rows, 2, spec.num_kv_heads, spec.head_dim)
         tasks = [
-            partial(layer.project, hidden[rows], cos_sin[:, rows], queries[rows], keys_values[rows])
-            for rows in _chunks(num_rows)
+            partial(
+                layer.project,
+                hidden[rows],
+                None if cos_sin is None else cos_sin[:, rows],
+                queries[rows],
+                keys_values[rows],
+                chunk,
+            )
+            for rows, chunk in zip(_chunks(num_rows), adapters, strict=True)
         ]
         self._team.run(tasks, num_rows * layer.project_operations)
         return queries, keys_values
@@ -128,19 +177,29 @@ class TorchProgram:
         """Returns [num_rows, num_heads * head_dim]; a batch of units is a task for one thread."""
         rows = queries.view(-1, spec.head_dim)
         out = rows.new_zeros(len(rows) + 1, spec.head_dim)
-        tasks = [partial(attend, rows, slots, spec.num_kv_heads, unit, out) for unit in units]
+        tasks = [partial(attend, rows, slots, spec.num_kv_heads, unit, out, spec.softcap) for unit in units]
         self._team.run(tasks, 4.0 * slots.shape[1] / 2 * sum(unit.num_pairs for unit in units))
         return out[:-1].view(-1, spec.num_heads * spec.head_dim)
 
-    def _logits(self, hidden: Tensor, batch: ForwardBatch) -> FloatArray:
-        num_logits = len(batch.logit_rows)
-        if num_logits == 0:
-            return np.empty((0, self._spec.vocab_size), np.float32)
-        rows = np.zeros(pad_rows(num_logits, self._tiles), np.int64)
-        rows[:num_logits] = batch.logit_rows
+    def _final(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """Returns the rows that were asked for after the final norm, padded to whole tiles."""
+        rows = np.zeros(pad_rows(len(batch.logit_rows), self._tiles), np.int64)
+        rows[: len(batch.logit_rows)] = batch.logit_rows
         chosen = hidden.index_select(0, torch.from_numpy(rows).to(self._device))
-        logits: FloatArray = self._head(rms_norm(chosen, self._norm, self._spec.norm_eps))[:num_logits].cpu().numpy()
-        return logits
+        return self._norm(chosen)
+
+    def _logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        return self._finish(self._head(self._final(hidden, batch)))
+
+    def _finish(self, logits: Tensor) -> Tensor:
+        """Adds the head's bias, scales, and bends logits [num_rows, vocab]."""
+        spec = self._spec
+        if self._head_bias is not None:
+            logits.add_(self._head_bias)
+        if spec.logit_scale != 1.0:
+            logits.mul_(spec.logit_scale)
+        limit = spec.logit_softcap
+        return logits if limit is None else on_whole_vectors(lambda rows: cap(rows, limit), logits)
 
 
 def _chunks(num_rows: int) -> list[slice]:

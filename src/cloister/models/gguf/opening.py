@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cloister.backends.spec import DecoderSpec
-from cloister.models.decoder import tensor_shapes
+from cloister.models.decoder import list_tensors
 from cloister.models.digest import Digests
-from cloister.models.gguf.architecture import ROPE_FACTORS, find_architecture, read_spec, stored_name
+from cloister.models.gguf.architecture import find_architecture, read_spec, source_of
+from cloister.models.gguf.rotation import OF_ROPE
 from cloister.models.gguf.tensors import GGUFEntry, GGUFWeights, find_entry
+from cloister.models.quantized import Stored
+from cloister.models.sources import Mapped, find_place
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile, read_gguf
 
@@ -22,6 +25,7 @@ _SAMPLING: Mapping[str, tuple[str, type[int] | type[float]]] = {
     "temp": ("temperature", float), "top_p": ("top_p", float), "top_k": ("top_k", int), "min_p": ("min_p", float),
     "penalty_repeat": ("repetition_penalty", float),
 }  # fmt: skip
+_MOST_MISSING = 1000  # tensors, before it is not worth while to name the first
 _CONTROL, _USER_DEFINED = 3, 4
 _BLOCK_VERSION = 2
 
@@ -43,8 +47,11 @@ class OpenedGGUF:
     fingerprint: str
 
 
-def open_gguf(path: Path, digests: Digests) -> OpenedGGUF:
+def open_gguf(path: Path, digests: Digests, max_model_len: int | None = None) -> OpenedGGUF:
     """Opens a GGUF file; the weights stay on disk, mapped.
+
+    Args:
+        max_model_len: as in `models.decoder.read_spec`.
 
     Raises:
         ModelError: something is missing, damaged, unknown or contradictory; the message names it.
@@ -52,29 +59,50 @@ def open_gguf(path: Path, digests: Digests) -> OpenedGGUF:
     file = read_gguf(path)
     if file.get("general.quantization_version", int) not in (None, _BLOCK_VERSION):
         raise ModelError(f"{path.name} has quantised blocks of another version than {_BLOCK_VERSION}; convert the model again")
-    spec = read_spec(file)
+    spec = read_spec(file, max_model_len)
     weights = _open_weights(file, spec)
     ends = tuple(dict.fromkeys(_find_ends(file, spec.vocab_size)))
     return OpenedGGUF(spec, weights, ends, dict(_read_sampling(file)), digests.of(path))
 
 
 def _open_weights(file: GGUFFile, spec: DecoderSpec) -> GGUFWeights:
-    paired = find_architecture(file)[1].paired
-    entries: dict[str, GGUFEntry] = {}
-    left = {name for name in file.tensors if name != ROPE_FACTORS}
-    for name, shape in tensor_shapes(spec):
-        stored = stored_name(name)
-        if stored not in left:
+    architecture = find_architecture(file)[1]
+    entries: dict[str, Stored] = {}
+    left = {name for name in file.tensors if name not in OF_ROPE}
+    shapes = list_tensors(spec, sum(_count_parts(file, tensor.shape) for tensor in file.tensors.values()) + _MOST_MISSING)
+    for name in shapes:
+        source = source_of(architecture, name)
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        stored = f"{source.name.format(*numbers)}.{name.rpartition('.')[2]}"
+        if stored not in file.tensors:
             raise ModelError(f"{file.path.name} lacks the tensor {stored!r} that its metadata asks for; download it again")
-        left.remove(stored)
-        entries[name] = find_entry(file, stored, _num_paired_heads(spec, name) if paired else None)
-        if entries[name].shape != shape:
+        left.discard(stored)
+        place = find_place(source, name, shapes, 0)
+        entry = _find(file, stored, numbers, _num_paired_heads(spec, name) if architecture.paired else None)
+        entry = _as_matrix(entry, place.stored_shape)
+        if entry.shape != place.stored_shape:
             raise ModelError(
-                f"tensor {stored!r} has the shape {entries[name].shape}, the metadata of {file.path.name} says {shape}"
+                f"tensor {stored!r} has the shape {entry.shape}, the metadata of {file.path.name} says {place.stored_shape}"
             )
+        entries[name] = entry if source.is_plain else Mapped(entry, place)
     if left:
         raise ModelError(f"{file.path.name} has a tensor {min(left)!r} that its architecture has no place for")
     return GGUFWeights(entries)
+
+
+def _count_parts(file: GGUFFile, shape: tuple[int, ...]) -> int:
+    """Returns how many tensors one of a file can be at most: as many as experts, or three where it is fused."""
+    return min(shape[0], file.size_bytes) if len(shape) == 3 else 3
+
+
+def _find(file: GGUFFile, stored: str, numbers: Sequence[int], num_heads: int | None) -> GGUFEntry:
+    """Returns a tensor, or one expert's part of it: they lie one after another."""
+    return find_entry(file, stored, num_heads, expert=numbers[1] if len(numbers) > 1 else None)
+
+
+def _as_matrix(entry: GGUFEntry, shape: tuple[int, ...]) -> GGUFEntry:
+    """A matrix of one row is stored as that row."""
+    return replace(entry, shape=shape) if shape == (1, *entry.shape) else entry
 
 
 def _num_paired_heads(spec: DecoderSpec, name: str) -> int | None:

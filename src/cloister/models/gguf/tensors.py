@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from cloister.backends.tensors import GroupedTensor, QuantizedTensor, Tensor
 from cloister.models.gguf.blocks import NAMES_OF_OTHERS, TYPES, BlockType, Bytes, PlainType
+from cloister.models.quantized import Stored
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile
 
@@ -95,7 +96,7 @@ class GGUFEntry:
 class GGUFWeights:
     """Weights in a GGUF file (protocol `backends.base.Weights`); nothing is in memory before it is read."""
 
-    def __init__(self, entries: Mapping[str, GGUFEntry]) -> None:
+    def __init__(self, entries: Mapping[str, Stored]) -> None:
         self._entries = dict(entries)
 
     def names(self) -> Sequence[str]:
@@ -114,8 +115,11 @@ class GGUFWeights:
         return ((name, entry.read()) for name, entry in self._entries.items())
 
 
-def find_entry(file: GGUFFile, name: str, num_heads: int | None = None) -> GGUFEntry:
+def find_entry(file: GGUFFile, name: str, num_heads: int | None = None, expert: int | None = None) -> GGUFEntry:
     """Returns a tensor of the file.
+
+    Args:
+        expert: returns that matrix of a tensor that holds one for each expert.
 
     Raises:
         ModelError: it is of a type that is not supported, its rows are no whole blocks, or it lies outside the file.
@@ -128,11 +132,22 @@ def find_entry(file: GGUFFile, name: str, num_heads: int | None = None) -> GGUFE
         )
         raise ModelError(f"tensor {name!r} in {file.path.name} has the type {found}; supported are: {known}")
     entry = GGUFEntry(file.path, name, TYPES[tensor.kind], tensor.shape, tensor.start, num_heads)
-    if len(tensor.shape) != 2 and isinstance(entry.type, BlockType):
+    if expert is not None:
+        entry = _take_expert(entry, expert, file)
+    if len(entry.shape) != 2 and isinstance(entry.type, BlockType):
         raise ModelError(f"tensor {name!r} in {file.path.name} is of type {entry.type.name}; only matrices may be quantised")
-    if 0 in tensor.shape or tensor.shape[-1] % entry.type.block_size or tensor.start + entry.num_bytes > file.size_bytes:
+    if 0 in entry.shape or entry.shape[-1] % entry.type.block_size or entry.start + entry.num_bytes > file.size_bytes:
         raise ModelError(f"{file.path.name} is damaged or cut short at the tensor {name!r}; download it again")
     return entry
+
+
+def _take_expert(entry: GGUFEntry, number: int, file: GGUFFile) -> GGUFEntry:
+    if len(entry.shape) != 3 or number >= entry.shape[0]:
+        raise ModelError(
+            f"tensor {entry.name!r} in {file.path.name} has the shape {entry.shape}, and no matrix for each expert"
+        )
+    matrix = replace(entry, shape=entry.shape[1:])
+    return replace(matrix, start=entry.start + number * matrix.num_bytes)
 
 
 def split_pairs(rows: Bytes, num_heads: int | None) -> Bytes:

@@ -13,6 +13,7 @@ from cloister.quant.base import NumberFormat
 from cloister.quant.calibration.base import Calibrator
 from cloister.quant.calibration.trial import LayerTrial
 from cloister.quant.folding import FloatTensors, key_factors
+from cloister.quant.limits import check_forward
 from cloister.quant.quality import IntArray, embed, layer_tensors
 from cloister.quant.smooth_attention import smoothing_factors
 from cloister.quant.weights import VOCABULARY, QuantizedWeights, quantize_on_read
@@ -28,10 +29,14 @@ def calibrate(
 
     Args:
         windows: [num_windows, length] token ids of the calibration text.
+
+    Raises:
+        ConfigError: the calibrator uses text, and the model is not of Llama's shape.
     """
     if not calibrator.uses_text:
         yield from quantize_on_read(spec, weights, number_format)
         return
+    check_forward(spec)
     for name in weights.names():
         if not name.startswith("layers."):
             tensor = weights.read(name)

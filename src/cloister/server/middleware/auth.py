@@ -1,4 +1,4 @@
-"""API keys (RFC 6750, 2.1): everything but `/health` asks the gate before a byte of the body is read."""
+"""API keys (RFC 6750, 2.1): all but a few routes that hold nothing ask the gate before a byte of the body is read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from cloister.privacy.gate import Gate
 from cloister.server.middleware.failures import send_error
 from cloister.types.errors import AuthenticationError
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/openapi.json", "/v1/policy"})
+OPEN_FOLDER = "/page/"
 
 
 class Authentication:
@@ -19,9 +20,9 @@ class Authentication:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not is_open(scope["path"]):
             try:
-                admission = self._gate.admit(bearer_token(scope))
+                admission = self._gate.admit(presented_key(scope))
             except AuthenticationError as error:
                 await send_error(send, error)
                 return
@@ -29,10 +30,25 @@ class Authentication:
         await self._app(scope, receive, send)
 
 
-def bearer_token(scope: Scope) -> str | None:
-    """Returns the token of the one Authorization header, or None when there is none or it is of another kind."""
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(values) != 1:
+def is_open(path: str) -> bool:
+    """Whether a route answers everybody: health, the page, the reference, and the policy, to be known before a key is used."""
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
+def presented_key(scope: Scope) -> str | None:
+    """Returns the key of the one Authorization header, else of the one `x-api-key`, as Anthropic's clients send it.
+
+    None when there is neither, or the first is of another kind than Bearer.
+    """
+    given = _values(scope, b"authorization")
+    if not given:
+        keys = _values(scope, b"x-api-key")
+        return keys[0].strip() if len(keys) == 1 else None
+    if len(given) > 1:
         return None
-    scheme, _, token = values[0].decode("latin-1").partition(" ")
+    scheme, _, token = given[0].partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None
+
+
+def _values(scope: Scope, wanted: bytes) -> list[str]:
+    return [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]

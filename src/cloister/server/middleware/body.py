@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,12 +22,15 @@ class BodyReader:
     Args:
         limit_bytes: longest body.
         timeout_s: how long a body may take to arrive.
+        paths: those that read a body; elsewhere its kind is not looked at and nothing of it is kept (some of these paths ask
+            for no key), and the router says what is wrong.
     """
 
-    def __init__(self, app: ASGIApp, limit_bytes: int, timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, limit_bytes: int, timeout_s: float, paths: Collection[str]) -> None:
         self._app = app
         self._limit_bytes = limit_bytes
         self._timeout_s = timeout_s
+        self._paths = frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,27 +55,31 @@ class BodyReader:
         await self._app(scope, replay, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        if scope["method"] == "POST":
+        is_wanted = scope["method"] == "POST" and scope["path"] in self._paths
+        if is_wanted:
             _check_media_type(scope)
         if _declared_bytes(scope) > self._limit_bytes:
             raise self._too_large()
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._collect(receive)
+                return await self._collect(receive, keeps=is_wanted)
         except TimeoutError:
             raise BodyTimeoutError(
                 f"The body did not arrive within {self._timeout_s:g} s; send the request again, in one go."
             ) from None
 
-    async def _collect(self, receive: Receive) -> bytes:
-        body, more = bytearray(), True
+    async def _collect(self, receive: Receive, *, keeps: bool) -> bytes:
+        body, num_bytes, more = bytearray(), 0, True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise _GoneError
-            body += message.get("body", b"")
+            piece = message.get("body", b"")
+            num_bytes += len(piece)
+            if keeps:
+                body += piece
             more = message.get("more_body", False)
-            if len(body) > self._limit_bytes:
+            if num_bytes > self._limit_bytes:
                 raise self._too_large()
         return bytes(body)
 

@@ -43,17 +43,17 @@ class CancelOnDisconnect:
             stuck.set()
             work.cancel()
 
-        patience = Patience(self._write_timeout_s, give_up)
+        patience, now_s = Patience(self._write_timeout_s, give_up), asyncio.get_running_loop().time
 
         async def send_in_time(message: Message) -> None:
-            patience.begin()
+            patience.since_s = now_s()
             try:
                 await send(message)
             except OSError:
                 stuck.set()
                 raise asyncio.CancelledError from None
             finally:
-                patience.end()
+                patience.since_s = None
 
         work = asyncio.create_task(_run(self._app, scope, receive_body, send_in_time))
         try:

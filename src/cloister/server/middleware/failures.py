@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cloister.server.calls import Call, Calls
 from cloister.server.errors import error_body, error_headers
 from cloister.server.failures import told
+from cloister.server.limits import limit_headers
 from cloister.types.errors import CloisterError
-
-ReplyCounter = Callable[[str, int], None]
-"""Called with (route template, status)."""
 
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -19,39 +19,42 @@ SECURITY_HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
 )
+STRICT_TRANSPORT = (b"strict-transport-security", b"max-age=31536000")
+
+Header = tuple[bytes, bytes]
 
 
 class Failures:
     """Turns errors that pass through it into replies, and adds the headers that every reply has.
 
     Args:
-        count_reply: told of every reply.
+        calls: told of every request and of its end.
+        paths: those that name a route by themselves.
+        has_tls: browsers are told to come back over TLS only (RFC 6797).
     """
 
-    def __init__(self, app: ASGIApp, count_reply: ReplyCounter) -> None:
+    def __init__(self, app: ASGIApp, calls: Calls, paths: frozenset[str] = frozenset(), *, has_tls: bool = False) -> None:
         self._app = app
-        self._count_reply = count_reply
+        self._calls = calls
+        self._paths = paths
+        self._defaults = (*SECURITY_HEADERS, STRICT_TRANSPORT) if has_tls else SECURITY_HEADERS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         status: int | None = None
-        is_counted = False
-
-        def count() -> None:
-            nonlocal is_counted
-            if status is not None and not is_counted:
-                is_counted = True
-                self._count_reply(_route(scope), status)
+        call = self._calls.open(scope)
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = _with_defaults(message.get("headers", ()))
+                call.replied_s = time.monotonic()
+                message["headers"] = [*_with_defaults(message.get("headers", ()), self._defaults), *_headers_of(call)]
             elif not message.get("more_body", False):
-                count()  # before its end is sent: who has a whole reply finds it among the figures
+                # Before its end is sent: who has a whole reply finds it among the figures.
+                self._calls.close(call, self._route(scope), status)
             await send(message)
 
         try:
@@ -61,7 +64,14 @@ class Failures:
             if status is None:
                 await send_error(send_with_headers, reply)
         finally:
-            count()
+            self._calls.close(call, self._route(scope), status)
+
+    def _route(self, scope: Scope) -> str:
+        """The template of the route, so that no path that a client made up becomes a label."""
+        path = getattr(scope.get("route"), "path", None)
+        if isinstance(path, str):
+            return path
+        return str(scope["path"]) if scope["path"] in self._paths else "none"
 
 
 async def send_error(send: Send, error: CloisterError, *, close: bool = False) -> None:
@@ -79,13 +89,11 @@ async def send_error(send: Send, error: CloisterError, *, close: bool = False) -
     await send({"type": "http.response.body", "body": body})
 
 
-def _with_defaults(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def _with_defaults(headers: Iterable[Header], defaults: Iterable[Header]) -> list[Header]:
     given = list(headers)
     names = {name.lower() for name, _ in given}
-    return given + [header for header in SECURITY_HEADERS if header[0] not in names]
+    return given + [header for header in defaults if header[0] not in names]
 
 
-def _route(scope: Scope) -> str:
-    """The template of the route, so that no path that a client made up becomes a label."""
-    path = getattr(scope.get("route"), "path", None)
-    return path if isinstance(path, str) else "none"
+def _headers_of(call: Call) -> list[Header]:
+    return [(b"x-request-id", call.call_id.encode()), *limit_headers(call)]

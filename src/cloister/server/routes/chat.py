@@ -12,20 +12,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.server.answers import (
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
+    ChatLogprobs,
     ChatMessage,
+    FunctionDelta,
+    ToolCallAnswer,
+    ToolCallDelta,
     Usage,
 )
-from cloister.server.choices import collect
+from cloister.server.choices import Choice
 from cloister.server.front import admission_of, front_of, json_response
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import Job
 from cloister.server.logprobs import chat_logprobs
 from cloister.server.stream import Chunks, EventTemplate, events, open_stream
+from cloister.server.turns import Turn, make_call_id, read_turns
+from cloister.text.parts import Answer, Arguments, CallBegun, CallBroken, CallEnded, Part, Reasoning, Text
 from cloister.types.request import SequenceOutput
 
 router = APIRouter()
@@ -44,7 +51,16 @@ async def create_chat_completion(request: Request) -> Response:
 
 async def answer_chat(job: Job, outputs: AsyncGenerator[Numbered, None]) -> ChatCompletion:
     """Returns the whole reply."""
-    choices, usage = await collect(job, outputs)
+    wants_logprobs = job.requests[0].sampling.logprobs is not None
+    choices = [Choice(logprobs=[] if wants_logprobs else None) for _ in range(job.num_choices)]
+    answers = [Answer() for _ in choices]
+    reasons = [""] * len(choices)
+    tally = Tally(job)
+    async with aclosing(read_turns(job, outputs, tally)) as turns:
+        async for turn in turns:
+            choices[turn.index].add(turn.output)
+            answers[turn.index].add(turn.parts)
+            reasons[turn.index] = turn.finish_reason or ""
     return ChatCompletion(
         id=job.job_id,
         created=job.created_s,
@@ -53,35 +69,107 @@ async def answer_chat(job: Job, outputs: AsyncGenerator[Numbered, None]) -> Chat
         choices=[
             ChatChoice(
                 index=i,
-                message=ChatMessage("".join(choice.texts)),
-                finish_reason=choice.finish_reason,
+                message=_message(answers[i]),
+                finish_reason=reasons[i],
                 logprobs=chat_logprobs(choice.logprobs) if choice.logprobs is not None else None,
             )
             for i, choice in enumerate(choices)
         ],
-        usage=usage,
+        usage=tally.usage(),
+    )
+
+
+def _message(answer: Answer) -> ChatMessage:
+    calls = [ToolCallAnswer(make_call_id(), CalledFunction(c.name, c.arguments)) for c in answer.calls.values()]
+    reasoning = answer.reasoning or UNSET
+    return ChatMessage(
+        content=answer.text or (None if calls else ""),
+        reasoning_content=reasoning,
+        reasoning=reasoning,
+        tool_calls=calls or UNSET,
     )
 
 
 async def stream_chat(job: Job, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
-    """Yields events: the role first, then text as it comes, the finish reason alone, at last the usage if asked for."""
-    tally, templates = Tally(job), dict[int, EventTemplate]()
+    """Yields events: the role first, then what comes, the finish reason alone, at last the usage if asked for."""
+    tally = Tally(job)
+    write = _write_text(job, outputs, tally) if job.form is None else _write_turns(job, outputs, tally)
+    async with aclosing(write) as chunks:
+        async for chunk in chunks:
+            yield chunk
+    if job.include_usage:
+        yield events([_chunk(job, [], tally.usage())])
+
+
+async def _write_text(job: Job, outputs: AsyncGenerator[Numbered, None], tally: Tally) -> Chunks:
+    """Writes answers that are nothing but text: most tokens need no more than a template that is filled in."""
+    templates: dict[int, EventTemplate] = {}
     async with aclosing(outputs):
         async for number, output in outputs:
             tally.add(number, output)
             template = templates.get(output.index)
-            if template is not None and output.finish_reason is None and output.logprobs is None:
+            is_text = output.finish_reason is None and output.logprobs is None and not job.continuous_usage
+            if template is not None and is_text:
                 if output.text:
                     yield template.fill(output.text)
                 continue
             choices = _gained(output)
             if template is None:
                 templates[output.index] = EventTemplate(partial(_text_chunk, job, output.index))
-                choices.insert(0, ChatChunkChoice(output.index, ChatDelta("assistant", "")))
+                choices.insert(0, _first_choice(job, output.index))
             if choices:
-                yield events(_chunk(job, [choice]) for choice in choices)
-    if job.include_usage:
-        yield events([_chunk(job, [], tally.usage())])
+                yield _events(job, choices, tally)
+
+
+async def _write_turns(job: Job, outputs: AsyncGenerator[Numbered, None], tally: Tally) -> Chunks:
+    """Writes answers that may hold reasoning and calls."""
+    templates: dict[int, EventTemplate] = {}
+    async with aclosing(read_turns(job, outputs, tally)) as turns:
+        async for turn in turns:
+            template = templates.get(turn.index)
+            text = None if turn.output.logprobs is not None or job.continuous_usage else turn.only_text
+            if template is not None and text is not None:
+                yield template.fill(text)
+                continue
+            choices = _parted(turn)
+            if template is None:
+                templates[turn.index] = EventTemplate(partial(_text_chunk, job, turn.index))
+                choices.insert(0, _first_choice(job, turn.index))
+            if choices:
+                yield _events(job, choices, tally)
+
+
+def _first_choice(job: Job, index: int) -> ChatChunkChoice:
+    """The role. Clients that asked for log-probabilities look for a list of them in every chunk but the last."""
+    logprobs = ChatLogprobs([]) if job.requests[0].sampling.logprobs is not None else None
+    return ChatChunkChoice(index, ChatDelta("assistant", ""), logprobs)
+
+
+def _parted(turn: Turn) -> list[ChatChunkChoice]:
+    deltas = [delta for part in turn.parts if (delta := _delta(part)) is not None]
+    logprobs = chat_logprobs(turn.output.logprobs) if turn.output.logprobs is not None else None
+    if turn.output.logprobs and not deltas:
+        deltas = [ChatDelta(content="")]
+    others = ChatLogprobs([]) if logprobs is not None else None
+    choices = [ChatChunkChoice(turn.index, delta, logprobs if i == 0 else others) for i, delta in enumerate(deltas)]
+    if turn.finish_reason is not None:
+        choices.append(ChatChunkChoice(turn.index, ChatDelta(), finish_reason=turn.finish_reason))
+    return choices
+
+
+def _delta(part: Part) -> ChatDelta | None:
+    match part:
+        case Text(text) | CallBroken(_, text):
+            return ChatDelta(content=text)
+        case Reasoning(text):
+            return ChatDelta(reasoning_content=text, reasoning=text)
+        case CallBegun(index, name):
+            call = ToolCallDelta(index, FunctionDelta("", name), make_call_id(), "function")
+            return ChatDelta(tool_calls=[call])
+        case Arguments(index, text):
+            return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(text))])
+        case CallEnded():
+            return None
 
 
 def _gained(output: SequenceOutput) -> list[ChatChunkChoice]:
@@ -96,6 +184,11 @@ def _gained(output: SequenceOutput) -> list[ChatChunkChoice]:
 
 def _text_chunk(job: Job, index: int, text: str) -> ChatChunk:
     return _chunk(job, [ChatChunkChoice(index, ChatDelta(content=text))])
+
+
+def _events(job: Job, choices: list[ChatChunkChoice], tally: Tally) -> bytes:
+    usage = tally.usage() if job.continuous_usage else None
+    return events(_chunk(job, [choice], usage) for choice in choices)
 
 
 def _chunk(job: Job, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:

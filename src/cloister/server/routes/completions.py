@@ -8,6 +8,7 @@ from functools import partial
 
 from fastapi import APIRouter
 from msgspec import UNSET
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -61,10 +62,11 @@ async def stream_completion(job: Job, outputs: AsyncGenerator[Numbered, None]) -
     async with aclosing(outputs):
         async for number, output in outputs:
             tally.add(number, output)
-            if event := writer.write_text(number, output):
+            if not job.continuous_usage and (event := writer.write_text(number, output)):
                 yield event
             elif chunks := writer.add(number, output):
-                yield events(chunks)
+                usage = tally.usage() if job.continuous_usage else None
+                yield events(chunks if usage is None else [replace(chunk, usage=usage) for chunk in chunks])
     if job.include_usage:
         yield events([_completion(job, [], tally.usage())])
 

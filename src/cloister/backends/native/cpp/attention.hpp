@@ -475,6 +475,8 @@ static void attend_rows(const AttentionTask& task, const Sequence& sequence, con
 #endif
             const uint8_t* q = scratch.queries + size_t(first) * query_bytes;
             product(floats, q, query_bytes, rows, scratch.keys, split_keys * 4, floats ? padded : padded / 2, count, scratch.scores, split_keys);
+            if (shape.softcap != 0)
+                for (int r = 0; r < rows; r++) bend(scratch.scores + size_t(r) * split_keys, count, 1.0f, shape.softcap);
             float maxima[query_rows], totals[query_rows];
             auto maximum_of = [&](int r) INLINE_LAMBDA {
                 return find_maximum(scratch.scores + size_t(r) * split_keys, count, view_of(shape, sequence, task.begin + first + r, start));

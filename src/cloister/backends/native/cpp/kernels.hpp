@@ -20,6 +20,7 @@ struct Cache {
 struct AttentionShape {
     int num_heads = 0, num_kv_heads = 0, head_dim = 0, padded_dim = 0;
     int window = 0;  // 0: none
+    float softcap = 0;  // scores become softcap * tanh(scores / softcap); 0: none
     int group() const { return num_heads / num_kv_heads; }
 };
 
@@ -71,12 +72,20 @@ struct Kernels {
 
     // RMS norm of one row of float32; `out` may be `row`.
     void (*norm)(const float* row, const float* weight, float eps, int length, float* out);
+    // Layer norm of one row; `out` may be `row`, `bias` may be null.
+    void (*layer_norm)(const float* row, const float* weight, const float* bias, float eps, int length, float* out);
+    // to += scale * from.
+    void (*add_scaled)(const float* from, float scale, int length, float* to);
+    // Multiplies by `scale`, then bends to softcap * tanh(x / softcap) unless that is 0.
+    void (*bend)(float* values, int length, float scale, float softcap);
+    // Turns one token's router outputs into scores, and finds the `count` highest: their experts and weights, the highest first.
+    void (*choose)(float* scores, int num_experts, int count, bool renormalize, int32_t* experts, float* weights);
     // Writes one row of inputs: rounds to bfloat16, or to int8 with a scale and sums. Zeros fill the last chunk.
     void (*put_row)(const float* row, int length, Input input, Rows& rows, int index);
     void (*put_wide_row)(const uint16_t* row, int length, Rows& rows, int index);
 
-    // Rotates heads of one row in place: pairs (d, d + half).
-    void (*rotate)(float* heads, int num_heads, int head_dim, const float* cos, const float* sin);
+    // Rotates the first 2 * half values of each head of one row in place: pairs (d, d + half).
+    void (*rotate)(float* heads, int num_heads, int head_dim, int half, const float* cos, const float* sin);
     // Writes queries [num_heads][padded_dim] of one token, scaled: bfloat16, or float32 with a float32 cache.
     void (*put_queries)(const float* heads, const AttentionShape& shape, float scale, KVKind kind, uint8_t* out);
     void (*put_keys)(const float* keys, const float* values, const AttentionShape& shape, const Cache& cache, int block, int slot);
@@ -87,6 +96,9 @@ struct Kernels {
     void (*join)(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const float* partial,
                  int num_splits, float* out, size_t out_stride, uint8_t* scratch);
     size_t (*attend_scratch)(const AttentionShape& shape);
+
+    // Writes what becomes of the stored outputs [panels * 32] of one row where `sink` gates or activates: the same bits as at once.
+    void (*bend_outputs)(const Matrix& w, const float* outputs, int row, const Sink& sink);
 
     // Reads one row of a packed matrix (an embedding) as float32.
     void (*read_row)(const Matrix& w, int row, float* out);

@@ -65,10 +65,14 @@ struct Rows {
         return block(b) + (size_t(chunk) * height(b) + row % block_rows) * 64;
     }
     int32_t* sums_of(int row) const { return sums + size_t(row) * chunks * 2; }
+    // `count` rows from `first` on, in blocks of their own: what is written through them is read through them.
+    Rows slice(int first, int count) const {
+        return {data + size_t(first) * chunks * 64, scales + first, totals + first, sums_of(first), count, chunks};
+    }
 };
 
-enum class Finish : int { store = 0, add = 1, glu = 2 };
-enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2 };
+enum class Finish : int { store = 0, add = 1, glu = 2, activate = 3 };
+enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3 };
 
 // What becomes of a finished tile of a product.
 struct Sink {
@@ -76,9 +80,9 @@ struct Sink {
     float* out = nullptr;       // store, add: [num_rows][stride]
     size_t stride = 0;
     Activation activation = Activation::silu;
-    Rows* next = nullptr;       // glu: inputs of the next product, where they need no scale
+    Rows* next = nullptr;       // glu, activate: inputs of the next product, where they need no scale
     Input next_input = Input::bf16;
-    uint16_t* wide = nullptr;   // glu: bfloat16 [num_rows][stride], where they do
+    uint16_t* wide = nullptr;   // glu, activate: bfloat16 [num_rows][stride], where they do
 };
 
 }  // namespace cloister

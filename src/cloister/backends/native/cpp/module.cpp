@@ -66,15 +66,16 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
 }
 
 #define STEP_ARRAYS Array1<const int32_t> token_ids, Array1<const int32_t> positions, Array1<const int32_t> query_starts, \
-    Array1<const int32_t> context_lens, Array2<const int32_t> tables, Array1<const int32_t> logit_rows, nb::object parents
-#define STEP_NAMES token_ids, positions, query_starts, context_lens, tables, logit_rows, parents
-#define STEP_ARGUMENTS nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none()
+    Array1<const int32_t> context_lens, Array2<const int32_t> tables, Array1<const int32_t> logit_rows, nb::object parents, nb::object adapters
+#define STEP_NAMES token_ids, positions, query_starts, context_lens, tables, logit_rows, parents, adapters
+#define STEP_ARGUMENTS nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none()
 
 Batch make_batch(const Array1<const int32_t>& token_ids, const Array1<const int32_t>& positions, const Array1<const int32_t>& query_starts,
                  const Array1<const int32_t>& context_lens, const Array2<const int32_t>& tables, const Array1<const int32_t>& logit_rows,
-                 const nb::object& parents) {
+                 const nb::object& parents, const nb::object& adapters) {
     Batch batch{token_ids.data(), positions.data(), query_starts.data(), context_lens.data(), tables.data(), logit_rows.data(),
                 int(token_ids.size()), int(context_lens.size()), int(tables.shape(1)), int(logit_rows.size()), nullptr};
+    if (!adapters.is_none()) batch.adapters = kept<int32_t>(adapters, context_lens.size(), "a batch has fewer adapters than sequences");
     if (!parents.is_none()) batch.parents = kept<int32_t>(parents, token_ids.size(), "a batch has fewer parents than tokens");
     require(batch.num_tokens > 0 && positions.size() == token_ids.size() && query_starts.size() == context_lens.size() + 1 &&
             tables.shape(0) == context_lens.size(), "the arrays of a batch do not have the sizes of each other");
@@ -98,15 +99,65 @@ std::pair<const Draw*, int> read_draws(const Bytes& bytes, int num_rows, size_t 
     return {draws, int(count)};
 }
 
+// A norm as Python describes it.
+struct GivenNorm {
+    Norm norm;
+    size_t size;
+};
+
+Norm norm_of(const GivenNorm* given, int size) {
+    require(!given || given->size >= size_t(size), "a norm is shorter than its rows");
+    return given ? given->norm : Norm{};
+}
+
+void check_feed_forward(const FeedForward& mlp, int hidden) {
+    int inner = mlp.down.inputs, panels = mlp.gated ? (inner + 15) / 16 : (inner + 31) / 32;
+    require(mlp.up.inputs == hidden && mlp.up.panels == panels && mlp.down.outputs == hidden, "the matrices of a layer do not fit together");
+}
+
+void check_mixture(const Mixture& mixture, int hidden) {
+    const char* unlike = "the experts of a layer are not of one shape and number format";
+    int num_experts = int(mixture.experts.size());
+    require(num_experts > 0 && mixture.num_chosen > 0 && mixture.num_chosen <= num_experts, "a mixture chooses more experts than it has");
+    require(mixture.router.kind == Kind::f32 && mixture.router.inputs == hidden && mixture.router.outputs == num_experts + mixture.shared_gate,
+            "a router does not have the size of its mixture");
+    const FeedForward& first = mixture.experts[0];
+    for (const FeedForward& each : mixture.experts) {
+        require(each.up.kind == first.up.kind && each.down.kind == first.down.kind && each.gated == first.gated && each.down.inputs == first.down.inputs, unlike);
+        check_feed_forward(each, hidden);
+    }
+    if (!mixture.shared) return require(!mixture.shared_gate, "a mixture has a gate for nothing shared");
+    check_feed_forward(*mixture.shared, hidden);
+}
+
+// An adapter of (layer, site, A, B); the arrays must outlive it.
+std::unique_ptr<Adapter> make_adapter(const Program& program, const std::vector<std::tuple<int, int, Matrix, Matrix>>& updates) {
+    auto adapter = std::make_unique<Adapter>();
+    adapter->layers.resize(program.layers.size());
+    for (const auto& [layer, site, a, b] : updates) {
+        require(layer >= 0 && size_t(layer) < program.layers.size() && site >= 0 && site < num_sites, "an adapter changes a product that is not there");
+        const Layer& changed = program.layers[size_t(layer)];
+        int heads = changed.shape.num_heads * changed.shape.head_dim, kv_heads = changed.shape.num_kv_heads * changed.shape.head_dim;
+        int hidden = program.hidden_size(), inner = changed.mlp.down.inputs;
+        const int inputs[] = {hidden, hidden, hidden, heads, hidden, hidden, inner}, outputs[] = {heads, kv_heads, kv_heads, hidden, inner, inner, hidden};
+        require(a.inputs == inputs[site] && b.outputs == outputs[site] && a.outputs == b.inputs, "an adapter does not fit the product that it changes");
+        require(a.kind == b.kind && (a.kind == Kind::f32 || a.kind == Kind::bf16) && !a.bias && !b.bias, "an adapter is of a kind that no kernel has");
+        require(site < int(Site::gate) || (!changed.mixture && (site != int(Site::gate) || changed.mlp.gated)), "an adapter changes a product that is not there");
+        adapter->layers[size_t(layer)][size_t(site)] = {a, b};
+    }
+    return adapter;
+}
+
 void check_layer(const Program& program, const Layer& layer) {
     const AttentionShape& s = layer.shape;
     int hidden = program.hidden_size();
     require(s.num_kv_heads > 0 && s.num_heads % s.num_kv_heads == 0 && s.head_dim > 0 && s.window >= 0, "a layer has no such heads");
-    require(layer.rope >= 0 && size_t(layer.rope) < program.ropes.size() && int(program.ropes[size_t(layer.rope)].inv_freq.size()) * 2 == s.head_dim,
-            "a layer has a rotation of another size than its heads");
+    require(layer.rope < 0 || (size_t(layer.rope) < program.ropes.size() && int(program.ropes[size_t(layer.rope)].inv_freq.size()) * 2 <= s.head_dim),
+            "a layer has a rotation that is larger than its heads");
     require(layer.qkv.inputs == hidden && layer.qkv.outputs == (s.num_heads + 2 * s.num_kv_heads) * s.head_dim &&
-            layer.output.inputs == s.num_heads * s.head_dim && layer.output.outputs == hidden && layer.gate_up.inputs == hidden &&
-            layer.gate_up.panels == (layer.down.inputs + 15) / 16 && layer.down.outputs == hidden, "the matrices of a layer do not fit together");
+            layer.output.inputs == s.num_heads * s.head_dim && layer.output.outputs == hidden, "the matrices of a layer do not fit together");
+    if (layer.mixture) check_mixture(*layer.mixture, hidden);
+    else check_feed_forward(layer.mlp, hidden);
     require(layer.cache.block_size > 0 && layer.num_blocks > 0, "a cache has no block");
     require(program.layers.empty() || layer.cache.block_size == program.layers[0].cache.block_size, "the caches have blocks of several sizes");
 }
@@ -167,45 +218,72 @@ NB_MODULE(_native, m) {
     }, nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("group"), nb::arg("zero_point"), nb::arg("codes").noconvert(), nb::arg("channel_scales").none(),
        nb::arg("scales").none(), nb::arg("wide_scales"), nb::arg("zeros").none(), nb::arg("offsets").none(), nb::arg("group_scales").none(), nb::arg("bias").none());
 
+    nb::class_<GivenNorm>(m, "Norm").def("__init__", [](GivenNorm* self, Array1<const float> weight, nb::object bias) {
+        new (self) GivenNorm{{weight.data(), kept<float>(bias, weight.size(), "a norm's bias is shorter than its weight")}, weight.size()};
+    }, nb::arg("weight").noconvert(), nb::arg("bias").none());
+
+    nb::class_<FeedForward>(m, "FeedForward").def("__init__", [](FeedForward* self, const Matrix& up, const Matrix& down, int activation, bool gated) {
+        require(activation >= int(Activation::silu) && activation <= int(Activation::relu), "there is no such activation");
+        new (self) FeedForward{up, down, Activation(activation), gated};
+    }, nb::arg("up"), nb::arg("down"), nb::arg("activation"), nb::arg("gated"));
+
+    nb::class_<Mixture>(m, "Mixture").def("__init__", [](Mixture* self, const Matrix& router, const std::vector<FeedForward>& experts, int num_chosen,
+                                                         bool renormalize, const FeedForward* shared, bool shared_gate) {
+        new (self) Mixture{router, experts, num_chosen, renormalize, shared_gate, shared ? std::optional(*shared) : std::nullopt};
+    }, nb::arg("router"), nb::arg("experts"), nb::arg("num_chosen"), nb::arg("renormalize"), nb::arg("shared").none(), nb::arg("shared_gate"));
+
     nb::class_<Program>(m, "Program")
         .def("__init__", [](Program* self, const std::string& kernels, std::shared_ptr<Pool> pool, int vocab_size, int hidden_size, float norm_eps) {
             new (self) Program(find_kernels(kernels), std::move(pool), vocab_size, hidden_size, norm_eps);
         })
-        .def("set_ends", [](Program& self, const Matrix& embedding, const Matrix& head, Array1<const float> norm) {
+        .def("set_ends", [](Program& self, const Matrix& embedding, const Matrix& head, const GivenNorm& norm, const Matrix* positions, bool centres,
+                            float embedding_scale, float logit_scale, float logit_softcap) {
             int hidden = self.hidden_size(), vocab = self.vocab_size();
             require(embedding.inputs == hidden && head.inputs == hidden && embedding.outputs >= vocab && head.outputs == vocab &&
-                    norm.size() >= size_t(hidden), "embedding, norm and head do not have the size of the model");
+                    (!positions || positions->inputs == hidden), "embedding, positions and head do not have the size of the model");
             self.embedding = embedding;
             self.head = head;
-            self.norm_weight = norm.data();
-        }, nb::arg(), nb::arg(), nb::arg().noconvert())
+            self.norm = norm_of(&norm, hidden);
+            if (positions) self.positions = *positions;
+            self.centres = centres;
+            self.embedding_scale = embedding_scale;
+            self.logit_scale = logit_scale;
+            self.logit_softcap = logit_softcap;
+        }, nb::arg("embedding"), nb::arg("head"), nb::arg("norm"), nb::arg("positions").none(), nb::arg("centres"), nb::arg("embedding_scale"),
+           nb::arg("logit_scale"), nb::arg("logit_softcap"))
         .def("add_rope", [](Program& self, std::vector<float> inv_freq, float scale) {
             self.ropes.push_back({std::move(inv_freq), scale, {}, 0});
         })
-        .def("add_layer", [](Program& self, std::tuple<int, int, int, int> shape, float scale, int rope, int activation, const Matrix& qkv, const Matrix& output,
-                             const Matrix& gate_up, const Matrix& down, nb::object attention_norm, nb::object mlp_norm, nb::object q_norm,
-                             nb::object k_norm, Bytes cache, int kv_kind, int block_size) {
+        .def("add_layer", [](Program& self, std::tuple<int, int, int, int> shape, float scale, float softcap, int rope, const Matrix& qkv, const Matrix& output,
+                             const FeedForward* mlp, const Mixture* mixture, const GivenNorm* attention_norm, const GivenNorm* mlp_norm,
+                             const GivenNorm* attention_post_norm, const GivenNorm* mlp_post_norm, nb::object q_norm, nb::object k_norm,
+                             bool norms_projection, bool parallel, float residual_scale, Bytes cache, int kv_kind, int block_size) {
             Layer layer;
             auto [heads, kv_heads, dim, window] = shape;
-            layer.shape = {heads, kv_heads, dim, (dim + 31) / 32 * 32, window};
+            layer.shape = {heads, kv_heads, dim, (dim + 31) / 32 * 32, window, softcap};
             layer.scale = scale;
             layer.rope = rope;
-            layer.activation = Activation(activation);
             layer.qkv = qkv;
             layer.output = output;
-            layer.gate_up = gate_up;
-            layer.down = down;
-            const char* too_short = "a norm is shorter than its rows";
-            layer.attention_norm = kept<float>(attention_norm, size_t(self.hidden_size()), too_short);
-            layer.mlp_norm = kept<float>(mlp_norm, size_t(self.hidden_size()), too_short);
-            layer.q_norm = kept<float>(q_norm, size_t(dim), too_short);
-            layer.k_norm = kept<float>(k_norm, size_t(dim), too_short);
+            if (mlp) layer.mlp = *mlp;
+            if (mixture) layer.mixture = *mixture;
+            int hidden = self.hidden_size();
+            layer.attention_norm = norm_of(attention_norm, hidden);
+            layer.mlp_norm = norm_of(mlp_norm, hidden);
+            layer.attention_post_norm = norm_of(attention_post_norm, hidden);
+            layer.mlp_post_norm = norm_of(mlp_post_norm, hidden);
+            layer.q_norm = kept<float>(q_norm, size_t(norms_projection ? heads * dim : dim), "a norm is shorter than its rows");
+            layer.k_norm = kept<float>(k_norm, size_t(norms_projection ? kv_heads * dim : dim), "a norm is shorter than its rows");
+            layer.norms_projection = norms_projection;
+            layer.parallel = parallel;
+            layer.residual_scale = residual_scale;
             layer.cache = {cache.data(), kv_block_bytes(layer.shape, KVKind(kv_kind), block_size), block_size, KVKind(kv_kind)};
             layer.num_blocks = int(std::min(cache.size() / layer.cache.block_bytes, size_t(INT32_MAX)));
             check_layer(self, layer);
             self.layers.push_back(layer);
-        }, nb::arg("shape"), nb::arg("scale"), nb::arg("rope"), nb::arg("activation"), nb::arg("qkv"), nb::arg("output"), nb::arg("gate_up"), nb::arg("down"),
-           nb::arg("attention_norm"), nb::arg("mlp_norm"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("cache").noconvert(), nb::arg("kv_kind"), nb::arg("block_size"))
+        }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv"), nb::arg("output"), nb::arg("mlp").none(), nb::arg("mixture").none(),
+           nb::arg("attention_norm").none(), nb::arg("mlp_norm").none(), nb::arg("attention_post_norm").none(), nb::arg("mlp_post_norm").none(),
+           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("norms_projection"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").noconvert(), nb::arg("kv_kind"), nb::arg("block_size"))
         .def("forward", [](Program& self, STEP_ARRAYS, Array2<float> logits) {
             Batch batch = make_batch(STEP_NAMES);
             require(int(logits.shape(0)) == batch.num_rows && int(logits.shape(1)) == self.vocab_size(), "there is no room for the logits");
@@ -217,6 +295,12 @@ NB_MODULE(_native, m) {
             require(int(best.size()) == batch.num_rows, "there is no room for the tokens");
             Turn turn(self.pool());
             self.forward_best(batch, best.data());
+        }, STEP_ARGUMENTS, nb::arg().noconvert())
+        .def("forward_hidden", [](Program& self, STEP_ARRAYS, Array2<float> hidden) {
+            Batch batch = make_batch(STEP_NAMES);
+            require(int(hidden.shape(0)) == batch.num_rows && int(hidden.shape(1)) == self.hidden_size(), "there is no room for the hidden states");
+            Turn turn(self.pool());
+            self.forward_hidden(batch, hidden.data());
         }, STEP_ARGUMENTS, nb::arg().noconvert())
         .def("forward_draw", [](Program& self, STEP_ARRAYS, Bytes draws, Array1<int32_t> tokens) {
             Batch batch = make_batch(STEP_NAMES);
@@ -230,6 +314,22 @@ NB_MODULE(_native, m) {
             Turn turn(self.pool());
             self.draw(logits.data(), int(logits.shape(0)), first, count, true, tokens.data());
         }, nb::arg(), nb::arg(), nb::arg().noconvert())
+        .def("draw_masked", [](Program& self, Array2<const float> logits, Bytes draws, Array2<const uint32_t> masks, Array1<int32_t> tokens) {
+            require(int(logits.shape(1)) == self.vocab_size(), "the logits do not have the width of the vocabulary");
+            auto [first, count] = read_draws(draws, int(logits.shape(0)), tokens.size());
+            require(int(masks.shape(0)) == count && int(masks.shape(1)) * 32 >= self.vocab_size(), "the masks do not have a bit for each token");
+            Turn turn(self.pool());
+            self.draw_masked(logits.data(), int(logits.shape(0)), first, count, masks.data(), masks.shape(1), tokens.data());
+        }, nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert())
+        .def("load_adapter", [](Program& self, size_t slot, const std::vector<std::tuple<int, int, Matrix, Matrix>>& updates) {
+            auto adapter = make_adapter(self, updates);
+            Turn turn(self.pool());
+            self.load_adapter(slot, std::move(adapter));
+        })
+        .def("unload_adapter", [](Program& self, size_t slot) {
+            Turn turn(self.pool());
+            self.unload_adapter(slot);
+        })
         .def("wipe", [](Program& self) {
             Turn turn(self.pool());
             self.wipe();

@@ -41,6 +41,34 @@ INLINE void store_gated(const Matrix& w, int row, int panel, f32x16 value, const
     }
 }
 
+// Writes activation(y), 32 numbers, where the next product or the rounding to int8 wants them. On its own: it is rarely needed.
+static __attribute__((noinline)) void store_activated(int row, int panel, const float* outputs, const Sink& sink) {
+    f32x16 low = activate(load<f32x16>(outputs), int(sink.activation)), high = activate(load<f32x16>(outputs + 16), int(sink.activation));
+    if (sink.wide) {
+        uint16_t* at = sink.wide + size_t(row) * sink.stride + panel * 32;
+        store(at, to_bf16(low));
+        store(at + 16, to_bf16(high));
+    } else if (sink.next_input == Input::f32) {
+        store(sink.next->at(row, 2 * panel), low);
+        if (2 * panel + 1 < sink.next->chunks) store(sink.next->at(row, 2 * panel + 1), high);
+    } else {
+        store_pair(sink.next->at(row, panel), low, high);
+    }
+}
+
+// What `finish_rows` makes of outputs that were stored.
+static void bend_outputs(const Matrix& w, const float* outputs, int row, const Sink& sink) {
+    for (int panel = 0; panel < w.panels; panel++, outputs += 32) {
+        if (sink.finish == Finish::activate) {
+            store_activated(row, panel, outputs, sink);
+            continue;
+        }
+        f32x16 low = load<f32x16>(outputs), high = load<f32x16>(outputs + 16);
+        f32x16 gate = sink.activation == Activation::silu ? silu(low) : activate(low, int(sink.activation));
+        store_gated(w, row, panel, gate * high, sink);
+    }
+}
+
 // Finishes rows [first, first + count): `value(i)` gives the outputs of row first + i before the scale of its inputs and the bias.
 // What does not depend on the row is decided once.
 template <class Value>
@@ -69,6 +97,13 @@ INLINE void finish_rows(const Matrix& w, const Rows& x, int panel, const Sink& s
                 Outputs y = outputs(i);
                 store_gated(w, first + i, panel, activate(y.low, int(sink.activation)) * y.high, sink);
             }
+        }
+        return;
+    }
+    if (sink.finish == Finish::activate) {
+        for (int i = 0; i < count; i++) {
+            Outputs y = outputs(i);
+            store_activated(first + i, panel, (const float*)&y, sink);
         }
         return;
     }

@@ -1,7 +1,6 @@
 #include "program.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -16,17 +15,20 @@ namespace {
 constexpr size_t inputs_in_cache = size_t(5) << 18;  // inputs of a product that stay in a core's second-level cache
 constexpr int rope_chunk = 1024;
 constexpr size_t wipe_piece = size_t(1) << 18;
+constexpr int logit_piece = 1 << 14;
 constexpr size_t most_partial_bytes = size_t(64) << 20;  // backend.py counts on it
-
-double now_s() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 void require(bool fits, const char* otherwise) {
     if (!fits) throw std::invalid_argument(otherwise);
 }
 
 bool within(int32_t value, int end) { return uint32_t(value) < uint32_t(end); }
+
+// Whether attention of two layers has the same list of tasks.
+bool same_tasks(const Layer& one, const Layer& other) {
+    const AttentionShape &a = one.shape, &b = other.shape;
+    return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.padded_dim == b.padded_dim && a.window == b.window;
+}
 
 }  // namespace
 
@@ -35,7 +37,8 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_s
       stride_(size_t(hidden_size + 31) / 32 * 32), scratch_(size_t(pool_->num_threads())) {}
 
 std::vector<Buffer*> Program::buffers() {
-    std::vector<Buffer*> all{&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_, &peaks_};
+    std::vector<Buffer*> all{&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_, &peaks_,
+                             &branch_, &parallel_, &exact_, &shared_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &adapter_normed_, &adapter_wide_};
     for (Buffer& buffer : scratch_) all.push_back(&buffer);
     return all;
 }
@@ -53,13 +56,16 @@ void Program::wipe() {
             pieces.emplace_back(buffer->get<uint8_t>() + at, std::min(wipe_piece, buffer->used() - at));
         buffer->clean();
     }
+    products_.assign(products_.capacity(), {});  // how many rows chose which expert
+    cuts_.assign(cuts_.capacity(), 0);
+    nexts_.assign(nexts_.capacity(), {});
     if (pieces.empty()) return;
     phase("wipe", int(pieces.size()), [&](int i, int) { overwrite(pieces[size_t(i)].first, pieces[size_t(i)].second); });
     pool_->run_on_each([](int) { overwrite_stack(); });
 }
 
 void Program::check(const Batch& batch) const {
-    const int32_t *starts = batch.query_starts, *contexts = batch.context_lens, *positions = batch.positions;
+    const int32_t *starts = batch.query_starts, *contexts = batch.context_lens;
     require(starts[0] == 0 && starts[batch.num_sequences] == batch.num_tokens, "the sequences of a batch do not make up its tokens");
     int block_size = layers.empty() ? 1 : layers[0].cache.block_size, num_blocks = INT32_MAX;
     for (const Layer& layer : layers) num_blocks = std::min(num_blocks, layer.num_blocks);
@@ -67,7 +73,7 @@ void Program::check(const Batch& batch) const {
         int first = starts[s], end = starts[s + 1], context = contexts[s];
         require(first <= end && end <= batch.num_tokens, "the sequences of a batch do not make up its tokens");
         require(context >= end - first, "a sequence of a batch has more tokens than its context");
-        for (int i = first; i < end; i++) require(within(positions[i], context), "a batch has a position outside of its sequence's context");
+        for (int i = first; i < end; i++) require(within(batch.positions[i], context), "a batch has a position outside of its sequence's context");
         if (!layers.empty()) {
             int blocks = int((int64_t(context) + block_size - 1) / block_size);
             require(blocks <= batch.table_stride, "a block table of a batch is shorter than its sequence's context");
@@ -81,25 +87,9 @@ void Program::check(const Batch& batch) const {
         }
     }
     for (int i = 0; i < batch.num_tokens; i++) require(within(batch.token_ids[i], vocab_size_), "a batch has a token id outside of the vocabulary");
+    for (int i = 0; positions.codes && i < batch.num_tokens; i++)
+        require(within(batch.positions[i], positions.outputs), "a batch has a position beyond those that the model learned");
     for (int i = 0; i < batch.num_rows; i++) require(within(batch.logit_rows[i], batch.num_tokens), "a batch asks for logits of a token that it does not have");
-}
-
-template <class Work> void Program::phase(const char* name, int num_tasks, Work&& work, int grain) {
-    num_phases_++;
-    if (!recording_) return pool_->run(num_tasks, work, grain);
-    std::vector<std::pair<double, double>> times(size_t(pool_->num_threads()), {0, 0});
-    pool_->run(num_tasks, [&](int task, int thread) {
-        auto& [start, end] = times[size_t(thread)];
-        if (start == 0) start = now_s();
-        work(task, thread);
-        end = now_s();
-    }, grain);
-    for (size_t thread = 0; thread < times.size(); thread++)
-        if (times[thread].first != 0) spans_.push_back({name, int(thread), times[thread].first, times[thread].second - times[thread].first});
-}
-
-template <class Work> void Program::each_row(const char* name, int num_rows, Work&& work) {
-    phase(name, num_rows, work, std::max(1, num_rows / (4 * pool_->num_threads())));
 }
 
 // For every thread, whether or not it gets to work in this step: later steps then allocate nothing.
@@ -116,17 +106,40 @@ Rows Program::shape_rows(Buffer& buffer, Input input, int num_rows, int length) 
     return {at, (float*)(at + data), (int32_t*)(at + data + scales), (int32_t*)(at + data + 2 * scales), num_rows, chunks};
 }
 
+// How many blocks of rows a task takes at once: an even number, whose inputs stay in a core's second-level cache.
+static int blocks_at_once(const Matrix& w, int blocks) {
+    int most = std::max(2, int(inputs_in_cache / (size_t(w.chunks) * 64 * block_rows)) / 2 * 2);
+    int parts = (blocks + most - 1) / most;
+    return ((blocks + parts - 1) / parts + 1) / 2 * 2;
+}
+
 void Program::product(const char* name, const Matrix& w, const Rows& x, const Sink& sink) {
-    int blocks = (x.num_rows + block_rows - 1) / block_rows;
-    int at_once = int(inputs_in_cache / (size_t(w.chunks) * 64 * block_rows)) / 2 * 2;
-    at_once = std::max(2, at_once);
-    int parts = (blocks + at_once - 1) / at_once;
-    at_once = ((blocks + parts - 1) / parts + 1) / 2 * 2;
+    int blocks = (x.num_rows + block_rows - 1) / block_rows, at_once = blocks_at_once(w, blocks), parts = (blocks + at_once - 1) / at_once;
     reserve_scratch(kernels_.multiply_scratch(w));
     phase(name, parts * w.panels, [&](int task, int thread) {
         int part = task / w.panels, panel = task % w.panels;
         int begin = part * at_once, end = std::min(blocks, begin + at_once);
-        if (begin < end) kernels_.multiply(w, x, begin, end, panel, sink, scratch(thread));
+        kernels_.multiply(w, x, begin, end, panel, sink, scratch(thread));
+    });
+}
+
+// All of `products_` in one list of tasks.
+void Program::run_products(const char* name) {
+    size_t scratch_size = 0;
+    int num_tasks = 0;
+    cuts_.clear();
+    for (const Product& each : products_) {
+        int blocks = (each.x.num_rows + block_rows - 1) / block_rows, at_once = blocks_at_once(*each.w, blocks);
+        cuts_.push_back(num_tasks += (blocks + at_once - 1) / at_once * each.w->panels);
+        scratch_size = std::max(scratch_size, kernels_.multiply_scratch(*each.w));
+    }
+    reserve_scratch(scratch_size);
+    phase(name, num_tasks, [&](int task, int thread) {
+        size_t i = size_t(std::upper_bound(cuts_.begin(), cuts_.end(), task) - cuts_.begin());
+        const Product& each = products_[i];
+        int place = i ? task - cuts_[i - 1] : task, panel = place % each.w->panels, part = place / each.w->panels;
+        int blocks = (each.x.num_rows + block_rows - 1) / block_rows, at_once = blocks_at_once(*each.w, blocks);
+        kernels_.multiply(*each.w, each.x, part * at_once, std::min(blocks, (part + 1) * at_once), panel, each.sink, scratch(thread));
     });
 }
 
@@ -268,86 +281,182 @@ void Program::attention(const Layer& layer, const Batch& batch) {
     });
 }
 
+void Program::embed(const Batch& batch) {
+    float* x = (float*)residual_.reserve(size_t(batch.num_tokens) * stride_ * 4);
+    float* learned = normed_.get<float>();
+    each_row("embed", batch.num_tokens, [&](int row, int thread) {
+        float *to = x + size_t(row) * stride_, *position = learned + size_t(thread) * stride_;
+        kernels_.read_row(embedding, batch.token_ids[row], to);
+        if (embedding_scale != 1) kernels_.bend(to, hidden_size_, embedding_scale, 0);
+        if (!positions.codes) return;
+        kernels_.read_row(positions, batch.positions[row], position);
+        kernels_.add_scaled(position, 1, hidden_size_, to);
+    });
+}
+
+void Program::apply(const Norm& norm, const float* row, float* out) const {
+    if (centres) return kernels_.layer_norm(row, norm.weight, norm.bias, norm_eps_, hidden_size_, out);
+    kernels_.norm(row, norm.weight, norm_eps_, hidden_size_, out);
+    if (norm.bias) kernels_.add_scaled(norm.bias, 1, hidden_size_, out);
+}
+
+// The residual stream, normed, as inputs of a product with `w`, and of what else a mixture multiplies.
+Program::Normed Program::norm_rows(const char* name, const Norm& norm, const Matrix& w, int num_tokens, Buffer& buffer, const Mixture* mixture) {
+    Input input = input_of(w.kind), shared_input = mixture && mixture->shared ? input_of(mixture->shared->up.kind) : input;
+    Normed inputs;
+    inputs.rows = inputs.shared = shape_rows(buffer, input, num_tokens, hidden_size_);
+    if (mixture) inputs.exact = shape_rows(exact_, Input::f32, num_tokens, hidden_size_);
+    if (shared_input != input) inputs.shared = shape_rows(shared_inputs_, shared_input, num_tokens, hidden_size_);
+    const float* x = residual_.get<float>();
+    float* normed = normed_.get<float>();
+    each_row(name, num_tokens, [&](int row, int thread) {
+        const float* from = x + size_t(row) * stride_;
+        float* to = normed + size_t(thread) * stride_;
+        if (norm.weight) {
+            apply(norm, from, to);
+            from = to;
+        }
+        kernels_.put_row(from, hidden_size_, input, inputs.rows, row);
+        if (mixture) kernels_.put_row(from, hidden_size_, Input::f32, inputs.exact, row);
+        if (shared_input != input) kernels_.put_row(from, hidden_size_, shared_input, inputs.shared, row);
+    });
+    return inputs;
+}
+
+// Norms and turns q and k of each token, and puts queries, keys and values where attention reads them.
+void Program::place_heads(const Layer& layer, const Batch& batch, float* qkv, size_t stride) {
+    const AttentionShape& shape = layer.shape;
+    int dim = shape.head_dim, q_width = shape.num_heads * dim, kv_width = shape.num_kv_heads * dim;
+    size_t query_bytes = size_t(shape.num_heads) * shape.padded_dim * (layer.cache.kind == KVKind::f32 ? 4 : 2);
+    uint8_t* queries = queries_.reserve(size_t(batch.num_tokens) * query_bytes);
+    const Rope* rope = layer.rope < 0 ? nullptr : &ropes[size_t(layer.rope)];
+    auto norm_heads = [&](float* heads, const float* weight, int width) {
+        int length = layer.norms_projection ? width : dim;
+        for (int at = 0; weight && at < width; at += length) kernels_.norm(heads + at, weight, norm_eps_, length, heads + at);
+    };
+    each_row("rope", batch.num_tokens, [&](int row, int) {
+        float* q = qkv + size_t(row) * stride;
+        float *k = q + q_width, *v = k + kv_width;
+        norm_heads(q, layer.q_norm, q_width);
+        norm_heads(k, layer.k_norm, kv_width);
+        if (rope) {
+            int half = int(rope->inv_freq.size());
+            const float* cos = rope->table.data() + size_t(batch.positions[row]) * 2 * size_t(half);
+            kernels_.rotate(q, shape.num_heads, dim, half, cos, cos + half);
+            kernels_.rotate(k, shape.num_kv_heads, dim, half, cos, cos + half);
+        }
+        kernels_.put_queries(q, shape, layer.scale, layer.cache.kind, queries + size_t(row) * query_bytes);
+        int slot = slot_of_[size_t(row)], size = layer.cache.block_size;
+        kernels_.put_keys(k, v, shape, layer.cache, table_of_[size_t(row)][slot / size], slot % size);
+    });
+}
+
+void Program::attention_block(const Layer& layer, const Batch& batch, const Rows& inputs) {
+    int num_tokens = batch.num_tokens, width = layer.shape.num_heads * layer.shape.head_dim;
+    size_t stride = size_t(layer.qkv.panels) * 32;
+    float* qkv = (float*)qkv_.reserve(size_t(num_tokens) * stride * 4);
+    product("qkv", layer.qkv, inputs, {Finish::store, qkv, stride});
+    adapt_heads(layer, qkv, stride);
+    place_heads(layer, batch, qkv, stride);
+    attention(layer, batch);
+    Input input = input_of(layer.output.kind);
+    Rows rows = shape_rows(inputs_, input, num_tokens, width);
+    const float* mixed = mixed_.get<float>();
+    each_row("round", num_tokens, [&](int row, int) { kernels_.put_row(mixed + size_t(row) * width, width, input, rows, row); });
+    Sink sink = branch_sink(layer, layer.attention_post_norm, num_tokens);
+    product("output", layer.output, rows, sink);
+    adapt_output(layer, sink);
+    join_branch(layer, layer.attention_post_norm, num_tokens);
+}
+
+// Where a branch's last product goes: onto the residual stream at once, or beside it where a norm or a scale comes between.
+Sink Program::branch_sink(const Layer& layer, const Norm& post, int num_tokens) {
+    if (adds_at_once(layer, post)) return {Finish::add, residual_.get<float>(), stride_};
+    return {Finish::store, (float*)branch_.reserve(size_t(num_tokens) * stride_ * 4), stride_};
+}
+
+void Program::join_branch(const Layer& layer, const Norm& post, int num_tokens) {
+    if (adds_at_once(layer, post)) return;
+    float* branch = branch_.get<float>();
+    each_row("residual", num_tokens, [&](int row, int) { add_branch(layer, post, branch + size_t(row) * stride_, row); });
+}
+
+void Program::add_branch(const Layer& layer, const Norm& post, float* branch, int row) {
+    if (post.weight) apply(post, branch, branch);
+    kernels_.add_scaled(branch, layer.residual_scale, hidden_size_, residual_.get<float>() + size_t(row) * stride_);
+}
+
+Sink Program::up_sink(const FeedForward& mlp, Rows& next, uint16_t* wide) const {
+    size_t stride = size_t(mlp.up.panels) * (mlp.gated ? 16 : 32);
+    return {mlp.gated ? Finish::glu : Finish::activate, nullptr, stride, mlp.activation, &next, input_of(mlp.down.kind), wide};
+}
+
+void Program::feed_forward(const FeedForward& mlp, const Rows& inputs, const Sink& end, const Layer* adapted) {
+    int num_tokens = inputs.num_rows, inner = mlp.down.inputs;
+    Input input = input_of(mlp.down.kind);
+    Rows next = shape_rows(next_inputs_, input, num_tokens, inner);
+    Sink sink = up_sink(mlp, next, nullptr);
+    if (input == Input::int8) sink.wide = (uint16_t*)wide_.reserve(size_t(num_tokens) * sink.stride * 2);
+    if (adapted && changes(*adapted, {{Site::gate}, {Site::up}})) product_adapted(*adapted, inputs, sink);
+    else product("gate_up", mlp.up, inputs, sink);
+    if (sink.wide)
+        each_row("round", num_tokens, [&](int row, int) { kernels_.put_wide_row(sink.wide + size_t(row) * sink.stride, inner, next, row); });
+    product("down", mlp.down, next, end);
+    if (adapted) adapt_down(*adapted, next, sink, end);
+}
+
 void Program::forward(const Batch& batch, float* logits) {
     check(batch);
     int num_tokens = batch.num_tokens;
     step_number.fetch_add(1);
     extend_ropes(batch);
     place_tokens(batch);
-    float* x = (float*)residual_.reserve(size_t(num_tokens) * stride_ * 4);
-    float* normed = (float*)normed_.reserve(size_t(pool_->num_threads()) * stride_ * 4);
-    each_row("embed", num_tokens, [&](int row, int) { kernels_.read_row(embedding, batch.token_ids[row], x + size_t(row) * stride_); });
-
-    auto norm_into = [&](const char* name, const float* weight, const Matrix& w) {
-        Rows rows = shape_rows(inputs_, input_of(w.kind), num_tokens, hidden_size_);
-        each_row(name, num_tokens, [&](int row, int thread) {
-            float* to = normed + size_t(thread) * stride_;
-            kernels_.norm(x + size_t(row) * stride_, weight, norm_eps_, hidden_size_, to);
-            kernels_.put_row(to, hidden_size_, input_of(w.kind), rows, row);
-        });
-        return rows;
-    };
-
+    list_adapters(batch);
+    normed_.reserve(size_t(pool_->num_threads()) * stride_ * 4);
+    embed(batch);
     const Layer* previous = nullptr;
     for (const Layer& layer : layers) {
-        const AttentionShape& shape = layer.shape;
-        int dim = shape.head_dim, q_width = shape.num_heads * dim, kv_width = shape.num_kv_heads * dim;
-        Rows inputs = norm_into("norm", layer.attention_norm, layer.qkv);
-        size_t qkv_stride = size_t(layer.qkv.panels) * 32;
-        float* qkv = (float*)qkv_.reserve(size_t(num_tokens) * qkv_stride * 4);
-        product("qkv", layer.qkv, inputs, {Finish::store, qkv, qkv_stride});
-
-        size_t query_bytes = size_t(shape.num_heads) * shape.padded_dim * (layer.cache.kind == KVKind::f32 ? 4 : 2);
-        uint8_t* queries = queries_.reserve(size_t(num_tokens) * query_bytes);
-        const Rope& rope = ropes[size_t(layer.rope)];
-        each_row("rope", num_tokens, [&](int row, int) {
-            float* q = qkv + size_t(row) * qkv_stride;
-            float *k = q + q_width, *v = k + kv_width;
-            if (layer.q_norm)
-                for (int h = 0; h < shape.num_heads; h++) kernels_.norm(q + h * dim, layer.q_norm, norm_eps_, dim, q + h * dim);
-            if (layer.k_norm)
-                for (int h = 0; h < shape.num_kv_heads; h++) kernels_.norm(k + h * dim, layer.k_norm, norm_eps_, dim, k + h * dim);
-            const float* cos = rope.table.data() + size_t(batch.positions[row]) * 2 * rope.inv_freq.size();
-            kernels_.rotate(q, shape.num_heads, dim, cos, cos + rope.inv_freq.size());
-            kernels_.rotate(k, shape.num_kv_heads, dim, cos, cos + rope.inv_freq.size());
-            kernels_.put_queries(q, shape, layer.scale, layer.cache.kind, queries + size_t(row) * query_bytes);
-            int slot = slot_of_[size_t(row)], size = layer.cache.block_size;
-            kernels_.put_keys(k, v, shape, layer.cache, table_of_[size_t(row)][slot / size], slot % size);
-        });
-
-        bool same = previous && previous->shape.num_heads == shape.num_heads && previous->shape.num_kv_heads == shape.num_kv_heads &&
-                    previous->shape.padded_dim == shape.padded_dim && previous->shape.window == shape.window;
-        if (!same) list_tasks(layer);
+        const Mixture* experts = layer.mixture ? &*layer.mixture : nullptr;
+        const Matrix& up = experts ? experts->experts[0].up : layer.mlp.up;
+        Normed inputs;
+        if (layer.parallel) {
+            inputs = norm_rows("mlp_norm", layer.mlp_norm, up, num_tokens, parallel_, experts);
+            keep_normed(layer);
+        }
+        Rows heads = norm_rows("norm", layer.attention_norm, layer.qkv, num_tokens, inputs_).rows;
+        if (!previous || !same_tasks(*previous, layer)) list_tasks(layer);
         previous = &layer;
-        attention(layer, batch);
-
-        Input output_input = input_of(layer.output.kind);
-        Rows mixed_rows = shape_rows(inputs_, output_input, num_tokens, q_width);
-        const float* mixed = mixed_.get<float>();
-        each_row("round", num_tokens, [&](int row, int) { kernels_.put_row(mixed + size_t(row) * q_width, q_width, output_input, mixed_rows, row); });
-        product("output", layer.output, mixed_rows, {Finish::add, x, stride_});
-
-        inputs = norm_into("mlp_norm", layer.mlp_norm, layer.gate_up);
-        int inner = layer.down.inputs;
-        Input down_input = input_of(layer.down.kind);
-        Rows down_rows = shape_rows(next_inputs_, down_input, num_tokens, inner);
-        Sink sink{Finish::glu, nullptr, size_t(layer.gate_up.panels) * 16, layer.activation, &down_rows, down_input, nullptr};
-        if (down_input == Input::int8) sink.wide = (uint16_t*)wide_.reserve(size_t(num_tokens) * sink.stride * 2);
-        product("gate_up", layer.gate_up, inputs, sink);
-        if (sink.wide)
-            each_row("round", num_tokens, [&](int row, int) { kernels_.put_wide_row(sink.wide + size_t(row) * sink.stride, inner, down_rows, row); });
-        product("down", layer.down, down_rows, {Finish::add, x, stride_});
+        attention_block(layer, batch, heads);
+        if (!layer.parallel) inputs = norm_rows("mlp_norm", layer.mlp_norm, up, num_tokens, inputs_, experts);
+        if (experts) {
+            mixture(layer, inputs);
+        } else {
+            feed_forward(layer.mlp, inputs.rows, branch_sink(layer, layer.mlp_post_norm, num_tokens), &layer);
+            join_branch(layer, layer.mlp_post_norm, num_tokens);
+        }
     }
+    head_logits(batch, logits);
+}
 
-    if (batch.num_rows == 0) return;
-    Input head_input = input_of(head.kind);
-    Rows rows = shape_rows(inputs_, head_input, batch.num_rows, hidden_size_);
-    each_row("norm", batch.num_rows, [&](int i, int thread) {
+void Program::head_logits(const Batch& batch, float* logits) {
+    int num_rows = batch.num_rows;
+    if (num_rows == 0) return;
+    const float* x = residual_.get<float>();
+    float* normed = normed_.get<float>();
+    Input input = input_of(head.kind);
+    Rows rows = shape_rows(inputs_, input, num_rows, hidden_size_);
+    each_row("norm", num_rows, [&](int i, int thread) {
         float* to = normed + size_t(thread) * stride_;
-        kernels_.norm(x + size_t(batch.logit_rows[i]) * stride_, norm_weight, norm_eps_, hidden_size_, to);
-        kernels_.put_row(to, hidden_size_, head_input, rows, i);
+        apply(norm, x + size_t(batch.logit_rows[i]) * stride_, to);
+        kernels_.put_row(to, hidden_size_, input, rows, i);
     });
     product("head", head, rows, {Finish::store, logits, size_t(vocab_size_)});
+    if (logit_scale == 1 && logit_softcap == 0) return;
+    int pieces = (vocab_size_ + logit_piece - 1) / logit_piece;
+    phase("head", num_rows * pieces, [&](int task, int) {
+        int first = task % pieces * logit_piece, count = std::min(logit_piece, vocab_size_ - first);
+        kernels_.bend(logits + size_t(task / pieces) * size_t(vocab_size_) + first, count, logit_scale, logit_softcap);
+    });
 }
 
 void Program::forward_best(const Batch& batch, int32_t* best) {
@@ -355,6 +464,20 @@ void Program::forward_best(const Batch& batch, int32_t* best) {
     float* logits = (float*)logits_.reserve(size_t(batch.num_rows) * width * 4);
     forward(batch, logits);
     phase("sample", batch.num_rows, [&](int row, int) { best[row] = kernels_.find_best(logits + size_t(row) * width, vocab_size_); });
+}
+
+void Program::forward_hidden(const Batch& batch, float* hidden) {
+    check(batch);
+    Batch layers_only = batch;
+    layers_only.num_rows = 0;
+    forward(layers_only, nullptr);
+    const float* x = residual_.get<float>();
+    float* normed = normed_.get<float>();
+    each_row("norm", batch.num_rows, [&](int i, int thread) {
+        float* to = normed + size_t(thread) * stride_;
+        apply(norm, x + size_t(batch.logit_rows[i]) * stride_, to);
+        std::memcpy(hidden + size_t(i) * size_t(hidden_size_), to, size_t(hidden_size_) * 4);
+    });
 }
 
 void Program::forward_draw(const Batch& batch, const Draw* draws, int num_draws, int32_t* tokens) {
@@ -386,6 +509,33 @@ void Program::draw(const float* logits, int num_rows, const Draw* draws, int num
         const float *row = logits + size_t(one.row) * width, *its_peaks = peaks + size_t(one.row) * size_t(groups);
         tokens[i] = kernels_.draw(row, its_peaks, vocab_size_, one, scratch(thread));
     });
+}
+
+void Program::draw_masked(const float* logits, int num_rows, const Draw* draws, int num_draws, const uint32_t* masks, size_t num_words,
+                          int32_t* tokens) {
+    if (num_draws == 0) return;
+    size_t width = size_t(vocab_size_);
+    int groups = num_draw_groups(vocab_size_), pieces = std::max(1, std::min(groups / 16, 4 * pool_->num_threads()));
+    float* masked = (float*)logits_.reserve(size_t(num_draws) * width * 4);
+    float* peaks = (float*)peaks_.reserve(size_t(std::max(num_draws, num_rows)) * size_t(groups) * 4);
+    std::vector<uint8_t> finite(size_t(num_draws * pieces));
+    phase("sample", num_draws * pieces, [&](int task, int) {
+        int i = task / pieces, piece = task % pieces, first = groups * piece / pieces, last = groups * (piece + 1) / pieces;
+        const float* from = logits + size_t(draws[i].row) * width;
+        float* to = masked + size_t(i) * width;
+        finite[size_t(task)] = kernels_.find_peaks(from, vocab_size_, first, last, false, peaks + size_t(i) * size_t(groups));
+        int end = std::min(vocab_size_, last * draw_group);
+        for (int at = first * draw_group; at < end; at += 32) {
+            uint32_t bits = masks[size_t(i) * num_words + size_t(at) / 32];
+            int count = std::min(32, end - at);
+            for (int k = 0; k < count; k++) to[at + k] = bits >> k & 1 ? from[at + k] : -INFINITY;
+        }
+    });
+    std::vector<Draw> moved(draws, draws + num_draws);
+    for (int i = 0; i < num_draws; i++) moved[size_t(i)].row = i;
+    draw(masked, num_draws, moved.data(), num_draws, true, tokens);
+    for (int i = 0; i < num_draws; i++)
+        if (std::count(finite.data() + i * pieces, finite.data() + (i + 1) * pieces, 0)) tokens[i] = -1;
 }
 
 }  // namespace cloister

@@ -1,22 +1,53 @@
 // A decoder compiled into one call a step: the phases of each layer, each a list of tasks for the team.
 #pragma once
+#include <algorithm>
+#include <chrono>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "buffer.hpp"
 #include "kernels.hpp"
+#include "lora.hpp"
 #include "pool.hpp"
 
 namespace cloister {
 
+// Without a weight: none.
+struct Norm {
+    const float *weight = nullptr, *bias = nullptr;
+};
+
+struct FeedForward {
+    Matrix up, down;  // up: where gated, gate and up in one, 16 outputs of each in turn
+    Activation activation = Activation::silu;
+    bool gated = true;
+};
+
+// A mixture of experts, all of one shape and number format. The router is float32; with `shared_gate` it has one output more,
+// which says how much of the shared feed-forward counts.
+struct Mixture {
+    Matrix router;
+    std::vector<FeedForward> experts;
+    int num_chosen = 1;
+    bool renormalize = true, shared_gate = false;
+    std::optional<FeedForward> shared;
+};
+
 struct Layer {
     AttentionShape shape;
     float scale = 1;
-    int rope = 0;
-    Activation activation = Activation::silu;
-    Matrix qkv, output, gate_up, down;
-    const float *attention_norm = nullptr, *mlp_norm = nullptr, *q_norm = nullptr, *k_norm = nullptr;
+    int rope = -1;  // -1: none
+    Matrix qkv, output;
+    Norm attention_norm, mlp_norm, attention_post_norm, mlp_post_norm;
+    const float *q_norm = nullptr, *k_norm = nullptr;
+    bool norms_projection = false;  // q and k are normed over all heads together
+    FeedForward mlp;
+    std::optional<Mixture> mixture;  // in place of `mlp`
+    bool parallel = false;           // the feed-forward reads what attention reads
+    float residual_scale = 1;
     Cache cache;
     int num_blocks = 0;  // of the cache
 };
@@ -24,7 +55,7 @@ struct Layer {
 struct Rope {
     std::vector<float> inv_freq;
     float scale = 1;
-    std::vector<float> table;  // [num_positions][2][head_dim / 2]: cosines, sines
+    std::vector<float> table;  // [num_positions][2][inv_freq]: cosines, sines
     int num_positions = 0;
 };
 
@@ -39,6 +70,7 @@ struct Batch {
     const int32_t *token_ids, *positions, *query_starts, *context_lens, *tables, *logit_rows;
     int num_tokens, num_sequences, table_stride, num_rows;
     const int32_t* parents;  // [num_tokens], or null
+    const int32_t* adapters = nullptr;  // [num_sequences] slots, or null; one that is empty, or no slot, changes nothing
 };
 
 // One caller at a time (`Pool::take_turn`).
@@ -48,8 +80,10 @@ public:
 
     std::vector<Layer> layers;  // all with blocks of one size
     std::vector<Rope> ropes;
-    Matrix embedding, head;
-    const float* norm_weight = nullptr;
+    Matrix embedding, head, positions;  // positions: without codes, none are learned
+    Norm norm;
+    bool centres = false;  // norms are layer norms
+    float embedding_scale = 1, logit_scale = 1, logit_softcap = 0;
 
     // Computes one step and writes logits [num_rows][vocab_size].
     // Throws std::invalid_argument, before anything is written, where a number of the batch leads out of an array.
@@ -58,11 +92,21 @@ public:
     // As `forward`, but writes the id of each row's largest logit, the lowest among equal ones; -1 where one is not finite.
     void forward_best(const Batch& batch, int32_t* best);
 
+    // As `forward`, but writes what the head would read, the last layer's output after the final norm: [num_rows][hidden_size].
+    void forward_hidden(const Batch& batch, float* hidden);
+
     // As `forward`, but chooses a token for each draw; -1 where a logit of its row is not finite.
     void forward_draw(const Batch& batch, const Draw* draws, int num_draws, int32_t* tokens);
 
     // Chooses tokens from logits [num_rows][vocab_size]. With `barred`, a token of minus infinity is one not to be chosen.
     void draw(const float* logits, int num_rows, const Draw* draws, int num_draws, bool barred, int32_t* tokens);
+    // As `forward_draw` draws from `logits`, among the tokens of each draw's mask: one bit a token, `num_words` words a draw.
+    void draw_masked(const float* logits, int num_rows, const Draw* draws, int num_draws, const uint32_t* masks, size_t num_words,
+                     int32_t* tokens);
+
+    // Puts an adapter of as many layers as the program in a slot, and takes it out again.
+    void load_adapter(size_t slot, std::unique_ptr<Adapter> adapter);
+    void unload_adapter(size_t slot);
 
     // Overwrites what steps left in the buffers with zeros: the cache is the caller's.
     void wipe();
@@ -77,6 +121,20 @@ public:
     size_t buffer_bytes();
 
 private:
+    // Rows of inputs; for a mixture, the same for its router, in float32, and as its shared feed-forward takes them.
+    struct Normed { Rows rows, exact, shared; };
+    struct Product { const Matrix* w; Rows x; Sink sink; };
+    // Where the tokens of a step go in a mixture. A pair is a token and one of its experts; pairs are gathered by expert.
+    struct Routes {
+        int32_t* chosen;   // [num_pairs] experts of each token, the highest weight first
+        float* weights;    // [num_pairs]
+        float* shares;     // [num_tokens]: what the shared feed-forward counts
+        int32_t* places;   // [num_pairs]: the gathered row of a pair
+        int32_t* starts;   // [num_experts + 1]: the gathered rows of each expert
+        int num_pairs = 0;
+        int count(size_t expert) const { return starts[expert + 1] - starts[expert]; }
+    };
+
     template <class Work> void phase(const char* name, int num_tasks, Work&& work, int grain = 1);
     template <class Work> void each_row(const char* name, int num_rows, Work&& work);
     std::vector<Buffer*> buffers();
@@ -84,9 +142,40 @@ private:
     void extend_ropes(const Batch& batch);
     void place_tokens(const Batch& batch);
     void add_tree(const Batch& batch, Sequence sequence);
+    void embed(const Batch& batch);
+    void apply(const Norm& norm, const float* row, float* out) const;
+    Normed norm_rows(const char* name, const Norm& norm, const Matrix& w, int num_tokens, Buffer& buffer,
+                     const Mixture* mixture = nullptr);
+    void attention_block(const Layer& layer, const Batch& batch, const Rows& inputs);
+    void place_heads(const Layer& layer, const Batch& batch, float* qkv, size_t stride);
     void attention(const Layer& layer, const Batch& batch);
     void list_tasks(const Layer& layer);
+    void feed_forward(const FeedForward& mlp, const Rows& inputs, const Sink& end, const Layer* adapted = nullptr);
+    Sink up_sink(const FeedForward& mlp, Rows& next, uint16_t* wide) const;
+    void mixture(const Layer& layer, const Normed& inputs);
+    Routes route(const Mixture& mixture, const Rows& inputs);
+    void sort_pairs(const Mixture& mixture, const Routes& routes);
+    float* run_experts(const Mixture& mixture, const Rows& inputs, const Routes& routes);
+    Rows gather(const Mixture& mixture, const Rows& inputs, const Routes& routes);
+    bool adds_at_once(const Layer& layer, const Norm& post) const { return !post.weight && layer.residual_scale == 1; }
+    Sink branch_sink(const Layer& layer, const Norm& post, int num_tokens);
+    void join_branch(const Layer& layer, const Norm& post, int num_tokens);
+    void add_branch(const Layer& layer, const Norm& post, float* branch, int row);
+    void head_logits(const Batch& batch, float* logits);
+    // lora.cpp
+    using ReadRow = std::function<void(int token, int index, float* to)>;
+    void list_adapters(const Batch& batch);
+    bool changes(const Layer& layer, std::initializer_list<UpdatePlace> places) const;
+    void adapt(const Layer& layer, std::initializer_list<UpdatePlace> places, int length, const ReadRow& read, float* out, size_t stride);
+    void add_gained(const AdapterTask& task, const UpdatePlace& place, const float* gained, int panel, int outputs, float* out, size_t stride);
+    void adapt_heads(const Layer& layer, float* qkv, size_t stride);
+    void adapt_output(const Layer& layer, const Sink& sink);
+    void keep_normed(const Layer& layer);
+    void product_adapted(const Layer& layer, const Rows& inputs, const Sink& sink);
+    void adapt_down(const Layer& layer, const Rows& next, const Sink& bent, const Sink& sink);
+    void read_normed(const Norm& norm, int token, float* to) const;
     void product(const char* name, const Matrix& w, const Rows& x, const Sink& sink);
+    void run_products(const char* name);
     Rows shape_rows(Buffer& buffer, Input input, int num_rows, int length);
     void reserve_scratch(size_t size);
     uint8_t* scratch(int thread) const;
@@ -98,6 +187,14 @@ private:
     size_t stride_;  // of the residual stream: whole panels
 
     Buffer residual_, normed_, inputs_, next_inputs_, qkv_, queries_, mixed_, wide_, partial_, logits_, peaks_;
+    Buffer branch_, parallel_, exact_, shared_inputs_, scores_, routes_, gathered_, expert_outputs_;
+    Buffer adapter_normed_, adapter_wide_;
+    std::vector<std::unique_ptr<Adapter>> adapters_;  // by slot
+    std::vector<AdapterTask> adapter_tasks_;
+    std::vector<int> adapter_tokens_;  // tokens that have one, adapter after adapter
+    std::vector<Product> products_;  // of a mixture's experts, with their inputs
+    std::vector<int> cuts_;          // [products]: tasks before and in each
+    std::vector<Rows> nexts_;        // [num_experts]: inputs of their second products
     std::vector<Buffer> scratch_;
     std::vector<uint8_t> finite_;  // [num_rows][pieces of a row]
     std::vector<Sequence> sequences_;
@@ -112,5 +209,25 @@ private:
     std::vector<Span> spans_;
     uint64_t num_phases_ = 0;
 };
+
+inline double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+template <class Work> void Program::phase(const char* name, int num_tasks, Work&& work, int grain) {
+    num_phases_++;
+    if (!recording_) return pool_->run(num_tasks, work, grain);
+    std::vector<std::pair<double, double>> times(size_t(pool_->num_threads()), {0, 0});
+    pool_->run(num_tasks, [&](int task, int thread) {
+        auto& [start, end] = times[size_t(thread)];
+        if (start == 0) start = now_s();
+        work(task, thread);
+        end = now_s();
+    }, grain);
+    for (size_t thread = 0; thread < times.size(); thread++)
+        if (times[thread].first != 0) spans_.push_back({name, int(thread), times[thread].first, times[thread].second - times[thread].first});
+}
+
+template <class Work> void Program::each_row(const char* name, int num_rows, Work&& work) {
+    phase(name, num_rows, work, std::max(1, num_rows / (4 * pool_->num_threads())));
+}
 
 }  // namespace cloister

@@ -32,6 +32,85 @@ static void norm(const float* row, const float* weight, float eps, int length, f
     for (; i < length; i++) out[i] = row[i] * factor[0] * weight[i];
 }
 
+// Layer norm (Ba et al. 2016): the mean first, then the squares of what is left, so that a large mean costs no digits.
+static void layer_norm(const float* row, const float* weight, const float* bias, float eps, int length, float* out) {
+    f32x16 total = {}, squares = {};
+    for (int i = 0; i < length; i += 16) total += load_some(row + i, length - i);
+    float mean = sum(total) / float(length);
+    i32x16 lanes;
+    for (int i = 0; i < 16; i++) lanes[i] = i;
+    for (int i = 0; i < length; i += 16) {
+        f32x16 v = load_some(row + i, length - i) - mean;
+        v = lanes < length - i ? v : set(0.0f);
+        squares = fma(v, v, squares);
+    }
+    float factor = 1.0f / std::sqrt(sum(squares) / float(length) + eps);
+    int i = 0;
+    for (; i + 16 <= length; i += 16) {
+        f32x16 v = (load<f32x16>(row + i) - mean) * factor * load<f32x16>(weight + i);
+        store(out + i, bias ? v + load<f32x16>(bias + i) : v);
+    }
+    for (; i < length; i++) out[i] = (row[i] - mean) * factor * weight[i] + (bias ? bias[i] : 0.0f);
+}
+
+static void add_scaled(const float* from, float scale, int length, float* to) {
+    int i = 0;
+    for (; i + 16 <= length; i += 16) store(to + i, fma(load<f32x16>(from + i), set(scale), load<f32x16>(to + i)));
+    for (; i < length; i++) to[i] = __builtin_fmaf(from[i], scale, to[i]);
+}
+
+static void bend(float* values, int length, float scale, float softcap) {
+    float inverse = softcap != 0 ? 1.0f / softcap : 0.0f;
+    for (int i = 0; i < length; i += 16) {
+        int left = length - i;
+        f32x16 v = load_some(values + i, left) * scale;
+        if (softcap != 0) v = tanh(v * inverse) * softcap;
+        if (left >= 16) store(values + i, v);
+        else memcpy(values + i, &v, size_t(left) * 4);
+    }
+}
+
+// A mixture's router: softmax over all experts, of which the highest are chosen; of equal ones the one with the lower number.
+// Outputs that are no numbers choose the first experts with weights that are none either, so that nobody takes the answer for one.
+static void choose(float* scores, int num_experts, int count, bool renormalize, int32_t* experts, float* weights) {
+    float highest_score = scores[0], bad = 0.0f;
+    for (int i = 0; i < num_experts; i++) {
+        highest_score = scores[i] > highest_score ? scores[i] : highest_score;
+        bad += scores[i] * 0.0f;
+    }
+    if (bad != 0.0f) {
+        for (int j = 0; j < count; j++) {
+            experts[j] = j;
+            weights[j] = NAN;
+        }
+        return;
+    }
+    float total = 0.0f;
+    for (int i = 0; i < num_experts; i += 16) {
+        int some = num_experts - i < 16 ? num_experts - i : 16;
+        f32x16 e = exp(load_some(scores + i, some) - highest_score);
+        memcpy(scores + i, &e, size_t(some) * 4);
+        for (int j = 0; j < some; j++) total += e[j];
+    }
+    int found = 0;
+    for (int i = 0; i < num_experts; i++) {
+        if (found == count && !(scores[i] > weights[count - 1])) continue;
+        int at = found < count ? found++ : count - 1;
+        for (; at > 0 && scores[i] > weights[at - 1]; at--) {
+            weights[at] = weights[at - 1];
+            experts[at] = experts[at - 1];
+        }
+        weights[at] = scores[i];
+        experts[at] = i;
+    }
+    float divisor = total;
+    if (renormalize) {
+        divisor = 0.0f;
+        for (int j = 0; j < count; j++) divisor += weights[j];
+    }
+    for (int j = 0; j < count; j++) weights[j] /= divisor;
+}
+
 INLINE int32_t sum_integers(i32x16 v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32((__m512i)v);
@@ -105,8 +184,7 @@ static void put_row(const float* row, int length, Input input, Rows& rows, int i
 static void put_wide_row(const uint16_t* row, int length, Rows& rows, int index) { put_int8(row, length, rows, index); }
 
 // Rotary embedding (Su et al. 2021), half-split; no fused multiply-add, so that it equals the oracle's two roundings.
-static void rotate(float* heads, int num_heads, int head_dim, const float* cos, const float* sin) {
-    int half = head_dim / 2;
+static void rotate(float* heads, int num_heads, int head_dim, int half, const float* cos, const float* sin) {
     for (int h = 0; h < num_heads; h++) {
         float* first = heads + size_t(h) * head_dim;
         float* second = first + half;

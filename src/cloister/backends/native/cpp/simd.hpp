@@ -347,12 +347,37 @@ INLINE f32x16 invert(f32x16 x) {
 
 INLINE f32x16 silu(f32x16 x) { return x * invert(1.0f + exp2(min(x * -log2_e, set(100.0f)))); }
 
+// tanh (Cephes' tanhf; relative error below 3e-7): a polynomial near zero, else 1 - 2 / (e^2|x| + 1). No number stays no number.
+INLINE f32x16 tanh(f32x16 x) {
+    f32x16 size = as_f32(as_u32(x) & 0x7fffffffu), square = x * x;
+    f32x16 far = as_f32(as_u32(1.0f - 2.0f / (exp(size + size) + 1.0f)) | (as_u32(x) & 0x80000000u));
+    f32x16 p = fma(square, set(-5.70498872745e-3f), set(2.06390887954e-2f));
+    p = fma(p, square, set(-5.37397155531e-2f));
+    p = fma(p, square, set(1.33314422036e-1f));
+    p = fma(p, square, set(-3.33332819422e-1f));
+    f32x16 bent = size < 0.625f ? fma(p * square, x, x) : far;
+    return x == x ? bent : x;
+}
+
+// GELU with the error function: x (1 - q) for positive x and x q for negative, where q = erfc(|x| / sqrt 2) / 2. q is e^-z^2 times a
+// polynomial in 1 / (1 + p z), the form of Abramowitz and Stegun 7.1.26, here of degree 8 and fitted for relative error (below 1e-7).
+INLINE f32x16 gelu(f32x16 x) {
+    f32x16 z = as_f32(as_u32(x) & 0x7fffffffu) * 0.70710678118654752f, t = 1.0f / (1.0f + 0.3275911f * z);
+    f32x16 p = fma(t, set(-0.0713596269f), set(0.251720726f));
+    p = fma(p, t, set(-0.208904907f));
+    p = fma(p, t, set(0.23226203f));
+    p = fma(p, t, set(0.00961485785f));
+    p = fma(p, t, set(0.10393212f));
+    p = fma(p, t, set(0.0901964828f));
+    p = fma(p, t, set(0.0925383568f));
+    f32x16 part = x * (p * t * exp(-z * z));
+    return x < 0.0f ? part : x - part;
+}
+
 INLINE f32x16 activate(f32x16 x, int kind) {
     if (kind == 0) return silu(x);
-    if (kind == 1) {                               // GELU with the error function
-        for (int i = 0; i < 16; i++) x[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678118654752f));
-        return x;
-    }
+    if (kind == 3) return x < 0.0f ? set(0.0f) : x;
+    if (kind == 1) return gelu(x);
     f32x16 inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
     return x / (1.0f + exp(-2.0f * inner));  // 0.5 (1 + tanh u) = 1 / (1 + e^-2u)
 }

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cloister.backends.spec import LayerSpec
+from cloister.backends.torch.cuda.limits import feed_forward_of
 from cloister.backends.torch.cuda.matrices import MatrixReader
 from cloister.backends.torch.triton.activation import gate
 from cloister.backends.torch.triton.attention import Heads
@@ -22,8 +23,8 @@ class Layer:
     """
 
     def __init__(self, spec: LayerSpec, reader: MatrixReader, prefix: str, eps: float) -> None:
-        attention, mlp = spec.attention, spec.mlp
-        self.spec = spec
+        attention, mlp = spec.attention, feed_forward_of(spec)
+        self.spec, self._activation = spec, mlp.activation
         self.heads = Heads(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.window or 0)
         self.attention_norm = reader.norm(f"{prefix}.attention_norm")
         self._eps = eps
@@ -62,5 +63,5 @@ class Layer:
         add_and_norm(hidden, self._o.multiply(mixed, mixed.dtype), self._mlp_norm, normed, self._eps)
         gate_up = self._gate_up.multiply(normed, normed.dtype)
         gated = normed.new_empty(len(normed), gate_up.shape[1] // 2)
-        gate(gate_up, gated, self.spec.mlp.activation)
+        gate(gate_up, gated, self._activation)
         add_and_norm(hidden, self._down.multiply(gated, gated.dtype), next_norm, normed, self._eps)

@@ -14,7 +14,7 @@ from cloister.backends import tensors
 from cloister.backends.base import Weights
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
 from cloister.backends.torch.cuda.tiles import CODE_TILES, FLOAT_TILES, HALF_TILES, TileBook, random_rows
-from cloister.backends.torch.decoder import to_torch
+from cloister.backends.torch.reading import to_torch
 from cloister.backends.torch.triton.grouped import PackedMatrix, grouped_matmul, pack
 from cloister.backends.torch.triton.matmul import matmul
 

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from cloister.backends.base import MemoryNeed, Weights
-from cloister.backends.spec import DecoderSpec, LayerSpec
+from cloister.backends.spec import DecoderSpec, LayerSpec, widest_feed_forward
 from cloister.backends.tensors import QuantizedTensor, stored_bits
 from cloister.backends.torch.cache import slot_size
 
@@ -47,7 +47,7 @@ def _row_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:
 
 def _widest(layer: LayerSpec) -> int:
     attention = layer.attention
-    return max(3 * layer.mlp.intermediate_size, (3 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim)
+    return max(3 * widest_feed_forward(layer.mlp), (3 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim)
 
 
 def _fixed_bytes(spec: DecoderSpec, is_exact: bool) -> int:

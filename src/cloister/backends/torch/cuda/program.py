@@ -18,11 +18,12 @@ from cloister.backends.torch.cuda.attention import Attention, PagedAttention
 from cloister.backends.torch.cuda.graphs import DecodeGraphs, Outputs, pad_decode
 from cloister.backends.torch.cuda.inputs import Courier, StepInputs, padded_arrays, step_arrays, unpack
 from cloister.backends.torch.cuda.layer import Layer
+from cloister.backends.torch.cuda.limits import check_computable, rope_of
 from cloister.backends.torch.cuda.matrices import Matrix, MatrixReader
 from cloister.backends.torch.cuda.memory import CAPTURED_SEQS
 from cloister.backends.torch.cuda.tiles import TileBook
-from cloister.backends.torch.decoder import to_torch
 from cloister.backends.torch.layers import RopeTable
+from cloister.backends.torch.reading import to_torch
 from cloister.backends.torch.triton.norm import add_and_norm
 from cloister.backends.torch.triton.sampling import find_largest
 from cloister.types.errors import EngineError
@@ -34,7 +35,7 @@ _INTERPRETED_PLACES = 3  # multiprocessors that the interpreter stands for
 
 
 class CudaProgram:
-    """Computes a DecoderSpec with Triton kernels (protocols `backends.base.Program` and `GreedyProgram`).
+    """Computes a DecoderSpec with Triton kernels (protocols `backends.base.Program`, `GreedyProgram` and `HiddenProgram`).
 
     The residual stream and norms are float32, everything else of `dtype`. On a CPU device the kernels must have been imported
     for Triton's interpreter.
@@ -54,6 +55,7 @@ class CudaProgram:
         device: torch.device,
         is_exact: bool = True,
     ) -> None:
+        check_computable(spec)
         self._spec, self._kv, self._dtype, self._device = spec, kv, dtype, device
         num_places = count_places(device)
         reader = MatrixReader(weights, dtype, device, TileBook(num_places), is_exact)
@@ -62,7 +64,7 @@ class CudaProgram:
         self._norms = [*(layer.attention_norm for layer in self._layers), reader.norm("norm")]
         self._head = self._read_head(weights, reader)
         self._num_positions = min(spec.max_positions, kv.num_blocks * kv.block_size)
-        ropes = {layer.attention.rope for layer in spec.layers}
+        ropes = {rope_of(layer) for layer in spec.layers}
         self._angles = {rope: angle_table(rope, self._num_positions).to(device) for rope in ropes}
         self._cache = KVCache(kv, [layer.attention for layer in spec.layers], dtype, device)
         self._attention = PagedAttention([layer.heads for layer in self._layers], dtype, device, num_places)
@@ -93,6 +95,14 @@ class CudaProgram:
             return _pick(captured.largest, batch.logit_rows)
         tokens: IntArray = find_largest(self._run(batch)).cpu().numpy()
         return tokens
+
+    @torch.no_grad()
+    def forward_hidden(self, batch: ForwardBatch) -> FloatArray:
+        """Computes one step for its hidden states (`backends.base.HiddenProgram`), as numbers of `dtype`."""
+        self._refuse_trees(batch)
+        step, attention = self._prepare(batch)
+        hidden: FloatArray = self._compute_normed(step, attention).float().cpu().numpy()
+        return hidden
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in every layer."""
@@ -135,9 +145,13 @@ class CudaProgram:
         """Launches a step kernel by kernel and returns logits [num_logits, vocab]."""
         if len(batch.token_ids) == 0:
             return torch.empty(0, self._spec.vocab_size)
+        return self._compute(*self._prepare(batch))
+
+    def _prepare(self, batch: ForwardBatch) -> tuple[StepInputs, Attention]:
+        """Moves the arrays of a step that is not captured, and readies what attends in it."""
         self._check(batch)
         arrays = step_arrays(batch, self._attention.cut(batch), self._kv.block_size)
-        return self._compute(self._unpack(self._courier.send(arrays)), self._attention_for(batch))
+        return self._unpack(self._courier.send(arrays)), self._attention_for(batch)
 
     def _check(self, batch: ForwardBatch) -> None:
         if int(batch.positions.max()) >= self._num_positions:
@@ -164,15 +178,19 @@ class CudaProgram:
 
     def _compute(self, step: StepInputs, attention: Attention) -> Tensor:
         """Launches every kernel of a step and returns logits. All that it reads is on the device, so it can be captured."""
+        return self._head.multiply(self._compute_normed(step, attention), torch.float32)
+
+    def _compute_normed(self, step: StepInputs, attention: Attention) -> Tensor:
+        """Launches every kernel before the head, and returns what it reads, [num_logits, hidden]."""
         hidden = self._embedding.index_select(0, step.token_ids).float()
         normed = torch.empty_like(hidden, dtype=self._dtype)
         add_and_norm(hidden, None, self._norms[0], normed, self._spec.norm_eps)
         for number, (layer, slots) in enumerate(zip(self._layers, self._cache.layers, strict=True)):
-            angles = self._angles[layer.spec.attention.rope]
+            angles = self._angles[rope_of(layer.spec)]
             queries = layer.project(normed, step.positions, step.targets, angles, slots)
             mixed = attention.attend(number, layer.heads, queries, slots, step)
             layer.finish(hidden, mixed, normed, self._norms[number + 1])
-        return self._head.multiply(normed.index_select(0, step.logit_rows), torch.float32)
+        return normed.index_select(0, step.logit_rows)
 
 
 def _pick(outputs: Tensor, rows: IntArray) -> npt.NDArray[Any]:

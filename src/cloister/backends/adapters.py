@@ -1,0 +1,48 @@
+"""Which products of a decoder an adapter may change, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec
+
+
+def target_shapes(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
+    """Returns product, such as "layers.0.q" -> (outputs, inputs): q, k, v, o and the feed-forward of every layer.
+
+    Experts of a mixture are not among them.
+    """
+    return {
+        f"layers.{number}.{name}": shape
+        for number, layer in enumerate(spec.layers)
+        for name, shape in _layer_shapes(layer, spec.hidden_size).items()
+    }
+
+
+def adapter_bytes(spec: DecoderSpec, rank: int) -> int:
+    """Returns what an adapter of that rank takes in memory if it changes every product, in float32."""
+    return sum(4 * rank * (outputs + inputs) for outputs, inputs in target_shapes(spec).values())
+
+
+def adapter_step_bytes(spec: DecoderSpec, num_tokens: int) -> int:
+    """Returns what a step of so many tokens takes beside its buffers where some have adapters: outputs that are added to in
+    float32 before they are bent, and inputs that a parallel block would have overwritten."""
+    return num_tokens * max((4 * _kept_numbers(layer, spec.hidden_size) for layer in spec.layers), default=0)
+
+
+def _kept_numbers(layer: LayerSpec, hidden: int) -> int:
+    if not isinstance(layer.mlp, MlpSpec):
+        return 0
+    padded = -(-layer.mlp.intermediate_size // 16) * 16 * (1 + layer.mlp.gated)
+    return padded + 32 + (hidden + 32) * layer.parallel
+
+
+def _layer_shapes(layer: LayerSpec, hidden: int) -> Mapping[str, tuple[int, int]]:
+    attention = layer.attention
+    queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    shapes = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
+    if isinstance(layer.mlp, MlpSpec):
+        inner = layer.mlp.intermediate_size
+        shapes |= {"gate": (inner, hidden)} if layer.mlp.gated else {}
+        shapes |= {"up": (inner, hidden), "down": (hidden, inner)}
+    return shapes

@@ -1,0 +1,68 @@
+"""What of a spec the kernels on a device compute; the oracle on a CPU computes all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+from cloister.types.errors import ConfigError
+
+
+def check_computable(spec: DecoderSpec) -> None:
+    """Refuses a decoder that the kernels do not compute.
+
+    Raises:
+        ConfigError: it names what is missing.
+    """
+    missing = sorted({*_missing(spec), *(name for layer in set(spec.layers) for name in _missing_of(layer))})
+    if missing:
+        raise ConfigError(
+            f"the CUDA program does not compute {', '.join(missing)}, which the family {spec.family!r} needs; choose the "
+            "device cpu",
+            param="device",
+        )
+
+
+def feed_forward_of(layer: LayerSpec) -> MlpSpec:
+    """Returns the feed-forward of a layer that was checked."""
+    if not isinstance(layer.mlp, MlpSpec):
+        raise ConfigError("the CUDA program does not compute experts; choose the device cpu", param="device")
+    return layer.mlp
+
+
+def rope_of(layer: LayerSpec) -> RopeSpec:
+    """Returns the rotary embedding of a layer that was checked."""
+    if layer.attention.rope is None:
+        raise ConfigError("the CUDA program does not compute layers without rotation; choose the device cpu", param="device")
+    return layer.attention.rope
+
+
+def _missing(spec: DecoderSpec) -> Iterator[str]:
+    if spec.norm != "rms" or spec.norm_bias:
+        yield "layer norms"
+    if spec.position_embeddings:
+        yield "learned positions"
+    if (spec.embedding_scale, spec.logit_scale) != (1.0, 1.0):
+        yield "scaled embeddings and logits"
+    if spec.logit_softcap is not None:
+        yield "soft caps"
+    if spec.head_bias:
+        yield "a bias of the head"
+
+
+def _missing_of(layer: LayerSpec) -> Iterator[str]:
+    attention, mlp = layer.attention, layer.mlp
+    if not layer.pre_norm or layer.post_norm:
+        yield "norms after attention and feed-forward"
+    if layer.parallel or layer.residual_scale != 1.0:
+        yield "parallel or scaled residuals"
+    if attention.rope is None or 2 * len(attention.rope.inv_freq) != attention.head_dim:
+        yield "partly turned heads"
+    if attention.softcap is not None:
+        yield "soft caps"
+    if attention.qk_norm and attention.qk_norm_over != "head":
+        yield "norms over whole projections of q and k"
+    if not isinstance(mlp, MlpSpec):
+        yield "experts"
+    elif not mlp.gated or mlp.activation == "relu":
+        yield "feed-forwards without a gate"

@@ -1,0 +1,111 @@
+"""Feed-forwards in torch: one for all tokens, or a mixture of experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cloister.backends.spec import MlpSpec, MoeSpec
+from cloister.backends.torch.adapters import RowAdapters
+from cloister.backends.torch.layers import ACTIVATIONS, on_whole_vectors
+from cloister.backends.torch.linear import common_tiles
+from cloister.backends.torch.reading import AnyLinear, WeightReader
+from cloister.backends.torch.tiles import pad_rows
+
+
+class Mlp:
+    """down(act(gate(x)) * up(x)), or down(act(up(x))).
+
+    Attributes:
+        linears: its products.
+        num_operations: multiplications and additions of products with weights, for one row.
+    """
+
+    def __init__(self, spec: MlpSpec, reader: WeightReader, prefix: str) -> None:
+        self._activate, self._is_gated = ACTIVATIONS[spec.activation], spec.gated
+        self._prefix, self._names = prefix, ("gate", "up") if spec.gated else ("up",)
+        self._into = reader.linear(*(f"{prefix}.{name}" for name in self._names), bias=spec.bias)
+        self._down = reader.linear(f"{prefix}.down", bias=spec.bias)
+        self.linears: tuple[AnyLinear, ...] = (self._into, self._down)
+        self.num_operations = sum(linear.num_operations for linear in self.linears)
+
+    def __call__(self, rows: Tensor, adapters: RowAdapters | None = None) -> Tensor:
+        """Returns [num_rows, hidden] for rows of the same shape; num_rows as `tiles.pad_rows` gives."""
+        inner = self._into(rows)
+        if adapters is not None:
+            adapters.add(self._prefix, self._names, rows, inner)
+        inner = self._bend(inner)
+        out = self._down(inner)
+        if adapters is not None:
+            adapters.add(self._prefix, ("down",), inner, out)
+        return out
+
+    def _bend(self, inner: Tensor) -> Tensor:
+        if not self._is_gated:
+            return on_whole_vectors(self._activate, inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return self._activate(gate).mul_(up)
+
+
+class Mixture:
+    """A mixture of experts (`backends.spec.MoeSpec`), and beside it a feed-forward that all tokens share.
+
+    An expert multiplies the rows that chose it in tiles of fixed size, and a row adds its experts up in the order of their
+    numbers: its bits do not depend on what others chose (rule 6).
+
+    Attributes:
+        linears, num_operations: as in `Mlp`; operations are those of one row.
+    """
+
+    def __init__(self, spec: MoeSpec, reader: WeightReader, prefix: str) -> None:
+        self._spec = spec
+        self._router = reader.linear(f"{prefix}.router", bias=False, wide=True)
+        self._experts = [Mlp(spec.expert, reader, f"{prefix}.experts.{number}") for number in range(spec.num_experts)]
+        self._shared = None if spec.shared is None else Mlp(spec.shared, reader, f"{prefix}.shared")
+        self._shared_router = reader.linear(f"{prefix}.shared_router", bias=False, wide=True) if spec.shared_gate else None
+        in_experts = tuple(linear for expert in self._experts for linear in expert.linears)
+        self._tiles = common_tiles(*(linear.tiles for linear in in_experts))
+        routers = (self._router,) if self._shared_router is None else (self._router, self._shared_router)
+        self.linears: tuple[AnyLinear, ...] = (*routers, *in_experts, *(self._shared.linears if self._shared else ()))
+        self.num_operations = (
+            sum(router.num_operations for router in routers)
+            + spec.num_chosen * self._experts[0].num_operations
+            + (self._shared.num_operations if self._shared else 0)
+        )
+
+    def __call__(self, rows: Tensor, adapters: RowAdapters | None = None) -> Tensor:
+        """Returns [num_rows, hidden] for rows of the same shape; num_rows as `tiles.pad_rows` gives. No adapter changes it."""
+        scores, chosen = self.choose(rows)
+        out = torch.zeros_like(rows)
+        for number in sorted(set(chosen.flatten().tolist())):
+            places, ranks = torch.nonzero(chosen == number, as_tuple=True)
+            found = self._experts[number](self._pad(rows.index_select(0, places)))[: len(places)]
+            out.index_add_(0, places, found.mul_(scores[places, ranks].unsqueeze(1)))
+        return out if self._shared is None else out.add_(self._share(rows, self._shared))
+
+    def choose(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the scores and the numbers of each row's experts, both [num_rows, num_chosen], the highest first."""
+        scores, numbers = torch.softmax(self._router(rows), dim=-1).sort(dim=-1, descending=True, stable=True)
+        scores, numbers = scores[:, : self._spec.num_chosen], numbers[:, : self._spec.num_chosen]
+        if self._spec.renormalize:
+            total = scores[:, :1].clone()
+            for rank in range(1, self._spec.num_chosen):  # a sum in one order, whatever the number of rows
+                total += scores[:, rank : rank + 1]
+            scores = scores / total
+        return scores, numbers
+
+    def _share(self, rows: Tensor, shared: Mlp) -> Tensor:
+        out = shared(rows)
+        if self._shared_router is None:
+            return out
+        return out.mul_(on_whole_vectors(torch.sigmoid, self._shared_router(rows)))
+
+    def _pad(self, rows: Tensor) -> Tensor:
+        padded = rows.new_zeros(pad_rows(len(rows), self._tiles), rows.shape[1])
+        padded[: len(rows)] = rows
+        return padded
+
+
+def make_feed_forward(spec: MlpSpec | MoeSpec, reader: WeightReader, prefix: str) -> Mlp | Mixture:
+    """Returns the feed-forward of the layer whose names begin with `prefix`."""
+    return Mixture(spec, reader, prefix) if isinstance(spec, MoeSpec) else Mlp(spec, reader, prefix)

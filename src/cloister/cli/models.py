@@ -1,0 +1,38 @@
+"""`cloister models`: which models are on this machine, in which format, how large, and what keeps one from being served."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cloister.cli.console import err, out, print_json, print_table
+
+MIB = 1 << 20
+
+
+def models(
+    directories: Annotated[
+        list[Path] | None, typer.Argument(help="Directories to look into, beside the hub's cache.", metavar="[DIRECTORY]...")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the models on this machine: embedded, in the hub's cache, and in the directories given. Reads no weights."""
+    from cloister.models.shelf import list_models
+    from cloister.types.errors import ModelError
+
+    missing = next((place for place in directories or () if not place.is_dir()), None)
+    if missing is not None:
+        raise ModelError(f"there is no directory {missing}; give one that holds models", param="directories")
+    with err.status("Reading heads"):
+        found = list(list_models(directories or ()))
+    if as_json:
+        print_json([asdict(model) for model in found])
+        return
+    rows = [(m.name, m.source, m.architecture, m.format, f"{m.size_bytes / MIB:,.0f}") for m in found]
+    print_table("Models on this machine", ("--model", "from", "architecture", "weights", "MiB"), rows)
+    for model in found:
+        if model.obstacle is not None:
+            out.print(f"{model.name}: {model.obstacle}", style="yellow", markup=False, highlight=False, soft_wrap=True)

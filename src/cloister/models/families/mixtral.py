@@ -1,0 +1,36 @@
+"""Mixtral (Jiang et al. 2024): Mistral with eight experts in every layer, two of which each token passes."""
+
+from collections.abc import Sequence
+
+from cloister.backends.spec import MlpSpec, MoeSpec
+from cloister.models.config import ConfigFields
+from cloister.models.experts import TRAINING_OF_EXPERTS, take_counts
+from cloister.models.family import PLAIN_TENSORS, Family
+from cloister.models.sources import Source
+from cloister.models.windows import see_one_window
+
+
+def _feed(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[MlpSpec | MoeSpec]:
+    return [MoeSpec(*take_counts(fields), mlp)] * num_layers
+
+
+MIXTRAL = Family(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    max_positions=131072,
+    names={"num_experts": ("num_local_experts", "num_experts")},
+    defaults={
+        "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5,
+    },
+    harmless=TRAINING_OF_EXPERTS,
+    windows=see_one_window,
+    feed_forwards=_feed,
+    tensors={
+        **PLAIN_TENSORS,
+        "router": Source("model.layers.{}.block_sparse_moe.gate"),
+        "experts.gate": Source("model.layers.{}.block_sparse_moe.experts.{}.w1"),
+        "experts.up": Source("model.layers.{}.block_sparse_moe.experts.{}.w3"),
+        "experts.down": Source("model.layers.{}.block_sparse_moe.experts.{}.w2"),
+    },
+)  # fmt: skip

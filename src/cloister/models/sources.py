@@ -1,0 +1,120 @@
+"""Where the tensors of a module lie in a checkpoint, and what is done to them when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends.tensors import QuantizedTensor, Tensor, take_rows
+from cloister.models.quantized import Stored
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a module lies.
+
+    Attributes:
+        name: of the stored module; the first {} is the layer, the second the expert.
+        parts: modules of the same layer whose outputs lie one after another in the stored one; () if it is alone.
+        by_head: parts take turns head by head (GPT-NeoX).
+        transposed: matrices lie as [in, out] (GPT-2's Conv1D).
+        skip: rows before the first that counts (OPT's positions).
+        added: what to add to every number (Gemma stores the weights of norms less one).
+    """
+
+    name: str
+    parts: tuple[str, ...] = ()
+    by_head: bool = False
+    transposed: bool = False
+    skip: int = 0
+    added: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stored tensor is the tensor."""
+        return self == Source(self.name)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the tensor is a run of rows of the stored one, which a quantised matrix can be cut into too."""
+        return self == Source(self.name, self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one tensor lies in a stored one.
+
+    Attributes:
+        shape: of the tensor.
+        stored_shape: of the stored one, before it is transposed.
+        start: its first row.
+        part, num_parts: its turn among those of each head, where they take turns.
+        num_heads: heads of each part, where they take turns; 0 otherwise.
+    """
+
+    source: Source
+    shape: Shape
+    stored_shape: Shape
+    start: int
+    part: int
+    num_parts: int
+    num_heads: int
+
+
+def find_place(source: Source, name: str, shapes: Mapping[str, Shape], num_heads: int) -> Place:
+    """Returns where a tensor lies.
+
+    Args:
+        name: its canonical name.
+        shapes: of all tensors of the decoder, by canonical name.
+        num_heads: of the layer that it is in.
+    """
+    prefix, _, last = name.rpartition(".")
+    layer, _, module = prefix.rpartition(".")
+    parts = source.parts or (module,)
+    rows = [shapes[f"{layer}.{part}.{last}" if layer else name][0] for part in parts]
+    part = parts.index(module) if source.parts else 0
+    shape = shapes[name]
+    whole = (sum(rows) + source.skip, *shape[1:])
+    stored = whole[::-1] if source.transposed else whole
+    turns = num_heads if source.by_head else 0
+    return Place(source, shape, stored, source.skip + sum(rows[:part]), part, len(parts), turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A tensor that is made of a stored one when it is read (protocol `quantized.Stored`); a run of rows stays mapped."""
+
+    stored: Stored
+    place: Place
+
+    @property
+    def shape(self) -> Shape:
+        return self.place.shape
+
+    def form(self) -> QuantizedTensor | None:
+        return self.stored.form()
+
+    def read(self) -> Tensor:
+        tensor, start = self.stored.read(), self.place.start
+        if not isinstance(tensor, np.ndarray):
+            return take_rows(tensor, slice(start, start + self.shape[0]))
+        return self._map(tensor)
+
+    def _map(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        place = self.place
+        array = array.T if place.source.transposed else array
+        if place.num_heads:
+            heads = array.reshape(place.num_heads, place.num_parts, -1, *array.shape[1:])
+            array = heads[:, place.part].reshape(place.shape)
+        else:
+            array = array[place.start : place.start + place.shape[0]]
+        if place.source.added:
+            array = array.astype(np.float32) + np.float32(place.source.added)
+        return np.ascontiguousarray(array)

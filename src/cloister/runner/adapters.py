@@ -1,0 +1,112 @@
+"""Keeps adapters in the slots of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cloister.backends.adapters import adapter_bytes, adapter_step_bytes
+from cloister.backends.base import AdapterProgram
+from cloister.backends.spec import DecoderSpec
+from cloister.models.adapters import Adapter, read_rank
+from cloister.types.config import EngineConfig
+from cloister.types.errors import ConfigError
+from cloister.types.request import AdapterInfo
+
+RUNTIME_SLOTS: Final = 4
+LEAST_RANK: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """What an engine keeps free for adapters.
+
+    Attributes:
+        given: (name, directory) of those to load at start.
+        num_slots: adapters at once.
+        max_rank: of each.
+    """
+
+    given: Sequence[tuple[str, str]]
+    num_slots: int
+    max_rank: int
+
+    def num_bytes(self, spec: DecoderSpec, num_tokens: int) -> int:
+        """Memory that they may take: every product of every layer, at the largest rank, and a step of `num_tokens`."""
+        return self.num_slots * adapter_bytes(spec, self.max_rank) + adapter_step_bytes(spec, num_tokens)
+
+
+def plan_room(config: EngineConfig) -> AdapterRoom | None:
+    """Returns the room that the settings ask for; None if they ask for none.
+
+    Raises:
+        ConfigError: the setting `lora` is not a list of NAME=DIRECTORY, or does not fit the limits that were set.
+        ModelError: an adapter of it cannot be read.
+    """
+    given = _parse(config.lora or "")
+    if not given and not config.runtime_adapters:
+        return None
+    most = max(len(given), RUNTIME_SLOTS if config.runtime_adapters else 0)
+    if config.max_loras is not None and len(given) > config.max_loras:
+        raise ConfigError(f"lora names {len(given)} adapters, and max_loras is {config.max_loras}; raise it", param="max_loras")
+    rank = config.max_lora_rank or max([LEAST_RANK, *(read_rank(Path(path).expanduser()) for _, path in given)])
+    return AdapterRoom(given, config.max_loras or most, rank)
+
+
+class AdapterSlots:
+    """The adapters of one program (protocol `engine.adapter_register.AdapterHost`).
+
+    Args:
+        program: what computes with them.
+        read: reads an adapter's directory (`models.adapters.read_adapter`).
+        num_slots: adapters at once.
+    """
+
+    def __init__(self, program: AdapterProgram, read: Callable[[Path], Adapter], num_slots: int) -> None:
+        self._program, self._read, self._num_slots = program, read, num_slots
+        self._slots: dict[str, int] = {}
+
+    @property
+    def slots(self) -> Mapping[str, int]:
+        """Digest -> slot; changes as adapters come and go."""
+        return self._slots
+
+    def load(self, name: str, path: str) -> AdapterInfo:
+        """Reads an adapter and puts it in a slot; one with the same weights is not loaded twice.
+
+        Raises:
+            ModelError: it cannot be used.
+            ConfigError: every slot is taken.
+        """
+        directory = Path(path).expanduser()
+        adapter = self._read(directory)
+        if adapter.digest not in self._slots:
+            slot = self._free_slot()
+            self._program.load_adapter(slot, adapter.weights)
+            self._slots[adapter.digest] = slot
+        created_s = int((directory / "adapter_config.json").stat().st_mtime)
+        return AdapterInfo(name=name, digest=adapter.digest, path=path, rank=adapter.weights.rank, created_s=created_s)
+
+    def unload(self, digest: str) -> None:
+        """Empties the slot of an adapter."""
+        self._program.unload_adapter(self._slots.pop(digest))
+
+    def _free_slot(self) -> int:
+        taken = set(self._slots.values())
+        free = [slot for slot in range(self._num_slots) if slot not in taken]
+        if not free:
+            raise ConfigError(
+                f"there are {len(taken)} adapters, and no room for more; unload one, or start with a larger --max-loras",
+                param="max_loras",
+            )
+        return free[0]
+
+
+def _parse(setting: str) -> list[tuple[str, str]]:
+    given = [entry.partition("=") for entry in setting.split(",") if entry.strip()]
+    pairs = [(name.strip(), path.strip()) for name, _, path in given]
+    if any(not name or not path for name, path in pairs) or len(dict(pairs)) < len(pairs):
+        raise ConfigError("lora must be NAME=DIRECTORY, with commas between several, each name once", param="lora")
+    return pairs

@@ -1,0 +1,233 @@
+"""One HTTP request from its head to its last byte, and what the engine did for it, for limits, request lines and traces.
+
+Counts and times come from the engine's events (rule 7). Nothing here is content: a route is its template, a model its
+served name.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Final
+
+from starlette.types import Scope
+
+from cloister.engine.base import AsyncEngine, EventListener, Health
+from cloister.engine.faults import describe
+from cloister.privacy.limits import Account, Charge
+from cloister.types.events import Arrived, Ended, Event, Preempted, Progressed, Scheduled, Stepped
+from cloister.types.request import Request, SequenceOutput
+
+LEFT: Final = 499
+"""Stands for the status of a client that left before its reply began; no client ever sees it."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Work:
+    """What the engine did for one prompt of a call. Times are of the monotonic clock."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    arrival_s: float | None = None
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    ended_s: float | None = None
+    preempted_s: list[float] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    def follow(self, event: Event) -> bool:
+        """Takes one event; returns whether it is the last one."""
+        match event:
+            case Arrived(now_s=now_s):
+                self.arrival_s, self.num_prompt_tokens = now_s, event.num_prompt_tokens
+            case Scheduled(resumed=False):
+                self.scheduled_s, self.num_cached_tokens = event.now_s, event.num_cached_tokens
+            case Preempted(now_s=now_s):
+                self.preempted_s.append(now_s)
+            case Ended():
+                self.reasons.append(event.reason.value)
+                self.num_output_tokens += event.num_output_tokens
+                self.first_token_s, self.ended_s = event.first_token_s, event.now_s
+                return event.last
+            case _:
+                pass
+        return False
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP request.
+
+    Attributes:
+        call_id: random; the client finds it in the header `x-request-id`.
+        began_s, replied_s, ended_s: of the monotonic clock; the first byte of the reply, and its last one.
+        traceparent: the client's header of that name (W3C Trace Context), as it came.
+        client: address of the client.
+        account: limits of its API key.
+        charge: what its key was charged.
+        route: template of its route, `none` when there is no such route.
+        works: by id of the engine's request.
+    """
+
+    method: str
+    client: str | None
+    traceparent: bytes | None
+    began_s: float
+    call_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(12)}")
+    route: str = "none"
+    status: int = LEFT
+    replied_s: float | None = None
+    ended_s: float | None = None
+    account: Account | None = None
+    charge: Charge | None = None
+    works: dict[str, Work] = field(default_factory=dict)
+    num_open: int = 0
+
+    def sum(self, count: Callable[[Work], int]) -> int:
+        """Returns a count over all prompts of the call."""
+        return sum(map(count, self.works.values()))
+
+
+CallListener = Callable[[Call], None]
+"""Told of a call once, when its reply has ended and the engine has nothing left to do for it."""
+ReplyCounter = Callable[[str, int], None]
+"""Told of every reply, just before its end is sent: (template of the route, status)."""
+
+
+class Calls:
+    """The calls that are open. Used from one event loop.
+
+    Args:
+        count_reply: told of every reply.
+        listeners: told of every call that is over.
+    """
+
+    def __init__(self, count_reply: ReplyCounter, listeners: Sequence[CallListener] = ()) -> None:
+        self._count_reply = count_reply
+        self._listeners = tuple(listeners)
+        self._at_work: dict[str, Call] = {}
+
+    def open(self, scope: Scope) -> Call:
+        """Begins a call, which goes into the request's state."""
+        client = scope.get("client")
+        traceparents = [value for name, value in scope["headers"] if name == b"traceparent"]
+        call = Call(
+            method=scope["method"],
+            client=client[0] if client else None,
+            traceparent=traceparents[0] if len(traceparents) == 1 else None,
+            began_s=time.monotonic(),
+        )
+        scope.setdefault("state", {})["call"] = call
+        return call
+
+    def close(self, call: Call, route: str, status: int | None) -> None:
+        """Ends the HTTP part of a call; None is the status of a reply that never began."""
+        if call.ended_s is not None:
+            return
+        call.ended_s, call.route = time.monotonic(), route
+        if status is not None:
+            call.status = status
+            self._count_reply(route, status)
+        if call.charge is not None:
+            call.charge.leave(refund=call.status == 429 or call.status >= 500)
+        self._end_if_over(call)
+
+    def bind(self, engine: AsyncEngine, call: Call) -> AsyncEngine:
+        """Returns the engine as one call uses it."""
+        return _CallEngine(engine, self, call)
+
+    def observe(self, event: Event) -> None:
+        """Takes one event of the engine."""
+        if isinstance(event, Progressed | Stepped) or (call := self._at_work.get(event.request_id)) is None:
+            return  # `Ended` sums up what the tokens before it said one by one
+        work = call.works[event.request_id]
+        if work.follow(event):
+            self.settle(call, event.request_id, work.num_prompt_tokens + work.num_output_tokens)
+
+    def begin(self, call: Call, request: Request, max_model_len: int) -> None:
+        """Notes that the engine is about to get a request, and charges what it can need.
+
+        Raises:
+            RateLimitError: the call's key may not use so much.
+        """
+        if call.charge is not None:
+            call.charge.reserve(request.request_id, most_tokens(request, max_model_len), time.time())
+        call.works[request.request_id] = Work(num_prompt_tokens=len(request.token_ids))
+        call.num_open += 1
+        self._at_work[request.request_id] = call
+
+    def settle(self, call: Call, request_id: str, num_tokens: int) -> None:
+        """Notes that the engine is done with a request, for which it handled `num_tokens`."""
+        if self._at_work.pop(request_id, None) is None:
+            return
+        call.num_open -= 1
+        if call.charge is not None:
+            call.charge.settle(request_id, num_tokens)
+        self._end_if_over(call)
+
+    def _end_if_over(self, call: Call) -> None:
+        if call.ended_s is None or call.num_open:
+            return
+        for listener in self._listeners:
+            try:
+                listener(call)
+            except Exception as error:  # who writes things down must not keep a reply back
+                _logger.error("a listener to calls failed: %s", describe(error))
+
+
+def call_of(scope: Scope) -> Call | None:
+    """Returns the call of a request, None where nobody watches."""
+    call = scope.get("state", {}).get("call")
+    return call if isinstance(call, Call) else None
+
+
+def most_tokens(request: Request, max_model_len: int) -> int:
+    """Returns the most tokens, prompt and answers, that a request can make the engine handle."""
+    room = max(0, max_model_len - len(request.token_ids))
+    wanted = request.sampling.max_tokens
+    return len(request.token_ids) + request.sampling.n * (room if wanted is None else min(wanted, room))
+
+
+class _CallEngine:
+    """An engine whose requests belong to a call."""
+
+    def __init__(self, engine: AsyncEngine, calls: Calls, call: Call) -> None:
+        self.model = engine.model
+        self.memory = engine.memory
+        self.startup = engine.startup
+        if (adapters := getattr(engine, "adapters", None)) is not None:  # an `AdapterEngine` stays one
+            self.adapters = adapters
+        self._engine = engine
+        self._calls = calls
+        self._call = call
+
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        """As `AsyncEngine.generate`.
+
+        Raises:
+            RateLimitError: the call's key may not use so much.
+        """
+        self._calls.begin(self._call, request, self.model.max_model_len)
+        try:
+            async with aclosing(self._engine.generate(request)) as outputs:
+                async for output in outputs:
+                    yield output
+        except Exception:  # the engine did not take it: no event will say that it ended
+            self._calls.settle(self._call, request.request_id, 0)
+            raise
+
+    def subscribe(self, listener: EventListener) -> None:
+        self._engine.subscribe(listener)
+
+    def health(self) -> Health:
+        return self._engine.health()
+
+    async def drain(self, timeout_s: float) -> None:
+        await self._engine.drain(timeout_s)

@@ -1,0 +1,195 @@
+"""How a model converses: messages to the prompt it was tuned on, and what its answer may hold beside text.
+
+Chat completions, responses and messages all come here as a `ChatBody`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from cloister.server.errors import invalid
+from cloister.server.schemas import ChatBody, Message
+from cloister.server.tools import ToolUse, read_tools
+from cloister.text import ChatTemplate, Tokenizer
+from cloister.text.answer_parser import AnswerForm
+from cloister.text.reasoning import REASONINGS, Marks, detect_reasoning
+from cloister.text.tools import FAMILIES, Family, detect_family
+from cloister.text.tools.base import literal
+from cloister.types.config import ServerConfig
+from cloister.types.grammar import Grammar
+from cloister.types.request import SamplingParams
+
+FALLBACK_FAMILY: Final = "hermes"
+"""How a model is asked to write calls whose template shows no way of its own."""
+NO_REASONING: Final = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A conversation made ready.
+
+    Attributes:
+        token_ids: the prompt.
+        form: what the answer may hold beside text; None if nothing.
+        grammar: the form of the answer, with that of calls where there may be some.
+        shown_token_ids: control tokens that the parser of the answer has to see.
+    """
+
+    token_ids: list[int]
+    form: AnswerForm | None
+    grammar: Grammar | None
+    shown_token_ids: tuple[int, ...]
+
+    def shape(self, sampling: SamplingParams) -> SamplingParams:
+        """Returns the sampling parameters with what the conversation asks of them."""
+        return msgspec.structs.replace(sampling, grammar=self.grammar, shown_token_ids=self.shown_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """The way of one model.
+
+    Attributes:
+        family: how it calls tools.
+        marks: around its reasoning, if it reasons.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    family: Family
+    marks: Marks | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, template: ChatTemplate, config: ServerConfig) -> Manner:
+        """Reads it from the settings, else from the chat template."""
+        family = config.tool_parser or detect_family(template.source) or FALLBACK_FAMILY
+        reasoning = config.reasoning_parser or detect_reasoning(template.source) or NO_REASONING
+        marks = None if reasoning == NO_REASONING else REASONINGS.get(reasoning)
+        return cls(tokenizer, template, FAMILIES.get(family), marks)
+
+    def open(self, body: ChatBody, grammar: Grammar | None = None) -> Opening:
+        """Renders a conversation and tokenizes it.
+
+        Args:
+            grammar: the form that the client wants the answer in.
+
+        Raises:
+            InvalidRequestError: the model cannot take it; the message says why.
+        """
+        tools = read_tools(body)
+        messages = template_messages(body.messages)
+        prompt = self.template.render(
+            messages,
+            tools.to_template(),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=_continues(body),
+            call_example=self.family.example,
+            **self._thinking(body),
+        )
+        grammar = tools.grammar(self.family, self._spell, grammar)
+        # A grammar holds from the first token on, so that there is no reasoning for which the prompt may have opened a mark.
+        form = self._form(tools, prompt, self.marks if grammar is None else None)
+        return Opening(
+            token_ids=self.tokenizer.encode(prompt),
+            form=form,
+            grammar=grammar,
+            shown_token_ids=self._shown(form),
+        )
+
+    def _form(self, tools: ToolUse, prompt: str, marks: Marks | None) -> AnswerForm | None:
+        if marks is None and not tools.callable:
+            return None
+        return AnswerForm(
+            marks=marks,
+            is_open=marks is not None and marks.are_open(prompt),
+            family=self.family if tools.callable else None,
+            tools=tools.callable,
+            parallel=not tools.is_one,
+        )
+
+    def _thinking(self, body: ChatBody) -> dict[str, Any]:
+        """Returns what the template is told of reasoning. A wish that it cannot hear is refused, if it is one."""
+        told: dict[str, Any] = {}
+        asked = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs is not None else {}
+        for name, value in asked.items():
+            if self.template.knows(name):
+                told[name] = value
+            elif value:
+                raise _refused(f"chat_template_kwargs.{name}")
+        effort = body.reasoning_effort
+        if effort is None or told:
+            return told
+        if self.template.knows("reasoning_effort"):
+            return {"reasoning_effort": effort}
+        if self.template.knows("enable_thinking"):
+            return {"enable_thinking": effort != "none"}
+        if (effort == "none") == (self.marks is not None):  # else the model does what is asked, switch or not
+            raise _refused("reasoning_effort")
+        return {}
+
+    def _shown(self, form: AnswerForm | None) -> tuple[int, ...]:
+        if form is None:
+            return ()
+        marks: tuple[str, ...] = () if form.marks is None else (form.marks.begin, form.marks.end)
+        if form.family is not None:
+            marks += (*form.family.marks, *form.family.inner_marks)
+        return tuple(token_id for mark in marks if (token_id := self._control_id(mark)) is not None)
+
+    def _spell(self, mark: str) -> str:
+        token_id = self._control_id(mark)
+        return literal(mark) if token_id is None else f"<[{token_id}]>"
+
+    def _control_id(self, text: str) -> int | None:
+        token_id = self.tokenizer.token_id(text)
+        return token_id if token_id in self.tokenizer.special.control_ids else None
+
+
+def _continues(body: ChatBody) -> bool:
+    if not body.continue_final_message:
+        return False
+    last = body.messages[-1]
+    if body.add_generation_prompt or last.role != "assistant" or last.tool_calls:
+        raise invalid(
+            "`continue_final_message` needs a last message of the assistant without calls, and no `add_generation_prompt`.",
+            "continue_final_message",
+        )
+    return True
+
+
+def _refused(param: str) -> Exception:
+    message = f"`{param}` is refused: this model's chat template has no switch for its reasoning. Leave it out."
+    return invalid(message, param, "unsupported_parameter")
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Returns messages as chat templates take them.
+
+    Raises:
+        InvalidRequestError: a message lacks what its role needs, or has what it must not have.
+    """
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _template_message(message: Message, path: str) -> dict[str, Any]:
+    if message.text is None and not (message.role == "assistant" and (message.tool_calls or message.reasoned)):
+        raise invalid(f"`{path}.content` is missing; it is required.", f"{path}.content", "missing_required_parameter")
+    if message.tool_calls and message.role != "assistant":
+        raise invalid(f"`{path}.tool_calls` is only for the role assistant.", f"{path}.tool_calls")
+    if (message.tool_call_id is None) == (message.role == "tool"):
+        raise invalid(f"`{path}.tool_call_id` is required for the role tool, and only there.", f"{path}.tool_call_id")
+    # Templates know the role by its older name.
+    rendered: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    rendered["content"] = message.text
+    if message.name is not None:
+        rendered["name"] = message.name
+    if message.tool_calls:
+        rendered["tool_calls"] = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        rendered["tool_call_id"] = message.tool_call_id
+    if message.reasoned:
+        rendered["reasoning_content"] = message.reasoned
+    return rendered

@@ -1,0 +1,73 @@
+"""One line for every request, with counts and times and no content."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from cloister.server.calls import Call
+from cloister.types.logs import FIELDS
+
+LOGGER: Final = logging.getLogger("cloister.requests")
+QUIET_ROUTES: Final = frozenset({"/health", "/metrics"})
+"""Asked for every few seconds by machines: they leave a line only when they fail."""
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+
+
+class RequestLog:
+    """Writes down calls that are over.
+
+    Args:
+        shows_clients: whether a line has the client's address.
+    """
+
+    def __init__(self, *, shows_clients: bool = False) -> None:
+        self._shows_clients = shows_clients
+
+    def write(self, call: Call) -> None:
+        """Logs one call."""
+        if call.route in QUIET_ROUTES and call.status < 400:
+            return
+        fields = line_of(call)
+        if self._shows_clients and call.client is not None:
+            fields["client"] = call.client
+        LOGGER.info("request", extra=fields)
+
+
+def line_of(call: Call) -> dict[str, object]:
+    """Returns the fields of a call's line, all of them on the list of fields that may be logged."""
+    fields: dict[str, object] = {
+        "request_id": call.call_id,
+        "method": method_of(call),
+        "route": call.route,
+        "status": call.status,
+        "duration_s": round((call.ended_s or call.began_s) - call.began_s, 6),
+    }
+    if call.works:
+        fields |= _work_of(call)
+    assert fields.keys() <= set(FIELDS)
+    return fields
+
+
+def method_of(call: Call) -> str:
+    """Returns the method if it is a known one: it is a word of the client's choice, too."""
+    return call.method if call.method in _METHODS else "other"
+
+
+def _work_of(call: Call) -> dict[str, object]:
+    works = list(call.works.values())
+    fields: dict[str, object] = {
+        "num_prompts": len(works),
+        "num_prompt_tokens": call.sum(lambda work: work.num_prompt_tokens),
+        "num_cached_tokens": call.sum(lambda work: work.num_cached_tokens),
+        "num_output_tokens": call.sum(lambda work: work.num_output_tokens),
+        "num_preemptions": call.sum(lambda work: len(work.preempted_s)),
+        "finish_reasons": [reason for work in works for reason in work.reasons],
+    }
+    queued = [w.scheduled_s - w.arrival_s for w in works if w.scheduled_s is not None and w.arrival_s is not None]
+    first = [work.first_token_s for work in works if work.first_token_s is not None]
+    if queued:
+        fields["queue_s"] = round(max(queued), 6)
+    if first:
+        fields["first_token_s"] = round(min(first) - call.began_s, 6)
+    return fields

@@ -1,0 +1,12 @@
+"""Figures for Prometheus. No label comes from a request.
+
+`Metrics` shows every figure; `ReleasedCounts` the few sums that a strict profile lets out. Both read the engine's events
+(rule 7) and the statuses of replies. `Facts` says what was known before the first request.
+"""
+
+from cloister.server.metrics.exposition import CONTENT_TYPE, Exposition
+from cloister.server.metrics.facts import Facts
+from cloister.server.metrics.figures import Metrics
+from cloister.server.metrics.released import ReleasedCounts
+
+__all__ = ["CONTENT_TYPE", "Exposition", "Facts", "Metrics", "ReleasedCounts"]

@@ -1,0 +1,57 @@
+"""What is known before the first request: the model, the memory budget, how long the start took, and whether it is well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+import cloister
+from cloister.engine.base import AsyncEngine
+from cloister.engine.machine import resident_bytes
+
+
+class Facts:
+    """Gauges read from an engine when they are asked for: an engine that was started again may differ.
+
+    Args:
+        model_name: as clients know it.
+    """
+
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+        self._engine = engine
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the gauges."""
+        yield GaugeMetricFamily(
+            "cloister_engine_healthy", "1 while steps advance or nothing waits.", value=float(self._engine.health().good)
+        )
+        yield self._model()
+        yield _gauges("memory_budget_bytes", "Memory budget, by what it is for.", "part", self._engine.memory)
+        yield _gauges("process_memory_bytes", "Memory that a process has in RAM.", "process", self._memory())
+        yield _gauges("startup_seconds", "Time that the start took, by phase.", "phase", self._engine.startup)
+
+    def _memory(self) -> list[tuple[str, float]]:
+        pid = getattr(self._engine, "pid", None)  # an engine in a thread has none of its own
+        return [("front", resident_bytes()), *([("engine", resident_bytes(pid))] if pid is not None else [])]
+
+    def _model(self) -> Metric:
+        model = self._engine.model
+        labels = {
+            "model_name": self._model_name,
+            "fingerprint": model.fingerprint,
+            "max_model_len": str(model.max_model_len),
+            "version": cloister.__version__,
+        }
+        info = GaugeMetricFamily("cloister_model_info", "The model that is served; always 1.", labels=tuple(labels))
+        info.add_metric(tuple(labels.values()), 1)
+        return info
+
+
+def _gauges(name: str, text: str, label: str, values: Sequence[tuple[str, float]]) -> Metric:
+    family = GaugeMetricFamily(f"cloister_{name}", text, labels=(label,))
+    for key, value in values:
+        family.add_metric((key,), value)
+    return family

@@ -1,0 +1,178 @@
+"""Every operation of the API on one page: what it takes, what it answers. The reference is made of this and the models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+from pydantic import BaseModel
+
+from cloister.server.answers import ChatChunk, ChatCompletion, Completion, Model, ModelList
+from cloister.server.embeddings import EmbeddingBody, EmbeddingList
+from cloister.server.messages.schemas import CountBody, MessagesBody
+from cloister.server.metrics import CONTENT_TYPE
+from cloister.server.responses.schemas import ResponsesBody
+from cloister.server.routes.adapters import LoadBody, UnloadBody, Unloaded
+from cloister.server.routes.policy import PolicyReport
+from cloister.server.routes.version import Version
+from cloister.server.schemas import ChatBody, CompletionBody
+from cloister.server.scoring import Ranking, RerankBody, ScoreBody, ScoreList
+from cloister.server.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, TokenizerInfo
+
+HTML: Final = "text/html"
+JSON: Final = "application/json"
+EVENTS: Final = "text/event-stream"
+
+
+class Health(msgspec.Struct, frozen=True):
+    """Reply of /health."""
+
+    status: Literal["ok", "unavailable"]
+
+
+class ErrorFields(msgspec.Struct, frozen=True):
+    """What went wrong: a sentence, a kind, the field at fault, a slug for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """Reply of every request that cannot be answered."""
+
+    error: ErrorFields
+
+
+class MessageErrorFields(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class MessageError(msgspec.Struct, frozen=True):
+    """Reply of a Messages route that cannot answer."""
+
+    error: MessageErrorFields
+    type: Literal["error"] = "error"
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    """Reply of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+JsonObject = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path.
+
+    Attributes:
+        group: heading that it stands under.
+        body: what it reads; None for nothing.
+        answer: what it replies with 200, None for a reply of another media type than JSON.
+        event: what a stream of it carries.
+        media_type: of the reply.
+        errors: statuses beside 200 that belong to it alone.
+        is_open: it asks for no API key.
+        failure: what every error replies with.
+        unavailable: what 503 replies with.
+    """
+
+    method: str
+    path: str
+    group: str
+    summary: str
+    body: type[BaseModel] | None = None
+    answer: Any = None
+    event: Any = None
+    media_type: str = JSON
+    errors: tuple[int, ...] = ()
+    is_open: bool = False
+    failure: Any = ErrorReply
+    unavailable: Any = ErrorReply
+
+    @property
+    def name(self) -> str:
+        """Its id in the reference."""
+        words = [word for part in self.path.split("/") for word in part.strip("{}").split("_") if word]
+        return "_".join([self.method.lower(), *words]) or self.method.lower()
+
+    @property
+    def statuses(self) -> tuple[int, ...]:
+        """Every status that it may answer with, beside 200."""
+        always = {403, 500}
+        reading = {400, 404, 408, 413, 415, 503, 504} if self.body is not None else set()
+        keyed = set() if self.is_open else {401, 429}
+        return tuple(sorted(always | reading | keyed | set(self.errors)))
+
+
+MEANINGS: Final = {
+    200: "The answer.",
+    400: "A field is missing, unknown or has a value that is not taken; `param` names it.",
+    401: "An API key is asked for, and there is none or another one.",
+    403: "The privacy profile refuses what the request asks for, or the name of the host is not the server's.",
+    404: "There is no such model.",
+    408: "The body did not arrive in time.",
+    413: "The body is larger than the server takes.",
+    415: "The body is not declared as JSON.",
+    429: "Too many requests wait, or the API key has used what it may; `Retry-After` says when to try again.",
+    500: "The server made a mistake.",
+    503: "The engine is not there, or the server is too busy; `Retry-After` says when to try again.",
+    504: "The answer was not complete before its deadline.",
+}
+
+_GENERATE, _VECTORS, _TOKENS, _SERVER = "Text", "Vectors", "Tokens", "Server"
+
+OPERATIONS: Final[tuple[Operation, ...]] = (
+    Operation("POST", "/v1/chat/completions", _GENERATE, "Answer a conversation", ChatBody, ChatCompletion, ChatChunk),
+    Operation("POST", "/v1/completions", _GENERATE, "Continue a text", CompletionBody, Completion, Completion),
+    Operation("POST", "/v1/responses", _GENERATE, "Answer a conversation in items", ResponsesBody, JsonObject, JsonObject),
+    Operation(
+        "POST",
+        "/v1/messages",
+        _GENERATE,
+        "Answer a conversation in blocks",
+        MessagesBody,
+        JsonObject,
+        JsonObject,
+        failure=MessageError,
+        unavailable=MessageError,
+    ),
+    Operation(
+        "POST",
+        "/v1/messages/count_tokens",
+        _GENERATE,
+        "Count the tokens of a conversation",
+        CountBody,
+        TokenCount,
+        failure=MessageError,
+        unavailable=MessageError,
+    ),
+    Operation("POST", "/v1/embeddings", _VECTORS, "Make vectors of texts", EmbeddingBody, EmbeddingList),
+    Operation("POST", "/v1/score", _VECTORS, "Say how alike texts are", ScoreBody, ScoreList),
+    Operation("POST", "/v1/rerank", _VECTORS, "Sort documents by relevance", RerankBody, Ranking),
+    Operation("POST", "/v2/rerank", _VECTORS, "Sort documents by relevance (path of Cohere)", RerankBody, Ranking),
+    Operation("POST", "/rerank", _VECTORS, "Sort documents by relevance (path of Jina)", RerankBody, Ranking),
+    Operation("POST", "/tokenize", _TOKENS, "Cut a text or a chat into tokens", TokenizeBody, Tokenized),
+    Operation("POST", "/detokenize", _TOKENS, "Join tokens to a text", DetokenizeBody, Detokenized),
+    Operation("GET", "/tokenizer_info", _TOKENS, "Tell which tokens begin and end a text", answer=TokenizerInfo),
+    Operation("GET", "/v1/models", _SERVER, "List what is served", answer=ModelList),
+    Operation("GET", "/v1/models/{model_id}", _SERVER, "Describe one model", answer=Model, errors=(404,)),
+    Operation("POST", "/v1/load_lora_adapter", _SERVER, "Load a LoRA adapter", LoadBody, Model),
+    Operation("POST", "/v1/unload_lora_adapter", _SERVER, "Unload a LoRA adapter", UnloadBody, Unloaded),
+    Operation("GET", "/v1/policy", _SERVER, "Tell the privacy profile in force", answer=PolicyReport, is_open=True),
+    Operation("GET", "/version", _SERVER, "Tell the version", answer=Version),
+    Operation(
+        "GET", "/health", _SERVER, "Tell whether steps advance", answer=Health, errors=(503,), is_open=True, unavailable=Health
+    ),
+    Operation("GET", "/metrics", _SERVER, "Show figures for Prometheus", media_type=CONTENT_TYPE.partition(";")[0]),
+    Operation("GET", "/openapi.json", _SERVER, "Describe the API", answer=JsonObject, is_open=True),
+    Operation("GET", "/docs", _SERVER, "Show the reference of the API", media_type=HTML, is_open=True),
+)
+BODY_PATHS: Final = frozenset(op.path for op in OPERATIONS if op.body is not None)
+"""Paths that read a body."""

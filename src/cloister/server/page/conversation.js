@@ -1,0 +1,105 @@
+// Conversations as data. Pure but for random ids.
+//
+// A turn: role (user, assistant, tool), content, reasoning, toolCalls, toolCallId, state (done, waiting, streaming, stopped, failed),
+// error, exchange (what was sent and what came back) and figures (counts and times of the answer).
+
+const TITLE_LENGTH = 60;
+
+/** Returns a conversation without turns. */
+export function newConversation() {
+  return { id: newId(), title: "", turns: [] };
+}
+
+/** Returns a turn of a role. */
+export function newTurn(role, fields = {}) {
+  return { id: newId(), role, content: "", reasoning: "", toolCalls: [], state: "done", error: null, exchange: null, figures: null, ...fields };
+}
+
+/** Names a conversation after its first question. */
+export function titleOf(conversation) {
+  const first = conversation.turns.find((turn) => turn.role === "user");
+  const line = (first?.content ?? "").trim().split("\n")[0];
+  return line.length > TITLE_LENGTH ? `${line.slice(0, TITLE_LENGTH - 1)}…` : line || "New conversation";
+}
+
+/** Removes every turn after the one given, and returns how many. */
+export function cutAfter(conversation, turn) {
+  return conversation.turns.splice(conversation.turns.indexOf(turn) + 1).length;
+}
+
+/** Removes the answer given and all that follows, with the answers to its tool calls. */
+export function cutFrom(conversation, turn) {
+  conversation.turns.splice(conversation.turns.indexOf(turn));
+}
+
+/** Returns the messages of a request: what was said so far, without answers that never came. */
+export function messagesOf(conversation, systemPrompt) {
+  const system = systemPrompt.trim() ? [{ role: "system", content: systemPrompt }] : [];
+  return [...system, ...conversation.turns.filter(says).map(messageOf)];
+}
+
+/** Returns the calls of the last answer that nobody has answered yet. */
+export function openCalls(conversation) {
+  const at = conversation.turns.findLastIndex((turn) => turn.role === "assistant");
+  if (at < 0) return [];
+  const answered = new Set(conversation.turns.slice(at + 1).map((turn) => turn.toolCallId));
+  return conversation.turns[at].toolCalls.filter((call) => !answered.has(call.id));
+}
+
+/** Returns a conversation as JSON for a file: everything that was said and set, and no key. */
+export function exportJson(conversation, settings, now) {
+  const turns = conversation.turns.map(({ id, exchange, ...rest }) => rest);
+  const whole = { format: "cloister-conversation", version: 1, exported_at: now.toISOString(), title: titleOf(conversation) };
+  return JSON.stringify({ ...whole, settings, turns, messages: messagesOf(conversation, settings.system) }, null, 2);
+}
+
+/** Returns the conversation of a file that `exportJson` wrote, or null when it is none. Of each turn only what is known here is taken. */
+export function importJson(text) {
+  try {
+    const { format, version, turns } = JSON.parse(text);
+    if (format !== "cloister-conversation" || version !== 1) return null;
+    return { ...newConversation(), turns: turns.map(importTurn) };
+  } catch {
+    return null;
+  }
+}
+
+function importTurn({ role, content, reasoning = "", toolCalls = [], toolCallId }) {
+  const texts = [content, reasoning, ...toolCalls.flatMap(({ id, function: { name, arguments: said } }) => [id, name, said])];
+  const isKnown = ["user", "assistant", "tool"].includes(role) && texts.every((text) => typeof text === "string");
+  if (!isKnown) throw new TypeError("not a turn");
+  return newTurn(role, { content, reasoning, toolCalls, ...(role === "tool" && { toolCallId: String(toolCallId) }) });
+}
+
+/** Returns a conversation as Markdown for people. */
+export function exportMarkdown(conversation, settings) {
+  const parts = [`# ${titleOf(conversation)}`];
+  if (settings.system.trim()) parts.push("## System", settings.system);
+  for (const turn of conversation.turns) {
+    parts.push(`## ${speaker(turn)}`);
+    if (turn.content) parts.push(turn.content);
+    for (const call of turn.toolCalls) parts.push(`Calls \`${call.function.name}\`:\n\n\`\`\`json\n${call.function.arguments}\n\`\`\``);
+    if (turn.error) parts.push(`*${turn.error.title}.*`);
+  }
+  return `${parts.join("\n\n")}\n`;
+}
+
+/** Returns who speaks in a turn. */
+export function speaker(turn) {
+  return { user: "You", assistant: "Answer", tool: "Tool result" }[turn.role];
+}
+
+function says(turn) {
+  return turn.role !== "assistant" || turn.content !== "" || turn.toolCalls.length > 0;
+}
+
+function messageOf(turn) {
+  if (turn.role === "tool") return { role: "tool", tool_call_id: turn.toolCallId, content: turn.content };
+  if (turn.toolCalls.length === 0) return { role: turn.role, content: turn.content };
+  const calls = turn.toolCalls.map(({ id, function: called }) => ({ id, type: "function", function: called }));
+  return { role: turn.role, content: turn.content || null, tool_calls: calls };
+}
+
+function newId() {
+  return [...crypto.getRandomValues(new Uint8Array(8))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+}

@@ -1,0 +1,214 @@
+// Puts the page together.
+
+import { Announcer } from "./announce.js";
+import { Api, ApiError } from "./api.js";
+import { BoardView } from "./board-view.js";
+import { ChatView } from "./chat-view.js";
+import { byId, h, iconButton } from "./dom.js";
+import { explain } from "./errors.js";
+import { ListView } from "./list-view.js";
+import { Memory } from "./memory.js";
+import { SettingsView } from "./settings-view.js";
+import { Shortcuts } from "./shortcuts.js";
+import { showWelcome } from "./welcome.js";
+
+const TOAST_MS = 8000;
+
+/** What the views share. */
+class Page {
+  constructor() {
+    this.memory = new Memory(storage());
+    this.api = new Api();
+    this.announcer = new Announcer(byId("spoken"));
+    this.policy = { profile: "", summary: "", api_key: false, streaming: true, metrics: "all" };
+    this.model = "";
+    this.models = [];
+    this.list = new ListView(this);
+    this.chat = new ChatView(this);
+    this.board = new BoardView(this);
+    this.settings = new SettingsView(this);
+    this.shortcuts = new Shortcuts([
+      ["Escape", "Stop the answer", () => this.escape()],
+      ["/", "Go to the message box", () => this.chat.message.focus()],
+      ["Alt N", "New conversation", () => this.begin()],
+      ["Alt ArrowUp", "Conversation above", () => this.step(-1)],
+      ["Alt ArrowDown", "Conversation below", () => this.step(1)],
+      ["Alt C", "Chat", () => (location.hash = "#chat")],
+      ["Alt B", "Board", () => (location.hash = "#board")],
+      ["Alt S", "Settings", () => this.settings.open()],
+      ["Alt T", "Dark or light", () => this.switchTheme()],
+      ["?", "These shortcuts", () => this.shortcuts.open()],
+    ]);
+  }
+
+  async start() {
+    this.showTheme();
+    this.list.show();
+    this.chat.show();
+    addEventListener("hashchange", () => {
+      this.showView();
+      this.focusView();
+    });
+    byId("switch-theme").addEventListener("click", () => this.switchTheme());
+    document.querySelector(".skip").addEventListener("click", (event) => {
+      event.preventDefault();
+      location.hash = "#chat";
+      this.chat.message.focus();
+    });
+    await this.learnPolicy();
+    await this.learnModels();
+    this.showView();
+    document.documentElement.dataset.ready = "";
+  }
+
+  async learnPolicy() {
+    try {
+      this.policy = await this.api.json("/v1/policy");
+      const { profile, summary } = this.policy;
+      byId("privacy").replaceChildren(h("strong", {}, `Profile ${profile}.`), ` ${summary}`);
+    } catch (error) {
+      byId("privacy").textContent = `${explain(error).title}. What happens to what you send is not known.`;
+    }
+  }
+
+  async learnModels() {
+    try {
+      if (this.lacksKey) throw new ApiError(401);
+      this.models = (await this.api.json("/v1/models")).data.map(({ id }) => id);
+      this.model = this.models[0] ?? "";
+      byId("model-name").textContent = this.memory.settings.model || this.model;
+    } catch (error) {
+      byId("model-name").textContent = error.status === 401 ? "asks for an API key" : "";
+    }
+    showWelcome(this.model, (text) => {
+      this.chat.message.value = text;
+      this.chat.send();
+    });
+  }
+
+  /** Whether there is no use in asking the API for anything yet. */
+  get lacksKey() {
+    return this.policy.api_key && !this.api.key;
+  }
+
+  /** Takes an API key for as long as the page is open. */
+  useKey(key) {
+    this.api.key = key;
+    return this.learnModels();
+  }
+
+  set(name, value) {
+    this.memory.set(name, value);
+    if (name === "theme") this.showTheme();
+    if (name === "keep") this.list.show();
+    if (name === "model") byId("model-name").textContent = value || this.model;
+  }
+
+  begin() {
+    this.memory.begin();
+    this.open(this.memory.current);
+  }
+
+  open(conversation) {
+    this.memory.current = conversation;
+    location.hash = "#chat";
+    this.list.toggle(false);
+    this.changed();
+    this.chat.show();
+    this.chat.focus();
+  }
+
+  step(by) {
+    const { conversations, current } = this.memory;
+    const next = conversations[conversations.indexOf(current) + by];
+    if (next) this.open(next);
+  }
+
+  forgetAll() {
+    for (const { controller } of this.chat.runs.values()) controller.abort();
+    this.memory.forgetAll();
+    this.toast();
+    this.open(this.memory.current);
+  }
+
+  changed() {
+    this.memory.write();
+    this.list.show();
+  }
+
+  escape() {
+    if (document.body.classList.contains("list-open")) this.list.toggle(false);
+    else this.chat.stop();
+  }
+
+  showView() {
+    const isBoard = location.hash === "#board";
+    byId("chat-view").hidden = isBoard;
+    byId("board-view").hidden = !isBoard;
+    document.body.classList.toggle("on-board", isBoard);
+    for (const [id, isHere] of [["go-chat", !isBoard], ["go-board", isBoard]]) byId(id).setAttribute("aria-current", isHere ? "page" : "false");
+    this.board.open(isBoard);
+  }
+
+  /** Whoever changes the view goes on in it. */
+  focusView() {
+    if (location.hash === "#board") byId("board-view").focus();
+    else this.chat.focus();
+  }
+
+  showTheme() {
+    const { theme } = this.memory.settings;
+    if (theme === "system") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = theme;
+  }
+
+  switchTheme() {
+    const { theme } = document.documentElement.dataset;
+    const isDark = theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    this.set("theme", isDark ? "light" : "dark");
+  }
+
+  /** Says something for a while, with a way back if there is one. Without a text, takes it away. */
+  toast(text, undo) {
+    const toast = byId("toast");
+    clearTimeout(this.toastTimer);
+    const close = () => toast.replaceChildren();
+    close();
+    if (!text) return;
+    const back = () => {
+      close();
+      undo();
+    };
+    const button = h("button", { type: "button", class: "text-button", onclick: back }, "Undo");
+    toast.append(h("span", {}, text), ...(undo ? [button] : []));
+    this.toastTimer = setTimeout(close, TOAST_MS);
+  }
+
+  /** Lets the user choose one of a few things: pairs of words and what to do. */
+  choose(title, choices) {
+    const dialog = byId("exchange");
+    const button = ([label, work]) => {
+      const take = () => {
+        dialog.close();
+        work();
+      };
+      return h("button", { type: "button", class: "button", onclick: take }, label);
+    };
+    dialog.replaceChildren(
+      h("header", {}, h("h2", { id: "exchange-title" }, title), iconButton("close", "Close", () => dialog.close())),
+      h("div", { class: "panel-body choices" }, ...choices.map(button)),
+    );
+    dialog.showModal();
+  }
+}
+
+/** The browser's storage, or null where it is not allowed. */
+function storage() {
+  try {
+    return window.localStorage;
+  } catch {
+    return null;
+  }
+}
+
+new Page().start();

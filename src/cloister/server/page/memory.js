@@ -1,0 +1,98 @@
+// What this page remembers. By default that ends with the page: only "keep on this device" writes anything down, and never a key.
+
+import { newConversation } from "./conversation.js";
+import { DEFAULTS } from "./settings.js";
+
+const PLACE = "cloister";
+
+/** Conversations and settings, and the one place where they may be kept. */
+export class Memory {
+  constructor(storage) {
+    this.storage = storage;
+    this.settings = { ...DEFAULTS };
+    this.conversations = [newConversation()];
+    this.current = this.conversations[0];
+    this.read();
+  }
+
+  /** Begins a conversation, unless the current one is empty still. */
+  begin() {
+    if (!this.current.turns.length) return;
+    this.current = newConversation();
+    this.conversations.unshift(this.current);
+    this.write();
+  }
+
+  /** Takes in a conversation from elsewhere, and opens it. */
+  add(conversation) {
+    this.conversations.unshift(conversation);
+    this.current = conversation;
+    this.write();
+  }
+
+  /** Forgets a conversation; returns what brings it back. */
+  forget(conversation) {
+    const at = this.conversations.indexOf(conversation);
+    const wasCurrent = this.current === conversation;
+    this.conversations.splice(at, 1);
+    if (!this.conversations.length) this.conversations.push(newConversation());
+    if (wasCurrent) this.current = this.conversations[Math.min(at, this.conversations.length - 1)];
+    this.write();
+    return () => {
+      this.conversations.splice(at, 0, conversation);
+      if (wasCurrent) this.current = conversation;
+      this.write();
+    };
+  }
+
+  /** Forgets every conversation. */
+  forgetAll() {
+    this.current = newConversation();
+    this.conversations = [this.current];
+    this.write();
+  }
+
+  set(name, value) {
+    this.settings = { ...this.settings, [name]: value };
+    this.write();
+  }
+
+  /** Writes everything down if the user wants it kept, else takes away what was. Returns whether it is kept. */
+  write() {
+    try {
+      if (!this.settings.keep) {
+        this.storage.removeItem(PLACE);
+        return false;
+      }
+      const { settings, current } = this;
+      const conversations = this.conversations.filter(({ turns }) => turns.length).map(withoutExchanges);
+      this.storage.setItem(PLACE, JSON.stringify({ version: 1, settings, conversations, current: current.id }));
+      return true;
+    } catch {
+      return false; // no storage, or no room in it: everything stays in memory
+    }
+  }
+
+  read() {
+    try {
+      const kept = JSON.parse(this.storage.getItem(PLACE));
+      if (kept?.version !== 1) return;
+      this.settings = { ...DEFAULTS, ...kept.settings };
+      if (!kept.conversations.length) return;
+      this.conversations = kept.conversations.map(ended);
+      this.current = this.conversations.find(({ id }) => id === kept.current) ?? this.conversations[0];
+    } catch {
+      this.storage?.removeItem(PLACE);
+    }
+  }
+}
+
+function withoutExchanges(conversation) {
+  return { ...conversation, turns: conversation.turns.map((turn) => ({ ...turn, exchange: null })) };
+}
+
+/** What was being answered when the page was left is not answered any more. */
+function ended(conversation) {
+  const ends = (turn) => (["waiting", "streaming"].includes(turn.state) ? { ...turn, state: "stopped" } : turn);
+  return { ...conversation, turns: conversation.turns.map(ends) };
+}

@@ -1,0 +1,71 @@
+"""What a running server reads again, on SIGHUP or when its files change: API keys and the certificate. No stream is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cloister.types.errors import CloisterError
+
+LOOK_EVERY_S: Final = 2.0
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Something that was read from files.
+
+    Attributes:
+        name: for the log.
+        read: reads it again; raises CloisterError and changes nothing when it cannot.
+    """
+
+    name: str
+    paths: tuple[Path, ...]
+    read: Callable[[], None]
+
+    def stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
+        """Returns what changes when a file is written or replaced; None for one that is missing."""
+        return tuple(map(_stamp, self.paths))
+
+
+class Reloader:
+    """Keeps sources as their files are. A file that cannot be used is logged, and what was read before stays."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._stamps = {source: source.stamp() for source in sources}
+
+    def reload(self) -> None:
+        """Reads everything again."""
+        for source in self._stamps:
+            self._read(source)
+
+    async def watch(self, every_s: float = LOOK_EVERY_S) -> None:
+        """Reads again whatever changes, until it is cancelled."""
+        while True:
+            await asyncio.sleep(every_s)
+            for source, stamp in self._stamps.items():
+                if source.stamp() != stamp:
+                    self._read(source)
+
+    def _read(self, source: Source) -> None:
+        self._stamps[source] = source.stamp()
+        try:
+            source.read()
+        except CloisterError as error:
+            _logger.error("the %s stay as they were: %s", source.name, error.message)
+        else:
+            _logger.info("the %s were read again", source.name)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size

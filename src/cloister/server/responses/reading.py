@@ -1,0 +1,114 @@
+"""From a body of /v1/responses to the conversation that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from cloister.server.parse import check_fields
+from cloister.server.responses.schemas import (
+    AllowedChoice,
+    CallItem,
+    CallOutputItem,
+    Choice,
+    FunctionTool,
+    InputPart,
+    Item,
+    MessageItem,
+    NamedChoice,
+    ReasoningItem,
+    ResponsesBody,
+    SchemaFormat,
+)
+from cloister.server.schemas import ChatBody
+
+
+def to_chat(body: ResponsesBody) -> ChatBody:
+    """Returns the request as one of /v1/chat/completions."""
+    fields: dict[str, Any] = {
+        "messages": _messages(body),
+        "model": body.model,
+        "stream": body.stream,
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "parallel_tool_calls": body.parallel_tool_calls,
+    }
+    if body.wants_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    if body.tools:
+        fields["tools"] = [_tool(tool) for tool in body.tools]
+    if body.tool_choice is not None:
+        fields["tool_choice"] = _choice(body.tool_choice)
+    if body.reasoning is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None and body.text.format is not None and body.text.format.type != "text":
+        fields["response_format"] = _format(body)
+    return check_fields(fields, ChatBody)
+
+
+def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    for item in body.input:
+        _add(messages, item)
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], item: Item) -> None:
+    """Adds an item. Reasoning, text and calls that follow each other are one message of the assistant."""
+    match item:
+        case MessageItem(role="assistant"):
+            message = _assistant(messages, "content")
+            message["content"] = _text(item.content)
+        case MessageItem():
+            messages.append({"role": item.role, "content": _text(item.content)})
+        case ReasoningItem():
+            _assistant(messages, "reasoning_content")["reasoning_content"] = _text(item.content or item.summary or ())
+        case CallItem():
+            call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+            _assistant(messages).setdefault("tool_calls", []).append(call)
+        case CallOutputItem():
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+
+
+def _assistant(messages: list[dict[str, Any]], starts: str = "") -> dict[str, Any]:
+    """Returns the assistant's message that goes on, or a new one; a second text or reasoning starts one too."""
+    if not messages or messages[-1]["role"] != "assistant" or starts in messages[-1]:
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _text(parts: Iterable[InputPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    match choice:
+        case NamedChoice():
+            return _named(choice)
+        case AllowedChoice():
+            allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+        case _:
+            return {"type": choice.type}
+
+
+def _named(choice: NamedChoice) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _format(body: ResponsesBody) -> dict[str, Any]:
+    assert body.text is not None
+    assert body.text.format is not None
+    form = body.text.format
+    if not isinstance(form, SchemaFormat):
+        return {"type": form.type}
+    schema = {"name": form.name, "schema": form.schema_, "description": form.description, "strict": form.strict}
+    return {"type": "json_schema", "json_schema": schema}

@@ -1,0 +1,229 @@
+"""Requests of /v1/responses as strict models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field
+
+from cloister.server.fields import Refused
+from cloister.server.schemas import (
+    INT32,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_TOOLS,
+    FunctionName,
+    MetadataText,
+    Strict,
+)
+
+_TEXT: Final = "models here read and write text only"
+_STATELESS: Final = "this server keeps nothing; send the whole conversation in `input`"
+
+REFUSED: Final[Mapping[str, Refused]] = {
+    "previous_response_id": Refused(_STATELESS),
+    "conversation": Refused(_STATELESS),
+    "store": Refused("nothing is kept here, so there is nothing to store in", (False,)),
+    "background": Refused("nothing is kept here, so that an answer has to be waited for", (False,)),
+    "prompt": Refused("this server has no stored prompts"),
+    "context_management": Refused("this server does not shorten conversations"),
+    "truncation": Refused("a conversation that is too long is refused, not cut", ("disabled",)),
+    "max_tool_calls": Refused("no tool runs on this server, so there is nothing to count"),
+    "moderation": Refused("this server does not moderate"),
+    "image": Refused(_TEXT),
+    "service_tier": Refused("a request's class comes from its API key", ("auto", "default")),
+}
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputPart(Strict):
+    """A part of a content; the models here read text only. The last two fields come with an answer that is sent back."""
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: list[Any] | None = None
+
+
+def _as_parts(value: object) -> object:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+InputParts = Annotated[list[InputPart], Field(max_length=MAX_MESSAGES)]
+Parts = Annotated[InputParts, BeforeValidator(_as_parts, json_schema_input_type=str | InputParts)]
+
+
+class _Item(Strict):
+    """What every item may have beside its own fields; the client's bookkeeping, of no effect."""
+
+    id: str | None = None
+    status: Status | None = None
+
+
+class MessageItem(_Item):
+    """What somebody said."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+    phase: str | None = None
+
+
+class CallItem(_Item):
+    """A call that the model made before."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: FunctionName
+    arguments: str
+    namespace: None = None
+    caller: None = None
+
+
+class CallOutputItem(_Item):
+    """What a call brought."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Parts
+
+
+class ReasoningItem(_Item):
+    """What the model said to itself before."""
+
+    type: Literal["reasoning"]
+    summary: InputParts | None = None
+    content: InputParts | None = None
+    encrypted_content: str | None = None
+
+
+def _with_type(value: object) -> object:
+    return {"type": "message"} | value if isinstance(value, dict) and "role" in value else value
+
+
+Item = Annotated[
+    Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")],
+    BeforeValidator(_with_type),
+]
+
+
+def _as_items(value: object) -> object:
+    return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class FunctionTool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class PlainChoice(Strict):
+    """Whether the model may or must call, as a client writes it in one word."""
+
+    type: Literal["none", "auto", "required"]
+
+
+class NamedChoice(Strict):
+    """The model must call this function."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class AllowedChoice(Strict):
+    """The model may or must call some of the tools only."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+def _as_choice(value: object) -> object:
+    return {"type": value} if isinstance(value, str) else value
+
+
+AnyChoice = Annotated[PlainChoice | NamedChoice | AllowedChoice, Field(discriminator="type")]
+Choice = Annotated[
+    AnyChoice, BeforeValidator(_as_choice, json_schema_input_type=Literal["none", "auto", "required"] | AnyChoice)
+]
+
+
+class TextFormat(Strict):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Strict):
+    """A JSON schema that the answer has to follow."""
+
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextSettings(Strict):
+    """How the answer is written."""
+
+    format: Annotated[TextFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningSettings(Strict):
+    """How long the model may reason; summaries are not made, the reasoning itself is in the answer."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto"] | None = None
+
+
+class ResponseStreamOptions(Strict):
+    """What a stream carries beside the answer."""
+
+    include_obfuscation: bool | None = None
+
+
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ResponsesBody(Strict):
+    """Body of /v1/responses."""
+
+    input: Annotated[Items, BeforeValidator(_as_items, json_schema_input_type=str | Items)]
+    model: str | None = None
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: int | None = Field(None, ge=1, lt=INT32)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    include: list[Include] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+
+    # Known fields without effect here: checked for their type and forgotten.
+    user: str | None = None
+    metadata: Annotated[dict[str, MetadataText], Field(max_length=MAX_METADATA)] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the tokens of the answer come with their log-probabilities."""
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())

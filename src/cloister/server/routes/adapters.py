@@ -1,0 +1,72 @@
+"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`: what an operator may change of a running server."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cloister.engine.adapter_calls import AdapterCalls
+from cloister.engine.base import AdapterEngine
+from cloister.server.errors import invalid
+from cloister.server.front import Front, admission_of, front_of, json_response
+from cloister.server.parse import parse_body
+from cloister.server.routes.models import adapter_model
+from cloister.server.schemas import Strict
+from cloister.types.errors import NotFoundError
+
+router = APIRouter()
+
+
+class LoadBody(Strict):
+    lora_name: str = Field(max_length=128)
+    lora_path: str = Field(max_length=4096)
+
+
+class Unloaded(msgspec.Struct, frozen=True):
+    id: str
+    deleted: bool = True
+    object: Literal["model"] = "model"
+
+
+class UnloadBody(Strict):
+    lora_name: str = Field(max_length=128)
+    lora_int_id: int | None = None  # that vLLM's clients send; a name says it all
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_adapter(request: Request) -> Response:
+    """Loads an adapter's directory of this machine; it is a model of its own from then on."""
+    front = front_of(request)
+    adapters = _check_operator(request, front)
+    body = parse_body(await request.body(), LoadBody)
+    if body.lora_name in (front.reader.model_name, *front.reader.other_names):
+        raise invalid("`lora_name` is a name of the model itself; choose another one.", "lora_name")
+    return json_response(adapter_model(front, await adapters.load(body.lora_name, body.lora_path)))
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_adapter(request: Request) -> Response:
+    """Takes an adapter away when the requests that use it have ended."""
+    front = front_of(request)
+    adapters = _check_operator(request, front)
+    body = parse_body(await request.body(), UnloadBody)
+    await adapters.unload(body.lora_name)
+    return json_response(Unloaded(body.lora_name))
+
+
+def _check_operator(request: Request, front: Front) -> AdapterCalls:
+    """Returns the adapters of the engine, for whoever may change them.
+
+    Raises:
+        NotFoundError: its engine has none.
+        PolicyError: this caller may not.
+    """
+    if not isinstance(front.engine, AdapterEngine):
+        raise NotFoundError("This server has no adapters.", code="unknown_route")
+    front.reader.gate.check_operator(admission_of(request))
+    return front.engine.adapters

@@ -1,0 +1,67 @@
+"""`/v1/policy`: which privacy profile is in force and what it means. Whoever is about to send something may know first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cloister.privacy import Gate, Profile
+from cloister.server.front import front_of, json_response
+from cloister.types.scope import ScopeKind
+
+router = APIRouter()
+
+_RECORDS: Final[Mapping[Profile, str]] = {
+    Profile.OPEN: "Logs and metrics hold counts and times, no text.",
+    Profile.TEAM: "Logs and metrics hold counts and times, no text.",
+    Profile.PRIVATE: "Metrics hold sums over many requests and no more.",
+    Profile.PARANOID: "Metrics hold sums over many requests and no more. Answers come whole, not as a stream.",
+}
+
+
+class PolicyReport(msgspec.Struct, frozen=True):
+    """What a client may rely on.
+
+    `summary` says in words what the profile means for what is sent, `api_key` whether the API asks for a key, `streaming`
+    whether answers may be streamed; `metrics` is `counts` when only sums over many requests are let out.
+    """
+
+    profile: str
+    summary: str
+    api_key: bool
+    streaming: bool
+    metrics: Literal["all", "counts"]
+    object: Literal["policy"] = "policy"
+
+
+@router.get("/v1/policy")
+async def report_policy(request: Request) -> Response:
+    """Returns the rules that this server is under."""
+    return json_response(describe_policy(front_of(request).reader.gate))
+
+
+def describe_policy(gate: Gate) -> PolicyReport:
+    """Returns what the gate holds people to."""
+    policy = gate.policy
+    return PolicyReport(
+        profile=policy.profile.value,
+        summary=f"{_sharing(gate)} {_RECORDS[policy.profile]}",
+        api_key=gate.asks_for_keys,
+        streaming=policy.allows("streaming"),
+        metrics="counts" if policy.counts_only else "all",
+    )
+
+
+def _sharing(gate: Gate) -> str:
+    match gate.widest_scope:
+        case ScopeKind.LOCAL:
+            return "Everybody on this machine may share cached prompts."
+        case ScopeKind.TENANT:
+            return "Cached prompts may be shared inside one tenant, never between tenants."
+        case _:
+            return "Nothing that you send is reused for any other request."

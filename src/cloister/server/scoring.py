@@ -1,0 +1,172 @@
+"""How alike texts are: bodies and answers of /v1/score and /v1/rerank.
+
+A score is the cosine of the angle between two texts' vectors, from -1 to 1: what the model's own embeddings say, no judgement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from pydantic import BeforeValidator, Field, PlainValidator
+
+from cloister.privacy.gate import Admission
+from cloister.server.embeddings import (
+    MAX_INPUTS,
+    EmbeddingUsage,
+    PooledBody,
+    Text,
+    TextInput,
+    Words,
+    pooled_job,
+    text_list,
+    usage_of,
+    vector_of,
+)
+from cloister.server.errors import invalid
+from cloister.server.job import Job
+from cloister.server.parse import parse_body
+from cloister.server.prompts import PromptReader
+from cloister.server.schemas import INT32, Strict
+from cloister.types.request import Embedding, PoolingParams
+
+
+class ScoreBody(PooledBody):
+    """Body of /v1/score: one text with each of many, or two lists of one length pair by pair."""
+
+    text_1: Annotated[list[Text], PlainValidator(text_list("text_1"), json_schema_input_type=TextInput)]
+    text_2: Annotated[list[Text], PlainValidator(text_list("text_2"), json_schema_input_type=TextInput)]
+
+
+class Score(msgspec.Struct, frozen=True):
+    index: int
+    score: float
+    object: Literal["score"] = "score"
+
+
+class ScoreList(msgspec.Struct, frozen=True):
+    """Reply of /v1/score."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
+class Document(Strict):
+    """A document to rank."""
+
+    text: Words
+
+
+def _as_document(value: object) -> object:
+    return {"text": value} if isinstance(value, str) else value
+
+
+class RerankBody(PooledBody):
+    """Body of /v1/rerank (the shape of Jina and Cohere)."""
+
+    query: Words
+    documents: Annotated[
+        list[Annotated[Document, BeforeValidator(_as_document, json_schema_input_type=Words | Document)]],
+        Field(min_length=1, max_length=MAX_INPUTS - 1),
+    ]
+    top_n: int | None = Field(None, ge=1, lt=INT32)
+    return_documents: bool | None = None
+
+
+class RankedDocument(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One document's place; `document` is left out where the request does not want it."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, str] | None = None
+
+
+class Ranking(msgspec.Struct, frozen=True):
+    """Reply of /v1/rerank, the most relevant first."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreJob:
+    """What one call of /v1/score asks for.
+
+    Attributes:
+        pairs: places of two texts among the job's requests, one pair for each score.
+    """
+
+    job: Job
+    pairs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RerankJob:
+    """What one call of /v1/rerank asks for; the query is the job's first request, the documents follow."""
+
+    job: Job
+    documents: tuple[str, ...]
+    top_n: int
+    returns_documents: bool
+
+
+def read_score(reader: PromptReader, raw: bytes, admission: Admission) -> ScoreJob:
+    """Reads a body of /v1/score; errors as in `read_embeddings`."""
+    body = parse_body(raw, ScoreBody)
+    first, second = body.text_1, body.text_2
+    if len(first) not in (1, len(second)):
+        raise invalid(
+            f"`text_1` has {len(first)} texts and `text_2` has {len(second)}; send one text first, or two lists of one length.",
+            "text_1",
+        )
+    texts = [*(("text_1", text) for text in first), *(("text_2", text) for text in second)]
+    job = pooled_job(reader, body, texts, _pooling(reader), admission, prefix="score")
+    pairs = tuple((i if len(first) > 1 else 0, len(first) + i) for i in range(len(second)))
+    return ScoreJob(job, pairs)
+
+
+def read_rerank(reader: PromptReader, raw: bytes, admission: Admission) -> RerankJob:
+    """Reads a body of /v1/rerank; errors as in `read_embeddings`."""
+    body = parse_body(raw, RerankBody)
+    documents = tuple(document.text for document in body.documents)
+    texts = [("query", body.query), *(("documents", text) for text in documents)]
+    job = pooled_job(reader, body, texts, _pooling(reader), admission, prefix="rerank")
+    return RerankJob(job, documents, body.top_n or len(documents), body.return_documents is not False)
+
+
+def _pooling(reader: PromptReader) -> PoolingParams:
+    return PoolingParams(kind=reader.model.pooling.kind)
+
+
+def score_pairs(asked: ScoreJob, embeddings: Sequence[Embedding]) -> ScoreList:
+    """Returns the reply of /v1/score."""
+    data = [Score(i, cosine(embeddings[a], embeddings[b])) for i, (a, b) in enumerate(asked.pairs)]
+    job = asked.job
+    return ScoreList(job.job_id, job.created_s, job.model_name, data, usage_of(job))
+
+
+def rank_documents(asked: RerankJob, embeddings: Sequence[Embedding]) -> Ranking:
+    """Returns the reply of /v1/rerank; of equal documents the earlier one comes first."""
+    query, *others = embeddings
+    scores = [cosine(query, other) for other in others]
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: asked.top_n]
+    results = [
+        RankedDocument(index, scores[index], {"text": asked.documents[index]} if asked.returns_documents else None)
+        for index in best
+    ]
+    return Ranking(asked.job.job_id, asked.job.model_name, results, usage_of(asked.job))
+
+
+def cosine(one: Embedding, other: Embedding) -> float:
+    """Returns the cosine of the angle between two normalised vectors, kept within [-1, 1]."""
+    product = float(np.dot(vector_of(one).astype(np.float64), vector_of(other).astype(np.float64)))
+    return min(1.0, max(-1.0, product))

@@ -1,0 +1,86 @@
+"""Takes an answer apart while it is written: reasoning first, then text and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cloister.text.parts import CallBroken, Part, Reasoning, Text
+from cloister.text.reasoning import Marks, read_reasoning
+from cloister.text.tools.base import Family, Tool
+from cloister.text.tools.parser import read_calls
+from cloister.text.tools.reading import Reading, Source
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What there may be in an answer beside text.
+
+    Attributes:
+        marks: around reasoning, if the model reasons.
+        is_open: the prompt has begun the reasoning already.
+        family: how the model calls tools, if it may.
+        tools: those that it may call, by name.
+        parallel: an answer may have more than one call; else those after the first are left out.
+    """
+
+    marks: Marks | None = None
+    is_open: bool = False
+    family: Family | None = None
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    parallel: bool = True
+
+
+class AnswerParser:
+    """Turns the text of one answer into parts. How the text is cut into pieces makes no difference to what they spell.
+
+    Attributes:
+        is_reasoning: what comes next is reasoning, as far as can be told.
+    """
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._form = form
+        self._source = Source()
+        self._parts = self._read()
+        self._only = None if form.parallel else 0
+        self.is_reasoning = form.is_open
+
+    def push(self, text: str) -> list[Part]:
+        """Takes text in and returns the parts that are certain now."""
+        self._source.feed(text)
+        return self._advance()
+
+    def flush(self) -> list[Part]:
+        """Returns what is left when no more text comes."""
+        self._source.is_whole = True
+        return self._advance()
+
+    def _advance(self) -> list[Part]:
+        parts: list[Part] = []
+        for part in self._parts:
+            if part is None:
+                break
+            if isinstance(part, Reasoning):
+                self.is_reasoning = True
+            if self._only is None or self._is_wanted(part):
+                parts.append(part)
+        return parts
+
+    def _is_wanted(self, part: Part) -> bool:
+        """Where one call is all, the first that is complete is it."""
+        if isinstance(part, Text | Reasoning):
+            return True
+        wanted = part.index == self._only
+        if wanted and isinstance(part, CallBroken) and self._only is not None:
+            self._only += 1
+        return wanted
+
+    def _read(self) -> Reading[None]:
+        form = self._form
+        if form.marks is not None:
+            yield from read_reasoning(self._source, form.marks, is_open=form.is_open)
+            self.is_reasoning = False
+        if form.family is None:
+            yield from self._source.pass_all()
+        else:
+            yield from read_calls(self._source, form.family, form.tools)

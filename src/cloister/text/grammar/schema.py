@@ -1,0 +1,250 @@
+"""JSON schemas (draft 2020-12) as clients send them: which keywords hold, and how large a schema may be.
+
+Nothing is ignored in silence: what a schema demands is either enforced on every answer, or refused by name. Names that are
+not keywords are the client's own words and are not repeated; a place in a schema is told by keywords and numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any, Final
+from urllib.parse import unquote
+
+from cloister.text.grammar.disjoint import are_disjoint
+from cloister.types.errors import InvalidRequestError
+
+MAX_DEPTH: Final = 32
+"""Schemas inside one another."""
+MAX_SCHEMAS: Final = 4000
+MAX_PROPERTIES: Final = 1000
+"""Of all objects together: what compiling takes grows with their square."""
+MAX_VALUES: Final = 5000
+"""Of all enumerations together."""
+MAX_PATTERN_CHARS: Final = 4_096
+MAX_MULTIPLE: Final = 20_000
+"""Product of all multipleOf: a number that is to be a multiple of both 997 and 991 takes 988,027 states."""
+
+_ONE: Final = frozenset({"items", "additionalProperties", "additionalItems"})
+"""Keywords that hold a schema."""
+_SEVERAL: Final = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+"""Keywords that hold a list of schemas."""
+_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Keywords that hold schemas by name."""
+_PLAIN: Final = frozenset({
+    "type", "const", "enum", "$ref", "$anchor", "required", "minProperties", "maxProperties", "minItems", "maxItems",
+    "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+    "multipleOf",
+})  # fmt: skip
+_ANNOTATIONS: Final = frozenset({
+    "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment",
+    "$schema", "$id", "discriminator", "contentEncoding", "contentMediaType", "propertyOrdering",
+})  # fmt: skip
+"""They say something to readers, and nothing about what is valid (2020-12 Validation, sections 8 and 9)."""
+_REFUSED: Final = frozenset({
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",
+    "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties",
+    "contentSchema", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$vocabulary", "nullable",
+    "id",
+})  # fmt: skip
+_FORMATS: Final = frozenset({"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+_TYPES: Final = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+
+_LEAP_YEAR: Final = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DAY: Final = f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+_YEAR: Final = "^(?:[1-9]|0[1-9]|00[1-9]|000[1-9])"
+
+Schema = Mapping[str, Any] | bool
+
+
+def check_schema(schema: object, param: str) -> Any:
+    """Returns a schema as it is compiled: `oneOf` whose branches exclude each other has become `anyOf`.
+
+    Args:
+        param: the field of the request that holds it, for error messages.
+
+    Raises:
+        InvalidRequestError: it has a keyword that is not enforced here, is no schema, or is too large; says which and where.
+    """
+    return _Walk(schema, param).check(schema, "", 0)
+
+
+class _Walk:
+    """One schema while it is read."""
+
+    def __init__(self, root: object, param: str) -> None:
+        self._root = root
+        self._param = param
+        self._num_schemas = self._num_properties = self._num_values = 0
+        self._multiple = 1
+
+    def check(self, schema: object, place: str, depth: int) -> Any:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            raise self._error(place, "is no schema: it must be an object, true or false")
+        self._num_schemas += 1
+        if depth > MAX_DEPTH or self._num_schemas > MAX_SCHEMAS:
+            raise self._error("", f"is too large: at most {MAX_SCHEMAS} schemas, {MAX_DEPTH} deep, are taken")
+        checked: dict[str, Any] = {}
+        for position, (keyword, value) in enumerate(schema.items()):
+            if keyword in _ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance"):
+                continue
+            checked[keyword] = self._check_keyword(keyword, value, place, depth, position)
+        self._check_least(checked, place)
+        return self._without_one_of(_with_real_days(checked))
+
+    def _check_keyword(self, keyword: str, value: object, place: str, depth: int, position: int) -> Any:
+        inside = f"{place}.{keyword}" if place else keyword
+        if keyword in _ONE and not (keyword == "items" and isinstance(value, list)):
+            return self.check(value, inside, depth + 1)
+        if keyword in _SEVERAL or keyword == "items":
+            return self._check_list(value, inside, depth)
+        if keyword in _NAMED:
+            return self._check_named(keyword, value, inside, depth)
+        if keyword in _PLAIN:
+            self._check_plain(keyword, value, inside)
+            return value
+        if keyword in _REFUSED:
+            raise self._error(place, f"has `{keyword}`, which is not enforced here; leave it out{_HINTS.get(keyword, '')}")
+        raise self._error(place, f"has an unknown keyword (entry {position + 1}); leave it out")
+
+    def _check_list(self, value: object, place: str, depth: int) -> list[Any]:
+        if not isinstance(value, list) or not value:
+            raise self._error(place, "must be a list of at least one schema")
+        return [self.check(item, f"{place}[{i}]", depth + 1) for i, item in enumerate(value)]
+
+    def _check_named(self, keyword: str, value: object, place: str, depth: int) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise self._error(place, "must be an object of schemas")
+        if keyword in ("properties", "patternProperties"):
+            self._num_properties += len(value)
+            if self._num_properties > MAX_PROPERTIES:
+                raise self._error("", f"is too large: it may have {MAX_PROPERTIES} properties")
+        if keyword == "patternProperties":
+            for pattern in value:
+                self._check_pattern(pattern, place)
+        return {name: self.check(item, f"{place}[{i}]", depth + 1) for i, (name, item) in enumerate(value.items())}
+
+    def _check_plain(self, keyword: str, value: object, place: str) -> None:
+        match keyword, value:
+            case "type", str() | list():
+                names = [value] if isinstance(value, str) else value
+                if not names or not all(isinstance(name, str) and name in _TYPES for name in names):
+                    raise self._error(place, f"must be one or more of: {', '.join(sorted(_TYPES))}")
+            case "enum", list() if value:
+                self._num_values += len(value)
+                if self._num_values > MAX_VALUES:
+                    raise self._error("", f"is too large: its enumerations may have {MAX_VALUES} values")
+            case "const", _:
+                pass
+            case "$ref", str():
+                if not value.startswith("#"):
+                    raise self._error(place, "leads out of the schema; put what it names under `$defs`")
+                self._check_reference(value, place)
+            case "required", list() if all(isinstance(name, str) for name in value):
+                pass
+            case "format", str():
+                if value not in _FORMATS:
+                    raise self._error(
+                        place, f"is not enforced here; leave it out, or use one of: {', '.join(sorted(_FORMATS))}"
+                    )
+            case "pattern", str():
+                self._check_pattern(value, place)
+            case "$anchor", str():
+                pass
+            case "multipleOf", int() | float() if not isinstance(value, bool) and value > 0:
+                self._multiple *= int("".join(map(str, Decimal(repr(value)).normalize().as_tuple().digits))) * _ten(value)
+                if self._multiple > MAX_MULTIPLE:
+                    raise self._error(place, f"is too large: all of a schema multiply to {MAX_MULTIPLE} at most")
+            case (("minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum"), int() | float()):
+                if isinstance(value, bool) or abs(value) >= 2**53:
+                    raise self._error(place, "must be a number below 2^53")
+            case (("minProperties" | "maxProperties" | "minItems" | "maxItems" | "minLength" | "maxLength"), int()):
+                if isinstance(value, bool) or not 0 <= value < 2**31:
+                    raise self._error(place, "must be a whole number from 0 to 2^31")
+            case _:
+                raise self._error(place, "has a value of the wrong kind")
+
+    def _check_pattern(self, pattern: str, place: str) -> None:
+        if len(pattern) > MAX_PATTERN_CHARS:
+            raise self._error(place, f"has a pattern that is too long; it may have {MAX_PATTERN_CHARS} characters")
+
+    def _check_least(self, schema: Mapping[str, Any], place: str) -> None:
+        """A name may come twice where names are free, and counts once."""
+        is_open = schema.get("additionalProperties", True) is not False or "patternProperties" in schema
+        if is_open and schema.get("minProperties", 0) > max(1, len(set(schema.get("required", ())))):
+            raise self._error(
+                place, "has `minProperties` where names are free, which is not enforced here; require some by name"
+            )
+
+    def _check_reference(self, reference: str, place: str) -> None:
+        seen: set[str] = set()
+        while _is_pointer(reference):
+            if reference in seen:
+                raise self._error(place, "leads back to itself, so that nothing says what fits")
+            seen.add(reference)
+            found = resolve(self._root, reference)
+            if found is None:
+                raise self._error(place, "names nothing in the schema")
+            further = found.get("$ref") if isinstance(found, Mapping) else None
+            reference = further if isinstance(further, str) else ""
+
+    def _without_one_of(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """`oneOf` demands that all other branches fail, which is free where they exclude each other."""
+        branches = schema.get("oneOf")
+        if branches is None or not are_disjoint(branches, lambda reference: resolve(self._root, reference)):
+            return schema
+        others = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
+        if "anyOf" not in others:
+            return {**others, "anyOf": branches}
+        return {**others, "allOf": [*others.get("allOf", []), {"anyOf": branches}]}
+
+    def _error(self, place: str, what: str) -> InvalidRequestError:
+        where = f"`{self._param}`, at `{place}`," if place else f"`{self._param}`"
+        return InvalidRequestError(f"{where} {what}.", param=self._param, code="unsupported_schema")
+
+
+_HINTS: Final = {
+    "nullable": '; say {"type": [..., "null"]}',
+    "dependencies": "; `anyOf` can say the same",
+    "dependentRequired": "; `anyOf` can say the same",
+    "if": "; `anyOf` can say the same",
+}
+
+
+def _with_real_days(schema: dict[str, Any]) -> dict[str, Any]:
+    """The library's dates have a 29th of February in every year; RFC 3339, section 5.7, has it in leap years."""
+    if schema.get("format") not in ("date", "date-time"):
+        return schema
+    return {**schema, "allOf": [*schema.get("allOf", []), {"pattern": _DAY}, {"pattern": _YEAR}]}
+
+
+def _ten(value: float) -> int:
+    """The power of ten that a multiple such as 300 has beside its digits."""
+    exponent = Decimal(repr(value)).normalize().as_tuple().exponent
+    return 10 ** min(exponent, 9) if isinstance(exponent, int) and exponent > 0 else 1
+
+
+def resolve(root: object, reference: str) -> Schema | None:
+    """Returns the schema that a JSON pointer (RFC 6901) such as "#/$defs/a" names, or None. Nobody may have checked it."""
+    if not _is_pointer(reference):
+        return None
+    found: Any = root
+    for part in _steps(reference):
+        if isinstance(found, Mapping) and part in found:
+            found = found[part]
+        elif isinstance(found, list) and part.isdecimal() and len(part) < 10 and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            return None
+    return found if isinstance(found, Mapping | bool) else None
+
+
+def _is_pointer(reference: str) -> bool:
+    return reference == "#" or reference.startswith("#/")
+
+
+def _steps(reference: str) -> Iterator[str]:
+    for part in unquote(reference.removeprefix("#")).split("/")[1:]:
+        yield part.replace("~1", "/").replace("~0", "~")

@@ -1,0 +1,39 @@
+"""Finds the calls in an answer that grows. What is no proper call of a tool that was offered is text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cloister.text.tools.base import CallReader, Family, Tool
+from cloister.text.tools.reading import MalformedError, Reading, Source
+
+
+def read_calls(source: Source, family: Family, tools: Mapping[str, Tool]) -> Reading[None]:
+    """Reads an answer to its end: text and calls.
+
+    Args:
+        tools: by name.
+    """
+    reader = CallReader(source, tools)
+    mark = yield from _find_first(reader, family)
+    while mark is not None:
+        try:
+            yield from family.read(reader, mark)
+        except MalformedError:
+            if (part := reader.give_up()) is not None:
+                yield part
+        else:
+            source.keep()
+        mark = yield from _find_next(reader, family)
+
+
+def _find_first(reader: CallReader, family: Family) -> Reading[str | None]:
+    if family.is_bare:
+        yield from reader.source.skip_space()
+        if (yield from reader.source.peek()) == "{":
+            return ""
+    return (yield from _find_next(reader, family))
+
+
+def _find_next(reader: CallReader, family: Family) -> Reading[str | None]:
+    return (yield from reader.source.pass_text(family.marks, drops_last_space=reader.num_calls > 0))

@@ -1,0 +1,35 @@
+"""The form that an answer must have."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class GrammarKind(StrEnum):
+    """How a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "lark"
+
+
+class Grammar(msgspec.Struct, frozen=True, weakref=True):
+    """What the tokens of an answer must spell, from its first byte to its last.
+
+    Attributes:
+        kind: what `source` is.
+        source: a JSON schema as JSON; nothing, for any JSON object; a regular expression (Rust's dialect: no look-around, no
+            back references) that matches the whole answer; a JSON list of the strings to choose from; or a context-free
+            grammar in Lark's notation, whose rule `start` is the answer.
+    """
+
+    kind: GrammarKind
+    source: str = ""
+
+    def __repr__(self) -> str:
+        """Says nothing of content (rule 12)."""
+        return f"Grammar({self.kind.value})"

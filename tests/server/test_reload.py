@@ -1,0 +1,137 @@
+"""Keys are read again when their file changes or SIGHUP comes; streams go on, and a removed key stops working."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cloister.privacy import Credentials
+from cloister.privacy.keyfile import write_credentials
+from cloister.server.reload import Reloader, Source
+from cloister.types.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def keyed_server(keys: Path):
+    """`cloister serve` as a process, with an embedded model and a file of keys; yields process and address."""
+    command = [sys.executable, "-m", "cloister.cli", "serve", "--port", "0", "--api-keys", str(keys), "--max-num-seqs", "2"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    try:
+        for line in running.stdout:
+            if line.startswith("Serving on "):
+                break
+        yield running, line.removeprefix("Serving on ").strip()
+    finally:
+        running.kill()
+        running.communicate()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def status(url: str, key: str) -> int:
+    return httpx.get(f"{url}/v1/models", headers=bearer(key), timeout=10).status_code
+
+
+def wait_for(condition, timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_running_server_follows_its_keys_without_dropping_a_stream(tmp_path):
+    path = tmp_path / "keys.json"
+    credentials, ann = Credentials.empty().add("ann")
+    credentials, bob = credentials.add("bob")
+    write_credentials(path, credentials)
+    with keyed_server(path) as (running, url):
+        assert status(url, ann) == status(url, bob) == 200
+        body = {"model": "cloister-5m", "prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=bearer(ann), timeout=60) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            write_credentials(path, credentials.remove("ann"))
+            wait_for(lambda: status(url, ann) == 401)
+            assert status(url, bob) == 200
+            assert "data:" in "".join(next(lines) for _ in range(10))
+        path.write_text("broken")
+        running.send_signal(signal.SIGHUP)
+        assert status(url, bob) == 200
+        write_credentials(path, credentials)
+        running.send_signal(signal.SIGHUP)
+        wait_for(lambda: status(url, ann) == 200, timeout_s=5)
+        running.terminate()
+        printed, _ = running.communicate(timeout=30)
+    assert "the API keys stay as they were: the API key file" in printed
+    assert "the API keys were read again" in printed
+    assert ann not in printed
+
+
+def make_source(path: Path, seen: list[bytes]) -> Source:
+    def read() -> None:
+        data = path.read_bytes() if path.exists() else b""
+        if not data:
+            raise ConfigError("there is nothing in it")
+        seen.append(data)
+
+    return Source("things", (path,), read)
+
+
+def test_a_change_is_seen_and_no_change_is_not(tmp_path, caplog):
+    path, seen = tmp_path / "file", []
+    path.write_bytes(b"one")
+    reloader = Reloader([make_source(path, seen)])
+
+    async def change() -> None:
+        watching = asyncio.create_task(reloader.watch(0.01))
+        await asyncio.sleep(0.05)
+        assert seen == []
+        for change, expected in ((lambda: replace(path, b"two"), [b"two"]), (path.unlink, [b"two"])):
+            change()
+            await asyncio.sleep(0.05)
+            assert seen == expected
+        replace(path, b"three")
+        await asyncio.sleep(0.05)
+        watching.cancel()
+
+    asyncio.run(change())
+    assert seen == [b"two", b"three"]
+    assert caplog.text.count("the things stay as they were: there is nothing in it") == 1
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Writes a file as an editor or a volume does: whole, under a new inode."""
+    other = path.with_suffix(".new")
+    other.write_bytes(data)
+    os.replace(other, path)
+
+
+def test_a_signal_reads_again_what_did_not_change(tmp_path):
+    path, seen = tmp_path / "file", []
+    path.write_bytes(b"same")
+    Reloader([make_source(path, seen)]).reload()
+    assert seen == [b"same"]
+
+
+@pytest.mark.parametrize("content", ["", "{}"])
+def test_a_server_with_a_broken_key_file_does_not_start(tmp_path, content):
+    path = tmp_path / "keys.json"
+    path.touch(mode=0o600)
+    path.write_text(content)
+    command = [sys.executable, "-m", "cloister.cli", "serve", "--port", "0", "--api-keys", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert ended.returncode != 0
+    assert "is broken" in ended.stdout + ended.stderr

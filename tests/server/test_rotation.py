@@ -1,0 +1,159 @@
+"""Several models, one in memory at a time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from cloister.server.errors import OverloadedError
+from cloister.server.rotation import Rotation
+from cloister.types.errors import EngineError, ModelError
+
+
+class Place:
+    """A model in memory, which knows whether it still is."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.app = name, log, None
+
+    async def drain(self, timeout_s: float) -> None:
+        await asyncio.sleep(0)
+        self.log.append(f"-{self.name}")
+
+    def count_reply(self, route: str, status: int) -> None:
+        pass
+
+
+class Shelf:
+    """Loads places, one after the other, and writes down what it did."""
+
+    def __init__(self, load_s: float = 0.0) -> None:
+        self.log: list[str] = []
+        self.broken: set[str] = set()
+        self.load_s = load_s
+
+    async def open(self, name: str) -> Place:
+        await asyncio.sleep(self.load_s)
+        if name in self.broken:
+            raise ModelError("no such file")
+        self.log.append(f"+{name}")
+        return Place(name, self.log)
+
+
+def run(scenario: Callable[[], Awaitable[Any]]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(10):
+            return await scenario()
+
+    return asyncio.run(bounded())
+
+
+async def use(rotation: Rotation, name: str, order: list[str] | None = None, for_s: float = 0.0) -> str:
+    async with rotation.lend(name) as place:
+        if order is not None:
+            order.append(name)
+        await asyncio.sleep(for_s)
+        assert isinstance(place, Place)
+        assert place.log.count(f"-{place.name}") < place.log.count(f"+{place.name}")  # it is still there
+        return place.name
+
+
+def test_a_model_is_loaded_once_for_many_requests() -> None:
+    async def scenario() -> None:
+        shelf = Shelf(0.01)
+        rotation = Rotation(shelf.open, 5)
+        assert await asyncio.gather(*(use(rotation, "a") for _ in range(20))) == ["a"] * 20
+        assert shelf.log == ["+a"]
+
+    run(scenario)
+
+
+def test_the_old_model_leaves_before_the_new_one_comes_and_only_when_unused() -> None:
+    async def scenario() -> None:
+        shelf = Shelf()
+        rotation = Rotation(shelf.open, 5)
+        first = asyncio.create_task(use(rotation, "a", for_s=0.05))
+        await asyncio.sleep(0.01)
+        second = asyncio.create_task(use(rotation, "b"))
+        await asyncio.sleep(0.01)
+        assert shelf.log == ["+a"]
+        assert await asyncio.gather(first, second) == ["a", "b"]
+        assert shelf.log == ["+a", "-a", "+b"]
+
+    run(scenario)
+
+
+def test_a_stream_of_requests_for_one_model_does_not_starve_another() -> None:
+    async def scenario() -> None:
+        shelf = Shelf()
+        rotation, order = Rotation(shelf.open, 5), list[str]()
+        running = asyncio.create_task(use(rotation, "a", order, 0.02))
+        await asyncio.sleep(0.005)
+        other = asyncio.create_task(use(rotation, "b", order))
+        await asyncio.sleep(0)
+        late = [asyncio.create_task(use(rotation, "a", order)) for _ in range(3)]
+        await asyncio.gather(running, other, *late)
+        assert order == ["a", "b", "a", "a", "a"]
+        assert shelf.log == ["+a", "-a", "+b", "-b", "+a"]
+
+    run(scenario)
+
+
+def test_whoever_waits_too_long_is_told_so_and_leaves_no_trace() -> None:
+    async def scenario() -> None:
+        shelf = Shelf()
+        rotation = Rotation(shelf.open, 0.02)
+        running = asyncio.create_task(use(rotation, "a", for_s=0.1))
+        await asyncio.sleep(0.005)
+        with pytest.raises(OverloadedError):
+            await use(rotation, "b")
+        assert await use(rotation, "a") == "a"  # nobody waits any more, so it may go on beside the running one
+        await running
+        assert shelf.log == ["+a"]
+
+    run(scenario)
+
+
+def test_a_model_that_cannot_be_loaded_fails_its_requests_only() -> None:
+    async def scenario() -> None:
+        shelf = Shelf()
+        shelf.broken.add("b")
+        rotation = Rotation(shelf.open, 5)
+        await use(rotation, "a")
+        results = await asyncio.gather(use(rotation, "b"), use(rotation, "b"), use(rotation, "a"), return_exceptions=True)
+        assert [type(result) for result in results] == [EngineError, EngineError, str]
+        shelf.broken.clear()
+        assert await use(rotation, "b") == "b"
+
+    run(scenario)
+
+
+def test_a_client_that_hangs_up_while_it_waits_does_not_keep_the_model() -> None:
+    async def scenario() -> None:
+        shelf = Shelf(0.02)
+        rotation = Rotation(shelf.open, 5)
+        gone = asyncio.create_task(use(rotation, "a"))
+        await asyncio.sleep(0.005)
+        gone.cancel()
+        assert await use(rotation, "b") == "b"
+        assert await use(rotation, "a") == "a"
+
+    run(scenario)
+
+
+def test_draining_refuses_those_who_wait_and_ends_what_is_loaded() -> None:
+    async def scenario() -> None:
+        shelf = Shelf()
+        rotation = Rotation(shelf.open, 5)
+        async with rotation.lend("a"):
+            waiting = asyncio.create_task(use(rotation, "b"))
+            await asyncio.sleep(0)
+            await rotation.drain(1.0)
+        with pytest.raises(EngineError):
+            await waiting
+        with pytest.raises(EngineError):
+            await use(rotation, "a")
+        assert shelf.log == ["+a", "-a"]
+
+    run(scenario)

@@ -1,0 +1,370 @@
+"""Grammars of answers: what is compiled lets nothing else pass, and what cannot be followed is refused by name."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cloister.models import locate
+from cloister.text import Tokenizer
+from cloister.text.grammar import GrammarCompiler, check_grammar, check_schema
+from cloister.types.errors import InvalidRequestError
+from cloister.types.grammar import Grammar, GrammarKind
+
+SCHEMAS = json.loads((Path(__file__).parents[2] / "benchmarks" / "structured_schemas.json").read_text(encoding="utf-8"))
+SECRET = "zanzibar"
+EOS = (1, 0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(locate("cloister-5m"))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, vocab_size=4096, eos_token_ids=EOS)
+
+
+def schema_grammar(schema: object) -> Grammar:
+    return check_grammar(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), "schema")
+
+
+def allowed(mask) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def walk(compiler: GrammarCompiler, grammar: Grammar, seed: int, max_tokens: int = 400) -> tuple[list[int], bool]:
+    """Returns tokens drawn evenly among those that may follow, and whether they are whole; ends as soon as it may."""
+    matcher = compiler.compile(grammar)
+    mask = np.zeros(compiler.num_words, np.uint32)
+    rng = np.random.default_rng(seed)
+    tokens: list[int] = []
+    while len(tokens) < max_tokens:
+        assert matcher.fill(mask)
+        ids = allowed(mask)
+        assert ids, "a dead end"
+        if ids[0] in EOS:
+            assert set(ids) >= set(EOS), "every end token ends an answer"
+            return tokens, True
+        tokens.append(int(rng.choice(ids)))
+        assert matcher.accept([tokens[-1]])
+        if matcher.is_complete:
+            return tokens, True
+    return tokens, False
+
+
+def fits(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
+    """Whether a text is a whole answer, cut into tokens as the tokenizer cuts it."""
+    matcher = compiler.compile(grammar)
+    mask = np.zeros(compiler.num_words, np.uint32)
+    for token in tokenizer.encode(text, parse_special=False):
+        assert matcher.fill(mask)
+        if token not in allowed(mask):
+            return False
+        assert matcher.accept([token])
+    if matcher.is_complete:
+        return True
+    assert matcher.fill(mask)
+    return EOS[0] in allowed(mask)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_whatever_a_schema_lets_pass_is_valid(compiler, tokenizer, name):
+    validator = jsonschema.Draft202012Validator(SCHEMAS[name], format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    num_whole = 0
+    for seed in range(20):
+        tokens, whole = walk(compiler, schema_grammar(SCHEMAS[name]), seed)
+        if whole:
+            validator.validate(json.loads(tokenizer.decode(tokens, skip_special_tokens=False)))
+            num_whole += 1
+    assert num_whole >= 5
+
+
+VALUES = [None, True, False, 0, 1, -1, 2, 7, 100, 0.5, 1.25, -3.75, "", "a", "abc", "größe", "x1y", "2024-02-29", "2023-02-29",
+          [], [1], [1, 2, 3], ["a", 1, True], {}, {"a": 1}, {"a": 1, "b": 2}, {"a": {"a": {}}}, {"kind": "x"},
+          {"n_ab": 1}]  # fmt: skip
+PAIRS = [
+    {"type": "integer"}, {"type": "number"}, {"type": ["string", "null"]}, {"enum": [1, "a", None, [1], {"a": 1}]},
+    {"const": 0.5},
+    {"type": "integer", "minimum": 0, "maximum": 7}, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1.25},
+    {"type": "integer", "multipleOf": 2},
+    {"type": "string", "minLength": 1, "maxLength": 3}, {"type": "string", "pattern": "[0-9]"},
+    {"type": "string", "pattern": "^a+"},
+    {"type": "string", "format": "date"}, {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
+    {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}]},
+    {"type": "array", "prefixItems": [True], "items": False},
+    {"type": "object", "required": ["a"]},
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False},
+    {"type": "object", "additionalProperties": {"type": "integer"}}, {"type": "object", "minProperties": 1, "maxProperties": 1},
+    {"type": "object", "patternProperties": {"^n_": {"type": "integer"}}, "additionalProperties": False},
+    {"anyOf": [{"type": "string", "maxLength": 1}, {"type": "integer", "minimum": 5}]},
+    {"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 7}]},
+    {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False},
+    {"properties": {"kind": {"const": "x"}}}, {"minimum": 1}, {"minLength": 2}, {"items": {"type": "integer"}}, {}, True,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", PAIRS, ids=json.dumps)
+def test_a_schema_lets_pass_exactly_what_is_valid(compiler, tokenizer, schema):
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    grammar = schema_grammar(schema)
+    for value in VALUES:
+        text = json.dumps(value, ensure_ascii=False)
+        assert fits(compiler, tokenizer, grammar, text) == validator.is_valid(value), text
+
+
+REFUSED = [
+    ({"not": {}}, "`not`"), ({"if": {}, "then": {}}, "`if`"), ({"type": "array", "uniqueItems": True}, "`uniqueItems`"),
+    ({"type": "array", "contains": {}}, "`contains`"), ({"propertyNames": {"pattern": "a"}}, "`propertyNames`"),
+    ({"dependentRequired": {"a": ["b"]}}, "`dependentRequired`"), ({"unevaluatedProperties": False}, "`unevaluatedProperties`"),
+    ({"$dynamicRef": "#a"}, "`$dynamicRef`"), ({"type": "string", "nullable": True}, "`nullable`"),
+    ({"type": "string", "format": SECRET}, "`format`"), ({"type": SECRET}, "`type`"), ({SECRET: 1}, "entry 1"),
+    ({"properties": {SECRET: {"items": {"not": {}}}}}, "`properties[0].items`"), ({"x-guidance": {"lenient": True}}, "entry 1"),
+    ({"type": "string", "pattern": f"(?={SECRET})"}, "looks around"), ({"type": "string", "pattern": "(a)\\1"}, "back"),
+    ({"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "`oneOf`"),
+    ({"type": "integer", "minimum": 4, "maximum": 2}, "satisfied"),
+    ({"$ref": "#/$defs/a"}, "names nothing"), ({"$ref": f"http://{SECRET}/a"}, "leads out"), ({"anyOf": []}, "at least one"),
+    ({"multipleOf": 20_001}, "`multipleOf`"), ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, "`allOf[1].multipleOf`"),
+    ({"multipleOf": 0}, "`multipleOf`"), ({"minimum": 2**53}, "`minimum`"), ({"minLength": -1}, "`minLength`"),
+    ({"maxItems": True}, "`maxItems`"), ({"required": "a"}, "`required`"), ({"properties": []}, "`properties`"),
+    ({"minProperties": 2}, "`minProperties`"), ({"pattern": "a" * 5000}, "4096"),
+    ({"patternProperties": {"a" * 5000: {}}}, "4096"), ([], "is no schema"), ("string", "is no schema"), (False, "satisfied"),
+    ({"properties": {f"p{i}": True for i in range(1001)}}, "1000 properties"), ({"enum": list(range(5001))}, "5000 values"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_what_is_not_enforced_is_refused_by_name(schema, words):
+    with pytest.raises(InvalidRequestError) as caught:
+        schema_grammar(schema)
+    assert caught.value.param == "schema"
+    assert words in caught.value.message
+    assert SECRET not in str(caught.value)
+
+
+def test_deep_schemas_are_refused():
+    schema: object = {"type": "string"}
+    for _ in range(40):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(InvalidRequestError, match="32 deep"):
+        check_schema(schema, "schema")
+
+
+def test_annotations_demand_nothing():
+    schema = {"type": "integer", "title": "t", "description": "d", "default": 1, "examples": [1], "$comment": "c", "x-order": 1}
+    assert check_schema(schema, "schema") == {"type": "integer"}
+
+
+def test_a_union_told_apart_by_a_constant_is_a_union():
+    branch = {"type": "object", "required": ["k"]}
+    one, two = ({**branch, "properties": {"k": {"const": value}}} for value in "ab")
+    assert check_schema({"oneOf": [one, two]}, "schema") == {"anyOf": [one, two]}
+    same = {"oneOf": [one, {**two, "required": []}]}
+    assert check_schema(same, "schema") == same
+
+
+CHOICES = ["yes", 'a "quoted" one', "back\\slash", "zwei\nZeilen", "größe 漢字 😀", "<|end|>", "tab\t", "a/b|c"]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_choice_is_taken_letter_by_letter(compiler, tokenizer, choice):
+    grammar = check_grammar(Grammar(GrammarKind.CHOICE, json.dumps(CHOICES)), "choice")
+    assert fits(compiler, tokenizer, grammar, choice)
+    assert not fits(compiler, tokenizer, grammar, choice + "!")
+
+
+@pytest.mark.parametrize(
+    ("regex", "good", "bad"),
+    [
+        (r"\d{3}-[a-z]+", ["123-abc"], ["12-abc", "123-", "123-abC"]),
+        ("yes|no", ["yes", "no"], ["yesno", ""]),
+        (r"[^\n]*x", ["öx", "x"], ["a\nx"]),
+        ("a/b", ["a/b"], ["ab"]),
+        ("(?i)abc", ["aBC"], ["abd"]),
+        ("a&b~", ["a&b~"], ["a"]),
+    ],
+)
+def test_a_regular_expression_matches_the_whole_answer(compiler, tokenizer, regex, good, bad):
+    grammar = check_grammar(Grammar(GrammarKind.REGEX, regex), "regex")
+    assert all(fits(compiler, tokenizer, grammar, text) for text in good)
+    assert not any(fits(compiler, tokenizer, grammar, text) for text in bad)
+
+
+LARK = 'start: sum\nsum: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/'
+GBNF = 'root ::= number ("+" number)*\nnumber ::= [0-9]+'
+
+
+@pytest.mark.parametrize("source", [LARK, GBNF], ids=["lark", "gbnf"])
+def test_a_context_free_grammar_is_followed(compiler, tokenizer, source):
+    grammar = check_grammar(Grammar(GrammarKind.LARK, source), "grammar")
+    assert fits(compiler, tokenizer, grammar, "1+22+333")
+    assert not fits(compiler, tokenizer, grammar, "1+")
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (GrammarKind.REGEX, "("), (GrammarKind.REGEX, ""), (GrammarKind.REGEX, r"\bfoo\b"), (GrammarKind.REGEX, "x" * 70_000),
+        (GrammarKind.CHOICE, "[]"), (GrammarKind.CHOICE, '[""]'), (GrammarKind.CHOICE, "[1]"), (GrammarKind.CHOICE, '"a"'),
+        (GrammarKind.CHOICE, json.dumps(["a"] * 1001)), (GrammarKind.LARK, ""), (GrammarKind.LARK, f"start: {SECRET}"),
+        (GrammarKind.LARK, "start: <|end|>"), (GrammarKind.LARK, 'start: <[5]> "a"'), (GrammarKind.LARK, "root ::= ("),
+        (GrammarKind.LARK, '%llguidance {"test_trace": true}\nstart: "a"'),
+        (GrammarKind.LARK, '%import common.INT\nstart: "a"'),
+        (GrammarKind.JSON_SCHEMA, "{"), (GrammarKind.JSON_SCHEMA, '{"minimum": NaN}'),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_refused(kind, source):
+    with pytest.raises(InvalidRequestError) as caught:
+        check_grammar(Grammar(kind, source), "field")
+    assert caught.value.message.startswith("`field`")
+    assert SECRET not in str(caught.value)
+
+
+def test_control_tokens_are_no_part_of_a_text(compiler, tokenizer):
+    anything = check_grammar(Grammar(GrammarKind.REGEX, "(.|\n)+"), "regex")
+    matcher = compiler.compile(anything)
+    mask = np.zeros(compiler.num_words, np.uint32)
+    assert matcher.fill(mask)
+    assert not set(allowed(mask)) & tokenizer.special.control_ids
+    assert matcher.accept(tokenizer.encode("a"))
+    assert matcher.fill(mask)
+    assert set(allowed(mask)) & tokenizer.special.control_ids == set(EOS)
+
+
+def test_a_copy_goes_its_own_way(compiler, tokenizer):
+    grammar = check_grammar(Grammar(GrammarKind.CHOICE, '["ab", "cd"]'), "choice")
+    first = compiler.compile(grammar)
+    other = first.copy()
+    assert first.accept(tokenizer.encode("ab"))
+    assert first.is_complete
+    assert not other.is_complete
+    assert other.accept(tokenizer.encode("cd"))
+
+
+@pytest.mark.parametrize("vocab_size", [4096, 4100, 4128, 5000])
+@pytest.mark.parametrize("eos", [(1,), ()])
+def test_a_model_may_have_more_columns_than_tokens_and_no_end(tokenizer, vocab_size, eos):
+    compiler = GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_token_ids=eos)
+    matcher = compiler.compile(Grammar(GrammarKind.REGEX, "(.|\n)+"))
+    mask = np.zeros(compiler.num_words, np.uint32)
+    assert matcher.accept(tokenizer.encode("a"))
+    assert matcher.fill(mask)
+    ids = [token for token in allowed(mask) if token < vocab_size]
+    assert max(ids) < 4096
+    assert set(ids) & {0, 1, 2, 3, 4, 5} == set(eos)
+
+
+HOSTILE = [
+    {"type": "string", "pattern": "^((((a{1,100}){1,100}){1,100}){1,100}){1,100}$"},
+    {"type": "string", "pattern": "^(a|b)*a(a|b){60}$"},
+    {"type": "string", "pattern": "^.*x.{1000}y.{1000}z.{1000}$"},
+    {"type": "string", "minLength": 100_000, "maxLength": 10**9},
+    {"type": "array", "items": {"type": "array", "items": {"type": "string"}, "minItems": 10**6}, "minItems": 10**6},
+    {"anyOf": [{"$ref": "#"}, {"type": "string"}]},
+    {"allOf": [{"$ref": "#"}]},
+    {"allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(16)]},
+    {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}},
+    {"enum": [f"value {i * 7919}" for i in range(5000)]},
+    {"type": "integer", "multipleOf": 19_997, "minimum": -(2**50), "maximum": 2**50},
+    {"$defs": {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(30)} | {"30": {}}, "$ref": "#/$defs/0"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "target",
+    [{"type": 5}, {"type": [[]]}, {"type": "object", "required": ["a"], "properties": 5}, {"type": "object", "required": 5}],
+)
+def test_branches_may_lead_to_what_is_no_schema(target):
+    branches = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]
+    with pytest.raises(InvalidRequestError):
+        schema_grammar({"properties": {"x": {"oneOf": branches}}, "$defs": {"a": target, "b": target}})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"anyOf": [{"$ref": "#/anyOf/" + "1" * 5000}]}, {"const": 10**3000}, {"enum": [10**3000]}],
+    ids=["place", "constant", "value"],
+)
+def test_numbers_may_have_any_number_of_digits(schema):
+    with pytest.raises(InvalidRequestError):
+        schema_grammar(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"properties": {"x": {"$ref": "#/properties/x"}}},
+    ],
+    ids=["root", "circle", "itself"],
+)
+def test_references_that_only_lead_to_references_are_refused(schema):
+    with pytest.raises(InvalidRequestError, match="leads back to itself"):
+        schema_grammar(schema)
+
+
+@pytest.mark.parametrize("source", ["\n" * 16_000 + "x", "start: " + " " * 16_000 + "x", "\n \t" * 5_000 + "x"])
+def test_empty_lines_of_a_grammar_are_passed_at_once(source):
+    began_s = time.perf_counter()
+    with pytest.raises(InvalidRequestError):
+        check_grammar(Grammar(GrammarKind.LARK, source), "grammar")
+    assert time.perf_counter() - began_s < 1
+
+
+@pytest.mark.parametrize("schema", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_schemas_end_soon(compiler, schema):
+    """Refused, or compiled; then followed, or given up: nothing of it may take long."""
+    started = time.process_time()
+    try:
+        matcher = compiler.compile(schema_grammar(schema))
+    except InvalidRequestError:
+        return
+    finally:
+        assert time.process_time() - started < 3
+    mask = np.zeros(compiler.num_words, np.uint32)
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        started = time.process_time()
+        is_good = matcher.fill(mask)
+        assert time.process_time() - started < 0.5
+        if not is_good or matcher.is_complete or not matcher.accept([int(rng.choice(allowed(mask)))]):
+            return
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(-1e6, 1e6) | st.text(max_size=8)
+KEYWORDS = st.sampled_from(
+    ["type", "enum", "const", "anyOf", "allOf", "oneOf", "items", "prefixItems", "properties", "patternProperties", "required",
+     "additionalProperties", "minItems", "maxItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum",
+     "exclusiveMinimum", "multipleOf", "minProperties", "maxProperties", "$ref", "$defs", "not", "foo"]
+)  # fmt: skip
+JUNK = st.recursive(
+    SCALARS | st.sampled_from(["string", "object", "integer", "array", "#", "#/$defs/a", "date", "^a+$", "(a|b){3}"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS | st.text(max_size=3), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(schema=st.dictionaries(KEYWORDS, JUNK, max_size=4))
+def test_whatever_is_sent_is_refused_or_followed(compiler, tokenizer, schema):
+    try:
+        grammar = schema_grammar(schema)
+        compiler.compile(grammar)
+    except InvalidRequestError:
+        return
+    try:
+        tokens, whole = walk(compiler, grammar, seed=0, max_tokens=60)
+    except AssertionError:  # nothing satisfies it, or it is too much work: its request fails
+        return
+    if whole and "$ref" not in json.dumps(schema):
+        jsonschema.Draft202012Validator(schema).validate(json.loads(tokenizer.decode(tokens, skip_special_tokens=False)))
