@@ -1,0 +1,46 @@
+"""Why something that should be public and the same for everyone was refused. No I/O."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from cloister.types.errors import CloisterError
+
+
+class Reason(StrEnum):
+    """What was wrong, as a slug for programs; the error's message says it in words."""
+
+    MALFORMED = "malformed"
+    TOO_LARGE = "too_large"
+    NOT_CANONICAL = "not_canonical"
+    NOT_YET_VALID = "epoch_not_yet_valid"
+    EXPIRED = "epoch_expired"
+    WENT_BACK = "epoch_went_back"
+    UNKNOWN_PROFILE = "unknown_profile"
+    OTHER_LOG = "other_log"
+    BAD_LOG_SIGNATURE = "bad_log_signature"
+    BAD_SIGNATURE = "bad_signature"
+    TOO_FEW_WITNESSES = "too_few_witnesses"
+    STALE_CHECKPOINT = "stale_checkpoint"
+    FUTURE_CHECKPOINT = "checkpoint_from_the_future"
+    NOT_INCLUDED = "not_included"
+    NOT_CONSISTENT = "not_consistent"
+    ROLLED_BACK = "log_rolled_back"
+    SPLIT_VIEW = "split_view"
+    WRONG_RELEASE = "wrong_release"
+    REVOKED = "release_revoked"
+    HIDDEN_MINIMUM = "hidden_minimum_release"
+
+
+class TransparencyError(CloisterError):
+    """A log, a checkpoint, an epoch or a release is not what it has to be; `reason` says which rule it broke.
+
+    A client that meets one sends nothing: it is what an operator who lies would look like.
+    """
+
+    code = "not_transparent"
+    status = 502
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message, code=f"{self.code}.{reason}")
+        self.reason = reason
