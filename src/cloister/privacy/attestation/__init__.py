@@ -1,0 +1,34 @@
+"""What a node can prove of itself before anybody sends it a prompt, and who checks it.
+
+`Evidence` is what travels; an `Attester` makes it on a node, `verify_evidence` checks it at a client under a `Policy`, and
+returns `Findings`: what was proved, what was not, and why it is refused.
+"""
+
+from cloister.privacy.attestation.base import AttestationError, Attester, Finding, Findings, Outcome, Policy, SnpFloor, Verifier
+from cloister.privacy.attestation.evidence import (
+    Evidence,
+    EvidenceError,
+    Statement,
+    gpu_nonce,
+    read_evidence,
+    read_statement,
+    report_data,
+)
+
+__all__ = [
+    "AttestationError",
+    "Attester",
+    "Evidence",
+    "EvidenceError",
+    "Finding",
+    "Findings",
+    "Outcome",
+    "Policy",
+    "SnpFloor",
+    "Statement",
+    "Verifier",
+    "gpu_nonce",
+    "read_evidence",
+    "read_statement",
+    "report_data",
+]
