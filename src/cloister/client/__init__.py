@@ -1,0 +1,1 @@
+"""The sealed client: draws a node, checks its evidence, seals to it, and sends through the relay."""

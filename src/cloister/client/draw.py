@@ -1,0 +1,66 @@
+"""The draw of one node by capacity: the client's alone, and nobody can lean on it.
+
+Pure but for the random source, which is the operating system's unless another one is given.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from cloister.types.errors import ConfigError
+
+MAX_DRAWS = 3
+"""One draw and at most two more: each costs a token, and each gives whoever holds back answers another chance."""
+
+Below = Callable[[int], int]
+"""Returns an integer drawn evenly from 0 <= x < n, as `secrets.randbelow` does."""
+
+
+class HasCapacity(Protocol):
+    """What can be drawn: anything with a whole, positive capacity."""
+
+    @property
+    def capacity(self) -> int: ...
+
+
+Drawn = TypeVar("Drawn", bound=HasCapacity)
+
+
+def draw(nodes: Sequence[Drawn], below: Below = secrets.randbelow) -> Drawn:
+    """Returns one node with probability capacity / sum of capacities, exactly (integers, no rounding).
+
+    Nothing else counts: not the user, not the content, not which nodes answered before. A retry is the same draw again,
+    over the same list, the node that failed included: leaving it out would let a gateway that holds back answers
+    choose by exclusion.
+
+    Raises:
+        ConfigError: there is no node, or a capacity is not positive.
+    """
+    if not nodes:
+        raise ConfigError("the epoch file names no node; wait for the next one")
+    if any(node.capacity <= 0 for node in nodes):
+        raise ConfigError("a node's capacity in the epoch file is not positive")
+    at = below(sum(node.capacity for node in nodes))
+    for node in nodes:
+        at -= node.capacity
+        if at < 0:
+            return node
+    raise AssertionError("the random source gave a number out of its range")
+
+
+def bound_capture(share: float, draws: int = MAX_DRAWS) -> float:
+    """Returns the most that withheld answers can buy: the probability that captured nodes get one request.
+
+    Whoever holds nodes with `share` of the capacity, and the gateway too, can let every draw of an honest node fail.
+    The client then draws again, at most `draws` times in all, so at least one draw lands there with 1 - (1 - t)^draws.
+    Without withheld answers it is `share`. Such failures stand out: `cloister verify routing` finds them.
+
+    Args:
+        share: captured share t of the capacity, 0 to 1.
+        draws: how often the client draws at most.
+    """
+    if not 0.0 <= share <= 1.0:
+        raise ValueError("a share is between 0 and 1")
+    return float(1.0 - (1.0 - share) ** draws)

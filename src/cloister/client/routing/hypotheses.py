@@ -1,0 +1,151 @@
+"""What must hold if nobody steers, as null hypotheses, each with an exact p-value. Pure.
+
+Four families, for every user and every set of nodes that might be captured:
+
+- draw: first draws fall into T as often as its share of the capacity (a sum of binomials, one per spell). The client's part.
+- nodes: per user, first draws over all nodes at once (chi-square), where the sets are too many to list.
+- land: requests that a node in T opened are as many as T's share, by the nodes' own account. This is P(u in R(T)).
+- loss: draws that brought no answer fall on users in the proportion of their draws, and on T in the proportion of its
+  draws (hypergeometric, per spell). It needs no figure for how often an honest network loses something, and it is the
+  sharp one: withheld or misdelivered requests of one user are found by the dozen, where shares need tens of thousands.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+from cloister.client.routing.records import Log, Sent
+from cloister.client.routing.tails import Probabilities, add, binomial, chi_square_tail, hypergeometric, two_sided, upper_tail
+
+Family = Literal["draw", "nodes", "land", "loss"]
+MOST_NODES_LISTED = 6
+LEAST_EXPECTED = 5.0
+EVERYBODY = "everybody"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One hypothesis, tested.
+
+    Attributes:
+        family: which statement.
+        user: about whom; `EVERYBODY` for all users together.
+        captured: the set T that it is about; empty where it is about users or about all nodes.
+        p_value: chance of a count at least as far off if nobody steers, before correction for many tests.
+        observed, expected: the count and its expectation; of a chi-square the statistic and its degrees of freedom.
+        trials: how many draws, requests or losses were counted.
+    """
+
+    family: Family
+    user: str
+    captured: tuple[str, ...]
+    p_value: float
+    observed: float
+    expected: float
+    trials: int
+
+
+def subsets(nodes: list[str]) -> list[tuple[str, ...]]:
+    """Returns sets of nodes that might be captured, one of each set and its complement; with many nodes, single ones.
+
+    2 ** (n - 1) - 1 sets for up to `MOST_NODES_LISTED` nodes.
+    """
+    if len(nodes) > MOST_NODES_LISTED:
+        return [(node,) for node in nodes]
+    sizes = range(1, len(nodes) // 2 + 1)
+    listed = [group for size in sizes for group in combinations(nodes, size)]
+    return [group for group in listed if 2 * len(group) < len(nodes) or nodes[0] in group]
+
+
+def examine(log: Log) -> list[Finding]:
+    """Returns every hypothesis with its p-value: for n nodes and u users about 3 * (u + 1) * (2 ** (n - 1) - 1)."""
+    findings: list[Finding] = []
+    groups = subsets(log.nodes())
+    for user, sent in [(EVERYBODY, list(log.sent)), *((u, [r for r in log.sent if r.user == u]) for u in log.users())]:
+        findings.append(_nodes(log, user, sent))
+        for captured in groups:
+            findings.append(_draw(log, user, sent, captured))
+            findings.append(_land(log, user, sent, captured))
+            findings.append(_loss_of_nodes(log, user, sent, captured))
+    findings.extend(_loss_of_users(log))
+    return findings
+
+
+def _by_spell(sent: Iterable[Sent]) -> Iterator[tuple[int, list[Sent]]]:
+    spells: dict[int, list[Sent]] = {}
+    for request in sent:
+        spells.setdefault(request.spell, []).append(request)
+    yield from sorted(spells.items())
+
+
+def _finding(
+    family: Family, user: str, captured: tuple[str, ...], parts: list[Probabilities], observed: int, trials: int
+) -> Finding:
+    distribution = add(parts)
+    expected = float(sum(k * p for k, p in enumerate(distribution)))
+    return Finding(family, user, captured, two_sided(distribution, observed), observed, expected, trials)
+
+
+def _draw(log: Log, user: str, sent: list[Sent], captured: tuple[str, ...]) -> Finding:
+    parts = [binomial(len(requests), log.spells[spell].share(captured)) for spell, requests in _by_spell(sent)]
+    return _finding("draw", user, captured, parts, sum(request.draws[0] in captured for request in sent), len(sent))
+
+
+def _land(log: Log, user: str, sent: list[Sent], captured: tuple[str, ...]) -> Finding:
+    opened = [request for request in sent if request.opened]
+    parts = [binomial(len(requests), log.spells[spell].share_of_up(captured)) for spell, requests in _by_spell(opened)]
+    observed = sum(any(node in captured for node in request.opened) for request in opened)
+    return _finding("land", user, captured, parts, observed, len(opened))
+
+
+def _loss_of_nodes(log: Log, user: str, sent: list[Sent], captured: tuple[str, ...]) -> Finding:
+    parts: list[Probabilities] = []
+    observed = lost_in_all = 0
+    for spell, requests in _by_spell(sent):
+        draws = [one for request in requests for one in request.losses(log.spells[spell].down)]
+        of_captured = sum(node in captured for node, _ in draws)
+        lost = sum(is_lost for _, is_lost in draws)
+        parts.append(hypergeometric(len(draws), of_captured, lost))
+        observed += sum(is_lost for node, is_lost in draws if node in captured)
+        lost_in_all += lost
+    return _finding("loss", user, captured, parts, observed, lost_in_all)
+
+
+def _loss_of_users(log: Log) -> Iterator[Finding]:
+    """Yields for each user whether losses fall on them more often than their draws; per spell and node, so that a node
+    which loses requests of all alike accuses nobody."""
+    draws: Counter[tuple[int, str, str]] = Counter()
+    losses: Counter[tuple[int, str, str]] = Counter()
+    for request in log.sent:
+        for node, is_lost in request.losses(log.spells[request.spell].down):
+            draws[request.spell, node, request.user] += 1
+            losses[request.spell, node, request.user] += is_lost
+    places = sorted({(spell, node) for spell, node, _ in draws})
+    users = log.users()
+    of_all = {place: (sum(draws[*place, u] for u in users), sum(losses[*place, u] for u in users)) for place in places}
+    for user in users:
+        parts = [hypergeometric(of_all[place][0], draws[*place, user], of_all[place][1]) for place in places]
+        distribution = add(parts)
+        observed = sum(losses[*place, user] for place in places)
+        expected = float(sum(k * p for k, p in enumerate(distribution)))
+        lost = sum(lost for _, lost in of_all.values())
+        yield Finding("loss", user, (), upper_tail(distribution, observed), observed, expected, lost)
+
+
+def _nodes(log: Log, user: str, sent: list[Sent]) -> Finding:
+    """Chi-square of first draws over all nodes; spells with an expected count below 5 are left to the exact tests."""
+    statistic, degrees, counted = 0.0, 0, 0
+    for spell, requests in _by_spell(sent):
+        capacities = log.spells[spell].capacities
+        expected = {node: len(requests) * log.spells[spell].share((node,)) for node in capacities}
+        if min(expected.values()) < LEAST_EXPECTED:
+            continue
+        seen = Counter(request.draws[0] for request in requests)
+        statistic += sum((seen[node] - expected[node]) ** 2 / expected[node] for node in capacities)
+        degrees += len(capacities) - 1
+        counted += len(requests)
+    return Finding("nodes", user, (), chi_square_tail(statistic, degrees), statistic, float(degrees), counted)
