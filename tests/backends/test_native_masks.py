@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from cloister.backends.base import DRAW
+from tests.driving import RandomWeights, make_spec
+from tests.native import build_native
 from tests.samplers import KERNELS, make_drawing_program
 
 if not KERNELS:
@@ -88,3 +90,27 @@ def test_masks_of_the_wrong_size_are_refused(kernels):
     for shape in ((2, 9), (1, 10)):
         with pytest.raises(ValueError, match="masks"):
             program.draw_masked(logits, make_draws(2), np.zeros(shape, np.uint32))
+
+
+@EVERY
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1, 1, 2]], ids=["each its own", "some", "one shared"])
+def test_a_masked_step_chooses_as_from_logits_in_hand(kernels, rows):
+    spec = make_spec(hidden=64, intermediate=96, heads=(2, 1), head_dim=32, vocab=1500)
+    driver = build_native(spec, RandomWeights(spec), num_threads=2, kernels=kernels)
+    batch = driver.plan({name: list(range(3, 9 + number)) for number, name in enumerate("abc")}, [5, 12, 20])
+    rng = np.random.default_rng(len(rows))
+    masks = pack(rng.random((len(rows), 1500)) < 0.3)
+    draws = make_draws(len(rows), row=rows, seed=9)
+    expected = driver.program.draw_masked(driver.program.forward(batch), draws, masks)
+    order = []
+    found = driver.program.forward_masked(batch, draws, lambda: order.append("asked") or masks)
+    assert found.tolist() == expected.tolist()
+    assert order == ["asked"]
+
+
+def test_a_draw_from_logits_that_were_not_kept_is_refused():
+    spec = make_spec(hidden=64, intermediate=96, heads=(2, 1), head_dim=32, vocab=1500)
+    driver = build_native(spec, RandomWeights(spec), num_threads=2)
+    batch = driver.plan({"a": [3, 4, 5]}, [2])
+    with pytest.raises(ValueError, match="not kept"):
+        driver.program.forward_masked(batch, make_draws(1, row=1), lambda: pack(np.ones((1, 1500), bool)))

@@ -68,6 +68,18 @@ def test_logits_of_a_drawing_step_stay_until_they_are_wiped(prompt: list[int]) -
     assert needle.count() == 0
 
 
+def test_logits_of_a_masked_step_stay_until_they_are_wiped(prompt: list[int]) -> None:
+    driver, program = make()
+    needle = last_logits(driver, program, prompt)
+    draws = np.zeros(2, DRAW)
+    draws["temperature"], draws["top_p"] = 1, 1
+    every = np.full((2, 47), 0xFFFFFFFF, np.uint32)
+    program.forward_masked(driver.plan({"a": prompt}, [len(prompt) - 1]), draws, lambda: every)
+    assert needle.count() == 3  # both draws choose from one row: kept, and copied for each of their masks
+    program.wipe_buffers()
+    assert needle.count() == 0
+
+
 def test_activations_stay_until_they_are_wiped(prompt: list[int]) -> None:
     tensors = dict(RandomWeights(SPEC))
     for layer in range(len(SPEC.layers)):

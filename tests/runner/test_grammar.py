@@ -37,9 +37,9 @@ class MaskingHistoryProgram(DrawingHistoryProgram):
 
     num_masked = 0
 
-    def draw_masked(self, logits, draws, masks):
+    def forward_masked(self, batch, draws, masks):
         type(self).num_masked += 1
-        return self._drawing.draw_masked(logits, draws, masks)
+        return self._drawing.draw_masked(self.forward(batch), draws, masks())
 
 
 PROGRAMS = [HistoryProgram, *([DrawingHistoryProgram, MaskingHistoryProgram] if KERNELS else [])]

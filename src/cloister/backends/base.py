@@ -15,7 +15,7 @@ is the expert's number from 0), `layers.L.shared.gate.weight`, `.up.weight`, `.d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,13 +194,12 @@ class DrawingProgram(Program, Protocol):
 class MaskingProgram(DrawingProgram, Protocol):
     """A program that can choose among some of the tokens, for grammars (optional)."""
 
-    def draw_masked(self, logits: FloatArray, draws: DrawArray, masks: MaskArray) -> IntArray:
-        """As `forward_draw` chooses from logits that `forward` returned, but among the tokens of each draw's mask.
+    def forward_masked(self, batch: ForwardBatch, draws: DrawArray, masks: Callable[[], MaskArray]) -> IntArray:
+        """As `forward_draw`, but chooses among the tokens of each draw's mask.
 
         Args:
-            logits: [num_rows, vocab], left as they are.
-            masks: [num_draws, num_words] uint32; bit i % 32 of word i // 32 says whether token i may be chosen. Words behind
-                the vocabulary are not read.
+            masks: called once, after the model has computed: [num_draws, num_words] uint32; bit i % 32 of word i // 32 says
+                whether token i may be chosen. Words behind the vocabulary are not read.
 
         Returns:
             ids [num_draws] int32; -1 where the mask leaves none, or a logit of the row is not a finite number.

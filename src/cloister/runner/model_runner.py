@@ -181,8 +181,7 @@ class ModelRunner:
         if self._masking is None or not self._batch.num_guided or all(state.grammar is None for state in states):
             tokens = program.forward_draw(batch, self._batch.draws(states, rows))
         else:
-            logits = self._logits(batch)
-            tokens = self._masking.draw_masked(logits, self._batch.draws(states, rows), _stack_masks(states))
+            tokens = self._masking.forward_masked(batch, self._batch.draws(states, rows), lambda: _stack_masks(states))
         if tokens.shape != (len(draws),):
             raise EngineError(f"the program returned tokens of shape {tokens.shape}")
         return _append(states, tokens.tolist())

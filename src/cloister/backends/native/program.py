@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
@@ -167,6 +167,16 @@ class NativeProgram:
         """Chooses tokens from logits [num_rows, vocab]; -1 where there is none to choose."""
         tokens = np.empty(len(draws), np.int32)
         self._program.draw(logits, draws.view(np.uint8), tokens)
+        return tokens
+
+    def forward_masked(self, batch: ForwardBatch, draws: DrawArray, masks: Callable[[], MaskArray]) -> IntArray:
+        """As `forward_draw`, but each draw chooses among the tokens of its mask; masks are asked for after the forward.
+
+        The logits stay in the program's own buffers between the two. Not for several callers at once.
+        """
+        self._program.forward_keep(*_arrays(batch))
+        tokens = np.empty(len(draws), np.int32)
+        self._program.draw_kept(draws.view(np.uint8), masks(), tokens)
         return tokens
 
     def draw_masked(self, logits: FloatArray, draws: DrawArray, masks: MaskArray) -> IntArray:

@@ -22,6 +22,12 @@ INLINE f32p load_or(const float* p, int count, float rest) {
     return v;
 }
 
+INLINE u32p count_from(uint32_t first) {
+    u32p ids;
+    for (int lane = 0; lane < piece_lanes; lane++) ids[lane] = uint32_t(lane);
+    return ids + first;
+}
+
 static bool find_peaks(const float* logits, int length, int first, int last, bool barred, float* peaks) {
     f32p worst[4] = {};  // stay 0 unless a logit is infinite or no number
     f32p lowest = f32p{} + (barred ? -3.402823466e38f : -INFINITY);
@@ -48,6 +54,38 @@ static bool find_peaks(const float* logits, int length, int first, int last, boo
     f32p all = worst[0] + worst[1] + (worst[2] + worst[3]);
     float total = 0;
     for (int lane = 0; lane < piece_lanes; lane++) total += all[lane];
+    return total == 0.0f;
+}
+
+// Bars what the mask does not have by minus infinity, and finds the peaks of what is left; `from` may be `to`.
+static bool mask_peaks(const float* from, float* to, const uint32_t* mask, int length, int first, int last, float* peaks) {
+    f32p worst = {};  // as above, of barred logits too
+    f32p lowest = f32p{} - INFINITY;
+    for (int group = first; group < last; group++) {
+        f32p most = f32p{} + no_weight;
+        for (int begin = group * draw_group; begin < std::min(length, (group + 1) * draw_group); begin += 32) {
+            uint32_t bits = mask[begin / 32];
+            for (int at = begin; at < std::min(length, begin + 32); at += piece_lanes) {
+                f32p v = load_or(from + at, length - at, from[at]);
+                worst = fma(max(lowest, v), f32p{}, worst);
+                if (bits != ~0u) {
+                    u32p own = ((u32p{} + (bits >> (at - begin))) >> count_from(0)) & 1u;
+                    v = own != 0 ? v : f32p{} + no_weight;
+                } else if (from == to) {
+                    most = max(v, most);
+                    continue;
+                }
+                most = max(v, most);
+                if (length - at >= piece_lanes) store(to + at, v);
+                else memcpy(to + at, &v, size_t(length - at) * 4);
+            }
+        }
+        float peak = most[0];
+        for (int lane = 1; lane < piece_lanes; lane++) peak = most[lane] > peak ? most[lane] : peak;
+        peaks[group] = peak;
+    }
+    float total = 0;
+    for (int lane = 0; lane < piece_lanes; lane++) total += worst[lane];
     return total == 0.0f;
 }
 
@@ -93,11 +131,6 @@ INLINE f32p log(f32p x) {
     return fma(e, f32p{} + 0.693359375f, m + y);
 }
 
-INLINE u32p count_from(uint32_t first) {
-    u32p ids;
-    for (int lane = 0; lane < piece_lanes; lane++) ids[lane] = uint32_t(lane);
-    return ids + first;
-}
 INLINE u32p noise_bits(uint64_t key, u32p ids) { return mix(mix(mix(ids + 1u) ^ uint32_t(key >> 32)) + uint32_t(key)); }
 
 // Exponential(1) noise: -log(1 - v), with log(1 - v) taken by Kahan's way, which keeps small v precise. It is never below v.

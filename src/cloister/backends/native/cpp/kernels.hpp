@@ -108,6 +108,8 @@ struct Kernels {
     // Writes the largest logit of groups [first, last) of a row; returns whether all are finite. With `barred`, minus infinity
     // passes: the token is not to be chosen.
     bool (*find_peaks)(const float* logits, int length, int first, int last, bool barred, float* peaks);
+    // Writes a row with minus infinity where `mask` has no bit, and its peaks as above; returns whether all it read are finite.
+    bool (*mask_peaks)(const float* from, float* to, const uint32_t* mask, int length, int first, int last, float* peaks);
     // Chooses a token of a row whose peaks are known; -1 where there is none to choose.
     int (*draw)(const float* logits, const float* peaks, int length, const Draw& draw, uint8_t* scratch);
     size_t (*draw_scratch)(int length, const Draw& draw);

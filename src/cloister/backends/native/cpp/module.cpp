@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 
 #include "cpu.hpp"
@@ -319,8 +320,19 @@ NB_MODULE(_native, m) {
             auto [first, count] = read_draws(draws, int(logits.shape(0)), tokens.size());
             require(int(masks.shape(0)) == count && int(masks.shape(1)) * 32 >= self.vocab_size(), "the masks do not have a bit for each token");
             Turn turn(self.pool());
-            self.draw_masked(logits.data(), int(logits.shape(0)), first, count, masks.data(), masks.shape(1), tokens.data());
+            self.draw_masked(logits.data(), first, count, masks.data(), masks.shape(1), tokens.data());
         }, nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert())
+        .def("forward_keep", [](Program& self, STEP_ARRAYS) {
+            Batch batch = make_batch(STEP_NAMES);
+            Turn turn(self.pool());
+            self.forward_keep(batch);
+        }, STEP_ARGUMENTS)
+        .def("draw_kept", [](Program& self, Bytes draws, Array2<const uint32_t> masks, Array1<int32_t> tokens) {
+            auto [first, count] = read_draws(draws, std::numeric_limits<int>::max(), tokens.size());
+            require(int(masks.shape(0)) == count && int(masks.shape(1)) * 32 >= self.vocab_size(), "the masks do not have a bit for each token");
+            Turn turn(self.pool());
+            self.draw_kept(first, count, masks.data(), masks.shape(1), tokens.data());
+        }, nb::arg(), nb::arg(), nb::arg().noconvert())
         .def("load_adapter", [](Program& self, size_t slot, const std::vector<std::tuple<int, int, Matrix, Matrix>>& updates) {
             auto adapter = make_adapter(self, updates);
             Turn turn(self.pool());

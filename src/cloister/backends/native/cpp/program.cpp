@@ -5,6 +5,7 @@
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <utility>
 
 namespace cloister {
 
@@ -37,7 +38,7 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_s
       stride_(size_t(hidden_size + 31) / 32 * 32), scratch_(size_t(pool_->num_threads())) {}
 
 std::vector<Buffer*> Program::buffers() {
-    std::vector<Buffer*> all{&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_, &peaks_,
+    std::vector<Buffer*> all{&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_, &masked_, &peaks_,
                              &branch_, &parallel_, &exact_, &shared_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &adapter_normed_, &adapter_wide_};
     for (Buffer& buffer : scratch_) all.push_back(&buffer);
     return all;
@@ -486,56 +487,79 @@ void Program::forward_draw(const Batch& batch, const Draw* draws, int num_draws,
     draw(logits, batch.num_rows, draws, num_draws, false, tokens);
 }
 
-void Program::draw(const float* logits, int num_rows, const Draw* draws, int num_draws, bool barred, int32_t* tokens) {
-    if (num_draws == 0) return;
-    size_t width = size_t(vocab_size_);
+// Finds the peaks of rows, cut into pieces for the team: what is found in them does not depend on how they were cut.
+template <class Find> float* Program::find_in_pieces(int num_rows, Find&& find) {
     int groups = num_draw_groups(vocab_size_), wanted = (4 * pool_->num_threads() + num_rows - 1) / num_rows;
-    int pieces = std::max(1, std::min(groups / 16, wanted));  // of a row: what is found in them does not depend on how it was cut
+    pieces_ = std::max(1, std::min(groups / 16, wanted));
     float* peaks = (float*)peaks_.reserve(size_t(num_rows) * size_t(groups) * 4);
-    finite_.resize(size_t(num_rows * pieces));
-    phase("sample", num_rows * pieces, [&](int task, int) {
-        int row = task / pieces, piece = task % pieces, first = groups * piece / pieces, last = groups * (piece + 1) / pieces;
-        float* to = peaks + size_t(row) * size_t(groups);
-        finite_[size_t(task)] = kernels_.find_peaks(logits + size_t(row) * width, vocab_size_, first, last, barred, to);
+    finite_.resize(size_t(num_rows * pieces_));
+    phase("sample", num_rows * pieces_, [&](int task, int) {
+        int row = task / pieces_, piece = task % pieces_;
+        finite_[size_t(task)] = find(row, groups * piece / pieces_, groups * (piece + 1) / pieces_, peaks + size_t(row) * size_t(groups));
     });
-    size_t need = 0;
+    return peaks;
+}
+
+// Chooses from rows whose peaks were found; `row_of` says which of them a draw has, and where its logits are.
+template <class RowOf> void Program::choose(const float* peaks, const Draw* draws, int num_draws, RowOf&& row_of, int32_t* tokens) {
+    size_t groups = size_t(num_draw_groups(vocab_size_)), need = 0;
     for (int i = 0; i < num_draws; i++) need = std::max(need, kernels_.draw_scratch(vocab_size_, draws[i]));
     reserve_scratch(need);
     phase("sample", num_draws, [&](int i, int thread) {
-        const Draw& one = draws[i];
-        const uint8_t* finite = finite_.data() + size_t(one.row) * size_t(pieces);
+        auto [row, logits] = row_of(i);
+        const uint8_t* finite = finite_.data() + size_t(row) * size_t(pieces_);
         tokens[i] = -1;
-        if (std::find(finite, finite + pieces, 0) != finite + pieces) return;
-        const float *row = logits + size_t(one.row) * width, *its_peaks = peaks + size_t(one.row) * size_t(groups);
-        tokens[i] = kernels_.draw(row, its_peaks, vocab_size_, one, scratch(thread));
+        if (std::find(finite, finite + pieces_, 0) != finite + pieces_) return;
+        tokens[i] = kernels_.draw(logits, peaks + size_t(row) * groups, vocab_size_, draws[i], scratch(thread));
     });
 }
 
-void Program::draw_masked(const float* logits, int num_rows, const Draw* draws, int num_draws, const uint32_t* masks, size_t num_words,
-                          int32_t* tokens) {
+void Program::draw(const float* logits, int num_rows, const Draw* draws, int num_draws, bool barred, int32_t* tokens) {
     if (num_draws == 0) return;
     size_t width = size_t(vocab_size_);
-    int groups = num_draw_groups(vocab_size_), pieces = std::max(1, std::min(groups / 16, 4 * pool_->num_threads()));
-    float* masked = (float*)logits_.reserve(size_t(num_draws) * width * 4);
-    float* peaks = (float*)peaks_.reserve(size_t(std::max(num_draws, num_rows)) * size_t(groups) * 4);
-    std::vector<uint8_t> finite(size_t(num_draws * pieces));
-    phase("sample", num_draws * pieces, [&](int task, int) {
-        int i = task / pieces, piece = task % pieces, first = groups * piece / pieces, last = groups * (piece + 1) / pieces;
-        const float* from = logits + size_t(draws[i].row) * width;
-        float* to = masked + size_t(i) * width;
-        finite[size_t(task)] = kernels_.find_peaks(from, vocab_size_, first, last, false, peaks + size_t(i) * size_t(groups));
-        int end = std::min(vocab_size_, last * draw_group);
-        for (int at = first * draw_group; at < end; at += 32) {
-            uint32_t bits = masks[size_t(i) * num_words + size_t(at) / 32];
-            int count = std::min(32, end - at);
-            for (int k = 0; k < count; k++) to[at + k] = bits >> k & 1 ? from[at + k] : -INFINITY;
-        }
+    const float* peaks = find_in_pieces(num_rows, [&](int row, int first, int last, float* to) {
+        return kernels_.find_peaks(logits + size_t(row) * width, vocab_size_, first, last, barred, to);
     });
-    std::vector<Draw> moved(draws, draws + num_draws);
-    for (int i = 0; i < num_draws; i++) moved[size_t(i)].row = i;
-    draw(masked, num_draws, moved.data(), num_draws, true, tokens);
-    for (int i = 0; i < num_draws; i++)
-        if (std::count(finite.data() + i * pieces, finite.data() + (i + 1) * pieces, 0)) tokens[i] = -1;
+    choose(peaks, draws, num_draws, [&](int i) { return std::pair(draws[i].row, logits + size_t(draws[i].row) * width); }, tokens);
+}
+
+void Program::draw_masked(const float* logits, const Draw* draws, int num_draws, const uint32_t* masks, size_t num_words, int32_t* tokens) {
+    float* masked = (float*)masked_.reserve(size_t(num_draws) * size_t(vocab_size_) * 4);
+    choose_masked(masked, logits, draws, num_draws, masks, num_words, tokens);
+}
+
+void Program::forward_keep(const Batch& batch) {
+    kept_rows_ = 0;
+    forward(batch, (float*)logits_.reserve(size_t(batch.num_rows) * size_t(vocab_size_) * 4));
+    kept_rows_ = batch.num_rows;
+}
+
+void Program::draw_kept(const Draw* draws, int num_draws, const uint32_t* masks, size_t num_words, int32_t* tokens) {
+    std::vector<uint8_t> is_drawn(size_t(kept_rows_), 0);
+    bool is_shared = false;  // several draws of one row, each with a mask of its own, need copies of it
+    for (int i = 0; i < num_draws; i++) {
+        if (draws[i].row >= kept_rows_) throw std::invalid_argument("a draw names a row of logits that was not kept");
+        is_shared = std::exchange(is_drawn[size_t(draws[i].row)], 1) || is_shared;
+    }
+    kept_rows_ = 0;
+    const float* logits = logits_.get<float>();
+    if (is_shared) draw_masked(logits, draws, num_draws, masks, num_words, tokens);
+    else choose_masked(nullptr, logits, draws, num_draws, masks, num_words, tokens);
+}
+
+// Bars tokens in a row of `masked` for each draw, or in the draw's row of the kept logits if there is none, and chooses.
+void Program::choose_masked(float* masked, const float* logits, const Draw* draws, int num_draws, const uint32_t* masks,
+                            size_t num_words, int32_t* tokens) {
+    if (num_draws == 0) return;
+    size_t width = size_t(vocab_size_);
+    auto target = [&](int i) {
+        return masked ? masked + size_t(i) * width : logits_.get<float>() + size_t(draws[i].row) * width;
+    };
+    const float* peaks = find_in_pieces(num_draws, [&](int i, int first, int last, float* to) {
+        const float* from = logits + size_t(draws[i].row) * width;
+        return kernels_.mask_peaks(from, target(i), masks + size_t(i) * num_words, vocab_size_, first, last, to);
+    });
+    choose(peaks, draws, num_draws, [&](int i) { return std::pair(i, (const float*)target(i)); }, tokens);
 }
 
 }  // namespace cloister

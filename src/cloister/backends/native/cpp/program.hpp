@@ -101,8 +101,12 @@ public:
     // Chooses tokens from logits [num_rows][vocab_size]. With `barred`, a token of minus infinity is one not to be chosen.
     void draw(const float* logits, int num_rows, const Draw* draws, int num_draws, bool barred, int32_t* tokens);
     // As `forward_draw` draws from `logits`, among the tokens of each draw's mask: one bit a token, `num_words` words a draw.
-    void draw_masked(const float* logits, int num_rows, const Draw* draws, int num_draws, const uint32_t* masks, size_t num_words,
-                     int32_t* tokens);
+    void draw_masked(const float* logits, const Draw* draws, int num_draws, const uint32_t* masks, size_t num_words, int32_t* tokens);
+
+    // `forward_draw` with masks in two halves, so that masks can be worked out meanwhile: the logits stay here until `draw_kept`
+    // or the next step. Throws std::invalid_argument where a draw names a row that was not kept.
+    void forward_keep(const Batch& batch);
+    void draw_kept(const Draw* draws, int num_draws, const uint32_t* masks, size_t num_words, int32_t* tokens);
 
     // Puts an adapter of as many layers as the program in a slot, and takes it out again.
     void load_adapter(size_t slot, std::unique_ptr<Adapter> adapter);
@@ -162,6 +166,10 @@ private:
     void join_branch(const Layer& layer, const Norm& post, int num_tokens);
     void add_branch(const Layer& layer, const Norm& post, float* branch, int row);
     void head_logits(const Batch& batch, float* logits);
+    template <class Find> float* find_in_pieces(int num_rows, Find&& find);
+    template <class RowOf> void choose(const float* peaks, const Draw* draws, int num_draws, RowOf&& row_of, int32_t* tokens);
+    void choose_masked(float* masked, const float* logits, const Draw* draws, int num_draws, const uint32_t* masks, size_t num_words,
+                       int32_t* tokens);
     // lora.cpp
     using ReadRow = std::function<void(int token, int index, float* to)>;
     void list_adapters(const Batch& batch);
@@ -186,7 +194,7 @@ private:
     float norm_eps_;
     size_t stride_;  // of the residual stream: whole panels
 
-    Buffer residual_, normed_, inputs_, next_inputs_, qkv_, queries_, mixed_, wide_, partial_, logits_, peaks_;
+    Buffer residual_, normed_, inputs_, next_inputs_, qkv_, queries_, mixed_, wide_, partial_, logits_, masked_, peaks_;
     Buffer branch_, parallel_, exact_, shared_inputs_, scores_, routes_, gathered_, expert_outputs_;
     Buffer adapter_normed_, adapter_wide_;
     std::vector<std::unique_ptr<Adapter>> adapters_;  // by slot
@@ -197,6 +205,7 @@ private:
     std::vector<Rows> nexts_;        // [num_experts]: inputs of their second products
     std::vector<Buffer> scratch_;
     std::vector<uint8_t> finite_;  // [num_rows][pieces of a row]
+    int pieces_ = 0, kept_rows_ = 0;
     std::vector<Sequence> sequences_;
     std::vector<const int32_t*> table_of_;  // [num_tokens]
     std::vector<int> slot_of_;               // [num_tokens]
