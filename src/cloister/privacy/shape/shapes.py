@@ -1,0 +1,54 @@
+"""Which shape a sealed answer has under which profile. Pure data.
+
+The sizes were measured (`python -m benchmarks.traffic sizes`): the event of one token is about 200 bytes, so a frame of 512
+holds it with any token of the vocabularies that were looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from cloister.privacy.verdict import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How frames look and when they leave.
+
+    Attributes:
+        frame_bytes: size of every frame of a stream.
+        tick_s: frames leave when the node's monotonic clock is a multiple of this, at most one each time.
+        constant: a frame leaves on every tick, from the one after the request came, whether or not there is something to say,
+            and their number is a bucket's edge.
+    """
+
+    frame_bytes: int
+    tick_s: float
+    constant: bool
+
+
+SHAPES: Final[Mapping[Profile, Shape | None]] = {
+    Profile.OPEN: None,
+    Profile.TEAM: None,
+    Profile.PRIVATE: Shape(frame_bytes=512, tick_s=0.005, constant=False),
+    Profile.PARANOID: Shape(frame_bytes=512, tick_s=0.020, constant=True),
+}
+
+FIRST_EDGE: Final = 64
+"""Frames of the smallest bucket: enough for any refusal, so that an error looks like a short answer."""
+EDGE_RATIO: Final = 4
+
+
+def shape_of(profile: str) -> Shape | None:
+    """Returns the shape of sealed answers under a profile; None where they go as they come."""
+    return SHAPES[Profile(profile)]
+
+
+def find_edge(num_frames: int) -> int:
+    """Returns how many frames an answer of `num_frames` is padded to: 64, 256, 1,024, 4,096 and so on."""
+    edge = FIRST_EDGE
+    while edge < num_frames:
+        edge *= EDGE_RATIO
+    return edge
