@@ -171,6 +171,13 @@ def test_paranoid_refuses_a_stream_of_the_tokens_own_shape() -> None:
     assert gate.honour(gate.admit(LAB.ann), stream=False).priority == -1
 
 
+@pytest.mark.parametrize("profile", Profile)
+def test_a_sealed_node_streams_under_every_profile(profile: Profile) -> None:
+    gate = Gate(Policy(profile), None, loopback=False, sealed=True)
+    admission = gate.admit(None)
+    assert gate.honour(admission, stream=True) == admission
+
+
 @pytest.mark.parametrize("profile", ["open", "team", "private"])
 def test_other_profiles_stream(profile: str) -> None:
     gate = LAB.gate(profile)

@@ -17,6 +17,7 @@ from cloister.privacy.catalogue import rows_in_build
 from cloister.privacy.document import show_letters, to_data, to_markdown
 from cloister.privacy.features import judged_apart
 from cloister.privacy.matrix import ROWS, row_of
+from cloister.privacy.shape import SHAPING_THREAT
 
 app = typer.Typer(help="What each privacy profile allows, mitigates and refuses.", no_args_is_help=True)
 
@@ -58,6 +59,7 @@ def list_entries() -> tuple[Entry, ...]:
         "step budget": sched.BUDGET_THREAT,
         "metrics": PROFILING_THREAT,
         "adapters at run time": RUNTIME_ADAPTERS_THREAT,
+        "shaped streams": SHAPING_THREAT,
     }
     return gather((BACKENDS, POLICIES), declared)
 

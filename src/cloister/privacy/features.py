@@ -62,7 +62,14 @@ _PLAIN_STREAM = _own(
     open=allow("the network is the user's own machine"),
     team=allow("the team trusts its network; a proxy with TLS hides the text, not sizes and times"),
     private=mitigate("no drafts are verified for a plain stream, so its packets tell no accepted lengths"),
-    paranoid=refuse("sizes and times of packets follow the tokens, and this build has no constant-shape streaming"),
+    paranoid=refuse("sizes and times of packets follow the tokens; only what a sealed node answers has a constant shape"),
+)
+_SEALED_STREAM = _own(
+    "speculation.sealed-stream",
+    open=allow("the network is the user's own machine"),
+    team=allow("sealed chunks hide the text; sizes and times are as on a plain stream"),
+    private=mitigate("frames of one size, one event a frame, one frame a tick, so that none shows accepted lengths"),
+    paranoid=mitigate("a frame on every tick from before the first token on, in a number from a few buckets"),
 )
 _FRESH = mitigate("every request gets a scope of its own, and the server says so at start")
 _KEYLESS_BIND = _own("prefix-cache.keyless-bind", open=_FRESH, team=_FRESH, private=_FRESH, paranoid=_FRESH)
@@ -95,6 +102,14 @@ STREAMING = Feature(
     "request field `stream`",
     _PLAIN_STREAM,
     _EVERYWHERE - {Profile.PARANOID},
+    "send the request with `stream` false, or sealed to a node",
+)
+SEALED_STREAMING = Feature(
+    "sealed-streaming",
+    "speculation",
+    "request field `stream` of a sealed request",
+    _SEALED_STREAM,
+    _EVERYWHERE,
     "send the request with `stream` false",
 )
 KEYLESS_BIND = Feature(
@@ -148,7 +163,16 @@ RUNTIME_ADAPTERS_THREAT = ThreatProfile(
 
 FEATURES: Mapping[str, Feature] = {
     feature.name: feature
-    for feature in (RUNTIME_ADAPTERS, PREFIX_CACHE, CLIENT_PRIORITY, STREAMING, KEYLESS_BIND, REQUEST_LOG, TRACES)
+    for feature in (
+        RUNTIME_ADAPTERS,
+        PREFIX_CACHE,
+        CLIENT_PRIORITY,
+        STREAMING,
+        SEALED_STREAMING,
+        KEYLESS_BIND,
+        REQUEST_LOG,
+        TRACES,
+    )
 }
 
 

@@ -41,6 +41,7 @@ class Gate:
         policy: the active profile.
         credentials: API keys; None when none are asked for.
         loopback: only this machine can connect.
+        sealed: every request comes through a sealed node, which gives answers the profile's shape (`privacy.shape`).
         random: source of salts for scopes that live as long as one request.
 
     Raises:
@@ -48,7 +49,13 @@ class Gate:
     """
 
     def __init__(
-        self, policy: Policy, credentials: Credentials | None, *, loopback: bool, random: RandomBytes = os.urandom
+        self,
+        policy: Policy,
+        credentials: Credentials | None,
+        *,
+        loopback: bool,
+        sealed: bool = False,
+        random: RandomBytes = os.urandom,
     ) -> None:
         if credentials is not None and not credentials.keys:
             raise ConfigError("the API key file has no keys; make one with: cloister keys add NAME", param="api_keys")
@@ -57,6 +64,7 @@ class Gate:
         self._accounts: dict[bytes, Account] = {}
         self._random = random
         self._loopback = loopback
+        self._streaming = "sealed-streaming" if sealed else "streaming"
         self._keyless_scope = _keyless_scope(loopback, policy.widest_scope)
 
     @property
@@ -111,7 +119,7 @@ class Gate:
         """
         self.policy.check(
             {
-                "streaming": Use(stream, "the request"),
+                self._streaming: Use(stream, "the request"),
                 "client-priority": Use(priority is not None, "the request"),
             }
         )
