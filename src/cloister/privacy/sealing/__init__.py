@@ -1,0 +1,123 @@
+"""Sealed messages: binary HTTP, HPKE, oblivious HTTP in both forms, keys and their rotation, padding, replays.
+
+Pure: bytes in, bytes out; time is an argument. A client seals with `RequestSealer` (or `seal_chunked_request`) and opens with
+`ResponseOpener`; a receiver takes the context of a request from its `Receiver` and seals with `ResponseSealer`.
+"""
+
+from cloister.privacy.sealing.bhttp import MessageWriter, decode_request, decode_response, encode_request, encode_response
+from cloister.privacy.sealing.bhttp_reader import MAX_HEAD_BYTES, MessageReader
+from cloister.privacy.sealing.chunked import (
+    DRAFT,
+    MAX_CHUNK_BYTES,
+    ChunkOpener,
+    ChunkSealer,
+    RequestSealer,
+    ResponseOpener,
+    ResponseSealer,
+    seal_chunked_request,
+)
+from cloister.privacy.sealing.configuration import (
+    KEYS_MEDIA_TYPE,
+    KeyConfiguration,
+    encode_keys,
+    parse_configuration,
+    parse_keys,
+)
+from cloister.privacy.sealing.errors import KeyConfigurationError, MessageError, ReplayCacheFullError, UnsealError
+from cloister.privacy.sealing.hpke import ENC_BYTES, SUITES, Context, ContextSecrets, Suite
+from cloister.privacy.sealing.keys import (
+    GATEWAY_KEY_LIFE_S,
+    GATEWAY_KEY_OVERLAP_S,
+    NODE_KEY_LIFE_S,
+    NODE_KEY_OVERLAP_S,
+    KeyRing,
+    SealingKey,
+)
+from cloister.privacy.sealing.messages import (
+    Content,
+    Fields,
+    Part,
+    Request,
+    RequestHead,
+    Response,
+    ResponseHead,
+    Trailers,
+    find_field,
+)
+from cloister.privacy.sealing.ohttp import (
+    CHUNKED,
+    FORMS,
+    HEADER_BYTES,
+    WHOLE,
+    Exchange,
+    Form,
+    Header,
+    open_response,
+    seal_request,
+    seal_response,
+)
+from cloister.privacy.sealing.padding import LARGEST_BUCKET_BYTES, bucket_bytes, most_leaked_bits
+from cloister.privacy.sealing.receiver import Receiver
+from cloister.privacy.sealing.replay import ReplayCache
+
+__all__ = [
+    "CHUNKED",
+    "DRAFT",
+    "ENC_BYTES",
+    "FORMS",
+    "GATEWAY_KEY_LIFE_S",
+    "GATEWAY_KEY_OVERLAP_S",
+    "HEADER_BYTES",
+    "KEYS_MEDIA_TYPE",
+    "LARGEST_BUCKET_BYTES",
+    "MAX_CHUNK_BYTES",
+    "MAX_HEAD_BYTES",
+    "NODE_KEY_LIFE_S",
+    "NODE_KEY_OVERLAP_S",
+    "SUITES",
+    "WHOLE",
+    "ChunkOpener",
+    "ChunkSealer",
+    "Content",
+    "Context",
+    "ContextSecrets",
+    "Exchange",
+    "Fields",
+    "Form",
+    "Header",
+    "KeyConfiguration",
+    "KeyConfigurationError",
+    "KeyRing",
+    "MessageError",
+    "MessageReader",
+    "MessageWriter",
+    "Part",
+    "Receiver",
+    "ReplayCache",
+    "ReplayCacheFullError",
+    "Request",
+    "RequestHead",
+    "RequestSealer",
+    "Response",
+    "ResponseHead",
+    "ResponseOpener",
+    "ResponseSealer",
+    "SealingKey",
+    "Suite",
+    "Trailers",
+    "UnsealError",
+    "bucket_bytes",
+    "decode_request",
+    "decode_response",
+    "encode_keys",
+    "encode_request",
+    "encode_response",
+    "find_field",
+    "most_leaked_bits",
+    "open_response",
+    "parse_configuration",
+    "parse_keys",
+    "seal_chunked_request",
+    "seal_request",
+    "seal_response",
+]

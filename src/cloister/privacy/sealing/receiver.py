@@ -1,0 +1,61 @@
+"""Who has the private keys: gives the context of a request, and takes each request once. No I/O; time is an argument."""
+
+from __future__ import annotations
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from cloister.privacy.sealing.errors import UnsealError
+from cloister.privacy.sealing.hpke import HKDF_SHA256_AES_128_GCM, SUITES, X25519, Context, set_up_receiver, set_up_sender
+from cloister.privacy.sealing.keys import KeyRing
+from cloister.privacy.sealing.ohttp import Exchange, Form, Header
+from cloister.privacy.sealing.replay import ReplayCache
+
+
+class Receiver:
+    """A ring of keys and the requests that were opened with them.
+
+    `begin` gives a context for every header there is: for one that names an unknown key, was opened before, or is malformed, a
+    context of a key that nobody seals to. So each failure shows in the same place, when the first chunk does not open, and
+    takes as long. `accept` is to be called when the first chunk has opened: only then is the request known to be more than
+    noise, which must not fill the cache.
+    """
+
+    def __init__(self, ring: KeyRing, replays: ReplayCache) -> None:
+        self.ring = ring
+        self._replays = replays
+        self._decoy = X25519PrivateKey.generate()
+        self._decoy_enc, _ = set_up_sender(self._decoy.public_key().public_bytes_raw(), HKDF_SHA256_AES_128_GCM, b"")
+
+    def begin(self, header: Header, form: Form, now_s: float) -> Exchange:
+        """Returns the exchange that opens the request with this header, if any does.
+
+        Raises:
+            ReplayCacheFullError: it could not be remembered.
+        """
+        self.ring.rotate(now_s)
+        self._replays.check_room(now_s)
+        key = self.ring.find(header.key_id, now_s)
+        is_ours = (
+            key is not None
+            and header.kem_id == X25519
+            and header.suite in key.configuration.suites
+            and not self._replays.has_seen(header.enc, now_s)
+        )
+        private_key = key.private_key if is_ours and key is not None else self._decoy
+        return Exchange(form, header, self._context(header, private_key, form))
+
+    def accept(self, header: Header, now_s: float) -> None:
+        """Takes in a request whose first chunk has opened.
+
+        Raises:
+            UnsealError: it was taken in before.
+            ReplayCacheFullError: there is no room.
+        """
+        self._replays.remember(header.enc, now_s)
+
+    def _context(self, header: Header, private_key: X25519PrivateKey, form: Form) -> Context:
+        suite = header.suite if header.suite in SUITES else HKDF_SHA256_AES_128_GCM
+        try:
+            return set_up_receiver(header.enc, private_key, suite, header.info(form))
+        except UnsealError:  # the point is of low order
+            return set_up_receiver(self._decoy_enc, self._decoy, suite, header.info(form))
