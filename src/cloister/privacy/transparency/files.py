@@ -1,0 +1,91 @@
+"""Files that are replaced whole or not at all, and directories that one process changes at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from cloister.types.errors import ConfigError
+
+LOCK_DEADLINE_S = 30.0
+PUBLIC = 0o644
+SECRET = 0o600
+_UNFINISHED = ".unfinished-"
+
+
+def write_whole(path: Path, data: bytes, mode: int = PUBLIC) -> None:
+    """Writes a file so that a reader, a crash or a full disk sees the old content or the new, never a part; fsync included.
+
+    Raises:
+        ConfigError: the directory cannot be written, or the disk is full; the old file is as it was.
+    """
+    temporary = path.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
+    try:
+        _make_directory(path.parent)
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        sync_directory(path.parent)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _make_directory(directory: Path) -> None:
+    """Makes a directory and those above it, each so that it survives a power cut before anything in it does."""
+    if not directory.is_dir():
+        _make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes names in a directory survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Removes what a killed writer left; only for who holds the directory's lock."""
+    for left in directory.rglob(f"{_UNFINISHED}*"):
+        left.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(directory: Path, deadline_s: float = LOCK_DEADLINE_S) -> Iterator[None]:
+    """Holds a directory against other processes that use this lock; it ends with the process, however that ends.
+
+    Raises:
+        ConfigError: there is no such directory, or another process holds it longer than `deadline_s`.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"cannot use the directory {directory}: {error.strerror}") from None
+    try:
+        give_up = time.monotonic() + deadline_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= give_up:
+                    raise ConfigError(f"another process holds {directory}; try again when it is done") from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
