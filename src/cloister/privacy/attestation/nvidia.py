@@ -1,0 +1,147 @@
+"""Checks that a GPU is an NVIDIA GPU in whose report our nonce stands. No I/O, no clock.
+
+A GPU's evidence stands beside that of the processor, in the extras `gpu-N-report` and `gpu-N-chain`. Its nonce is the hash of
+the processor's REPORT_DATA, so it cannot be taken from another node. What its firmware *should* measure only NVIDIA can say (its
+RIM files); without these reference values the firmware is unchecked, and a strict profile refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
+from cryptography.hazmat.primitives.hashes import SHA384
+
+from cloister.privacy.attestation.base import Findings, Policy
+from cloister.privacy.attestation.certificates import check_chain, elliptic_key, load_certificates
+from cloister.privacy.attestation.evidence import Evidence, EvidenceError, gpu_nonce
+from cloister.privacy.attestation.gpu_report import GpuReport, read_gpu_report
+
+NVIDIA_ROOTS = frozenset({"a90c4eb5acfd3e3d03a25db6a26b84f720ad0503196c627c21ddd48dd85b06a4"})
+"""SHA-256 of the key of NVIDIA's Device Identity CA as SubjectPublicKeyInfo."""
+
+MAX_GPUS = 8
+_DICE_TCB_INFO = x509.ObjectIdentifier("2.23.133.5.4.1")  # TCG DICE: the firmware that the certificate's key belongs to
+_SHA384_HEAD = bytes.fromhex("06096086480165030402020430")  # its OID, then an octet string of 48 bytes
+
+
+def report_extra(number: int) -> str:
+    """Returns the name of the extra that holds the report of GPU `number`, from 0."""
+    return f"gpu-{number}-report"
+
+
+def chain_extra(number: int) -> str:
+    """Returns the name of the extra that holds the certificates of GPU `number`, PEM, from the leaf to the root."""
+    return f"gpu-{number}-chain"
+
+
+def list_gpus(extra: Mapping[str, bytes]) -> Iterator[int]:
+    """Yields the numbers of the GPUs that evidence has reports of."""
+    return (number for number in range(MAX_GPUS) if report_extra(number) in extra)
+
+
+class GpuVerifier:
+    """Checks the GPUs of evidence.
+
+    Args:
+        roots: SHA-256 of the root keys that are trusted, hex.
+    """
+
+    def __init__(self, roots: frozenset[str] = NVIDIA_ROOTS) -> None:
+        self._roots = roots
+
+    def verify(self, evidence: Evidence, policy: Policy, now: float) -> Findings:
+        """Returns what is proved of all GPUs; nothing when there is none and none is wanted."""
+        findings = Findings()
+        numbers = list(list_gpus(evidence.extra))
+        if policy.gpu and not numbers:
+            findings.fail("gpu", "a confidential GPU is wanted, and the evidence has none")
+        for number in numbers:
+            chain = evidence.extra.get(chain_extra(number), b"")
+            nonce = gpu_nonce(evidence.report_data)
+            findings.extend(self.verify_report(evidence.extra[report_extra(number)], chain, nonce, policy, now))
+        return findings
+
+    def verify_report(self, data: bytes, encoded_chain: bytes, nonce: bytes, policy: Policy, now: float) -> Findings:
+        """Checks one report by itself.
+
+        Args:
+            data: the report.
+            encoded_chain: PEM, from the certificate that signs reports to the root.
+            nonce: what it must have been asked with, 32 bytes.
+            policy: what is accepted.
+            now: Unix seconds.
+        """
+        findings = Findings()
+        try:
+            report = read_gpu_report(data)
+            chain = load_certificates(encoded_chain)
+            if not check_chain(findings, chain, self._roots, now, "NVIDIA"):
+                return findings
+            if not _check_signature(findings, report, chain[0]):
+                return findings
+        except EvidenceError as error:
+            findings.fail("gpu-report-form", error.message)
+            return findings
+        findings.check(
+            "gpu-nonce",
+            report.nonce == nonce,
+            "the GPU's report was made for this very statement",
+            "the GPU's report was made for another statement, or on another node (its nonce differs)",
+        )
+        if not report.firmware_id:
+            findings.doubt(policy, "gpu-firmware-id", "the GPU does not say which firmware holds its key (old drivers do not)")
+        else:
+            findings.check(
+                "gpu-firmware-id",
+                report.firmware_id == _read_firmware_id(chain[0]),
+                "the GPU runs the firmware that its certificate was made for",
+                "the GPU runs another firmware than its certificate was made for (FWID)",
+            )
+        _check_measurements(findings, report, policy)
+        return findings
+
+
+def _check_signature(findings: Findings, report: GpuReport, leaf: x509.Certificate) -> bool:
+    half = len(report.signature) // 2
+    r, s = int.from_bytes(report.signature[:half], "big"), int.from_bytes(report.signature[half:], "big")
+    try:
+        elliptic_key(leaf).verify(encode_dss_signature(r, s), report.signed, ECDSA(SHA384()))
+    except InvalidSignature:
+        return findings.check("gpu-report-signature", False, "", "the GPU's report was altered: its signature does not fit")
+    text = f"the report was signed by the GPU (driver {report.driver}, VBIOS {report.vbios})"
+    return findings.check("gpu-report-signature", True, text, "")
+
+
+def _check_measurements(findings: Findings, report: GpuReport, policy: Policy) -> None:
+    if not policy.gpu_measurements:
+        findings.doubt(
+            policy,
+            "gpu-measurement",
+            "GPU measurement unchecked: without NVIDIA's reference values nobody can say whether its firmware is the right one",
+        )
+        return
+    wrong = [
+        index
+        for index, values in sorted(policy.gpu_measurements.items())
+        if report.measurements.get(index, b"").hex() not in values
+    ]
+    findings.check(
+        "gpu-measurement",
+        not wrong,
+        f"the GPU measures what NVIDIA published ({len(policy.gpu_measurements)} of {len(report.measurements)} values)",
+        f"the GPU measures something else than NVIDIA published, at index {', '.join(map(str, wrong))}",
+    )
+
+
+def _read_firmware_id(leaf: x509.Certificate) -> bytes | None:
+    try:
+        value = leaf.extensions.get_extension_for_oid(_DICE_TCB_INFO).value
+    except x509.ExtensionNotFound:
+        return None
+    assert isinstance(value, x509.UnrecognizedExtension)
+    _, head, digest = value.value.rpartition(_SHA384_HEAD)
+    return digest if head else None

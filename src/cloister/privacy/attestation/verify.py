@@ -1,0 +1,128 @@
+"""The whole check of a node's evidence: what its statement says, what its processor proves, what its GPUs prove. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from cloister.privacy.attestation.base import Findings, Policy, Verifier
+from cloister.privacy.attestation.evidence import Evidence, EvidenceError, Statement, read_statement
+from cloister.privacy.attestation.nvidia import GpuVerifier
+from cloister.privacy.attestation.sev_snp import SnpVerifier
+from cloister.privacy.attestation.software import SoftwareVerifier
+from cloister.privacy.attestation.tdx import TdxVerifier
+
+MAX_CLOCK_SKEW_S = 300
+"""How far behind a client's clock may be when a statement begins; its end has no such room, for the keys are gone by then."""
+
+HOST_EXCLUDED = "host-excluded"
+"""The measure that says whether the host's root was kept out too; no profile can demand it of ordinary hardware."""
+
+VERIFIERS: Mapping[str, Verifier] = MappingProxyType(
+    {verifier.kind: verifier for verifier in (SoftwareVerifier(), SnpVerifier(), TdxVerifier())}
+)
+
+
+def verify_evidence(
+    evidence: Evidence,
+    policy: Policy,
+    now: float,
+    *,
+    verifiers: Mapping[str, Verifier] = VERIFIERS,
+    gpus: GpuVerifier | None = None,
+) -> Findings:
+    """Returns every step that was taken; `accepted` says whether the node may be sent a prompt.
+
+    Args:
+        now: Unix seconds.
+        verifiers: by kind.
+        gpus: who checks the GPUs, NVIDIA's root unless given.
+
+    Raises:
+        AttestationError: a check cannot be run at all, a library is missing.
+    """
+    findings = Findings()
+    try:
+        statement = read_statement(evidence.statement)
+    except EvidenceError as error:
+        findings.fail("statement", error.message)
+        return findings
+    verifier = verifiers.get(evidence.kind)
+    is_software = evidence.kind == SoftwareVerifier.kind
+    if verifier is None or not (is_software or evidence.kind in policy.kinds):
+        findings.fail(
+            "kind", f"evidence of kind {evidence.kind} is not accepted; accepted are {', '.join(sorted(policy.kinds))}"
+        )
+        return findings
+    findings.extend(verifier.verify(evidence, policy, now))
+    findings.extend((gpus or GpuVerifier()).verify(evidence, policy, now))
+    if findings.accepted:  # a statement that nobody vouches for is not worth judging
+        judge_statement(findings, statement, policy, now)
+    return findings
+
+
+def judge_statement(findings: Findings, statement: Statement, policy: Policy, now: float) -> None:
+    """Adds what a statement says, measured against a policy."""
+    if now < statement.not_before - MAX_CLOCK_SKEW_S:
+        findings.fail("expiry", "the statement does not hold yet; check this machine's clock")
+    else:
+        left_s = statement.not_after - int(now)
+        findings.check(
+            "expiry",
+            left_s > 0,
+            f"the statement is fresh: it holds for another {left_s // 60} min",
+            f"the statement is stale: it ended {-left_s} s ago",
+        )
+    findings.check(
+        "profile",
+        statement.profile == policy.profile,
+        f"the node runs under the profile {statement.profile}",
+        f"the node runs under the profile {statement.profile}, but {policy.profile} was asked for",
+    )
+    _check_listed(
+        findings, policy, "profile-digest", statement.profile_digest, policy.profile_digests, "what the profile rules"
+    )
+    _check_listed(findings, policy, "release", statement.release, policy.releases, "the code that runs")
+    _check_model(findings, statement, policy)
+    _check_hardening(findings, statement, policy)
+
+
+def _check_listed(findings: Findings, policy: Policy, slug: str, digest: str, known: frozenset[str], what: str) -> None:
+    if not known:
+        findings.doubt(policy, slug, f"nobody said what is right for {what}; the node says {digest}")
+    else:
+        findings.check(
+            slug,
+            digest in known,
+            f"{what} is what was published ({digest[:16]})",
+            f"{what} is not what was published; the node says {digest}",
+        )
+
+
+def _check_model(findings: Findings, statement: Statement, policy: Policy) -> None:
+    if not policy.models:
+        findings.leave_open("model", f"any model is accepted; this one is {statement.model}")
+    else:
+        findings.check(
+            "model",
+            statement.model in policy.models,
+            f"the model is the one that was asked for ({statement.model[:16]})",
+            f"the model is another one than was asked for: {statement.model}",
+        )
+
+
+def _check_hardening(findings: Findings, statement: Statement, policy: Policy) -> None:
+    missing = sorted(measure for measure in policy.hardening if not statement.hardening.get(measure))
+    findings.check(
+        "hardening",
+        not missing,
+        f"{sum(statement.hardening.values())} hardening measures are in force",
+        f"hardening measures are missing: {', '.join(missing)}",
+    )
+    off = sorted(name for name, on in statement.hardening.items() if not on and name not in {*missing, HOST_EXCLUDED})
+    if off:
+        findings.leave_open("hardening-off", f"measures that are not in force, and were not asked for: {', '.join(off)}")
+    if not statement.hardening.get(HOST_EXCLUDED):
+        findings.leave_open(
+            HOST_EXCLUDED, "host not excluded: root of the machine can still reach the node, but for what its hardware protects"
+        )
