@@ -1,0 +1,23 @@
+"""No way in: what a sealed node takes from itself before its libraries load, and what evidence says of it.
+
+`apply` takes measures in one process, `close` shuts it when everything is loaded. `python -P -m cloister.privacy.hardening
+MODULE` starts a module that way. Only the standard library is imported here, so that measures come before anything else.
+"""
+
+from cloister.privacy.hardening.applying import HARDENED_PROFILES, MEASURES, HardeningError, apply, close, probe
+from cloister.privacy.hardening.measure import Measure, Missing, Needs, Result, Results, join
+
+__all__ = [
+    "HARDENED_PROFILES",
+    "MEASURES",
+    "HardeningError",
+    "Measure",
+    "Missing",
+    "Needs",
+    "Result",
+    "Results",
+    "apply",
+    "close",
+    "join",
+    "probe",
+]

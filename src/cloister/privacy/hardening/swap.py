@@ -1,0 +1,69 @@
+"""Measure `swap`: no page of this process is written to a disk.
+
+Either the machine has no swap, or the cgroup may use none of it (cgroup v2, memory.swap.max), or everything is locked in memory.
+The limits of cgroup v1 do not keep a page off the disk when the whole machine runs short, so they do not count.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from cloister.privacy.hardening import kernel
+from cloister.privacy.hardening.measure import Missing, Needs
+
+MCL_CURRENT: Final = 1
+MCL_FUTURE: Final = 2
+MCL_ONFAULT: Final = 4
+REMEDY: Final = (
+    "turn swap off (swapoff -a), or give the cgroup none (memory.swap.max = 0 on cgroup v2; Docker: --memory and --memory-swap of "
+    "the same size), or let it lock its memory (Docker: --ulimit memlock=-1 --cap-add IPC_LOCK)"
+)
+
+
+class Swap:
+    name = "swap"
+    stops = "pages on a disk"
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+
+    def apply(self, needs: Needs) -> str:
+        without_locking = self._find()
+        if without_locking is not None:
+            return without_locking
+        try:
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            kernel.mlockall(MCL_CURRENT | MCL_FUTURE | MCL_ONFAULT)
+        except (OSError, ValueError):
+            raise Missing("this machine can swap, and memory cannot be locked", REMEDY) from None
+        return "the machine can swap; all memory is locked"
+
+    def probe(self) -> str:
+        found = self._find()
+        if found is not None:
+            return found
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+        if limit == resource.RLIM_INFINITY:
+            return "the machine can swap; memory can be locked"
+        raise Missing("this machine can swap, and the limit of locked memory is not unlimited", REMEDY)
+
+    def _find(self) -> str | None:
+        """Says why nothing can be swapped; None if it can."""
+        swaps = (kernel.read_text(str(self._root / "proc/swaps")) or "unknown\nunknown").splitlines()[1:]
+        if not swaps:
+            return "the machine has none"
+        if any((kernel.read_text(str(group / "memory.swap.max")) or "").strip() == "0" for group in self._groups()):
+            return "the cgroup may use none"
+        return None
+
+    def _groups(self) -> Iterator[Path]:
+        """Every directory of cgroup v2 whose limits hold for this process: its own and all those above it."""
+        mount = self._root / "sys/fs/cgroup"
+        for line in (kernel.read_text(str(self._root / "proc/self/cgroup")) or "").splitlines():
+            if not line.startswith("0::"):
+                continue
+            group = mount / line[3:].strip("/")
+            yield from (group, *(parent for parent in group.parents if parent.is_relative_to(mount)))
