@@ -1,8 +1,8 @@
 """Checks that a GPU is an NVIDIA GPU in whose report our nonce stands. No I/O, no clock.
 
 A GPU's evidence stands beside that of the processor, in the extras `gpu-N-report` and `gpu-N-chain`. Its nonce is the hash of
-the processor's REPORT_DATA, so it cannot be taken from another node. What its firmware *should* measure only NVIDIA can say (its
-RIM files); without these reference values the firmware is unchecked, and a strict profile refuses it.
+the processor's REPORT_DATA, so it cannot be taken from another node. What its firmware *should* measure only NVIDIA can say (in
+its RIM files); without these reference values the firmware is unchecked, and a strict profile refuses it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An Intel TDX quote, version 4, as fields ("Intel TDX DCAP Quoting Library API", appendix A.3). Pure; nothing here is believed.
+"""An Intel TDX quote, version 4, as fields ("Intel TDX DCAP Quoting Library API", appendix A.3). Pure; nothing is believed.
 
-Signatures are dcap-qvl's work. It skips what it does not need: a length, what follows the signature, the copy of the root. Here
-all of a quote is read, so that no byte of it can be changed unseen.
+Signatures are dcap-qvl's work. It skips what it does not need: a length, what follows the signature, the copy of the root.
+Here all of a quote is read, so that no byte of it can be changed unseen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The whole check of a node's evidence: what its statement says, what its processor proves, what its GPUs prove. No I/O, no clock."""
+"""The whole check of a node's evidence: its statement, its processor, its GPUs. No I/O, no clock."""
 
 from __future__ import annotations
 
