@@ -1,0 +1,39 @@
+"""Tokens: an issuer knows who asks and not what for, a gateway what for and not who asks (T4).
+
+`blind_rsa` (RFC 9474), `challenge` (RFC 9577) and `issuance` (RFC 9578, type 2) are the formats; `Issuer` gives tokens against
+API keys, `Redeemer` takes them, once each, with the help of a spend store.
+"""
+
+from cloister.privacy.tokens.blind_rsa import BlindSignatureError
+from cloister.privacy.tokens.challenge import MalformedTokenError, Token, TokenChallenge, authorization, read_authenticate
+from cloister.privacy.tokens.issuance import Pending, TokenRequest, decode_directory, request_tokens
+from cloister.privacy.tokens.issuer import Issuer, IssuerLimits
+from cloister.privacy.tokens.issuer_keys import IssuerKey, KeyShelf
+from cloister.privacy.tokens.quota import QuotaBook
+from cloister.privacy.tokens.redeem import AcceptedKey, Redeemer, TokenError, TokenSpentError
+from cloister.privacy.tokens.spend import SpendStore, SpendStoreError, open_spend_store
+
+__all__ = [
+    "AcceptedKey",
+    "BlindSignatureError",
+    "Issuer",
+    "IssuerKey",
+    "IssuerLimits",
+    "KeyShelf",
+    "MalformedTokenError",
+    "Pending",
+    "QuotaBook",
+    "Redeemer",
+    "SpendStore",
+    "SpendStoreError",
+    "Token",
+    "TokenChallenge",
+    "TokenError",
+    "TokenRequest",
+    "TokenSpentError",
+    "authorization",
+    "decode_directory",
+    "open_spend_store",
+    "read_authenticate",
+    "request_tokens",
+]

@@ -1,0 +1,193 @@
+"""RSA blind signatures (RFC 9474): a signer signs what it cannot read. Pure but for the random bytes it draws.
+
+Both variants that the vectors cover: SHA-384 with a PSS salt of 48 bytes (what Privacy Pass token type 2 uses) and with none.
+Preparation is the identity: a token's message starts with 32 random bytes of the client (RFC 9578, section 6.1).
+
+Python integers multiply in a time that depends on their value. Everything secret goes through GMP's `powmod_sec`, which has
+the same memory accesses for any value, and the signer blinds its base too, so that what is left depends on a number of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import gmpy2
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from cryptography.hazmat.primitives.hashes import SHA384
+
+RandomBytes = Callable[[int], bytes]
+
+SALT_BYTES = 48
+_HASH_BYTES = 48
+_PUBLIC_EXPONENT = 65537
+
+
+class BlindSignatureError(Exception):
+    """A message, blinded message or signature is not what the key can have made; its text has no value in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublicKey:
+    """n and e.
+
+    Attributes:
+        num_bytes: length of a signature.
+    """
+
+    n: int
+    e: int = _PUBLIC_EXPONENT
+
+    @property
+    def num_bits(self) -> int:
+        return self.n.bit_length()
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.num_bits + 7) // 8
+
+    def verify(self, message: bytes, signature: bytes, *, salt_bytes: int = SALT_BYTES) -> bool:
+        """Whether an RSASSA-PSS signature is this key's (RFC 8017, section 8.1.2)."""
+        if len(signature) != self.num_bytes:
+            return False
+        key = rsa.RSAPublicNumbers(self.e, self.n).public_key()
+        try:
+            key.verify(signature, message, padding.PSS(padding.MGF1(SHA384()), salt_bytes), SHA384())
+        except InvalidSignature:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateKey:
+    """A signer's key: two primes, and what follows from them."""
+
+    p: int = field(repr=False)
+    q: int = field(repr=False)
+    e: int = _PUBLIC_EXPONENT
+
+    @property
+    def public(self) -> PublicKey:
+        return PublicKey(self.p * self.q, self.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Blinding:
+    """What the client keeps between `blind` and `finalize`."""
+
+    message: bytes = field(repr=False)
+    inverse: int = field(repr=False)
+
+
+def generate(num_bits: int = 2048) -> PrivateKey:
+    """Draws a key."""
+    numbers = rsa.generate_private_key(_PUBLIC_EXPONENT, num_bits).private_numbers()
+    return PrivateKey(numbers.p, numbers.q)
+
+
+def blind(
+    public: PublicKey, message: bytes, *, salt: bytes | None = None, factor: int | None = None, random: RandomBytes = os.urandom
+) -> tuple[bytes, Blinding]:
+    """Returns the blinded message for the signer, and what `finalize` needs (RFC 9474, section 4.2).
+
+    Args:
+        salt: of the PSS encoding; None draws 48 bytes.
+        factor: the blinding factor r; None draws it, anything else is for test vectors.
+
+    Raises:
+        BlindSignatureError: the key is too small for the encoding, or shares a factor with what was drawn.
+    """
+    n = public.n
+    encoded = int.from_bytes(encode(message, public.num_bits - 1, random(SALT_BYTES) if salt is None else salt), "big")
+    if gmpy2.gcd(encoded, n) != 1:
+        raise BlindSignatureError("the message cannot be blinded under this key")  # nobody ever sees this: it factors n
+    drawn = _draw_unit(n, random) if factor is None else factor
+    try:
+        inverse = int(gmpy2.invert(drawn, n))
+    except ZeroDivisionError:
+        raise BlindSignatureError("the blinding factor has no inverse") from None
+    blinded = encoded * int(gmpy2.powmod_sec(drawn, public.e, n)) % n
+    return blinded.to_bytes(public.num_bytes, "big"), Blinding(message, inverse)
+
+
+def blind_sign(private: PrivateKey, blinded: bytes, *, random: RandomBytes = os.urandom) -> bytes:
+    """Signs a blinded message (RFC 9474, section 4.3): by CRT, base blinded, and verified before anybody gets it.
+
+    A signature that a fault damaged in one of the two primes' halves would give the key away (Boneh, DeMillo, Lipton 1997),
+    so one that does not verify is never returned.
+
+    Raises:
+        BlindSignatureError: the message has another length, or does not lie below n.
+    """
+    public = private.public
+    n = public.n
+    message = int.from_bytes(blinded, "big")
+    if len(blinded) != public.num_bytes or message >= n:
+        raise BlindSignatureError("the blinded message does not fit the key")
+    factor = _draw_unit(n, random)
+    base = message * int(gmpy2.powmod_sec(factor, public.e, n)) % n
+    signature = _power(private, base) * int(gmpy2.invert(factor, n)) % n
+    if not hmac.compare_digest(int(gmpy2.powmod(signature, public.e, n)).to_bytes(public.num_bytes, "big"), blinded):
+        raise BlindSignatureError(
+            "a signature came out wrong and was kept back; the machine's memory or processor may be faulty"
+        )
+    return signature.to_bytes(public.num_bytes, "big")
+
+
+def finalize(public: PublicKey, blind_signature: bytes, blinding: Blinding, *, salt_bytes: int = SALT_BYTES) -> bytes:
+    """Returns the signature of the message itself (RFC 9474, section 4.4).
+
+    Raises:
+        BlindSignatureError: the signer did not sign what it was given.
+    """
+    if len(blind_signature) != public.num_bytes:
+        raise BlindSignatureError("the blind signature has another length than the key's signatures")
+    signature = (int.from_bytes(blind_signature, "big") * blinding.inverse % public.n).to_bytes(public.num_bytes, "big")
+    if not public.verify(blinding.message, signature, salt_bytes=salt_bytes):
+        raise BlindSignatureError("the signer's answer is no signature of the blinded message")
+    return signature
+
+
+def encode(message: bytes, num_bits: int, salt: bytes) -> bytes:
+    """EMSA-PSS with SHA-384 and MGF1-SHA-384 (RFC 8017, section 9.1.1), with the salt given.
+
+    `cryptography` encodes only what it signs, and with a salt of its own.
+
+    Raises:
+        BlindSignatureError: the key is too small.
+    """
+    length = (num_bits + 7) // 8
+    if length < _HASH_BYTES + len(salt) + 2:
+        raise BlindSignatureError("the key is too small for SHA-384 and this salt")
+    digest = hashlib.sha384(bytes(8) + hashlib.sha384(message).digest() + salt).digest()
+    block = bytes(length - len(salt) - _HASH_BYTES - 2) + b"\x01" + salt
+    masked = bytearray(a ^ b for a, b in zip(block, _mask(digest, len(block)), strict=True))
+    masked[0] &= 0xFF >> (8 * length - num_bits)
+    return bytes(masked) + digest + b"\xbc"
+
+
+def _mask(seed: bytes, length: int) -> bytes:
+    """MGF1 (RFC 8017, appendix B.2.1)."""
+    blocks = (hashlib.sha384(seed + i.to_bytes(4, "big")).digest() for i in range(-(-length // _HASH_BYTES)))
+    return b"".join(blocks)[:length]
+
+
+def _power(private: PrivateKey, base: int) -> int:
+    """base to the private exponent, through both primes (RFC 8017, section 5.1.2)."""
+    p, q = private.p, private.q
+    in_p = gmpy2.powmod_sec(base % p, gmpy2.invert(private.e, p - 1), p)
+    in_q = gmpy2.powmod_sec(base % q, gmpy2.invert(private.e, q - 1), q)
+    return int(in_q + q * ((in_p - in_q) * gmpy2.invert(q, p) % p))
+
+
+def _draw_unit(n: int, random: RandomBytes) -> int:
+    """Draws evenly from what has an inverse modulo n."""
+    num_bytes = (n.bit_length() + 7) // 8
+    while True:
+        drawn = int.from_bytes(random(num_bytes), "big") >> (8 * num_bytes - n.bit_length())
+        if 0 < drawn < n and gmpy2.gcd(drawn, n) == 1:
+            return drawn

@@ -1,0 +1,69 @@
+"""The issuer's book: how many tokens each API key had under each issuer key. SQLite, counts only.
+
+It holds no blinded message, no time and nothing of what became of a token.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from pathlib import Path
+
+from cloister.privacy.tokens.stores.sqlite import connect
+from cloister.types.errors import CloisterError, RateLimitError
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS issued (
+    epoch INTEGER NOT NULL, holder BLOB NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (epoch, holder)
+) WITHOUT ROWID
+"""
+_TAKE = """
+INSERT INTO issued SELECT :epoch, :holder, :count WHERE :count <= :most
+ON CONFLICT DO UPDATE SET count = count + excluded.count WHERE count + excluded.count <= :most
+"""
+
+
+class QuotaStoreError(CloisterError):
+    """The book gives no answer; no token was issued."""
+
+    code = "issuer_unavailable"
+    status = 503
+
+
+class QuotaBook:
+    """Counts tokens by epoch and holder of an API key. Safe to use from several threads and processes at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        self._database = connect(path, _TABLE)
+
+    def take(self, epoch: int, holder: bytes, count: int, *, most: int, retry_after_s: float) -> None:
+        """Counts `count` more tokens, before they are signed: a crash in between costs the holder, and gives nothing away.
+
+        Args:
+            holder: digest of the API key.
+            most: tokens of one holder in one epoch.
+            retry_after_s: until the next epoch.
+
+        Raises:
+            RateLimitError: that would be more than `most`; nothing was counted.
+            QuotaStoreError: no answer.
+        """
+        values = {"epoch": epoch, "holder": holder, "count": count, "most": most}
+        with self._lock:
+            try:
+                taken = self._database.execute(_TAKE, values).rowcount == 1
+            except sqlite3.Error as error:
+                raise QuotaStoreError(f"the issuer's book gives no answer ({type(error).__name__}); try again later") from None
+        if not taken:
+            message = f"this key may have {most:,} tokens in an epoch of the issuer; ask for fewer, or wait for the next one"
+            raise RateLimitError(message, retry_after_s=retry_after_s)
+
+    def forget(self, epoch: int) -> None:
+        """Drops the counts of epochs before this one."""
+        with self._lock:
+            self._database.execute("DELETE FROM issued WHERE epoch < ?", (epoch,))
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()

@@ -1,0 +1,115 @@
+"""Taking tokens: is it one, is it fresh (RFC 9577, section 2.2; RFC 9578, section 6.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cloister.privacy.tokens.blind_rsa import PublicKey
+from cloister.privacy.tokens.challenge import MalformedTokenError, Token, TokenChallenge, authenticate, read_authorization
+from cloister.privacy.tokens.spend import SpendStore, digest_of
+from cloister.privacy.tokens.spki import decode_public, key_id
+from cloister.types.errors import CloisterError, ConfigError
+
+
+class TokenError(CloisterError):
+    """There is no token, or none that the gateway takes. Every reason has one text, as all of them mean: get another one."""
+
+    code = "invalid_token"
+    status = 401
+
+    def __init__(self) -> None:
+        super().__init__('send a token of an issuer in this epoch\'s file: Authorization: PrivateToken token="..."')
+
+
+class TokenSpentError(CloisterError):
+    """The token was spent before; each pays for one request."""
+
+    code = "token_spent"
+    status = 401
+
+    def __init__(self) -> None:
+        super().__init__("this token was spent already; each pays for one request, a retry included")
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedKey:
+    """An issuer's key whose tokens are taken.
+
+    Attributes:
+        encoded: as in the epoch file.
+        until: Unix seconds at which its tokens end, those spent included.
+        budget: output tokens that one of its tokens pays for.
+    """
+
+    encoded: bytes
+    until: int
+    budget: int
+
+
+class Redeemer:
+    """Checks tokens and spends them.
+
+    Args:
+        challenge: what the tokens answer; equal for every client.
+        keys: whose tokens are taken.
+        store: remembers them.
+        now: Unix seconds.
+
+    Raises:
+        ConfigError: the challenge has a redemption context, or a key is none of type 2.
+    """
+
+    def __init__(
+        self, challenge: TokenChallenge, keys: Sequence[AcceptedKey], store: SpendStore, now: Callable[[], float]
+    ) -> None:
+        if challenge.redemption_context:
+            raise ConfigError("the gateway's challenge must be the same for everybody: without a redemption context")
+        self._challenge = challenge
+        self._digest = challenge.digest()
+        self._store = store
+        self._now = now
+        self._keys: dict[bytes, tuple[PublicKey, AcceptedKey]] = {}
+        self.change_keys(keys)
+
+    def change_keys(self, keys: Sequence[AcceptedKey]) -> None:
+        """Takes tokens of these keys from now on, and lets the store drop what ended.
+
+        Raises:
+            ConfigError: one is no key of type 2; nothing was changed.
+        """
+        try:
+            self._keys = {key_id(key.encoded): (decode_public(key.encoded), key) for key in keys}
+        except ValueError as error:
+            raise ConfigError(f"an issuer's key cannot be used: {error}") from None
+        self._store.forget(int(self._now()))
+
+    def ask(self) -> str:
+        """Returns the value of `WWW-Authenticate` for who came without a token: one challenge for every key."""
+        return ", ".join(authenticate(self._challenge, key.encoded) for _, key in self._keys.values())
+
+    def redeem(self, header: str | None) -> AcceptedKey:
+        """Spends the token in the value of `Authorization`; returns whose it was, and with that its budget.
+
+        The signature is checked before the store is asked, so that forged tokens cost it nothing.
+
+        Raises:
+            TokenError: there is no token, or none that is taken.
+            TokenSpentError: it was spent.
+            SpendStoreError: the store gives no answer; nobody is let in meanwhile.
+        """
+        token = self._read(header)
+        public, key = self._keys.get(token.key_id, (None, None))
+        if public is None or key is None or self._now() >= key.until or token.challenge_digest != self._digest:
+            raise TokenError
+        if not public.verify(token.signed, token.authenticator):
+            raise TokenError
+        if not self._store.spend(token.key_id, digest_of(token), key.until):
+            raise TokenSpentError
+        return key
+
+    def _read(self, header: str | None) -> Token:
+        try:
+            return read_authorization(header or "")
+        except MalformedTokenError:
+            raise TokenError from None

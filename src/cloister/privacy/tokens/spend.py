@@ -1,0 +1,89 @@
+"""Once and no more: what a spend store promises, and which one a URL means.
+
+A record is the digest of a token under its issuer's key, and when the key's tokens end. No account, address, time of spending
+or order is kept, and the issuer keeps its own book (`quota`) elsewhere: the two have no value in common that could join them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from cloister.privacy.tokens.challenge import Token
+from cloister.types.errors import CloisterError, ConfigError
+
+WAIT_S = 5.0
+"""How long a store may take before the request is refused."""
+
+SQLITE, POSTGRES, REDIS = ("sqlite",), ("postgresql", "postgres"), ("redis", "rediss", "unix")
+
+
+class SpendStoreError(CloisterError):
+    """The store gave no answer. The token may count as spent; nothing was let through."""
+
+    code = "spend_store_unavailable"
+    status = 503
+
+
+class SpendStore(Protocol):
+    """Remembers spent tokens. Safe to use from any number of threads, processes and machines at once."""
+
+    def spend(self, key_id: bytes, token_digest: bytes, expires_at: int) -> bool:
+        """Takes a token down, for good before this returns. True for the first caller ever, False for everybody after.
+
+        Args:
+            key_id: the issuer key's, 32 bytes.
+            token_digest: 32 bytes.
+            expires_at: Unix seconds; from then on no token of the key is taken, and its records go.
+
+        Raises:
+            SpendStoreError: no answer within `WAIT_S`; the caller refuses the request.
+        """
+
+    def forget(self, now: int) -> None:
+        """Drops the records of keys whose tokens have ended."""
+
+    def close(self) -> None:
+        """Lets go of files and connections."""
+
+
+def digest_of(token: Token) -> bytes:
+    """Returns what stands for a token in a store: SHA-256 of what its issuer signed.
+
+    Not of the signature: whoever got two signatures of one nonce has two tokens to pay for and one to spend.
+    """
+    return hashlib.sha256(b"cloister spent token v1\n" + token.signed).digest()
+
+
+def open_spend_store(url: str) -> SpendStore:
+    """Opens the store that a URL names: `sqlite:///FILE`, `postgresql://...`, `redis://...` or `rediss://...`.
+
+    Raises:
+        ConfigError: the URL means none of them, the client library is not installed, or the server would forget.
+        SpendStoreError: the server gives no answer.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme in SQLITE:
+        from cloister.privacy.tokens.stores.sqlite import SqliteSpendStore
+
+        return SqliteSpendStore(url)
+    if scheme in POSTGRES:
+        from cloister.privacy.tokens.stores.postgres import PostgresSpendStore
+
+        return PostgresSpendStore(url)
+    if scheme in REDIS:
+        from cloister.privacy.tokens.stores.redis import RedisSpendStore
+
+        return RedisSpendStore(url)
+    # The URL may hold a password, and is not repeated.
+    raise ConfigError(
+        "a spend store is sqlite:///FILE, postgresql://HOST/DATABASE, redis://HOST or rediss://HOST", param="spend_store"
+    )
+
+
+def missing_extra(library: str) -> ConfigError:
+    """The error when a store's client library is not there."""
+    return ConfigError(
+        f"this spend store needs {library}; install it with: pip install 'cloister[stores]'", param="spend_store"
+    )

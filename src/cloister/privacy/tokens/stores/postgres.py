@@ -1,0 +1,95 @@
+"""Spent tokens in PostgreSQL, for gateways on several machines. Needs `cloister[stores]`.
+
+A connection that broke is made anew and the statement sent once more. If the first had been written after all, the second finds
+its row and the token counts as spent: it may be lost, and never spent twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+from cloister.privacy.tokens.spend import WAIT_S, SpendStoreError, missing_extra
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS cloister_spent (
+    key_id bytea NOT NULL, token bytea NOT NULL, expires_at bigint NOT NULL, PRIMARY KEY (key_id, token)
+)
+"""
+_SPEND = "INSERT INTO cloister_spent VALUES (%s, %s, %s) ON CONFLICT DO NOTHING"
+_FORGET = "DELETE FROM cloister_spent WHERE expires_at <= %s"
+# A reply before the row is on disk would let a crash forget it; a server may be set to that by default.
+_OPTIONS = f"-c synchronous_commit=on -c statement_timeout={int(WAIT_S * 1000)} -c lock_timeout={int(WAIT_S * 1000)}"
+_MAX_IDLE = 4
+
+
+class PostgresSpendStore:
+    """Connects to a URL such as `postgresql://user@host/database`, and makes its table if need be.
+
+    Raises:
+        ConfigError: psycopg is not installed.
+        SpendStoreError: the server gives no answer, or the user may not make the table.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import psycopg
+        except ImportError:
+            raise missing_extra("psycopg") from None
+        self._psycopg: Any = psycopg
+        self._url = url
+        self._lock = threading.Lock()
+        self._idle: list[Any] = []
+        self._run("SELECT pg_advisory_lock(4803321)", _TABLE, "SELECT pg_advisory_unlock(4803321)")  # two may make it at once
+
+    def spend(self, key_id: bytes, token_digest: bytes, expires_at: int) -> bool:
+        return self._run(_SPEND, parameters=(key_id, token_digest, expires_at)) == 1
+
+    def forget(self, now: int) -> None:
+        self._run(_FORGET, parameters=(now,))
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _run(self, *statements: str, parameters: tuple[object, ...] | None = None) -> int:
+        """Runs statements on a connection of this call's own; returns the number of rows that the last one wrote."""
+        for is_last_try in (False, True):
+            try:
+                connection = self._borrow()
+                try:
+                    for statement in statements:
+                        count: int = connection.execute(statement, parameters).rowcount
+                except BaseException:
+                    with contextlib.suppress(self._psycopg.Error):
+                        connection.close()
+                    raise
+            except self._psycopg.OperationalError as error:
+                if is_last_try:
+                    raise _unavailable(error) from None
+            except self._psycopg.Error as error:
+                raise _unavailable(error) from None
+            else:
+                self._give_back(connection)
+                return count
+        raise AssertionError("unreachable")
+
+    def _borrow(self) -> Any:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return self._psycopg.connect(self._url, autocommit=True, connect_timeout=int(WAIT_S), options=_OPTIONS)
+
+    def _give_back(self, connection: Any) -> None:
+        with self._lock:
+            if len(self._idle) < _MAX_IDLE:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+def _unavailable(error: Exception) -> SpendStoreError:
+    return SpendStoreError(f"the database of spent tokens gives no answer ({type(error).__name__}); try again later")
