@@ -373,6 +373,20 @@ def build_engine(config: EngineConfig) -> EngineCore:
     )
 
 
+def build_program(config: EngineConfig, num_blocks: int) -> Program:
+    """Loads the model and builds its program alone, with the numbers that an engine with these settings has.
+
+    Raises:
+        ModelError: the model cannot be used.
+    """
+    machine = read_machine()
+    model = load(locate(config.model), None, None, config.max_model_len)
+    backend = make_backend(config, machine, model.spec)
+    identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
+    weights = _write_in_few_bits(config, model)
+    return backend.build(model.spec, weights, KVLayout(num_blocks, config.block_size), identity=identity)
+
+
 def _open_adapters(
     config: EngineConfig, spec: DecoderSpec, program: Program, room: AdapterRoom | None
 ) -> tuple[Mapping[str, int], AdapterRegister]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cloister import __version__
-from cloister.cli import bench, chat, doctor, keys, models, policy, quantize, roofline, run, serve
+from cloister.cli import bench, chat, doctor, issuer, keys, models, policy, quantize, roofline, run, serve, verify
 from cloister.cli.console import print_error
 from cloister.types.errors import CloisterError
 
@@ -29,9 +29,11 @@ app.command()(models.models)
 app.command()(doctor.doctor)
 app.command()(roofline.roofline)
 app.command()(quantize.quantize)
+app.command()(issuer.issuer)
 app.add_typer(bench.app, name="bench")
 app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")
+app.add_typer(verify.app, name="verify")
 
 
 def _print_version(wanted: bool) -> None:

@@ -204,6 +204,14 @@ class NativeProgram:
         for blocks in self._caches:
             blocks[list(block_ids)] = 0
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._caches)
+
+    def read_block(self, layer: int, block: int) -> bytes:
+        """Returns the bytes of one block, for who checks what blocks hold."""
+        return self._caches[layer][block].tobytes()
+
     def wipe_buffers(self) -> None:
         """Overwrites activations, logits and scratch of all steps so far with zeros; as quick as what there is to overwrite."""
         self._program.wipe()

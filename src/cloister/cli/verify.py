@@ -1,0 +1,17 @@
+"""`cloister verify`: proofs that anybody can run, of what a node keeps and of what it claims."""
+
+from __future__ import annotations
+
+import typer
+
+from cloister.cli import verify_traces
+
+app = typer.Typer(help="Check what a node claims and what it keeps.", no_args_is_help=True)
+
+
+@app.callback()
+def verify() -> None:
+    """Check what a node claims and what it keeps."""
+
+
+app.command("traces")(verify_traces.traces)

@@ -1,0 +1,121 @@
+"""`cloister verify traces`: whether a node keeps anything of what it was sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cloister.cli.console import err, out, print_json
+from cloister.cli.options import GivenSettings, with_settings
+from cloister.privacy.residue.report import describe, to_data
+from cloister.types.config import EngineConfig
+from cloister.types.errors import CloisterError, ConfigError
+
+if TYPE_CHECKING:
+    from cloister.client.traces.node import Path
+    from cloister.client.traces.trial import Verdict
+    from cloister.privacy.residue.needles import Needle
+
+CANNOT_TEST = 2
+_NUM_BLOCKS = 16
+
+
+@with_settings(EngineConfig, config_file=False)
+def traces(
+    settings: GivenSettings,
+    requests: Annotated[int, typer.Option(min=1, help="Marked requests to send.")] = 1000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Start a node, send it marked requests, and search its memory and files for them.
+
+    Exit status 0: nothing was found; 1: something was; 2: it could not be tested. It needs the right to trace other
+    processes (root, or CAP_SYS_PTRACE), which a node gives to nobody: this is for who can inspect the machine.
+    """
+    from cloister.client.traces.trial import try_node
+    from cloister.privacy.residue.marks import MarkMaker
+    from cloister.text import Tokenizer
+
+    try:
+        config, rows, model_path = _prepare(settings)
+        maker = MarkMaker(Tokenizer(model_path))
+        path = _start(str(config.profile), settings)
+        try:
+            verdict = asyncio.run(try_node(path, maker, requests, rows))
+        finally:
+            path.stop()
+    except (CloisterError, OSError, ValueError, TimeoutError) as error:
+        err.print(f"could not test: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(CANNOT_TEST) from None
+    _print(verdict, as_json)
+    raise typer.Exit(verdict.exit_code)
+
+
+def _prepare(settings: GivenSettings) -> tuple[EngineConfig, Callable[[Sequence[int], int], list[Needle]], str]:
+    """Returns the settings of the node's engine, what computes its rows a second time, and where its model lies."""
+    from cloister.app import build_program, resolve_settings
+    from cloister.backends.native.program import NativeProgram
+    from cloister.models import locate
+    from cloister.privacy.residue.rows import rows_of
+
+    if "profile" not in settings.flags:
+        raise ConfigError("say which profile to test: --profile open, team, private or paranoid", param="profile")
+    config = resolve_settings(settings.flags).engine.config
+    program = build_program(config, _NUM_BLOCKS)
+    if not isinstance(program, NativeProgram):
+        raise ConfigError("K/V rows can be computed again on the native back end only; leave `backend` out", param="backend")
+
+    def rows(token_ids: Sequence[int], owner: int) -> list[Needle]:
+        return list(rows_of(program, program, token_ids, config.block_size, owner))
+
+    return config, rows, str(locate(config.model))
+
+
+def _start(profile: str, settings: GivenSettings) -> Path:
+    from cloister.client.traces.node import Server
+
+    flags = {name: value for name, value in settings.flags.items() if name != "profile"}
+    return Server(profile, [part for name, value in flags.items() for part in _as_flag(name, value)])
+
+
+def _as_flag(name: str, value: object) -> list[str]:
+    kebab = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{'' if value else 'no-'}{kebab}"]
+    return [f"--{kebab}", str(value)]
+
+
+def _print(verdict: Verdict, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                "exit_code": verdict.exit_code,
+                "requests": dict(verdict.sent.by_shape),
+                "needles": verdict.num_needles,
+                "during": to_data(verdict.during.searched, verdict.during.roles, verdict.shapes),
+                "after": to_data(verdict.after.searched, verdict.after.roles, verdict.shapes),
+                "ended_processes": [str(process) for process in verdict.after.ended],
+                "obstacles": verdict.obstacles,
+            }
+        )
+        return
+    sent = verdict.sent.by_shape
+    say = _say
+    say(f"{sum(sent.values())} marked requests of {len(sent)} kinds, {verdict.num_needles} needles")
+    for title, looked in (("While requests ran", verdict.during), ("One second after the last answer", verdict.after)):
+        say(f"\n{title} ({looked.elapsed_s:.1f} s):")
+        for line in describe(looked.searched, looked.roles, verdict.shapes):
+            say(line)
+    say(f"{len(verdict.after.ended)} processes ended before the search" + (":" if verdict.after.ended else ""))
+    for process in verdict.after.ended[:20]:
+        say(f"    {str(process)[:100]}")
+    for obstacle in verdict.obstacles:
+        say(f"could not test: {obstacle}")
+    words = {0: "nothing was found", 1: f"{verdict.after.num_finds} finds: this node keeps what it was sent", 2: "not tested"}
+    say(f"\n{words[verdict.exit_code]}")
+
+
+def _say(line: str) -> None:
+    out.print(line, markup=False, highlight=False, soft_wrap=True)

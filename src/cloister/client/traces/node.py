@@ -1,0 +1,120 @@
+"""Starts what is searched: a server, or relay, gateway and sealed node, as processes of their own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import httpx
+
+from cloister.privacy.residue.processes import Process
+from cloister.types.errors import EngineError
+
+START_TIMEOUT_S: Final = 120.0
+STOP_TIMEOUT_S: Final = 30.0
+_ADDRESS: Final = re.compile(r"Serving on (http\S+)")
+
+
+class Path(Protocol):
+    """A way from a client to a node that runs.
+
+    Attributes:
+        roots: pids that were started.
+    """
+
+    roots: tuple[int, ...]
+
+    def client(self) -> httpx.AsyncClient:
+        """Returns a client whose requests go the whole way."""
+        ...
+
+    def role(self, process: Process) -> str:
+        """Names a process in words."""
+        ...
+
+    def holds_content(self, process: Process) -> bool:
+        """Whether a process sees prompts or answers while a request runs, in whatever form."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Program:
+    """A program of this package that runs, with the address that it announced."""
+
+    process: subprocess.Popen[str]
+    address: str
+
+    @staticmethod
+    def start(arguments: Sequence[str], announced: re.Pattern[str] = _ADDRESS) -> Program:
+        """Starts `cloister ARGUMENTS` and waits until it serves.
+
+        Raises:
+            EngineError: it did not start; its own words are on standard error.
+        """
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "cloister.cli", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        timer = threading.Timer(START_TIMEOUT_S, process.kill)
+        timer.start()
+        try:
+            for line in process.stdout:
+                if found := announced.search(line):
+                    threading.Thread(target=_drain, args=(process,), daemon=True).start()
+                    return Program(process, found[1])
+        finally:
+            timer.cancel()
+        process.wait()
+        raise EngineError(f"`cloister {arguments[0]}` did not start; what it printed says why")
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Server:
+    """One `cloister serve` and nothing before it.
+
+    Args:
+        arguments: of `serve`, beside profile and port.
+    """
+
+    def __init__(self, profile: str, arguments: Sequence[str] = ()) -> None:
+        self._program = Program.start(["serve", "--profile", profile, "--port", "0", "--no-log-requests", *arguments])
+        self.roots: tuple[int, ...] = (self._program.process.pid,)
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self._program.address, timeout=60.0)
+
+    def role(self, process: Process) -> str:
+        if process.pid in self.roots:
+            return "front"
+        return "engine" if "cloister.engine.child" in process.command else "other"
+
+    def holds_content(self, process: Process) -> bool:
+        return self.role(process) in ("front", "engine")
+
+    def stop(self) -> None:
+        self._program.stop()
+
+
+def _drain(process: subprocess.Popen[str]) -> None:
+    """Keeps a program's pipe from filling up."""
+    assert process.stdout is not None
+    for _ in process.stdout:
+        time.sleep(0)

@@ -1,0 +1,177 @@
+"""The trial of one node: a search while a request runs must find it everywhere, and one after the last answer nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Final
+
+import httpx
+
+from cloister.client.traces.load import Sent, send_all
+from cloister.client.traces.node import Path
+from cloister.client.traces.shapes import SHAPES, Call, long_ids, long_stream, prompt_ids
+from cloister.privacy.residue.files import USUAL_ROOTS, search_files
+from cloister.privacy.residue.finder import Finder
+from cloister.privacy.residue.marks import Mark, MarkMaker
+from cloister.privacy.residue.needles import Needle, of_text
+from cloister.privacy.residue.processes import Family, Process
+from cloister.privacy.residue.rows import KV_KIND
+from cloister.privacy.residue.scan import Runs, Searched, search_all
+
+SETTLE_S: Final = 1.0
+NUM_ROWS: Final = 25
+"""Requests whose K/V rows and logits are computed and looked for."""
+NUM_WATCHED: Final = 2
+_SLICE: Final = 48
+_WATCHED_CHUNKS: Final = 6
+
+RowNeedles = Callable[[Sequence[int], int], list[Needle]]
+"""From the token ids of a prompt and its owner to needles of what a model computes from it."""
+
+
+@dataclass(slots=True)
+class Looked:
+    """One search of a whole node.
+
+    Attributes:
+        roles: who each process is, by its text in `searched`.
+        missing: content processes in which a search during a request found nothing.
+        ended: processes that were seen and are gone.
+    """
+
+    searched: list[Searched] = field(default_factory=list)
+    roles: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    ended: list[Process] = field(default_factory=list)
+    elapsed_s: float = 0.0
+
+    @property
+    def num_finds(self) -> int:
+        return sum(len(one.finds) for one in self.searched)
+
+    @property
+    def gaps(self) -> list[str]:
+        return [f"{one.where}: {gap}" for one in self.searched for gap in one.gaps]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a trial says.
+
+    Attributes:
+        shapes: request number -> its shape.
+        obstacles: why the trial proves nothing, if it does not.
+    """
+
+    sent: Sent
+    during: Looked
+    after: Looked
+    shapes: dict[int, str]
+    num_needles: int
+    obstacles: list[str]
+
+    @property
+    def exit_code(self) -> int:
+        """0 nothing found, 1 something found, 2 could not test."""
+        if self.after.num_finds:
+            return 1
+        return 2 if self.obstacles else 0
+
+
+async def try_node(path: Path, maker: MarkMaker, num_requests: int, rows: RowNeedles) -> Verdict:
+    """Sends marked requests to a node that runs and searches it.
+
+    Args:
+        rows: computes what K/V rows and logits of a prompt look like.
+    """
+    since_s = time.time()
+    marks = [maker.make(owner) for owner in range(num_requests + NUM_WATCHED)]
+    calls = [(mark.owner, SHAPES[mark.owner % len(SHAPES)](mark)) for mark in marks[:num_requests]]
+    shapes = {owner: call.shape for owner, call in calls}
+    shapes |= dict.fromkeys(range(num_requests, num_requests + NUM_WATCHED), "watched stream")
+    with Family(path.roots) as family:
+        async with path.client() as client:
+            during = await _look_during(client, path, family, marks[-NUM_WATCHED:], rows)
+            sent = await send_all(client, calls)
+        computed = [
+            needle
+            for mark, (owner, call) in zip(marks, calls, strict=False)
+            if call.shape == "token ids" and owner // len(SHAPES) < NUM_ROWS
+            for needle in rows(prompt_ids(mark), owner)
+        ]
+        needles = [needle for mark in marks for needle in mark.needles()]
+        needles += [needle for owner, text in sent.answers for needle in _answer_needles(owner, text)]
+        finder = Finder([*needles, *computed])
+        runs = [(mark.owner, run) for mark in marks for run in mark.runs]
+        await asyncio.sleep(SETTLE_S)
+        after = await asyncio.to_thread(_look, path, family, finder, runs, since_s)
+        after.ended = family.ended()
+    obstacles = [f"during a request nothing was found in: {name}" for name in during.missing]
+    obstacles += [f"not searched: {gap}" for gap in [*during.gaps, *after.gaps]]
+    obstacles += [f"{count} requests did not end as they should: {what}" for what, count in sent.failures.items()]
+    return Verdict(sent, during, after, shapes, len(finder.needles), obstacles)
+
+
+async def _look_during(
+    client: httpx.AsyncClient, path: Path, family: Family, marks: Sequence[Mark], rows: RowNeedles
+) -> Looked:
+    """Searches while a stream runs, of a conversation and of token ids; then leaves it alone, so that it is cancelled."""
+    conversation, ids = marks
+    looked = await _watch(client, path, family, conversation, long_stream(conversation), [])
+    computed = rows(prompt_ids(ids), ids.owner)
+    second = await _watch(client, path, family, ids, long_ids(ids), computed)
+    if computed and not any(find.kind == KV_KIND for one in second.searched for find in one.finds):
+        second.missing.append("the engine: no K/V rows of the request, so they are not what is looked for afterwards")
+    return Looked(
+        [*looked.searched, *second.searched],
+        looked.roles | second.roles,
+        [*looked.missing, *second.missing],
+        elapsed_s=looked.elapsed_s + second.elapsed_s,
+    )
+
+
+async def _watch(
+    client: httpx.AsyncClient, path: Path, family: Family, mark: Mark, call: Call, computed: list[Needle]
+) -> Looked:
+    finder = Finder([*mark.needles(), *computed])
+    num_chunks = 0
+    async with client.stream("POST", call.path, content=call.body, headers={"content-type": "application/json"}) as reply:
+        async for _ in reply.aiter_bytes():
+            num_chunks += 1
+            if num_chunks == _WATCHED_CHUNKS:
+                return await asyncio.to_thread(_look, path, family, finder, [(mark.owner, run) for run in mark.runs], None)
+    return Looked(missing=[f"everything: the watched stream ended after {num_chunks} chunks with status {reply.status_code}"])
+
+
+def _look(path: Path, family: Family, finder: Finder, runs: Runs, since_s: float | None) -> Looked:
+    """Searches everything while it stands still.
+
+    Args:
+        since_s: files that changed since then are searched too; None searches no files and notes who holds nothing.
+    """
+    begun_s = time.monotonic()
+    with family.frozen() as processes:
+        looked = Looked(search_all(processes, finder, runs), {str(process): path.role(process) for process in processes})
+        if since_s is None:
+            holders = [process for process in processes if path.holds_content(process)]
+            found_in = {one.where for one in looked.searched if one.finds}
+            looked.missing = [f"{path.role(process)} ({process})" for process in holders if str(process) not in found_in]
+        else:
+            roots: list[str | FilePath] = [*USUAL_ROOTS, FilePath.home() / ".cache" / "cloister"]
+            looked.searched.append(search_files(processes, finder, since_s=since_s, roots=roots))
+    looked.elapsed_s = time.monotonic() - begun_s
+    return looked
+
+
+def _answer_needles(owner: int, text: str) -> list[Needle]:
+    """Slices of an answer, long enough to be nobody else's."""
+    found = []
+    for start in range(0, len(text) - _SLICE + 1, 2 * _SLICE):
+        part = text[start : start + _SLICE]
+        if len(set(part)) >= 10:
+            found += list(of_text(part, owner, prefix="answer "))
+    return found

@@ -1,0 +1,135 @@
+"""Who belongs to a node: a process and all that come from it. Linux only; reads /proc.
+
+A process that ended is not searched, for its pages are the kernel's again; it is listed. The list is made by looking often,
+so a process that lives for less than `LOOK_EVERY_S` may be missing in it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+LOOK_EVERY_S: Final = 0.02
+FREEZE_TIMEOUT_S: Final = 5.0
+_STOPPED: Final = frozenset("TtZX")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process of the node.
+
+    Attributes:
+        started: clock ticks since boot; with the pid it names one process for good.
+        command: its arguments, as far as the kernel still shows them.
+    """
+
+    pid: int
+    parent: int
+    started: int
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.pid} {self.command}"
+
+
+class Family:
+    """Watches processes and their children from outside.
+
+    Args:
+        roots: pids that were started by whoever asks.
+
+    Attributes:
+        seen: everybody who was ever seen, by (pid, start).
+    """
+
+    def __init__(self, roots: Iterable[int]) -> None:
+        self._roots = frozenset(roots)
+        self.seen: dict[tuple[int, int], Process] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="family watch", daemon=True)
+
+    def __enter__(self) -> Family:
+        self.alive()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def alive(self) -> list[Process]:
+        """Returns who is alive now; a process whose parent died stays one of the family."""
+        everybody = list(_everybody())
+        members = set(self._roots) | {pid for pid, start in self.seen if _is_among(pid, start, everybody)}
+        grows = True
+        while grows:
+            more = {process.pid for process in everybody if process.parent in members} - members
+            grows = bool(more)
+            members |= more
+        found = [process for process in everybody if process.pid in members]
+        self.seen |= {(process.pid, process.started): process for process in found}
+        return found
+
+    def ended(self) -> list[Process]:
+        """Returns who was seen and is gone."""
+        alive = {(process.pid, process.started) for process in self.alive()}
+        return [process for key, process in self.seen.items() if key not in alive]
+
+    @contextmanager
+    def frozen(self) -> Iterator[list[Process]]:
+        """Stops everybody, so that nothing moves while it is looked at, and lets them go on afterwards.
+
+        Raises:
+            TimeoutError: somebody did not stop.
+        """
+        stopped: dict[int, Process] = {}
+        try:
+            give_up_s = time.monotonic() + FREEZE_TIMEOUT_S
+            while True:
+                running = [process for process in self.alive() if _state(process.pid) not in _STOPPED]
+                for process in running:
+                    with suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGSTOP)
+                        stopped[process.pid] = process
+                if not running:
+                    break
+                if time.monotonic() > give_up_s:
+                    raise TimeoutError("a process of the node does not stop")
+                time.sleep(0.001)
+            yield [process for process in self.alive() if _state(process.pid) not in "ZX"]
+        finally:
+            for pid in stopped:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(LOOK_EVERY_S):
+            self.alive()
+
+
+def _everybody() -> Iterator[Process]:
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with suppress(OSError):
+                head, _, rest = Path(f"/proc/{entry}/stat").read_text().rpartition(")")
+                fields = rest.split()
+                command = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                yield Process(int(entry), int(fields[1]), int(fields[19]), command or f"[{head.partition('(')[2]}]")
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def _is_among(pid: int, started: int, everybody: list[Process]) -> bool:
+    return any(process.pid == pid and process.started == started for process in everybody)

@@ -1,0 +1,199 @@
+"""Searches all memory of all processes of a node, and the files that they could have written to.
+
+It runs from outside: it needs the right to trace (root, or CAP_SYS_PTRACE), and the node has no hook for it. What it cannot
+read it names; a search with such gaps proves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.privacy.residue.finder import Bytes, Finder
+from cloister.privacy.residue.lists import KIND as LIST_KIND
+from cloister.privacy.residue.lists import ListFinder
+from cloister.privacy.residue.maps import PAGE, Mapping, read_maps, read_pages, runs_of
+from cloister.privacy.residue.processes import Process
+
+BLOCK_BYTES: Final = 4 << 20
+NUM_THREADS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Find:
+    """A needle that was found. It says where and what kind, and nothing of what stands there.
+
+    Attributes:
+        place: mapping or file.
+        owner: of the needle.
+    """
+
+    where: str
+    place: str
+    kind: str
+    owner: int
+
+
+@dataclass(slots=True)
+class Searched:
+    """What was looked at in one process, or in files.
+
+    Attributes:
+        gaps: what could not be read, and why.
+        num_swapped: pages that were in swap, where memory outlives its process.
+    """
+
+    where: str
+    finds: list[Find] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+    num_mappings: int = 0
+    num_swapped: int = 0
+    elapsed_s: float = 0.0
+
+    def by_kind(self) -> Counter[tuple[str, str]]:
+        """Counts finds by (place, kind)."""
+        return Counter((find.place, find.kind) for find in self.finds)
+
+
+Runs = Sequence[tuple[int, tuple[int, ...]]]
+"""(owner, token ids) of marks."""
+
+
+def search_process(
+    process: Process, finder: Finder, done_files: set[tuple[str, int, int]] | None = None, runs: Runs = ()
+) -> Searched:
+    """Searches every mapping of one process, readable by itself or not.
+
+    Args:
+        done_files: (device, inode, page) of unchanged pages of files that were searched already, in whatever process; grows.
+        runs: of token ids, looked for as lists of Python integers too.
+    """
+    done_files = set() if done_files is None else done_files
+    begun_s = time.monotonic()
+    searched = Searched(str(process))
+    try:
+        mappings = read_maps(process.pid)
+        memory = os.open(f"/proc/{process.pid}/mem", os.O_RDONLY)
+        pagemap = os.open(f"/proc/{process.pid}/pagemap", os.O_RDONLY)
+    except OSError as error:
+        searched.gaps.append(f"the process cannot be read: {error.strerror}")
+        return searched
+    spans: list[tuple[Mapping, int, int]] = []
+    try:
+        for mapping in mappings:
+            searched.num_mappings += 1
+            try:
+                pages = read_pages(pagemap, mapping)
+            except OSError as error:
+                searched.gaps.append(f"{mapping.describe()}: {error.strerror or error}")
+                continue
+            searched.num_swapped += pages.num_swapped
+            wanted = pages.present
+            if mapping.file is not None:
+                wanted = wanted & ~_done(mapping, pages.present & pages.of_file, done_files)
+            spans += [(mapping, mapping.start + a * PAGE, mapping.start + b * PAGE) for a, b in runs_of(wanted)]
+        pieces = [(m, at, min(at + BLOCK_BYTES, end), end) for m, start, end in spans for at in range(start, end, BLOCK_BYTES)]
+        lists = ListFinder(runs)
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            for found in pool.map(lambda piece: _search_piece(memory, finder, lists, *piece), pieces):
+                searched.num_bytes += found.num_bytes
+                searched.gaps += found.gaps
+                searched.finds += [Find(searched.where, find.place, find.kind, find.owner) for find in found.finds]
+            lists.settle()
+            for more in pool.map(lambda piece: _search_lists(memory, lists, *piece), pieces if runs else []):
+                searched.finds += [Find(searched.where, find.place, find.kind, find.owner) for find in more]
+    finally:
+        os.close(memory)
+        os.close(pagemap)
+    searched.elapsed_s = time.monotonic() - begun_s
+    return searched
+
+
+def search_all(processes: Iterable[Process], finder: Finder, runs: Runs = ()) -> list[Searched]:
+    """Searches processes, pages of files that several map only once."""
+    done: set[tuple[str, int, int]] = set()
+    return [search_process(process, finder, done, runs) for process in processes]
+
+
+def search_file(path: str, descriptor: int, finder: Finder) -> Searched:
+    """Searches a whole file."""
+    searched = Searched("files")
+    size, at = os.fstat(descriptor).st_size, 0
+    while at < size:
+        data = os.pread(descriptor, BLOCK_BYTES + finder.reach, at)
+        if not data:
+            break
+        block = np.frombuffer(data, np.uint8)
+        searched.finds += [
+            Find("files", path, match.needle.kind, match.needle.owner) for match in finder.find(block) if match.at < BLOCK_BYTES
+        ]
+        searched.num_bytes += min(len(data), BLOCK_BYTES)
+        at += BLOCK_BYTES
+    return searched
+
+
+def _search_piece(memory: int, finder: Finder, lists: ListFinder, mapping: Mapping, at: int, end: int, limit: int) -> Searched:
+    """Searches from `at` to `end`, and as far beyond, up to `limit`, as a needle may lie that begins before `end`."""
+    piece = Searched("")
+    try:
+        block = _read(memory, at, min(end + finder.reach, limit))
+    except OSError as error:
+        piece.gaps.append(f"{mapping.describe()}: {error.strerror}")
+        return piece
+    piece.num_bytes = end - at
+    if block.any():
+        place = mapping.describe()
+        matches = [match.needle for match in finder.find(block) if match.at < end - at]
+        piece.finds = [Find("", place, needle.kind, needle.owner) for needle in matches]
+        lists.note(block, at)
+    return piece
+
+
+def _search_lists(memory: int, lists: ListFinder, mapping: Mapping, at: int, end: int, limit: int) -> list[Find]:
+    try:
+        block = _read(memory, at, min(end + PAGE, limit))
+    except OSError:  # the first pass said so
+        return []
+    return [Find("", mapping.describe(), LIST_KIND, owner) for place, owner in lists.find(block) if place < end - at]
+
+
+def _read(memory: int, start: int, end: int) -> Bytes:
+    """Reads memory of a process.
+
+    Raises:
+        OSError: the kernel does not give it.
+    """
+    data = os.pread(memory, end - start, start)
+    while len(data) < end - start:
+        more = os.pread(memory, end - start - len(data), start + len(data))
+        if not more:
+            raise OSError(0, "the kernel gives no bytes")
+        data += more
+    return np.frombuffer(data, np.uint8)
+
+
+def _done(mapping: Mapping, of_file: npt.NDArray[np.bool_], done: set[tuple[str, int, int]]) -> npt.NDArray[np.bool_]:
+    """Returns which pages were searched already, and marks the others."""
+    known = np.zeros(len(of_file), bool)
+    assert mapping.file is not None
+    first = mapping.offset // PAGE
+    for page in np.flatnonzero(of_file):
+        key = (*mapping.file, first + int(page))
+        known[page] = key in done
+        done.add(key)
+    return known
+
+
+def found_in(searched: Sequence[Searched]) -> Iterator[Find]:
+    """Yields every find."""
+    for one in searched:
+        yield from one.finds
