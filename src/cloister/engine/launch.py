@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -21,6 +23,21 @@ _READ_LIMIT_BYTES = 2**20
 _EXIT_POLL_S = 0.01
 
 
+class Process(Protocol):
+    """A process that somebody made for us, as subprocess.Popen shows it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+Spawn = Callable[[socket.socket], Process]
+"""Makes a process that runs `cloister.engine.child` with the socket given as its own."""
+
+
 class EngineChild:
     """An engine process that is ready, and the front's end of its socket pair.
 
@@ -30,7 +47,7 @@ class EngineChild:
 
     ready: Ready
 
-    def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -72,12 +89,25 @@ class EngineChild:
         return status
 
 
-async def launch(entry: str, config: EngineConfig, timeout_s: float, log_format: str = "text") -> EngineChild:
+def spawn_program(far: socket.socket) -> Process:
+    """Makes an engine process by executing the interpreter anew."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "cloister.engine.child", str(far.fileno())],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(far.fileno(),),
+        process_group=0,  # Ctrl-C in a terminal reaches the front only
+    )
+
+
+async def launch(
+    entry: str, config: EngineConfig, timeout_s: float, log_format: str = "text", spawn: Spawn = spawn_program
+) -> EngineChild:
     """Starts an engine process and waits until its model is loaded.
 
     Args:
         entry: "module:function" that builds its EngineCore.
         log_format: how it writes its log.
+        spawn: makes the process.
 
     Raises:
         CloisterError: what the engine refused to start for.
@@ -86,12 +116,7 @@ async def launch(entry: str, config: EngineConfig, timeout_s: float, log_format:
     boot = channel.frame(channel.Boot(entry, config, [path for path in sys.path if path], log_format))
     near, far = socket.socketpair()
     with far:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "cloister.engine.child", str(far.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(far.fileno(),),
-            process_group=0,  # Ctrl-C in a terminal reaches the front only
-        )
+        process = spawn(far)
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     reader, writer = await asyncio.open_unix_connection(sock=near, limit=_READ_LIMIT_BYTES)

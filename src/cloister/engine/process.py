@@ -12,7 +12,7 @@ from cloister.engine.adapter_calls import AdapterCalls
 from cloister.engine.base import EventListener, Health
 from cloister.engine.desk import Desk
 from cloister.engine.faults import describe
-from cloister.engine.launch import EngineChild, launch
+from cloister.engine.launch import EngineChild, Spawn, launch, spawn_program
 from cloister.engine.restarts import Restarts
 from cloister.engine.watchdog import Watchdog
 from cloister.types.clock import Clock, WallClock
@@ -58,6 +58,7 @@ class ProcessEngine:
         entry: "module:function" that takes the configuration in the child and returns its EngineCore.
         config: the engine's settings; `max_waiting` and `max_num_seqs` also bound the queue here.
         log_format: how the child writes its log.
+        spawn: makes the child process.
 
     Attributes:
         model, memory: as the engine said; set by `start`.
@@ -76,8 +77,10 @@ class ProcessEngine:
         supervision: Supervision | None = None,
         clock: Clock | None = None,
         log_format: str = "text",
+        spawn: Spawn = spawn_program,
     ) -> None:
         self._entry = entry
+        self._spawn = spawn
         self._config = config
         self._log_format = log_format
         self._supervision = supervision or Supervision()
@@ -133,7 +136,7 @@ class ProcessEngine:
     async def _launch(self) -> None:
         config = replace(self._config, lora=self.adapters.as_setting(self._config.lora))
         begun_s = self._clock.now()
-        child = await launch(self._entry, config, self._supervision.start_timeout_s, self._log_format)
+        child = await launch(self._entry, config, self._supervision.start_timeout_s, self._log_format, self._spawn)
         self._child = child
         self.model, self.memory = child.ready.model, child.ready.memory
         phases = child.ready.startup

@@ -5,10 +5,12 @@ MODULE` starts a module that way. Only the standard library is imported here, so
 """
 
 from cloister.privacy.hardening.applying import HARDENED_PROFILES, MEASURES, HardeningError, apply, close, probe
-from cloister.privacy.hardening.measure import Measure, Missing, Needs, Result, Results, join
+from cloister.privacy.hardening.measure import Measure, Missing, Needs, Result, Results
+from cloister.privacy.hardening.state import HOST_EXCLUDED, Sealed, close_this, sealed
 
 __all__ = [
     "HARDENED_PROFILES",
+    "HOST_EXCLUDED",
     "MEASURES",
     "HardeningError",
     "Measure",
@@ -16,8 +18,10 @@ __all__ = [
     "Needs",
     "Result",
     "Results",
+    "Sealed",
     "apply",
     "close",
-    "join",
+    "close_this",
     "probe",
+    "sealed",
 ]

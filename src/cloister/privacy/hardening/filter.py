@@ -1,7 +1,7 @@
 """What a filter refuses, as data: a system call, on which arguments, with which error. Pure.
 
-The list names what is refused; the rest goes on. A list of what is allowed would be stricter, and would fail requests whenever a
-new C library or driver makes a call that none made before.
+The list names what is refused; the rest goes on. A list of what is allowed would be stricter, and would fail requests whenever
+a new C library or driver makes a call that none made before.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def closing_rules(needs: Needs) -> Iterator[Rule]:
     yield Rule("pkey_mprotect", (_any_of(2, PROT_EXEC),))
     if not needs.connect:
         yield Rule("socket")
-    yield from (Rule(name) for name in ("bind", "listen"))
+    yield Rule("bind")
     if not needs.write:
         yield from closing_file_rules()
 

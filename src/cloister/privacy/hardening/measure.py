@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -111,10 +111,9 @@ class Results:
         """Returns what goes into the attestation statement: `role.measure` -> `applied: ...` or `missing: ...`."""
         return {f"{self.role}.{item.measure}": str(item) for item in self.items}
 
+    def in_force(self) -> dict[str, bool]:
+        """Returns the same in short: `role.measure` -> whether it holds."""
+        return {f"{self.role}.{item.measure}": item.applied for item in self.items}
+
     def __iter__(self) -> Iterator[Result]:
         return iter(self.items)
-
-
-def join(*statements: Mapping[str, str]) -> dict[str, str]:
-    """Returns the statements of several processes as one, sorted by name."""
-    return dict(sorted((name, text) for statement in statements for name, text in statement.items()))

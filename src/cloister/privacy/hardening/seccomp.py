@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ SET_MODE_FILTER: Final = 1
 GET_ACTION_AVAIL: Final = 2
 FLAG_TSYNC: Final = 1
 MODE_FILTER: Final = 2
+UNWINDER: Final = "libgcc_s.so.1"
 REMEDY: Final = "run on Linux 4.14 or newer with CONFIG_SECCOMP_FILTER, on x86_64 or aarch64"
 
 
@@ -49,6 +51,8 @@ class Closing:
     stops = "new executable pages: libraries, extension modules, generated code; new sockets; files opened for writing"
 
     def apply(self, needs: Needs) -> str:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(UNWINDER)  # the C library loads it when the first thread ends or an exception passes through it
         return _describe(install(closing_rules(needs)))
 
     def probe(self) -> str:

@@ -1,7 +1,7 @@
 """Measure `swap`: no page of this process is written to a disk.
 
-Either the machine has no swap, or the cgroup may use none of it (cgroup v2, memory.swap.max), or everything is locked in memory.
-The limits of cgroup v1 do not keep a page off the disk when the whole machine runs short, so they do not count.
+Either the machine has no swap, or the cgroup may use none of it (cgroup v2, memory.swap.max), or everything is locked in
+memory. The limits of cgroup v1 do not keep a page off the disk when the whole machine runs short, so they do not count.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MCL_CURRENT: Final = 1
 MCL_FUTURE: Final = 2
 MCL_ONFAULT: Final = 4
 REMEDY: Final = (
-    "turn swap off (swapoff -a), or give the cgroup none (memory.swap.max = 0 on cgroup v2; Docker: --memory and --memory-swap of "
-    "the same size), or let it lock its memory (Docker: --ulimit memlock=-1 --cap-add IPC_LOCK)"
+    "turn swap off (swapoff -a), or give the cgroup none (memory.swap.max = 0 on cgroup v2; Docker: --memory and "
+    "--memory-swap of the same size), or let it lock its memory (Docker: --ulimit memlock=-1 --cap-add IPC_LOCK)"
 )
 
 
