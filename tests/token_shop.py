@@ -48,10 +48,10 @@ class Shop:
         self.issuer = Issuer(self.shelf, self.book, lambda: self.credentials, IssuerLimits(tokens_per_epoch), now=self.clock)
         self.store_url = store_url or f"sqlite:///{directory}/spent.db"
         self.store = open_spend_store(self.store_url)
-        self.till = Redeemer(CHALLENGE, self.accepted(), self.store, self.clock)
+        self.till = Redeemer(self.accepted(), self.store, self.clock)
 
     def accepted(self) -> list[AcceptedKey]:
-        return [AcceptedKey(key.encoded, key.taken_until, key.budget) for key in self.issuer.current_keys()]
+        return [AcceptedKey(key.encoded, CHALLENGE, key.taken_until, key.budget) for key in self.issuer.current_keys()]
 
     def signing_key(self) -> bytes:
         now = self.clock()

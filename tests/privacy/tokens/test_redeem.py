@@ -126,12 +126,12 @@ def test_the_gateway_asks_everybody_the_same(shop: Shop) -> None:
     assert asked == [(CHALLENGE, shop.signing_key())]
     marked = TokenChallenge("issuer.example", ("gateway.example",), bytes(32))
     with pytest.raises(ConfigError, match="same for everybody"):
-        Redeemer(marked, shop.accepted(), shop.store, shop.clock)
+        Redeemer([replace(key, challenge=marked) for key in shop.accepted()], shop.store, shop.clock)
 
 
 def test_a_key_of_another_kind_is_refused_and_the_others_stay(shop: Shop) -> None:
     with pytest.raises(ConfigError, match="issuer's key"):
-        shop.till.change_keys([AcceptedKey(b"no key", START + 1, 1)])
+        shop.till.change_keys([AcceptedKey(b"no key", CHALLENGE, START + 1, 1)])
     (token,) = shop.buy(1)
     shop.till.redeem(authorization(token))
 

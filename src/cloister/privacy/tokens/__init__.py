@@ -9,6 +9,7 @@ from cloister.privacy.tokens.challenge import MalformedTokenError, Token, TokenC
 from cloister.privacy.tokens.issuance import Pending, TokenRequest, decode_directory, request_tokens
 from cloister.privacy.tokens.issuer import Issuer, IssuerLimits
 from cloister.privacy.tokens.issuer_keys import IssuerKey, KeyShelf
+from cloister.privacy.tokens.names import challenge_between
 from cloister.privacy.tokens.quota import QuotaBook
 from cloister.privacy.tokens.redeem import AcceptedKey, Redeemer, TokenError, TokenSpentError
 from cloister.privacy.tokens.spend import SpendStore, SpendStoreError, open_spend_store
@@ -32,6 +33,7 @@ __all__ = [
     "TokenRequest",
     "TokenSpentError",
     "authorization",
+    "challenge_between",
     "decode_directory",
     "open_spend_store",
     "read_authenticate",

@@ -38,55 +38,61 @@ class AcceptedKey:
 
     Attributes:
         encoded: as in the epoch file.
+        challenge: what its tokens answer; equal for every client (`challenge_between`).
         until: Unix seconds at which its tokens end, those spent included.
         budget: output tokens that one of its tokens pays for.
     """
 
     encoded: bytes
+    challenge: TokenChallenge
     until: int
     budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Till:
+    public: PublicKey
+    challenge_digest: bytes
+    key: AcceptedKey
 
 
 class Redeemer:
     """Checks tokens and spends them.
 
     Args:
-        challenge: what the tokens answer; equal for every client.
         keys: whose tokens are taken.
         store: remembers them.
         now: Unix seconds.
 
     Raises:
-        ConfigError: the challenge has a redemption context, or a key is none of type 2.
+        ConfigError: a challenge has a redemption context, or a key is none of type 2.
     """
 
-    def __init__(
-        self, challenge: TokenChallenge, keys: Sequence[AcceptedKey], store: SpendStore, now: Callable[[], float]
-    ) -> None:
-        if challenge.redemption_context:
-            raise ConfigError("the gateway's challenge must be the same for everybody: without a redemption context")
-        self._challenge = challenge
-        self._digest = challenge.digest()
+    def __init__(self, keys: Sequence[AcceptedKey], store: SpendStore, now: Callable[[], float]) -> None:
         self._store = store
         self._now = now
-        self._keys: dict[bytes, tuple[PublicKey, AcceptedKey]] = {}
+        self._keys: dict[bytes, _Till] = {}
         self.change_keys(keys)
 
     def change_keys(self, keys: Sequence[AcceptedKey]) -> None:
         """Takes tokens of these keys from now on, and lets the store drop what ended.
 
         Raises:
-            ConfigError: one is no key of type 2; nothing was changed.
+            ConfigError: as at the start; nothing was changed.
+            SpendStoreError: the store gives no answer; the keys were changed.
         """
+        if any(key.challenge.redemption_context for key in keys):
+            raise ConfigError("the gateway's challenge must be the same for everybody: without a redemption context")
         try:
-            self._keys = {key_id(key.encoded): (decode_public(key.encoded), key) for key in keys}
+            tills = [_Till(decode_public(key.encoded), key.challenge.digest(), key) for key in keys]
         except ValueError as error:
             raise ConfigError(f"an issuer's key cannot be used: {error}") from None
+        self._keys = {key_id(till.key.encoded): till for till in tills}
         self._store.forget(int(self._now()))
 
     def ask(self) -> str:
         """Returns the value of `WWW-Authenticate` for who came without a token: one challenge for every key."""
-        return ", ".join(authenticate(self._challenge, key.encoded) for _, key in self._keys.values())
+        return ", ".join(authenticate(till.key.challenge, till.key.encoded) for till in self._keys.values())
 
     def redeem(self, header: str | None) -> AcceptedKey:
         """Spends the token in the value of `Authorization`; returns whose it was, and with that its budget.
@@ -99,14 +105,14 @@ class Redeemer:
             SpendStoreError: the store gives no answer; nobody is let in meanwhile.
         """
         token = self._read(header)
-        public, key = self._keys.get(token.key_id, (None, None))
-        if public is None or key is None or self._now() >= key.until or token.challenge_digest != self._digest:
+        till = self._keys.get(token.key_id)
+        if till is None or self._now() >= till.key.until or token.challenge_digest != till.challenge_digest:
             raise TokenError
-        if not public.verify(token.signed, token.authenticator):
+        if not till.public.verify(token.signed, token.authenticator):
             raise TokenError
-        if not self._store.spend(token.key_id, digest_of(token), key.until):
+        if not self._store.spend(token.key_id, digest_of(token), till.key.until):
             raise TokenSpentError
-        return key
+        return till.key
 
     def _read(self, header: str | None) -> Token:
         try:

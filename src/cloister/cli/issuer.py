@@ -1,0 +1,72 @@
+"""`cloister issuer`: gives tokens against API keys."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cloister.cli.keys import DEFAULT_FILE
+from cloister.types.errors import ConfigError
+
+DEFAULT_STATE = Path("~/.local/state/cloister/issuer")
+
+
+def issuer(
+    url: Annotated[str, typer.Option(help="Where clients reach it, such as https://issuer.example.", metavar="URL")],
+    state: Annotated[Path, typer.Option(help="Directory of its keys and counts.", metavar="DIR")] = DEFAULT_STATE,
+    api_keys: Annotated[Path, typer.Option(help="File of API keys (`cloister keys`).", metavar="FILE")] = DEFAULT_FILE,
+    token_budget: Annotated[int, typer.Option(help="Output tokens that one token of a new key pays for.", min=1)] = 4096,
+    tokens_per_epoch: Annotated[int, typer.Option(help="Tokens that one API key may have in seven days.", min=1)] = 1000,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8003,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.", metavar="FILE")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.", metavar="FILE")] = None,
+    show_keys: Annotated[
+        bool, typer.Option("--show-keys", help="Print what the epoch file and a gateway need, and leave.")
+    ] = False,
+) -> None:
+    """Give tokens against API keys, without seeing what becomes of them.
+
+    Keys sign for seven days. --show-keys prints the public ones as JSON: `token_key` as it stands in the epoch file, from when
+    it signs, until when its tokens are taken, and their budget.
+    """
+    from cloister.privacy import read_credentials
+    from cloister.privacy.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook
+    from cloister.sealed.issuer import issuer_app
+    from cloister.sealed.program import run_program
+    from cloister.server.serve import address_of, bind
+
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError("a certificate and its key go together: give --tls-cert and --tls-key", param="tls_cert")
+    state = state.expanduser()
+    shelf = KeyShelf(state / "keys", budget=token_budget)
+    if show_keys:
+        shown = [
+            {
+                "url": url,
+                "token_key": base64.b64encode(key.encoded).decode(),
+                "not_before": key.issues_from,
+                "taken_until": key.taken_until,
+                "budget": key.budget,
+            }
+            for key in shelf.turn(time.time())
+        ]
+        typer.echo(json.dumps(shown, indent=2))
+        return
+    read_credentials(api_keys)  # a file that cannot be read is said now, not to the first client
+    limits = IssuerLimits(tokens_per_epoch)
+    book = QuotaBook(state / "issued.db")
+    program = Issuer(shelf, book, lambda: read_credentials(api_keys), limits, now=time.time)
+    program.current_keys()
+    listener = bind(host, port)
+    typer.echo(f"Issuer at {address_of(listener, has_tls=tls_cert is not None)}, for clients {url}")
+    try:
+        status = run_program(issuer_app(program, url), listener, tls_cert=tls_cert, tls_key=tls_key)
+    finally:
+        book.close()
+    raise typer.Exit(status)

@@ -1,0 +1,47 @@
+"""Runs one of the sealed programs until SIGTERM or SIGINT, with no line about any request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+MAX_CONNECTIONS = 2048
+LAST_WORDS_S = 5
+"""How long requests that run may go on once it is told to stop."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn whose signals are ours, so that a program that was told to stop exits with 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+
+def run_program(app: ASGIApp, listener: socket.socket, *, tls_cert: Path | None = None, tls_key: Path | None = None) -> int:
+    """Serves an application at a bound socket; returns the exit status, 1 if a second signal cut it short."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,  # lines with addresses beside times
+        server_header=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=LAST_WORDS_S,
+        ssl_certfile=tls_cert,
+        ssl_keyfile=tls_key,
+    )
+    server = _Server(config)
+    with listener:
+        asyncio.run(server.serve([listener]))
+    return 1 if server.force_exit else 0
