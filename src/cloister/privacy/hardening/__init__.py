@@ -6,11 +6,11 @@ MODULE` starts a module that way. Only the standard library is imported here, so
 
 from cloister.privacy.hardening.applying import HARDENED_PROFILES, MEASURES, HardeningError, apply, close, probe
 from cloister.privacy.hardening.measure import Measure, Missing, Needs, Result, Results
-from cloister.privacy.hardening.state import HOST_EXCLUDED, Sealed, close_this, sealed
+from cloister.privacy.hardening.state import HOST, Sealed, close_this, sealed
 
 __all__ = [
     "HARDENED_PROFILES",
-    "HOST_EXCLUDED",
+    "HOST",
     "MEASURES",
     "HardeningError",
     "Measure",

@@ -111,9 +111,5 @@ class Results:
         """Returns what goes into the attestation statement: `role.measure` -> `applied: ...` or `missing: ...`."""
         return {f"{self.role}.{item.measure}": str(item) for item in self.items}
 
-    def in_force(self) -> dict[str, bool]:
-        """Returns the same in short: `role.measure` -> whether it holds."""
-        return {f"{self.role}.{item.measure}": item.applied for item in self.items}
-
     def __iter__(self) -> Iterator[Result]:
         return iter(self.items)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -12,8 +11,9 @@ from cloister.privacy.hardening.measure import Needs, Results
 if TYPE_CHECKING:
     from cloister.privacy.hardening.starter import Starter
 
-HOST_EXCLUDED: Final = "host-excluded"
-"""What no measure inside a machine gives: whoever has SYS_PTRACE or SYS_ADMIN in this kernel, or runs it, reads it all."""
+HOST: Final = "host"
+HOST_TEXT: Final = "missing: host not excluded: who has SYS_PTRACE or SYS_ADMIN in this kernel, or runs it, reads this memory"
+"""What no measure inside a machine gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +31,13 @@ class Sealed:
     results: Results
     starter: Starter | None = None
 
-    def in_force(self) -> dict[str, bool]:
-        """Returns each measure of this process and of those that it had made, as `role.measure`, and whether it holds."""
-        every = [self.results, *(self.starter.results.values() if self.starter is not None else ())]
-        return {**{name: holds for results in every for name, holds in results.in_force().items()}, HOST_EXCLUDED: False}
+    def statement(self) -> dict[str, str]:
+        """Returns what goes into the attestation statement: each measure of this process and of those that it had made.
 
-    def statement(self) -> Mapping[str, str]:
-        """Returns the same in words, for people."""
+        `role.measure` -> `applied: ...` or `missing: ...`, and `host`, which is always missing.
+        """
         every = [self.results, *(self.starter.results.values() if self.starter is not None else ())]
-        words = {name: text for results in every for name, text in results.statement().items()}
-        return {
-            **words,
-            HOST_EXCLUDED: "host not excluded: SYS_PTRACE or SYS_ADMIN in this kernel, or its host, reads this memory",
-        }
+        return {**{name: text for results in every for name, text in results.statement().items()}, HOST: HOST_TEXT}
 
 
 _sealed: list[Sealed] = []
