@@ -15,6 +15,9 @@ from cloister.types.step import Stop
 from tests.checked_runner import CheckedRunner
 
 SCOPES = [Scope(kind, b"salt") for kind in (ScopeKind.TENANT, ScopeKind.LOCAL, ScopeKind.REQUEST)]
+SCOPES.append(Scope(ScopeKind.SESSION, b"salt", lifetime_s=3.0))
+PUBLIC = [0] * 6
+"""How prompts of the first kind begin."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -29,8 +32,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         max_tokens=st.integers(1, 40),
         prefix_cache=st.booleans(),
+        public=st.sampled_from([(), (PUBLIC,)]),
     )
-    def start(self, policy, num_blocks, block_size, max_num_seqs, max_tokens, prefix_cache):
+    def start(self, policy, num_blocks, block_size, max_num_seqs, max_tokens, prefix_cache, public):
         self.pool = BlockPool(num_blocks, block_size)
         config = SchedulerConfig(
             max_model_len=48,
@@ -39,7 +43,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             budget=BudgetConfig(max_tokens=max_tokens),
             prefix_cache=prefix_cache,
         )
-        self.scheduler = Scheduler(config, self.pool, PrefixKeys("model", block_size))
+        keys = PrefixKeys("model", block_size, public)
+        self.num_public = len(keys.public) if prefix_cache else 0
+        self.scheduler = Scheduler(config, self.pool, keys)
         self.runner = CheckedRunner(num_blocks, block_size, vocab_size=3)
         self.now = 0.0
         self.flights = []
@@ -146,7 +152,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.last == dict.fromkeys(self.expected, 1)
         assert self.ended == {(name, i): 1 for name, n in self.expected.items() for i in range(n)}
         assert self.arrived == Counter(self.expected.keys())
-        assert self.pool.num_used == 0, "a block leaked"
+        assert self.pool.num_used <= self.num_public, "a block leaked"
+        self.now += 4.0
+        assert (plan := self.scheduler.plan(self.now)) is None or not plan.sequences
+        if self.scheduler.tree is not None:
+            assert not self.scheduler.tree.lifetimes.queue, "a session outlived its time"
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
         self.pool.check()
 

@@ -15,14 +15,14 @@ from tests.checked_runner import CheckedRunner
 class Bench:
     """A scheduler and a checked runner, stepped together under a clock that the test moves."""
 
-    def __init__(self, *, num_blocks=64, block_size=4, max_tokens=64, keys=True, **config):
+    def __init__(self, *, num_blocks=64, block_size=4, max_tokens=64, keys=True, public=(), **config):
         self.pool = BlockPool(num_blocks, block_size)
         config.setdefault("max_model_len", 256)
         target_s = config.pop("target_s", None)
         self.scheduler = Scheduler(
             SchedulerConfig(budget=BudgetConfig(max_tokens=max_tokens, target_s=target_s), **config),
             self.pool,
-            PrefixKeys("model", block_size) if keys else None,
+            PrefixKeys("model", block_size, public) if keys else None,
         )
         self.runner = CheckedRunner(num_blocks, block_size)
         self.now = 0.0
@@ -54,6 +54,9 @@ class Bench:
                 assert self.scheduler.num_requests == 0, "requests are left and nothing is planned"
                 return self
         raise AssertionError("it does not end")
+
+    def cached(self, name):
+        return next(e.num_cached_tokens for e in self.events if isinstance(e, Scheduled) and e.request_id == name)
 
     def ended(self, name=None):
         return [e for e in self.events if isinstance(e, Ended) and name in (None, e.request_id)]
@@ -542,3 +545,38 @@ def test_requests_that_gave_up_waiting_do_not_pile_up(policy):
 def test_a_request_for_no_sequence_is_a_mistake_of_the_caller():
     with pytest.raises(ValueError, match="at least one sequence"):
         Bench().add("a", 4, n=0)
+
+
+def test_a_session_is_found_again_within_five_minutes_and_wiped_after_them():
+    session = Scope(ScopeKind.SESSION, b"secret", lifetime_s=300.0)
+    bench = Bench()
+    bench.add("first", 40, scope=session)
+    bench.run()
+    bench.now += 299
+    bench.add("second", 40, scope=session)
+    bench.run()
+    assert bench.cached("second") == 36
+    bench.now += 301
+    bench.wiped.clear()
+    assert bench.step(), "an idle engine wakes for it"
+    assert bench.plans[-1].wipes
+    assert bench.pool.num_free == bench.pool.num_total
+    bench.add("third", 40, scope=session)
+    bench.run()
+    assert bench.cached("third") == 0
+
+
+def test_a_prompt_that_begins_as_the_release_does_finds_that_much():
+    bench = Bench(public=[list(range(18))])
+    for name in ("ann", "ben"):
+        bench.add(name, 40, scope=Scope(ScopeKind.REQUEST, name.encode()))
+        bench.run()
+    assert (bench.cached("ann"), bench.cached("ben")) == (0, 16)
+
+
+def test_what_the_release_keeps_is_no_room_for_requests():
+    bench = Bench(num_blocks=8, public=[list(range(16))])
+    bench.add("ann", 24)
+    bench.run()
+    (ended,) = bench.ended("ann")
+    assert ended.reason is FinishReason.REJECTED

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from cloister.types.scope import Scope
+from cloister.types.scope import PUBLIC_SCOPE, Scope
 
 
 class PrefixKeys:
@@ -15,11 +15,21 @@ class PrefixKeys:
     Args:
         identity: what else KV depends on, such as the system fingerprint (weights, KV format, numerics, back end).
         block_size: tokens in a block; keys of other block sizes never match.
+        public: token ids of prefixes that are no secret, such as the release's system prompts. A prompt that begins with one
+            begins with everybody's keys, and goes on with keys of its own scope where it leaves it.
     """
 
-    def __init__(self, identity: str, block_size: int) -> None:
+    def __init__(self, identity: str, block_size: int, public: Sequence[Sequence[int]] = ()) -> None:
         self.block_size = block_size
         self._identity = identity.encode()
+        self._public_root = self.root(PUBLIC_SCOPE)
+        keys: set[bytes] = set()
+        for token_ids in public:
+            parent = self._public_root
+            for end in range(block_size, len(token_ids) + 1, block_size):
+                parent = self.next(parent, token_ids[end - block_size : end])
+                keys.add(parent)
+        self.public = frozenset(keys)
 
     def root(self, scope: Scope, adapter: str | None = None) -> bytes:
         """Returns the 32 bytes that start the chain of one scope and adapter; other scopes can never meet it."""
@@ -34,10 +44,24 @@ class PrefixKeys:
             raise ValueError("only a full block has a key")
         return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
-    def extend(self, chain: list[bytes], root: bytes, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Appends keys to `chain` until it covers the first `num_blocks` blocks of `token_ids`."""
+    def extend(
+        self, chain: list[bytes], root: bytes, token_ids: Sequence[int], num_blocks: int, *, reads_public: bool = True
+    ) -> None:
+        """Appends keys to `chain` until it covers the first `num_blocks` blocks of `token_ids`.
+
+        Args:
+            reads_public: the chain may begin with public prefixes; not where another adapter computes.
+        """
         size = self.block_size
-        parent = chain[-1] if chain else root
+        parent = chain[-1] if chain else None
         for i in range(len(chain), num_blocks):
-            parent = self.next(parent, token_ids[i * size : (i + 1) * size])
+            block = token_ids[i * size : (i + 1) * size]
+            if reads_public and self.public and (parent is None or parent in self.public):
+                key = self.next(parent or self._public_root, block)
+                if key in self.public:
+                    parent = key
+                    chain.append(key)
+                    continue
+                parent = root if parent is None else hashlib.sha256(root + parent).digest()
+            parent = self.next(root if parent is None else parent, block)
             chain.append(parent)

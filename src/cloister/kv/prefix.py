@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from cloister.kv.lifetimes import RETRY_S, Lifetimes
 from cloister.kv.pool import BlockPool
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -23,10 +24,11 @@ PREFIX_CACHE_THREAT = ThreatProfile(
 
 
 class _Node:
-    __slots__ = ("block", "key", "last_used", "num_children", "offered", "parent")
+    __slots__ = ("block", "key", "last_used", "num_children", "offered", "parent", "root")
 
-    def __init__(self, key: bytes, block: int, parent: _Node | None) -> None:
+    def __init__(self, key: bytes, block: int, parent: _Node | None, root: bytes | None) -> None:
         self.key = key
+        self.root = root
         self.block = block
         self.parent = parent
         self.num_children = 0
@@ -39,10 +41,17 @@ class PrefixTree:
 
     Args:
         pool: whose blocks it keeps; the tree attaches itself to it.
+        pinned: keys whose blocks are never evicted once they are there: everybody's, so that nobody can feel whether another
+            one used them lately.
+
+    Attributes:
+        lifetimes: when `expire` has something to do.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, pinned: frozenset[bytes] = frozenset()) -> None:
         self._pool = pool
+        self._pinned = pinned
+        self.lifetimes = Lifetimes()
         self._nodes: dict[bytes, _Node] = {}
         self._by_block: dict[int, _Node] = {}
         self._evictable: list[tuple[int, int, _Node]] = []
@@ -74,8 +83,11 @@ class PrefixTree:
                 return length
         return len(keys)
 
-    def insert(self, keys: Sequence[bytes], blocks: Sequence[int], start: int) -> None:
+    def insert(self, keys: Sequence[bytes], blocks: Sequence[int], start: int, root: bytes | None = None) -> None:
         """Keeps blocks[start:len(keys)], in use by the caller, under their keys.
+
+        Args:
+            root: start of the chain, where its blocks have a lifetime (`renew`).
 
         Where a key is known already (two equal prompts computed side by side) the block that is there stays, and the
         caller's remain its own from there on: nothing is kept below a block that its owner does not hold, so that
@@ -89,11 +101,28 @@ class PrefixTree:
         for i in range(start, len(keys)):
             node = self._nodes.get(keys[i])
             if node is None:
-                node = self._add(keys[i], blocks[i], parent)
+                node = self._add(keys[i], blocks[i], parent, root)
             node.last_used = self._tick
             if node.block != blocks[i]:
                 return
             parent = node
+
+    def renew(self, root: bytes, deadline_s: float) -> None:
+        """Lets the blocks that were inserted with `root` stay until then, should nobody use them."""
+        self.lifetimes.renew(root, deadline_s)
+
+    def expire(self, now: float) -> None:
+        """Drops the blocks whose scope's deadline has passed; those in use are looked at again a little later."""
+        for root, keys in self.lifetimes.take_due(now):
+            leaves = [self._nodes[key] for key in keys if self._is_evictable(self._nodes[key])]
+            while leaves:
+                node = leaves.pop()
+                keys.discard(node.key)
+                self._remove(node)
+                if node.parent is not None and node.parent.key in keys and self._is_evictable(node.parent):
+                    leaves.append(node.parent)
+            if keys:
+                self.lifetimes.renew(root, now + RETRY_S)
 
     def evict_one(self) -> int | None:
         """Drops the least recently used unused leaf; returns its block, or None if there is none."""
@@ -132,8 +161,13 @@ class PrefixTree:
         node = self._nodes.get(key)
         return node is not None and node.block == block
 
-    def _add(self, key: bytes, block: int, parent: _Node | None) -> _Node:
-        node = _Node(key, block, parent)
+    def _add(self, key: bytes, block: int, parent: _Node | None, root: bytes | None) -> _Node:
+        if key in self._pinned:
+            self._pool.share([block])
+            root = None  # it is nobody's own
+        if root is not None:
+            self.lifetimes.keep(root, key)
+        node = _Node(key, block, parent, root)
         if parent is not None:
             parent.num_children += 1
         self._nodes[key] = node
@@ -144,6 +178,8 @@ class PrefixTree:
     def _remove(self, node: _Node) -> None:
         del self._nodes[node.key]
         del self._by_block[node.block]
+        if node.root is not None:
+            self.lifetimes.drop(node.root, node.key)
         if node.parent is not None:
             node.parent.num_children -= 1
             if self._is_evictable(node.parent):

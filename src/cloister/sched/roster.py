@@ -33,7 +33,7 @@ class Roster:
 
     def __init__(self, pool: BlockPool, policy: Policy, keys: PrefixKeys | None) -> None:
         self.pool = pool
-        self.tree = PrefixTree(pool) if keys is not None else None
+        self.tree = PrefixTree(pool, keys.public) if keys is not None else None
         self.groups: dict[str, RequestState] = {}
         self.sequences: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
@@ -48,10 +48,14 @@ class Roster:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When somebody's deadline passes next."""
+        """When somebody's deadline passes next, or that of cached blocks."""
         while self._deadlines and self._deadlines[0][2] not in self.groups:
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        first = self._deadlines[0][0] if self._deadlines else None
+        if self.tree is not None and self.tree.lifetimes.queue:
+            due_s = self.tree.lifetimes.queue[0][0]
+            return due_s if first is None else min(first, due_s)
+        return first
 
     def num_unused_slots(self) -> int:
         """KV positions that are allocated to running sequences and hold nothing: the waste of paging, in tokens."""
@@ -142,14 +146,22 @@ class Roster:
         else:
             self.sequences.pop(sequence.seq_id, None)
 
+    def renew(self, sequence: Sequence, now: float) -> None:
+        """Lets cached blocks of a scope that ends by itself stay on, since one of its requests uses them."""
+        group = sequence.group
+        if self.tree is not None and group.request.scope.lifetime_s is not None:
+            self.tree.renew(group.root, now + group.request.scope.lifetime_s)
+
     def keep_blocks(self, sequence: Sequence) -> None:
         """Offers full blocks to the prefix tree."""
         if self.tree is None or self._keys is None or sequence.group.request.pooling is not None:
             return  # many texts to be pooled would push out what chats come back to
         num_full = min(sequence.num_committed, len(sequence.token_ids)) // self.pool.block_size
         if num_full > sequence.num_kept:
-            self._keys.extend(sequence.keys, sequence.group.root, sequence.token_ids, num_full)
-            self.tree.insert(sequence.keys[:num_full], table_of(sequence).blocks, sequence.num_kept)
+            group = sequence.group
+            self._extend_keys(sequence, num_full)
+            root = group.root if group.request.scope.lifetime_s is not None else None
+            self.tree.insert(sequence.keys[:num_full], table_of(sequence).blocks, sequence.num_kept, root)
             sequence.num_kept = num_full
 
     def reads_prefixes(self, request: Request) -> bool:
@@ -161,8 +173,14 @@ class Roster:
         if self.tree is None or self._keys is None or _wants_every_position(sequence.group.request):
             return []
         num_blocks = (len(sequence.token_ids) - 1) // self.pool.block_size
-        self._keys.extend(sequence.keys, sequence.group.root, sequence.token_ids, num_blocks)
+        self._extend_keys(sequence, num_blocks)
         return sequence.keys[:num_blocks]
+
+    def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
+        if self._keys is not None:
+            group = sequence.group
+            is_base = group.request.adapter is None
+            self._keys.extend(sequence.keys, group.root, sequence.token_ids, num_blocks, reads_public=is_base)
 
     def end_group(self, group: RequestState, reason: FinishReason, now: float, error: str | None = None) -> None:
         """Ends every open sequence of a request, those included that were still to be forked."""
@@ -207,14 +225,21 @@ class Roster:
                 error=error,
             )
         )
+        self.renew(sequence, now)
         if group.num_open == 0:
             del self.groups[group.request.request_id]
         self.settle(sequence)
 
     def expire(self, now: float) -> None:
-        """Ends requests whose deadline has passed, whatever they wait for."""
+        """Ends requests whose deadline has passed, whatever they wait for, and drops blocks whose scope's has."""
         while (deadline := self.next_deadline_s) is not None and deadline <= now:
-            group = self.groups[heapq.heappop(self._deadlines)[2]]
+            if self.tree is not None and self.tree.lifetimes.queue:
+                self.tree.expire(now)
+            if not self._deadlines or self._deadlines[0][0] > now:
+                return
+            group = self.groups.get(heapq.heappop(self._deadlines)[2])
+            if group is None:
+                continue
             waited = now - group.arrival_s
             message = (
                 f"the request was not complete after {waited:.1f} s, its deadline; try again when the server is "

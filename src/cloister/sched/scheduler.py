@@ -86,6 +86,8 @@ class Scheduler:
         self.cost = StepCost()
         self._policy = POLICIES.get(config.policy)()
         self._roster = Roster(pool, self._policy, keys if config.prefix_cache else None)
+        num_pinned = len(keys.public) if keys is not None and config.prefix_cache else 0
+        self._num_usable = (pool.num_total - num_pinned) * pool.block_size
         self._steps: deque[_Step] = deque()
         self._next_plan = 0
 
@@ -145,7 +147,7 @@ class Scheduler:
             most if most is not None else self.config.max_model_len,
         )
         sequence = self._roster.make_sequence(group, 0, list(request.token_ids), max_output)
-        limits = Limits(self.config.max_model_len, self.config.max_num_seqs, self.pool.num_total * self.pool.block_size)
+        limits = Limits(self.config.max_model_len, self.config.max_num_seqs, self._num_usable)
         refusal = refusal or find_refusal(request, limits)
         if refusal is not None:
             self._roster.end_group(group, FinishReason.REJECTED, now, error=refusal)
@@ -204,6 +206,7 @@ class Scheduler:
                 sequence.num_committed = end
                 if end // block_size > sequence.num_kept and sequence.seq_id not in result.failures:
                     self._roster.keep_blocks(sequence)
+                    self._roster.renew(sequence, now)
         for sample in result.samples:
             self._take_sample(sample, stops.get(sample.seq_id), now)
         for seq_id, message in result.failures.items():
@@ -325,6 +328,7 @@ class Scheduler:
         sequence.num_planned = sequence.num_committed = num_hit
         sequence.num_kept = num_hit // self.pool.block_size
         group = sequence.group
+        self._roster.renew(sequence, step.now)
         resumed = group.scheduled_s is not None
         if not resumed:
             group.scheduled_s = step.now

@@ -24,10 +24,12 @@ class Scope(msgspec.Struct, frozen=True):
     Attributes:
         kind: how wide the circle is.
         salt: bytes that no other scope has; for a tenant derived from its credential, for a request random.
+        lifetime_s: how long state may stay that nobody in the circle uses; None for as long as there is room.
     """
 
     kind: ScopeKind
     salt: bytes
+    lifetime_s: float | None = None
 
     def __repr__(self) -> str:
         return f"Scope({self.kind.value})"  # the salt is a secret of the credential: not for logs or tracebacks
@@ -38,5 +40,9 @@ class Scope(msgspec.Struct, frozen=True):
         return hashlib.sha256(b"cloister/scope/1\0" + self.kind.encode() + b"\0" + self.salt).digest()
 
 
+SESSION_LIFETIME_S = 300.0
+"""How long the state of a session may wait for its next request."""
+PUBLIC_SCOPE = Scope(ScopeKind.PUBLIC, b"")
+"""Everybody's: prefixes that the release brings, and nothing that came from a request."""
 LOCAL_SCOPE = Scope(ScopeKind.LOCAL, b"")
 """The one scope of a loopback server without API keys, and of `LLM`."""
