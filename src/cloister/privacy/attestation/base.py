@@ -123,7 +123,7 @@ class Policy:
         releases: release digests that may run; empty: the release is reported as unchecked.
         models: model digests that may be served; empty: any, said so.
         profile_digests: digests of `profile` that are known; empty: reported as unchecked.
-        hardening: measures that must be in force.
+        hardening: names of measures that must be in force in a process at least, and missing in none.
         measurements: by kind, launch measurements that may run (SNP MEASUREMENT, TDX MRTD), hex.
         rtmrs: by number, TDX run-time measurements that may run, hex; a number that is not here is not checked.
         snp_floor: see `SnpFloor`; None: reported as unchecked.

@@ -40,7 +40,7 @@ def load_certificates(data: bytes) -> list[x509.Certificate]:
             else:
                 chain = [x509.load_der_x509_certificate(data)]
             for certificate in chain:
-                _ = certificate.extensions, certificate.public_key()  # parsed lazily: what is broken must show here
+                _parse_whole(certificate)
     except (ValueError, TypeError) as error:
         raise EvidenceError(f"a certificate of the evidence cannot be read ({type(error).__name__})") from None
     if not 0 < len(chain) <= MAX_CHAIN:
@@ -111,6 +111,13 @@ def _is_authority(certificate: x509.Certificate) -> bool:
     except x509.ExtensionNotFound:
         return False
     return authority and usage
+
+
+def _parse_whole(certificate: x509.Certificate) -> None:
+    """Fields are parsed when they are asked for; what is broken must show before anything is believed."""
+    for field in ("subject", "issuer", "not_valid_before_utc", "not_valid_after_utc", "serial_number", "extensions"):
+        getattr(certificate, field)
+    certificate.public_key()
 
 
 def _name(certificate: x509.Certificate) -> str:

@@ -8,7 +8,7 @@ code, model, profile, hardening, keys, expiry and the state of the log.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,7 @@ Name = Annotated[str, Meta(pattern=_PATTERN)]
 Capacity = Annotated[int, Meta(gt=0, le=1_000_000)]
 Seconds = Annotated[int, Meta(ge=0, lt=2**53)]
 KeyConfigs = Annotated[bytes, Meta(min_length=1, max_length=8192)]
+Measured = Annotated[str, Meta(pattern=r"^(applied|missing): [^\x00-\x1f]{0,500}\Z")]
 Note = Annotated[str, Meta(max_length=16_384)]
 
 _T = TypeVar("_T", bound=msgspec.Struct)
@@ -48,19 +49,19 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         model: SHA-256 digest of the model's fingerprint, hex.
         profile: name of the privacy profile in force.
         profile_digest: SHA-256 digest of what that profile rules (`measure_profile`), hex.
-        hardening: each hardening measure by name, and whether it is in force.
+        hardening: each measure as `process.measure`, `applied: ...` or `missing: ...` (`privacy.hardening`), and `host`.
         keys: the node's HPKE key configuration, `application/ohttp-keys` (RFC 9458 section 3).
         capacity: the node's share when clients draw, at least 1.
         not_before, not_after: Unix seconds between which the statement holds, at most an hour apart.
         checkpoint: the latest witnessed checkpoint of the log that the node knew, a signed note; empty when it knew none.
     """
 
-    type: Literal["cloister statement v1"] = "cloister statement v1"
+    type: Annotated[str, Meta(pattern=r"^cloister statement v1\Z")] = "cloister statement v1"
     release: Hex
     model: Hex
     profile: Name
     profile_digest: Hex
-    hardening: dict[Name, bool]
+    hardening: Annotated[dict[Name, Measured], Meta(max_length=256)]
     keys: KeyConfigs
     capacity: Capacity
     not_before: Seconds

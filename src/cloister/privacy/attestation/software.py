@@ -44,7 +44,8 @@ class SoftwareVerifier:
             )
             return findings
         findings.leave_open(
-            "hardware", "NOT PROVED: no hardware vouches for this node; whoever owns the machine can read what it is sent"
+            "hardware",
+            "NOT PROVED: no hardware vouches for this node; host not excluded: whoever owns it can read what it is sent",
         )
         findings.check(
             "report-signature",

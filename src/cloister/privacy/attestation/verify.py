@@ -15,8 +15,8 @@ from cloister.privacy.attestation.tdx import TdxVerifier
 MAX_CLOCK_SKEW_S = 300
 """How far behind a client's clock may be when a statement begins; its end has no such room, for the keys are gone by then."""
 
-HOST_EXCLUDED = "host-excluded"
-"""The measure that says whether the host's root was kept out too; no profile can demand it of ordinary hardware."""
+HOST = "host"
+"""The measure that says whether the host's root is kept out too. Hardware proves that, or nobody: it is not judged here."""
 
 VERIFIERS: Mapping[str, Verifier] = MappingProxyType(
     {verifier.kind: verifier for verifier in (SoftwareVerifier(), SnpVerifier(), TdxVerifier())}
@@ -112,17 +112,14 @@ def _check_model(findings: Findings, statement: Statement, policy: Policy) -> No
 
 
 def _check_hardening(findings: Findings, statement: Statement, policy: Policy) -> None:
-    missing = sorted(measure for measure in policy.hardening if not statement.hardening.get(measure))
-    findings.check(
-        "hardening",
-        not missing,
-        f"{sum(statement.hardening.values())} hardening measures are in force",
-        f"hardening measures are missing: {', '.join(missing)}",
-    )
-    off = sorted(name for name, on in statement.hardening.items() if not on and name not in {*missing, HOST_EXCLUDED})
-    if off:
-        findings.leave_open("hardening-off", f"measures that are not in force, and were not asked for: {', '.join(off)}")
-    if not statement.hardening.get(HOST_EXCLUDED):
-        findings.leave_open(
-            HOST_EXCLUDED, "host not excluded: root of the machine can still reach the node, but for what its hardware protects"
-        )
+    measures = {name: told for name, told in statement.hardening.items() if name != HOST}
+    missing = {name for name, told in measures.items() if told.startswith("missing:")}
+    applied = {name.rpartition(".")[2] for name in measures.keys() - missing}
+    wanted = policy.hardening - applied | {name for name in missing if name.rpartition(".")[2] in policy.hardening}
+    if wanted:
+        findings.fail("hardening", f"hardening measures are missing: {', '.join(sorted(wanted))}")
+    elif missing or not measures:
+        shown = ", ".join(sorted(missing)) or "all of them"
+        findings.doubt(policy, "hardening", f"hardening measures that are not in force: {shown}")
+    else:
+        findings.prove("hardening", f"{len(measures)} hardening measures are in force, {', '.join(sorted(applied))}")
