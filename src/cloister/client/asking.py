@@ -1,0 +1,59 @@
+"""What a client asks over HTTP before it can seal: steps that name a request and take its answer, whoever carries it. No I/O.
+
+A `Step` is a generator: it yields an `Ask`, gets a `Reply`, and returns its result; so the same code serves blocking and
+asynchronous transports. Where nothing can be reached, the carrier throws `UnreachableError` into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from cloister.client.errors import RelayUnreachableError
+
+T = TypeVar("T")
+
+DEADLINE_S = 30.0
+"""For one request of these, from the first byte sent to the last one received."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request to the relay or the issuer.
+
+    Attributes:
+        who: what is asked, for messages: "the relay", "the issuer".
+        most_bytes: of the answer; a longer one is refused.
+    """
+
+    who: str
+    url: str
+    method: str = "GET"
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
+    body: bytes = field(default=b"", repr=False)
+    most_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back, whole."""
+
+    status: int
+    media_type: str
+    body: bytes
+
+
+Step = Generator[Ask, Reply, T]
+
+
+def unreachable(ask: Ask, error: Exception) -> RelayUnreachableError:
+    """Returns the error for a connection that failed or ran into the deadline; `error` is named by its type alone."""
+    address = ask.url.split("/.well-known")[0]
+    reason = type(error).__name__
+    return RelayUnreachableError(f"{ask.who} at {address} cannot be reached ({reason}); check its address and that it runs")
+
+
+def too_long(ask: Ask) -> RelayUnreachableError:
+    """Returns the error for an answer above `most_bytes`."""
+    return RelayUnreachableError(f"{ask.who} sent more than {ask.most_bytes:,} bytes where a small file was asked for")

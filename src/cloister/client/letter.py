@@ -1,0 +1,68 @@
+"""A request, sealed twice: to the node that was drawn, then to the gateway that carries it there. No I/O, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from email.utils import formatdate
+from urllib.parse import urlsplit
+
+from cloister.client.answer import Answer
+from cloister.privacy.sealing import (
+    CHUNKED,
+    Fields,
+    Request,
+    RequestHead,
+    bucket_bytes,
+    encode_request,
+    parse_keys,
+    seal_chunked_request,
+)
+from cloister.privacy.shape import shape_of
+from cloister.privacy.transparency.epoch import Epoch, NodeEntry
+
+TAKEN_FIELDS = frozenset({b"accept", b"content-type"})
+"""Header fields that reach the node. The rest would tell who asks: API key, operating system, version of the SDK."""
+
+
+@dataclass(frozen=True)
+class Letter:
+    """What goes to the relay, and what reads the answer."""
+
+    sealed: bytes
+    answer: Answer
+
+
+def write_letter(request: Request, node: NodeEntry, epoch: Epoch, authorization: str, now: float) -> Letter:
+    """Seals a request to a node and, around it, to the gateway.
+
+    Args:
+        request: as the node's server shall get it, but for `TAKEN_FIELDS` and the date that is added here.
+        node: to whom.
+        epoch: names the gateway, and the profile that the answer's shape follows from.
+        authorization: spends one token.
+        now: Unix seconds; the date of both layers, which their receivers hold against their clocks.
+
+    Raises:
+        RequestTooLargeError: it is longer than the largest bucket.
+        KeyConfigurationError: a key of the epoch cannot be sealed to.
+    """
+    date = (b"date", formatdate(now, usegmt=True).encode())
+    message = encode_request(Request(request.head, request.content))
+    inner, inner_exchange = seal_chunked_request(parse_keys(node.keys)[0], message.ljust(bucket_bytes(len(message)), b"\0"))
+    gateway = urlsplit(epoch.gateway.url)
+    fields: Fields = ((b"authorization", authorization.encode()), (b"content-type", CHUNKED.request_type.encode()), date)
+    head = RequestHead("POST", gateway.scheme, gateway.netloc, f"{gateway.path.rstrip('/')}/nodes/{node.node_id}", fields)
+    outer, outer_exchange = seal_chunked_request(parse_keys(epoch.gateway.keys)[0], encode_request(Request(head, inner)))
+    return Letter(outer, Answer(outer_exchange, inner_exchange, shaped=shape_of(epoch.profile) is not None))
+
+
+def strip_request(method: str, target: bytes, fields: Fields, content: bytes, now: float) -> Request:
+    """Returns a request without what tells who asks.
+
+    Args:
+        target: path and query.
+        fields: of the program that asks; those outside of `TAKEN_FIELDS` are left out.
+    """
+    kept = tuple((name.lower(), value) for name, value in fields if name.lower() in TAKEN_FIELDS)
+    date = (b"date", formatdate(now, usegmt=True).encode())
+    return Request(RequestHead(method, "https", "localhost", target.decode("ascii"), (*kept, date)), content)

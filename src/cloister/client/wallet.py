@@ -1,0 +1,37 @@
+"""Tokens at hand: fetched in batches, spent one by one and out of order. No I/O."""
+
+from __future__ import annotations
+
+import secrets
+
+from cloister.privacy.tokens import Token
+
+BATCH = 20
+"""Tokens asked for at once."""
+LOW = 5
+"""More are fetched when no more than these are left, so that a token is rarely spent right after its batch was fetched:
+issuer and gateway could otherwise compare times."""
+
+
+class Wallet:
+    """Tokens by the issuer key that signed them; a key that left the epoch takes its tokens with it."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[bytes, list[Token]] = {}
+
+    def keep(self, key_ids: set[bytes]) -> None:
+        """Drops tokens of all other keys: nobody takes them any more."""
+        self._tokens = {key_id: tokens for key_id, tokens in self._tokens.items() if key_id in key_ids}
+
+    def add(self, tokens: list[Token]) -> None:
+        """Takes in a batch."""
+        for token in tokens:
+            self._tokens.setdefault(token.key_id, []).append(token)
+
+    def __len__(self) -> int:
+        return sum(len(tokens) for tokens in self._tokens.values())
+
+    def take(self) -> Token | None:
+        """Takes out one token of the fullest key, drawn at random; None when there is none."""
+        tokens = max(self._tokens.values(), key=len, default=[])
+        return tokens.pop(secrets.randbelow(len(tokens))) if tokens else None
