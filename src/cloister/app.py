@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
@@ -20,7 +21,7 @@ from cloister.engine.memory import budget_memory
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.models import LoadedModel, embedded_names, load, locate, read_pooling
 from cloister.models.adapters import read_adapter
-from cloister.privacy import Entry, Gate, Policy, is_loopback, read_credentials, settle, settle_front
+from cloister.privacy import Entry, Gate, Policy, hardening, is_loopback, read_credentials, settle, settle_front
 from cloister.quant import FORMATS, FormatOptions, NumberFormat, choose_kv_dtype, quantize_on_read
 from cloister.sched import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
 from cloister.types.clock import Stopwatch
@@ -37,15 +38,18 @@ from cloister.types.logs import set_up_logging
 from cloister.types.request import ModelInfo
 
 if TYPE_CHECKING:
-    from cloister.engine import AdapterRegister, EngineCore
+    from cloister.engine import AdapterRegister, EngineCore, ProcessEngine
+    from cloister.engine.launch import Process
     from cloister.runner.adapters import AdapterRoom
     from cloister.server.calls import Calls
     from cloister.server.reload import Source
     from cloister.server.serve import Site
     from cloister.server.switch import Seat
 
+    from cloister.text import Tokenizer
 ENGINE_ENTRY: Final = "cloister.app:build_engine"
 NO_QUANT: Final = "none"
+SEALED_ENGINE_ENTRY: Final = "cloister.app:build_sealed_engine"
 QUANT_VERSION: Final = 1
 """Raise it when a number format writes other codes for the same weights."""
 OFFLINE_STALL: Final = 100.0
@@ -131,6 +135,7 @@ def _settle(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -
         loopback=not listens or is_loopback(server.config.host),
         has_api_keys=listens and server.config.api_keys is not None,
         entries=(
+        sealed=listens and server.config.sealed,
             Entry.of(BACKENDS, chosen_backend(engine.config)),
             Entry.of(POLICIES, engine.config.scheduler),
             *([] if engine.config.quant == NO_QUANT else [Entry.of(FORMATS, engine.config.quant)]),
@@ -164,19 +169,72 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
     gate = build_gate(settings)
     set_up_logging(settings.server.config.log_format)
     open_site = _open_rotation if settings.models else _open_site
-    return serve_site(settings.server.config, lambda: open_site(settings, gate, announce), announce)
+
+    async def open_closed_site() -> Site:
+        site = await open_site(settings, gate, announce)
+        hardening.close_this()
+        return site
+
+    return serve_site(settings.server.config, open_closed_site, announce)
+
+
+def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Path | None = None) -> NoReturn:
+    """Executes the launcher, which takes the measures of a sealed node and then runs `cloister` with the arguments given.
+
+    Models are downloaded before, as a sealed node calls nobody.
+
+    Raises:
+        CloisterError: a model cannot be found.
+    """
+    from cloister.privacy.hardening.launching import Launch, execute, reading
+
+    engines = [engine.config for engine in settings.models.values()] or [settings.engine.config]
+    front = settings.server.config
+    adapters = [part.partition("=")[2].strip() for config in engines for part in (config.lora or "").split(",") if part]
+    files = [front.api_keys, front.certfile, front.keyfile, str(config_file) if config_file is not None else None]
+    caches = {cache for config in engines if (cache := _weights_cache(config)) is not None}
+    for cache in caches:
+        cache.mkdir(parents=True, exist_ok=True)
+    models = [locate(config.model, progress=True) for config in engines]
+    execute(
+        Launch(
+            profile=str(settings.engine.config.profile),
+            read=reading([*models, *map(Path, adapters)], [Path(file) for file in files if file is not None]),
+            write=tuple(sorted(str(cache) for cache in caches)),
+            listen=(front.port,),
+            with_engine=True,
+            module="cloister.cli",
+            arguments=tuple(arguments),
+        )
+    )
+
+
+def _start_sealed_engine(far: socket.socket) -> Process:
+    """Has the starter make an engine process: in a sealed node nothing executes a program."""
+    state = hardening.sealed()
+    assert state is not None
+    assert state.starter is not None
+    return state.starter.start("engine", [], far.fileno())
+
+
+def _make_engine(config: EngineConfig, front: ServerConfig) -> ProcessEngine:
+    """Returns an engine in a process of its own, one with no way in if the front has none."""
+    from cloister.engine import ProcessEngine
+
+    if hardening.sealed() is None:
+        return ProcessEngine(ENGINE_ENTRY, config, log_format=front.log_format)
+    return ProcessEngine(SEALED_ENGINE_ENTRY, config, log_format=front.log_format, spawn=_start_sealed_engine)
 
 
 async def _open_site(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
     """Starts the engine process, and the front that talks to it."""
-    from cloister.engine import ProcessEngine
     from cloister.server.app import create_app
     from cloister.server.serve import Site
     from cloister.server.trace_export import open_tracer
     from cloister.text import ChatTemplate, Tokenizer
 
     config, front = settings.engine.config, settings.server.config
-    engine = ProcessEngine(ENGINE_ENTRY, config, log_format=front.log_format)
+    engine = _make_engine(config, front)
     imported_s = process_age_s()
     await engine.start()
     watch = Stopwatch()
@@ -241,13 +299,12 @@ async def _open_rotation(settings: Settings, gate: Gate, announce: Callable[[str
 
 async def _open_seat(settings: Settings, gate: Gate, calls: Calls, name: str) -> Seat:
     """Starts the engine of one of several models, and its routes."""
-    from cloister.engine import ProcessEngine
     from cloister.server.app import create_routes, make_exposition
     from cloister.server.switch import Seat
     from cloister.text import ChatTemplate, Tokenizer
 
     config, front = settings.engine.config, settings.server.config
-    engine = ProcessEngine(ENGINE_ENTRY, config, log_format=front.log_format)
+    engine = _make_engine(config, front)
     await engine.start()
     try:
         exposition = make_exposition(engine, gate, [name])
@@ -362,7 +419,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         grammars=grammars,
     )
     return EngineCore(
-        build_scheduler(config, info, budget.num_blocks),
+        build_scheduler(config, info, budget.num_blocks, _release_prefixes(config, model.path, tokenizer)),
         runner,
         Output(tokenizer, info),
         model=info,
@@ -393,6 +450,17 @@ def _open_adapters(
     """Loads the adapters that the settings name; returns their slots by digest, and who knows them by name."""
     from cloister.engine import AdapterRegister
     from cloister.runner.adapters import AdapterSlots
+def build_sealed_engine(config: EngineConfig) -> EngineCore:
+    """As `build_engine`, in a process that is closed before it says that it is ready.
+
+    Raises:
+        HardeningError: it cannot be closed.
+    """
+    core = build_engine(config)
+    hardening.close_this()
+    return core
+
+
 
     if room is None:
         return {}, AdapterRegister()
@@ -405,8 +473,32 @@ def _open_adapters(
     return host.slots, AdapterRegister(host if config.runtime_adapters else None, loaded)
 
 
-def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int) -> Scheduler:
-    """Returns a scheduler as the settings want it, over `num_blocks` blocks of its own."""
+def _release_prefixes(config: EngineConfig, path: Path, tokenizer: Tokenizer) -> list[list[int]]:
+    if config.release_prefixes is None:
+        return []
+    from cloister.text import ChatTemplate
+    from cloister.text.release_prefixes import read_release_prefixes
+
+    return read_release_prefixes(Path(config.release_prefixes).expanduser(), tokenizer, ChatTemplate.load(path))
+
+
+def build_scheduler(
+    config: EngineConfig, model: ModelInfo, num_blocks: int, public: Sequence[Sequence[int]] = ()
+) -> Scheduler:
+    """Returns a scheduler as the settings want it, over `num_blocks` blocks of its own.
+
+    Args:
+        public: token ids of prefixes that everybody shares.
+
+    Raises:
+        ConfigError: those would take more than half of the blocks.
+    """
+    keys = PrefixKeys(model.fingerprint, config.block_size, public)
+    if len(keys.public) > num_blocks // 2:
+        raise ConfigError(
+            f"release_prefixes take {len(keys.public)} of {num_blocks} KV blocks; shorten them or raise kv_memory_mb",
+            param="release_prefixes",
+        )
     target_s = config.target_step_ms / 1e3 if config.target_step_ms is not None else None
     return Scheduler(
         SchedulerConfig(
@@ -418,7 +510,7 @@ def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int) -> 
             prefix_cache=bool(config.prefix_cache),
         ),
         BlockPool(num_blocks, config.block_size),
-        PrefixKeys(model.fingerprint, config.block_size),
+        keys,
     )
 
 

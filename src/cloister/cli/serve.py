@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,8 +30,12 @@ def serve(
     if explain:
         _explain([*resolved.engine.reasons, *resolved.server.reasons], as_json)
         return
+    from cloister.app import launch_sealed
     from cloister.app import serve as run_server
+    from cloister.privacy.hardening import sealed
 
+    if resolved.server.config.sealed and sealed() is None:
+        launch_sealed(resolved, sys.argv[1:], settings.config_file)
     raise typer.Exit(run_server(resolved))
 
 

@@ -7,8 +7,10 @@ import ipaddress
 from cloister.privacy.verdict import Profile
 
 
-def default_profile(*, loopback: bool, has_api_keys: bool) -> tuple[Profile, str]:
+def default_profile(*, loopback: bool, has_api_keys: bool, sealed: bool = False) -> tuple[Profile, str]:
     """Returns the profile of a server for which none was set, and why."""
+    if sealed:
+        return Profile.PRIVATE, "the server is a sealed node"
     if loopback and not has_api_keys:
         return Profile.OPEN, "only this machine can connect, and nobody asked for API keys"
     if has_api_keys:

@@ -8,16 +8,23 @@ from cloister.privacy.catalogue import Entry
 from cloister.privacy.policy import Policy, Use
 from cloister.privacy.profile import default_profile
 from cloister.types.config import C, EngineConfig, Resolved, ServerConfig
+from cloister.types.errors import ConfigError
 
 
 def settle(
-    engine: Resolved[EngineConfig], *, loopback: bool, has_api_keys: bool, entries: Iterable[Entry] = ()
+    engine: Resolved[EngineConfig],
+    *,
+    loopback: bool,
+    has_api_keys: bool,
+    sealed: bool = False,
+    entries: Iterable[Entry] = (),
 ) -> tuple[Policy, Resolved[EngineConfig]]:
     """Chooses the profile if nobody did, fills what it decides, and refuses what it denies.
 
     Args:
         engine: settings and where each came from.
         loopback: only this machine can connect; True for `LLM`, which listens nowhere.
+        sealed: the server is a sealed node.
         entries: implementations that the settings chose by name, such as `Entry.of(POLICIES, config.scheduler)`.
 
     Returns:
@@ -27,7 +34,7 @@ def settle(
         PolicyError: a setting wants what the profile denies; the message names the rule and what to change.
     """
     if engine.config.profile is None:
-        profile, why = default_profile(loopback=loopback, has_api_keys=has_api_keys)
+        profile, why = default_profile(loopback=loopback, has_api_keys=has_api_keys, sealed=sealed)
         engine = engine.explain(profile=(profile.value, why))
     policy = Policy(str(engine.config.profile))
     for entry in entries:
@@ -38,6 +45,12 @@ def settle(
     if wanted is None:
         ruling = policy.ruling("prefix-cache")
         engine = engine.explain(prefix_cache=(chosen, f"{ruling.rule}: {ruling.text}"))
+    if engine.config.release_prefixes is not None:
+        policy.check({"release-prefixes": Use(True, _source_of(engine, "release_prefixes"))})
+        if not chosen:
+            raise ConfigError(
+                "release_prefixes needs the prefix cache; leave it out, or prefix_cache on", param="release_prefixes"
+            )
     return policy, engine
 
 

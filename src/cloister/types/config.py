@@ -70,6 +70,9 @@ class EngineConfig:
     )
     scheduler: str = setting("fcfs", "Who goes first.")
     prefix_cache: bool | None = setting(None, "Reuse KV of equal prefixes inside a scope; unset, as the profile says.")
+    release_prefixes: str | None = setting(
+        None, "File of system prompts (a JSON list) that are no secret: everybody shares their KV, which stays once it is there."
+    )
     profile: str | None = setting(
         None,
         "Privacy profile; unset, `open` on loopback without API keys, else `team`.",
@@ -131,6 +134,11 @@ class ServerConfig:
     )
     log_clients: bool = setting(False, "Put the client's address into the line of a request.")
     otlp_endpoint: str | None = setting(None, "Address of an OpenTelemetry collector (OTLP over HTTP) that gets traces.")
+    sealed: bool = setting(
+        False,
+        "Start with no way in: measures before any library loads, no program executed, no calls out; the profile is then"
+        " `private` unless set.",
+    )
     drain_timeout_s: float = setting(30.0, "After SIGTERM, how long running requests may take to end.", low=0)
 
     @property

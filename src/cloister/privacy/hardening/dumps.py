@@ -17,7 +17,8 @@ class CoreLimit:
     stops = "core files"
 
     def apply(self, needs: Needs) -> str:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if resource.getrlimit(resource.RLIMIT_CORE) != (0, 0):  # once it is, the filter refuses to set it at all
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if resource.getrlimit(resource.RLIMIT_CORE) != (0, 0):
             raise Missing("the limit of core files is not 0", "start with `ulimit -c 0`")
         return f"0 bytes; core_pattern {self._pattern()}"

@@ -126,6 +126,8 @@ def file_rights(needs: Needs) -> Iterator[tuple[str, int]]:
     yield from ((path, READING) for path in (*code_paths(), *LIBRARIES, *KERNEL_FACTS, *SYSTEM_FACTS, *needs.read))
     yield from ((path, DEVICE) for path in (*DEVICES, *sorted(str(path) for path in Path("/dev").glob("nvidia*"))))
     yield from ((path, WRITING) for path in needs.write)
+    if needs.fork:
+        yield ("/proc", READING)  # each process that it makes reads a directory of its own there
 
 
 def code_paths() -> tuple[str, ...]:

@@ -1,16 +1,23 @@
-"""What the launcher was asked to start, and what follows for each process of the node. Pure."""
+"""What the launcher was asked to start, what follows for each process of the node, and executing the launcher."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Final, NoReturn
 
+from cloister.privacy.hardening.applying import HARDENED_PROFILES
+from cloister.privacy.hardening.environment import measured, restart_command
 from cloister.privacy.hardening.measure import Needs
 from cloister.privacy.hardening.starter import Role
 
 ENGINE: Final = "engine"
 ENGINE_MODULE: Final = "cloister.engine.child"
+HUB_SNAPSHOTS: Final = "snapshots"
+"""In the hub's cache, models--OWNER--NAME/snapshots/COMMIT holds links to files in models--OWNER--NAME/blobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +33,13 @@ class Launch:
     """
 
     profile: str
-    read: tuple[str, ...]
-    write: tuple[str, ...]
-    listen: tuple[int, ...]
-    connect: tuple[int, ...]
-    with_engine: bool
     module: str
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    write: tuple[str, ...] = ()
+    listen: tuple[int, ...] = ()
+    connect: tuple[int, ...] = ()
+    with_engine: bool = False
 
     @property
     def front(self) -> Needs:
@@ -49,3 +56,47 @@ class Launch:
     def roles(self) -> Mapping[str, Role]:
         """The processes that the starter may make: an engine has no network at all."""
         return {ENGINE: Role(ENGINE_MODULE, Needs(ENGINE, read=self.read, write=self.write), "before it is ready")}
+
+    def command_line(self) -> Iterator[str]:
+        """Yields the launcher's arguments that say the same."""
+        yield from ("--profile", self.profile)
+        for flag, values in (
+            ("--read", self.read),
+            ("--write", self.write),
+            ("--listen", self.listen),
+            ("--connect", self.connect),
+        ):
+            for value in values:
+                yield from (flag, str(value))
+        if self.with_engine:
+            yield "--with-engine"
+        yield from (self.module, *self.arguments)
+
+
+def execute(launch: Launch) -> NoReturn:
+    """Executes the launcher in place of this process, with a measured environment if the profile asks for measures."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = restart_command(tuple(launch.command_line()))
+    os.execve(command[0], command, measured(os.environ) if launch.profile in HARDENED_PROFILES else dict(os.environ))
+
+
+def reading(models: Iterable[Path], files: Iterable[Path]) -> tuple[str, ...]:
+    """Returns what has to be readable so that models, and files that may be replaced while the node runs, can be read.
+
+    Links are followed: a rule holds for what is there, not for its name. A file that is replaced is another one, so its
+    directory is named.
+    """
+    paths: dict[str, None] = {}
+    for model in models:
+        model = model.expanduser()
+        if HUB_SNAPSHOTS in model.parts:
+            model = Path(*model.parts[: model.parts.index(HUB_SNAPSHOTS)])
+        root = model.resolve()
+        inside = [entry.resolve() for entry in root.iterdir()] if root.is_dir() else []
+        paths[str(root)] = None
+        paths.update(dict.fromkeys(str(entry) for entry in inside if not entry.is_relative_to(root)))
+    for file in files:
+        file = file.expanduser()
+        paths.update(dict.fromkeys((str(file.parent.absolute()), str(file.resolve().parent))))
+    return tuple(paths)
