@@ -69,6 +69,7 @@ class SnpPlatform:
         self._ark_certificate = self._certify("ARK", self._ark, "ARK", self._ark, days=7300)
         self._ask_certificate = self._certify("ASK", ask, "ARK", self._ark, days=7300)
         self._vcek_certificate = self._certify("VCEK", self._vcek, "ASK", ask, days=self.days, is_chip=True)
+        self._crl = self._revoke()
 
     @property
     def roots(self) -> frozenset[str]:
@@ -78,7 +79,7 @@ class SnpPlatform:
     def extra(self) -> dict[str, bytes]:
         """What evidence carries beside the report."""
         certificates = {"vcek": self._vcek_certificate, "ask": self._ask_certificate, "ark": self._ark_certificate}
-        return {name: c.public_bytes(Encoding.DER) for name, c in certificates.items()} | {"crl": self._revoke()}
+        return {name: c.public_bytes(Encoding.DER) for name, c in certificates.items()} | {"crl": self._crl}
 
     def sign(self, report: bytes) -> bytes:
         """Returns the whole report."""

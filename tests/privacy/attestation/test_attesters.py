@@ -1,0 +1,183 @@
+"""Attesters: what the kernel and the driver give becomes evidence that the verifiers prove; a machine without them says so."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloister.privacy.attestation import AttestationError, Evidence, Findings, Outcome, Policy, gpu_nonce, report_data
+from cloister.privacy.attestation.nvidia import GpuVerifier, chain_extra, report_extra
+from cloister.privacy.attestation.nvml import GpuAttester, Nvml
+from cloister.privacy.attestation.sev_snp import SnpVerifier
+from cloister.privacy.attestation.software import SoftwareAttester
+from cloister.privacy.attestation.tdx import COLLATERAL
+from cloister.privacy.attestation.tsm import SnpAttester, TdxAttester, fetch_report, read_table
+from tests import attestation_vectors as real
+from tests.fake_configfs import FakeConfigfs
+from tests.snp_platform import NOW, SnpPlatform, make_report
+
+STATEMENT = b"a statement"
+GUIDS = {
+    "vcek": "63da758d-e664-4564-adc5-f4b93be8accd",
+    "ask": "4ab7b379-bbac-4fe4-a02f-05aef327c782",
+    "ark": "c0b406a4-a803-4952-9743-3fb6014cd0ae",
+}
+
+
+def make_table(certificates: dict[str, bytes]) -> bytes:
+    """The host's table: entries, one of zeros, then what they point to."""
+    head, body = b"", b""
+    start = 24 * (len(certificates) + 1)
+    for name, encoded in certificates.items():
+        guid = uuid.UUID(GUIDS[name]) if name in GUIDS else uuid.UUID(int=99)
+        head += guid.bytes + struct.pack("<II", start + len(body), len(encoded))
+        body += encoded
+    return head + bytes(24) + body
+
+
+@pytest.fixture(scope="module")
+def platform() -> SnpPlatform:
+    return SnpPlatform()
+
+
+def check(evidence: Evidence, platform: SnpPlatform) -> Findings:
+    return SnpVerifier(platform.roots).verify(evidence, Policy(profile="team"), NOW)
+
+
+def test_a_report_of_the_kernel_becomes_evidence_that_verifies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: SnpPlatform
+):
+    chain = {name: platform.extra[name] for name in GUIDS}
+    configfs = FakeConfigfs(tmp_path / "report", "sev_guest", lambda data: platform.sign(make_report(data)), make_table(chain))
+    configfs.install(monkeypatch)
+    evidence = SnpAttester(folder=configfs.folder).attest(STATEMENT)
+    findings = check(evidence, platform)
+    assert findings.accepted
+    assert "report-data" in [step.slug for step in findings.of(Outcome.PROVED)]
+    assert list(configfs.folder.iterdir()) == [], "the request is taken away again"
+
+
+def test_certificates_that_the_host_does_not_give_come_from_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: SnpPlatform
+):
+    configfs = FakeConfigfs(tmp_path / "report", "sev_guest", lambda data: platform.sign(make_report(data)))
+    (tmp_path / "certificates").mkdir()
+    for name, encoded in platform.extra.items():
+        (tmp_path / "certificates" / name).write_bytes(encoded)
+    configfs.install(monkeypatch)
+    with pytest.raises(AttestationError, match=r"vcek, ask, ark.*--certificates"):
+        SnpAttester(folder=configfs.folder).attest(STATEMENT)
+    evidence = SnpAttester(tmp_path / "certificates", configfs.folder).attest(STATEMENT)
+    assert evidence.extra == platform.extra
+    assert check(evidence, platform).accepted
+
+
+def test_a_quote_of_the_kernel_becomes_evidence_with_its_collateral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[bytes] = []
+    configfs = FakeConfigfs(tmp_path / "report", "tdx_guest", lambda data: (asked.append(data), real.td_quote())[1])
+    configfs.install(monkeypatch)
+    evidence = TdxAttester(lambda quote: b"collateral of " + quote[:2], configfs.folder).attest(STATEMENT)
+    assert asked == [report_data(STATEMENT)]
+    assert evidence == Evidence("tdx", STATEMENT, real.td_quote(), {COLLATERAL: b"collateral of " + real.td_quote()[:2]})
+
+
+def test_another_platform_than_asked_for_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    configfs = FakeConfigfs(tmp_path / "report", "tdx_guest", lambda data: b"quote")
+    configfs.install(monkeypatch)
+    with pytest.raises(AttestationError, match="tdx_guest"):
+        SnpAttester(folder=configfs.folder).attest(STATEMENT)
+
+
+def test_a_report_that_another_program_asked_for_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    configfs = FakeConfigfs(tmp_path / "report", "sev_guest", lambda data: b"report", jumps=1)
+    configfs.install(monkeypatch)
+    with pytest.raises(AttestationError, match="another program"):
+        fetch_report(bytes(64), configfs.folder)
+    assert list(configfs.folder.iterdir()) == []
+
+
+def test_a_machine_that_is_no_confidential_guest_says_what_is_missing(tmp_path: Path):
+    with pytest.raises(AttestationError, match="no confidential guest"):
+        fetch_report(bytes(64), tmp_path / "absent")
+
+
+def test_entries_of_the_table_that_are_not_known_are_left_out():
+    table = make_table({"vcek": b"one", "provider's": b"two", "ark": b"three"})
+    assert read_table(table) == {"vcek": b"one", "ark": b"three"}
+    assert read_table(b"") == {}
+
+
+def test_a_broken_table_is_an_error():
+    with pytest.raises(AttestationError, match="broken"):
+        read_table(make_table({"vcek": b"one"})[:-1])
+
+
+class FakeNvml:
+    """NVML of a machine with one GPU, which answers with the report and the certificates of a real one."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.asked: list[bytes] = []
+        self.open = 0
+        self._status = status
+
+    def nvmlInit_v2(self) -> int:
+        self.open += 1
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        self.open -= 1
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = 1
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, number: Any, device: Any) -> int:
+        device._obj.value = 17
+        return 0
+
+    def nvmlDeviceGetConfComputeGpuCertificate(self, device: Any, certificates: Any) -> int:
+        _, chain, _ = real.gpu_evidence()
+        certificates._obj.attestation_size = len(chain)
+        ctypes.memmove(certificates._obj.attestation, chain, len(chain))
+        return self._status
+
+    def nvmlDeviceGetConfComputeGpuAttestationReport(self, device: Any, given: Any) -> int:
+        report, _, _ = real.gpu_evidence()
+        self.asked.append(bytes(given._obj.nonce))
+        given._obj.size = len(report)
+        ctypes.memmove(given._obj.report, report, len(report))
+        return 0
+
+
+def test_a_gpu_is_asked_with_the_hash_of_the_processors_report_data():
+    library = FakeNvml()
+    evidence = GpuAttester(SoftwareAttester(), Nvml(library)).attest(STATEMENT)
+    report, chain, nonce = real.gpu_evidence()
+    assert library.asked == [gpu_nonce(report_data(STATEMENT))]
+    assert library.open == 0
+    assert evidence.extra == {report_extra(0): report, chain_extra(0): chain}
+    checked = GpuVerifier().verify_report(
+        evidence.extra[report_extra(0)], evidence.extra[chain_extra(0)], nonce, Policy(profile="team"), real.NOW
+    )
+    assert checked.accepted
+
+
+def test_a_gpu_that_is_not_in_confidential_mode_says_so():
+    library = FakeNvml(status=3)
+    with pytest.raises(AttestationError, match="confidential mode"):
+        Nvml(library).fetch(bytes(32))
+    assert library.open == 0
+
+
+def test_a_driver_without_confidential_computing_says_so():
+    class Old(FakeNvml):
+        nvmlDeviceGetConfComputeGpuCertificate = property()
+
+    with pytest.raises(AttestationError, match="too old"):
+        Nvml(Old()).fetch(bytes(32))
