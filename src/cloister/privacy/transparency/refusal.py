@@ -15,7 +15,8 @@ class Reason(StrEnum):
     NOT_CANONICAL = "not_canonical"
     NOT_YET_VALID = "epoch_not_yet_valid"
     EXPIRED = "epoch_expired"
-    WENT_BACK = "epoch_went_back"
+    OUT_OF_ORDER = "epoch_out_of_order"
+    NOT_NEWEST = "epoch_not_newest"
     UNKNOWN_PROFILE = "unknown_profile"
     OTHER_LOG = "other_log"
     BAD_LOG_SIGNATURE = "bad_log_signature"
@@ -36,11 +37,16 @@ class TransparencyError(CloisterError):
     """A log, a checkpoint, an epoch or a release is not what it has to be; `reason` says which rule it broke.
 
     A client that meets one sends nothing: it is what an operator who lies would look like.
+
+    Attributes:
+        reason: the rule.
+        evidence: two signed checkpoints that contradict each other, where that is what happened.
     """
 
     code = "not_transparent"
     status = 502
 
-    def __init__(self, reason: Reason, message: str) -> None:
+    def __init__(self, reason: Reason, message: str, evidence: tuple[str, ...] = ()) -> None:
         super().__init__(message, code=f"{self.code}.{reason}")
         self.reason = reason
+        self.evidence = evidence

@@ -1,0 +1,179 @@
+"""What a client checks before it believes an epoch, and what it remembers of the log. No I/O, no clock.
+
+The client keeps a `View`: the size of the log it saw last and the frontier of its tree. For a newer checkpoint it reads every
+entry since and adds it to the frontier. If the root comes out, nothing old was changed and nothing new was hidden: so one pass
+is the consistency proof, finds revocations, and counts the epochs. The epoch must be the newest entry of its checkpoint: so
+there is one epoch for each size of the log, and witnesses see to it that there is one log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from cloister.privacy.transparency.bundle import EpochBundle, Hash, LoggedEntry, parse_bundle
+from cloister.privacy.transparency.checkpoint import Checkpoint, open_checkpoint
+from cloister.privacy.transparency.epoch import EPOCH_PREFIX, Count, Epoch, check_epoch, check_times, epoch_leaf, parse_epoch
+from cloister.privacy.transparency.merkle import extend_frontier, frontier_root, hash_leaf, verify_inclusion
+from cloister.privacy.transparency.refusal import Reason, TransparencyError
+from cloister.privacy.transparency.release import MINIMUM_PREFIX, Release, read_minimum, read_release
+from cloister.privacy.transparency.tiles import WIDTH, bundles_between, unpack_entries
+from cloister.privacy.transparency.trust import Trust
+
+
+class View(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a client remembers of a log; it starts empty.
+
+    Attributes:
+        size: leaves of the newest checkpoint that it believed.
+        frontier: roots of the complete subtrees of that tree, the largest first.
+        checkpoint: that checkpoint, signed: one half of the proof if the log ever shows another.
+        epoch: the number of the newest epoch; 0 before the first.
+        minimum: no release with a smaller number runs.
+    """
+
+    size: Count = 0
+    frontier: Annotated[tuple[Hash, ...], Meta(max_length=64)] = ()
+    checkpoint: str = ""
+    epoch: Count = 0
+    minimum: Count = 0
+
+
+@dataclass(frozen=True)
+class Believed:
+    """An epoch that passed every check.
+
+    Attributes:
+        epoch: what to draw from.
+        release: what its nodes run.
+        checkpoint: the checkpoint that has it, and `note`, the same with its signatures.
+        note: signed checkpoint, text.
+        view: what to remember now.
+    """
+
+    epoch: Epoch
+    release: Release
+    checkpoint: Checkpoint
+    note: str
+    view: View
+
+
+def needed_paths(data: bytes, trust: Trust, view: View) -> list[str]:
+    """Which files of the log a client has to fetch before it can believe a bundle; none if the log has not grown.
+
+    Returns:
+        Paths below the log's URL, the keys of `fetched` in `believe`.
+
+    Raises:
+        TransparencyError: the bundle is malformed, or not of the log that is trusted.
+    """
+    size = open_checkpoint(parse_bundle(data).checkpoint, trust.log)[0].size
+    return [tile.path for tile in bundles_between(view.size, size, size)]
+
+
+def believe(data: bytes, trust: Trust, view: View, fetched: Mapping[str, bytes], now: float) -> Believed:
+    """Checks a bundle from beginning to end.
+
+    Args:
+        data: what the gateway serves as its epoch.
+        trust: whom to believe.
+        view: what was remembered.
+        fetched: content of the files that `needed_paths` named.
+        now: Unix time in seconds.
+
+    Raises:
+        TransparencyError: the first rule that it breaks; nothing may be sent then.
+    """
+    bundle = parse_bundle(data)
+    checkpoint, _ = trust.open_checkpoint(bundle.checkpoint, now)
+    _check_inclusion(bundle, checkpoint)
+    _check_epoch(bundle.epoch, trust, now)
+    _check_history(checkpoint, bundle, view)
+    after = _read_on(checkpoint, bundle, view, fetched, trust)
+    release = _check_release(bundle, trust, after)
+    return Believed(bundle.epoch, release, checkpoint, bundle.checkpoint, after)
+
+
+def _check_inclusion(bundle: EpochBundle, checkpoint: Checkpoint) -> None:
+    epoch = LoggedEntry(epoch_leaf(bundle.epoch), bundle.index, bundle.proof)
+    for logged in (epoch, bundle.release, bundle.minimum):
+        if logged:
+            verify_inclusion(hash_leaf(logged.entry), logged.index, checkpoint.size, logged.proof, checkpoint.root)
+    if bundle.index != checkpoint.size - 1:
+        raise TransparencyError(
+            Reason.NOT_NEWEST, "the epoch is not the newest entry of its checkpoint; there could be another one"
+        )
+
+
+def _check_epoch(epoch: Epoch, trust: Trust, now: float) -> None:
+    check_epoch(epoch)
+    check_times(epoch, now)
+    if epoch.profile not in trust.profiles:
+        accepted = " or ".join(sorted(trust.profiles))
+        raise TransparencyError(
+            Reason.UNKNOWN_PROFILE, f"the nodes run under the profile {epoch.profile}; this client takes {accepted}"
+        )
+
+
+def _check_history(checkpoint: Checkpoint, bundle: EpochBundle, view: View) -> None:
+    if checkpoint.size < view.size:
+        message = "the log is shorter than it was; it was rolled back, or this is an old copy"
+        raise TransparencyError(Reason.ROLLED_BACK, message, (view.checkpoint, bundle.checkpoint))
+    if checkpoint.size == view.size and checkpoint.root != frontier_root(view.frontier):
+        message = "the log shows two trees of one size; keep both checkpoints, they prove that it lies"
+        raise TransparencyError(Reason.SPLIT_VIEW, message, (view.checkpoint, bundle.checkpoint))
+
+
+def _read_on(checkpoint: Checkpoint, bundle: EpochBundle, view: View, fetched: Mapping[str, bytes], trust: Trust) -> View:
+    entries = list(_unpack(view.size, checkpoint.size, fetched))
+    frontier = extend_frontier(view.frontier, view.size, map(hash_leaf, entries))
+    if frontier_root(frontier) != checkpoint.root:
+        message = (
+            "the log's entries do not lead from what was remembered to this checkpoint; it was rewritten, or shows two faces"
+        )
+        raise TransparencyError(Reason.NOT_CONSISTENT, message, (view.checkpoint, bundle.checkpoint))
+    number, minimum = view.epoch, view.minimum
+    for entry in entries:
+        if entry.startswith(EPOCH_PREFIX):
+            logged = parse_epoch(entry.removeprefix(EPOCH_PREFIX)).epoch
+            if logged != number + 1:
+                raise TransparencyError(
+                    Reason.OUT_OF_ORDER, f"epoch {logged} follows epoch {number} in the log; two may hold at once"
+                )
+            number = logged
+        elif entry.startswith(MINIMUM_PREFIX):
+            with contextlib.suppress(TransparencyError):  # by another key it says nothing, and cannot stop anybody either
+                minimum = max(minimum, read_minimum(entry, trust.releases))
+    if bundle.epoch.epoch != number:
+        raise TransparencyError(Reason.OUT_OF_ORDER, f"the epoch is number {bundle.epoch.epoch}; the log's newest is {number}")
+    return View(checkpoint.size, frontier, bundle.checkpoint, number, minimum)
+
+
+def _unpack(begin: int, size: int, fetched: Mapping[str, bytes]) -> Iterator[bytes]:
+    for tile in bundles_between(begin, size, size):
+        data = fetched.get(tile.path)
+        if data is None:
+            raise TransparencyError(
+                Reason.NOT_CONSISTENT, f"{tile.path} of the log could not be fetched, so nobody knows what is in it"
+            )
+        yield from unpack_entries(data, tile.width)[max(begin - tile.index * WIDTH, 0) :]
+
+
+def _check_release(bundle: EpochBundle, trust: Trust, view: View) -> Release:
+    release = read_release(bundle.release.entry, trust.releases)
+    if release.digest != bundle.epoch.release:
+        raise TransparencyError(Reason.WRONG_RELEASE, "the release that came with the epoch is not the one that it names")
+    if release.profile != bundle.epoch.profile:
+        raise TransparencyError(Reason.WRONG_RELEASE, "the release is for another privacy profile than the epoch's")
+    minimum = read_minimum(bundle.minimum.entry, trust.releases) if bundle.minimum else 0
+    if minimum < view.minimum:
+        raise TransparencyError(Reason.HIDDEN_MINIMUM, "the log revokes releases that the gateway does not speak of")
+    if release.number < max(minimum, view.minimum):
+        raise TransparencyError(
+            Reason.REVOKED, f"release {release.number} was revoked; {view.minimum} is the least that may run"
+        )
+    return release

@@ -1,0 +1,44 @@
+"""What a client remembers of the log between runs: one small file that only ever moves forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from cloister.privacy.transparency.checks import View
+from cloister.privacy.transparency.files import SECRET, locked, write_whole
+from cloister.types.errors import ConfigError
+
+
+class Memory:
+    """A `View` on disk. Several clients of one person may share it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser()
+
+    def load(self) -> View:
+        """What was remembered; the empty view on first use.
+
+        Raises:
+            ConfigError: the file is broken. It is not passed over: whoever could break it could hide a split view.
+        """
+        try:
+            return msgspec.json.decode(self.path.read_bytes(), type=View)
+        except FileNotFoundError:
+            return View()
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.strerror}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            message = f"{self.path} is broken ({error}); remove it to read the log from its beginning again"
+            raise ConfigError(message) from None
+
+    def save(self, view: View) -> None:
+        """Remembers a view, unless a later one of this log was remembered meanwhile."""
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make {self.path.parent}: {error.strerror}") from None
+        with locked(self.path.parent):
+            if view.size >= self.load().size:
+                write_whole(self.path, msgspec.json.encode(view, order="sorted"), SECRET)

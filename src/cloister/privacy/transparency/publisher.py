@@ -1,0 +1,187 @@
+"""Makes the next epoch, logs it, has it cosigned, and hands out the one file that every client gets.
+
+The gateway holds one. Nothing is handed out that a client would refuse: too few cosignatures or a release that was revoked or
+never logged stop the new epoch, and the one before stays until it ends. A node that runs something else is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cloister.privacy.attestation.evidence import read_evidence, read_statement
+from cloister.privacy.transparency.bundle import EpochBundle, encode_bundle
+from cloister.privacy.transparency.epoch import (
+    MAX_EPOCH_S,
+    Epoch,
+    GatewayEntry,
+    IssuerEntry,
+    NodeEntry,
+    build_epoch,
+    epoch_leaf,
+)
+from cloister.privacy.transparency.history import History
+from cloister.privacy.transparency.log import Log
+from cloister.privacy.transparency.note import Note, Signature
+from cloister.privacy.transparency.refusal import Reason, TransparencyError
+from cloister.privacy.transparency.release import Release
+from cloister.privacy.transparency.trust import Trust
+from cloister.types.errors import CloisterError
+
+MIN_EPOCH_S = 60
+"""A node whose keys end sooner is left out: clients could hardly fetch the list in time."""
+
+
+class Cosigner(Protocol):
+    """A witness, however it is reached."""
+
+    async def cosign(self, log: Log, note: Note) -> Sequence[Signature]:
+        """Its cosignatures on a checkpoint of the log.
+
+        Raises:
+            CloisterError: it refused, or did not answer before its deadline.
+        """
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the gateway knows that belongs into an epoch.
+
+    Attributes:
+        gateway: its own URL and keys.
+        issuers: whose tokens it takes.
+        evidence: the evidence document of each node that it reaches, as the node served it.
+        release: digest of the release that the nodes have to run.
+        profile: name of the profile that they have to run under.
+    """
+
+    gateway: GatewayEntry
+    issuers: tuple[IssuerEntry, ...]
+    evidence: tuple[bytes, ...]
+    release: str
+    profile: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """A new epoch.
+
+    Attributes:
+        bundle: what every client is given, bytes of `EpochBundle`.
+        epoch: what is in it.
+        evidence: the evidence documents of its nodes by SHA-256 in hex.
+        left_out: why documents were left out, for the operator; one line each.
+    """
+
+    bundle: bytes
+    epoch: Epoch
+    evidence: dict[str, bytes]
+    left_out: tuple[str, ...]
+
+
+class Publisher:
+    """The one that writes epochs into a log."""
+
+    def __init__(self, log: Log, trust: Trust, cosigners: Iterable[Cosigner]) -> None:
+        """
+        Args:
+            log: the log, with its key.
+            trust: what clients trust; an epoch that they would refuse is not published.
+            cosigners: the witnesses to ask, all at once.
+        """
+        self._log = log
+        self._trust = trust
+        self._cosigners = tuple(cosigners)
+        self._history = History(log, trust.releases)
+        self._turn = asyncio.Lock()
+
+    async def publish(self, contents: Contents, now: float, lifetime_s: int = MAX_EPOCH_S) -> Published:
+        """Publishes the next epoch; it holds from `now` on.
+
+        Args:
+            contents: what goes into it.
+            now: Unix time in seconds.
+            lifetime_s: how long it holds at most; it ends earlier if a node's keys do.
+
+        Raises:
+            TransparencyError: clients would refuse it; the message says why.
+            ConfigError: the log cannot be written.
+        """
+        async with self._turn:
+            self._history.advance(self._log.checkpoint()[0].size)
+            release = self._history.release(contents.release)
+            nodes, evidence, left_out = select_nodes(contents, release, now)
+            epoch = build_epoch(
+                number=self._history.epoch.epoch + 1 if self._history.epoch else 1,
+                not_before=int(now),
+                not_after=min(int(now) + min(lifetime_s, MAX_EPOCH_S), *(until for _, until in nodes)),
+                gateway=contents.gateway,
+                issuers=contents.issuers,
+                nodes=[node for node, _ in nodes],
+                release=contents.release,
+                profile=contents.profile,
+                witnesses=[str(witness) for witness in self._trust.witnesses],
+            )
+            appended = await asyncio.to_thread(self._log.append, [epoch_leaf(epoch)])
+            note = await self._gather_cosignatures(appended.note, now)
+            self._log.cosigned(note)
+            self._history.advance(appended.checkpoint.size)
+            bundle = EpochBundle(
+                checkpoint=str(note),
+                epoch=epoch,
+                index=appended.first,
+                proof=self._log.prove_inclusion(appended.first, appended.checkpoint.size),
+                release=self._history.logged_release(contents.release),
+                minimum=self._history.logged_minimum(),
+            )
+            return Published(encode_bundle(bundle), epoch, evidence, tuple(left_out))
+
+    async def _gather_cosignatures(self, note: Note, now: float) -> Note:
+        answers = await asyncio.gather(*(each.cosign(self._log, note) for each in self._cosigners), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, CloisterError):
+                continue  # as many as the threshold are enough; `open_checkpoint` counts them
+            if isinstance(answer, BaseException):
+                raise answer
+            note = note.add(*answer)
+        self._trust.open_checkpoint(str(note), now)
+        return note
+
+
+def select_nodes(
+    contents: Contents, release: Release, now: float
+) -> tuple[list[tuple[NodeEntry, int]], dict[str, bytes], list[str]]:
+    """The nodes that run what the epoch says, with the time at which their keys end; their evidence; why others are left out.
+
+    Whether the evidence is true is for clients to check; here it only has to say the same as the epoch.
+
+    Raises:
+        TransparencyError: no node is left.
+    """
+    nodes: list[tuple[NodeEntry, int]] = []
+    documents: dict[str, bytes] = {}
+    left_out: list[str] = []
+    for encoded in contents.evidence:
+        digest = hashlib.sha256(encoded).hexdigest()
+        try:
+            statement = read_statement(read_evidence(encoded).statement)
+        except CloisterError as error:
+            left_out.append(f"evidence {digest[:16]} cannot be read: {error.message}")
+            continue
+        wanted = (contents.release, release.model, contents.profile, release.profile_digest)
+        if (statement.release, statement.model, statement.profile, statement.profile_digest) != wanted:
+            left_out.append(f"node {statement.node_id[:16]} runs another release, model or profile than the epoch's")
+        elif not statement.not_before <= now + 1 or statement.not_after < now + MIN_EPOCH_S:
+            left_out.append(f"the keys of node {statement.node_id[:16]} do not hold now, or not long enough")
+        elif any(node.node_id == statement.node_id for node, _ in nodes):
+            left_out.append(f"node {statement.node_id[:16]} sent evidence twice")
+        else:
+            nodes.append((NodeEntry(statement.node_id, statement.capacity, statement.keys, digest), statement.not_after))
+            documents[digest] = encoded
+    if not nodes:
+        message = "no node can stand in the epoch: " + ("; ".join(left_out) or "none sent evidence")
+        raise TransparencyError(Reason.MALFORMED, message)
+    return nodes, documents, left_out

@@ -1,0 +1,127 @@
+"""Whom a client believes: keys and limits to start from, as one small file that comes with the client, not from the net."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from cloister.privacy.transparency.checkpoint import Checkpoint, open_checkpoint
+from cloister.privacy.transparency.epoch import MAX_CLOCK_SKEW_S
+from cloister.privacy.transparency.note import Kind, Note, PublicKey, cosigned_at
+from cloister.privacy.transparency.refusal import Reason, TransparencyError
+from cloister.types.errors import ConfigError
+
+MAX_AGE_S = 24 * 3600
+MIN_WITNESSES = 2
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Keys and limits.
+
+    Attributes:
+        log: the log's key; its name is the log's origin.
+        witnesses: who may cosign; no two have one key.
+        threshold: how many of them must have, `MIN_WITNESSES` at least.
+        releases: who may sign releases.
+        profiles: privacy profiles under which a node may run.
+        max_age_s: how old those cosignatures may be, `MAX_AGE_S` at most.
+    """
+
+    log: PublicKey
+    witnesses: tuple[PublicKey, ...]
+    releases: tuple[PublicKey, ...]
+    threshold: int = MIN_WITNESSES
+    profiles: frozenset[str] = frozenset({"private", "paranoid"})
+    max_age_s: float = MAX_AGE_S
+
+    def __post_init__(self) -> None:
+        if len({witness.key for witness in self.witnesses}) != len(self.witnesses):
+            raise ConfigError("two witnesses have one key: they are one witness")
+        if any(witness.kind is not Kind.COSIGNATURE for witness in self.witnesses) or self.log.kind is not Kind.NOTE:
+            raise ConfigError("a witness's key is of kind 4 and the log's of kind 1; one of them is not")
+        if self.log.key in {witness.key for witness in self.witnesses}:
+            raise ConfigError("the log cannot be its own witness")
+        if not MIN_WITNESSES <= self.threshold <= len(self.witnesses):
+            raise ConfigError(
+                f"between {MIN_WITNESSES} and all of the witnesses must cosign; the threshold is {self.threshold}"
+            )
+        if not self.releases:
+            raise ConfigError("no key is trusted for releases, so no node could be; name one at least")
+        if not 0 < self.max_age_s <= MAX_AGE_S:
+            raise ConfigError(f"a checkpoint may be {MAX_AGE_S} seconds old at most")
+
+    def open_checkpoint(self, text: str, now: float) -> tuple[Checkpoint, Note]:
+        """Reads a checkpoint that enough witnesses cosigned lately.
+
+        Args:
+            text: the signed note.
+            now: Unix time in seconds.
+
+        Raises:
+            TransparencyError: it is not signed by the log, or by too few witnesses, or too long ago.
+        """
+        checkpoint, note = open_checkpoint(text, self.log)
+        times = list(cosigned_at(note, self.witnesses).values())
+        if len(times) < self.threshold:
+            message = f"{len(times)} of {len(self.witnesses)} witnesses cosigned the checkpoint; {self.threshold} have to"
+            raise TransparencyError(Reason.TOO_FEW_WITNESSES, message)
+        if sum(time <= now + MAX_CLOCK_SKEW_S for time in times) < self.threshold:
+            message = "the checkpoint was cosigned in the future; check this machine's clock"
+            raise TransparencyError(Reason.FUTURE_CHECKPOINT, message)
+        if sum(now - self.max_age_s <= time <= now + MAX_CLOCK_SKEW_S for time in times) < self.threshold:
+            message = f"too few witnesses cosigned the checkpoint within the last {self.max_age_s / 3600:g} hours"
+            raise TransparencyError(Reason.STALE_CHECKPOINT, message)
+        return checkpoint, note
+
+
+class _File(Struct, frozen=True, forbid_unknown_fields=True):
+    log: str
+    witnesses: Annotated[list[str], Meta(max_length=16)]
+    releases: Annotated[list[str], Meta(max_length=16)]
+    threshold: int = MIN_WITNESSES
+    profiles: tuple[str, ...] = ("private", "paranoid")
+
+
+def encode_trust(trust: Trust) -> bytes:
+    """The file's content, JSON."""
+    keys = [str(witness) for witness in trust.witnesses], [str(key) for key in trust.releases]
+    return (
+        msgspec.json.format(msgspec.json.encode(_File(str(trust.log), *keys, trust.threshold, tuple(sorted(trust.profiles)))))
+        + b"\n"
+    )
+
+
+def parse_trust(data: bytes) -> Trust:
+    """Reads the file's content.
+
+    Raises:
+        ConfigError: it cannot be read, or contradicts itself.
+    """
+    try:
+        file = msgspec.json.decode(data, type=_File)
+        return Trust(
+            log=PublicKey.parse(file.log),
+            witnesses=tuple(map(PublicKey.parse, file.witnesses)),
+            releases=tuple(map(PublicKey.parse, file.releases)),
+            threshold=file.threshold,
+            profiles=frozenset(file.profiles),
+        )
+    except (msgspec.DecodeError, UnicodeDecodeError, TransparencyError) as error:
+        raise ConfigError(f"the trust file cannot be read: {error}") from None
+
+
+def read_trust(path: Path) -> Trust:
+    """Reads a trust file.
+
+    Raises:
+        ConfigError: it is missing, cannot be read, or contradicts itself.
+    """
+    try:
+        return parse_trust(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read the trust file {path}: {error.strerror}") from None

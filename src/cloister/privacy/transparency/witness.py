@@ -1,0 +1,161 @@
+"""A witness (C2SP tlog-witness): cosigns a checkpoint only if its log extends what the witness cosigned before.
+
+It keeps one checkpoint for each log on disk, written before the cosignature leaves: no crash makes it sign two histories.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cloister.privacy.transparency.checkpoint import Checkpoint, open_checkpoint, parse_checkpoint
+from cloister.privacy.transparency.files import locked, write_whole
+from cloister.privacy.transparency.merkle import EMPTY_ROOT, HASH_BYTES, verify_consistency
+from cloister.privacy.transparency.note import Kind, Note, PrivateKey, PublicKey, cosign, parse_note
+from cloister.privacy.transparency.refusal import Reason, TransparencyError
+from cloister.types.errors import ConfigError
+
+MAX_PROOF = 63
+MAX_REQUEST_BYTES = 32_768
+SIZE_TYPE = "text/x.tlog.size"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a witness answers over HTTP.
+
+    Attributes:
+        status: 200 with cosignatures; 409 with the size that it knows; 400, 403, 404 or 422 with a reason.
+        body: text.
+        media_type: of the body.
+    """
+
+    status: int
+    body: str
+    media_type: str = "text/plain; charset=utf-8"
+
+
+def encode_request(old: int, proof: Iterable[bytes], note: Note) -> bytes:
+    """The body of `add-checkpoint`.
+
+    Args:
+        old: size of the checkpoint that the witness knows.
+        proof: consistency proof from there to the checkpoint; empty from size 0.
+        note: the checkpoint, signed by its log.
+    """
+    lines = [f"old {old}", *(base64.b64encode(part).decode() for part in proof)]
+    return ("\n".join(lines) + "\n\n" + str(note)).encode()
+
+
+class Witness:
+    """A key, the logs that it watches, and what it cosigned last.
+
+    Attributes:
+        key: its verifier key.
+    """
+
+    def __init__(self, directory: Path, key: PrivateKey, logs: Iterable[PublicKey]) -> None:
+        if key.kind is not Kind.COSIGNATURE:
+            raise ConfigError("a witness signs with a key of the kind COSIGNATURE; a log's key cannot be a witness's")
+        self.key = key.public
+        self._private = key
+        self._logs = {log.name: log for log in logs}
+        self._directory = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make the witness's directory {directory}: {error.strerror}") from None
+
+    def add_checkpoint(self, body: bytes, now: float) -> Answer:
+        """Answers a request of a log.
+
+        Args:
+            body: as `encode_request` makes it.
+            now: Unix time in seconds.
+
+        Raises:
+            ConfigError: its state cannot be read or written; nothing was cosigned.
+        """
+        try:
+            old, proof, text = _decode_request(body)
+            log = self._logs.get(parse_checkpoint(parse_note(text).text).origin)
+        except TransparencyError as error:
+            return Answer(400, f"{error.message}\n")
+        if log is None:
+            return Answer(404, "this witness does not watch a log of this origin\n")
+        try:
+            checkpoint, note = open_checkpoint(text, log)
+        except TransparencyError as error:
+            return Answer(403, f"{error.message}\n")
+        if old > checkpoint.size:
+            return Answer(400, "the old size is larger than the checkpoint's\n")
+        with locked(self._directory):  # compare and keep are one step: no older checkpoint overtakes
+            return self._judge(old, proof, checkpoint, note, log, int(now))
+
+    def known(self, log: PublicKey) -> Checkpoint:
+        """What it cosigned last of a log; the empty tree if it never did.
+
+        Raises:
+            ConfigError: its state was damaged.
+        """
+        path = self._path(log)
+        try:
+            return open_checkpoint(path.read_text(), log)[0]
+        except FileNotFoundError:
+            return Checkpoint(log.name, 0, EMPTY_ROOT)
+        except (OSError, UnicodeDecodeError, TransparencyError):
+            raise ConfigError(
+                f"the witness's state {path} is damaged; restore it, or it could cosign a second history"
+            ) from None
+
+    def _judge(self, old: int, proof: list[bytes], checkpoint: Checkpoint, note: Note, log: PublicKey, now: int) -> Answer:
+        known = self.known(log)
+        if old != known.size:
+            return Answer(409, f"{known.size}\n", SIZE_TYPE)
+        if old == checkpoint.size and checkpoint.root != known.root:
+            return Answer(409, f"{known.size}\n", SIZE_TYPE)
+        try:
+            if old == 0:
+                if proof or (checkpoint.size == 0 and checkpoint.root != EMPTY_ROOT):
+                    raise TransparencyError(Reason.NOT_CONSISTENT, "a proof from an empty tree is empty")
+            else:
+                verify_consistency(old, checkpoint.size, known.root, checkpoint.root, proof)
+        except TransparencyError as error:
+            return Answer(422, f"{error.message}\n")
+        write_whole(self._path(log), str(note).encode())
+        return Answer(200, str(cosign(note.text, self._private, now)))
+
+    def _path(self, log: PublicKey) -> Path:
+        return self._directory / f"{hashlib.sha256(log.name.encode()).hexdigest()}.checkpoint"
+
+
+def _decode_request(body: bytes) -> tuple[int, list[bytes], str]:
+    malformed = TransparencyError(Reason.MALFORMED, "the body is: old SIZE, proof lines, an empty line, a checkpoint")
+    if len(body) > MAX_REQUEST_BYTES:
+        raise TransparencyError(Reason.TOO_LARGE, f"the body has {MAX_REQUEST_BYTES:,} bytes at most")
+    try:
+        head, blank, note = body.decode().partition("\n\n")
+    except UnicodeDecodeError:
+        raise malformed from None
+    first, *lines = head.split("\n")
+    size = first.removeprefix("old ")
+    if (
+        not blank
+        or len(lines) > MAX_PROOF
+        or not size.isascii()
+        or not size.isdecimal()
+        or len(size) > 16
+        or first != f"old {int(size)}"
+    ):
+        raise malformed
+    try:
+        proof = [base64.b64decode(line, validate=True) for line in lines]
+    except (binascii.Error, ValueError):
+        raise malformed from None
+    if any(len(part) != HASH_BYTES for part in proof):
+        raise malformed
+    return int(size), proof, note

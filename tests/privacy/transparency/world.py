@@ -1,0 +1,102 @@
+"""A log, three witnesses, a release key and a node, all real, in one directory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from cloister.privacy.attestation.evidence import Statement
+from cloister.privacy.attestation.software import SoftwareAttester
+from cloister.privacy.transparency.asking import NearWitness
+from cloister.privacy.transparency.checks import Believed, View, believe, needed_paths
+from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry
+from cloister.privacy.transparency.log import Log
+from cloister.privacy.transparency.note import Kind, PrivateKey
+from cloister.privacy.transparency.publisher import Contents, Published, Publisher
+from cloister.privacy.transparency.release import Release, minimum_entry, release_entry
+from cloister.privacy.transparency.trust import Trust
+from cloister.privacy.transparency.witness import Witness
+
+NOW = 1_790_000_000.0
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def make_release(number: int = 1, profile: str = "private") -> Release:
+    names = ("wheel", "lock", "interpreter", "files", "model", "profile_digest")
+    digests = {name: digest_of(f"{name} {number if name == 'wheel' else ''}") for name in names}
+    return Release(number=number, version="0.1.0", profile=profile, launch={"sev-snp": "ab" * 48}, **digests)
+
+
+def make_evidence(release: Release, *, name: str = "node", now: float = NOW, life_s: int = 3600, capacity: int = 1) -> bytes:
+    statement = Statement(
+        release=release.digest,
+        model=release.model,
+        profile=release.profile,
+        profile_digest=release.profile_digest,
+        hardening={},
+        keys=f"keys of {name}".encode(),
+        capacity=capacity,
+        not_before=int(now),
+        not_after=int(now) + life_s,
+    )
+    return SoftwareAttester().attest(statement.encode()).encode()
+
+
+@dataclass
+class World:
+    """Everything that publishes; `now` is the one clock of all of it."""
+
+    directory: Path
+    now: float = NOW
+    log_key: PrivateKey = field(default_factory=lambda: PrivateKey.generate("log.example", Kind.NOTE))
+    release_key: PrivateKey = field(default_factory=lambda: PrivateKey.generate("release.example", Kind.NOTE))
+    witness_keys: list[PrivateKey] = field(
+        default_factory=lambda: [PrivateKey.generate(f"witness.example/{n}", Kind.COSIGNATURE) for n in range(3)]
+    )
+
+    def __post_init__(self) -> None:
+        self.log = Log.create(self.directory / "log", self.log_key)
+        self.witnesses = [
+            Witness(self.directory / f"witness{n}", key, [self.log.key]) for n, key in enumerate(self.witness_keys)
+        ]
+        self.trust = Trust(self.log.key, tuple(w.key for w in self.witnesses), (self.release_key.public,))
+        self.publisher = self.make_publisher(self.log)
+        self.release = make_release()
+        self.log_release(self.release)
+
+    def make_publisher(self, log: Log, trust: Trust | None = None) -> Publisher:
+        near = [NearWitness(witness, lambda: self.now) for witness in self.witnesses]
+        return Publisher(log, trust or self.trust, near)
+
+    def log_release(self, release: Release) -> None:
+        source = {"repository": "https://example.com/cloister", "revision": "ab" * 20}
+        self.log.append([release_entry(release, source=source, builder="urn:example:builder", keys=[self.release_key])])
+
+    def log_minimum(self, number: int) -> None:
+        self.log.append([minimum_entry(number, [self.release_key])])
+
+    def contents(self, **changes: object) -> Contents:
+        contents = Contents(
+            gateway=GatewayEntry("https://gateway.example", b"gateway keys"),
+            issuers=(IssuerEntry("https://issuer.example", b"issuer key"),),
+            evidence=(make_evidence(self.release, now=self.now),),
+            release=self.release.digest,
+            profile=self.release.profile,
+        )
+        return replace(contents, **changes)  # type: ignore[arg-type]
+
+    def publish(self, **changes: object) -> Published:
+        return asyncio.run(self.publisher.publish(self.contents(**changes), self.now))
+
+    def fetch(self, bundle: bytes, view: View) -> dict[str, bytes]:
+        found = {path: self.log.resource(path) for path in needed_paths(bundle, self.trust, view)}
+        return {path: resource[0] for path, resource in found.items() if resource}
+
+    def believe(self, bundle: bytes, view: View | None = None, trust: Trust | None = None) -> Believed:
+        view = view or View()
+        return believe(bundle, trust or self.trust, view, self.fetch(bundle, view), self.now)
