@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from cloister.server.reload import Source
     from cloister.server.serve import Site
     from cloister.server.switch import Seat
-
     from cloister.text import Tokenizer
+
 ENGINE_ENTRY: Final = "cloister.app:build_engine"
-NO_QUANT: Final = "none"
 SEALED_ENGINE_ENTRY: Final = "cloister.app:build_sealed_engine"
+NO_QUANT: Final = "none"
 QUANT_VERSION: Final = 1
 """Raise it when a number format writes other codes for the same weights."""
 OFFLINE_STALL: Final = 100.0
@@ -134,8 +134,8 @@ def _settle(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -
         engine,
         loopback=not listens or is_loopback(server.config.host),
         has_api_keys=listens and server.config.api_keys is not None,
-        entries=(
         sealed=listens and server.config.sealed,
+        entries=(
             Entry.of(BACKENDS, chosen_backend(engine.config)),
             Entry.of(POLICIES, engine.config.scheduler),
             *([] if engine.config.quant == NO_QUANT else [Entry.of(FORMATS, engine.config.quant)]),
@@ -444,12 +444,6 @@ def build_program(config: EngineConfig, num_blocks: int) -> Program:
     return backend.build(model.spec, weights, KVLayout(num_blocks, config.block_size), identity=identity)
 
 
-def _open_adapters(
-    config: EngineConfig, spec: DecoderSpec, program: Program, room: AdapterRoom | None
-) -> tuple[Mapping[str, int], AdapterRegister]:
-    """Loads the adapters that the settings name; returns their slots by digest, and who knows them by name."""
-    from cloister.engine import AdapterRegister
-    from cloister.runner.adapters import AdapterSlots
 def build_sealed_engine(config: EngineConfig) -> EngineCore:
     """As `build_engine`, in a process that is closed before it says that it is ready.
 
@@ -461,6 +455,12 @@ def build_sealed_engine(config: EngineConfig) -> EngineCore:
     return core
 
 
+def _open_adapters(
+    config: EngineConfig, spec: DecoderSpec, program: Program, room: AdapterRoom | None
+) -> tuple[Mapping[str, int], AdapterRegister]:
+    """Loads the adapters that the settings name; returns their slots by digest, and who knows them by name."""
+    from cloister.engine import AdapterRegister
+    from cloister.runner.adapters import AdapterSlots
 
     if room is None:
         return {}, AdapterRegister()
