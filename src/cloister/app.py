@@ -152,7 +152,9 @@ def build_gate(settings: Settings) -> Gate:
     """
     server = settings.server.config
     credentials = read_credentials(Path(server.api_keys).expanduser()) if server.api_keys is not None else None
-    return Gate(settings.policy, credentials, loopback=is_loopback(server.host))
+    engines = [settings.engine, *settings.models.values()]
+    reuses_prefixes = any(engine.config.prefix_cache for engine in engines)
+    return Gate(settings.policy, credentials, loopback=is_loopback(server.host), reuses_prefixes=reuses_prefixes)
 
 
 def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:

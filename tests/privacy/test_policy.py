@@ -36,7 +36,7 @@ def test_a_flag_cannot_talk_over_a_profile_of_the_config_file() -> None:
         settle(engine, loopback=True, has_api_keys=True)
 
 
-@pytest.mark.parametrize(("profile", "is_on"), [("open", True), ("team", True), ("private", False), ("paranoid", False)])
+@pytest.mark.parametrize(("profile", "is_on"), [("open", True), ("team", True), ("private", True), ("paranoid", False)])
 def test_an_unset_prefix_cache_is_as_the_profile_has_it(profile: str, is_on: bool) -> None:
     policy, engine = settle(engine_settings(("flag", {"profile": profile})), loopback=True, has_api_keys=False)
     assert policy.profile == profile

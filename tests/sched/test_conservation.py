@@ -33,8 +33,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 40),
         prefix_cache=st.booleans(),
         public=st.sampled_from([(), (PUBLIC,)]),
+        cache_scopes=st.integers(0, 3),
     )
-    def start(self, policy, num_blocks, block_size, max_num_seqs, max_tokens, prefix_cache, public):
+    def start(self, policy, num_blocks, block_size, max_num_seqs, max_tokens, prefix_cache, public, cache_scopes):
         self.pool = BlockPool(num_blocks, block_size)
         config = SchedulerConfig(
             max_model_len=48,
@@ -42,6 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=policy,
             budget=BudgetConfig(max_tokens=max_tokens),
             prefix_cache=prefix_cache,
+            cache_scopes=cache_scopes,
         )
         keys = PrefixKeys("model", block_size, public)
         self.num_public = len(keys.public) if prefix_cache else 0
@@ -154,7 +156,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.arrived == Counter(self.expected.keys())
         assert self.pool.num_used <= self.num_public, "a block leaked"
         self.now += 4.0
-        assert (plan := self.scheduler.plan(self.now)) is None or not plan.sequences
+        plan = self.scheduler.plan(self.now)
+        assert plan is None or not plan.sequences
         if self.scheduler.tree is not None:
             assert not self.scheduler.tree.lifetimes.queue, "a session outlived its time"
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0

@@ -71,6 +71,30 @@ _SEALED_STREAM = _own(
     private=mitigate("frames of one size, one event a frame, one frame a tick, so that none shows accepted lengths"),
     paranoid=mitigate("a frame on every tick from before the first token on, in a number from a few buckets"),
 )
+_NARROWED = mitigate(
+    "a session is narrower than what its requests would share anyway, and ends five minutes after its last one"
+)
+_SESSION = _own(
+    "prefix-cache.session",
+    open=_NARROWED,
+    team=_NARROWED,
+    private=mitigate(
+        "only by 256 secret bits that the client draws and sends; for five minutes after the last request; who sends the same "
+        "bits twice lets this node link the two requests"
+    ),
+    paranoid=refuse("nothing is reused at all"),
+)
+_NO_SECRET = mitigate(
+    "what is shared is in the release and nobody's secret, and stays once it is there: who comes first after a start "
+    "can feel that, and nobody after"
+)
+_RELEASE_PREFIXES = _own(
+    "prefix-cache.release",
+    open=_NO_SECRET,
+    team=_NO_SECRET,
+    private=_NO_SECRET,
+    paranoid=refuse("nothing is reused at all"),
+)
 _FRESH = mitigate("every request gets a scope of its own, and the server says so at start")
 _KEYLESS_BIND = _own("prefix-cache.keyless-bind", open=_FRESH, team=_FRESH, private=_FRESH, paranoid=_FRESH)
 _TRUSTED_OPERATOR = allow("the operator is trusted with counts and times of single requests; no content, key or tenant")
@@ -84,9 +108,24 @@ PREFIX_CACHE = Feature(
     "prefix-cache",
     "prefix_cache",
     row_of("prefix-cache").rulings,
-    # A request's scope is random, so in `private` the cache helps only a preempted request to resume. Off unless asked for.
-    frozenset({Profile.OPEN, Profile.TEAM}),
+    frozenset({Profile.OPEN, Profile.TEAM, Profile.PRIVATE}),
     "leave the setting `prefix_cache` out or switch it off",
+)
+SESSION = Feature(
+    "session",
+    "prefix-cache",
+    "request header `cloister-session`",
+    _SESSION,
+    frozenset(),
+    "leave the header `cloister-session` out",
+)
+RELEASE_PREFIXES = Feature(
+    "release-prefixes",
+    "prefix-cache",
+    "release_prefixes",
+    _RELEASE_PREFIXES,
+    frozenset(),
+    "leave the setting `release_prefixes` out",
 )
 CLIENT_PRIORITY = Feature(
     "client-priority",
@@ -166,6 +205,8 @@ FEATURES: Mapping[str, Feature] = {
     for feature in (
         RUNTIME_ADAPTERS,
         PREFIX_CACHE,
+        SESSION,
+        RELEASE_PREFIXES,
         CLIENT_PRIORITY,
         STREAMING,
         SEALED_STREAMING,

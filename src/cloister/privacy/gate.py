@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from dataclasses import dataclass, field, replace
 
 from cloister.privacy.credentials import Credential, Credentials, RandomBytes
 from cloister.privacy.limits import Account
 from cloister.privacy.policy import Policy, Use
-from cloister.types.errors import AuthenticationError, ConfigError, PolicyError
-from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
+from cloister.types.errors import AuthenticationError, ConfigError, InvalidRequestError, PolicyError
+from cloister.types.scope import LOCAL_SCOPE, SESSION_LIFETIME_S, Scope, ScopeKind
 
 KEYLESS_TENANT = "local"
+SESSION_HEADER = "cloister-session"
 _SALT_BYTES = 32
+_SECRET = re.compile("[0-9a-fA-F]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Gate:
         policy: the active profile.
         credentials: API keys; None when none are asked for.
         loopback: only this machine can connect.
+        reuses_prefixes: the prefix cache is on, so that a session means something.
         sealed: every request comes through a sealed node, which gives answers the profile's shape (`privacy.shape`).
         random: source of salts for scopes that live as long as one request.
 
@@ -54,6 +59,7 @@ class Gate:
         credentials: Credentials | None,
         *,
         loopback: bool,
+        reuses_prefixes: bool = True,
         sealed: bool = False,
         random: RandomBytes = os.urandom,
     ) -> None:
@@ -64,6 +70,7 @@ class Gate:
         self._accounts: dict[bytes, Account] = {}
         self._random = random
         self._loopback = loopback
+        self._reuses_prefixes = reuses_prefixes
         self._streaming = "sealed-streaming" if sealed else "streaming"
         self._keyless_scope = _keyless_scope(loopback, policy.widest_scope)
 
@@ -95,6 +102,31 @@ class Gate:
         # Who is not told apart cannot be targeted: a strict profile shows the engine the public class in place of the tenant.
         tenant = credential.tenant if self.policy.names_tenants else f"class {credential.priority}"
         return Admission(scope, tenant, credential.priority, self._account_of(credential), credential.is_operator)
+
+    def narrow(self, admission: Admission, session: str | None) -> Admission:
+        """Returns the admission with the scope of a session: those of its requests that bring the same secret share KV.
+
+        It stays inside the scope of a tenant or of this machine; where every request would have a scope of its own, the
+        secret alone says who shares.
+
+        Args:
+            session: 256 random bits as 64 hexadecimal digits, from the request's header `cloister-session`, or None.
+
+        Raises:
+            PolicyError: the profile has no sessions.
+            InvalidRequestError: it is no such secret, or nothing is reused here.
+        """
+        if session is None:
+            return admission
+        self.policy.check({"session": Use(True, "the request")})
+        if not self._reuses_prefixes:
+            raise InvalidRequestError(f"this server reuses no prefixes; leave the header `{SESSION_HEADER}` out")
+        if not _SECRET.fullmatch(session):
+            raise InvalidRequestError(f"the header `{SESSION_HEADER}` is 256 random bits, as 64 hexadecimal digits")
+        outer = admission.scope
+        circle = b"" if outer.kind is ScopeKind.REQUEST else outer.seed
+        salt = hashlib.sha256(b"cloister/session/1\0" + circle + b"\0" + bytes.fromhex(session)).digest()
+        return replace(admission, scope=Scope(ScopeKind.SESSION, salt, SESSION_LIFETIME_S))
 
     def change_keys(self, credentials: Credentials) -> None:
         """Asks for other keys from now on. What was admitted goes on; what a key that stays has used still counts.

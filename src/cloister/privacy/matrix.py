@@ -107,7 +107,7 @@ ROWS: tuple[Row, ...] = (
         ),
         open=mitigate("one scope on loopback without API keys; with keys one scope per tenant; else one per request"),
         team=mitigate("one scope per tenant, salted from its credential; without a credential one per request"),
-        private=mitigate("one scope per request, salted at random; nothing is found by another request"),
+        private=mitigate("one scope per request, salted at random; a session by its secret; prefixes of the release"),
         paranoid=refuse("nothing is reused at all"),
     ),
     _row(

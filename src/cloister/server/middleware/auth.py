@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cloister.privacy.gate import Gate
+from cloister.privacy.gate import SESSION_HEADER, Gate
 from cloister.server.middleware.failures import send_error
-from cloister.types.errors import AuthenticationError
+from cloister.types.errors import CloisterError
 
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/openapi.json", "/v1/policy"})
 OPEN_FOLDER = "/page/"
 
 
 class Authentication:
-    """Puts the gate's admission into the request's state, or answers 401."""
+    """Puts the gate's admission into the request's state, or answers 401; 400 or 403 for a session that cannot be."""
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app = app
@@ -22,8 +22,8 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not is_open(scope["path"]):
             try:
-                admission = self._gate.admit(presented_key(scope))
-            except AuthenticationError as error:
+                admission = self._gate.narrow(self._gate.admit(presented_key(scope)), _session(scope))
+            except CloisterError as error:
                 await send_error(send, error)
                 return
             scope.setdefault("state", {})["admission"] = admission
@@ -48,6 +48,12 @@ def presented_key(scope: Scope) -> str | None:
         return None
     scheme, _, token = given[0].partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None
+
+
+def _session(scope: Scope) -> str | None:
+    """Returns the secret of the request's session; two of them are none that can be meant."""
+    given = _values(scope, SESSION_HEADER.encode())
+    return ",".join(given) if given else None
 
 
 def _values(scope: Scope, wanted: bytes) -> list[str]:
