@@ -3,6 +3,7 @@
 from cloister.kv.keys import PrefixKeys
 from cloister.kv.pool import BlockPool, BlockState, OutOfBlocksError
 from cloister.kv.prefix import PREFIX_CACHE_THREAT, PrefixTree
+from cloister.kv.quotas import Quotas
 from cloister.kv.table import BlockTable
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "OutOfBlocksError",
     "PrefixKeys",
     "PrefixTree",
+    "Quotas",
 ]

@@ -42,6 +42,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._kept = bytearray(num_blocks)
         self._num_cached = 0
+        self._num_reserved = 0
         self._wipes: list[int] = []
         self._evict_one: EvictOne = lambda: None
         self._on_unused: Callable[[int], None] = lambda block: None
@@ -61,8 +62,12 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that an allocation may hope for."""
-        return len(self._free) + self._num_cached
+        """Blocks that an allocation may hope for: all that are not in use, but those that are set aside."""
+        return self.num_total - self._num_reserved - self.num_used
+
+    def reserve(self, count: int) -> None:
+        """Sets blocks aside for what the prefix tree keeps without giving it away: no allocation counts on them."""
+        self._num_reserved = count
 
     def attach(self, evict_one: EvictOne, on_unused: Callable[[int], None]) -> None:
         """Connects the prefix tree: how to evict one cached block, and whom to tell when a kept block becomes unused."""
@@ -75,6 +80,8 @@ class BlockPool:
         Raises:
             OutOfBlocksError: there are not enough; nothing was taken.
         """
+        if count > self.num_available:
+            raise OutOfBlocksError
         while len(self._free) < count:
             if self._evict_one() is None:
                 raise OutOfBlocksError

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from cloister.kv.lifetimes import RETRY_S, Lifetimes
 from cloister.kv.pool import BlockPool
+from cloister.kv.quotas import Quotas
 from cloister.types.threat import Requirement, ThreatProfile
 
 PREFIX_CACHE_THREAT = ThreatProfile(
@@ -19,15 +20,16 @@ PREFIX_CACHE_THREAT = ThreatProfile(
     residue="token KV",
     where=("device memory", "host memory"),
     attack="data leak, inference by timing, access pattern",
-    mitigations=("keys start from the scope, so no scope reads another's", "wipe on eviction"),
+    mitigations=("keys start from the scope, so no scope reads another's", "wipe on eviction", "a share for each scope"),
 )
 
 
 class _Node:
-    __slots__ = ("block", "key", "last_used", "num_children", "offered", "parent", "root")
+    __slots__ = ("block", "key", "last_used", "num_children", "offered", "owner", "parent", "root")
 
-    def __init__(self, key: bytes, block: int, parent: _Node | None, root: bytes | None) -> None:
+    def __init__(self, key: bytes, block: int, parent: _Node | None, root: bytes | None, owner: bytes | None) -> None:
         self.key = key
+        self.owner = owner
         self.root = root
         self.block = block
         self.parent = parent
@@ -43,19 +45,21 @@ class PrefixTree:
         pool: whose blocks it keeps; the tree attaches itself to it.
         pinned: keys whose blocks are never evicted once they are there: everybody's, so that nobody can feel whether another
             one used them lately.
+        quotas: what each owner may keep; None for one cache that all share, the least recently used block goes first.
 
     Attributes:
         lifetimes: when `expire` has something to do.
     """
 
-    def __init__(self, pool: BlockPool, pinned: frozenset[bytes] = frozenset()) -> None:
+    def __init__(self, pool: BlockPool, pinned: frozenset[bytes] = frozenset(), quotas: Quotas | None = None) -> None:
         self._pool = pool
         self._pinned = pinned
         self.lifetimes = Lifetimes()
         self._nodes: dict[bytes, _Node] = {}
         self._by_block: dict[int, _Node] = {}
-        self._evictable: list[tuple[int, int, _Node]] = []
+        self._evictable: dict[bytes | None, list[tuple[int, int, _Node]]] = {None: []}
         self._tick = 0
+        self._quotas = quotas
         pool.attach(self.evict_one, self._note_unused)
 
     def __len__(self) -> int:
@@ -83,11 +87,20 @@ class PrefixTree:
                 return length
         return len(keys)
 
-    def insert(self, keys: Sequence[bytes], blocks: Sequence[int], start: int, root: bytes | None = None) -> None:
+    def insert(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[int],
+        start: int,
+        root: bytes | None = None,
+        owner: bytes | None = None,
+    ) -> None:
         """Keeps blocks[start:len(keys)], in use by the caller, under their keys.
 
         Args:
             root: start of the chain, where its blocks have a lifetime (`renew`).
+            owner: whose share they come from, where there are quotas. What does not fit into it is not kept; None for what
+                may go whenever anybody needs room.
 
         Where a key is known already (two equal prompts computed side by side) the block that is there stays, and the
         caller's remain its own from there on: nothing is kept below a block that its owner does not hold, so that
@@ -101,7 +114,9 @@ class PrefixTree:
         for i in range(start, len(keys)):
             node = self._nodes.get(keys[i])
             if node is None:
-                node = self._add(keys[i], blocks[i], parent, root)
+                if keys[i] not in self._pinned and not self._find_room(owner):
+                    return
+                node = self._add(keys[i], blocks[i], parent, root, owner)
             node.last_used = self._tick
             if node.block != blocks[i]:
                 return
@@ -125,9 +140,13 @@ class PrefixTree:
                 self.lifetimes.renew(root, now + RETRY_S)
 
     def evict_one(self) -> int | None:
-        """Drops the least recently used unused leaf; returns its block, or None if there is none."""
-        while self._evictable:
-            last_used, _, node = heapq.heappop(self._evictable)
+        """Drops the least recently used unused leaf that is nobody's; returns its block, or None if there is none."""
+        return self._evict_from(None)
+
+    def _evict_from(self, owner: bytes | None) -> int | None:
+        evictable = self._evictable.get(owner, [])
+        while evictable:
+            last_used, _, node = heapq.heappop(evictable)
             node.offered = False
             if self._nodes.get(node.key) is not node or not self._is_evictable(node):
                 continue
@@ -137,6 +156,14 @@ class PrefixTree:
             self._remove(node)
             return node.block
         return None
+
+    def _find_room(self, owner: bytes | None) -> bool:
+        """Whether one more block of an owner can be kept; makes room among its own if need be."""
+        if self._quotas is None or owner is None:
+            return True
+        if not self._quotas.has_share(owner) or not self._quotas.per_scope:
+            return False
+        return not self._quotas.is_full(owner) or self._evict_from(owner) is not None
 
     def discard(self, keys: Sequence[bytes]) -> None:
         """Drops the unused end of one chain: nobody can ask for these keys again."""
@@ -155,19 +182,26 @@ class PrefixTree:
                 children[node.parent.key] = children.get(node.parent.key, 0) + 1
                 is_used = self._pool.references(node.block) > 0
                 assert not is_used or self._pool.references(node.parent.block), "a cached block cannot be evicted"
+        if self._quotas is not None:
+            self._quotas.check()
+            assert set(self._evictable) - {None} <= {n.owner for n in self._nodes.values()}, "an owner that left is remembered"
         assert all(children.get(n.key, 0) == n.num_children for n in self._nodes.values()), "child counts are off"
 
     def _keeps(self, key: bytes, block: int) -> bool:
         node = self._nodes.get(key)
         return node is not None and node.block == block
 
-    def _add(self, key: bytes, block: int, parent: _Node | None, root: bytes | None) -> _Node:
+    def _add(self, key: bytes, block: int, parent: _Node | None, root: bytes | None, owner: bytes | None) -> _Node:
         if key in self._pinned:
             self._pool.share([block])
-            root = None  # it is nobody's own
+            root = owner = None  # it is nobody's own
+        if self._quotas is None:
+            owner = None
+        elif owner is not None:
+            self._quotas.add(owner)
         if root is not None:
             self.lifetimes.keep(root, key)
-        node = _Node(key, block, parent, root)
+        node = _Node(key, block, parent, root, owner)
         if parent is not None:
             parent.num_children += 1
         self._nodes[key] = node
@@ -180,6 +214,10 @@ class PrefixTree:
         del self._by_block[node.block]
         if node.root is not None:
             self.lifetimes.drop(node.root, node.key)
+        if self._quotas is not None and node.owner is not None:
+            self._quotas.drop(node.owner)
+            if not self._quotas.keeps_any(node.owner):
+                self._evictable.pop(node.owner, None)  # only stale entries are left in it
         if node.parent is not None:
             node.parent.num_children -= 1
             if self._is_evictable(node.parent):
@@ -198,4 +236,4 @@ class PrefixTree:
         if node.offered:
             return  # one entry a node bounds the heap; a stale time is put right when the entry is popped
         node.offered = True
-        heapq.heappush(self._evictable, (node.last_used, node.block, node))
+        heapq.heappush(self._evictable.setdefault(node.owner, []), (node.last_used, node.block, node))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 
-from cloister.kv import BlockPool, BlockTable, PrefixKeys, PrefixTree
+from cloister.kv import BlockPool, BlockTable, PrefixKeys, PrefixTree, Quotas
 from cloister.sched.policies import Policy
 from cloister.sched.sequence import RequestState, Sequence, Status
 from cloister.types.events import Arrived, Ended, Event, Preempted
@@ -22,6 +22,7 @@ class Roster:
         pool: the KV blocks that sequences hold.
         policy: told who waits, runs and leaves.
         keys: makes prefix keys; None switches the prefix cache off.
+        quotas: what each scope may keep; None for one cache that all share.
 
     Attributes:
         groups: requests by id.
@@ -31,9 +32,9 @@ class Roster:
         events: what happened and was not taken yet.
     """
 
-    def __init__(self, pool: BlockPool, policy: Policy, keys: PrefixKeys | None) -> None:
+    def __init__(self, pool: BlockPool, policy: Policy, keys: PrefixKeys | None, quotas: Quotas | None = None) -> None:
         self.pool = pool
-        self.tree = PrefixTree(pool, keys.public) if keys is not None else None
+        self.tree = PrefixTree(pool, keys.public, quotas) if keys is not None else None
         self.groups: dict[str, RequestState] = {}
         self.sequences: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
@@ -88,7 +89,9 @@ class Roster:
         if request.sampling.n < 1:
             raise ValueError("a request asks for at least one sequence")
         root = self._keys.root(request.scope, request.adapter) if self._keys is not None else b""
-        group = RequestState(request, now=now, order=self._next_order, seed=seed, root=root)
+        # What only its own request can find is nobody's to keep: it goes first.
+        owner = None if request.scope.kind is ScopeKind.REQUEST else request.scope.seed
+        group = RequestState(request, now=now, order=self._next_order, seed=seed, root=root, owner=owner)
         self._next_order += 1
         self.groups[request.request_id] = group
         self.events.append(Arrived(request.request_id, now, group.num_prompt_tokens))
@@ -161,7 +164,7 @@ class Roster:
             group = sequence.group
             self._extend_keys(sequence, num_full)
             root = group.root if group.request.scope.lifetime_s is not None else None
-            self.tree.insert(sequence.keys[:num_full], table_of(sequence).blocks, sequence.num_kept, root)
+            self.tree.insert(sequence.keys[:num_full], table_of(sequence).blocks, sequence.num_kept, root, group.owner)
             sequence.num_kept = num_full
 
     def reads_prefixes(self, request: Request) -> bool:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cloister.kv import BlockPool, BlockTable, OutOfBlocksError, PrefixKeys, PrefixTree
+from cloister.kv import BlockPool, BlockTable, OutOfBlocksError, PrefixKeys, PrefixTree, Quotas
 from cloister.sched.admission import Limits, count_positions, find_refusal
 from cloister.sched.budget import BudgetConfig, StepBudget, StepCost
 from cloister.sched.policies import POLICIES
@@ -33,6 +33,7 @@ class SchedulerConfig:
         max_num_seqs: sequences that run at once.
         eos_token_ids: ids that end an answer, unless a request ignores them.
         prefix_cache: keep and reuse the KV of full blocks.
+        cache_scopes: scopes that get a share of the prefix cache of their own; 0 for one cache that all share.
     """
 
     max_model_len: int
@@ -41,6 +42,7 @@ class SchedulerConfig:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     eos_token_ids: tuple[int, ...] = ()
     prefix_cache: bool = True
+    cache_scopes: int = 0
 
 
 class _Step:
@@ -85,9 +87,15 @@ class Scheduler:
         self.pool = pool
         self.cost = StepCost()
         self._policy = POLICIES.get(config.policy)()
-        self._roster = Roster(pool, self._policy, keys if config.prefix_cache else None)
-        num_pinned = len(keys.public) if keys is not None and config.prefix_cache else 0
-        self._num_usable = (pool.num_total - num_pinned) * pool.block_size
+        keys = keys if config.prefix_cache else None
+        num_usable = pool.num_total - (len(keys.public) if keys is not None else 0)
+        quotas = None
+        if keys is not None and config.cache_scopes:
+            quotas = Quotas.plan(config.cache_scopes, num_usable, -(-config.max_model_len // pool.block_size))
+            pool.reserve(quotas.num_reserved)
+            num_usable -= quotas.num_reserved
+        self._roster = Roster(pool, self._policy, keys, quotas)
+        self._num_usable = num_usable * pool.block_size
         self._steps: deque[_Step] = deque()
         self._next_plan = 0
 

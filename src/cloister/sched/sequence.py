@@ -29,6 +29,7 @@ class RequestState:
         order: rank of arrival, for first come first served.
         seed: of the sampling noise, the client's or a drawn one.
         root: start of its prefix-key chain.
+        owner: whose share of the prefix cache its blocks come from; None for nobody's.
         num_open: sequences that have not ended.
     """
 
@@ -40,6 +41,7 @@ class RequestState:
         "num_open",
         "num_prompt_tokens",
         "order",
+        "owner",
         "request",
         "root",
         "scheduled_s",
@@ -48,7 +50,7 @@ class RequestState:
         "stop_token_ids",
     )
 
-    def __init__(self, request: Request, *, now: float, order: int, seed: int, root: bytes) -> None:
+    def __init__(self, request: Request, *, now: float, order: int, seed: int, root: bytes, owner: bytes | None = None) -> None:
         self.request = request
         self.num_prompt_tokens = len(request.token_ids)
         self.arrival_s = now
@@ -56,6 +58,7 @@ class RequestState:
         self.order = order
         self.seed = seed
         self.root = root
+        self.owner = owner
         self.stop_token_ids: tuple[int, ...] = ()
         self.num_open = request.sampling.n
         self.num_cached_tokens = 0

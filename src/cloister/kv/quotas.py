@@ -1,0 +1,71 @@
+"""How much of the prefix cache is each scope's own, so that nobody feels what others keep. Pure counting.
+
+Without quotas the cache is one least-recently-used list: a tenant that finds its prefix gone learns that others were busy.
+With them a part of the pool is set aside, in equal shares; a scope makes room for a new block among its own, nobody else ever
+takes one of them, and what runs gets along with the rest of the pool.
+"""
+
+from __future__ import annotations
+
+CACHE_SHARE = 0.5
+"""At most this part of the pool is set aside."""
+
+
+class Quotas:
+    """Counts kept blocks by owner.
+
+    Args:
+        num_scopes: owners at once. One that comes when all shares are taken keeps nothing until one is empty again: taking
+            somebody's would tell them.
+        per_scope: blocks of one share.
+    """
+
+    def __init__(self, num_scopes: int, per_scope: int) -> None:
+        self.num_scopes = num_scopes
+        self.per_scope = per_scope
+        self._counts: dict[bytes, int] = {}
+
+    @classmethod
+    def plan(cls, num_scopes: int, num_blocks: int, num_for_one: int) -> Quotas:
+        """Shares out a pool.
+
+        Args:
+            num_blocks: of the pool.
+            num_for_one: blocks of the longest sequence, which must still be able to run.
+        """
+        room = min(int(num_blocks * CACHE_SHARE), num_blocks - num_for_one)
+        return cls(num_scopes, max(0, room) // num_scopes)
+
+    @property
+    def num_reserved(self) -> int:
+        """Blocks that are set aside for all shares together."""
+        return self.num_scopes * self.per_scope
+
+    def has_share(self, owner: bytes) -> bool:
+        """Whether an owner has a share, or one is free for it."""
+        return owner in self._counts or len(self._counts) < self.num_scopes
+
+    def is_full(self, owner: bytes) -> bool:
+        """Whether an owner keeps as much as it may."""
+        return self._counts.get(owner, 0) >= self.per_scope
+
+    def add(self, owner: bytes) -> None:
+        """Counts one more block of an owner."""
+        self._counts[owner] = self._counts.get(owner, 0) + 1
+
+    def drop(self, owner: bytes) -> None:
+        """Counts one block of an owner less; its share is free again after the last one."""
+        left = self._counts[owner] - 1
+        if left:
+            self._counts[owner] = left
+        else:
+            del self._counts[owner]
+
+    def keeps_any(self, owner: bytes) -> bool:
+        """Whether an owner keeps a block."""
+        return owner in self._counts
+
+    def check(self) -> None:
+        """Raises AssertionError unless every count is within its bounds."""
+        assert len(self._counts) <= self.num_scopes, "more owners than shares"
+        assert all(0 < count <= self.per_scope for count in self._counts.values()), "a share is overdrawn"
