@@ -1,0 +1,121 @@
+"""What this process is made of, as digests: code, model, and what the profile rules.
+
+Code is every file that was loaded: modules, the interpreter, and whatever the kernel mapped for it. Names are relative to where
+Python keeps them, so that two machines with the same installation measure the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from cloister.privacy.attestation.base import AttestationError
+from cloister.privacy.document import to_data
+from cloister.privacy.verdict import Profile
+
+MAX_MANIFEST_BYTES: Final = 16 * 2**20
+_MAPS: Final = Path("/proc/self/maps")
+_PIECE_BYTES: Final = 2**20
+_FIELDS: Final = 6  # of a line of maps: addresses, rights, offset, device, inode, path
+
+
+def measure_profile(profile: str) -> str:
+    """Returns the SHA-256 digest (hex) of everything that a profile allows, mitigates and refuses."""
+    ruled = json.dumps(to_data((), [Profile(profile)]), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(ruled.encode()).hexdigest()
+
+
+def measure_model(path: Path) -> str:
+    """Returns the SHA-256 digest (hex) of a GGUF file, or of all files of a model directory with their names.
+
+    Raises:
+        AttestationError: it cannot be read.
+    """
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    return hashlib.sha256(encode_manifest({file.name: measure_file(file) for file in files})).hexdigest()
+
+
+def measure_file(path: Path) -> str:
+    """Returns a file's SHA-256 digest (hex).
+
+    Raises:
+        AttestationError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
+    except OSError as error:
+        raise AttestationError(f"cannot measure {path}: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+def measure_code() -> dict[str, str]:
+    """Returns name -> SHA-256 digest (hex) of every file of code that this process loaded.
+
+    Raises:
+        AttestationError: one of them cannot be read any more.
+    """
+    paths = {*_modules(), *_mapped(), Path(sys.executable).resolve()}
+    return dict(sorted((_name(path), measure_file(path)) for path in paths))
+
+
+def encode_manifest(files: Mapping[str, str]) -> bytes:
+    """Returns the canonical JSON of names and digests."""
+    return msgspec.json.encode(dict(files), order="sorted")
+
+
+def read_manifest(encoded: bytes) -> dict[str, str]:
+    """Reads what `encode_manifest` wrote.
+
+    Raises:
+        AttestationError: it is no manifest.
+    """
+    try:
+        if len(encoded) <= MAX_MANIFEST_BYTES:
+            return msgspec.json.decode(encoded, type=dict[str, str])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    raise AttestationError("the release's manifest cannot be read; take it from the log again")
+
+
+def find_foreign(measured: Mapping[str, str], manifest: Mapping[str, str]) -> list[str]:
+    """Returns the names of files that were loaded and are not as the manifest says."""
+    return sorted(name for name, digest in measured.items() if manifest.get(name) != digest)
+
+
+def _modules() -> Iterable[Path]:
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and os.path.isfile(file):
+            yield Path(file).resolve()
+
+
+def _mapped() -> Iterable[Path]:
+    """Files that the kernel mapped with the right to execute: libraries, and the loader."""
+    for line in _MAPS.read_text().splitlines():
+        fields = line.split(maxsplit=_FIELDS - 1)
+        if len(fields) == _FIELDS and "x" in fields[1] and fields[5].startswith("/"):
+            if fields[5].endswith(" (deleted)"):
+                raise AttestationError(f"the file {fields[5]} was replaced since it was loaded; start again")
+            yield Path(fields[5])
+
+
+def _name(path: Path) -> str:
+    site = {Path(__file__).resolve().parents[3], *(Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib"))}
+    library = {Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "platstdlib")}
+    roots = [*((root, "site") for root in site), *((root, "python") for root in library)]
+    # The deepest root names a file: site-packages may lie inside of the standard library.
+    for root, name in sorted(roots, key=lambda item: -len(item[0].parts)):
+        if path.is_relative_to(root):
+            return f"{name}/{path.relative_to(root)}"
+    return str(path)

@@ -1,0 +1,82 @@
+"""Measuring: one changed byte of code, model or rules is another digest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cloister.privacy import Profile
+from cloister.privacy.attestation import AttestationError
+from cloister.privacy.attestation.measuring import (
+    encode_manifest,
+    find_foreign,
+    measure_file,
+    measure_model,
+    measure_profile,
+    read_manifest,
+)
+
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import extra_module
+from cloister.privacy.attestation.measuring import encode_manifest, measure_code
+sys.stdout.buffer.write(encode_manifest(measure_code()))
+"""
+
+
+def measure_elsewhere(folder: Path) -> dict[str, str]:
+    run = subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], capture_output=True, check=True, timeout=60)
+    return read_manifest(run.stdout)
+
+
+def test_a_process_measures_its_modules_its_interpreter_and_its_libraries(tmp_path: Path):
+    module = tmp_path / "extra_module.py"
+    module.write_text("x = 1\n")
+    measured = measure_elsewhere(tmp_path)
+    assert measured[str(module)] == measure_file(module)
+    assert "site/cloister/privacy/attestation/measuring.py" in measured
+    assert "python/json/__init__.py" in measured
+    assert str(Path(sys.executable).resolve()) in measured
+    assert any("libc" in name for name in measured)
+    module.write_text("x = 2\n")
+    again = measure_elsewhere(tmp_path)
+    assert find_foreign(again, measured) == [str(module)]
+    assert find_foreign(measured, measured) == []
+    del measured[str(module)]
+    assert find_foreign(again, measured) == [str(module)], "what the release does not know is foreign too"
+
+
+def test_every_profile_rules_something_else():
+    digests = {measure_profile(profile) for profile in Profile}
+    assert len(digests) == len(Profile)
+    assert measure_profile("private") == measure_profile("private")
+
+
+def test_a_model_is_measured_with_every_file_and_name(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    first = measure_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{ }")
+    second = measure_model(tmp_path)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "other.json")
+    third = measure_model(tmp_path)
+    assert len({first, second, third}) == 3
+    assert measure_model(tmp_path / "config.json") not in {first, second, third}
+
+
+def test_what_cannot_be_read_is_an_error(tmp_path: Path):
+    with pytest.raises(AttestationError, match="cannot measure"):
+        measure_file(tmp_path / "absent")
+    with pytest.raises(AttestationError, match="manifest"):
+        read_manifest(b"[]")
+
+
+def test_a_manifest_is_canonical():
+    encoded = encode_manifest({"b": "1", "a": "2"})
+    assert encoded == json.dumps({"a": "2", "b": "1"}, separators=(",", ":")).encode()
+    assert read_manifest(encoded) == {"a": "2", "b": "1"}
