@@ -1,0 +1,81 @@
+"""`cloister proxy`: a local OpenAI endpoint that verifies nodes and seals requests, for programs that cannot."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cloister.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cloister.client import Session
+
+DEFAULT_STATE = Path("~/.local/state/cloister/log-view.json")
+
+
+def proxy(
+    relay: Annotated[str, typer.Option(help="Where the relay is.", metavar="URL")],
+    trust: Annotated[Path, typer.Option(help="Keys of log, witnesses and releases: whom to believe.", metavar="FILE")],
+    api_key_file: Annotated[
+        Path, typer.Option(help="File with the API key for the issuer; `-` reads it here.", metavar="FILE")
+    ],
+    accept_software: Annotated[
+        bool, typer.Option("--accept-software", help="Send to nodes that no hardware vouches for: NOT PROVED.")
+    ] = False,
+    state: Annotated[Path, typer.Option(help="What was seen of the log, kept between runs.", metavar="FILE")] = DEFAULT_STATE,
+    host: Annotated[str, typer.Option(help="Loopback address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8080,
+) -> None:
+    """Serve the OpenAI API on this machine: every request is sealed to a node that was drawn and verified.
+
+    It prints what was verified at every new epoch, and nothing about any request. Whoever can reach its port can spend its
+    tokens, so it listens on loopback only.
+    """
+    from cloister.client import Session
+    from cloister.privacy import is_loopback
+    from cloister.privacy.attestation import Policy
+
+    if not is_loopback(host):
+        raise ConfigError("the proxy listens on loopback only; give --host 127.0.0.1 or ::1", param="host")
+    session = Session(
+        relay, trust=trust, api_key=read_api_key(api_key_file), policy=Policy(accept_software=accept_software), state=state
+    )
+    raise typer.Exit(_serve(session, host, port))
+
+
+def read_api_key(path: Path) -> str:
+    """Reads an API key from a file, or from standard input for `-`; never from the command line, which others can read.
+
+    Raises:
+        ConfigError: it cannot be read, or is empty.
+    """
+    try:
+        key = typer.get_text_stream("stdin").readline() if str(path) == "-" else path.expanduser().read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the API key in {path}: {error.strerror}") from None
+    if not key.strip():
+        raise ConfigError(f"there is no API key in {path}; make one with: cloister keys add NAME", param="api_key_file")
+    return key.strip()
+
+
+def _serve(session: Session, host: str, port: int) -> int:
+    from cloister.client import AsyncSealedTransport
+    from cloister.client.proxy import Proxy, proxy_app
+    from cloister.sealed.program import run_program
+    from cloister.server.serve import address_of, bind
+
+    async def verify() -> None:
+        transport = AsyncSealedTransport(session)
+        try:
+            await Proxy(session, transport, typer.echo).verify()
+        finally:
+            await transport.aclose()
+
+    listener = bind(host, port)
+    asyncio.run(verify())
+    typer.echo(f"Serving on {address_of(listener)}")
+    proxy = Proxy(session, AsyncSealedTransport(session), typer.echo)
+    return run_program(proxy_app(proxy), listener)

@@ -1,0 +1,157 @@
+"""`AsyncSealedTransport`: `SealedTransport` for `httpx.AsyncClient`, on asyncio and trio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import anyio
+import httpx
+
+from cloister.client.answer import Answer, BrokenAnswerError
+from cloister.client.asking import DEADLINE_S, Ask, Reply, Step, too_long, unreachable
+from cloister.client.draw import MAX_DRAWS
+from cloister.client.errors import FailedTryError
+from cloister.client.letter import strip_request
+from cloister.client.session import Ready, Session
+from cloister.client.tries import CUT_OFF, Tries, is_answer, read_timeouts, refuse_reply, to_fields, to_request, to_response
+from cloister.privacy.sealing import Request
+
+T = TypeVar("T")
+
+
+class AsyncSealedTransport(httpx.AsyncBaseTransport):
+    """See `SealedTransport`; arguments and errors are the same."""
+
+    def __init__(self, session: Session, carrier: httpx.AsyncBaseTransport | None = None) -> None:
+        self._session = session
+        self._carrier = carrier or httpx.AsyncHTTPTransport()
+        self._lock = anyio.Lock()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        Tries.check_first(request)
+        content = await request.aread()
+        tries = Tries()
+        while len(tries) < MAX_DRAWS:
+            ready = await self.prepare()
+            plain = strip_request(request.method, request.url.raw_path, to_fields(request), content, self._session.now())
+            try:
+                return await self._try_once(request, plain, ready, tries)
+            except FailedTryError as error:
+                tries.fail(error)
+                self._session.doubt()
+        raise tries.give_up()
+
+    async def prepare(self) -> Ready:
+        """See `SealedTransport.prepare`."""
+        async with self._lock:
+            return await self._run(self._session.prepare())
+
+    async def aclose(self) -> None:
+        await self._carrier.aclose()
+
+    async def _try_once(self, request: httpx.Request, plain: Request, ready: Ready, tries: Tries) -> httpx.Response:
+        tries.draw(ready)
+        letter = ready.seal(plain, self._session.now())
+        posted = to_request(self._session.relay, letter.sealed, read_timeouts(request))
+        try:
+            reply = await self._carrier.handle_async_request(posted)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            self._session.give_back(ready)
+            raise unreachable(Ask("the relay", self._session.relay), error) from None
+        except httpx.TimeoutException:
+            raise
+        except httpx.TransportError as error:
+            raise FailedTryError(f"the relay broke off ({type(error).__name__})") from None
+        stream = _Opened(reply, letter.answer)
+        try:
+            if not is_answer(reply):
+                refuse_reply(reply.status_code, await stream.read_refusal())
+            await stream.read_head()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await reply.aclose()
+            raise
+        return to_response(letter.answer, stream, ready, tries)
+
+    async def _run(self, step: Step[T]) -> T:
+        try:
+            ask = next(step)
+            while True:
+                ask = step.send(await self._ask(ask))
+        except StopIteration as result:
+            done: T = result.value
+            return done
+
+    async def _ask(self, ask: Ask) -> Reply:
+        try:
+            with anyio.fail_after(DEADLINE_S):
+                reply = await self._carrier.handle_async_request(to_request(ask.url, ask.body, None, ask.method, ask.headers))
+                try:
+                    body = b""
+                    async for data in _iterate(reply):
+                        body += data
+                        if len(body) > ask.most_bytes:
+                            raise too_long(ask)
+                finally:
+                    await reply.aclose()
+        except (httpx.TransportError, TimeoutError) as error:
+            raise unreachable(ask, error) from None
+        return Reply(reply.status_code, reply.headers.get("content-type", ""), body)
+
+
+class _Opened(httpx.AsyncByteStream):
+    """The content of an answer, while it comes."""
+
+    def __init__(self, reply: httpx.Response, answer: Answer) -> None:
+        self._reply = reply
+        self._answer = answer
+        self._chunks = _iterate(reply)
+        self._first = b""
+        self._is_over = False
+
+    async def read_refusal(self) -> bytes:
+        """Returns the beginning of an answer that is not sealed."""
+        try:
+            return await anext(self._chunks, b"")
+        except httpx.TransportError:
+            return b""
+
+    async def read_head(self) -> None:
+        """Reads until the head of the node's response is there."""
+        try:
+            while self._answer.head is None and not self._is_over:
+                self._first += await self._read()
+        except BrokenAnswerError as error:
+            raise FailedTryError(str(error)) from None
+        except httpx.TimeoutException:
+            raise
+        except httpx.TransportError as error:
+            raise FailedTryError(f"the relay broke off ({type(error).__name__})") from None
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        if self._first:
+            first, self._first = self._first, b""
+            yield first
+        while not self._is_over:
+            try:
+                content = await self._read()
+            except BrokenAnswerError as error:
+                raise httpx.RemoteProtocolError(f"{error}; {CUT_OFF}") from None
+            if content:
+                yield content
+
+    async def aclose(self) -> None:
+        await self._reply.aclose()
+
+    async def _read(self) -> bytes:
+        data = await anext(self._chunks, None)
+        if data is not None:
+            return self._answer.feed(data)
+        self._is_over = True
+        return self._answer.close()
+
+
+def _iterate(reply: httpx.Response) -> AsyncIterator[bytes]:
+    assert isinstance(reply.stream, httpx.AsyncByteStream)
+    return aiter(reply.stream)

@@ -1,0 +1,110 @@
+"""Is this node what the epoch says, and does its evidence prove what is asked? No I/O; time is an argument."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from cloister.privacy.attestation import (
+    AttestationError,
+    EvidenceError,
+    Findings,
+    Policy,
+    Statement,
+    read_evidence,
+    read_statement,
+)
+from cloister.privacy.attestation.verify import verify_evidence
+from cloister.privacy.transparency.checks import Believed
+from cloister.privacy.transparency.epoch import NodeEntry
+from cloister.privacy.transparency.refusal import TransparencyError
+from cloister.privacy.transparency.trust import Trust
+
+
+def fill_policy(policy: Policy, believed: Believed) -> Policy:
+    """Returns the policy for an epoch: what is published in the log is what may run, where the user names nothing else.
+
+    Args:
+        policy: of the user; digests that it names are kept, and so are its demands.
+        believed: an epoch that everybody was shown, and the release that it names.
+    """
+    release = believed.release
+    launch = {kind: frozenset({measurement}) for kind, measurement in release.launch.items()}
+    return replace(
+        policy,
+        profile=believed.epoch.profile,
+        releases=policy.releases or frozenset({release.digest}),
+        models=policy.models or frozenset({release.model}),
+        profile_digests=policy.profile_digests or frozenset({release.profile_digest}),
+        measurements={**launch, **policy.measurements},
+    )
+
+
+def judge_node(
+    node: NodeEntry, evidence: bytes | None, believed: Believed, trust: Trust, policy: Policy, now: float
+) -> Findings:
+    """Returns every step of the verification of one node; it may be sent something if they are `accepted`.
+
+    Args:
+        node: as the epoch has it.
+        evidence: what the gateway serves as this node's evidence; None if it serves none.
+        policy: filled (`fill_policy`).
+        now: Unix seconds.
+    """
+    findings = Findings()
+    if evidence is None:
+        findings.fail("evidence", "the gateway does not serve this node's evidence")
+        return findings
+    listed = hashlib.sha256(evidence).hexdigest() == node.evidence_sha256
+    if not findings.check(
+        "listed", listed, "the evidence is the one that the epoch names", "the evidence is not the one that the epoch names"
+    ):
+        return findings
+    try:
+        read = read_evidence(evidence)
+        statement = read_statement(read.statement)
+    except EvidenceError as error:
+        findings.fail("evidence", error.message)
+        return findings
+    _bind(findings, node, statement)
+    _check_nonce(findings, statement, believed, trust, policy, now)
+    try:
+        findings.extend(verify_evidence(read, policy, now))
+    except AttestationError as error:
+        findings.fail("verifier", error.message)
+    return findings
+
+
+def _bind(findings: Findings, node: NodeEntry, statement: Statement) -> None:
+    findings.check(
+        "key",
+        statement.keys == node.keys and statement.node_id == node.node_id,
+        "the key that is sealed to is the one that the evidence binds",
+        "the epoch names another key for this node than its evidence binds",
+    )
+    findings.check(
+        "capacity",
+        statement.capacity == node.capacity,
+        f"the node states the capacity that it is drawn by ({node.capacity})",
+        f"the node is drawn by the capacity {node.capacity}, but states {statement.capacity}",
+    )
+
+
+def _check_nonce(
+    findings: Findings, statement: Statement, believed: Believed, trust: Trust, policy: Policy, now: float
+) -> None:
+    """The nonce of evidence is a checkpoint of the log: evidence cannot be older than what witnesses saw then."""
+    if not statement.checkpoint:
+        findings.doubt(policy, "nonce", "the evidence names no checkpoint of the log, so nothing shows when it was made")
+        return
+    try:
+        checkpoint, _ = trust.open_checkpoint(statement.checkpoint, now)
+    except TransparencyError as error:
+        findings.fail("nonce", f"the checkpoint that the evidence was made for is refused: {error.message}")
+        return
+    findings.check(
+        "nonce",
+        checkpoint.size <= believed.checkpoint.size,
+        "the evidence was made for a checkpoint that witnesses cosigned lately",
+        "the evidence was made for a checkpoint that the log has not reached yet",
+    )

@@ -1,0 +1,138 @@
+"""A local endpoint that seals for programs that cannot: HTTP in on loopback, sealed requests out. It logs no request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable
+
+import anyio
+import httpx
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cloister.client.asynchronous import AsyncSealedTransport
+from cloister.client.session import Session
+from cloister.client.telling import tell_epoch
+from cloister.client.tries import ANSWER_DEADLINE_S, SHOULD_RETRY
+from cloister.privacy.sealing import LARGEST_BUCKET_BYTES
+from cloister.server.errors import OriginError, error_body, error_headers
+from cloister.server.middleware.host import LocalHostOnly
+from cloister.types.errors import CloisterError, DeadlineError, RequestTooLargeError
+
+BODY_S = 60.0
+"""How long a program may take to send a request's body."""
+
+Tell = Callable[[str], None]
+
+
+class BrokenOffError(CloisterError):
+    """The answer broke off before it began; nothing is known of it."""
+
+    code = "answer_broke_off"
+    status = 502
+
+
+class Proxy:
+    """The ASGI application.
+
+    Pages of browsers are refused, whatever their origin: a page of anybody's could spend tokens.
+
+    Args:
+        tell: takes lines about what was verified, at every new epoch.
+    """
+
+    def __init__(self, session: Session, transport: AsyncSealedTransport, tell: Tell) -> None:
+        self._session = session
+        self._transport = transport
+        self._tell = tell
+        self._told = session.believed.epoch.epoch if session.believed else None
+
+    async def verify(self) -> None:
+        """Fetches and verifies what a request would need, and tells it.
+
+        Raises:
+            SealedError: something of it is refused or cannot be reached.
+        """
+        try:
+            ready = await self._transport.prepare()
+            self._session.give_back(ready)
+        finally:
+            self._tell_once()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            response = await self._answer(Request(scope, receive))
+        except ClientDisconnect:
+            return
+        except CloisterError as error:
+            response = _refuse(error)
+        except httpx.TimeoutException:
+            response = _refuse(DeadlineError("The answer did not come in time."))
+        except httpx.TransportError:
+            response = _refuse(BrokenOffError("The answer broke off before it began; ask again."))
+        await response(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        if "origin" in request.headers:
+            raise OriginError
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        asked = httpx.Request(
+            request.method,
+            f"http://cloister{target}",
+            headers=_end_to_end(request.headers.raw),
+            content=await _read(request),
+            extensions={"timeout": {"read": ANSWER_DEADLINE_S}},
+        )
+        try:
+            answer = await self._transport.handle_async_request(asked)
+        finally:
+            self._tell_once()
+        response = StreamingResponse(_stream(answer), answer.status_code)
+        response.raw_headers = [(name, value) for name, value in answer.headers.raw if name.lower() != b"content-length"]
+        return response
+
+    def _tell_once(self) -> None:
+        believed = self._session.believed
+        if believed is not None and believed.epoch.epoch != self._told:
+            self._told = believed.epoch.epoch
+            for line in tell_epoch(self._session):
+                self._tell(line)
+
+
+def proxy_app(proxy: Proxy) -> ASGIApp:
+    """Returns the application behind the guard against pages that reach a local server under a name of their own."""
+    return LocalHostOnly(proxy)
+
+
+async def _stream(answer: httpx.Response) -> AsyncIterator[bytes]:
+    assert isinstance(answer.stream, httpx.AsyncByteStream)
+    try:
+        async for data in answer.stream:
+            yield data
+    finally:
+        with anyio.CancelScope(shield=True):
+            await answer.stream.aclose()
+
+
+async def _read(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        with anyio.fail_after(BODY_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > LARGEST_BUCKET_BYTES:
+                    raise RequestTooLargeError(f"a sealed request holds {LARGEST_BUCKET_BYTES // 2**20} MiB; make it shorter")
+    except TimeoutError:
+        raise DeadlineError(f"the request's body took longer than {BODY_S:.0f} s") from None
+    return bytes(body)
+
+
+def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if name not in (b"host", b"content-length", b"transfer-encoding")]
+
+
+def _refuse(error: CloisterError) -> Response:
+    headers = {**error_headers(error), SHOULD_RETRY.decode(): "false"}
+    return Response(error_body(error), error.status, headers, "application/json")

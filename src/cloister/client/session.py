@@ -1,0 +1,190 @@
+"""What a client knows and holds between requests: the epoch it believes, what nodes proved, tokens. No I/O of its own.
+
+`prepare` is a `Step`: it says what to fetch, and transports carry it. One session may serve several transports.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from cloister.client.asking import Ask, Reply, Step
+from cloister.client.buying import buy_tokens
+from cloister.client.draw import Below, draw
+from cloister.client.errors import EpochRefusedError, NoTokensError
+from cloister.client.judging import fill_policy, judge_node
+from cloister.client.letter import Letter, write_letter
+from cloister.client.wallet import LOW, Wallet
+from cloister.privacy.attestation import Findings, Policy
+from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES
+from cloister.privacy.sealing import Request
+from cloister.privacy.tokens import Token, authorization
+from cloister.privacy.tokens.spki import key_id
+from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES
+from cloister.privacy.transparency.checks import Believed, View, believe, needed_paths
+from cloister.privacy.transparency.epoch import Epoch, NodeEntry
+from cloister.privacy.transparency.memory import Memory
+from cloister.privacy.transparency.refusal import TransparencyError
+from cloister.privacy.transparency.trust import Trust, read_trust
+
+WELL_KNOWN = "/.well-known/cloister"
+MOST_LOG_BYTES = 1 << 25
+"""Of one file of the log: 256 entries of 64 KiB, and their lengths."""
+DOUBT_AFTER_S = 5.0
+"""A failed try makes the client fetch the epoch again, unless it is as fresh as this: a node may have left."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """One draw: a node, what it proved, and the token for it.
+
+    Attributes:
+        token: None where the node is refused; nothing is spent on it.
+    """
+
+    epoch: Epoch
+    node: NodeEntry
+    findings: Findings
+    token: Token | None
+
+    def seal(self, request: Request, now: float) -> Letter:
+        """Seals a request to the node, and around that to the gateway."""
+        assert self.token is not None, "nothing is sealed to a node that was refused"
+        return write_letter(request, self.node, self.epoch, authorization(self.token), now)
+
+
+class Session:
+    """Where to ask, whom to believe, and what with.
+
+    Args:
+        relay: URL of the relay, the only program besides the issuer that this client speaks with.
+        trust: keys of log, witnesses and releases, or the path of the file that has them.
+        api_key: shown to the issuer alone, for tokens; nothing of it goes to relay, gateway or node.
+        policy: what is asked of nodes; what it leaves open is filled from the log.
+        state: file in which the client remembers what it saw of the log, so that a restart does not forget it.
+        below: random source of the draw; the system's.
+        now: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        relay: str,
+        *,
+        trust: Trust | Path | str,
+        api_key: str,
+        policy: Policy | None = None,
+        state: Path | None = None,
+        below: Below = secrets.randbelow,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.relay = relay.rstrip("/") + "/"
+        self.now = now
+        self.trust = trust if isinstance(trust, Trust) else read_trust(Path(trust))
+        self._api_key = api_key
+        self._policy = policy or Policy()
+        self._memory = None if state is None else Memory(state)
+        self._below = below
+        self._view = View() if self._memory is None else self._memory.load()
+        self._believed: Believed | None = None
+        self._believed_at = 0.0
+        self._is_doubted = False
+        self._findings: dict[str, Findings] = {}
+        self._wallet = Wallet()
+
+    @property
+    def believed(self) -> Believed | None:
+        """The epoch that is believed; None before the first request."""
+        return self._believed
+
+    @property
+    def findings(self) -> Mapping[str, Findings]:
+        """What each node of the epoch proved, by node_id."""
+        return MappingProxyType(self._findings)
+
+    def doubt(self) -> None:
+        """Says that a try failed: the next one looks for a newer epoch first."""
+        self._is_doubted = True
+
+    def give_back(self, ready: Ready) -> None:
+        """Takes a token back that was never sent."""
+        if ready.token is not None:
+            self._wallet.add([ready.token])
+
+    def prepare(self) -> Step[Ready]:
+        """Makes sure of the epoch, of every node's evidence and of a token, and draws one node.
+
+        Evidence of all nodes is fetched, whichever is drawn: fetching one would show the relay which it is.
+
+        Raises:
+            EpochRefusedError, NoTokensError, RelayUnreachableError: nothing was sent.
+        """
+        believed = yield from self._believe()
+        node = draw(believed.epoch.nodes, self._below)
+        findings = self._findings[node.node_id]
+        token = (yield from self._take_token(believed.epoch)) if findings.accepted else None
+        return Ready(believed.epoch, node, findings, token)
+
+    def _believe(self) -> Step[Believed]:
+        now = self.now()
+        if self._believed is not None and now < self._believed.epoch.not_after and not self._is_doubtful(now):
+            return self._believed
+        try:
+            believed = yield from self._fetch_epoch(now)
+        except TransparencyError as error:
+            raise EpochRefusedError(
+                f"The epoch file was refused, and nothing was sent: {error.message}.", error.reason
+            ) from None
+        if self._believed is None or believed.epoch != self._believed.epoch:
+            self._findings = yield from self._judge_nodes(believed, now)
+            self._wallet.keep({key_id(issuer.token_key) for issuer in believed.epoch.issuers})
+        self._believed, self._believed_at, self._is_doubted = believed, now, False
+        return believed
+
+    def _is_doubtful(self, now: float) -> bool:
+        return self._is_doubted and now - self._believed_at >= DOUBT_AFTER_S
+
+    def _fetch_epoch(self, now: float) -> Step[Believed]:
+        bundle = yield from self._fetch("epoch", MAX_BUNDLE_BYTES)
+        fetched = {}
+        for path in needed_paths(bundle, self.trust, self._view):
+            fetched[path] = yield from self._fetch(f"log/{path}", MOST_LOG_BYTES)
+        believed = believe(bundle, self.trust, self._view, fetched, now)
+        self._view = believed.view
+        if self._memory is not None:
+            self._memory.save(believed.view)
+        return believed
+
+    def _judge_nodes(self, believed: Believed, now: float) -> Step[dict[str, Findings]]:
+        policy = fill_policy(self._policy, believed)
+        findings = {}
+        for node in believed.epoch.nodes:
+            reply = yield self._ask(f"evidence/{node.evidence_sha256}", MAX_EVIDENCE_BYTES)
+            evidence = reply.body if reply.status == 200 else None
+            findings[node.node_id] = judge_node(node, evidence, believed, self.trust, policy, now)
+        return findings
+
+    def _take_token(self, epoch: Epoch) -> Step[Token]:
+        if len(self._wallet) <= LOW:
+            try:
+                self._wallet.add((yield from buy_tokens(epoch, self._api_key, self.now())))
+            except NoTokensError:
+                if not len(self._wallet):
+                    raise
+        token = self._wallet.take()
+        assert token is not None, "a batch has tokens"
+        return token
+
+    def _fetch(self, path: str, most_bytes: int) -> Step[bytes]:
+        reply: Reply = yield self._ask(path, most_bytes)
+        if reply.status != 200:
+            raise EpochRefusedError(
+                f"The relay answered {reply.status} for {path} of the gateway's; nothing was sent. Check that the gateway runs."
+            )
+        return reply.body
+
+    def _ask(self, path: str, most_bytes: int) -> Ask:
+        return Ask("the relay", f"{self.relay.rstrip('/')}{WELL_KNOWN}/{path}", most_bytes=most_bytes)

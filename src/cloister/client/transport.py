@@ -1,0 +1,171 @@
+"""`SealedTransport`: an httpx transport that seals every request to a node that it draws, so that SDKs work unchanged."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import TypeVar
+
+import httpx
+
+from cloister.client.answer import Answer, BrokenAnswerError
+from cloister.client.asking import DEADLINE_S, Ask, Reply, Step, too_long, unreachable
+from cloister.client.draw import MAX_DRAWS
+from cloister.client.errors import FailedTryError
+from cloister.client.letter import strip_request
+from cloister.client.session import Ready, Session
+from cloister.client.tries import CUT_OFF, Tries, is_answer, read_timeouts, refuse_reply, to_fields, to_request, to_response
+from cloister.privacy.sealing import Request
+
+T = TypeVar("T")
+
+
+class SealedTransport(httpx.BaseTransport):
+    """Seals requests: `openai.OpenAI(http_client=httpx.Client(transport=SealedTransport(session)))`.
+
+    Host, port and scheme of a request's URL mean nothing: the session knows the relay, and a node is drawn for each request.
+    An API key in its headers goes nowhere; the session's own is shown to the issuer alone. Safe to use from several threads.
+
+    Args:
+        session: relay, trust, policy and tokens; may be shared.
+        carrier: what speaks HTTP to relay and issuer; None makes a pooled one.
+
+    `handle_request` raises, before anything left this machine: `EpochRefusedError`, `EvidenceRefusedError`, `NoTokensError`,
+    `RelayUnreachableError`; after every draw failed: `NoAnswerError`; where another draw would not help: `FinalRefusalError`;
+    at an answer that breaks off: `httpx.RemoteProtocolError`; at one that does not come in time: `httpx.ReadTimeout`.
+    """
+
+    def __init__(self, session: Session, carrier: httpx.BaseTransport | None = None) -> None:
+        self._session = session
+        self._carrier = carrier or httpx.HTTPTransport()
+        self._lock = threading.Lock()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        Tries.check_first(request)
+        content = request.read()
+        tries = Tries()
+        while len(tries) < MAX_DRAWS:
+            ready = self.prepare()
+            plain = strip_request(request.method, request.url.raw_path, to_fields(request), content, self._session.now())
+            try:
+                return self._try_once(request, plain, ready, tries)
+            except FailedTryError as error:
+                tries.fail(error)
+                self._session.doubt()
+        raise tries.give_up()
+
+    def prepare(self) -> Ready:
+        """Fetches and verifies everything that the next request needs, and draws its node; for programs that show it."""
+        with self._lock:
+            return self._run(self._session.prepare())
+
+    def close(self) -> None:
+        self._carrier.close()
+
+    def _try_once(self, request: httpx.Request, plain: Request, ready: Ready, tries: Tries) -> httpx.Response:
+        tries.draw(ready)
+        letter = ready.seal(plain, self._session.now())
+        posted = to_request(self._session.relay, letter.sealed, read_timeouts(request))
+        try:
+            reply = self._carrier.handle_request(posted)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            self._session.give_back(ready)
+            raise unreachable(Ask("the relay", self._session.relay), error) from None
+        except httpx.TimeoutException:
+            raise
+        except httpx.TransportError as error:
+            raise FailedTryError(f"the relay broke off ({type(error).__name__})") from None
+        stream = _Opened(reply, letter.answer)
+        try:
+            if not is_answer(reply):
+                refuse_reply(reply.status_code, stream.read_refusal())
+            stream.read_head()
+        except BaseException:
+            reply.close()
+            raise
+        return to_response(letter.answer, stream, ready, tries)
+
+    def _run(self, step: Step[T]) -> T:
+        try:
+            ask = next(step)
+            while True:
+                ask = step.send(self._ask(ask))
+        except StopIteration as result:
+            done: T = result.value
+            return done
+
+    def _ask(self, ask: Ask) -> Reply:
+        give_up_at = time.monotonic() + DEADLINE_S
+        try:
+            reply = self._carrier.handle_request(to_request(ask.url, ask.body, None, ask.method, ask.headers))
+            try:
+                body = b""
+                for data in _iterate(reply):
+                    body += data
+                    if len(body) > ask.most_bytes:
+                        raise too_long(ask)
+                    if time.monotonic() > give_up_at:
+                        raise httpx.ReadTimeout("the whole answer took too long")
+            finally:
+                reply.close()
+        except httpx.TransportError as error:
+            raise unreachable(ask, error) from None
+        return Reply(reply.status_code, reply.headers.get("content-type", ""), body)
+
+
+class _Opened(httpx.SyncByteStream):
+    """The content of an answer, while it comes."""
+
+    def __init__(self, reply: httpx.Response, answer: Answer) -> None:
+        self._reply = reply
+        self._answer = answer
+        self._chunks = _iterate(reply)
+        self._first = b""
+        self._is_over = False
+
+    def read_refusal(self) -> bytes:
+        """Returns the beginning of an answer that is not sealed."""
+        try:
+            return next(self._chunks, b"")
+        except httpx.TransportError:
+            return b""
+
+    def read_head(self) -> None:
+        """Reads until the head of the node's response is there."""
+        try:
+            while self._answer.head is None and not self._is_over:
+                self._first += self._read()
+        except BrokenAnswerError as error:
+            raise FailedTryError(str(error)) from None
+        except httpx.TimeoutException:
+            raise
+        except httpx.TransportError as error:
+            raise FailedTryError(f"the relay broke off ({type(error).__name__})") from None
+
+    def __iter__(self) -> Iterator[bytes]:
+        if self._first:
+            first, self._first = self._first, b""
+            yield first
+        while not self._is_over:
+            try:
+                content = self._read()
+            except BrokenAnswerError as error:
+                raise httpx.RemoteProtocolError(f"{error}; {CUT_OFF}") from None
+            if content:
+                yield content
+
+    def close(self) -> None:
+        self._reply.close()
+
+    def _read(self) -> bytes:
+        data = next(self._chunks, None)
+        if data is not None:
+            return self._answer.feed(data)
+        self._is_over = True
+        return self._answer.close()
+
+
+def _iterate(reply: httpx.Response) -> Iterator[bytes]:
+    assert isinstance(reply.stream, httpx.SyncByteStream)
+    return iter(reply.stream)

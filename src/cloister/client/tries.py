@@ -1,0 +1,132 @@
+"""The tries of one request, and what httpx's messages become on either side; shared by both transports."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import httpx
+
+from cloister.client.answer import Answer, read_message
+from cloister.client.asking import DEADLINE_S
+from cloister.client.errors import (
+    EvidenceRefusedError,
+    FailedTryError,
+    FinalRefusalError,
+    NoAnswerError,
+    RepeatedRequestError,
+    SealedError,
+)
+from cloister.client.session import Ready
+from cloister.privacy.attestation import Outcome
+from cloister.privacy.sealing import CHUNKED, Fields
+
+ANSWER_DEADLINE_S = 600.0
+"""Longest silence of an answer where the program sets no timeout of its own."""
+RETRY_COUNT = "x-stainless-retry-count"
+"""By which the SDKs of OpenAI and Anthropic say that they repeat a request."""
+SHOULD_RETRY = b"x-should-retry"
+"""By which those SDKs are told whether to: each repetition would be further draws."""
+CUT_OFF = "what was received of it may be used, but it is not whole"
+HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade"})
+
+
+class Tries:
+    """What was drawn for one request and why it failed.
+
+    Attributes:
+        drawn: node_ids, in order.
+    """
+
+    def __init__(self) -> None:
+        self.drawn: list[str] = []
+        self._failures: list[str] = []
+        self._refused: list[list[str]] = []
+
+    def __len__(self) -> int:
+        return len(self.drawn)
+
+    @staticmethod
+    def check_first(request: httpx.Request) -> None:
+        """Refuses a request that an SDK repeats by itself.
+
+        Raises:
+            RepeatedRequestError: it is one.
+        """
+        if request.headers.get(RETRY_COUNT, "0") != "0":
+            raise RepeatedRequestError
+
+    def draw(self, ready: Ready) -> None:
+        """Counts one more draw.
+
+        Raises:
+            FailedTryError: the node's evidence is refused, so nothing is sent to it.
+        """
+        self.drawn.append(ready.node.node_id)
+        failed = ready.findings.of(Outcome.FAILED)
+        if failed:
+            self._refused.append([step.slug for step in failed])
+            steps = "; ".join(f"{step.slug}: {step.text}" for step in failed)
+            raise FailedTryError(f"the evidence of node {ready.node.node_id[:8]} is refused: {steps}")
+
+    def fail(self, error: FailedTryError) -> None:
+        """Takes in why the last one failed."""
+        self._failures.append(str(error))
+
+    def give_up(self) -> SealedError:
+        """Returns the error for a request whose every draw failed."""
+        reasons = "; ".join(dict.fromkeys(self._failures))
+        if len(self._refused) == len(self):
+            steps = sorted({slug for slugs in self._refused for slug in slugs})
+            return EvidenceRefusedError(f"Nothing was sent: {reasons}.", steps)
+        return NoAnswerError(f"No answer began after {len(self)} draws ({reasons}). Try again in a moment.", self.drawn)
+
+
+def is_answer(reply: httpx.Response) -> bool:
+    """Says whether the relay passed on an answer of the gateway."""
+    return reply.status_code == 200 and reply.headers.get("content-type", "") == CHUNKED.response_type
+
+
+def refuse_reply(status: int, body: bytes) -> NoReturn:
+    """Raises what an answer stands for that is none of the gateway's.
+
+    Raises:
+        FinalRefusalError: the relay refused the request itself.
+        FailedTryError: anything else; another draw may pass.
+    """
+    message = read_message(body) or "it gave no reason"
+    if status in (413, 414, 431):
+        raise FinalRefusalError(f"The relay refused the request ({status}): {message}")
+    raise FailedTryError(f"the relay answered {status}: {message}")
+
+
+def to_fields(request: httpx.Request) -> Fields:
+    """Returns a request's header fields."""
+    return tuple((name.lower(), value) for name, value in request.headers.raw)
+
+
+def to_request(
+    url: str, body: bytes, timeouts: dict[str, float] | None, method: str = "POST", headers: dict[str, str] | None = None
+) -> httpx.Request:
+    """Returns a request to the relay or the issuer, with nothing in its headers that it does not need."""
+    fields = {"content-type": CHUNKED.request_type} if headers is None else headers
+    given = timeouts or dict.fromkeys(("connect", "read", "write", "pool"), DEADLINE_S)
+    return httpx.Request(method, url, headers=fields, content=body if method == "POST" else None, extensions={"timeout": given})
+
+
+def read_timeouts(request: httpx.Request) -> dict[str, float]:
+    """Returns the program's timeouts; where it has none, ours: every wait has an end."""
+    given = request.extensions.get("timeout") or {}
+    limits = {"connect": DEADLINE_S, "read": ANSWER_DEADLINE_S, "write": DEADLINE_S, "pool": DEADLINE_S}
+    return {name: limit if given.get(name) is None else float(given[name]) for name, limit in limits.items()}
+
+
+def to_response(
+    answer: Answer, stream: httpx.SyncByteStream | httpx.AsyncByteStream, ready: Ready, tries: Tries
+) -> httpx.Response:
+    """Returns the node's response. `extensions["cloister"]` names the epoch and the nodes that were drawn; the last one answers."""
+    assert answer.head is not None, "the head was read"
+    fields = [(name, value) for name, value in answer.head.fields if name not in HOP_BY_HOP]
+    if answer.head.status >= 400:
+        fields.append((SHOULD_RETRY, b"false"))
+    about = {"epoch": ready.epoch.epoch, "drawn": tuple(tries.drawn)}
+    return httpx.Response(answer.head.status, headers=fields, stream=stream, extensions={"cloister": about})
