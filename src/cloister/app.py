@@ -24,6 +24,7 @@ from cloister.models.adapters import read_adapter
 from cloister.privacy import Entry, Gate, Policy, hardening, is_loopback, read_credentials, settle, settle_front
 from cloister.quant import FORMATS, FormatOptions, NumberFormat, choose_kv_dtype, quantize_on_read
 from cloister.sched import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
+from cloister.types.allocator import overwrites
 from cloister.types.clock import Stopwatch
 from cloister.types.config import (
     EngineConfig,
@@ -367,6 +368,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         MemoryBudgetError: it cannot fit; the message has the figure that would.
     """
     from cloister.engine import EngineCore, Output
+    from cloister.engine.tidying import Tidier
     from cloister.runner import Grammars, ModelRunner
     from cloister.runner.adapters import plan_room
     from cloister.text import Tokenizer
@@ -382,7 +384,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     model = load(path, None if is_local else config.model, digests, config.max_model_len)
     max_model_len = _max_model_len(config, model)
     pooling = read_pooling(model.path, config.pooling)
-    tokenizer = Tokenizer(model.path)
+    tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile))
     watch.lap("read")
     return_free_memory()  # before the weights are there, so that it does not count on top of them
     weights = _write_in_few_bits(config, model)
@@ -420,6 +422,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         adapters=slots,
         grammars=grammars,
     )
+    tidier = Tidier(runner.wipe_buffers) if overwrites(config.profile) else None
     return EngineCore(
         build_scheduler(config, info, budget.num_blocks, _release_prefixes(config, model.path, tokenizer)),
         runner,
@@ -429,6 +432,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         startup=watch.laps,
         adapters=adapters,
         grammars=grammars,
+        tidier=tidier,
     )
 
 
@@ -484,9 +488,7 @@ def _release_prefixes(config: EngineConfig, path: Path, tokenizer: Tokenizer) ->
     return read_release_prefixes(Path(config.release_prefixes).expanduser(), tokenizer, ChatTemplate.load(path))
 
 
-def build_scheduler(
-    config: EngineConfig, model: ModelInfo, num_blocks: int, public: Sequence[Sequence[int]] = ()
-) -> Scheduler:
+def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int, public: Sequence[Sequence[int]] = ()) -> Scheduler:
     """Returns a scheduler as the settings want it, over `num_blocks` blocks of its own.
 
     Args:

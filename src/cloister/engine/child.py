@@ -59,6 +59,7 @@ def main(fd: int) -> int:
     if core is None:
         return 1
     core.inbox = inbox
+    core.settle()
     send(Ready(core.model, core.memory, core.adapters.loaded, core.startup))
     try:
         core.run(send)
@@ -106,6 +107,7 @@ def _listen(sock: socket.socket, inbox: Inbox) -> None:
     try:
         while (frame := channel.receive_blocking(sock)) is not None:
             inbox.put(channel.decode_front(frame))
+            frame = None  # what it says is not kept until the next one comes
     finally:
         os._exit(1)
 

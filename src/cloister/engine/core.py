@@ -12,6 +12,7 @@ from cloister.engine.compiling import CompilingRequests, Grammars
 from cloister.engine.faults import describe
 from cloister.engine.inbox import Inbox
 from cloister.engine.output import Output
+from cloister.engine.tidying import Tidier
 from cloister.sched import Scheduler
 from cloister.text import Tokenizer
 from cloister.types.clock import Clock, WallClock
@@ -58,6 +59,7 @@ class EngineCore:
         adapters: those that requests may ask for.
         draw_seed: seed of the sampling noise of a request that brings none.
         grammars: compiles those of requests, beside the steps.
+        tidier: clears away what requests left; None leaves it until it is overwritten.
 
     Attributes:
         inbox: where the front's messages are put, from any thread.
@@ -77,6 +79,7 @@ class EngineCore:
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
         adapters: AdapterRegister | None = None,
         grammars: Grammars | None = None,
+        tidier: Tidier | None = None,
     ) -> None:
         self.model = model
         self.memory = memory
@@ -90,6 +93,7 @@ class EngineCore:
         self._clock = clock or WallClock()
         self._draw_seed = draw_seed
         self._compiling = CompilingRequests(grammars, lambda: self.inbox.wake())
+        self._tidier = tidier
         self._open: set[str] = set()
         self._drain_by_s: float | None = None
         self._num_failures = 0
@@ -98,6 +102,11 @@ class EngineCore:
     def tokenizer(self) -> Tokenizer:
         """Of the model, for whoever shares this process."""
         return self._output.tokenizer
+
+    def settle(self) -> None:
+        """Says that this process does nothing else from now on, and holds nothing of a request yet."""
+        if self._tidier is not None:
+            self._tidier.settle()
 
     def run(self, emit: Callable[[Outputs], None]) -> None:
         """Steps until it is told to shut down; `emit` gets what each step brought.
@@ -133,6 +142,10 @@ class EngineCore:
         for request_id in [e.request_id for e in events if isinstance(e, Ended) and e.last]:
             self._open.discard(request_id)
             self.adapters.leave(request_id)
+            if self._tidier is not None:
+                self._tidier.note_end()
+        if self._tidier is not None:
+            self._tidier.tidy(now, is_idle=plan is None)
         replies, self.adapters.replies = self.adapters.replies, []
         self.is_done = self._drain_by_s is not None and plan is None and not self._open
         return Outputs(self._output.collect(events), events, replies) if events or replies else None

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
 
 from cloister.engine import channel
 from cloister.types import errors
+from cloister.types.allocator import OVERWRITING
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, EngineError
 from cloister.types.events import EngineMessage, Failed, FrontMessage, Ready
@@ -89,11 +91,21 @@ class EngineChild:
         return status
 
 
-def spawn_program(far: socket.socket) -> Process:
-    """Makes an engine process by executing the interpreter anew."""
+def spawn_overwriting(far: socket.socket) -> Process:
+    """As `spawn_program`, of a process that overwrites what it frees."""
+    return spawn_program(far, OVERWRITING)
+
+
+def spawn_program(far: socket.socket, variables: Mapping[str, str] = {}) -> Process:
+    """Makes an engine process by executing the interpreter anew.
+
+    Args:
+        variables: of its environment, beside those of this process.
+    """
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "cloister.engine.child", str(far.fileno())],
         stdin=subprocess.DEVNULL,
+        env={**os.environ, **variables},
         pass_fds=(far.fileno(),),
         process_group=0,  # Ctrl-C in a terminal reaches the front only
     )

@@ -12,9 +12,10 @@ from cloister.engine.adapter_calls import AdapterCalls
 from cloister.engine.base import EventListener, Health
 from cloister.engine.desk import Desk
 from cloister.engine.faults import describe
-from cloister.engine.launch import EngineChild, Spawn, launch, spawn_program
+from cloister.engine.launch import EngineChild, Spawn, launch, spawn_overwriting, spawn_program
 from cloister.engine.restarts import Restarts
 from cloister.engine.watchdog import Watchdog
+from cloister.types.allocator import overwrites
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError
@@ -58,7 +59,8 @@ class ProcessEngine:
         entry: "module:function" that takes the configuration in the child and returns its EngineCore.
         config: the engine's settings; `max_waiting` and `max_num_seqs` also bound the queue here.
         log_format: how the child writes its log.
-        spawn: makes the child process.
+        spawn: makes the child process; unset, by executing the interpreter, with memory that is overwritten when it is freed
+            if the profile asks for that.
 
     Attributes:
         model, memory: as the engine said; set by `start`.
@@ -77,10 +79,10 @@ class ProcessEngine:
         supervision: Supervision | None = None,
         clock: Clock | None = None,
         log_format: str = "text",
-        spawn: Spawn = spawn_program,
+        spawn: Spawn | None = None,
     ) -> None:
         self._entry = entry
-        self._spawn = spawn
+        self._spawn: Spawn = spawn or (spawn_overwriting if overwrites(config.profile) else spawn_program)
         self._config = config
         self._log_format = log_format
         self._supervision = supervision or Supervision()

@@ -71,6 +71,11 @@ class ModelRunner:
         self._batch = BatchState(vocab_size=vocab_size, max_model_len=max_model_len, adapters=adapters, grammars=grammars)
         self._sampler = Sampler(vocab_size) if self._drawing is None else ProgramSampler(self._drawing)
 
+    def wipe_buffers(self) -> None:
+        """Overwrites what the program's buffers hold of the steps so far, those of sequences that go on included."""
+        if self._buffered is not None:
+            self._buffered.wipe_buffers()
+
     @property
     def num_sequences(self) -> int:
         """Sequences held."""

@@ -28,6 +28,8 @@ class Tokenizer:
 
     Args:
         path: model directory with tokenizer.json, and tokenizer_config.json if there is one; or a GGUF file.
+        remembers: keep the bytes of tokens that occurred, which is quicker. Which ones did, and in what order they came for the
+            first time, is then to be read in memory.
 
     Attributes:
         special: the added tokens, and which of them control the model.
@@ -38,8 +40,9 @@ class Tokenizer:
         ModelError: the tokenizer is missing, cannot be read, or is of a kind that is not supported.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, remembers: bool = True) -> None:
         self._path = Path(path)
+        self._remembers = remembers
         source = open_source(self._path)
         (head, content), config = source.tokenizer_text(), source.config()
         self.special = SpecialTokens.parse(head, config)
@@ -93,7 +96,9 @@ class Tokenizer:
         """Returns the exact bytes of one token; none for an id without a token."""
         found = self._token_bytes.get(token_id)
         if found is None:
-            found = self._token_bytes[token_id] = self.read_bytes(token_id)
+            found = self.read_bytes(token_id)
+            if self._remembers:
+                self._token_bytes[token_id] = found
         return found
 
     def token_id(self, text: str) -> int | None:
