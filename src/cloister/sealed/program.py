@@ -12,6 +12,8 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
+from cloister.server.connection import Connection
+
 MAX_CONNECTIONS = 2048
 LAST_WORDS_S = 5
 """How long requests that run may go on once it is told to stop."""
@@ -32,6 +34,7 @@ def run_program(app: ASGIApp, listener: socket.socket, *, tls_cert: Path | None 
     """Serves an application at a bound socket; returns the exit status, 1 if a second signal cut it short."""
     config = uvicorn.Config(
         app,
+        http=Connection,  # with an end to every wait for a request's head
         log_config=None,
         access_log=False,  # lines with addresses beside times
         server_header=False,

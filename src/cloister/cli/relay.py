@@ -1,0 +1,50 @@
+"""`cloister relay`: carries sealed requests to one gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cloister.cli.secrets import read_secrets
+from cloister.types.errors import ConfigError
+
+
+def relay(
+    gateway: Annotated[str, typer.Option(help="Where the gateway is, such as https://gateway.example.", metavar="URL")],
+    secret_file: Annotated[
+        Path, typer.Option(help="File whose one line shows the gateway which relay this is.", metavar="FILE")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8001,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.", metavar="FILE")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.", metavar="FILE")] = None,
+    gateway_ca: Annotated[
+        Path | None,
+        typer.Option(help="Authorities that may vouch for the gateway, PEM; unset, those of this system.", metavar="FILE"),
+    ] = None,
+    answer_timeout_s: Annotated[float, typer.Option(help="Longest silence of an answer, in seconds.", min=1)] = 600.0,
+) -> None:
+    """Carry sealed requests to a gateway, until SIGTERM or Ctrl-C.
+
+    A relay sees the addresses of clients and the lengths of what they send, and can open none of it. Run it where the gateway
+    is not: whoever has both knows who asks which node.
+    """
+    from cloister.sealed.program import run_program
+    from cloister.sealed.relay import RelayConfig, relay_app
+    from cloister.sealed.upstream import Upstream, check_url, trust_only
+    from cloister.server.serve import address_of, bind
+
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError("a certificate and its key go together: give --tls-cert and --tls-key", param="tls_cert")
+    url = check_url(gateway, "gateway")
+    secrets = read_secrets(secret_file)
+    if len(secrets) != 1:
+        raise ConfigError(f"{secret_file} must have one secret; the gateway has one of each relay", param="secret_file")
+    upstream = Upstream("gateway", tls=trust_only(gateway_ca), timeout_s=answer_timeout_s)
+    listener = bind(host, port)
+    typer.echo(f"Relay at {address_of(listener, has_tls=tls_cert is not None)}, for the gateway at {url}")
+    raise typer.Exit(
+        run_program(relay_app(RelayConfig(url, secrets[0]), upstream), listener, tls_cert=tls_cert, tls_key=tls_key)
+    )

@@ -1,0 +1,31 @@
+"""Files of shared secrets, by which one program of the private cloud knows another."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Final
+
+from cloister.types.errors import ConfigError
+
+MIN_CHARACTERS: Final = 32
+_ALLOWED: Final = frozenset(string.ascii_letters + string.digits + "-._~+/=")
+"""Of a bearer token (RFC 6750, section 2.1)."""
+
+
+def read_secrets(path: Path) -> tuple[str, ...]:
+    """Returns the secrets in a file, one a line; lines that begin with # are comments.
+
+    Raises:
+        ConfigError: the file cannot be read, has none, or one that is too short or has other characters.
+    """
+    try:
+        lines = [line.strip() for line in path.expanduser().read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(f"cannot read {path}; make it with: openssl rand -hex 32 > {path}") from None
+    secrets = tuple(line for line in lines if line and not line.startswith("#"))
+    if not secrets or any(len(one) < MIN_CHARACTERS or not _ALLOWED.issuperset(one) for one in secrets):
+        raise ConfigError(
+            f"{path} must have a secret a line, of {MIN_CHARACTERS} characters or more; make one with: openssl rand -hex 32"
+        )
+    return secrets

@@ -1,0 +1,152 @@
+"""One HTTP exchange as the sealed programs have it: a body that streams in, a reply that streams out, each wait with an end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, Final
+
+from starlette.types import Receive, Scope, Send
+
+from cloister.privacy.sealing import Fields
+from cloister.sealed.problems import ProblemError
+from cloister.sealed.shaping import WRITE_TIMEOUT_S
+
+BODY_TIMEOUT_S: Final = 60.0
+"""How long a whole request body may take to arrive."""
+MAX_REQUEST_BYTES: Final = 17 * 2**20
+"""The largest bucket, sealed twice, with its heads."""
+_LENGTH: Final = re.compile(r"[0-9]{1,18}")
+
+_logger = logging.getLogger(__name__)
+
+
+class GoneError(Exception):
+    """Whoever sent the request has closed the connection."""
+
+
+class Body:
+    """The body of a request, read once, piece by piece.
+
+    Attributes:
+        is_read: set when all of it has been read, or never will be.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, limit_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
+        self._receive = receive
+        self._limit_bytes = limit_bytes
+        self._timeout_s = timeout_s
+        self._declared = find_header(scope, b"content-length")
+        self.is_read = asyncio.Event()
+
+    @property
+    def declared_bytes(self) -> int | None:
+        """The length that the head declares, if it does."""
+        return int(self._declared) if self._declared is not None and _LENGTH.fullmatch(self._declared) else None
+
+    def check_size(self) -> None:
+        """Raises `ProblemError` 413 if the head already says that it is too long."""
+        if (self.declared_bytes or 0) > self._limit_bytes:
+            raise self._too_large()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yields what arrives.
+
+        Raises:
+            ProblemError: it is too long (413) or too slow (408).
+            GoneError: the connection was closed.
+        """
+        num_bytes, more = 0, True
+        ends_s = asyncio.get_running_loop().time() + self._timeout_s
+        while more:
+            try:
+                async with asyncio.timeout_at(ends_s):
+                    message = await self._receive()
+            except TimeoutError:
+                raise ProblemError(408, f"The request did not arrive within {self._timeout_s:g} s.") from None
+            if message["type"] == "http.disconnect":
+                self.is_read.set()
+                raise GoneError
+            piece, more = message.get("body", b""), message.get("more_body", False)
+            num_bytes += len(piece)
+            if num_bytes > self._limit_bytes:
+                raise self._too_large()
+            if not more:
+                self.is_read.set()
+            if piece:
+                yield piece
+
+    def _too_large(self) -> ProblemError:
+        return ProblemError(413, f"The request is longer than the {self._limit_bytes:,} bytes that are taken here.")
+
+
+class Outgoing:
+    """The reply, in order: `begin`, any number of `write`, `finish`. One that is left unfinished closes the connection.
+
+    Attributes:
+        has_begun: whether the head is on its way, so that no other reply can take its place.
+        num_bytes: of the body, so far.
+    """
+
+    def __init__(self, send: Send, write_timeout_s: float = WRITE_TIMEOUT_S) -> None:
+        self._send = send
+        self._write_timeout_s = write_timeout_s
+        self.has_begun = False
+        self.num_bytes = 0
+
+    async def begin(self, status: int, fields: Fields) -> None:
+        """Sends the head."""
+        self.has_begun = True
+        await self._pass({"type": "http.response.start", "status": status, "headers": list(fields)})
+
+    async def write(self, data: bytes, *, last: bool = False) -> None:
+        """Sends a piece of the body."""
+        self.num_bytes += len(data)
+        await self._pass({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def refuse(self, problem: ProblemError) -> None:
+        """Sends a whole refusal."""
+        body = problem.body
+        await self.begin(problem.status, (*problem.headers, (b"content-length", b"%d" % len(body))))
+        await self.write(body, last=True)
+
+    async def _pass(self, message: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._send(message)
+        except (TimeoutError, OSError):
+            raise GoneError from None
+
+
+async def run_while_there(work: Coroutine[Any, Any, None], body: Body, receive: Receive) -> None:
+    """Runs the work of one request, and cancels it when the one who asked hangs up."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_wait_until_gone(body, receive))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in (gone, task):
+            each.cancel()
+        await asyncio.wait([gone, task])
+    if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, GoneError):
+        # by its kind alone: what an exception says may be content
+        _logger.error("a request ended with a mistake of this program (%s)", type(error).__name__)
+
+
+async def _wait_until_gone(body: Body, receive: Receive) -> None:
+    await body.is_read.wait()
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def find_header(scope: Scope, wanted: bytes) -> str | None:
+    """Returns the value of a request's header; None if it has none, or more than one."""
+    values = [value for name, value in scope["headers"] if name == wanted]
+    return values[0].decode("latin-1").strip() if len(values) == 1 else None
+
+
+def media_type(scope: Scope) -> str:
+    """Returns the media type of the request without parameters, in lower case; empty if there is none."""
+    return (find_header(scope, b"content-type") or "").partition(";")[0].strip().lower()

@@ -1,0 +1,270 @@
+"""The gateway: knows which node is asked and that somebody paid; neither who asks nor what.
+
+Order of checks: size, relay, key, replay, HPKE, token, spending; then the body, which is sealed to a node, goes to that node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+import httpx
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
+
+from cloister.privacy.sealing import (
+    FORMS,
+    KEYS_MEDIA_TYPE,
+    Content,
+    Fields,
+    Part,
+    RequestHead,
+    ResponseHead,
+    find_field,
+)
+from cloister.privacy.tokens import AcceptedKey
+from cloister.sealed.dates import check_date
+from cloister.sealed.exchange import (
+    BODY_TIMEOUT_S,
+    MAX_REQUEST_BYTES,
+    Body,
+    GoneError,
+    Outgoing,
+    find_header,
+    media_type,
+    run_while_there,
+)
+from cloister.sealed.nodes import NodeBook
+from cloister.sealed.problems import ProblemError, problem_of
+from cloister.sealed.public import File
+from cloister.sealed.sealed_reply import SealedReply
+from cloister.sealed.serving import Health, Lifespan, Post, handlers
+from cloister.sealed.unsealing import Opened, Unsealer, open_request, read_head, read_parts
+from cloister.sealed.upstream import Answer, Upstream
+from cloister.types.errors import CloisterError
+
+NODE_PATH: Final = "/ohttp"
+_TARGET: Final = re.compile(r"/nodes/([0-9a-f]{64})")
+
+
+class TokenTaker(Protocol):
+    """Takes a token once (`privacy.tokens.Redeemer`)."""
+
+    def ask(self) -> str:
+        """Returns the value of `WWW-Authenticate` for who came without a token."""
+
+    def redeem(self, header: str | None) -> AcceptedKey:
+        """Checks and spends the token in the value of `Authorization`; may wait for a store, so it runs in a thread.
+
+        Raises:
+            CloisterError: there is none, it is not taken, it was spent, or the store gives no answer.
+        """
+
+
+class Epochs(Protocol):
+    """Where the epoch file and the log come from.
+
+    Attributes:
+        log: directory of the log's files, which go to whoever asks.
+    """
+
+    log: Path
+
+    async def read(self) -> bytes | None:
+        """Returns the epoch file; None while there is none."""
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """What a gateway is told.
+
+    Attributes:
+        url: by which clients name it, without a slash at the end; a request for another host is refused.
+        relay_secrets: of the relays whose requests are taken, at least one.
+        node_secret: shows the nodes that it is this gateway; None where they ask for none.
+    """
+
+    url: str
+    relay_secrets: tuple[str, ...] = field(repr=False)
+    node_secret: str | None = field(default=None, repr=False)
+    max_request_bytes: int = MAX_REQUEST_BYTES
+    body_timeout_s: float = BODY_TIMEOUT_S
+
+
+def gateway_app(
+    config: GatewayConfig,
+    unsealer: Unsealer,
+    tokens: TokenTaker,
+    nodes: NodeBook,
+    upstream: Upstream,
+    lifespan: Lifespan,
+    epochs: Epochs | None = None,
+    now: Callable[[], float] = time.time,
+) -> Starlette:
+    """Returns the ASGI application of a gateway.
+
+    Args:
+        upstream: the way to the nodes.
+        epochs: None where another program hands out epoch and log.
+        now: Unix seconds; what a request's date is held against.
+    """
+    routes: list[BaseRoute] = [
+        Route("/", Post(_Gateway(config, unsealer, tokens, nodes, upstream, now))),
+        Route("/health", Health()),
+        Route("/.well-known/ohttp-gateway", File(unsealer.publish, KEYS_MEDIA_TYPE)),
+        Route("/.well-known/cloister/evidence/{digest}", _Evidence(nodes)),
+    ]
+    if epochs is not None:
+        routes += [
+            Route("/.well-known/cloister/epoch", File(epochs.read, "application/json")),
+            Mount("/.well-known/cloister/log", StaticFiles(directory=epochs.log)),
+        ]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers())
+
+
+class _Gateway:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        unsealer: Unsealer,
+        tokens: TokenTaker,
+        nodes: NodeBook,
+        upstream: Upstream,
+        now: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._unsealer = unsealer
+        self._tokens = tokens
+        self._nodes = nodes
+        self._upstream = upstream
+        self._now = now
+        self._authority = httpx.URL(config.url).netloc.decode()
+        self._prefix = httpx.URL(config.url).path.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = Body(scope, receive, self._config.max_request_bytes, self._config.body_timeout_s)
+        await run_while_there(self._answer(scope, body, Outgoing(send)), body, receive)
+
+    async def _answer(self, scope: Scope, body: Body, out: Outgoing) -> None:
+        """Answers in the clear until the request is opened, and sealed from then on."""
+        reply: SealedReply | None = None
+        try:
+            body.check_size()
+            self._check_relay(scope)
+            opened = await self._open(scope, body)
+            parts = read_parts(opened.plaintext)
+            head = await _first(parts, opened, out)
+            reply = SealedReply(opened.exchange, out)
+            await self._forward(head, parts, reply)
+        except CloisterError as error:
+            if out.has_begun:
+                return  # left unfinished: the client sees that there is no final chunk
+            await _refuse(problem_of(error), reply, out)
+
+    def _check_relay(self, scope: Scope) -> None:
+        scheme, _, secret = (find_header(scope, b"authorization") or "").partition(" ")
+        given = secret.strip().encode("latin-1")
+        known = [hmac.compare_digest(given, one.encode()) for one in self._config.relay_secrets]
+        if scheme.lower() != "bearer" or not any(known):
+            raise ProblemError(
+                401, "This gateway takes requests of its relays only.", fields=((b"www-authenticate", b"Bearer"),)
+            )
+
+    async def _open(self, scope: Scope, body: Body) -> Opened:
+        form = FORMS.get(media_type(scope))
+        if form is None:
+            raise ProblemError(415, f"Send a sealed request, as {' or '.join(FORMS)}.")
+        return await open_request(self._unsealer, form, body.pieces())
+
+    async def _forward(self, head: RequestHead, parts: AsyncIterator[Part], reply: SealedReply) -> None:
+        node_id = self._check_target(head)
+        check_date(head.fields, self._now(), is_needed=True)
+        kind = find_field(head.fields, b"content-type") or ""
+        if kind not in FORMS:
+            raise ProblemError(415, f"Seal the request to the node, as {' or '.join(FORMS)}.")
+        url = await self._nodes.find(node_id)
+        if url is None:
+            raise ProblemError(404, "No node of that name is here; take the current epoch file and draw again.")
+        await self._spend(find_field(head.fields, b"authorization"))
+        headers = {"content-type": kind}
+        if self._config.node_secret is not None:
+            headers["authorization"] = f"Bearer {self._config.node_secret}"
+        async with self._upstream.ask("POST", url + NODE_PATH, headers, _contents(parts)) as answer:
+            await _pass_on(answer, FORMS[kind].response_type, reply)
+
+    def _check_target(self, head: RequestHead) -> str:
+        if head.authority.lower() != self._authority.lower():
+            raise ProblemError(421, "The request is for another gateway; take this one's name from the epoch file.")
+        target = _TARGET.fullmatch(head.path.removeprefix(self._prefix))
+        if target is None or head.method != "POST":
+            raise ProblemError(404, "Requests are POST to /nodes/ and the name of a node.")
+        if find_field(head.fields, b"expect") is not None:  # RFC 9458, section 5.1
+            raise ProblemError(417, "A sealed request cannot wait for 100 (Continue).")
+        return target[1]
+
+    async def _spend(self, authorization: str | None) -> AcceptedKey:
+        try:
+            return await asyncio.to_thread(self._tokens.redeem, authorization)
+        except CloisterError as error:
+            fields: Fields = ((b"www-authenticate", self._tokens.ask().encode()),) if error.status == 401 else ()
+            raise ProblemError(error.status, error.message, fields=fields) from None
+
+
+class _Evidence:
+    def __init__(self, nodes: NodeBook) -> None:
+        self._nodes = nodes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def find() -> bytes | None:
+            return self._nodes.find_evidence(scope["path_params"]["digest"])
+
+        await File(find, "application/json")(scope, receive, send)
+
+
+async def _first(parts: AsyncIterator[Part], opened: Opened, out: Outgoing) -> RequestHead:
+    """Returns the head; what is wrong with it goes to the client sealed, since the request did open."""
+    try:
+        head = await read_head(parts)
+        if head is not None:
+            return head
+        problem = ProblemError(400, "The sealed message is a response; send a request.")
+    except CloisterError as error:
+        if error.code != "invalid_binary_http":
+            raise
+        problem = problem_of(error)
+    await SealedReply(opened.exchange, out).refuse(problem)
+    raise GoneError
+
+
+async def _refuse(problem: ProblemError, reply: SealedReply | None, out: Outgoing) -> None:
+    # A later chunk that does not open says the same as the first one: in the clear, with the same bytes.
+    if reply is None or problem.is_unsealing:
+        await out.refuse(problem)
+    else:
+        await reply.refuse(problem)
+
+
+async def _contents(parts: AsyncIterator[Part]) -> AsyncIterator[bytes]:
+    async for part in parts:
+        if isinstance(part, Content):
+            yield part.data
+
+
+async def _pass_on(answer: Answer, expected: str, reply: SealedReply) -> None:
+    if answer.status != 200 or answer.media_type != expected:
+        # 503 may pass; everything else is said as a failure of the node, which another draw may avoid
+        status = 503 if answer.status == 503 else 502
+        raise ProblemError(status, f"The node refused the request ({answer.status}); draw again.")
+    fields: Fields = ((b"content-type", expected.encode()),)
+    await reply.emit(reply.writer.head(ResponseHead(200, fields)), False)
+    async for piece in answer.pieces:
+        await reply.emit(reply.writer.content(piece), False)
+    await reply.emit(reply.writer.end(), True)

@@ -1,0 +1,216 @@
+"""A node: opens requests that were sealed to it, runs each on the server's application in this process, and seals the answer
+flush by flush. It never learns who asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import unquote
+
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cloister.privacy.sealing import (
+    FORMS,
+    KEYS_MEDIA_TYPE,
+    LARGEST_BUCKET_BYTES,
+    Fields,
+    MessageError,
+    Request,
+    ResponseHead,
+    UnsealError,
+    decode_request,
+)
+from cloister.privacy.shape import Shape
+from cloister.sealed.dates import check_date
+from cloister.sealed.exchange import (
+    BODY_TIMEOUT_S,
+    MAX_REQUEST_BYTES,
+    Body,
+    GoneError,
+    Outgoing,
+    find_header,
+    media_type,
+    run_while_there,
+)
+from cloister.sealed.gateway import NODE_PATH
+from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
+from cloister.sealed.problems import ProblemError, problem_of
+from cloister.sealed.public import File
+from cloister.sealed.sealed_reply import SealedReply
+from cloister.sealed.serving import Lifespan, Post, handlers
+from cloister.sealed.shaping import Reply, open_reply
+from cloister.sealed.unsealing import Opened, Unsealer, open_request
+from cloister.types.errors import CloisterError
+
+OPEN_PATHS: Final = "/v1/"
+"""What begins like this can be asked sealed; metrics, the page and health cannot."""
+_CONNECTION_FIELDS: Final = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length"}
+)
+"""Fields that mean a connection which is not there (RFC 9292, section 3.6), and the length, which is known anyway."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """What a node is told.
+
+    Attributes:
+        shape: of its answers; None sends them as they come.
+        gateway_secret: that a gateway has to show; None takes requests of whoever has one that opens.
+        evidence: returns the evidence document for the current key; None while there is none.
+    """
+
+    shape: Shape | None = None
+    gateway_secret: str | None = field(default=None, repr=False)
+    evidence: Callable[[], bytes | None] = lambda: None
+    max_request_bytes: int = MAX_REQUEST_BYTES
+    body_timeout_s: float = BODY_TIMEOUT_S
+
+
+def node_app(
+    inner: ASGIApp, config: NodeConfig, unsealer: Unsealer, lifespan: Lifespan, now: Callable[[], float] = time.time
+) -> Starlette:
+    """Returns the ASGI application of a node: `POST /ohttp`, its keys, its evidence, and the health of the server inside.
+
+    Args:
+        inner: the server's application; nothing reaches it but what was sealed, and the question for its health.
+        now: Unix seconds.
+    """
+
+    async def read_evidence() -> bytes | None:
+        return config.evidence()
+
+    routes = [
+        Route(NODE_PATH, Post(_Node(inner, config, unsealer, now))),
+        Route(KEYS_PATH, File(unsealer.publish, KEYS_MEDIA_TYPE)),
+        Route(EVIDENCE_PATH, File(read_evidence, "application/json")),
+        Route("/health", inner, methods=["GET"]),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers())
+
+
+class _Node:
+    def __init__(self, inner: ASGIApp, config: NodeConfig, unsealer: Unsealer, now: Callable[[], float]) -> None:
+        self._inner = inner
+        self._config = config
+        self._unsealer = unsealer
+        self._now = now
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = Body(scope, receive, self._config.max_request_bytes, self._config.body_timeout_s)
+        await run_while_there(self._answer(scope, body, Outgoing(send)), body, receive)
+
+    async def _answer(self, scope: Scope, body: Body, out: Outgoing) -> None:
+        try:
+            body.check_size()
+            self._check_gateway(scope)
+            opened, message = await self._open(scope, body)
+        except CloisterError as error:
+            await out.refuse(problem_of(error))
+            return
+        reply = SealedReply(opened.exchange, out)
+        try:
+            async with open_reply(self._config.shape, reply.emit) as shaped:
+                await self._serve(message, reply, shaped)
+        except (TimeoutError, GoneError):
+            return
+        except Exception as error:
+            # The answer is left without its final chunk. What an exception says may be content, so its kind alone is logged.
+            _logger.error("a sealed answer was broken off (%s)", type(error).__name__)
+
+    def _check_gateway(self, scope: Scope) -> None:
+        if self._config.gateway_secret is None:
+            return
+        scheme, _, secret = (find_header(scope, b"authorization") or "").partition(" ")
+        is_known = hmac.compare_digest(secret.strip().encode("latin-1"), self._config.gateway_secret.encode())
+        if scheme.lower() != "bearer" or not is_known:
+            raise ProblemError(401, "This node takes requests of its gateway only.", fields=((b"www-authenticate", b"Bearer"),))
+
+    async def _open(self, scope: Scope, body: Body) -> tuple[Opened, bytes]:
+        """Opens the whole request before anything is done with it, so that every failure is answered alike."""
+        form = FORMS.get(media_type(scope))
+        if form is None:
+            raise ProblemError(415, f"Send a sealed request, as {' or '.join(FORMS)}.")
+        opened = await open_request(self._unsealer, form, body.pieces())
+        message = bytearray()
+        async for plaintext in opened.plaintext:
+            message += plaintext
+            if len(message) > LARGEST_BUCKET_BYTES:
+                raise UnsealError  # no client of the format sends one; the sealed length was checked before
+        return opened, bytes(message)
+
+    async def _serve(self, message: bytes, reply: SealedReply, shaped: Reply) -> None:
+        try:
+            request = decode_request(message)
+            check_date(request.head.fields, self._now(), is_needed=False)
+            if not request.head.path.startswith(OPEN_PATHS):
+                raise ProblemError(404, f"Only paths that begin with {OPEN_PATHS} can be asked sealed.")
+        except (MessageError, ProblemError) as error:
+            problem = problem_of(error)
+            await shaped.head(reply.writer.head(ResponseHead(problem.status, problem.headers)))
+            await shaped.write(reply.writer.content(problem.body) + reply.writer.end(), last=True)
+            return
+        await self._inner(_scope_of(request), _receive_from(request.content), _send_to(reply, shaped))
+
+
+def _scope_of(request: Request) -> Scope:
+    """The request as the server's application sees it: from nowhere, over HTTP/1.1."""
+    head = request.head
+    path, _, query = head.path.partition("?")
+    fields = tuple(line for line in head.fields if line[0] not in _CONNECTION_FIELDS)
+    if all(name != b"host" for name, _ in fields):
+        fields = ((b"host", head.authority.encode()), *fields)
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": head.method,
+        "scheme": head.scheme,
+        "path": unquote(path),
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": [*fields, (b"content-length", b"%d" % len(request.content))],
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+
+
+def _receive_from(content: bytes) -> Receive:
+    messages: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()  # who hangs up has this whole task cancelled
+        raise AssertionError("an event that nobody sets was set")
+
+    return receive
+
+
+def _send_to(reply: SealedReply, shaped: Reply) -> Send:
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            fields: Fields = tuple(
+                (name.lower(), value) for name, value in message.get("headers", ()) if name.lower() not in _CONNECTION_FIELDS
+            )
+            await shaped.head(reply.writer.head(ResponseHead(message["status"], fields)))
+        elif message["type"] == "http.response.body":
+            content = reply.writer.content(message.get("body", b""))
+            if message.get("more_body", False):
+                await shaped.write(content)
+            else:
+                await shaped.write(content + reply.writer.end(), last=True)
+
+    return send

@@ -1,0 +1,33 @@
+"""Files that are the same for whoever asks."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cloister.sealed.exchange import Outgoing
+from cloister.sealed.problems import ProblemError
+
+MAX_AGE_S: Final = 60
+
+
+class File:
+    """Answers GET with the bytes that `read` returns; 404 for None."""
+
+    def __init__(self, read: Callable[[], Awaitable[bytes | None]], media_type: str) -> None:
+        self._read = read
+        self._media_type = media_type
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in ("GET", "HEAD"):
+            await Outgoing(send).refuse(ProblemError(405, "This path takes GET.", fields=((b"allow", b"GET"),)))
+            return
+        content = await self._read()
+        if content is None:
+            await Outgoing(send).refuse(ProblemError(404, "There is no such file, or not yet."))
+            return
+        headers = {"cache-control": f"max-age={MAX_AGE_S}"}
+        await Response(content, media_type=self._media_type, headers=headers)(scope, receive, send)

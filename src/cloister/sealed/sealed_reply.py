@@ -1,0 +1,71 @@
+"""The reply to an opened request: binary HTTP, sealed piece by piece, or whole where it was asked in that form."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cloister.privacy.sealing import (
+    CHUNKED,
+    Exchange,
+    Fields,
+    MessageWriter,
+    Response,
+    ResponseHead,
+    ResponseSealer,
+    encode_response,
+    seal_response,
+)
+from cloister.sealed.exchange import Outgoing
+from cloister.sealed.problems import ProblemError
+
+MAX_WHOLE_BYTES: Final = 16 * 2**20
+"""Longest response that is kept to be sealed whole."""
+
+
+class SealedReply:
+    """Seals what `emit` is given and sends it; the head of the outer reply goes with the first piece.
+
+    Attributes:
+        writer: for the binary HTTP response inside.
+    """
+
+    def __init__(self, exchange: Exchange, out: Outgoing) -> None:
+        self._exchange = exchange
+        self._out = out
+        self._sealer = ResponseSealer(exchange) if exchange.form is CHUNKED else None
+        self._whole = bytearray()
+        self.writer = MessageWriter()
+
+    async def emit(self, data: bytes, last: bool) -> None:
+        """Seals one piece of plain text as one chunk (of at most 16 KiB; longer ones are cut) and sends it at once.
+
+        Raises:
+            ProblemError: the response is too long to be sealed whole.
+            GoneError: nobody takes it.
+        """
+        if self._sealer is not None:
+            sealed = self._sealer.finish(data) if last else self._sealer.seal(data)
+            await self._begin(())
+            await self._out.write(sealed, last=last)
+            return
+        self._whole += data
+        if len(self._whole) > MAX_WHOLE_BYTES:
+            raise ProblemError(502, f"The response is too long for {self._exchange.form.response_type}; ask in chunks.")
+        if last:
+            sealed = seal_response(self._exchange, bytes(self._whole))
+            await self._begin(((b"content-length", b"%d" % len(sealed)),))
+            await self._out.write(sealed, last=True)
+
+    async def refuse(self, problem: ProblemError) -> None:
+        """Seals a whole refusal and sends it."""
+        head = ResponseHead(problem.status, problem.headers)
+        self._whole.clear()
+        await self.emit(encode_response(Response(head, problem.body)), True)
+
+    async def _begin(self, fields: Fields) -> None:
+        if self._out.has_begun:
+            return
+        form = self._exchange.form
+        incremental = ((b"incremental", b"?1"),) if form is CHUNKED else ()
+        kind = (b"content-type", form.response_type.encode())
+        await self._out.begin(200, (kind, (b"cache-control", b"no-store"), *incremental, *fields))

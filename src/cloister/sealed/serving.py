@@ -1,0 +1,78 @@
+"""What the sealed programs have in common as ASGI applications: life, health, and refusals outside of their routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
+
+from cloister.sealed.exchange import Outgoing
+from cloister.sealed.problems import ProblemError
+from cloister.sealed.upstream import Upstream
+
+_TITLES: Final = {404: "There is nothing at this path.", 405: "This path does not take the method."}
+
+
+class Lifespan:
+    """What runs beside an application, and is closed with it.
+
+    Args:
+        upstream: is closed at the end; None where there is none.
+        background: started with the application, each runs until it is cancelled.
+    """
+
+    def __init__(self, upstream: Upstream | None, *background: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._upstream = upstream
+        self._background = background
+
+    @asynccontextmanager
+    async def __call__(self, _: Starlette) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(start()) for start in self._background]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+            if self._upstream is not None:
+                await self._upstream.close()
+
+
+class Post:
+    """Lets only POST through to an application."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST":
+            await self._app(scope, receive, send)
+        else:
+            await Outgoing(send).refuse(ProblemError(405, "This path takes POST.", fields=((b"allow", b"POST"),)))
+
+
+class Health:
+    """Says that the program runs; it waits for nothing, so that is all there is to say."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(b'{"status":"ok"}', media_type="application/json")(scope, receive, send)
+
+
+def handlers() -> dict[Any, ExceptionHandler]:
+    """Returns what answers paths and methods that are not there."""
+    return {HTTPException: _refuse}
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    problem = ProblemError(error.status_code, _TITLES.get(error.status_code, "The request cannot be answered."))
+    headers = {name.decode(): value.decode() for name, value in problem.headers}
+    return Response(problem.body, problem.status, headers)
