@@ -8,6 +8,7 @@ from typing import Final
 
 from cloister.privacy.hardening.dumps import CoreLimit, Dumpable
 from cloister.privacy.hardening.environment import Environment
+from cloister.privacy.hardening.imports import Imports
 from cloister.privacy.hardening.interpreter import Faulthandler, Hooks, Signals, Tracebacks
 from cloister.privacy.hardening.landlock import Landlock
 from cloister.privacy.hardening.measure import Measure, Missing, Needs, Result, Results
@@ -34,6 +35,9 @@ MEASURES: Final[tuple[Measure, ...]] = (
     Seccomp(),
 )
 """In the order of application."""
+
+CLOSING: Final[tuple[Measure, ...]] = (Imports(), Closing())
+"""What closes a process when everything is loaded."""
 
 
 class HardeningError(CloisterError):
@@ -71,7 +75,7 @@ def close(profile: str, results: Results, needs: Needs) -> Results:
     """
     if profile not in HARDENED_PROFILES:
         return results
-    return _demand(profile, replace(results, items=(*results.items, _apply_one(Closing(), needs))))
+    return _demand(profile, replace(results, items=(*results.items, *(_apply_one(measure, needs) for measure in CLOSING))))
 
 
 def probe(measures: Sequence[Measure] = MEASURES) -> Iterator[Result]:

@@ -19,9 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from cloister.privacy.hardening import kernel
-from cloister.privacy.hardening.applying import HardeningError, apply
+from cloister.privacy.hardening.applying import CLOSING, HardeningError, apply
 from cloister.privacy.hardening.measure import Needs, Result, Results
-from cloister.privacy.hardening.seccomp import Closing
 from cloister.privacy.hardening.state import Sealed, remember
 
 MESSAGE_BYTES: Final = 64 * 1024
@@ -190,7 +189,10 @@ class _Desk:
             except HardeningError as error:
                 json.dump({"error": error.message}, answer)
                 raise
-            items = [*results, *([Result(Closing.name, True, role.closed)] if role.closed and not results.missing else [])]
+            items = [
+                *results,
+                *(Result(measure.name, True, role.closed) for measure in CLOSING if role.closed and not results.missing),
+            ]
             json.dump({"results": [asdict(item) for item in items]}, answer)
 
     def _status(self, pid: int) -> int | None:
