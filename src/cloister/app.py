@@ -50,6 +50,10 @@ if TYPE_CHECKING:
 
 ENGINE_ENTRY: Final = "cloister.app:build_engine"
 SEALED_ENGINE_ENTRY: Final = "cloister.app:build_sealed_engine"
+FRONT_PACKAGES: Final = tuple(f"cloister.{room}" for room in ("server", "sealed", "privacy", "engine", "text", "types"))
+ENGINE_PACKAGES: Final = tuple(f"cloister.{room}" for room in ("engine", "sched", "kv", "runner", "text", "types"))
+LATE_MODULES: Final = ("uvicorn.lifespan.off", "anyio._backends._asyncio", "pydantic._internal._dataclasses", "llguidance")
+"""What is imported before a sealed node is closed: a request that needs a module later would fail."""
 NO_QUANT: Final = "none"
 QUANT_VERSION: Final = 1
 """Raise it when a number format writes other codes for the same weights."""
@@ -175,7 +179,9 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
 
     async def open_closed_site() -> Site:
         site = await open_site(settings, gate, announce)
-        hardening.close_this()
+        if hardening.sealed() is not None:
+            hardening.preload(FRONT_PACKAGES, LATE_MODULES)
+            hardening.close_this()
         return site
 
     return serve_site(settings.server.config, open_closed_site, announce)
@@ -457,6 +463,7 @@ def build_sealed_engine(config: EngineConfig) -> EngineCore:
         HardeningError: it cannot be closed.
     """
     core = build_engine(config)
+    hardening.preload(ENGINE_PACKAGES, LATE_MODULES)
     hardening.close_this()
     return core
 
