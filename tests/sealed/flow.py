@@ -129,7 +129,8 @@ def serve(app: ASGIApp) -> Iterator[str]:
         thread.start()
         give_up_s = time.monotonic() + 10
         while not server.started:
-            assert thread.is_alive() and time.monotonic() < give_up_s, "the server did not start"
+            assert thread.is_alive(), "the server did not start"
+            assert time.monotonic() < give_up_s, "the server did not start in time"
             time.sleep(0.005)
         try:
             yield address_of(listener)

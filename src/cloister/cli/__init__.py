@@ -9,7 +9,22 @@ from typing import Annotated
 import typer
 
 from cloister import __version__
-from cloister.cli import bench, chat, doctor, issuer, keys, models, policy, quantize, roofline, run, serve, verify
+from cloister.cli import (
+    bench,
+    chat,
+    doctor,
+    gateway,
+    issuer,
+    keys,
+    models,
+    policy,
+    quantize,
+    relay,
+    roofline,
+    run,
+    serve,
+    verify,
+)
 from cloister.cli.console import print_error
 from cloister.types.errors import CloisterError
 
@@ -29,6 +44,8 @@ app.command()(models.models)
 app.command()(doctor.doctor)
 app.command()(roofline.roofline)
 app.command()(quantize.quantize)
+app.command()(relay.relay)
+app.command()(gateway.gateway)
 app.command()(issuer.issuer)
 app.add_typer(bench.app, name="bench")
 app.add_typer(policy.app, name="policy")

@@ -35,6 +35,7 @@ def relay(
     from cloister.sealed.relay import RelayConfig, relay_app
     from cloister.sealed.upstream import Upstream, check_url, trust_only
     from cloister.server.serve import address_of, bind
+    from cloister.types.logs import set_up_logging
 
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("a certificate and its key go together: give --tls-cert and --tls-key", param="tls_cert")
@@ -43,6 +44,7 @@ def relay(
     if len(secrets) != 1:
         raise ConfigError(f"{secret_file} must have one secret; the gateway has one of each relay", param="secret_file")
     upstream = Upstream("gateway", tls=trust_only(gateway_ca), timeout_s=answer_timeout_s)
+    set_up_logging("text")
     listener = bind(host, port)
     typer.echo(f"Relay at {address_of(listener, has_tls=tls_cert is not None)}, for the gateway at {url}")
     raise typer.Exit(

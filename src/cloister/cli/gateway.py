@@ -1,0 +1,152 @@
+"""`cloister gateway`: takes sealed requests of relays, and a token for each, and hands them to the nodes that were drawn."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cloister.cli.secrets import read_secrets
+from cloister.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cloister.privacy.transparency.epoch import IssuerEntry
+    from cloister.sealed.epochs import EpochKeeper, EpochSettings
+    from cloister.sealed.nodes import NodeBook
+    from cloister.sealed.unsealing import LocalUnsealer
+
+
+def gateway(
+    url: Annotated[str, typer.Option(help="By which clients name it, such as https://gateway.example.", metavar="URL")],
+    node: Annotated[list[str], typer.Option(help="Where a node is; once for each node.", metavar="URL")],
+    relay_secrets: Annotated[Path, typer.Option(help="File with the secret of each relay, one a line.", metavar="FILE")],
+    issuer_keys: Annotated[
+        Path,
+        typer.Option(help="File that `cloister issuer --show-keys` wrote; it is read again when it changes.", metavar="FILE"),
+    ],
+    spend_store: Annotated[
+        str, typer.Option(help="Where spent tokens are kept: sqlite:///FILE, postgresql://... or redis://...", metavar="URL")
+    ],
+    node_secret: Annotated[
+        Path | None, typer.Option(help="File whose one line shows the nodes that it is this gateway.", metavar="FILE")
+    ] = None,
+    log: Annotated[Path | None, typer.Option(help="Directory of the log; the epochs go into it.", metavar="DIR")] = None,
+    log_key: Annotated[Path | None, typer.Option(help="File of the log's signer key.", metavar="FILE")] = None,
+    trust: Annotated[Path | None, typer.Option(help="Trust file, the one that clients have.", metavar="FILE")] = None,
+    witness: Annotated[
+        list[str] | None, typer.Option(help="A witness of the trust file, as NAME=URL; once for each.", metavar="NAME=URL")
+    ] = None,
+    release: Annotated[str | None, typer.Option(help="Digest of the release that nodes run, hex.", metavar="HEX")] = None,
+    profile: Annotated[str, typer.Option(help="Profile that nodes run under.")] = "private",
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8002,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.", metavar="FILE")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.", metavar="FILE")] = None,
+    node_ca: Annotated[
+        Path | None,
+        typer.Option(help="Authorities that may vouch for nodes, PEM; unset, those of this system.", metavar="FILE"),
+    ] = None,
+    answer_timeout_s: Annotated[float, typer.Option(help="Longest silence of an answer, in seconds.", min=1)] = 600.0,
+) -> None:
+    """Hand sealed requests to nodes, each against a token, until SIGTERM or Ctrl-C.
+
+    A gateway sees which node is asked, and neither who asks nor what. It publishes the epoch file if it is given a log: --log,
+    --log-key, --trust, --release and a --witness for as many as the trust file asks for. Its keys live for 24 hours, in memory
+    only: started anew, it publishes a new epoch.
+    """
+    from cloister.privacy.sealing import GATEWAY_KEY_LIFE_S, GATEWAY_KEY_OVERLAP_S, KeyRing, Receiver, ReplayCache
+    from cloister.privacy.tokens import Redeemer, open_spend_store
+    from cloister.sealed.dates import REPLAY_WINDOW_S
+    from cloister.sealed.gateway import GatewayConfig, gateway_app
+    from cloister.sealed.issuer_file import accept_keys, list_issuers, read_issuer_keys
+    from cloister.sealed.nodes import NodeBook
+    from cloister.sealed.program import run_program
+    from cloister.sealed.serving import Lifespan
+    from cloister.sealed.unsealing import LocalUnsealer
+    from cloister.sealed.upstream import Upstream, check_url, trust_only
+    from cloister.server.reload import Reloader, Source
+    from cloister.server.serve import address_of, bind
+    from cloister.types.logs import set_up_logging
+
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError("a certificate and its key go together: give --tls-cert and --tls-key", param="tls_cert")
+    url = check_url(url, "url")
+    upstream = Upstream("node", tls=trust_only(node_ca), timeout_s=answer_timeout_s)
+    book = NodeBook([check_url(one, "node") for one in node], upstream)
+    shown = read_issuer_keys(issuer_keys)
+    store = open_spend_store(spend_store)
+    redeemer = Redeemer(accept_keys(shown, url), store, time.time)
+
+    def read_keys_again() -> None:
+        nonlocal shown
+        keys = read_issuer_keys(issuer_keys)
+        redeemer.change_keys(accept_keys(keys, url))
+        shown = keys
+
+    ring = KeyRing(time.monotonic(), life_s=GATEWAY_KEY_LIFE_S, overlap_s=GATEWAY_KEY_OVERLAP_S)
+    unsealer = LocalUnsealer(Receiver(ring, ReplayCache(REPLAY_WINDOW_S)))
+    keeper: EpochKeeper | None = None
+    if log is not None:
+        from cloister.sealed.epochs import EpochSettings
+
+        if log_key is None or trust is None or release is None:
+            raise ConfigError("a log needs --log-key, --trust and --release too", param="log")
+        settings = EpochSettings(url, release, profile)
+        keeper = _open_keeper(
+            settings, log, log_key, trust, witness or [], unsealer, book, lambda: list_issuers(shown, time.time())
+        )
+    config = GatewayConfig(url, read_secrets(relay_secrets), read_secrets(node_secret)[0] if node_secret is not None else None)
+    reloader = Reloader([Source("issuer keys", (issuer_keys,), read_keys_again)])
+    background = [book.look_forever, unsealer.turn_forever, reloader.watch, *([keeper.renew_forever] if keeper else [])]
+    app = gateway_app(config, unsealer, redeemer, book, upstream, Lifespan(upstream, *background), keeper)
+    set_up_logging("text")
+    listener = bind(host, port)
+    what = "with a log of epochs" if keeper else "without a log: it publishes no epoch"
+    typer.echo(f"Gateway at {address_of(listener, has_tls=tls_cert is not None)}, for clients {url}, {what}")
+    try:
+        status = run_program(app, listener, tls_cert=tls_cert, tls_key=tls_key)
+    finally:
+        store.close()
+    raise typer.Exit(status)
+
+
+def _open_keeper(
+    settings: EpochSettings,
+    log: Path,
+    log_key: Path,
+    trust_file: Path,
+    witnesses: list[str],
+    unsealer: LocalUnsealer,
+    book: NodeBook,
+    issuers: Callable[[], tuple[IssuerEntry, ...]],
+) -> EpochKeeper:
+    import httpx
+
+    from cloister.privacy.transparency.asking import DEADLINE_S, HttpWitness
+    from cloister.privacy.transparency.log import Log
+    from cloister.privacy.transparency.note import PrivateKey
+    from cloister.privacy.transparency.publisher import Publisher
+    from cloister.privacy.transparency.trust import read_trust
+    from cloister.sealed.epochs import EpochKeeper
+    from cloister.sealed.upstream import check_url
+
+    trust = read_trust(trust_file)
+    known = {key.name: key for key in trust.witnesses}
+    client = httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False)
+    cosigners = []
+    for given in witnesses:
+        name, _, address = given.partition("=")
+        if name not in known:
+            raise ConfigError(f"{given!r} names no witness of the trust file; those are {', '.join(known)}", param="witness")
+        cosigners.append(HttpWitness(check_url(address, "witness"), known[name], client))
+    if len(cosigners) < trust.threshold:
+        raise ConfigError(f"the trust file asks for {trust.threshold} witnesses; give --witness for as many", param="witness")
+    try:
+        key = PrivateKey.parse(log_key.expanduser().read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {log_key}: {error.strerror}", param="log_key") from None
+    return EpochKeeper(settings, Publisher(Log(log, key), trust, cosigners), unsealer, book, issuers, log)

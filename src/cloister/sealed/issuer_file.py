@@ -1,0 +1,61 @@
+"""The issuers' keys as `cloister issuer --show-keys` prints them, for the gateway that takes their tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from cloister.privacy.tokens import AcceptedKey
+from cloister.privacy.tokens.names import challenge_between
+from cloister.privacy.transparency.epoch import IssuerEntry
+from cloister.types.errors import ConfigError
+
+
+class ShownKey(Struct, frozen=True):
+    """One key.
+
+    Attributes:
+        url: of its issuer.
+        token_key: SPKI, as in the epoch file.
+        not_before: Unix seconds from which it signs.
+        taken_until: Unix seconds at which its tokens end.
+        budget: output tokens that one of its tokens pays for.
+    """
+
+    url: Annotated[str, Meta(pattern=r"^https?://[!-~]+\Z")]
+    token_key: bytes
+    not_before: int
+    taken_until: int
+    budget: Annotated[int, Meta(gt=0)]
+
+
+def read_issuer_keys(path: Path) -> tuple[ShownKey, ...]:
+    """Reads the file; keys of several issuers may stand in one list.
+
+    Raises:
+        ConfigError: it cannot be read, or has no key.
+    """
+    try:
+        keys = msgspec.json.decode(path.expanduser().read_bytes(), type=tuple[ShownKey, ...])
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; write it with: cloister issuer --show-keys") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not what cloister issuer --show-keys prints: {error}") from None
+    if not keys:
+        raise ConfigError(f"{path} has no key, so no token could be taken")
+    return keys
+
+
+def accept_keys(keys: tuple[ShownKey, ...], gateway_url: str) -> tuple[AcceptedKey, ...]:
+    """Returns what a gateway at `gateway_url` takes."""
+    return tuple(
+        AcceptedKey(key.token_key, challenge_between(key.url, gateway_url), key.taken_until, key.budget) for key in keys
+    )
+
+
+def list_issuers(keys: tuple[ShownKey, ...], now_s: float) -> tuple[IssuerEntry, ...]:
+    """Returns what stands in the epoch file: every key that signs, or signed and whose tokens are taken still."""
+    return tuple(IssuerEntry(key.url, key.token_key) for key in keys if key.not_before <= now_s < key.taken_until)
