@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,3 +137,29 @@ def test_no_default_is_on_where_it_is_refused(profile: Profile, name: str) -> No
 )
 def test_only_an_address_of_this_machine_is_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "surroundings", "expected"),
+    [
+        ({}, {"loopback": True, "has_api_keys": False}, 0),
+        ({}, {"loopback": False, "has_api_keys": False}, 16),
+        ({}, {"loopback": True, "has_api_keys": True, "num_tenants": 3}, 3),
+        ({"profile": "private"}, {"loopback": True, "has_api_keys": False}, 16),
+        ({"profile": "paranoid"}, {"loopback": True, "has_api_keys": False}, 0),
+        ({"prefix_cache": False}, {"loopback": False, "has_api_keys": True, "num_tenants": 3}, 0),
+        ({"cache_scopes": 5}, {"loopback": False, "has_api_keys": True, "num_tenants": 3}, 5),
+    ],
+)
+def test_shares_of_the_prefix_cache_are_chosen_from_who_can_share(
+    flags: dict[str, object], surroundings: dict[str, Any], expected: int
+) -> None:
+    _, settled = settle(engine_settings(("flag", flags)), **surroundings)
+    assert settled.config.cache_scopes == expected
+
+
+def test_one_cache_for_all_is_refused_where_somebody_could_feel_it() -> None:
+    for profile in ("team", "private"):
+        with pytest.raises(PolicyError, match="cache_scopes"):
+            settle(engine_settings(("flag", {"profile": profile, "cache_scopes": 0})), loopback=True, has_api_keys=True)
+    settle(engine_settings(("flag", {"profile": "open", "cache_scopes": 0})), loopback=True, has_api_keys=True)

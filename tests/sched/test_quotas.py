@@ -116,3 +116,14 @@ def test_what_runs_for_one_request_needs_no_share() -> None:
     ends = bench.send((private, 5, 24), max_tokens=4)
     assert ends[0].reason is FinishReason.LENGTH
     assert bench.num_cached(ANN, 1, 24) == 20
+
+
+def test_sessions_of_a_tenant_use_up_its_share_and_nobody_elses() -> None:
+    bench = Bench(cache_scopes=2)
+    bench.send((ANN, 1, 24))
+    for number in range(12):
+        session = Scope(ScopeKind.SESSION, bytes([number]), 300.0, BOB.seed)
+        bench.send((session, 1, 24))
+    assert bench.num_cached(session, 1, 24) == 20
+    assert bench.pool.num_cached <= 20
+    assert bench.num_cached(ANN, 1, 24) == 20

@@ -95,6 +95,14 @@ _RELEASE_PREFIXES = _own(
     private=_NO_SECRET,
     paranoid=refuse("nothing is reused at all"),
 )
+_ONE_CACHE = refuse("who finds its prefix evicted learns that others were busy; each scope has a share of its own")
+_SHARED_CACHE = _own(
+    "prefix-cache.one-cache",
+    open=allow("a cache for all uses the memory best; whoever has a key here is trusted with how busy the others are"),
+    team=_ONE_CACHE,
+    private=_ONE_CACHE,
+    paranoid=_ONE_CACHE,
+)
 _FRESH = mitigate("every request gets a scope of its own, and the server says so at start")
 _KEYLESS_BIND = _own("prefix-cache.keyless-bind", open=_FRESH, team=_FRESH, private=_FRESH, paranoid=_FRESH)
 _TRUSTED_OPERATOR = allow("the operator is trusted with counts and times of single requests; no content, key or tenant")
@@ -126,6 +134,14 @@ RELEASE_PREFIXES = Feature(
     _RELEASE_PREFIXES,
     frozenset(),
     "leave the setting `release_prefixes` out",
+)
+SHARED_CACHE = Feature(
+    "one-cache",
+    "prefix-cache",
+    "cache_scopes",
+    _SHARED_CACHE,
+    frozenset(),
+    "leave the setting `cache_scopes` out, or give it the number of tenants",
 )
 CLIENT_PRIORITY = Feature(
     "client-priority",
@@ -207,6 +223,7 @@ FEATURES: Mapping[str, Feature] = {
         PREFIX_CACHE,
         SESSION,
         RELEASE_PREFIXES,
+        SHARED_CACHE,
         CLIENT_PRIORITY,
         STREAMING,
         SEALED_STREAMING,

@@ -126,7 +126,7 @@ class Gate:
         outer = admission.scope
         circle = b"" if outer.kind is ScopeKind.REQUEST else outer.seed
         salt = hashlib.sha256(b"cloister/session/1\0" + circle + b"\0" + bytes.fromhex(session)).digest()
-        return replace(admission, scope=Scope(ScopeKind.SESSION, salt, SESSION_LIFETIME_S))
+        return replace(admission, scope=Scope(ScopeKind.SESSION, salt, SESSION_LIFETIME_S, circle))
 
     def change_keys(self, credentials: Credentials) -> None:
         """Asks for other keys from now on. What was admitted goes on; what a key that stays has used still counts.

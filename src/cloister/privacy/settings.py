@@ -7,8 +7,12 @@ from collections.abc import Iterable
 from cloister.privacy.catalogue import Entry
 from cloister.privacy.policy import Policy, Use
 from cloister.privacy.profile import default_profile
+from cloister.privacy.verdict import Profile
 from cloister.types.config import C, EngineConfig, Resolved, ServerConfig
 from cloister.types.errors import ConfigError
+
+SESSION_SHARES = 16
+"""Sessions at once that find their prefix again, where there are no tenants."""
 
 
 def settle(
@@ -17,6 +21,7 @@ def settle(
     loopback: bool,
     has_api_keys: bool,
     sealed: bool = False,
+    num_tenants: int = 0,
     entries: Iterable[Entry] = (),
 ) -> tuple[Policy, Resolved[EngineConfig]]:
     """Chooses the profile if nobody did, fills what it decides, and refuses what it denies.
@@ -25,10 +30,11 @@ def settle(
         engine: settings and where each came from.
         loopback: only this machine can connect; True for `LLM`, which listens nowhere.
         sealed: the server is a sealed node.
+        num_tenants: tenants that the API keys belong to; 0 where none are asked for.
         entries: implementations that the settings chose by name, such as `Entry.of(POLICIES, config.scheduler)`.
 
     Returns:
-        The policy, and the configuration with `profile` and `prefix_cache` set and explained.
+        The policy, and the configuration with `profile`, `prefix_cache` and `cache_scopes` set and explained.
 
     Raises:
         PolicyError: a setting wants what the profile denies; the message names the rule and what to change.
@@ -51,7 +57,21 @@ def settle(
             raise ConfigError(
                 "release_prefixes needs the prefix cache; leave it out, or prefix_cache on", param="release_prefixes"
             )
+    policy.check({"one-cache": Use(chosen and engine.config.cache_scopes == 0, _source_of(engine, "cache_scopes"))})
+    if engine.config.cache_scopes is None:
+        engine = engine.explain(cache_scopes=_choose_cache_scopes(policy, chosen, loopback, num_tenants))
     return policy, engine
+
+
+def _choose_cache_scopes(policy: Policy, has_cache: bool, loopback: bool, num_tenants: int) -> tuple[int, str]:
+    """Returns how many scopes get a share of the prefix cache, and why."""
+    if not has_cache:
+        return 0, "there is no prefix cache"
+    if num_tenants:
+        return num_tenants, "one for each tenant"
+    if loopback and policy.profile is Profile.OPEN:
+        return 0, "one person on one machine: there is nobody else to feel"
+    return SESSION_SHARES, "for sessions, as no tenants are told apart"
 
 
 def settle_front(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:

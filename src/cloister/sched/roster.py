@@ -90,7 +90,8 @@ class Roster:
             raise ValueError("a request asks for at least one sequence")
         root = self._keys.root(request.scope, request.adapter) if self._keys is not None else b""
         # What only its own request can find is nobody's to keep: it goes first.
-        owner = None if request.scope.kind is ScopeKind.REQUEST else request.scope.seed
+        scope = request.scope
+        owner = None if scope.kind is ScopeKind.REQUEST else scope.owner or scope.seed
         group = RequestState(request, now=now, order=self._next_order, seed=seed, root=root, owner=owner)
         self._next_order += 1
         self.groups[request.request_id] = group

@@ -71,7 +71,14 @@ class EngineConfig:
     scheduler: str = setting("fcfs", "Who goes first.")
     prefix_cache: bool | None = setting(None, "Reuse KV of equal prefixes inside a scope; unset, as the profile says.")
     release_prefixes: str | None = setting(
-        None, "File of system prompts (a JSON list) that are no secret: everybody shares their KV, which stays once it is there."
+        None,
+        "File of system prompts (a JSON list) that are no secret: everybody shares their KV, which stays once it is there.",
+    )
+    cache_scopes: int | None = setting(
+        None,
+        "Tenants or sessions that get a share of the prefix cache of their own, half of the KV memory between them;"
+        " 0: one cache for all, in which each can feel what the others keep; unset, one for each tenant, or 16 sessions.",
+        low=0,
     )
     profile: str | None = setting(
         None,

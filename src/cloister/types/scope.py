@@ -25,11 +25,13 @@ class Scope(msgspec.Struct, frozen=True):
         kind: how wide the circle is.
         salt: bytes that no other scope has; for a tenant derived from its credential, for a request random.
         lifetime_s: how long state may stay that nobody in the circle uses; None for as long as there is room.
+        owner: seed of the wider scope whose share of the cache it uses up; empty for a share of its own.
     """
 
     kind: ScopeKind
     salt: bytes
     lifetime_s: float | None = None
+    owner: bytes = b""
 
     def __repr__(self) -> str:
         return f"Scope({self.kind.value})"  # the salt is a secret of the credential: not for logs or tracebacks
