@@ -140,6 +140,7 @@ def _settle(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -
         loopback=not listens or is_loopback(server.config.host),
         has_api_keys=listens and server.config.api_keys is not None,
         sealed=listens and server.config.sealed,
+        num_tenants=_count_tenants(server.config) if listens else 0,
         entries=(
             Entry.of(BACKENDS, chosen_backend(engine.config)),
             Entry.of(POLICIES, engine.config.scheduler),
@@ -147,6 +148,14 @@ def _settle(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -
         ),
     )
     return Settings(engine, settle_front(policy, server), policy)
+
+
+def _count_tenants(server: ServerConfig) -> int:
+    """Returns how many tenants the API keys belong to; a file that cannot be read is an error where the gate is built."""
+    try:
+        return len(read_credentials(Path(server.api_keys)).tenants) if server.api_keys is not None else 0
+    except ConfigError:
+        return 0
 
 
 def build_gate(settings: Settings) -> Gate:
@@ -519,6 +528,7 @@ def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int, pub
             budget=BudgetConfig(_max_batched_tokens(config), target_s, config.max_stall, config.stall_floor_ms / 1e3),
             eos_token_ids=model.eos_token_ids,
             prefix_cache=bool(config.prefix_cache),
+            cache_scopes=config.cache_scopes or 0,
         ),
         BlockPool(num_blocks, config.block_size),
         keys,
