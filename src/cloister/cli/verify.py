@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from cloister.cli import verify_traces
+from cloister.cli import verify_node, verify_traces
 
 app = typer.Typer(help="Check what a node claims and what it keeps.", no_args_is_help=True)
 
@@ -14,4 +14,5 @@ def verify() -> None:
     """Check what a node claims and what it keeps."""
 
 
+app.command("node")(verify_node.node)
 app.command("traces")(verify_traces.traces)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from cloister.privacy.attestation import Findings, Outcome, Policy, SnpFloor
@@ -125,7 +126,7 @@ def test_each_wrong_thing_in_a_signed_report_is_refused_for_its_reason(verify: C
 @pytest.mark.parametrize("part", ["boot_loader", "tee", "snp", "microcode"])
 def test_firmware_below_the_floor_is_refused_in_every_part(verify: Callable[..., Findings], part: str):
     tcb = read_report(SnpPlatform().sign(make_report(DATA, tcb=TCB))).reported_tcb
-    floor = replace(FLOOR, **{part: getattr(tcb, part) + 1})
+    floor = msgspec.structs.replace(FLOOR, **{part: getattr(tcb, part) + 1})
     assert failures(verify(replace(POLICY, snp_floor=floor))) == ["tcb"]
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
+
 from cloister.privacy.attestation.evidence import Evidence
 from cloister.types.errors import CloisterError
 
@@ -102,8 +104,7 @@ class Findings:
         return bool(self._steps) and all(step.outcome is Outcome.PROVED for step in self._steps)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnpFloor:
+class SnpFloor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The least security versions of an AMD platform that a client accepts (AMD's bulletins name them for each processor)."""
 
     boot_loader: int = 0

@@ -69,6 +69,20 @@ def measure_code() -> dict[str, str]:
     return dict(sorted((_name(path), measure_file(path)) for path in paths))
 
 
+def measure_installed() -> dict[str, str]:
+    """Returns name -> SHA-256 digest (hex) of every file of code that a process of this installation could load.
+
+    That is each source and library in Python's own directories, and what the kernel mapped for this process from elsewhere.
+
+    Raises:
+        AttestationError: one of them cannot be read.
+    """
+    found = {path for root, _ in _roots() for path in root.rglob("*") if path.suffix == ".py" or ".so" in path.suffixes}
+    files = {path.resolve() for path in found if path.is_file()}
+    paths = {*files, *_modules(), *_mapped(), Path(sys.executable).resolve()}
+    return dict(sorted((_name(path), measure_file(path)) for path in paths))
+
+
 def encode_manifest(files: Mapping[str, str]) -> bytes:
     """Returns the canonical JSON of names and digests."""
     return msgspec.json.encode(dict(files), order="sorted")
@@ -110,12 +124,16 @@ def _mapped() -> Iterable[Path]:
             yield Path(fields[5])
 
 
-def _name(path: Path) -> str:
+def _roots() -> list[tuple[Path, str]]:
+    """Directories of code and what files below them are called, the deepest first: site-packages may lie inside of Python's."""
     site = {Path(__file__).resolve().parents[3], *(Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib"))}
     library = {Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "platstdlib")}
     roots = [*((root, "site") for root in site), *((root, "python") for root in library)]
-    # The deepest root names a file: site-packages may lie inside of the standard library.
-    for root, name in sorted(roots, key=lambda item: -len(item[0].parts)):
+    return sorted(roots, key=lambda item: -len(item[0].parts))
+
+
+def _name(path: Path) -> str:
+    for root, name in _roots():
         if path.is_relative_to(root):
             return f"{name}/{path.relative_to(root)}"
     return str(path)

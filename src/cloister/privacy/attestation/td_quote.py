@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from cloister.privacy.attestation.evidence import EvidenceError
 
 VERSION = 4
+NUM_RTMRS = 4
 _TDX = 0x81
 _HEADER_BYTES = 48
 _BODY_BYTES = 584
@@ -107,6 +108,6 @@ def _read_report(body: bytes) -> TdReport:
         seam_attributes=int.from_bytes(body[112:120], "little"),
         attributes=int.from_bytes(body[120:128], "little"),
         mrtd=body[136:184],
-        rtmrs=tuple(body[328 + 48 * number : 376 + 48 * number] for number in range(4)),
+        rtmrs=tuple(body[328 + 48 * number : 376 + 48 * number] for number in range(NUM_RTMRS)),
         report_data=body[520:584],
     )

@@ -1,0 +1,123 @@
+"""`cloister verify node`: what a node proves, step by step, in a person's words."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from cloister.cli.console import err, out, print_json
+from cloister.types.errors import CloisterError
+
+if TYPE_CHECKING:
+    from cloister.client.verify_node import Checked
+    from cloister.privacy.attestation import Findings
+
+REFUSED: Final = 1
+CANNOT_CHECK: Final = 2
+
+
+def node(
+    url: Annotated[str, typer.Argument(help="Address of a relay, a gateway or a node.")],
+    trust: Annotated[
+        Path | None, typer.Option(help="Keys of log, witnesses and releases: whom to believe.", metavar="FILE")
+    ] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="What is accepted, JSON; what it leaves open is taken from the log.", metavar="FILE")
+    ] = None,
+    profile: Annotated[str | None, typer.Option(help="Privacy profile that a node by itself must run under.")] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="What was seen of the log, kept between runs; unset, nothing is kept.", metavar="FILE")
+    ] = None,
+    accept_software: Annotated[
+        bool, typer.Option("--accept-software", help="Let nodes through that no hardware vouches for: NOT PROVED.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check, before anything is sent, what nodes prove of themselves, and print every step.
+
+    Exit status 0: nothing is refused (what is not proved is said); 1: a client would refuse; 2: it could not be checked.
+    """
+    from cloister.client.verify_node import cannot_check
+
+    try:
+        checked = _check(url, trust, policy, profile, state, accept_software)
+    except CloisterError as error:
+        err.print(f"could not check: {error.message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(CANNOT_CHECK) from None
+    if as_json:
+        print_json(_to_data(checked))
+    else:
+        _print(url, checked)
+    if cannot_check(checked):
+        raise typer.Exit(CANNOT_CHECK)
+    raise typer.Exit(0 if checked.accepted else REFUSED)
+
+
+def _check(
+    url: str, trust: Path | None, policy: Path | None, profile: str | None, state: Path | None, accept_software: bool
+) -> Checked:
+    import httpx
+
+    from cloister.client.verify_node import check_url, fetch_from
+    from cloister.privacy.attestation import Policy
+    from cloister.privacy.attestation.policy_file import read_policy, with_demands
+    from cloister.privacy.transparency.checks import View
+    from cloister.privacy.transparency.memory import Memory
+    from cloister.privacy.transparency.trust import read_trust
+
+    wanted = with_demands(Policy() if policy is None else read_policy(policy), profile=profile, accept_software=accept_software)
+    memory = None if state is None else Memory(state)
+    believed = None if trust is None else read_trust(trust.expanduser())
+    with httpx.Client(follow_redirects=False) as client:
+        view = View() if memory is None else memory.load()
+        checked = check_url(fetch_from(url, client), believed, wanted, view, time.time())
+    if memory is not None and checked.view is not None:
+        memory.save(checked.view)
+    return checked
+
+
+def _print(url: str, checked: Checked) -> None:
+    _say(f"{url}")
+    _print_steps(checked.epoch)
+    for node_id, findings in checked.nodes.items():
+        _say(f"\nnode {node_id[:16]}")
+        _print_steps(findings)
+    if not checked.accepted:
+        _say("\nREFUSED: a client would send nothing", "bold red")
+    elif checked.proved:
+        _say("\nPROVED: everything that was asked for", "bold green")
+    else:
+        _say("\nNOT PROVED in full: a client would send, and what is not proved stands above", "bold yellow")
+
+
+def _print_steps(findings: Findings) -> None:
+    from cloister.privacy.attestation import Outcome
+
+    marks = {
+        Outcome.PROVED: ("proved     ", "green"),
+        Outcome.NOT_PROVED: ("not proved ", "yellow"),
+        Outcome.FAILED: ("REFUSED    ", "bold red"),
+    }
+    for step in findings:
+        word, style = marks[step.outcome]
+        _say(f"  {word} {step.text}", style)
+
+
+def _say(line: str, style: str = "") -> None:
+    out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _to_data(checked: Checked) -> dict[str, object]:
+    return {
+        "accepted": checked.accepted,
+        "proved": checked.proved,
+        "epoch": _steps(checked.epoch),
+        "nodes": {node_id: _steps(findings) for node_id, findings in checked.nodes.items()},
+    }
+
+
+def _steps(findings: Findings) -> list[dict[str, str]]:
+    return [{"step": step.slug, "outcome": step.outcome.value, "text": step.text} for step in findings]

@@ -1,0 +1,185 @@
+"""Every check that a client makes before it sends, made once, for a person: of a relay or gateway, or of a node by itself.
+
+A relay or gateway is asked for the epoch, the log and the evidence of all nodes. A node knows of no epoch: its evidence is
+checked, and what only the log can show stays open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import httpx
+
+from cloister.client.errors import RelayUnreachableError
+from cloister.client.judging import fill_policy, judge_node
+from cloister.privacy.attestation import EvidenceError, Findings, Outcome, Policy, read_evidence, read_statement
+from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES
+from cloister.privacy.attestation.measuring import measure_profile
+from cloister.privacy.attestation.verify import verify_evidence
+from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES
+from cloister.privacy.transparency.checks import Believed, View, believe, needed_paths
+from cloister.privacy.transparency.refusal import TransparencyError
+from cloister.privacy.transparency.trust import Trust
+from cloister.privacy.verdict import Profile
+from cloister.types.errors import ConfigError
+
+WELL_KNOWN: Final = "/.well-known/cloister"
+DEADLINE_S: Final = 30.0
+MAX_LOG_BYTES: Final = 1 << 25
+_NOT_FOUND: Final = 404
+
+Fetch = Callable[[str, int], bytes | None]
+"""Path and most bytes to the content, None where there is nothing."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What came out.
+
+    Attributes:
+        epoch: steps about the list of nodes.
+        nodes: steps about each node, by its name in the epoch.
+        view: what to remember of the log; None where it was not believed.
+    """
+
+    epoch: Findings
+    nodes: dict[str, Findings] = field(default_factory=dict)
+    view: View | None = None
+
+    @property
+    def accepted(self) -> bool:
+        """Whether a client would send: nothing failed, and there is a node."""
+        return self.epoch.accepted and bool(self.nodes) and all(findings.accepted for findings in self.nodes.values())
+
+    @property
+    def proved(self) -> bool:
+        """Whether every single step was proved."""
+        return self.accepted and self.epoch.proved and all(findings.proved for findings in self.nodes.values())
+
+
+def fetch_from(url: str, client: httpx.Client) -> Fetch:
+    """Returns what asks a program at `url` for public files.
+
+    The function raises `RelayUnreachableError` where there is no answer, or none that it takes.
+    """
+    base = url.rstrip("/")
+
+    def fetch(path: str, most_bytes: int) -> bytes | None:
+        try:
+            with client.stream("GET", f"{base}{WELL_KNOWN}/{path}", timeout=DEADLINE_S) as answer:
+                if answer.status_code == _NOT_FOUND:
+                    return None
+                if answer.status_code != httpx.codes.OK:
+                    raise RelayUnreachableError(f"{base} answers {answer.status_code} for {path}")
+                content = bytearray()
+                for piece in answer.iter_bytes():
+                    content += piece
+                    if len(content) > most_bytes:
+                        raise RelayUnreachableError(f"{base} sends more than {most_bytes:,} bytes for {path}")
+                return bytes(content)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise RelayUnreachableError(
+                f"{base} cannot be reached ({type(error).__name__}); check the address and that it runs"
+            ) from None
+
+    return fetch
+
+
+def check_url(fetch: Fetch, trust: Trust | None, policy: Policy, view: View, now: float) -> Checked:
+    """Runs every check.
+
+    Args:
+        trust: whom to believe; None is enough for a node by itself.
+        policy: what is accepted; what it leaves open is filled from the log.
+        view: what was remembered of the log.
+        now: Unix seconds.
+
+    Raises:
+        RelayUnreachableError: nothing, or too little, could be fetched.
+        ConfigError: there is an epoch and no `trust`.
+    """
+    bundle = fetch("epoch", MAX_BUNDLE_BYTES)
+    if bundle is None:
+        return _check_node(fetch, trust, policy, now)
+    if trust is None:
+        raise ConfigError("an epoch is there, and nobody said whom to believe; give --trust FILE", param="trust")
+    findings = Findings()
+    try:
+        believed = believe(bundle, trust, view, _fetch_log(fetch, bundle, trust, view), now)
+    except TransparencyError as error:
+        findings.fail(error.reason, error.message)
+        return Checked(findings)
+    _tell_epoch(findings, believed, trust, view)
+    policy = fill_policy(policy, believed)
+    nodes = {
+        node.node_id: judge_node(
+            node, fetch(f"evidence/{node.evidence_sha256}", MAX_EVIDENCE_BYTES), believed, trust, policy, now
+        )
+        for node in believed.epoch.nodes
+    }
+    return Checked(findings, nodes, believed.view)
+
+
+def cannot_check(checked: Checked) -> bool:
+    """Says whether the only thing wrong is that a check could not be run on this machine."""
+    failed = [step for findings in (checked.epoch, *checked.nodes.values()) for step in findings.of(Outcome.FAILED)]
+    return bool(failed) and all(step.slug == "verifier" for step in failed)
+
+
+def _fetch_log(fetch: Fetch, bundle: bytes, trust: Trust, view: View) -> dict[str, bytes]:
+    fetched = {path: fetch(f"log/{path}", MAX_LOG_BYTES) for path in needed_paths(bundle, trust, view)}
+    return {path: content for path, content in fetched.items() if content is not None}
+
+
+def _tell_epoch(findings: Findings, believed: Believed, trust: Trust, view: View) -> None:
+    epoch, size = believed.epoch, believed.checkpoint.size
+    findings.prove(
+        "epoch",
+        f"epoch {epoch.epoch} is entry {size} of the log {trust.log.name}, so everybody is given this list of "
+        f"{len(epoch.nodes)} nodes",
+    )
+    findings.prove("witnesses", f"at least {trust.threshold} of {len(trust.witnesses)} witnesses saw that log within a day")
+    since = f"since entry {view.size}, where we left it" if view.size else "from its beginning; it was never seen before"
+    findings.prove("history", f"nothing in the log was changed or hidden {since}")
+    release = believed.release
+    findings.prove(
+        "release",
+        f"the nodes have to run release {release.number} (version {release.version}, {release.digest[:16]}), which is signed, "
+        "logged, and not revoked",
+    )
+
+
+def _check_node(fetch: Fetch, trust: Trust | None, policy: Policy, now: float) -> Checked:
+    encoded = fetch("evidence", MAX_EVIDENCE_BYTES)
+    if encoded is None:
+        raise RelayUnreachableError("there is neither an epoch nor evidence; is this a relay, a gateway or a sealed node?")
+    findings = Findings()
+    findings.leave_open(
+        "epoch", "this is a node by itself: nothing shows that it is in the list that everybody is given; ask its relay"
+    )
+    try:
+        evidence = read_evidence(encoded)
+        statement = read_statement(evidence.statement)
+    except EvidenceError as error:
+        findings.fail("evidence", error.message)
+        return Checked(findings)
+    node = Findings()
+    if trust is not None and statement.checkpoint:
+        try:
+            trust.open_checkpoint(statement.checkpoint, now)
+            node.prove("nonce", "the evidence was made for a checkpoint that witnesses cosigned within a day")
+        except TransparencyError as error:
+            node.fail("nonce", f"the checkpoint that the evidence was made for is refused: {error.message}")
+    else:
+        node.leave_open("nonce", "nothing shows when the evidence was made: no checkpoint of a log that is trusted is in it")
+    node.extend(verify_evidence(evidence, _know_profile(policy), now))
+    return Checked(findings, {statement.node_id: node})
+
+
+def _know_profile(policy: Policy) -> Policy:
+    """Without a release, what a profile rules is taken from this program."""
+    if policy.profile_digests or policy.profile not in list(Profile):
+        return policy
+    return replace(policy, profile_digests=frozenset({measure_profile(policy.profile)}))

@@ -1,0 +1,286 @@
+"""`cloister verify node`: an honest list is checked step by step, and each way to cheat a client is refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from cloister.cli import app
+from cloister.client.errors import RelayUnreachableError
+from cloister.client.verify_node import Checked, check_url, fetch_from
+from cloister.privacy.attestation import Findings, Outcome, Policy, Statement
+from cloister.privacy.attestation.measuring import measure_profile
+from cloister.privacy.attestation.software import SoftwareAttester
+from cloister.privacy.transparency.bundle import parse_bundle
+from cloister.privacy.transparency.checks import View
+from cloister.privacy.transparency.trust import encode_trust
+from cloister.types.errors import ConfigError
+from tests.privacy.transparency.world import World, make_release
+
+SOFTWARE = Policy(accept_software=True)
+HARDENING = {"front.seccomp": "applied: on", "host": "missing: host not excluded"}
+
+
+@dataclass
+class House(World):
+    """A world whose files are served as a gateway serves them, and whose one node runs the newest release."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.release = msgspec.structs.replace(make_release(), profile_digest=measure_profile("private"))
+        self.log_release(self.release)
+        self.checkpoint = parse_bundle(self.publish().bundle).checkpoint
+
+    def state(self, **changes: object) -> bytes:
+        """Evidence of the node."""
+        statement = Statement(
+            release=self.release.digest,
+            model=self.release.model,
+            profile=self.release.profile,
+            profile_digest=self.release.profile_digest,
+            hardening=HARDENING,
+            keys=b"keys of the node",
+            capacity=2,
+            not_before=int(self.now),
+            not_after=int(self.now) + 3600,
+            checkpoint=self.checkpoint,
+        )
+        return SoftwareAttester().attest(msgspec.structs.replace(statement, **changes).encode()).encode()
+
+    def serve(self, evidence: bytes) -> None:
+        """Publishes an epoch with the node."""
+        published = self.publish(evidence=(evidence,))
+        self.files = {"epoch": published.bundle} | {f"evidence/{digest}": one for digest, one in published.evidence.items()}
+
+    def find(self, path: str, most_bytes: int = 0) -> bytes | None:
+        """What is served below `/.well-known/cloister/`."""
+        if path.startswith("log/"):
+            resource = self.log.resource(path.removeprefix("log/"))
+            return resource[0] if resource else None
+        return self.files.get(path)
+
+    def check(self, policy: Policy = SOFTWARE, view: View | None = None) -> Checked:
+        return check_url(self.find, self.trust, policy, view or View(), self.now)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    house = House(tmp_path)
+    house.serve(house.state())
+    return house
+
+
+def slugs(findings: Findings, outcome: Outcome) -> list[str]:
+    return [step.slug for step in findings.of(outcome)]
+
+
+def only_node(checked: Checked) -> Findings:
+    (findings,) = checked.nodes.values()
+    return findings
+
+
+def test_an_honest_list_is_proved_and_software_is_said_to_be_not_proved(house: House):
+    checked = house.check()
+    assert checked.accepted
+    assert not checked.proved
+    assert slugs(checked.epoch, Outcome.PROVED) == ["epoch", "witnesses", "history", "release"]
+    assert slugs(only_node(checked), Outcome.NOT_PROVED) == ["hardware"]
+    proved = slugs(only_node(checked), Outcome.PROVED)
+    assert proved[:4] == ["listed", "key", "capacity", "nonce"]
+    assert {"expiry", "profile", "profile-digest", "release", "model", "hardening"} <= set(proved)
+
+
+def test_without_accept_software_the_same_list_is_refused(house: House):
+    checked = house.check(Policy())
+    assert not checked.accepted
+    assert slugs(only_node(checked), Outcome.FAILED) == ["hardware"]
+
+
+def test_what_was_seen_of_the_log_is_remembered(house: House):
+    first = house.check()
+    house.now += 60
+    house.serve(house.state())
+    again = house.check(view=first.view)
+    assert again.accepted
+    assert any("where we left it" in step.text for step in again.epoch)
+
+
+def test_a_log_that_was_rolled_back_is_refused(house: House, tmp_path: Path):
+    before = dict(house.files)
+    house.now += 60
+    house.serve(house.state())
+    view = house.check().view
+    house.files = before
+    checked = house.check(view=view)
+    assert not checked.accepted
+    assert slugs(checked.epoch, Outcome.FAILED) == ["log_rolled_back"]
+    assert checked.nodes == {}
+
+
+def test_an_epoch_of_another_log_is_refused(house: House, tmp_path: Path):
+    other = House(tmp_path / "other")
+    other.serve(other.state())
+    house.files = other.files
+    assert not house.check().accepted
+
+
+def test_an_epoch_that_is_over_is_refused(house: House):
+    house.now += 3600
+    assert slugs(house.check().epoch, Outcome.FAILED) == ["epoch_expired"]
+
+
+def test_evidence_that_is_not_the_listed_one_is_refused(house: House):
+    (name,) = (name for name in house.files if name.startswith("evidence/"))
+    house.files[name] = house.state(capacity=100)
+    assert slugs(only_node(house.check()), Outcome.FAILED) == ["listed"]
+    del house.files[name]
+    assert slugs(only_node(house.check()), Outcome.FAILED) == ["evidence"]
+
+
+def test_evidence_without_a_checkpoint_is_refused_as_of_unknown_age(house: House):
+    house.serve(house.state(checkpoint=""))
+    assert slugs(only_node(house.check()), Outcome.FAILED) == ["nonce"]
+
+
+def test_stale_evidence_is_refused_though_its_statement_says_it_is_fresh(house: House):
+    house.now += 25 * 3600
+    house.serve(house.state())  # a new statement, over the checkpoint of yesterday
+    assert slugs(only_node(house.check()), Outcome.FAILED) == ["nonce"]
+
+
+def test_a_node_without_its_hardening_is_refused(house: House):
+    house.serve(house.state(hardening={"front.seccomp": "missing: no filter"}))
+    assert slugs(only_node(house.check()), Outcome.FAILED) == ["hardening"]
+
+
+@pytest.mark.parametrize(
+    ("demand", "slug"), [({"releases": frozenset({"00" * 32})}, "release"), ({"models": frozenset({"00" * 32})}, "model")]
+)
+def test_what_the_user_demands_stands_above_what_the_log_says(house: House, demand: dict[str, frozenset[str]], slug: str):
+    assert slugs(only_node(house.check(replace(SOFTWARE, **demand))), Outcome.FAILED) == [slug]
+
+
+def test_a_node_by_itself_is_checked_and_what_only_the_log_shows_stays_open(house: House):
+    house.files = {"evidence": house.state()}
+    policy = replace(SOFTWARE, releases=frozenset({house.release.digest}))
+    checked = check_url(house.find, None, policy, View(), house.now)
+    assert checked.accepted
+    assert slugs(checked.epoch, Outcome.NOT_PROVED) == ["epoch"]
+    assert slugs(only_node(checked), Outcome.NOT_PROVED) == ["nonce", "hardware", "model"]
+    with_trust = check_url(house.find, house.trust, policy, View(), house.now)
+    assert "nonce" in slugs(only_node(with_trust), Outcome.PROVED)
+
+
+def test_a_node_of_profile_open_is_refused_where_private_is_wanted(house: House):
+    house.files = {"evidence": house.state(profile="open", profile_digest=measure_profile("open"))}
+    policy = replace(SOFTWARE, releases=frozenset({house.release.digest}))
+    checked = check_url(house.find, None, policy, View(), house.now)
+    assert slugs(only_node(checked), Outcome.FAILED) == ["profile", "profile-digest"]
+
+
+def test_a_node_that_runs_open_under_the_name_of_private_is_refused(house: House):
+    house.files = {"evidence": house.state(profile_digest=measure_profile("open"))}
+    policy = replace(SOFTWARE, releases=frozenset({house.release.digest}))
+    checked = check_url(house.find, None, policy, View(), house.now)
+    assert slugs(only_node(checked), Outcome.FAILED) == ["profile-digest"]
+
+
+def test_an_epoch_without_anybody_to_believe_is_an_error(house: House):
+    with pytest.raises(ConfigError, match="--trust"):
+        check_url(house.find, None, SOFTWARE, View(), house.now)
+
+
+def test_an_address_that_serves_neither_is_an_error(house: House):
+    house.files = {}
+    with pytest.raises(RelayUnreachableError, match="neither"):
+        house.check()
+
+
+@pytest.mark.parametrize("status", [301, 500])
+def test_an_answer_that_is_none_is_an_error(status: int):
+    client = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(status)))
+    with client, pytest.raises(RelayUnreachableError, match=str(status)):
+        fetch_from("http://relay.example/", client)("epoch", 100)
+
+
+def test_an_answer_that_is_too_long_is_not_read_to_its_end():
+    client = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, content=b"x" * 101)))
+    with client, pytest.raises(RelayUnreachableError, match="more than 100 bytes"):
+        fetch_from("http://relay.example", client)("epoch", 100)
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[tuple[str, House, Path]]:
+    """A server of a house that lives now, and the trust file."""
+    house = House(tmp_path, now=time.time())
+    house.serve(house.state())
+    (tmp_path / "trust.json").write_bytes(encode_trust(house.trust))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = house.find(self.path.removeprefix("/.well-known/cloister/"))
+            self.send_response(404 if content is None else 200)
+            self.end_headers()
+            self.wfile.write(content or b"")
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", house, tmp_path / "trust.json"
+        server.shutdown()
+        thread.join(10)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["verify", "node", *arguments])
+    return result.exit_code, result.output
+
+
+def test_the_command_says_every_step_and_its_exit_status_says_the_outcome(address: tuple[str, House, Path], tmp_path: Path):
+    url, _, trust = address
+    status, told = run(url, "--trust", str(trust))
+    assert status == 1
+    assert "REFUSED     no hardware vouches for this node" in told
+    assert "a client would send nothing" in told
+    state = tmp_path / "view.json"
+    status, told = run(url, "--trust", str(trust), "--accept-software", "--state", str(state))
+    assert status == 0
+    assert "not proved  NOT PROVED: no hardware vouches for this node" in told
+    assert "proved      the evidence is the one that the epoch names" in told
+    assert "NOT PROVED in full" in told
+    assert json.loads(state.read_bytes())["size"] > 0
+
+
+def test_the_command_prints_json(address: tuple[str, House, Path]):
+    url, _, trust = address
+    status, told = run(url, "--trust", str(trust), "--accept-software", "--json")
+    assert status == 0
+    data = json.loads(told)
+    assert (data["accepted"], data["proved"]) == (True, False)
+    assert {step["outcome"] for step in data["epoch"]} == {"proved"}
+
+
+def test_the_command_says_when_it_cannot_check(address: tuple[str, House, Path], tmp_path: Path):
+    url, _, trust = address
+    assert run(url)[0] == 2
+    assert run("http://127.0.0.1:1", "--trust", str(trust))[0] == 2
+    assert run("not an address")[0] == 2
+    (tmp_path / "policy.json").write_text('{"realeses": []}')
+    status, told = run(url, "--trust", str(trust), "--policy", str(tmp_path / "policy.json"))
+    assert status == 2
+    assert "realeses" in told
