@@ -123,7 +123,7 @@ def read_timeouts(request: httpx.Request) -> dict[str, float]:
 def to_response(
     answer: Answer, stream: httpx.SyncByteStream | httpx.AsyncByteStream, ready: Ready, tries: Tries
 ) -> httpx.Response:
-    """Returns the node's response. `extensions["cloister"]` names the epoch and the nodes that were drawn; the last one answers."""
+    """Returns the node's response. `extensions["cloister"]` names the epoch and the nodes that were drawn; the last answers."""
     assert answer.head is not None, "the head was read"
     fields = [(name, value) for name, value in answer.head.fields if name not in HOP_BY_HOP]
     if answer.head.status >= 400:

@@ -1,0 +1,136 @@
+"""Sends the requests of a trial: many users, each with a client of their own, through the whole path."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from cloister.client.asynchronous import AsyncSealedTransport
+from cloister.client.draw import Below
+from cloister.client.errors import EvidenceRefusedError, NoAnswerError
+from cloister.client.routing.house import RELAY, House, MakeBook, asking
+from cloister.client.routing.records import Log, Sent, Spell
+from cloister.client.session import Session
+from cloister.privacy.attestation import Policy
+
+AT_ONCE = 16
+"""Requests that are on their way together."""
+CAPTURED = "c"
+"""The node that an adversary holds, where there is one."""
+
+PLAN = (
+    Spell({"a": 2, "b": 1, "c": 1}),
+    Spell({"a": 2, "b": 1, "c": 2, "d": 3}),
+    Spell({"b": 1, "c": 1, "d": 2}),
+    Spell({"b": 1, "c": 1, "d": 2}, down=frozenset({"b"})),
+    Spell({"b": 1, "c": 2, "d": 3, "e": 2}),
+)
+"""Nodes join (d, e), leave (a), change their capacity (c), and one breaks down while the epoch still names it (b)."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a trial is.
+
+    Attributes:
+        users: who ask, each as often as the others.
+        requests: of each user, over all spells.
+    """
+
+    users: int = 10
+    requests: int = 600
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One request as its client saw it."""
+
+    user: str
+    spell: int
+    mark: str
+    drawn: tuple[str, ...]
+    answered: bool
+
+
+class _User:
+    def __init__(self, name: str, house: House, below: Below) -> None:
+        self.name = name
+        house.credentials, api_key = house.credentials.add(name)
+        policy = Policy(accept_software=True)
+        session = Session(RELAY, trust=house.trust, api_key=api_key, policy=policy, below=below, now=house.now)
+        self._client = httpx.AsyncClient(transport=AsyncSealedTransport(session, house.carrier()), base_url="http://cloister")
+
+    async def ask(self, mark: str) -> tuple[tuple[str, ...], bool]:
+        """Sends one marked request; returns the nodes that were drawn, by node_id, and whether one answered."""
+        asking.set(self.name)
+        try:
+            response = await self._client.post("/v1/chat/completions", json={"mark": mark})
+        except NoAnswerError as error:
+            return error.draws, False
+        if response.status_code != 200:
+            raise EvidenceRefusedError(f"a node of the trial answered {response.status_code}")
+        return response.extensions["cloister"]["drawn"], True
+
+
+async def run_trial(
+    directory: Path,
+    size: Size,
+    *,
+    seed: int | None = None,
+    make_book: MakeBook | None = None,
+    plan: Sequence[Spell] = PLAN,
+    tell: Callable[[int], None] = lambda done: None,
+) -> Log:
+    """Runs a trial and returns what was seen.
+
+    Args:
+        directory: an empty one.
+        seed: of draws and order; None leaves both to the system's randomness, as clients do.
+        make_book: an adversary's (`adversary.make_adversary`).
+        tell: called with the number of requests that are done.
+
+    Raises:
+        CloisterError: the trial cannot run.
+    """
+    source = random.Random(seed) if seed is not None else random.SystemRandom()
+    below = source.randrange if seed is not None else secrets.randbelow
+    house = House(directory, make_book)
+    users = [_User(f"user-{number}", house, below) for number in range(size.users)]
+    try:
+        return await _run(house, users, size, source, plan, tell)
+    finally:
+        house.close()
+
+
+async def _run(
+    house: House,
+    users: list[_User],
+    size: Size,
+    source: random.Random,
+    plan: Sequence[Spell],
+    tell: Callable[[int], None],
+) -> Log:
+    seen: list[_Seen] = []
+
+    async def work(spell: int, due: Iterator[tuple[_User, str]]) -> None:
+        for user, mark in due:
+            drawn, answered = await user.ask(mark)
+            seen.append(_Seen(user.name, spell, mark, tuple(house.names[one] for one in drawn), answered))
+            tell(len(seen))
+
+    for number, spell in enumerate(plan):
+        await house.enter(spell)
+        begin, end = (size.requests * (number + more) // len(plan) for more in (0, 1))
+        marks = [(user, f"{user.name}/{mark}") for user in users for mark in range(begin, end)]
+        source.shuffle(marks)
+        due = iter(marks)
+        await asyncio.gather(*(work(number, due) for _ in range(AT_ONCE)))
+    opened = house.opened()
+    sent = [Sent(one.user, one.spell, one.drawn, one.answered, tuple(opened.get(one.mark, ()))) for one in seen]
+    return Log(tuple(plan), tuple(sent), house.strays)
