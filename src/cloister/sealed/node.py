@@ -156,11 +156,20 @@ class _Node:
             if not request.head.path.startswith(OPEN_PATHS):
                 raise ProblemError(404, f"Only paths that begin with {OPEN_PATHS} can be asked sealed.")
         except (MessageError, ProblemError) as error:
-            problem = problem_of(error)
-            await shaped.head(reply.writer.head(ResponseHead(problem.status, problem.headers)))
-            await shaped.write(reply.writer.content(problem.body) + reply.writer.end(), last=True)
+            await _refuse(problem_of(error), reply, shaped)
             return
-        await self._inner(_scope_of(request), _receive_from(request.content), _send_to(reply, shaped))
+        try:
+            await self._inner(_scope_of(request), _receive_from(request.content), _send_to(reply, shaped))
+        except Exception as error:
+            if reply.writer.has_head:
+                raise
+            _logger.error("the server inside failed before it answered (%s)", type(error).__name__)
+            await _refuse(ProblemError(500, "The server made a mistake; please try again."), reply, shaped)
+
+
+async def _refuse(problem: ProblemError, reply: SealedReply, shaped: Reply) -> None:
+    await shaped.head(reply.writer.head(ResponseHead(problem.status, problem.headers)))
+    await shaped.write(reply.writer.content(problem.body) + reply.writer.end(), last=True)
 
 
 def _scope_of(request: Request) -> Scope:

@@ -85,6 +85,11 @@ class MessageWriter:
         self._began = False
         self._is_open = False
 
+    @property
+    def has_head(self) -> bool:
+        """Whether a head was written, an informational one included."""
+        return self._began
+
     def head(self, head: RequestHead | ResponseHead) -> bytes:
         """Returns the head of a message, or an informational response that precedes it.
 
