@@ -1,0 +1,128 @@
+"""A real engine with the embedded model and real API keys, driven step by step, for who tries to learn what is not theirs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cloister.app import build_engine
+from cloister.backends.native.program import NativeProgram
+from cloister.engine.core import EngineCore
+from cloister.kv import BlockState
+from cloister.privacy import Credentials, Gate, Policy
+from cloister.types.config import EngineConfig
+from cloister.types.events import Ended, Submit
+from cloister.types.request import FinishReason, Request, SamplingParams
+from cloister.types.scope import Scope
+
+MODEL = "cloister-5m"
+_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client can measure of one request, and what the server says of it.
+
+    Attributes:
+        wall_s, cpu_s: time to the first and only token, of the clock and of the processor.
+        num_cached: tokens that were not computed, as the server's `usage` says.
+    """
+
+    wall_s: float
+    cpu_s: float
+    num_cached: int
+
+
+class Lab:
+    """One server with tenants `ann`, `bob`, and as many more as asked for; nothing runs but what a test sends."""
+
+    def __init__(
+        self, profile: str, *, kv_memory_mb: int = 64, num_others: int = 0, prefix_cache: bool = True, **settings: object
+    ) -> None:
+        credentials = Credentials.empty()
+        self.keys: dict[str, str] = {}
+        for name in ("ann", "bob", *(f"other{i}" for i in range(num_others))):
+            credentials, self.keys[name] = credentials.add(name)
+        self.gate = Gate(Policy(profile), credentials, loopback=False)
+        config = EngineConfig(model=MODEL, profile=profile, prefix_cache=prefix_cache, kv_memory_mb=kv_memory_mb)
+        self.core: EngineCore = build_engine(replace(config, **settings))
+        self.random = random.Random(1)
+
+    def prompt(self, length: int) -> list[int]:
+        """Draws a prompt that nobody sent before."""
+        return [self.random.randrange(10, 2000) for _ in range(length)]
+
+    def request(self, who: str, token_ids: Sequence[int], *, max_tokens: int = 1, scope: Scope | None = None) -> Request:
+        """Makes what the front would send to the engine for the holder of a key."""
+        admission = self.gate.admit(self.keys[who])
+        return Request(
+            request_id=f"r{next(_ids)}",
+            token_ids=list(token_ids),
+            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            scope=scope or admission.scope,
+            tenant=admission.tenant,
+            priority=admission.priority,
+        )
+
+    def ask(self, who: str, token_ids: Sequence[int], *, max_tokens: int = 1) -> Answer:
+        """Sends one prompt and waits for the answer's end."""
+        return self.answer(self.request(who, token_ids, max_tokens=max_tokens))
+
+    def answer(self, request: Request) -> Answer:
+        """Sends one request and waits for its end."""
+        self.core.inbox.put(Submit(request))
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        while True:
+            outputs = self.core.step()
+            assert outputs is not None, "the engine has nothing to do, and the request did not end"
+            for event in outputs.events:
+                if isinstance(event, Ended):
+                    assert event.reason in (FinishReason.LENGTH, FinishReason.STOP), event.error
+                    answer = Answer(time.perf_counter() - wall_s, time.process_time() - cpu_s, event.num_cached_tokens)
+                    self.rest()
+                    return answer
+
+    def order(self, requests: Sequence[Request]) -> list[str]:
+        """Sends requests at once; returns their ids in the order of their ends."""
+        for request in requests:
+            self.core.inbox.put(Submit(request))
+        ended: list[str] = []
+        while len(ended) < len(requests):
+            outputs = self.core.step()
+            assert outputs is not None
+            ended += [event.request_id for event in outputs.events if isinstance(event, Ended)]
+        self.rest()
+        return ended
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV memory holds."""
+        pool = self.core._scheduler.pool
+        return pool.num_total * pool.block_size
+
+    @property
+    def program(self) -> NativeProgram:
+        """What computes."""
+        program = self.core._runner._program  # type: ignore[attr-defined]
+        assert isinstance(program, NativeProgram)
+        return program
+
+    def dirty_blocks(self) -> int:
+        """Counts free blocks that hold something, by their bytes in every layer."""
+        pool, program = self.core._scheduler.pool, self.program
+        free = [block for block in range(pool.num_total) if pool.state(block) is BlockState.FREE]
+        return sum(any(any(program.read_block(layer, block)) for layer in range(program.num_layers)) for block in free)
+
+    def rest(self) -> None:
+        """Lets the engine do what it still has to: wipes."""
+        while self.core.step() is not None:
+            pass
+
+
+def auc(faster: Sequence[float], slower: Sequence[float]) -> float:
+    """Returns how well a threshold tells two sets of times apart: 0.5 not at all, 1 always (Mann-Whitney)."""
+    wins = sum((a < b) + (a == b) / 2 for a in faster for b in slower)
+    return wins / (len(faster) * len(slower))
