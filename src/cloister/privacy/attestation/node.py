@@ -1,0 +1,126 @@
+"""What a node finds out about itself at its start, and the statement that it makes of it for each of its keys."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from cloister.privacy.attestation.base import AttestationError
+from cloister.privacy.attestation.evidence import Statement
+from cloister.privacy.attestation.measuring import (
+    encode_manifest,
+    find_foreign,
+    measure_code,
+    measure_model,
+    measure_profile,
+    read_manifest,
+)
+from cloister.privacy.attestation.software import SoftwareAttester
+from cloister.privacy.attestation.verify import HOST
+from cloister.privacy.transparency.release import Release
+
+RELEASE_FILE: Final = "release.json"
+MANIFEST_FILE: Final = "manifest.json"
+_NAMED: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change while a node runs; see `Statement`."""
+
+    release: str
+    model: str
+    profile: str
+    profile_digest: str
+    hardening: Mapping[str, str]
+    capacity: int
+
+    def state(self, keys: bytes, not_before: int, not_after: int, checkpoint: str) -> bytes:
+        """Returns the statement for a key configuration, canonical JSON.
+
+        Raises:
+            EvidenceError: something is out of range.
+        """
+        return Statement(
+            release=self.release,
+            model=self.model,
+            profile=self.profile,
+            profile_digest=self.profile_digest,
+            hardening=dict(self.hardening),
+            keys=keys,
+            capacity=self.capacity,
+            not_before=not_before,
+            not_after=not_after,
+            checkpoint=checkpoint,
+        ).encode()
+
+
+def gather_facts(
+    profile: str, model: Path, hardening: Mapping[str, str], kind: str, capacity: int, release: Path | None = None
+) -> Facts:
+    """Measures this process, the model and the profile, and holds them against a release.
+
+    Args:
+        profile: name of the profile in force.
+        model: where the model lies.
+        hardening: what became of each measure (`privacy.hardening`).
+        kind: of the evidence that will vouch for this.
+        capacity: the node's share when clients draw.
+        release: folder with `release.json` and `manifest.json` as `cloister release` wrote them; None states the digest of what
+            runs, which no log has.
+
+    Raises:
+        AttestationError: this is not what the release says; the message names what differs.
+    """
+    measured = measure_code()
+    model_digest, profile_digest = measure_model(model), measure_profile(profile)
+    if release is None:
+        digest = hashlib.sha256(encode_manifest(measured)).hexdigest()
+    else:
+        digest = _match_release(release, measured, model_digest, profile, profile_digest)
+    return Facts(digest, model_digest, profile, profile_digest, _with_host(hardening, kind), capacity)
+
+
+def _match_release(folder: Path, measured: Mapping[str, str], model: str, profile: str, profile_digest: str) -> str:
+    release, manifest = _read_release(folder)
+    foreign = find_foreign(measured, manifest)
+    if foreign:
+        more = f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else ""
+        raise AttestationError(
+            f"this is not release {release.number}: {', '.join(foreign[:_NAMED])}{more} differ from its manifest; "
+            "install the release, or log one of what is installed"
+        )
+    wanted = (("model", release.model, model), ("profile", release.profile, profile))
+    for what, published, found in (*wanted, ("rules of the profile", release.profile_digest, profile_digest)):
+        if published != found:
+            raise AttestationError(f"this is not release {release.number}: its {what} is {published}, and here it is {found}")
+    return release.digest
+
+
+def _read_release(folder: Path) -> tuple[Release, dict[str, str]]:
+    try:
+        encoded, manifest = (folder / RELEASE_FILE).read_bytes(), (folder / MANIFEST_FILE).read_bytes()
+    except OSError as error:
+        raise AttestationError(
+            f"cannot read the release in {folder}: {error.strerror}; it has two files, {RELEASE_FILE} and "
+            f"{MANIFEST_FILE}, made by cloister release"
+        ) from None
+    try:
+        release = msgspec.json.decode(encoded, type=Release)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise AttestationError(f"{RELEASE_FILE} in {folder} is no release; copy it from where it was made") from None
+    if hashlib.sha256(manifest).hexdigest() != release.files:
+        raise AttestationError(f"the manifest in {folder} is not the one of the release beside it")
+    return release, read_manifest(manifest)
+
+
+def _with_host(hardening: Mapping[str, str], kind: str) -> dict[str, str]:
+    """No measure inside a machine keeps its host out; its processor may."""
+    if kind == SoftwareAttester.kind:
+        return {HOST: "missing: host not excluded", **hardening}
+    return {**hardening, HOST: f"applied: the processor keeps the host out of this machine's memory ({kind})"}
