@@ -39,6 +39,7 @@ from cloister.privacy.sealing import (
 from cloister.privacy.shape import Shape
 from cloister.privacy.tokens import Redeemer, authorization, open_spend_store
 from cloister.sealed.dates import REPLAY_WINDOW_S
+from cloister.sealed.exchange import MAX_REQUEST_BYTES
 from cloister.sealed.gateway import GatewayConfig, gateway_app
 from cloister.sealed.node import NodeConfig, node_app
 from cloister.sealed.nodes import NodeBook
@@ -146,11 +147,13 @@ class Node:
 
     Attributes:
         receiver: its keys.
+        stop: ends it, as a machine that is switched off.
     """
 
     url: str
     record: Recorder
     receiver: Receiver
+    stop: Callable[[], None]
 
     @property
     def configuration(self) -> KeyConfiguration:
@@ -217,6 +220,7 @@ def open_cloud(
     shape: Shape | None = None,
     evidence: Callable[[], bytes | None] = lambda: None,
     answer_timeout_s: float = 600.0,
+    max_request_bytes: int = MAX_REQUEST_BYTES,
 ) -> Iterator[Cloud]:
     """Starts a relay, a gateway and nodes around `inner`, and a shop of tokens."""
     with contextlib.ExitStack() as stack:
@@ -227,7 +231,8 @@ def open_cloud(
             receiver = Receiver(KeyRing(time.monotonic()), ReplayCache(NODE_KEY_LIFE_S))
             config = NodeConfig(shape=shape, gateway_secret=NODE_SECRET, evidence=evidence)
             record = Recorder(node_app(inner, config, LocalUnsealer(receiver), Lifespan(None), now=shop.clock))
-            nodes.append(Node(stack.enter_context(serve(record)), record, receiver))
+            site = stack.enter_context(contextlib.ExitStack())
+            nodes.append(Node(site.enter_context(serve(record)), record, receiver, site.close))
         ring = KeyRing(time.monotonic(), life_s=GATEWAY_KEY_LIFE_S, overlap_s=GATEWAY_KEY_OVERLAP_S)
         gateway_receiver = Receiver(ring, ReplayCache(REPLAY_WINDOW_S))
         upstream = Upstream("node", timeout_s=answer_timeout_s)
@@ -236,7 +241,7 @@ def open_cloud(
         stack.callback(store.close)
         gateway = Recorder(
             gateway_app(
-                GatewayConfig(GATEWAY_URL, (RELAY_SECRET,), NODE_SECRET),
+                GatewayConfig(GATEWAY_URL, (RELAY_SECRET,), NODE_SECRET, max_request_bytes),
                 LocalUnsealer(gateway_receiver),
                 Redeemer(shop.accepted(), store, shop.clock),
                 book,
@@ -246,7 +251,7 @@ def open_cloud(
             )
         )
         gateway_url = stack.enter_context(serve(gateway))
-        way = Upstream("gateway", timeout_s=answer_timeout_s)
+        way = Upstream("gateway", timeout_s=answer_timeout_s + 10)
         relay = Recorder(relay_app(RelayConfig(gateway_url, RELAY_SECRET), way))
         relay_url = stack.enter_context(serve(relay))
         yield Cloud(relay_url, gateway_url, nodes, relay, gateway, gateway_receiver, book, shop, shop.clock)

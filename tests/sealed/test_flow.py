@@ -65,7 +65,9 @@ def test_the_node_alone_sees_content_and_nobody_but_the_relay_an_address(cloud: 
     }
     # the node: only what the client sealed to it, over a connection of the gateway
     assert node.request not in gateway.request
-    assert {name for name, _ in node.headers} == {b"host", b"content-type", b"authorization", b"transfer-encoding"}
+    expected = {b"host", b"content-type", b"authorization", b"transfer-encoding", b"cloister-token-budget"}
+    assert {name for name, _ in node.headers} == expected
+    assert dict(node.headers)[b"cloister-token-budget"] == b"512", "the same for every token of the issuer's key"
     assert inner.clients[-1] is None
     method, path, query, headers, body = inner.seen[-1]
     assert (method, path, query, body) == ("POST", "/v1/echo", b"secret=query", PROMPT)

@@ -24,7 +24,9 @@ def relay(
         Path | None,
         typer.Option(help="Authorities that may vouch for the gateway, PEM; unset, those of this system.", metavar="FILE"),
     ] = None,
-    answer_timeout_s: Annotated[float, typer.Option(help="Longest silence of an answer, in seconds.", min=1)] = 600.0,
+    answer_timeout_s: Annotated[
+        float, typer.Option(help="Longest silence of an answer, in seconds; longer than the gateway's.", min=1)
+    ] = 630.0,
 ) -> None:
     """Carry sealed requests to a gateway, until SIGTERM or Ctrl-C.
 

@@ -65,7 +65,7 @@ class Body:
                 async with asyncio.timeout_at(ends_s):
                     message = await self._receive()
             except TimeoutError:
-                raise ProblemError(408, f"The request did not arrive within {self._timeout_s:g} s.") from None
+                raise ProblemError(408, f"The request did not arrive within {self._timeout_s:g} s.", in_clear=True) from None
             if message["type"] == "http.disconnect":
                 self.is_read.set()
                 raise GoneError
@@ -79,7 +79,8 @@ class Body:
                 yield piece
 
     def _too_large(self) -> ProblemError:
-        return ProblemError(413, f"The request is longer than the {self._limit_bytes:,} bytes that are taken here.")
+        title = f"The request is longer than the {self._limit_bytes:,} bytes that are taken here."
+        return ProblemError(413, title, in_clear=True)
 
 
 class Outgoing:

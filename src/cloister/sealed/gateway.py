@@ -52,6 +52,8 @@ from cloister.sealed.upstream import Answer, Upstream
 from cloister.types.errors import CloisterError
 
 NODE_PATH: Final = "/ohttp"
+BUDGET_FIELD: Final = "cloister-token-budget"
+"""Tells the node how many output tokens were paid for; the same for every token of an issuer's key."""
 _TARGET: Final = re.compile(r"/nodes/([0-9a-f]{64})")
 
 
@@ -193,8 +195,8 @@ class _Gateway:
         url = await self._nodes.find(node_id)
         if url is None:
             raise ProblemError(404, "No node of that name is here; take the current epoch file and draw again.")
-        await self._spend(find_field(head.fields, b"authorization"))
-        headers = {"content-type": kind}
+        paid = await self._spend(find_field(head.fields, b"authorization"))
+        headers = {"content-type": kind, BUDGET_FIELD: str(paid.budget)}
         if self._config.node_secret is not None:
             headers["authorization"] = f"Bearer {self._config.node_secret}"
         async with self._upstream.ask("POST", url + NODE_PATH, headers, _contents(parts)) as answer:
@@ -245,8 +247,8 @@ async def _first(parts: AsyncIterator[Part], opened: Opened, out: Outgoing) -> R
 
 
 async def _refuse(problem: ProblemError, reply: SealedReply | None, out: Outgoing) -> None:
-    # A later chunk that does not open says the same as the first one: in the clear, with the same bytes.
-    if reply is None or problem.is_unsealing:
+    # A later chunk that does not open is answered as the first one: in the clear, with the same bytes.
+    if reply is None or problem.in_clear:
         await out.refuse(problem)
     else:
         await reply.refuse(problem)

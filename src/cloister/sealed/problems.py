@@ -23,18 +23,17 @@ class ProblemError(CloisterError):
         title: one or two sentences, what is wrong and what to do.
         kind: URI of a registered problem type, or `about:blank`.
         fields: header fields beside the content's type.
+        in_clear: whether it is about the sealed message as such, so that it never goes sealed, however far that was opened.
     """
 
-    def __init__(self, status: int, title: str, *, kind: str = "about:blank", fields: Fields = ()) -> None:
+    def __init__(
+        self, status: int, title: str, *, kind: str = "about:blank", fields: Fields = (), in_clear: bool = False
+    ) -> None:
         super().__init__(title)
         self.status = status
         self.kind = kind
         self.fields = fields
-
-    @property
-    def is_unsealing(self) -> bool:
-        """Whether it says that the message cannot be opened."""
-        return self.kind == KEY_TYPE
+        self.in_clear = in_clear
 
     @property
     def body(self) -> bytes:
@@ -51,4 +50,6 @@ def problem_of(error: CloisterError) -> ProblemError:
     """Returns the refusal that an error stands for; one of an `UnsealError` has no cause in it (RFC 9458, section 5.3)."""
     if isinstance(error, ProblemError):
         return error
-    return ProblemError(error.status, error.message, kind=KEY_TYPE if isinstance(error, UnsealError) else "about:blank")
+    if isinstance(error, UnsealError):
+        return ProblemError(error.status, error.message, kind=KEY_TYPE, in_clear=True)
+    return ProblemError(error.status, error.message)
