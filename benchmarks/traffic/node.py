@@ -1,0 +1,64 @@
+"""A sealed node to be watched: the real server in front of a real engine, its answers shaped as a profile asks, sealed.
+
+`python -m benchmarks.traffic.node PROFILE MODEL THREADS QUANT` prints its address and serves; 0 threads are all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from benchmarks.traffic.recording import open_app
+from cloister.privacy.sealing import NODE_KEY_LIFE_S, KeyRing, Receiver, ReplayCache
+from cloister.privacy.shape import shape_of
+from cloister.sealed.node import NodeConfig, node_app
+from cloister.sealed.program import run_program
+from cloister.sealed.serving import Lifespan
+from cloister.sealed.unsealing import LocalUnsealer
+
+
+class _Later:
+    """An application that is there once the engine has started."""
+
+    app: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+class _Life(Lifespan):
+    def __init__(self, later: _Later, profile: str, model: str, num_threads: int | None, quant: str) -> None:
+        super().__init__(None)
+        self._later = later
+        self._settings = (num_threads, model, profile, quant)
+
+    @asynccontextmanager
+    async def __call__(self, app: Starlette) -> AsyncIterator[None]:
+        self._later.app, engine = await open_app(*self._settings)
+        async with super().__call__(app):
+            yield
+        await engine.drain(1.0)
+
+
+def main() -> int:
+    profile, model, num_threads, quant = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    later = _Later()
+    ring = KeyRing(time.monotonic())
+    unsealer = LocalUnsealer(Receiver(ring, ReplayCache(NODE_KEY_LIFE_S)))
+    life = _Life(later, profile, model, num_threads or None, quant)
+    app = node_app(later, NodeConfig(shape=shape_of(profile)), unsealer, life)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    return run_program(app, listener)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        raise SystemExit(main())
