@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from cloister.privacy.attestation import AttestationError, Evidence, Outcome, Policy, read_evidence, read_statement
-from cloister.privacy.attestation.measuring import encode_manifest, measure_model, measure_profile
+from cloister.privacy.attestation.measuring import encode_manifest, measure_model, measure_profile, read_manifest
 from cloister.privacy.attestation.node import Facts
 from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.attestation.verify import verify_evidence
