@@ -40,7 +40,7 @@ from cloister.sealed.exchange import (
     media_type,
     run_while_there,
 )
-from cloister.sealed.gateway import NODE_PATH
+from cloister.sealed.gateway import BUDGET_FIELD, NODE_PATH
 from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
 from cloister.sealed.problems import ProblemError, problem_of
 from cloister.sealed.public import File
@@ -48,6 +48,7 @@ from cloister.sealed.sealed_reply import SealedReply
 from cloister.sealed.serving import Lifespan, Post, handlers
 from cloister.sealed.shaping import Reply, open_reply
 from cloister.sealed.unsealing import Opened, Unsealer, open_request
+from cloister.server.calls import OUTPUT_BUDGET
 from cloister.types.errors import CloisterError
 
 OPEN_PATHS: Final = "/v1/"
@@ -121,7 +122,7 @@ class _Node:
         reply = SealedReply(opened.exchange, out)
         try:
             async with open_reply(self._config.shape, reply.emit) as shaped:
-                await self._serve(message, reply, shaped)
+                await self._serve(message, _read_budget(scope), reply, shaped)
         except (TimeoutError, GoneError):
             return
         except Exception as error:
@@ -149,7 +150,7 @@ class _Node:
                 raise UnsealError  # no client of the format sends one; the sealed length was checked before
         return opened, bytes(message)
 
-    async def _serve(self, message: bytes, reply: SealedReply, shaped: Reply) -> None:
+    async def _serve(self, message: bytes, budget: int | None, reply: SealedReply, shaped: Reply) -> None:
         try:
             request = decode_request(message)
             check_date(request.head.fields, self._now(), is_needed=False)
@@ -158,8 +159,10 @@ class _Node:
         except (MessageError, ProblemError) as error:
             await _refuse(problem_of(error), reply, shaped)
             return
+        inner_scope = _scope_of(request)
+        inner_scope["state"][OUTPUT_BUDGET] = budget
         try:
-            await self._inner(_scope_of(request), _receive_from(request.content), _send_to(reply, shaped))
+            await self._inner(inner_scope, _receive_from(request.content), _send_to(reply, shaped))
         except Exception as error:
             if reply.writer.has_head:
                 raise
@@ -170,6 +173,15 @@ class _Node:
 async def _refuse(problem: ProblemError, reply: SealedReply, shaped: Reply) -> None:
     await shaped.head(reply.writer.head(ResponseHead(problem.status, problem.headers)))
     await shaped.write(reply.writer.content(problem.body) + reply.writer.end(), last=True)
+
+
+def _read_budget(scope: Scope) -> int | None:
+    """Returns what the gateway says was paid for; None from one that says nothing.
+
+    A gateway that lies gives away a node's time and learns nothing by it.
+    """
+    value = find_header(scope, BUDGET_FIELD.encode()) or ""
+    return int(value) if value.isascii() and value.isdigit() and len(value) <= 9 else None
 
 
 def _scope_of(request: Request) -> Scope:

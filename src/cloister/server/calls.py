@@ -14,14 +14,18 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 from starlette.types import Scope
 
 from cloister.engine.base import AsyncEngine, EventListener, Health
 from cloister.engine.faults import describe
 from cloister.privacy.limits import Account, Charge
+from cloister.types.errors import InvalidRequestError
 from cloister.types.events import Arrived, Ended, Event, Preempted, Progressed, Scheduled, Stepped
 from cloister.types.request import Request, SequenceOutput
 
+OUTPUT_BUDGET: Final = "output_budget"
+"""Where a request's state says how many output tokens were paid for; a sealed node sets it."""
 LEFT: Final = 499
 """Stands for the status of a client that left before its reply began; no client ever sees it."""
 
@@ -72,6 +76,7 @@ class Call:
         client: address of the client.
         account: limits of its API key.
         charge: what its key was charged.
+        output_budget: output tokens that it may still ask for, from the token that paid for it; None without a bound.
         route: template of its route, `none` when there is no such route.
         works: by id of the engine's request.
     """
@@ -87,6 +92,7 @@ class Call:
     ended_s: float | None = None
     account: Account | None = None
     charge: Charge | None = None
+    output_budget: int | None = None
     works: dict[str, Work] = field(default_factory=dict)
     num_open: int = 0
 
@@ -124,7 +130,9 @@ class Calls:
             traceparent=traceparents[0] if len(traceparents) == 1 else None,
             began_s=time.monotonic(),
         )
-        scope.setdefault("state", {})["call"] = call
+        state = scope.setdefault("state", {})
+        call.output_budget = state.get(OUTPUT_BUDGET)
+        state["call"] = call
         return call
 
     def close(self, call: Call, route: str, status: int | None) -> None:
@@ -182,6 +190,30 @@ class Calls:
                 _logger.error("a listener to calls failed: %s", describe(error))
 
 
+def fit_budget(request: Request, call: Call) -> Request:
+    """Returns a request that asks for no more output than is left of its call's budget, which it takes all it asks for from.
+
+    Answers that were to be longer end with the reason `length`, as they would at the end of the context window.
+
+    Raises:
+        InvalidRequestError: nothing is left for each of its answers, or less than it wants at least.
+    """
+    sampling = request.sampling
+    if call.output_budget is None or sampling.max_tokens == 0:
+        return request
+    most = call.output_budget // sampling.n
+    if most < max(1, sampling.min_tokens):
+        raise InvalidRequestError(
+            "the token that pays for this request has too few output tokens left for all of its answers; ask for fewer answers,"
+            " or send several requests",
+            param="n" if sampling.n > 1 else "min_tokens",
+            code="token_budget_exceeded",
+        )
+    wanted = most if sampling.max_tokens is None else min(sampling.max_tokens, most)
+    call.output_budget -= wanted * sampling.n
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, max_tokens=wanted))
+
+
 def call_of(scope: Scope) -> Call | None:
     """Returns the call of a request, None where nobody watches."""
     call = scope.get("state", {}).get("call")
@@ -213,7 +245,9 @@ class _CallEngine:
 
         Raises:
             RateLimitError: the call's key may not use so much.
+            InvalidRequestError: more answers than the call's token pays for.
         """
+        request = fit_budget(request, self._call)
         self._calls.begin(self._call, request, self.model.max_model_len)
         try:
             async with aclosing(self._engine.generate(request)) as outputs:

@@ -23,10 +23,12 @@ class Counting:
 
     def __init__(self) -> None:
         self.num_answered = 0
+        self.budgets: list[object] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         self.num_answered += 1
+        self.budgets.append(scope["state"]["output_budget"])
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"done"})
 
@@ -120,3 +122,9 @@ def test_a_letter_with_an_old_date_is_refused_and_its_token_is_left(cloud: Cloud
     assert old.gateway_head.status == 400
     assert inner.num_answered == before
     assert ask(cloud, REQUEST, token=token).content == b"done"
+
+
+def test_the_node_is_told_what_was_paid_for_by_the_gateway_and_not_by_the_client(cloud: Cloud, inner: Counting) -> None:
+    fields = (*REQUEST.head.fields, (b"cloister-token-budget", b"999999"))
+    ask(cloud, Request(RequestHead("POST", "https", "node", "/v1/chat/completions", fields), REQUEST.content))
+    assert inner.budgets[-1] == 512
