@@ -87,6 +87,8 @@ class Landlock:
     stops = "reading files that it does not need, writing anywhere but to named directories, TCP ports but named ones"
 
     def apply(self, needs: Needs) -> str:
+        if len(os.listdir("/proc/self/task")) > 1:
+            raise Missing("there are threads already, which rules would not hold for", "start the node by its launcher")
         version = self._version()
         handled = _handled(version)
         with_network = version >= NETWORK_SINCE
