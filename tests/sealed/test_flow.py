@@ -12,7 +12,7 @@ import pytest
 
 from cloister.privacy.sealing import CHUNKED, Request, RequestHead, UnsealError, bucket_bytes
 from cloister.privacy.tokens import authorization
-from tests.sealed.flow import Cloud, Opening, ask, gateway_keys, open_cloud
+from tests.sealed.flow import Cloud, Opening, ask, gateway_keys, http, open_cloud
 from tests.sealed.inner import ANSWER, Inner
 
 PROMPT = b"my symptoms are none of the operator's business"
@@ -103,7 +103,7 @@ def test_the_first_piece_of_an_answer_arrives_while_the_last_is_not_yet_written(
     opening = Opening(outer, sealed_inner)
     headers = {"content-type": CHUNKED.request_type}
     inner.go.release()
-    with httpx.Client(timeout=10) as client, client.stream("POST", cloud.relay_url, content=sealed, headers=headers) as reply:
+    with http.stream("POST", cloud.relay_url, content=sealed, headers=headers) as reply:
         arriving = reply.iter_raw()
         for expected in (b"piece 0;", b"piece 0;piece 1;", b"piece 0;piece 1;piece 2;"):
             while opening.content != expected:
@@ -133,7 +133,7 @@ def test_a_request_is_carried_on_while_it_is_still_being_sent(cloud: Cloud) -> N
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    reply = httpx.post(cloud.relay_url, content=pieces(), headers={"content-type": CHUNKED.request_type}, timeout=10)
+    reply = http.post(cloud.relay_url, content=pieces(), headers={"content-type": CHUNKED.request_type}, timeout=10)
     watcher.join()
     opening = Opening(outer, sealed_inner)
     opening.feed(reply.content)
@@ -147,7 +147,7 @@ def test_whoever_hangs_up_cancels_the_request_on_the_node(cloud: Cloud, inner: I
     sealed, _, _ = cloud.letter(request("/v1/stream"))
     headers = {"content-type": CHUNKED.request_type}
     inner.go.release()
-    with httpx.Client(timeout=10) as client, client.stream("POST", cloud.relay_url, content=sealed, headers=headers) as reply:
+    with http.stream("POST", cloud.relay_url, content=sealed, headers=headers) as reply:
         next(reply.iter_raw())
         assert inner.started.is_set()
         assert not inner.cancelled.is_set()
@@ -161,7 +161,7 @@ def test_a_failure_after_the_status_breaks_off_without_a_final_chunk(cloud: Clou
     headers = {"content-type": CHUNKED.request_type}
 
     def read() -> None:
-        with httpx.stream("POST", cloud.relay_url, content=sealed, headers=headers, timeout=10) as reply:
+        with http.stream("POST", cloud.relay_url, content=sealed, headers=headers, timeout=10) as reply:
             for data in reply.iter_raw():
                 opening.feed(data)
 
@@ -187,7 +187,7 @@ def test_what_an_application_says_when_it_fails_is_written_nowhere(
 
 def test_keys_come_through_the_relay(cloud: Cloud) -> None:
     assert gateway_keys(cloud) == cloud.gateway_receiver.ring.current.configuration
-    reply = httpx.get(f"{cloud.relay_url}/.well-known/ohttp-gateway", headers={"x-user": "ann"})
+    reply = http.get(f"{cloud.relay_url}/.well-known/ohttp-gateway", headers={"x-user": "ann"})
     assert reply.headers["content-type"] == "application/ohttp-keys"
     assert {name for name, _ in cloud.gateway.seen[-1].headers} == {b"host"}
 

@@ -33,7 +33,7 @@ from cloister.sealed.problems import DATE_TYPE, KEY_TYPE
 from cloister.sealed.relay import RelayConfig, relay_app
 from cloister.sealed.upstream import Upstream, check_url
 from cloister.types.errors import ConfigError
-from tests.sealed.flow import NODE_SECRET, RELAY_SECRET, Cloud, Opening, ask, open_cloud, post, serve
+from tests.sealed.flow import NODE_SECRET, RELAY_SECRET, Cloud, Opening, ask, http, open_cloud, post, serve
 from tests.sealed.inner import ANSWER, Inner
 
 REQUEST = Request(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
@@ -114,7 +114,7 @@ def test_sizes_come_first_then_the_relay_then_the_seal(cloud: Cloud) -> None:
                 lines = "".join(f"{name}: {value}\r\n" for name, value in {**fields, "content-length": str(length)}.items())
                 connection.sendall(f"POST / HTTP/1.1\r\nhost: gateway\r\n{lines}\r\n".encode())
                 return int(connection.recv(4096).split()[1])
-        return httpx.post(cloud.gateway_url, content=content, headers=fields).status_code
+        return http.post(cloud.gateway_url, content=content, headers=fields).status_code
 
     nonsense = b"nonsense"
     assert status_of(nonsense, {}, TOO_LARGE) == 413
@@ -133,7 +133,7 @@ def test_a_request_that_does_not_say_its_length_is_cut_at_the_limit(tmp_path: Pa
         def pieces() -> Iterator[bytes]:
             yield from (sealed[start : start + 10_000] for start in range(0, len(sealed), 10_000))
 
-        unsaid = httpx.post(cloud.relay_url, content=pieces(), headers={"content-type": CHUNKED.request_type})
+        unsaid = http.post(cloud.relay_url, content=pieces(), headers={"content-type": CHUNKED.request_type})
         assert said.status_code == unsaid.status_code == 413
         assert said.content == unsaid.content
         assert all(len(seen.request) <= 100_000 for seen in cloud.nodes[0].record.posts())
@@ -142,7 +142,7 @@ def test_a_request_that_does_not_say_its_length_is_cut_at_the_limit(tmp_path: Pa
 
 def test_noise_without_an_end_is_not_kept(cloud: Cloud) -> None:
     headers = {**GATEWAY_HEADERS, "content-type": CHUNKED.request_type}
-    reply = httpx.post(cloud.gateway_url, content=(bytes(65_536) for _ in range(100)), headers=headers)
+    reply = http.post(cloud.gateway_url, content=(bytes(65_536) for _ in range(100)), headers=headers)
     assert reply.status_code == 400
     assert len(cloud.gateway.posts()[-1].request) < 500_000, "the rest is thrown away as it comes"
 
@@ -229,7 +229,7 @@ def test_another_client_may_ask_in_the_form_that_is_not_chunked(cloud: Cloud) ->
     )
     head = RequestHead("POST", "https", "gateway.example", f"/nodes/{node.node_id}", fields)
     outer, exchange = seal_request(cloud.gateway_receiver.ring.current.configuration, encode_request(Request(head, inner)))
-    reply = httpx.post(cloud.relay_url, content=outer, headers={"content-type": WHOLE.request_type})
+    reply = http.post(cloud.relay_url, content=outer, headers={"content-type": WHOLE.request_type})
     assert (reply.status_code, reply.headers["content-type"]) == (200, WHOLE.response_type)
     response = decode_response(open_response(exchange, reply.content))
     assert response.head == ResponseHead(200, ((b"content-type", WHOLE.response_type.encode()),))
@@ -244,11 +244,11 @@ def test_a_node_takes_requests_of_its_gateway_only_and_shows_nothing_else(cloud:
     assert post(cloud, sealed, to=f"{node.url}/ohttp").status_code == 401
     assert post(cloud, sealed, to=f"{node.url}/ohttp", headers={"authorization": "Bearer x"}).status_code == 401
     wrong_type = {**NODE_HEADERS, "content-type": "application/json"}
-    assert httpx.post(f"{node.url}/ohttp", content=sealed, headers=wrong_type).status_code == 415
+    assert http.post(f"{node.url}/ohttp", content=sealed, headers=wrong_type).status_code == 415
     for path in ("/v1/echo", "/v1/models", "/metrics", "/"):
-        assert httpx.post(node.url + path, content=b"in the clear").status_code == 404
-    assert httpx.get(f"{node.url}/ohttp").status_code == 405
-    assert httpx.get(f"{node.url}/health").text == "well"
+        assert http.post(node.url + path, content=b"in the clear").status_code == 404
+    assert http.get(f"{node.url}/ohttp").status_code == 405
+    assert http.get(f"{node.url}/health").text == "well"
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/", "/v2/echo"])
@@ -276,10 +276,10 @@ def test_a_gateway_that_could_not_recognise_copies_takes_no_more(tmp_path: Path)
 
 def test_a_relay_takes_sealed_requests_and_public_files_and_nothing_else(cloud: Cloud) -> None:
     url = cloud.relay_url
-    assert httpx.post(url, content=b"x", headers={"content-type": "application/json"}).status_code == 415
-    assert httpx.get(url).status_code == 405
-    assert httpx.post(f"{url}/v1/chat/completions").status_code == 404
-    assert httpx.post(f"{url}/.well-known/ohttp-gateway").status_code == 405
+    assert http.post(url, content=b"x", headers={"content-type": "application/json"}).status_code == 415
+    assert http.get(url).status_code == 405
+    assert http.post(f"{url}/v1/chat/completions").status_code == 404
+    assert http.post(f"{url}/.well-known/ohttp-gateway").status_code == 405
     before = len(cloud.gateway.seen)
     for path in (
         "/.well-known/../secret",
@@ -292,8 +292,8 @@ def test_a_relay_takes_sealed_requests_and_public_files_and_nothing_else(cloud: 
             connection.sendall(f"GET {path} HTTP/1.1\r\nhost: relay\r\n\r\n".encode())
             assert b" 404 " in connection.recv(4096).split(b"\r\n")[0]
     assert len(cloud.gateway.seen) == before
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-    assert httpx.get(f"{url}/.well-known/cloister/evidence/{'0' * 64}").status_code == 404
+    assert http.get(f"{url}/health").json() == {"status": "ok"}
+    assert http.get(f"{url}/.well-known/cloister/evidence/{'0' * 64}").status_code == 404
 
 
 def test_a_gateway_that_is_away_or_does_not_know_the_relay_is_told_apart(cloud: Cloud) -> None:
