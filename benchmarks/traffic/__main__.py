@@ -21,8 +21,8 @@ from benchmarks.traffic import live, recording
 from benchmarks.traffic.captures import Capture, replay
 from benchmarks.traffic.classifiers import Score, score
 from benchmarks.traffic.lengths import report_leak, report_sizes
-from benchmarks.traffic.pictures import plot_scores
-from benchmarks.traffic.prompts import Prompt, draw_prompts
+from benchmarks.traffic.pictures import plot_scores, plot_streams
+from benchmarks.traffic.prompts import CLASSES, Prompt, draw_prompts
 from cloister.models import locate
 from cloister.privacy.shape import shape_of
 
@@ -98,9 +98,10 @@ def judge(options: argparse.Namespace) -> int:
         "Two topics told apart by sizes and times of sealed chunks",
         "open: nearly always; private: by gaps and number alone, much less; paranoid: within a bucket not at all",
     )
-    rows, scores = [], {}
+    rows, scores, streams = [], {}, {}
     for profile in options.profiles.split(","):
         captures = live.read(captured_at(options, profile)) if options.captured else replay_all(options, profile)
+        streams[profile] = [next(c for c in captures if c.label == label) for label in range(len(CLASSES))]
         for part, those in split_buckets(profile, captures):
             counts = Counter(capture.label for capture in those)
             for classifier in CLASSIFIERS:
@@ -111,6 +112,7 @@ def judge(options: argparse.Namespace) -> int:
     bench.print_rows("Area under the ROC curve", ("chunks of", "classifier", "answers a class", "AUC", "low", "high"), rows)
     check(bench, scores)
     plot_scores(bench, options, scores)
+    plot_streams(bench.picture(options).with_stem(f"{bench.name}_streams"), streams)
     return bench.finish(options)
 
 

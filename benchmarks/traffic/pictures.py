@@ -1,12 +1,15 @@
-"""The scores as a picture."""
+"""The scores as a picture, and two answers as a relay sees them."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from benchmarks.harness import Bench
+from benchmarks.traffic.captures import Capture
 from benchmarks.traffic.classifiers import Score
+from benchmarks.traffic.prompts import CLASSES
 from cloister.bench.plots import COLOURS, GREY, draw
 
 
@@ -27,3 +30,17 @@ def plot_scores(bench: Bench, options: argparse.Namespace, scores: Mapping[tuple
         axes.set_ylim(0.4, 1.02)
         axes.set_ylabel("area under the ROC curve")
         axes.legend(loc="upper right")
+
+
+def plot_streams(target: Path, streams: Mapping[str, Sequence[Capture]]) -> None:
+    """Draws the chunks of one answer of each class under each profile: size over time."""
+    with draw(target, "Two answers as a relay sees them", 1, len(streams), size=(4.6, 3.4)) as panels:
+        for axes, (profile, captures) in zip(panels, streams.items(), strict=True):
+            for capture, colour in zip(captures, COLOURS, strict=False):
+                milliseconds = [time_s * 1e3 for time_s in capture.times_s]
+                axes.plot(milliseconds, capture.sizes, ".", color=colour, markersize=3, label=CLASSES[capture.label])
+            axes.set_title(profile)
+            axes.set_ylim(0, 640)
+            axes.set_xlabel("since the request, ms")
+            axes.set_ylabel("size of the chunk, bytes")
+            axes.legend(loc="lower right")

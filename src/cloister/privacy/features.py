@@ -68,7 +68,9 @@ _SEALED_STREAM = _own(
     "speculation.sealed-stream",
     open=allow("the network is the user's own machine"),
     team=allow("sealed chunks hide the text; sizes and times are as on a plain stream"),
-    private=mitigate("frames of one size, one event a frame, one frame a tick, so that none shows accepted lengths"),
+    private=mitigate(
+        "frames of one size, one event a frame, one frame a tick; no drafts are verified, as gaps would tell of them"
+    ),
     paranoid=mitigate("a frame on every tick from before the first token on, in a number from a few buckets"),
 )
 _NARROWED = mitigate(
