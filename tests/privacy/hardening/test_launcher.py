@@ -1,0 +1,209 @@
+"""The launcher: what an operator's environment brings in, what stops a start, and what changes on disk afterwards."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cloister.privacy.hardening import HardeningError, Missing, Needs, apply, probe
+from cloister.privacy.hardening.environment import FIXED, KEPT, measured
+from cloister.privacy.hardening.filter import Rule
+from cloister.privacy.hardening.launching import Launch, reading
+from cloister.privacy.hardening.seccomp import install
+from cloister.privacy.hardening.swap import Swap
+from tests.privacy.hardening.house import DEADLINE_S, launcher, living
+
+NOT_CONFIGURED = 78
+
+
+def run_loaded(profile: str, environment: dict[str, str]) -> dict[str, object]:
+    done = subprocess.run(
+        launcher("loaded.py", profile=profile),
+        env={**os.environ, **environment},
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    told: dict[str, object] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return told
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment that loads a library and a module into every Python program."""
+    directory = tmp_path_factory.mktemp("hostile")
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    (directory / "sitecustomize.py").write_text("")
+    subprocess.run([compiler, "-shared", "-x", "c", "/dev/null", "-o", str(directory / "evil.so")], check=True)
+    return {
+        "LD_PRELOAD": str(directory / "evil.so"),
+        "PYTHONPATH": str(directory),
+        "PYTHONINSPECT": "1",
+        "PYTHONSTARTUP": str(directory / "sitecustomize.py"),
+        "PYTHONBREAKPOINT": "os.system",
+        "PYTHONVERBOSE": "1",
+    }
+
+
+def test_nothing_of_a_hostile_environment_reaches_a_hardened_process(hostile: dict[str, str]) -> None:
+    told = run_loaded("private", hostile)
+    assert not [library for library in told["libraries"] if "evil" in library]  # type: ignore[attr-defined]
+    assert (told["customized"], told["inspect"], told["hook"]) == (False, False, None)
+    assert set(told["environment"]) <= {*KEPT, *FIXED}  # type: ignore[call-overload]
+    assert hostile["PYTHONPATH"] not in told["path"]  # type: ignore[operator]
+
+
+def test_a_hostile_environment_does_reach_a_process_without_measures(hostile: dict[str, str]) -> None:
+    told = run_loaded("open", hostile)
+    assert [library for library in told["libraries"] if "evil" in library]  # type: ignore[attr-defined]
+    assert told["customized"]
+
+
+def test_only_listed_variables_pass_and_fixed_ones_win() -> None:
+    given = {"HOME": "/home/someone", "LD_AUDIT": "x", "LANG": "de_DE.UTF-8", "SECRET": "x"}
+    assert measured(given) == {"HOME": "/home/someone", **FIXED}
+
+
+def without_landlock() -> None:
+    """Makes a kernel of this machine that has no Landlock, for the next program."""
+    install([Rule("landlock_create_ruleset", error=errno.ENOSYS)])
+
+
+@pytest.mark.parametrize("profile", ["private", "paranoid"])
+def test_a_missing_measure_stops_the_start_and_says_what_to_do(profile: str) -> None:
+    command = launcher("victim.py", profile=profile)
+    done = subprocess.run(
+        command, input="\n", capture_output=True, text=True, timeout=DEADLINE_S, check=False, preexec_fn=without_landlock
+    )
+    assert (done.returncode, done.stdout) == (NOT_CONFIGURED, "")
+    assert "landlock: the kernel has no Landlock" in done.stderr
+    assert "What to do: run on Linux 5.13 or newer with CONFIG_SECURITY_LANDLOCK" in done.stderr
+
+
+@pytest.mark.parametrize("profile", ["open", "team"])
+def test_open_and_team_start_without_measures_and_say_so(profile: str) -> None:
+    results = apply(profile, Needs("front"))
+    assert {str(result) for result in results} == {f"missing: not asked for by profile {profile}"}
+    command = launcher("victim.py", profile=profile)
+    done = subprocess.run(command, input="\n", capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+class Broken:
+    name = "broken"
+    stops = "nothing"
+
+    def apply(self, needs: Needs) -> str:
+        raise Missing("it is broken", "repair it")
+
+    def probe(self) -> str:
+        raise Missing("it is broken", "repair it")
+
+
+def test_every_missing_measure_is_named_with_its_remedy() -> None:
+    with pytest.raises(HardeningError, match=r"broken: it is broken\. What to do: repair it; broken: it is broken"):
+        apply("private", Needs("front"), [Broken(), Broken()])
+    assert [(result.applied, result.remedy) for result in probe([Broken()])] == [(False, "repair it")]
+
+
+def write_tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+SWAPS = "Filename Type Size Used Priority\n"
+DISK = "/dev/sda2 partition 8388604 0 -2\n"
+GROUP = "0::/system.slice/node.service\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({"proc/swaps": SWAPS}, "the machine has none"),
+        (
+            {"proc/swaps": SWAPS + DISK, "sys/fs/cgroup/system.slice/node.service/memory.swap.max": "0\n"},
+            "the cgroup may use none",
+        ),
+        ({"proc/swaps": SWAPS + DISK, "sys/fs/cgroup/system.slice/memory.swap.max": "0\n"}, "the cgroup may use none"),
+    ],
+)
+def test_a_process_that_cannot_be_swapped_is_found(files: dict[str, str], found: str, tmp_path: Path) -> None:
+    root = write_tree(tmp_path, {"proc/self/cgroup": GROUP, **files})
+    assert Swap(root).apply(Needs("front")) == found
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"proc/swaps": SWAPS + DISK},
+        {"proc/swaps": SWAPS + DISK, "sys/fs/cgroup/system.slice/node.service/memory.swap.max": "max\n"},
+        {"proc/swaps": SWAPS + DISK, "sys/fs/cgroup/other/memory.swap.max": "0\n"},
+        {},
+    ],
+)
+def test_a_machine_that_can_swap_needs_locked_memory(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_tree(tmp_path, {"proc/self/cgroup": GROUP, **files})
+    monkeypatch.setattr("resource.getrlimit", lambda _: (8 << 20, 8 << 20))
+    with pytest.raises(Missing, match="this machine can swap") as missing:
+        Swap(root).probe()
+    assert "swapoff -a" in missing.value.remedy
+
+
+def test_code_that_is_changed_after_the_start_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "before.py").write_text("VALUE = 'published'")
+    (tmp_path / "after.py").write_text("VALUE = 'published'")
+    with living(launcher("changed.py", tmp_path, options=("--read", str(tmp_path))), stripped=False) as (process, told):
+        assert told == {"value": "published"}
+        for name in ("before", "after"):
+            (tmp_path / f"{name}.py").write_text("VALUE = 'changed'")
+        output, _ = process.communicate("\n", timeout=DEADLINE_S)
+    assert json.loads(output.splitlines()[0]) == {
+        "value": "published",
+        "reload": "ModuleNotFoundError",
+        "import": "ModuleNotFoundError",
+    }
+
+
+def test_a_module_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:
+    cache = tmp_path / "models--someone--model"
+    blob = write_tree(cache, {"blobs/abc": "weights"}) / "blobs/abc"
+    snapshot = cache / "snapshots/1234"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to(blob)
+    assert reading([snapshot], []) == (str(cache),)
+
+
+def test_a_file_that_may_be_replaced_is_read_in_its_directory(tmp_path: Path) -> None:
+    link = write_tree(tmp_path, {"elsewhere/keys.toml": "", "etc/x": ""}) / "etc/keys.toml"
+    link.symlink_to(tmp_path / "elsewhere/keys.toml")
+    assert reading([], [link]) == (str(tmp_path / "etc"), str(tmp_path / "elsewhere"))
+
+
+def test_the_command_line_says_what_a_launch_asks_for() -> None:
+    launch = Launch(
+        "private", "module", ("--flag", "value"), read=("/a",), write=("/b",), listen=(1,), connect=(2,), with_engine=True
+    )
+    line = ["--profile", "private", "--read", "/a", "--write", "/b", "--listen", "1", "--connect", "2", "--with-engine"]
+    assert list(launch.command_line()) == [*line, "module", "--flag", "value"]
+
+
+def test_help_says_what_the_launcher_takes() -> None:
+    command = [sys.executable, "-P", "-m", "cloister.privacy.hardening", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert "--with-engine" in done.stdout
+    assert "--again" not in done.stdout
