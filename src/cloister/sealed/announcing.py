@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from cloister.privacy.attestation import Attester
 from cloister.privacy.attestation.evidence import MAX_LIFE_S
-from cloister.privacy.attestation.node import Facts
+from cloister.privacy.attestation.node import Facts, with_host
 from cloister.sealed.unsealing import Unsealer
 from cloister.types.errors import CloisterError
 
@@ -29,7 +29,8 @@ class Announcer:
     Args:
         unsealer: holds the node's keys.
         attester: asks the hardware; it may take seconds, so it runs in a thread.
-        facts: what the statement says beside the key.
+        facts: what the statement says beside the key and the hardening.
+        hardening: returns what became of each measure; asked for each statement, for the last of them come late.
         started_s: Unix seconds at which the first key can have been made at the earliest.
         read_checkpoint: returns the latest witnessed checkpoint of the log, empty if there is none.
         life_s: of a key.
@@ -42,6 +43,7 @@ class Announcer:
         attester: Attester,
         facts: Facts,
         started_s: float,
+        hardening: Callable[[], Mapping[str, str]],
         read_checkpoint: Callable[[], str] = lambda: "",
         life_s: float = MAX_LIFE_S,
         now: Callable[[], float] = time.time,
@@ -49,6 +51,7 @@ class Announcer:
         self._unsealer = unsealer
         self._attester = attester
         self._facts = facts
+        self._hardening = hardening
         self._read_checkpoint = read_checkpoint
         self._life_s = life_s
         self._now = now
@@ -61,6 +64,14 @@ class Announcer:
     def evidence(self) -> bytes | None:
         """Returns the document; None while there is none that holds."""
         return self._document if self._now() < self._ends_s else None
+
+    async def rehearse(self) -> None:
+        """Asks the hardware once, for a statement of nothing, so that a machine that cannot attest does not begin to serve.
+
+        Raises:
+            AttestationError: it cannot; the message says what it lacks.
+        """
+        await asyncio.to_thread(self._attester.attest, b"rehearsal")
 
     async def renew(self) -> bool:
         """Makes evidence if the key is a new one; says whether it did.
@@ -76,7 +87,9 @@ class Announcer:
         # A new key is no older than the last look that saw the one before, so this end is never after the key's.
         born_s = int(min(self._seen_s, now))
         ends_s = born_s + int(self._life_s)
-        statement = self._facts.state(keys, born_s, ends_s, await asyncio.to_thread(self._read_checkpoint))
+        checkpoint = await asyncio.to_thread(self._read_checkpoint)
+        hardening = with_host(self._hardening(), self._attester.kind)
+        statement = self._facts.state(keys, born_s, ends_s, checkpoint, hardening)
         evidence = await asyncio.to_thread(self._attester.attest, statement)
         self._document, self._ends_s = evidence.encode(), ends_s
         self._keys, self._seen_s = keys, now

@@ -6,6 +6,7 @@ Python keeps them, so that two machines with the same installation measure the s
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -69,6 +70,16 @@ def measure_code() -> dict[str, str]:
     return dict(sorted((_name(path), measure_file(path)) for path in paths))
 
 
+def measure_package() -> dict[str, str]:
+    """Returns name -> SHA-256 digest (hex) of every source and library of this package, loaded or not.
+
+    Raises:
+        AttestationError: one of them cannot be read.
+    """
+    files = [path for path in Path(__file__).resolve().parents[2].rglob("*") if _is_code(path)]
+    return {_name(path): measure_file(path) for path in sorted(files)}
+
+
 def measure_installed() -> dict[str, str]:
     """Returns name -> SHA-256 digest (hex) of every file of code that a process of this installation could load.
 
@@ -77,8 +88,7 @@ def measure_installed() -> dict[str, str]:
     Raises:
         AttestationError: one of them cannot be read.
     """
-    found = {path for root, _ in _roots() for path in root.rglob("*") if path.suffix == ".py" or ".so" in path.suffixes}
-    files = {path.resolve() for path in found if path.is_file()}
+    files = {path.resolve() for root, _ in _roots() for path in root.rglob("*") if _is_code(path) and path.is_file()}
     paths = {*files, *_modules(), *_mapped(), Path(sys.executable).resolve()}
     return dict(sorted((_name(path), measure_file(path)) for path in paths))
 
@@ -107,6 +117,10 @@ def find_foreign(measured: Mapping[str, str], manifest: Mapping[str, str]) -> li
     return sorted(name for name, digest in measured.items() if manifest.get(name) != digest)
 
 
+def _is_code(path: Path) -> bool:
+    return path.suffix == ".py" or ".so" in path.suffixes
+
+
 def _modules() -> Iterable[Path]:
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
@@ -124,6 +138,7 @@ def _mapped() -> Iterable[Path]:
             yield Path(fields[5])
 
 
+@functools.cache
 def _roots() -> list[tuple[Path, str]]:
     """Directories of code and what files below them are called, the deepest first: site-packages may lie inside of Python's."""
     site = {Path(__file__).resolve().parents[3], *(Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib"))}

@@ -17,6 +17,7 @@ from cloister.privacy.attestation.measuring import (
     find_foreign,
     measure_code,
     measure_model,
+    measure_package,
     measure_profile,
     read_manifest,
 )
@@ -37,10 +38,9 @@ class Facts:
     model: str
     profile: str
     profile_digest: str
-    hardening: Mapping[str, str]
     capacity: int
 
-    def state(self, keys: bytes, not_before: int, not_after: int, checkpoint: str) -> bytes:
+    def state(self, keys: bytes, not_before: int, not_after: int, checkpoint: str, hardening: Mapping[str, str]) -> bytes:
         """Returns the statement for a key configuration, canonical JSON.
 
         Raises:
@@ -51,7 +51,7 @@ class Facts:
             model=self.model,
             profile=self.profile,
             profile_digest=self.profile_digest,
-            hardening=dict(self.hardening),
+            hardening=dict(hardening),
             keys=keys,
             capacity=self.capacity,
             not_before=not_before,
@@ -60,16 +60,12 @@ class Facts:
         ).encode()
 
 
-def gather_facts(
-    profile: str, model: Path, hardening: Mapping[str, str], kind: str, capacity: int, release: Path | None = None
-) -> Facts:
+def gather_facts(profile: str, model: Path, capacity: int, release: Path | None = None) -> Facts:
     """Measures this process, the model and the profile, and holds them against a release.
 
     Args:
         profile: name of the profile in force.
         model: where the model lies.
-        hardening: what became of each measure (`privacy.hardening`).
-        kind: of the evidence that will vouch for this.
         capacity: the node's share when clients draw.
         release: folder with `release.json` and `manifest.json` as `cloister release` wrote them; None states the digest of what
             runs, which no log has.
@@ -77,13 +73,13 @@ def gather_facts(
     Raises:
         AttestationError: this is not what the release says; the message names what differs.
     """
-    measured = measure_code()
+    measured = measure_code() | measure_package()  # the engine's part of the package too, which is not loaded here
     model_digest, profile_digest = measure_model(model), measure_profile(profile)
     if release is None:
         digest = hashlib.sha256(encode_manifest(measured)).hexdigest()
     else:
         digest = _match_release(release, measured, model_digest, profile, profile_digest)
-    return Facts(digest, model_digest, profile, profile_digest, _with_host(hardening, kind), capacity)
+    return Facts(digest, model_digest, profile, profile_digest, capacity)
 
 
 def _match_release(folder: Path, measured: Mapping[str, str], model: str, profile: str, profile_digest: str) -> str:
@@ -119,8 +115,12 @@ def _read_release(folder: Path) -> tuple[Release, dict[str, str]]:
     return release, read_manifest(manifest)
 
 
-def _with_host(hardening: Mapping[str, str], kind: str) -> dict[str, str]:
-    """No measure inside a machine keeps its host out; its processor may."""
+def with_host(hardening: Mapping[str, str], kind: str) -> dict[str, str]:
+    """Returns the measures with what becomes of the host: none of them keeps it out, its processor may.
+
+    Args:
+        kind: of the evidence that vouches for this.
+    """
     if kind == SoftwareAttester.kind:
         return {HOST: "missing: host not excluded", **hardening}
     return {**hardening, HOST: f"applied: the processor keeps the host out of this machine's memory ({kind})"}
