@@ -70,7 +70,7 @@ def test_certificates_that_the_host_does_not_give_come_from_a_folder(
     for name, encoded in platform.extra.items():
         (tmp_path / "certificates" / name).write_bytes(encoded)
     configfs.install(monkeypatch)
-    with pytest.raises(AttestationError, match=r"vcek, ask, ark.*--certificates"):
+    with pytest.raises(AttestationError, match=r"vcek, ask, ark.*--amd-certificates"):
         SnpAttester(folder=configfs.folder).attest(STATEMENT)
     evidence = SnpAttester(tmp_path / "certificates", configfs.folder).attest(STATEMENT)
     assert evidence.extra == platform.extra

@@ -56,7 +56,7 @@ def test_a_process_that_is_gone_is_said_to_be_gone():
 
 
 def test_what_was_not_named_is_asked_for(tmp_path: Path):
-    with pytest.raises(AttestationError, match="--collateral"):
+    with pytest.raises(AttestationError, match="--intel-collateral"):
         make_attester(AttesterBoot(kind="tdx"))
     with pytest.raises(AttestationError, match="there is no attester sgx"):
         make_attester(AttesterBoot(kind="sgx"))

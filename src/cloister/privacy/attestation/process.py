@@ -83,7 +83,7 @@ def make_attester(boot: AttesterBoot) -> Attester:
         attester = SnpAttester(None if boot.certificates is None else Path(boot.certificates).expanduser())
     elif boot.kind == TdxAttester.kind:
         if boot.collateral is None:
-            raise AttestationError("evidence of TDX needs Intel's collateral; name its file with --collateral")
+            raise AttestationError("evidence of TDX needs Intel's collateral; name its file with --intel-collateral")
         path = Path(boot.collateral).expanduser()
         attester = TdxAttester(lambda quote: _read(path))
     else:

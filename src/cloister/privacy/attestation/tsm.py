@@ -94,7 +94,7 @@ class SnpAttester:
         if missing:
             raise AttestationError(
                 f"the host gives no certificates for {', '.join(missing)}; put them as files of these names into a folder and "
-                "name it with --certificates (AMD's key distribution service has them)"
+                "name it with --amd-certificates (AMD's key distribution service has them)"
             )
         return Evidence(self.kind, statement, given.report, extra)
 
@@ -140,7 +140,7 @@ def read_table(table: bytes) -> dict[str, bytes]:
         if not any(guid):
             break
         if offset + length > len(table):
-            raise AttestationError("the host's table of certificates is broken; give them with --certificates")
+            raise AttestationError("the host's table of certificates is broken; give them with --amd-certificates")
         name = _CERTIFICATES.get(uuid.UUID(bytes=guid))
         if name is not None and length:
             found[name] = table[offset : offset + length]
