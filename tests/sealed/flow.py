@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from pathlib import Path
@@ -25,6 +25,7 @@ from cloister.privacy.sealing import (
     KeyConfiguration,
     KeyRing,
     MessageReader,
+    Part,
     Receiver,
     ReplayCache,
     Request,
@@ -282,7 +283,7 @@ class Opening:
             self._take_inner(self._inner_reader.feed(self._inner.close()))
             self._take_inner(self._inner_reader.close())
 
-    def _take(self, parts: list[object]) -> None:
+    def _take(self, parts: Sequence[Part]) -> None:
         for part in parts:
             if isinstance(part, ResponseHead):
                 self.gateway_head = part
@@ -294,7 +295,7 @@ class Opening:
                     self.num_flushes += 1
                     self._take_inner(self._inner_reader.feed(plain))
 
-    def _take_inner(self, parts: list[object]) -> None:
+    def _take_inner(self, parts: Sequence[Part]) -> None:
         for part in parts:
             if isinstance(part, ResponseHead):
                 self.head = part

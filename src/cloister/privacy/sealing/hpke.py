@@ -157,7 +157,7 @@ def set_up_sender(public_key: bytes, suite: Suite, info: bytes, ephemeral: bytes
     kem = suite.parts.kem
     pair = None if ephemeral is None else _pair_of(ephemeral)
     shared_secret, enc = kem.encap(kem.deserialize_public_key(public_key), eks=pair)
-    return enc, Context(_schedule(suite, shared_secret, info))
+    return enc, Context(derive_secrets(suite, shared_secret, info))
 
 
 def set_up_receiver(enc: bytes, private_key: X25519PrivateKey, suite: Suite, info: bytes) -> Context:
@@ -171,10 +171,15 @@ def set_up_receiver(enc: bytes, private_key: X25519PrivateKey, suite: Suite, inf
         shared_secret = suite.parts.kem.decap(enc, key)
     except ValueError:
         raise UnsealError from None
-    return Context(_schedule(suite, shared_secret, info))
+    return Context(derive_secrets(suite, shared_secret, info))
 
 
-def _schedule(suite: Suite, shared_secret: bytes, info: bytes) -> ContextSecrets:
+def derive_decoy(suite: Suite, secret: bytes, enc: bytes) -> bytes:
+    """Returns a shared secret that nobody has, in the time that the step after a key exchange takes."""
+    return suite.kdf.extract_and_expand(b"", secret, enc, ENC_BYTES)
+
+
+def derive_secrets(suite: Suite, shared_secret: bytes, info: bytes) -> ContextSecrets:
     """KeySchedule without a pre-shared key (RFC 9180, section 5.1)."""
     kdf = suite.kdf
     context = _MODE_BASE + kdf.labeled_extract(b"", b"psk_id_hash", b"") + kdf.labeled_extract(b"", b"info_hash", info)
