@@ -16,14 +16,17 @@ from cloister.cli import (
     gateway,
     issuer,
     keys,
+    log,
     models,
     policy,
     quantize,
     relay,
+    release,
     roofline,
     run,
     serve,
     verify,
+    witness,
 )
 from cloister.cli.console import print_error
 from cloister.types.errors import CloisterError
@@ -50,6 +53,9 @@ app.command()(issuer.issuer)
 app.add_typer(bench.app, name="bench")
 app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")
+app.add_typer(log.app, name="log")
+app.add_typer(release.app, name="release")
+app.add_typer(witness.app, name="witness")
 app.add_typer(verify.app, name="verify")
 
 

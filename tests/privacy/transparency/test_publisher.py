@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 
-from cloister.privacy.transparency.asking import HttpWitness
+from cloister.privacy.transparency.asking import HttpWitness, NearWitness
+from cloister.privacy.transparency.bundle import parse_bundle
 from cloister.privacy.transparency.checks import View
+from cloister.privacy.transparency.epoch import GatewayEntry
 from cloister.privacy.transparency.log import Log
-from cloister.privacy.transparency.note import Note, Signature
+from cloister.privacy.transparency.note import Note, Signature, parse_note
 from cloister.privacy.transparency.publisher import Publisher
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.witness import Witness
@@ -78,6 +81,36 @@ def test_one_witness_may_be_away_and_two_may_not(world: World) -> None:
     assert caught.value.reason == Reason.TOO_FEW_WITNESSES
     again = world.publish()  # what was logged without witnesses does not stop the next one
     assert world.believe(again.bundle).epoch.epoch == 3
+
+
+def test_an_epoch_that_waits_for_witnesses_is_not_logged_again_and_again(world: World) -> None:
+    class Away(NearWitness):
+        is_away = True
+
+        async def cosign(self, log: Log, note: Note) -> Sequence[Signature]:
+            if self.is_away:
+                raise TransparencyError(Reason.TOO_FEW_WITNESSES, "no answer")
+            return await super().cosign(log, note)
+
+    witnesses = [Away(witness, lambda: world.now) for witness in world.witnesses]
+    publisher = Publisher(world.log, world.trust, witnesses)
+    contents = world.contents()
+    for _ in range(3):
+        with pytest.raises(TransparencyError):
+            asyncio.run(publisher.publish(contents, world.now))
+        world.now += 5
+    assert world.log.checkpoint()[0].size == 2
+    Away.is_away = False
+    published = asyncio.run(publisher.publish(contents, world.now))
+    assert world.believe(published.bundle).epoch.epoch == 1
+    assert world.log.checkpoint()[0].size == 2
+    assert world.log.checkpoint()[1].signatures == parse_note(parse_bundle(published.bundle).checkpoint).signatures
+    Away.is_away = True
+    with pytest.raises(TransparencyError):
+        asyncio.run(publisher.publish(contents, world.now))
+    with pytest.raises(TransparencyError):  # other contents, another epoch
+        asyncio.run(publisher.publish(world.contents(gateway=GatewayEntry("https://other.example", b"k")), world.now))
+    assert world.log.checkpoint()[0].size == 4
 
 
 def serve(witness: Witness, world: World, seen: list[int]) -> httpx.MockTransport:

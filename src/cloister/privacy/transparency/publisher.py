@@ -24,7 +24,7 @@ from cloister.privacy.transparency.epoch import (
     epoch_leaf,
 )
 from cloister.privacy.transparency.history import History
-from cloister.privacy.transparency.log import Log
+from cloister.privacy.transparency.log import Appended, Log
 from cloister.privacy.transparency.note import Note, Signature
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.release import Release
@@ -33,6 +33,10 @@ from cloister.types.errors import CloisterError
 
 MIN_EPOCH_S = 60
 """A node whose keys end sooner is left out: clients could hardly fetch the list in time."""
+
+
+RENEW_BEFORE_S = 300
+"""An epoch that waits for witnesses is given up for a new one this long before it ends."""
 
 
 class Cosigner(Protocol):
@@ -82,6 +86,15 @@ class Published:
     left_out: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """An epoch that is logged and not yet cosigned."""
+
+    contents: Contents
+    epoch: Epoch
+    appended: Appended
+
+
 class Publisher:
     """The one that writes epochs into a log."""
 
@@ -97,6 +110,7 @@ class Publisher:
         self._cosigners = tuple(cosigners)
         self._history = History(log, trust.releases)
         self._turn = asyncio.Lock()
+        self._waiting: _Waiting | None = None
 
     async def publish(self, contents: Contents, now: float, lifetime_s: int = MAX_EPOCH_S) -> Published:
         """Publishes the next epoch; it holds from `now` on.
@@ -114,20 +128,15 @@ class Publisher:
             self._history.advance(self._log.checkpoint()[0].size)
             release = self._history.release(contents.release)
             nodes, evidence, left_out = select_nodes(contents, release, now)
-            epoch = build_epoch(
-                number=self._history.epoch.epoch + 1 if self._history.epoch else 1,
-                not_before=int(now),
-                not_after=min(int(now) + min(lifetime_s, MAX_EPOCH_S), *(until for _, until in nodes)),
-                gateway=contents.gateway,
-                issuers=contents.issuers,
-                nodes=[node for node, _ in nodes],
-                release=contents.release,
-                profile=contents.profile,
-                witnesses=[str(witness) for witness in self._trust.witnesses],
-            )
-            appended = await asyncio.to_thread(self._log.append, [epoch_leaf(epoch)])
+            waiting = self._waiting
+            if waiting is None or not self._still_serves(waiting, contents, now):
+                until = min(int(now) + min(lifetime_s, MAX_EPOCH_S), *(until for _, until in nodes))
+                waiting = await self._append(contents, [node for node, _ in nodes], int(now), until)
+            self._waiting = waiting  # until it is cosigned: a witness that is away must not fill the log with epochs
+            epoch, appended = waiting.epoch, waiting.appended
             note = await self._gather_cosignatures(appended.note, now)
             self._log.cosigned(note)
+            self._waiting = None
             self._history.advance(appended.checkpoint.size)
             bundle = EpochBundle(
                 checkpoint=str(note),
@@ -138,6 +147,24 @@ class Publisher:
                 minimum=self._history.logged_minimum(),
             )
             return Published(encode_bundle(bundle), epoch, evidence, tuple(left_out))
+
+    async def _append(self, contents: Contents, nodes: list[NodeEntry], begin: int, until: int) -> _Waiting:
+        epoch = build_epoch(
+            number=self._history.epoch.epoch + 1 if self._history.epoch else 1,
+            not_before=begin,
+            not_after=until,
+            gateway=contents.gateway,
+            issuers=contents.issuers,
+            nodes=nodes,
+            release=contents.release,
+            profile=contents.profile,
+            witnesses=[str(witness) for witness in self._trust.witnesses],
+        )
+        return _Waiting(contents, epoch, await asyncio.to_thread(self._log.append, [epoch_leaf(epoch)]))
+
+    def _still_serves(self, waiting: _Waiting, contents: Contents, now: float) -> bool:
+        is_newest = waiting.appended.checkpoint.size == self._history.size
+        return is_newest and waiting.contents == contents and now < waiting.epoch.not_after - RENEW_BEFORE_S
 
     async def _gather_cosignatures(self, note: Note, now: float) -> Note:
         answers = await asyncio.gather(*(each.cosign(self._log, note) for each in self._cosigners), return_exceptions=True)

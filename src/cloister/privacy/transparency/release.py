@@ -87,6 +87,15 @@ class MinimumRelease(Struct, frozen=True, forbid_unknown_fields=True):
     minimum: Count
 
 
+def check_release(release: Release) -> None:
+    """Checks that every field is in range, which constructing one does not.
+
+    Raises:
+        TransparencyError: one is not, such as a digest that is not 64 hex digits.
+    """
+    _decode(release.encode(), b"", Release)
+
+
 def release_entry(release: Release, *, source: Mapping[str, Any], builder: str, keys: Iterable[PrivateKey]) -> bytes:
     """The log's entry for a release, with provenance signed by the release keys.
 
@@ -95,7 +104,11 @@ def release_entry(release: Release, *, source: Mapping[str, Any], builder: str, 
         source: where the code came from, for `externalParameters` of SLSA provenance: repository, revision.
         builder: URI of who built.
         keys: release keys.
+
+    Raises:
+        TransparencyError: a field of the document is out of range.
     """
+    check_release(release)
     subjects = {
         RELEASE_SUBJECT: release.digest,
         "wheel": release.wheel,

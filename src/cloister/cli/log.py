@@ -1,0 +1,158 @@
+"""`cloister log`: the transparency log, its keys, its proofs, and the file that says whom a client believes."""
+
+from __future__ import annotations
+
+import base64
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cloister.types.errors import ConfigError
+
+app = typer.Typer(help="Keep and check a transparency log.", no_args_is_help=True)
+
+Directory = Annotated[Path, typer.Argument(help="The log's directory.", metavar="DIR")]
+LogKey = Annotated[str, typer.Option("--log", help="The log's verifier key.", metavar="KEY")]
+Releases = Annotated[list[str], typer.Option("--release", help="A verifier key that is trusted for releases.", metavar="KEY")]
+
+
+class Role(StrEnum):
+    """What a signer key is for."""
+
+    LOG = "log"
+    WITNESS = "witness"
+    RELEASE = "release"
+
+
+@app.callback()
+def log() -> None:
+    """Keep and check a transparency log: an append-only Merkle tree as plain files (C2SP tiles)."""
+
+
+@app.command()
+def key(
+    name: Annotated[str, typer.Argument(help="Its name; for a log that is its origin, such as log.example.com.")],
+    out: Annotated[Path, typer.Option(help="The new file, mode 0600.", metavar="FILE")],
+    role: Annotated[Role, typer.Option(help="What it signs.")] = Role.LOG,
+) -> None:
+    """Make a signer key, and print its verifier key."""
+    from cloister.privacy.transparency.keyfiles import write_key
+    from cloister.privacy.transparency.note import Kind, PrivateKey
+
+    private = PrivateKey.generate(name, Kind.COSIGNATURE if role is Role.WITNESS else Kind.NOTE)
+    write_key(out, private)
+    typer.echo(private.public)
+
+
+@app.command()
+def init(
+    directory: Directory,
+    key: Annotated[Path, typer.Option(help="The log's signer key (`cloister log key`).", metavar="FILE")],
+) -> None:
+    """Make an empty log."""
+    from cloister.privacy.transparency.keyfiles import read_key
+    from cloister.privacy.transparency.log import Log
+
+    typer.echo(Log.create(directory, read_key(key)).key)
+
+
+@app.command()
+def add(
+    directory: Directory,
+    entries: Annotated[list[Path], typer.Argument(help="Entries that `cloister release` made.", metavar="ENTRY...")],
+    key: Annotated[Path, typer.Option(help="The log's signer key.", metavar="FILE")],
+    manifest: Annotated[Path | None, typer.Option(help="The manifest that the release names.", metavar="FILE")] = None,
+) -> None:
+    """Append entries, and print the checkpoint. The gateway's next epoch carries it to clients."""
+    from cloister.privacy.transparency.keyfiles import read_key
+    from cloister.privacy.transparency.log import Log
+
+    written = Log(directory, read_key(key))
+    if manifest:
+        written.keep_manifest(_read(manifest))
+    typer.echo(written.append([_read(entry) for entry in entries]).note, nl=False)
+
+
+@app.command()
+def show(
+    directory: Directory, log: LogKey, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+) -> None:
+    """List the entries: epochs, releases and revocations. Signatures of releases are checked by `verify`."""
+    from cloister.privacy.transparency.describing import describe_entry
+    from cloister.privacy.transparency.note import PublicKey
+    from cloister.privacy.transparency.reader import LogReader
+
+    reader = LogReader(directory, PublicKey.parse(log))
+    size = reader.checkpoint()[0].size
+    rows = [{"index": index, **describe_entry(entry)} for index, entry in enumerate(reader.entries(0, size, size))]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        typer.echo("  ".join(str(value) for value in row.values()))
+
+
+@app.command()
+def verify(directory: Directory, log: LogKey, release: Releases) -> None:
+    """Read a whole copy of a log and check all of it: tiles, entries, the order of epochs, signatures of releases."""
+    from cloister.privacy.transparency.describing import verify_log
+    from cloister.privacy.transparency.note import PublicKey
+    from cloister.privacy.transparency.reader import LogReader
+
+    reader = LogReader(directory, PublicKey.parse(log))
+    for line in verify_log(reader, tuple(map(PublicKey.parse, release))):
+        typer.echo(line)
+
+
+@app.command()
+def proof(
+    directory: Directory,
+    log: LogKey,
+    index: Annotated[int | None, typer.Option(help="Print the inclusion proof of this entry.", min=0)] = None,
+    since: Annotated[int | None, typer.Option(help="Print the consistency proof from the tree of this size.", min=0)] = None,
+) -> None:
+    """Print a proof under the newest checkpoint as JSON, from the tiles alone."""
+    from cloister.privacy.transparency.note import PublicKey
+    from cloister.privacy.transparency.reader import LogReader
+
+    reader = LogReader(directory, PublicKey.parse(log))
+    checkpoint, note = reader.checkpoint()
+    if (index is None) == (since is None):
+        raise typer.BadParameter("give --index or --since")
+    try:
+        if index is not None:
+            hashes = reader.prove_inclusion(index, checkpoint.size)
+        else:
+            assert since is not None
+            hashes = reader.prove_consistency(since, checkpoint.size)
+    except ValueError as error:
+        raise ConfigError(f"{error}; the log has {checkpoint.size} entries") from None
+    shown = {"checkpoint": str(note), "proof": [base64.b64encode(part).decode() for part in hashes]}
+    typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+
+
+@app.command()
+def trust(
+    log: LogKey,
+    release: Releases,
+    witness: Annotated[list[str], typer.Option(help="A witness's verifier key; three of them.", metavar="KEY")],
+    threshold: Annotated[int, typer.Option(help="How many of them must have cosigned.", min=2)] = 2,
+    profile: Annotated[list[str] | None, typer.Option(help="A profile that nodes may run under.", metavar="NAME")] = None,
+) -> None:
+    """Print the file that says whom a client believes; it belongs to the client, and never comes from the gateway."""
+    from cloister.privacy.transparency.note import PublicKey
+    from cloister.privacy.transparency.trust import Trust, encode_trust
+
+    witnesses, releases = (tuple(map(PublicKey.parse, keys)) for keys in (witness, release))
+    believed = Trust(PublicKey.parse(log), witnesses, releases, threshold, frozenset(profile or ("private", "paranoid")))
+    typer.echo(encode_trust(believed).decode(), nl=False)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
