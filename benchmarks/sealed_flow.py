@@ -32,7 +32,7 @@ from cloister.privacy.sealing import (
     seal_chunked_request,
 )
 from cloister.privacy.tokens import authorization
-from tests.sealed.flow import Cloud, Opening, Seen, open_cloud, serve
+from tests.sealed.flow import Cloud, Opening, Seen, known_to, open_cloud, serve
 from tests.sealed.inner import Inner
 from tests.sealed.real_server import RealServer
 
@@ -67,8 +67,8 @@ def make_request(*, stream: bool) -> Request:
     return Request(RequestHead("POST", "https", "localhost", "/v1/chat/completions", fields), json.dumps(content).encode())
 
 
-def ask(cloud: Cloud, request: Request, token: str | None = None) -> tuple[Opening, float, tuple[str, int], int]:
-    """Asks once; returns the opened answer, seconds to its first content, the client's address and the sealed length."""
+def ask(cloud: Cloud, request: Request, token: str | None = None) -> tuple[Opening, float, tuple[str, int]]:
+    """Asks once; returns the opened answer, seconds to its first content, and the client's address."""
     sealed, outer, inner = cloud.letter(request, token=token)
     opening, first_s = Opening(outer, inner), 0.0
     headers = {"content-type": CHUNKED.request_type}
@@ -80,15 +80,16 @@ def ask(cloud: Cloud, request: Request, token: str | None = None) -> tuple[Openi
                 opening.feed(data)
                 if opening.content and not first_s:
                     first_s = time.perf_counter() - began_s
-    opening.close()
-    return opening, first_s, address, len(sealed)
+            opening.close()
+            first_s = first_s or time.perf_counter() - began_s
+    return opening, first_s, address
 
 
 def print_flow(cloud: Cloud) -> None:
     """Prints what each program saw of one streamed answer."""
     token = authorization(cloud.shop.buy(1)[0])
     request = make_request(stream=True)
-    opening, _, address, _ = ask(cloud, request, token)
+    opening, _, address = ask(cloud, request, token)
     words = [json.loads(line[6:]) for line in opening.content.decode().splitlines() if line.startswith("data: {")]
     answer = "".join(word["choices"][0]["delta"].get("content") or "" for word in words)
     secrets = {
@@ -117,6 +118,10 @@ def print_flow(cloud: Cloud) -> None:
     for name, secret in secrets.items():
         shown = ["yes" if secret in seen.everything else "no" for seen in programs.values()]
         print(f"| {name} | " + " | ".join(shown) + " |")
+    known = known_to(cloud, answer.encode())
+    print("\n| known to, opened with its own key | " + " | ".join(programs) + " |\n|---|" + "---|" * len(programs))
+    for name, secret in secrets.items():
+        print(f"| {name} | " + " | ".join("yes" if secret in seen else "no" for seen in known.values()) + " |")
 
 
 def print_cost(cloud: Cloud, direct: str) -> None:

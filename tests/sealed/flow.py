@@ -19,9 +19,12 @@ from cloister.privacy.sealing import (
     CHUNKED,
     GATEWAY_KEY_LIFE_S,
     GATEWAY_KEY_OVERLAP_S,
+    HEADER_BYTES,
     NODE_KEY_LIFE_S,
+    ChunkOpener,
     Content,
     Exchange,
+    Header,
     KeyConfiguration,
     KeyRing,
     MessageReader,
@@ -37,6 +40,7 @@ from cloister.privacy.sealing import (
     parse_keys,
     seal_chunked_request,
 )
+from cloister.privacy.sealing.hpke import set_up_receiver
 from cloister.privacy.shape import Shape
 from cloister.privacy.tokens import Redeemer, authorization, open_spend_store
 from cloister.sealed.dates import REPLAY_WINDOW_S
@@ -258,6 +262,29 @@ def open_cloud(
         relay = Recorder(relay_app(RelayConfig(gateway_url, RELAY_SECRET), way))
         relay_url = stack.enter_context(serve(relay))
         yield Cloud(relay_url, gateway_url, nodes, relay, gateway, gateway_receiver, book, shop, shop.clock)
+
+
+def open_again(receiver: Receiver, sealed: bytes) -> bytes:
+    """What the holder of the keys reads in a sealed request, replay or not."""
+    header = Header.parse(sealed)
+    key = receiver.ring.find(header.key_id, time.monotonic())
+    assert key is not None
+    opener = ChunkOpener(set_up_receiver(header.enc, key.private_key, header.suite, header.info(CHUNKED)))
+    return b"".join(opener.feed(sealed[HEADER_BYTES:])) + opener.close()
+
+
+def known_to(cloud: Cloud, answer: bytes) -> dict[str, bytes]:
+    """All that relay, gateway and the first node know of the last request, after each has opened what it has the key of.
+
+    Args:
+        answer: what the server inside wrote.
+    """
+    relay, gateway, node = cloud.relay.posts()[-1], cloud.gateway.posts()[-1], cloud.nodes[0].record.posts()[-1]
+    return {
+        "relay": relay.everything,
+        "gateway": gateway.everything + open_again(cloud.gateway_receiver, gateway.request) + node.everything,
+        "node": node.everything + open_again(cloud.nodes[0].receiver, node.request) + answer,
+    }
 
 
 class Opening:

@@ -12,7 +12,7 @@ import pytest
 
 from cloister.privacy.sealing import CHUNKED, Request, RequestHead, UnsealError, bucket_bytes
 from cloister.privacy.tokens import authorization
-from tests.sealed.flow import Cloud, Opening, ask, gateway_keys, http, open_cloud
+from tests.sealed.flow import Cloud, Opening, ask, gateway_keys, http, known_to, open_cloud
 from tests.sealed.inner import ANSWER, Inner
 
 PROMPT = b"my symptoms are none of the operator's business"
@@ -50,6 +50,12 @@ def test_the_node_alone_sees_content_and_nobody_but_the_relay_an_address(cloud: 
     for seen in (relay, gateway, node):
         assert not any(content in seen.everything for content in contents), "content travels sealed"
         assert token_text not in seen.everything, "and so does the token"
+    known = known_to(cloud, opening.content)
+    assert not any(content in known[name] for content in contents for name in ("relay", "gateway")), "opened or not"
+    assert all(content in known["node"] for content in contents)
+    assert [name for name, seen in known.items() if token_text in seen] == ["gateway"]
+    assert [name for name, seen in known.items() if cloud.nodes[0].node_id.encode() in seen] == ["gateway"]
+    assert [name for name, seen in known.items() if b"%d" % network[1] in seen] == ["relay"]
     # the relay: an address, a length, no name of a node
     assert relay.client == tuple(network)
     assert cloud.nodes[0].node_id.encode() not in relay.everything
