@@ -64,6 +64,22 @@ class Answer:
         except (UnsealError, MessageError, ShapeError) as error:
             raise BrokenAnswerError(_describe(error)) from None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether only padding follows, which is to be read to its end all the same."""
+        return self._unshaper.is_complete
+
+    def complete(self) -> bytes:
+        """Says that the answer is read, though not its padding, and returns the end of the content.
+
+        Raises:
+            BrokenAnswerError: what the node said is not a whole response.
+        """
+        try:
+            return self._take(self._inner.close())
+        except MessageError as error:
+            raise BrokenAnswerError(_describe(error)) from None
+
     def close(self) -> bytes:
         """Says that no more bytes come, and returns the end of the content; see `feed`.
 

@@ -13,6 +13,7 @@ from cloister.client.asking import DEADLINE_S, Ask, Reply, Step, too_long, unrea
 from cloister.client.draw import MAX_DRAWS
 from cloister.client.errors import FailedTryError
 from cloister.client.letter import strip_request
+from cloister.client.padding import AsyncPaddingReader
 from cloister.client.session import Ready, Session
 from cloister.client.tries import CUT_OFF, Tries, is_answer, read_timeouts, refuse_reply, to_fields, to_request, to_response
 from cloister.privacy.sealing import Request
@@ -26,6 +27,7 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
     def __init__(self, session: Session, carrier: httpx.AsyncBaseTransport | None = None) -> None:
         self._session = session
         self._carrier = carrier or httpx.AsyncHTTPTransport()
+        self._padding = AsyncPaddingReader()
         self._lock = anyio.Lock()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -48,6 +50,7 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
             return await self._run(self._session.prepare())
 
     async def aclose(self) -> None:
+        await self._padding.wait()
         await self._carrier.aclose()
 
     async def _try_once(self, request: httpx.Request, plain: Request, ready: Ready, tries: Tries) -> httpx.Response:
@@ -63,7 +66,7 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
             raise
         except httpx.TransportError as error:
             raise FailedTryError(f"the relay broke off ({type(error).__name__})") from None
-        stream = _Opened(reply, letter.answer)
+        stream = _Opened(reply, letter.answer, self._padding)
         try:
             if not is_answer(reply):
                 refuse_reply(reply.status_code, await stream.read_refusal())
@@ -103,12 +106,14 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
 class _Opened(httpx.AsyncByteStream):
     """The content of an answer, while it comes."""
 
-    def __init__(self, reply: httpx.Response, answer: Answer) -> None:
+    def __init__(self, reply: httpx.Response, answer: Answer, padding: AsyncPaddingReader) -> None:
         self._reply = reply
+        self._padding = padding
         self._answer = answer
         self._chunks = _iterate(reply)
         self._first = b""
         self._is_over = False
+        self._has_padding = False
 
     async def read_refusal(self) -> bytes:
         """Returns the beginning of an answer that is not sealed."""
@@ -142,14 +147,22 @@ class _Opened(httpx.AsyncByteStream):
                 yield content
 
     async def aclose(self) -> None:
-        await self._reply.aclose()
+        if not self._has_padding:
+            await self._reply.aclose()
+            return
+        self._has_padding = False
+        await self._padding.read(self._chunks, self._reply.aclose)
 
     async def _read(self) -> bytes:
         data = await anext(self._chunks, None)
-        if data is not None:
-            return self._answer.feed(data)
-        self._is_over = True
-        return self._answer.close()
+        if data is None:
+            self._is_over = True
+            return self._answer.close()
+        content = self._answer.feed(data)
+        if self._answer.is_complete:
+            self._is_over = self._has_padding = True
+            content += self._answer.complete()
+        return content
 
 
 def _iterate(reply: httpx.Response) -> AsyncIterator[bytes]:

@@ -14,6 +14,7 @@ from cloister.client.asking import DEADLINE_S, Ask, Reply, Step, too_long, unrea
 from cloister.client.draw import MAX_DRAWS
 from cloister.client.errors import FailedTryError
 from cloister.client.letter import strip_request
+from cloister.client.padding import PaddingReader
 from cloister.client.session import Ready, Session
 from cloister.client.tries import CUT_OFF, Tries, is_answer, read_timeouts, refuse_reply, to_fields, to_request, to_response
 from cloister.privacy.sealing import Request
@@ -39,6 +40,7 @@ class SealedTransport(httpx.BaseTransport):
     def __init__(self, session: Session, carrier: httpx.BaseTransport | None = None) -> None:
         self._session = session
         self._carrier = carrier or httpx.HTTPTransport()
+        self._padding = PaddingReader()
         self._lock = threading.Lock()
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -61,6 +63,7 @@ class SealedTransport(httpx.BaseTransport):
             return self._run(self._session.prepare())
 
     def close(self) -> None:
+        self._padding.wait()
         self._carrier.close()
 
     def _try_once(self, request: httpx.Request, plain: Request, ready: Ready, tries: Tries) -> httpx.Response:
@@ -76,7 +79,7 @@ class SealedTransport(httpx.BaseTransport):
             raise
         except httpx.TransportError as error:
             raise FailedTryError(f"the relay broke off ({type(error).__name__})") from None
-        stream = _Opened(reply, letter.answer)
+        stream = _Opened(reply, letter.answer, self._padding)
         try:
             if not is_answer(reply):
                 refuse_reply(reply.status_code, stream.read_refusal())
@@ -117,12 +120,14 @@ class SealedTransport(httpx.BaseTransport):
 class _Opened(httpx.SyncByteStream):
     """The content of an answer, while it comes."""
 
-    def __init__(self, reply: httpx.Response, answer: Answer) -> None:
+    def __init__(self, reply: httpx.Response, answer: Answer, padding: PaddingReader) -> None:
         self._reply = reply
+        self._padding = padding
         self._answer = answer
         self._chunks = _iterate(reply)
         self._first = b""
         self._is_over = False
+        self._has_padding = False
 
     def read_refusal(self) -> bytes:
         """Returns the beginning of an answer that is not sealed."""
@@ -156,14 +161,22 @@ class _Opened(httpx.SyncByteStream):
                 yield content
 
     def close(self) -> None:
-        self._reply.close()
+        if not self._has_padding:
+            self._reply.close()
+            return
+        self._has_padding = False
+        self._padding.read(self._chunks, self._reply.close)
 
     def _read(self) -> bytes:
         data = next(self._chunks, None)
-        if data is not None:
-            return self._answer.feed(data)
-        self._is_over = True
-        return self._answer.close()
+        if data is None:
+            self._is_over = True
+            return self._answer.close()
+        content = self._answer.feed(data)
+        if self._answer.is_complete:
+            self._is_over = self._has_padding = True
+            content += self._answer.complete()
+        return content
 
 
 def _iterate(reply: httpx.Response) -> Iterator[bytes]:
