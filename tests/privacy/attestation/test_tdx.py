@@ -12,6 +12,7 @@ from cloister.privacy.attestation import AttestationError, Findings, Outcome, Po
 from cloister.privacy.attestation.td_quote import TdReport, read_quote
 from cloister.privacy.attestation.tdx import TdxVerifier, judge_td
 from tests import attestation_vectors as real
+from tests.tdx_platform import TdxPlatform, make_body
 
 REPORT = read_quote(real.td_quote()).report
 POLICY = Policy(
@@ -125,6 +126,44 @@ def test_a_strict_profile_refuses_unknown_measurements():
     relaxed = verify(policy=Policy(profile="team"))
     assert relaxed.accepted
     assert not relaxed.proved
+
+
+@pytest.fixture(scope="module")
+def platform() -> TdxPlatform:
+    return TdxPlatform()
+
+
+def verify_ours(platform: TdxPlatform, policy: Policy = POLICY, **changes: bytes | int) -> list[str]:
+    quote = platform.quote(make_body(**changes))
+    return failures(TdxVerifier(platform.root).verify_quote(quote, platform.collateral, REPORT.report_data, policy, real.NOW))
+
+
+def test_a_signed_quote_of_a_platform_of_our_own_is_proved_under_its_root_only(platform: TdxPlatform):
+    assert verify_ours(platform) == []
+    assert failures(verify(platform.quote(make_body()), platform.collateral)) == ["chain-root"]
+    assert failures(verify(collateral=platform.collateral)) == ["report-signature"]
+
+
+SIGNED: dict[str, tuple[dict[str, bytes | int], list[str]]] = {
+    "debug": ({"attributes": 1 << 28 | 1}, ["debug"]),
+    "migration": ({"attributes": 1 << 28 | 1 << 29}, ["migration"]),
+    "no SEPT_VE_DISABLE": ({"attributes": 0}, ["sept-ve"]),
+    "another image": ({"mrtd": b"\x4e" * 48}, ["measurement"]),
+    "another statement": ({"report_data": bytes(64)}, ["report-data"]),
+}
+
+
+@pytest.mark.parametrize("case", SIGNED)
+def test_each_wrong_thing_in_a_signed_quote_is_refused_for_its_reason(platform: TdxPlatform, case: str):
+    changes, slugs = SIGNED[case]
+    assert verify_ours(platform, **changes) == slugs
+
+
+@pytest.mark.parametrize("status", ["OutOfDate", "ConfigurationNeeded", "SWHardeningNeeded"])
+def test_a_platform_that_intel_calls_out_of_date_is_refused_unless_the_policy_takes_it(status: str):
+    platform = TdxPlatform(status)
+    assert verify_ours(platform) == ["tcb"]
+    assert verify_ours(platform, replace(POLICY, tdx_statuses=frozenset({"UpToDate", status}))) == []
 
 
 def test_the_report_as_it_is_passes_the_policy():
