@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,13 @@ def test_key_files_are_closed_to_others_and_a_broken_one_is_named(shop: Shop, tm
     path.write_text(path.read_text().replace("0x", "0x1", 1))
     with pytest.raises(ConfigError, match="broken"):
         KeyShelf(tmp_path / "keys", budget=1).turn(START)
+
+
+def test_two_issuers_of_one_directory_make_one_key(tmp_path: Path) -> None:
+    shelves = [KeyShelf(tmp_path / "keys", budget=1) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda shelf: shelf.turn(START)[0].encoded, shelves))
+    assert len(set(made)) == 1
 
 
 def test_the_directory_names_the_signing_key_first(shop: Shop) -> None:

@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -155,6 +156,26 @@ def test_records_go_when_their_key_ends(place: Place, store: SpendStore) -> None
     store.forget(3_000_000_000)
     assert store.spend(b"e" * 32, digest("ends"), 3_000_000_000)
     assert not store.spend(b"f" * 32, digest("stays"), 3_000_000_001)
+
+
+def test_a_postgres_that_does_not_write_to_disk_is_refused(place: Place) -> None:
+    if not place.url.startswith("postgresql"):
+        pytest.skip("this is about PostgreSQL")
+    import psycopg
+
+    with psycopg.connect(place.url, autocommit=True) as connection:
+        for value, is_taken in (("off", False), ("on", True)):
+            connection.execute(f"ALTER SYSTEM SET fsync = {value}")
+            connection.execute("SELECT pg_reload_conf()")
+            for _ in range(200):
+                if connection.execute("SHOW fsync").fetchone() == (value,):
+                    break
+                time.sleep(0.02)
+            if is_taken:
+                open_spend_store(place.url).close()
+                continue
+            with pytest.raises(ConfigError, match="fsync = on"):
+                open_spend_store(place.url)
 
 
 def test_a_redis_that_could_forget_is_refused(tmp_path: Path) -> None:

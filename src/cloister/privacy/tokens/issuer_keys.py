@@ -10,6 +10,7 @@ import base64
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from cloister.types.errors import ConfigError
 EPOCH_S = 7 * 86400
 GRACE_S = 86400
 AHEAD_S = 86400
+_LOCK_S = 10.0
+"""Far more than another issuer needs to draw two keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,19 @@ class KeyShelf:
         """Keeps two issuers of one directory from making two keys for one epoch."""
         descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            give_up_s = time.monotonic() + _LOCK_S
+            while not _try_lock(descriptor):
+                if time.monotonic() >= give_up_s:
+                    raise ConfigError(f"another issuer holds the directory {self._directory}; run one, or end the other one")
+                time.sleep(0.02)
             yield
         finally:
             os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

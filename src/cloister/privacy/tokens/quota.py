@@ -54,16 +54,27 @@ class QuotaBook:
             try:
                 taken = self._database.execute(_TAKE, values).rowcount == 1
             except sqlite3.Error as error:
-                raise QuotaStoreError(f"the issuer's book gives no answer ({type(error).__name__}); try again later") from None
+                raise _unavailable(error) from None
         if not taken:
             message = f"this key may have {most:,} tokens in an epoch of the issuer; ask for fewer, or wait for the next one"
             raise RateLimitError(message, retry_after_s=retry_after_s)
 
     def forget(self, epoch: int) -> None:
-        """Drops the counts of epochs before this one."""
+        """Drops the counts of epochs before this one.
+
+        Raises:
+            QuotaStoreError: no answer.
+        """
         with self._lock:
-            self._database.execute("DELETE FROM issued WHERE epoch < ?", (epoch,))
+            try:
+                self._database.execute("DELETE FROM issued WHERE epoch < ?", (epoch,))
+            except sqlite3.Error as error:
+                raise _unavailable(error) from None
 
     def close(self) -> None:
         with self._lock:
             self._database.close()
+
+
+def _unavailable(error: sqlite3.Error) -> QuotaStoreError:
+    return QuotaStoreError(f"the issuer's book gives no answer ({type(error).__name__}); try again later")

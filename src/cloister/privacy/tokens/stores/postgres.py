@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 from cloister.privacy.tokens.spend import WAIT_S, SpendStoreError, missing_extra
+from cloister.types.errors import ConfigError
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS cloister_spent (
@@ -28,7 +29,7 @@ class PostgresSpendStore:
     """Connects to a URL such as `postgresql://user@host/database`, and makes its table if need be.
 
     Raises:
-        ConfigError: psycopg is not installed.
+        ConfigError: psycopg is not installed, or the server does not write to disk.
         SpendStoreError: the server gives no answer, or the user may not make the table.
     """
 
@@ -41,6 +42,7 @@ class PostgresSpendStore:
         self._url = url
         self._lock = threading.Lock()
         self._idle: list[Any] = []
+        self._check_durable()
         self._run("SELECT pg_advisory_lock(4803321)", _TABLE, "SELECT pg_advisory_unlock(4803321)")  # two may make it at once
 
     def spend(self, key_id: bytes, token_digest: bytes, expires_at: int) -> bool:
@@ -54,6 +56,19 @@ class PostgresSpendStore:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+    def _check_durable(self) -> None:
+        try:
+            connection = self._borrow()
+            row = connection.execute("SHOW fsync").fetchone()
+        except self._psycopg.Error as error:
+            raise _unavailable(error) from None
+        self._give_back(connection)
+        if row != ("on",):
+            self.close()
+            raise ConfigError(
+                "this PostgreSQL could forget a spent token; set in postgresql.conf: fsync = on", param="spend_store"
+            )
 
     def _run(self, *statements: str, parameters: tuple[object, ...] | None = None) -> int:
         """Runs statements on a connection of this call's own; returns the number of rows that the last one wrote."""
