@@ -1,0 +1,125 @@
+"""Puts a node's evidence together from its settings: who vouches, for what, and where the log's checkpoint comes from."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cloister.privacy.attestation import AttestationError, Attester
+from cloister.privacy.attestation.node import gather_facts
+from cloister.privacy.attestation.process import AttesterBoot, RemoteAttester, make_attester, open_pair
+from cloister.privacy.attestation.software import SoftwareAttester
+from cloister.sealed.announcing import Announcer
+from cloister.sealed.unsealing import Unsealer
+
+ATTESTER_MODULE: Final = "cloister.privacy.attestation.process"
+MAX_CHECKPOINT_BYTES: Final = 16_384
+
+Spawn = Callable[[str, socket.socket], object]
+"""Starts a module as a process of its own, which gets the socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attesting:
+    """What an operator says of evidence; paths as they were given.
+
+    Attributes:
+        boot: which attester.
+        release: folder of the release; None states what runs.
+        log_checkpoint: file with the newest witnessed checkpoint; None states none.
+        capacity: the node's share when clients draw.
+    """
+
+    boot: AttesterBoot
+    release: str | None = None
+    log_checkpoint: str | None = None
+    capacity: int = 1
+
+    @property
+    def uses_hardware(self) -> bool:
+        """Whether an attester needs a process that may write where the kernel gives reports."""
+        return self.boot.kind != SoftwareAttester.kind or self.boot.gpus
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Folders that the node reads."""
+        return tuple(Path(path).expanduser() for path in (self.release, self.boot.certificates) if path is not None)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Files that the node reads again and again; they may be replaced."""
+        return tuple(Path(path).expanduser() for path in (self.log_checkpoint, self.boot.collateral) if path is not None)
+
+
+async def open_announcer(
+    attesting: Attesting,
+    profile: str,
+    model: Path,
+    unsealer: Unsealer,
+    started_s: float,
+    hardening: Callable[[], Mapping[str, str]],
+    spawn: Spawn | None = None,
+) -> Announcer:
+    """Measures the node, and asks the hardware once whether it can vouch for it.
+
+    Args:
+        profile: name of the profile in force.
+        model: where the model lies.
+        started_s: Unix seconds before which no key was made.
+        hardening: returns what became of each measure in each process.
+        spawn: starts the attester's process where this one writes nowhere; None: it is asked from this one.
+
+    Raises:
+        AttestationError: this is not what the release says, or the hardware cannot vouch; the message says why.
+    """
+    release = None if attesting.release is None else Path(attesting.release).expanduser()
+    facts = await asyncio.to_thread(gather_facts, profile, model, attesting.capacity, release)
+    attester = _open_attester(attesting, spawn)
+    announcer = Announcer(
+        unsealer,
+        attester,
+        facts,
+        started_s,
+        hardening,
+        lambda: read_checkpoint(attesting.log_checkpoint),
+    )
+    try:
+        await announcer.rehearse()
+    except BaseException:
+        if isinstance(attester, RemoteAttester):
+            attester.close()
+        raise
+    return announcer
+
+
+def read_checkpoint(path: str | None) -> str:
+    """Returns the checkpoint in a file, empty where none is named.
+
+    Raises:
+        AttestationError: it cannot be read, or is none.
+    """
+    if path is None:
+        return ""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            content = file.read(MAX_CHECKPOINT_BYTES + 1)
+        if len(content) <= MAX_CHECKPOINT_BYTES:
+            return content.decode()
+    except OSError as error:
+        raise AttestationError(f"cannot read the log's checkpoint in {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        pass
+    raise AttestationError(f"{path} is no checkpoint of a log")
+
+
+def _open_attester(attesting: Attesting, spawn: Spawn | None) -> Attester:
+    if spawn is None or not attesting.uses_hardware:
+        return make_attester(attesting.boot)
+    near, far = open_pair()
+    with far:
+        spawn(ATTESTER_MODULE, far)
+    return RemoteAttester(near, attesting.boot)

@@ -1,0 +1,101 @@
+"""A node's settings become evidence, or an error that says what to do before it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cloister.privacy.attestation import AttestationError, read_evidence, read_statement
+from cloister.privacy.attestation.process import AttesterBoot
+from cloister.privacy.attestation.tsm import TSM_REPORTS
+from cloister.privacy.sealing import NODE_KEY_LIFE_S, KeyRing, Receiver, ReplayCache
+from cloister.sealed.attesting import Attesting, open_announcer, read_checkpoint
+from cloister.sealed.unsealing import LocalUnsealer
+
+
+@pytest.fixture(autouse=True)
+def measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloister.privacy.attestation.node.measure_code", dict)  # the tests' own process may hold torch
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    return model
+
+
+def make_evidence(attesting: Attesting, model: Path, spawn: object = None) -> bytes:
+    async def make() -> bytes:
+        unsealer = LocalUnsealer(Receiver(KeyRing(time.monotonic()), ReplayCache(NODE_KEY_LIFE_S)))
+        announcer = await open_announcer(
+            attesting,
+            "private",
+            model,
+            unsealer,
+            time.time(),
+            lambda: {"front.seccomp": "applied: on"},
+            spawn,  # type: ignore[arg-type]
+        )
+        assert await announcer.renew()
+        document = announcer.evidence()
+        assert document is not None
+        return document
+
+    return asyncio.run(make())
+
+
+def test_settings_become_evidence(model: Path, tmp_path: Path):
+    (tmp_path / "checkpoint").write_text("log.example\n7\nAAAA\n")
+    attesting = Attesting(AttesterBoot(), log_checkpoint=str(tmp_path / "checkpoint"), capacity=5)
+    statement = read_statement(read_evidence(make_evidence(attesting, model)).statement)
+    assert (statement.profile, statement.capacity, statement.checkpoint) == ("private", 5, "log.example\n7\nAAAA\n")
+    assert statement.hardening == {"front.seccomp": "applied: on", "host": "missing: host not excluded"}
+
+
+@pytest.mark.skipif(TSM_REPORTS.is_dir(), reason="this is a confidential guest")
+def test_hardware_is_asked_by_a_process_of_its_own_and_a_machine_without_it_does_not_start(model: Path):
+    started: list[subprocess.Popen[bytes]] = []
+
+    def spawn(module: str, sock: socket.socket) -> None:
+        started.append(subprocess.Popen([sys.executable, "-m", module, str(sock.fileno())], pass_fds=(sock.fileno(),)))
+
+    make_evidence(Attesting(AttesterBoot()), model, spawn)
+    assert started == []
+    attesting = Attesting(AttesterBoot(kind="sev-snp"))
+    with pytest.raises(AttestationError, match="no confidential guest"):
+        make_evidence(attesting, model, spawn)
+    (process,) = started
+    assert process.wait(20) == 0
+
+
+def test_what_the_node_reads_is_named_for_its_rules(tmp_path: Path):
+    boot = AttesterBoot(kind="tdx", certificates="/c", collateral="/d/collateral.json")
+    attesting = Attesting(boot, release="/r", log_checkpoint="/l/checkpoint")
+    assert attesting.folders == (Path("/r"), Path("/c"))
+    assert attesting.files == (Path("/l/checkpoint"), Path("/d/collateral.json"))
+    assert attesting.uses_hardware
+    assert Attesting(AttesterBoot(gpus=True)).uses_hardware
+    assert not Attesting(AttesterBoot()).uses_hardware
+
+
+def test_a_checkpoint_that_is_none_is_an_error(tmp_path: Path):
+    assert read_checkpoint(None) == ""
+    with pytest.raises(AttestationError, match="cannot read"):
+        read_checkpoint(str(tmp_path / "absent"))
+    for content in (b"x" * 20_000, b"\xff\xfe"):
+        (tmp_path / "broken").write_bytes(content)
+        with pytest.raises(AttestationError, match="no checkpoint"):
+            read_checkpoint(str(tmp_path / "broken"))
+
+
+def test_a_release_that_is_not_there_stops_the_start(model: Path, tmp_path: Path):
+    with pytest.raises(AttestationError, match="cannot read the release"):
+        make_evidence(Attesting(AttesterBoot(), release=str(tmp_path / "absent")), model)
