@@ -1,0 +1,172 @@
+"""`cloister relay` and `cloister gateway` as programs of their own, as an operator starts and stops them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from email.utils import formatdate
+from pathlib import Path
+
+import pytest
+
+from cloister.cli import main
+from cloister.privacy import Credentials
+from cloister.privacy.sealing import (
+    CHUNKED,
+    NODE_KEY_LIFE_S,
+    KeyRing,
+    Receiver,
+    ReplayCache,
+    Request,
+    RequestHead,
+    encode_request,
+    parse_keys,
+    seal_chunked_request,
+)
+from cloister.privacy.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook, authorization, challenge_between, request_tokens
+from cloister.privacy.tokens.issuance import encode_answers
+from cloister.sealed.node import NodeConfig, node_app
+from cloister.sealed.serving import Lifespan
+from cloister.sealed.unsealing import LocalUnsealer
+from tests.sealed.flow import NODE_SECRET, RELAY_SECRET, Node, Opening, Recorder, http, serve
+from tests.sealed.inner import ANSWER, Inner
+
+GATEWAY, ISSUER = "https://gateway.example", "https://issuer.example"
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[str]:
+    """Starts a program at a free port and yields its URL; it has to end by itself when it is told to."""
+    command = [sys.executable, "-m", "cloister.cli", *arguments, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        line = program.stdout.readline()
+        match = re.search(r"at (http://[0-9.:]+),", line)
+        try:
+            assert match is not None, program.stderr.read()
+            yield match[1]
+        finally:
+            program.send_signal(signal.SIGTERM)
+            assert program.wait(20) == 0
+            written = program.stderr.read()
+    assert written == "", "no line about any request"
+
+
+def make_token(directory: Path) -> str:
+    """A token of the issuer whose state is in a directory, bought there."""
+    credentials, api_key = Credentials.empty().add("ann")
+    shelf, book = KeyShelf(directory / "keys", budget=4096), QuotaBook(directory / "issued.db")
+    issuer = Issuer(shelf, book, lambda: credentials, IssuerLimits(10), now=time.time)
+    key = next(key for key in issuer.current_keys() if key.issues_from <= time.time() < key.issues_until)
+    pending = request_tokens(key.encoded, challenge_between(ISSUER, GATEWAY), 1)
+    token = pending.finish(encode_answers(issuer.issue(api_key, list(pending.requests))))[0]
+    book.close()
+    return authorization(token)
+
+
+def test_relay_and_gateway_carry_a_request_and_end_when_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["issuer", "--url", ISSUER, "--state", str(tmp_path / "issuer"), "--show-keys"])
+    (tmp_path / "issuer.json").write_text(capfd.readouterr().out)
+    (tmp_path / "relay.secret").write_text(f"# this relay's\n{RELAY_SECRET}\n")
+    (tmp_path / "relays").write_text(f"{'a' * 32}\n{RELAY_SECRET}\n")
+    (tmp_path / "gateway.secret").write_text(NODE_SECRET)
+    receiver = Receiver(KeyRing(time.monotonic()), ReplayCache(NODE_KEY_LIFE_S))
+    record = Recorder(node_app(Inner(), NodeConfig(gateway_secret=NODE_SECRET), LocalUnsealer(receiver), Lifespan(None)))
+    with (
+        serve(record) as node_url,
+        running(
+            *("gateway", "--url", GATEWAY, "--node", node_url, "--spend-store", f"sqlite:///{tmp_path}/spent.db"),
+            *("--relay-secrets", str(tmp_path / "relays"), "--issuer-keys", str(tmp_path / "issuer.json")),
+            *("--node-secret", str(tmp_path / "gateway.secret")),
+        ) as gateway_url,
+        running("relay", "--gateway", gateway_url, "--secret-file", str(tmp_path / "relay.secret")) as relay_url,
+    ):
+        node = Node(node_url, record, receiver, lambda: None)
+        keys = parse_keys(http.get(f"{relay_url}/.well-known/ohttp-gateway").content)[0]
+        assert http.get(f"{relay_url}/.well-known/cloister/epoch").status_code == 404, "it was given no log"
+        request = Request(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
+        inner, inner_exchange = seal_chunked_request(node.configuration, encode_request(request))
+        fields = (
+            (b"authorization", make_token(tmp_path / "issuer").encode()),
+            (b"content-type", CHUNKED.request_type.encode()),
+            (b"date", formatdate(usegmt=True).encode()),
+        )
+        head = RequestHead("POST", "https", "gateway.example", f"/nodes/{node.node_id}", fields)
+        outer, exchange = seal_chunked_request(keys, encode_request(Request(head, inner)))
+        reply = http.post(relay_url, content=outer, headers={"content-type": CHUNKED.request_type})
+        opening = Opening(exchange, inner_exchange)
+        opening.feed(reply.content)
+        opening.close()
+        assert opening.content == ANSWER + b"hello", opening.refusal
+
+
+GATEWAY_OPTIONS = {
+    "--url": GATEWAY,
+    "--node": "http://127.0.0.1:1",
+    "--spend-store": "sqlite:///spent.db",
+    "--relay-secrets": "good.secret",
+    "--issuer-keys": "keys.json",
+}
+RELAY_OPTIONS = {"--gateway": "http://127.0.0.1:1", "--secret-file": "good.secret"}
+
+
+@pytest.fixture(scope="module")
+def issuer_key(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """A key as `cloister issuer --show-keys` prints it."""
+    key = KeyShelf(tmp_path_factory.mktemp("shelf"), budget=4096).turn(time.time())[0]
+    encoded = base64.b64encode(key.encoded).decode()
+    return {"url": ISSUER, "token_key": encoded, "not_before": 0, "taken_until": 2**33, "budget": 1}
+
+
+@pytest.mark.parametrize(
+    ("program", "changed", "words"),
+    [
+        ("relay", {"--gateway": "gateway.example"}, "must be a URL such as https://"),
+        ("relay", {"--secret-file": "missing"}, "openssl rand -hex 32"),
+        ("relay", {"--secret-file": "short.secret"}, "of 32 characters or more"),
+        ("relay", {"--secret-file": "two.secret"}, "must have one secret"),
+        ("relay", {"--tls-cert": "cert.pem"}, "go together"),
+        ("relay", {"--gateway-ca": "good.secret"}, "no certificates in PEM"),
+        ("gateway", {"--node": "file:///etc/passwd"}, "must be a URL such as https://"),
+        ("gateway", {"--issuer-keys": "missing"}, "cloister issuer --show-keys"),
+        ("gateway", {"--issuer-keys": "good.secret"}, "is not what cloister issuer --show-keys prints"),
+        ("gateway", {"--issuer-keys": "none.json"}, "has no key"),
+        ("gateway", {"--issuer-keys": "broken.json"}, "an issuer's key cannot be used"),
+        ("gateway", {"--spend-store": "mysql://x"}, "a spend store is sqlite:///FILE"),
+        ("gateway", {"--log": "log"}, "a log needs --log-key"),
+    ],
+)
+def test_what_cannot_work_is_said_at_the_start(
+    program: str,
+    changed: dict[str, str],
+    words: str,
+    issuer_key: dict[str, object],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in {
+        "good.secret": "x" * 32,
+        "short.secret": "x" * 31,
+        "two.secret": "x" * 32 + "\n" + "y" * 32,
+        "keys.json": json.dumps([issuer_key]),
+        "none.json": "[]",
+        "broken.json": json.dumps([{**issuer_key, "token_key": "AAAA"}]),
+    }.items():
+        (tmp_path / name).write_text(content)
+    options = {**(RELAY_OPTIONS if program == "relay" else GATEWAY_OPTIONS), **changed}
+    with pytest.raises(SystemExit) as left:
+        main([program, *(word for option in options.items() for word in option)])
+    assert left.value.code == 1
+    assert words in " ".join(capfd.readouterr().err.split())
