@@ -25,6 +25,9 @@ def proxy(
     accept_software: Annotated[
         bool, typer.Option("--accept-software", help="Send to nodes that no hardware vouches for: NOT PROVED.")
     ] = False,
+    policy: Annotated[
+        Path | None, typer.Option(help="What is accepted of nodes, JSON; the rest is taken from the log.", metavar="FILE")
+    ] = None,
     state: Annotated[Path, typer.Option(help="What was seen of the log, kept between runs.", metavar="FILE")] = DEFAULT_STATE,
     host: Annotated[str, typer.Option(help="Loopback address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8080,
@@ -37,12 +40,12 @@ def proxy(
     from cloister.client import Session
     from cloister.privacy import is_loopback
     from cloister.privacy.attestation import Policy
+    from cloister.privacy.attestation.policy_file import read_policy, with_demands
 
     if not is_loopback(host):
         raise ConfigError("the proxy listens on loopback only; give --host 127.0.0.1 or ::1", param="host")
-    session = Session(
-        relay, trust=trust, api_key=read_api_key(api_key_file), policy=Policy(accept_software=accept_software), state=state
-    )
+    wanted = with_demands(Policy() if policy is None else read_policy(policy), accept_software=accept_software)
+    session = Session(relay, trust=trust, api_key=read_api_key(api_key_file), policy=wanted, state=state)
     raise typer.Exit(_serve(session, host, port))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cloister.cli.proxy import proxy
 from cloister.privacy.attestation import Policy, SnpFloor
 from cloister.privacy.attestation.policy_file import parse_policy, read_policy, with_demands
 from cloister.types.errors import ConfigError
@@ -69,3 +70,9 @@ def test_the_command_line_adds_to_a_policy():
     assert with_demands(policy) == policy
     added = with_demands(policy, profile="team", accept_software=True)
     assert (added.profile, added.accept_software, added.kinds) == ("team", True, policy.kinds)
+
+
+def test_the_proxy_does_not_start_with_a_policy_that_has_a_slip(tmp_path: Path):
+    (tmp_path / "policy.json").write_text('{"realeses": []}')
+    with pytest.raises(ConfigError, match="no field realeses"):
+        proxy("http://127.0.0.1:1", tmp_path / "trust", tmp_path / "key", policy=tmp_path / "policy.json", host="127.0.0.1")
