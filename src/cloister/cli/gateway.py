@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloister.cli.secrets import read_secrets
 from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,6 +64,7 @@ def gateway(
     from cloister.sealed.issuer_file import accept_keys, list_issuers, read_issuer_keys
     from cloister.sealed.nodes import NodeBook
     from cloister.sealed.program import run_program
+    from cloister.sealed.secret_files import read_secrets
     from cloister.sealed.serving import Lifespan
     from cloister.sealed.unsealing import LocalUnsealer
     from cloister.sealed.upstream import Upstream, check_url, trust_only

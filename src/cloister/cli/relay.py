@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from cloister.cli.secrets import read_secrets
 from cloister.types.errors import ConfigError
 
 
@@ -35,6 +34,7 @@ def relay(
     """
     from cloister.sealed.program import run_program
     from cloister.sealed.relay import RelayConfig, relay_app
+    from cloister.sealed.secret_files import read_secrets
     from cloister.sealed.upstream import Upstream, check_url, trust_only
     from cloister.server.serve import address_of, bind
     from cloister.types.logs import set_up_logging
