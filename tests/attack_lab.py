@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cloister.app import build_engine
 from cloister.backends.native.program import NativeProgram
@@ -40,7 +41,7 @@ class Lab:
     """One server with tenants `ann`, `bob`, and as many more as asked for; nothing runs but what a test sends."""
 
     def __init__(
-        self, profile: str, *, kv_memory_mb: int = 64, num_others: int = 0, prefix_cache: bool = True, **settings: object
+        self, profile: str, *, kv_memory_mb: int = 64, num_others: int = 0, prefix_cache: bool = True, **settings: Any
     ) -> None:
         credentials = Credentials.empty()
         self.keys: dict[str, str] = {}

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
 
+_KEPT, _PROTECTED = 1, 2
+
 EvictOne = Callable[[], int | None]
 
 
@@ -42,7 +44,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._kept = bytearray(num_blocks)
         self._num_cached = 0
-        self._num_reserved = 0
+        self._num_protected = 0
         self._wipes: list[int] = []
         self._evict_one: EvictOne = lambda: None
         self._on_unused: Callable[[int], None] = lambda block: None
@@ -62,12 +64,8 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that an allocation may hope for: all that are not in use, but those that are set aside."""
-        return self.num_total - self._num_reserved - self.num_used
-
-    def reserve(self, count: int) -> None:
-        """Sets blocks aside for what the prefix tree keeps without giving it away: no allocation counts on them."""
-        self._num_reserved = count
+        """Blocks that an allocation may hope for: free ones, and cached ones that are not protected."""
+        return len(self._free) + self._num_cached - self._num_protected
 
     def attach(self, evict_one: EvictOne, on_unused: Callable[[int], None]) -> None:
         """Connects the prefix tree: how to evict one cached block, and whom to tell when a kept block becomes unused."""
@@ -96,7 +94,7 @@ class BlockPool:
             if self._references[block] == 0:
                 if not self._kept[block]:
                     raise ValueError(f"block {block} is free and cannot be shared")
-                self._num_cached -= 1
+                self._count_cached(block, -1)
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -107,24 +105,29 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 if self._kept[block]:
-                    self._num_cached += 1
+                    self._count_cached(block, 1)
                     self._on_unused(block)
                 else:
                     self._free_and_wipe(block)
 
-    def keep(self, block: int) -> None:
-        """The prefix tree holds on to a used block: it becomes cached, not free, when nobody uses it."""
+    def keep(self, block: int, *, is_protected: bool = False) -> None:
+        """The prefix tree holds on to a used block: it becomes cached, not free, when nobody uses it.
+
+        Args:
+            is_protected: no allocation counts on it, as the tree does not evict it for whoever asks.
+        """
         if self._references[block] == 0 or self._kept[block]:
             raise ValueError(f"block {block} cannot be kept: it is not in use, or kept already")
-        self._kept[block] = 1
+        self._kept[block] = _PROTECTED if is_protected else _KEPT
 
     def drop(self, block: int) -> None:
         """The prefix tree lets a block go; a cached one becomes free."""
         if not self._kept[block]:
             raise ValueError(f"block {block} is not kept")
+        if self._references[block] == 0:
+            self._count_cached(block, -1)
         self._kept[block] = 0
         if self._references[block] == 0:
-            self._num_cached -= 1
             self._free_and_wipe(block)
 
     def is_shared(self, block: int) -> bool:
@@ -156,7 +159,14 @@ class BlockPool:
         used = sum(1 for count in self._references if count)
         assert all(not self._references[b] and not self._kept[b] for b in free), "a free block is in use"
         assert cached == self._num_cached, "the count of cached blocks is off"
+        protected = sum(1 for b in range(self.num_total) if self._kept[b] == _PROTECTED and not self._references[b])
+        assert protected == self._num_protected, "the count of protected blocks is off"
         assert len(free) + used + cached == self.num_total, "a block leaked"
+
+    def _count_cached(self, block: int, change: int) -> None:
+        self._num_cached += change
+        if self._kept[block] == _PROTECTED:
+            self._num_protected += change
 
     def _free_and_wipe(self, block: int) -> None:
         self._free.appendleft(block)  # the one used last is taken first: memory that nobody touched yet stays untouched

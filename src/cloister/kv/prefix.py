@@ -206,7 +206,7 @@ class PrefixTree:
             parent.num_children += 1
         self._nodes[key] = node
         self._by_block[block] = node
-        self._pool.keep(block)
+        self._pool.keep(block, is_protected=owner is not None)
         return node
 
     def _remove(self, node: _Node) -> None:

@@ -1,14 +1,14 @@
 """How much of the prefix cache is each scope's own, so that nobody feels what others keep. Pure counting.
 
 Without quotas the cache is one least-recently-used list: a tenant that finds its prefix gone learns that others were busy.
-With them a part of the pool is set aside, in equal shares; a scope makes room for a new block among its own, nobody else ever
-takes one of them, and what runs gets along with the rest of the pool.
+With them a scope may keep up to a share of the pool; it makes room for a new block among its own, nobody else ever takes one of
+them, and what runs gets along with the rest. What a share does not hold is there for all.
 """
 
 from __future__ import annotations
 
 CACHE_SHARE = 0.5
-"""At most this part of the pool is set aside."""
+"""At most this part of the pool is in shares."""
 
 
 class Quotas:
@@ -37,8 +37,8 @@ class Quotas:
         return cls(num_scopes, max(0, room) // num_scopes)
 
     @property
-    def num_reserved(self) -> int:
-        """Blocks that are set aside for all shares together."""
+    def num_most(self) -> int:
+        """Blocks of all shares together."""
         return self.num_scopes * self.per_scope
 
     def has_share(self, owner: bytes) -> bool:

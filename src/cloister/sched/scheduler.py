@@ -92,8 +92,7 @@ class Scheduler:
         quotas = None
         if keys is not None and config.cache_scopes:
             quotas = Quotas.plan(config.cache_scopes, num_usable, -(-config.max_model_len // pool.block_size))
-            pool.reserve(quotas.num_reserved)
-            num_usable -= quotas.num_reserved
+            num_usable -= quotas.num_most  # whoever runs alone must get along with what full shares leave
         self._roster = Roster(pool, self._policy, keys, quotas)
         self._num_usable = num_usable * pool.block_size
         self._steps: deque[_Step] = deque()

@@ -1,0 +1,229 @@
+"""Attacks on who shares a cache, with many samples: what a tenant learns of another by time, by eviction, by order of answers.
+
+The literature attacks one cache for all users: Song et al. (arXiv 2409.20002) and Zheng et al. (arXiv 2411.18191) by the time
+to the first token, Wu et al. (NDSS 2025) by the order of answers; Gu et al. (arXiv 2502.07776) found seven public services open
+to it. Each attack runs against such a cache first, made of the same engine, so that what the attack can do is measured and not
+believed; then inside one tenant, and across tenants. Times are of the processor and of the clock, in an order drawn at random.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.harness import Bench, make_parser, make_progress
+from cloister.privacy.tokens import TokenSpentError, authorization
+from cloister.types.scope import LOCAL_SCOPE
+from tests.attack_lab import Answer, Lab
+from tests.token_shop import Shop
+
+LENGTH = 320
+NUM_GUESSES = 10
+NUM_THREADS = 32
+BOUND = 0.55
+NUM_BOOTSTRAPS = 2000
+
+LITERATURE = [
+    ("time to the first token", "Gu et al., arXiv 2502.07776", "caches shared by all users in seven public services"),
+    ("time to the first token", "Zheng et al., arXiv 2411.18191", "hits told in 96.67% to 100% (quoted second-hand)"),
+    ("time to the first token", "Song et al., arXiv 2409.20002", "prompts recovered token by token; no figure read"),
+    ("order of answers", "Wu et al., NDSS 2025", "prompts recovered where the longest hit is served first; no figure read"),
+]
+"""What others report; a figure that was not read in the paper itself says so."""
+
+Times = tuple[list[float], list[float]]
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--num-pairs", type=int, default=1000, help="hits and misses of each timing attack")
+    parser.add_argument("--num-floods", type=int, default=150, help="rounds of each eviction probe")
+    parser.add_argument("--num-orders", type=int, default=300, help="batches of guesses")
+    options = parser.parse_args()
+    bench = Bench(
+        "attacks",
+        "Attacks: prefix timing, evictions, order of answers, double spending",
+        "one cache for all gives everything away (AUC near 1); across tenants a probe is worth a coin (AUC 0.5), and what it "
+        "computes is the same to the token; a token is taken once",
+    )
+    bench.figures["length"] = LENGTH
+    bench.print_rows("What others report", ("attack", "source", "reported"), LITERATURE)
+    time_prefixes(bench, options.num_pairs, options.seed)
+    probe_evictions(bench, options.num_floods, options.seed)
+    order_answers(bench, options.num_orders, options.seed)
+    spend_twice(bench)
+    return bench.finish(options)
+
+
+def time_prefixes(bench: Bench, num_pairs: int, seed: int) -> None:
+    """The attacker sends a prompt that ann sent and one that nobody sent; the time to the first token shall not tell which."""
+    lab = Lab("team", cache_scopes=2)
+    arms: list[tuple[str, Callable[[str, Sequence[int]], Answer], str]] = [
+        ("one cache for all", lambda who, prompt: lab.answer(lab.request(who, prompt, scope=LOCAL_SCOPE)), "bob"),
+        ("inside one tenant", lab.ask, "ann"),
+        ("across tenants", lab.ask, "bob"),
+    ]
+    rows: list[tuple[object, ...]] = []
+    for name, ask, prober in arms:
+        cpu, wall, found = _time_pairs(name, lab, ask, prober, num_pairs if prober == "bob" else num_pairs // 4, seed)
+        value, low, high = auc_between(*cpu)
+        wall_value, wall_low, wall_high = auc_between(*wall)
+        ratio = float(np.median(cpu[1]) / np.median(cpu[0]))
+        interval, wall_interval = f"{low:.3f} to {high:.3f}", f"{wall_low:.3f} to {wall_high:.3f}"
+        rows.append((name, len(cpu[0]), found, ratio, value, interval, wall_value, wall_interval))
+        if name == "across tenants":
+            bench.check("prefix timing across tenants, AUC of processor time", value, high=BOUND)
+            bench.check("prefix timing across tenants, AUC of clock time", wall_value, high=BOUND)
+            bench.check("tokens found in another tenant's cache", found, low=0, high=0)
+        else:
+            bench.check(f"prefix timing, {name}, AUC of processor time", value, low=0.95)
+    headers = (
+        "prefix timing",
+        "pairs",
+        "found",
+        "miss / hit",
+        "AUC, processor",
+        "95%, processor",
+        "AUC, clock",
+        "95%, clock",
+        "literature",
+    )
+    bench.print_rows("Hit or miss by the time to the first token", headers, rows)
+
+
+def _time_pairs(
+    name: str, lab: Lab, ask: Callable[[str, Sequence[int]], Answer], prober: str, num_pairs: int, seed: int
+) -> tuple[Times, Times, int]:
+    order = random.Random(seed)
+    cpu: Times = ([], [])
+    wall: Times = ([], [])
+    found = 0
+    with make_progress() as progress:
+        for _ in progress.track(range(num_pairs), description=name):
+            secret, other = lab.prompt(LENGTH), lab.prompt(LENGTH)
+            ask("ann", secret)
+            probes = [(0, secret), (1, other)]
+            order.shuffle(probes)
+            for which, prompt in probes:
+                answer = ask(prober, prompt)
+                cpu[which].append(answer.cpu_s)
+                wall[which].append(answer.wall_s)
+                found += answer.num_cached
+    return cpu, wall, found
+
+
+def probe_evictions(bench: Bench, num_rounds: int, seed: int) -> None:
+    """Ann probes her own prefix; whether bob was busy in between shall not show.
+
+    What is judged is what she finds. The time of a hit shows a busy machine all the same: a flood leaves the processor's caches
+    cold, her own blocks in them too. The last probe sends another prompt of her own first, which warms what the model needs.
+    """
+    rows: list[tuple[object, ...]] = []
+    for name, profile, scopes, warms_up in (
+        ("one cache for all", "open", 0, False),
+        ("a share for each tenant", "team", 2, False),
+        ("a share for each tenant, after a prompt of her own", "team", 2, True),
+    ):
+        lab = Lab(profile, kv_memory_mb=8, cache_scopes=scopes, max_model_len=1024)
+        order = random.Random(seed)
+        times: Times = ([], [])
+        cached: tuple[set[int], set[int]] = (set(), set())
+        with make_progress() as progress:
+            for _ in progress.track(range(num_rounds), description=name):
+                prompt = lab.prompt(LENGTH)
+                lab.ask("ann", prompt)
+                is_busy = order.random() < 0.5
+                for _ in range(lab.num_kv_tokens // 500 + 2 if is_busy else 0):
+                    lab.ask("bob", lab.prompt(500))
+                if warms_up:
+                    lab.ask("ann", lab.prompt(500))
+                answer = lab.ask("ann", prompt)
+                times[is_busy].append(answer.cpu_s)
+                cached[is_busy].add(answer.num_cached)
+        value, low, high = auc_between(*times)
+        rows.append((name, num_rounds, str(sorted(cached[0])), str(sorted(cached[1])), value, f"{low:.3f} to {high:.3f}"))
+        if not scopes:
+            bench.check("eviction probe on one cache for all, AUC of processor time", value, low=0.95)
+            continue
+        bench.check_true(
+            f"{name}: as many tokens found after a flood as without", cached[0] == cached[1] and len(cached[0]) == 1
+        )
+    headers = ("eviction probe", "rounds", "found, quiet", "found, flooded", "AUC, processor", "95%")
+    bench.print_rows("Was somebody else busy, by one's own hit", headers, rows)
+
+
+def order_answers(bench: Bench, num_batches: int, seed: int) -> None:
+    """Bob sends guesses at once, one of them right; the first answer shall be the right one's no more often than by chance."""
+    rows: list[tuple[object, ...]] = []
+    for name, is_shared in (("one cache for all", True), ("across tenants", False)):
+        lab = Lab("team", cache_scopes=2, max_batched_tokens=256)
+        scope = LOCAL_SCOPE if is_shared else None
+        order, num_found = random.Random(seed), 0
+        with make_progress() as progress:
+            for _ in progress.track(range(num_batches), description=name):
+                secret = lab.prompt(LENGTH)
+                lab.answer(lab.request("ann", secret, scope=scope))
+                guesses = [secret, *(lab.prompt(LENGTH) for _ in range(NUM_GUESSES - 1))]
+                requests = [lab.request("bob", guess, scope=scope) for guess in guesses]
+                sent = requests.copy()
+                order.shuffle(sent)
+                num_found += lab.order(sent)[0] == requests[0].request_id
+        rows.append((name, num_batches, num_found / num_batches, 1 / NUM_GUESSES))
+        if not is_shared:
+            deviation = 3 * (0.1 * 0.9 / num_batches) ** 0.5
+            bench.check("right guesses first, across tenants", num_found / num_batches, high=1 / NUM_GUESSES + deviation)
+    bench.print_rows("Is the first answer the right guess's", ("order of answers", "batches", "right", "by chance"), rows)
+
+
+def spend_twice(bench: Bench, num_tokens: int = 200) -> None:
+    """32 threads spend the same tokens at once."""
+    with TemporaryDirectory() as directory:
+        shop = Shop(Path(directory))
+        tokens = [authorization(token) for _ in range(num_tokens // 100) for token in shop.buy(100)]
+
+        def spend_all(_: int) -> int:
+            won = 0
+            for token in tokens:
+                try:
+                    shop.till.redeem(token)
+                    won += 1
+                except TokenSpentError:
+                    pass
+            return won
+
+        began_s = time.perf_counter()
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            num_taken = sum(pool.map(spend_all, range(NUM_THREADS)))
+        elapsed_s = time.perf_counter() - began_s
+        shop.close()
+    bench.check("tokens taken by 32 threads that spend the same ones", num_taken, low=num_tokens, high=num_tokens)
+    row = (num_tokens, NUM_THREADS * num_tokens, num_taken, NUM_THREADS * num_tokens / elapsed_s)
+    bench.print_rows("Double spending, SQLite", ("tokens", "tries", "taken", "tries a second"), [row])
+
+
+def auc_between(faster: Sequence[float], slower: Sequence[float]) -> tuple[float, float, float]:
+    """Returns how well a threshold tells two sets of times apart (Mann-Whitney), and the 95% interval of a bootstrap."""
+    first, second = np.asarray(faster), np.asarray(slower)
+    draw = np.random.default_rng(0)
+    values = [_auc(draw.choice(first, len(first)), draw.choice(second, len(second))) for _ in range(NUM_BOOTSTRAPS)]
+    low, high = np.quantile(values, [0.025, 0.975])
+    return _auc(first, second), float(low), float(high)
+
+
+def _auc(faster: npt.NDArray[np.float64], slower: npt.NDArray[np.float64]) -> float:
+    ordered = np.sort(slower)
+    below = np.searchsorted(ordered, faster, side="left")
+    upto = np.searchsorted(ordered, faster, side="right")
+    return float(1 - (below + upto).mean() / 2 / len(slower))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
