@@ -76,7 +76,7 @@ class EngineConfig:
     )
     cache_scopes: int | None = setting(
         None,
-        "Tenants or sessions that get a share of the prefix cache of their own, half of the KV memory between them;"
+        "Tenants or sessions that get a share of the prefix cache of their own, at most half of the KV memory between them;"
         " 0: one cache for all, in which each can feel what the others keep; unset, one for each tenant, or 16 sessions.",
         low=0,
     )
