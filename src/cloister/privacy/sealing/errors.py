@@ -9,7 +9,7 @@ class UnsealError(CloisterError):
     """A sealed message cannot be opened.
 
     Unknown key, replay, wrong tag, chunks cut off or out of order: they are all this one error with these very words, and
-    nothing is chained to it, so that who sends changed messages learns nothing from the difference (RFC 9458, section 6.4).
+    nothing is chained to it, so that who sends changed messages learns nothing from the difference.
     """
 
     code = "unsealing_failed"
