@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Final, Protocol
@@ -11,6 +12,10 @@ from cloister.privacy.shape import Shape, Shaper
 
 WRITE_TIMEOUT_S: Final = 60.0
 """How long whoever is next on the way may leave a chunk unread before it counts as gone."""
+SETTLE_S: Final = 0.002
+"""The last stretch before a tick, which the loop of a constant cadence sleeps through. A loop's own timers are rounded up to
+whole milliseconds from when it last did something, so a token that came meanwhile would show in when the frame leaves. All
+streams wait for the same ticks, so this is lost once a tick, however many there are."""
 MAX_WAITING: Final = 64
 """Pieces that may wait for a frame; then `write` waits, and so does the engine's reader."""
 
@@ -77,6 +82,7 @@ class _PlainReply:
 class _ShapedReply:
     def __init__(self, shape: Shape, emit: Emit, write_timeout_s: float) -> None:
         self._loop = asyncio.get_running_loop()
+        self._shape = shape
         self._shaper = Shaper(shape, self._loop.time())
         self._emit = emit
         self._write_timeout_s = write_timeout_s
@@ -112,12 +118,19 @@ class _ShapedReply:
         finally:
             self._taken.set()  # whoever waits for room sees that nothing is sent any more
 
+    async def _wait_until(self, due_s: float) -> None:
+        if self._shape.constant:
+            await asyncio.sleep(due_s - SETTLE_S - self._loop.time())
+            time.sleep(max(0.0, due_s - self._loop.time()))
+        else:
+            await asyncio.sleep(due_s - self._loop.time())
+
     async def _send_next(self) -> None:
         if (due_s := self._shaper.due_s) is None:
             self._written.clear()
             await self._written.wait()
             return
-        await asyncio.sleep(due_s - self._loop.time())
+        await self._wait_until(due_s)
         if (frame := self._shaper.take(self._loop.time())) is None:
             return
         self._taken.set()
