@@ -15,8 +15,10 @@ from cloister.privacy.attestation import AttestationError, read_evidence, read_s
 from cloister.privacy.attestation.process import AttesterBoot
 from cloister.privacy.attestation.tsm import TSM_REPORTS
 from cloister.privacy.sealing import NODE_KEY_LIFE_S, KeyRing, Receiver, ReplayCache
-from cloister.sealed.attesting import Attesting, open_announcer, read_checkpoint
+from cloister.sealed.attesting import Attesting, open_announcer, read_attesting, read_checkpoint
 from cloister.sealed.unsealing import LocalUnsealer
+from cloister.types.config import ServerConfig
+from cloister.types.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +101,34 @@ def test_a_checkpoint_that_is_none_is_an_error(tmp_path: Path):
 def test_a_release_that_is_not_there_stops_the_start(model: Path, tmp_path: Path):
     with pytest.raises(AttestationError, match="cannot read the release"):
         make_evidence(Attesting(AttesterBoot(), release=str(tmp_path / "absent")), model)
+
+
+def test_settings_of_the_server_say_what_evidence_is_made_of():
+    front = ServerConfig(
+        sealed=True, attester="tdx", attest_gpus=True, intel_collateral="c", release="r", log_checkpoint="l", node_capacity=7
+    )
+    assert read_attesting(front) == Attesting(AttesterBoot("tdx", True, None, "c"), "r", "l", 7)
+    assert read_attesting(ServerConfig()) == Attesting(AttesterBoot())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"attester": "sev-snp"},
+        {"attest_gpus": True},
+        {"amd_certificates": "c"},
+        {"intel_collateral": "c"},
+        {"release": "r"},
+        {"log_checkpoint": "l"},
+        {"node_capacity": 2},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_only_a_sealed_node_has_a_use_for_is_refused_by_another_server(given: dict[str, object]):
+    with pytest.raises(ConfigError, match="--sealed"):
+        read_attesting(ServerConfig(**given))
+
+
+def test_tdx_without_collateral_is_refused_at_once():
+    with pytest.raises(ConfigError, match="collateral"):
+        read_attesting(ServerConfig(sealed=True, attester="tdx"))

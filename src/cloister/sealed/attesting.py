@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
@@ -13,10 +13,23 @@ from cloister.privacy.attestation import AttestationError, Attester
 from cloister.privacy.attestation.node import gather_facts
 from cloister.privacy.attestation.process import AttesterBoot, RemoteAttester, make_attester, open_pair
 from cloister.privacy.attestation.software import SoftwareAttester
+from cloister.privacy.attestation.tsm import TdxAttester
 from cloister.sealed.announcing import Announcer
 from cloister.sealed.unsealing import Unsealer
+from cloister.types.config import ServerConfig
+from cloister.types.errors import ConfigError
 
 ATTESTER_MODULE: Final = "cloister.privacy.attestation.process"
+SETTINGS: Final = (
+    "attester",
+    "attest_gpus",
+    "amd_certificates",
+    "intel_collateral",
+    "release",
+    "log_checkpoint",
+    "node_capacity",
+)
+"""Those of `ServerConfig` that only a sealed node has a use for."""
 MAX_CHECKPOINT_BYTES: Final = 16_384
 
 Spawn = Callable[[str, socket.socket], object]
@@ -53,6 +66,23 @@ class Attesting:
     def files(self) -> tuple[Path, ...]:
         """Files that the node reads again and again; they may be replaced."""
         return tuple(Path(path).expanduser() for path in (self.log_checkpoint, self.boot.collateral) if path is not None)
+
+
+def read_attesting(front: ServerConfig) -> Attesting:
+    """Returns what the settings say.
+
+    Raises:
+        ConfigError: they are for a sealed node, and this is none; or one is missing.
+    """
+    if not front.sealed:
+        unset = {field.name: field.default for field in fields(ServerConfig)}
+        given = next((name for name in SETTINGS if getattr(front, name) != unset[name]), None)
+        if given is not None:
+            raise ConfigError(f"`{given}` says what a sealed node's evidence is; start one with --sealed", param=given)
+    if front.attester == TdxAttester.kind and front.intel_collateral is None:
+        raise ConfigError("evidence of TDX needs Intel's collateral; name its file", param="intel_collateral")
+    boot = AttesterBoot(front.attester, front.attest_gpus, front.amd_certificates, front.intel_collateral)
+    return Attesting(boot, front.release, front.log_checkpoint, front.node_capacity)
 
 
 async def open_announcer(

@@ -146,6 +146,28 @@ class ServerConfig:
         "Start with no way in: measures before any library loads, no program executed, no calls out; the profile is then"
         " `private` unless set.",
     )
+    attester: str = setting(
+        "software",
+        "Who vouches for a sealed node: the processor, or nobody (`software`, which clients refuse unless told otherwise).",
+        choices=("software", "sev-snp", "tdx"),
+    )
+    attest_gpus: bool = setting(False, "NVIDIA GPUs in confidential mode have to vouch for a sealed node too.")
+    amd_certificates: str | None = setting(
+        None, "Directory with AMD's certificates of this processor (vcek, ask, ark, crl), where the host has no table of them."
+    )
+    intel_collateral: str | None = setting(
+        None, "File with Intel's collateral for this processor, JSON; read for each key of a sealed node."
+    )
+    release: str | None = setting(
+        None,
+        "Directory of the release that a sealed node runs (release.json, manifest.json); it does not start if it runs anything"
+        " else.",
+    )
+    log_checkpoint: str | None = setting(
+        None,
+        "File with the log's newest witnessed checkpoint, read for each key of a sealed node: what its evidence is made for.",
+    )
+    node_capacity: int = setting(1, "Share of a sealed node when clients draw.", low=1, high=1_000_000)
     drain_timeout_s: float = setting(30.0, "After SIGTERM, how long running requests may take to end.", low=0)
 
     @property
