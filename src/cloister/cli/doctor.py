@@ -67,6 +67,7 @@ def examine(port: int, model: str, hub: bool) -> Iterator[Check]:
     yield check_torch(chosen == "torch")
     yield check_features()
     yield from check_limits()
+    yield check_hardening()
     yield check_port(port)
     yield check_model(model)
     if hub:
@@ -144,6 +145,18 @@ def check_limits() -> Iterator[Check]:
     detail = f"{machine.available_bytes // MIB} of {machine.memory_bytes // MIB} MiB available, by the {machine.limited_by}"
     advice = f"free memory or raise the limit to {LEAST_MEMORY_BYTES // MIB} MiB at least"
     yield Check("memory", machine.available_bytes >= LEAST_MEMORY_BYTES, detail, advice)
+
+
+def check_hardening() -> Check:
+    """Which measures of a sealed node can this machine give? Only `serve --sealed` needs them."""
+    from cloister.privacy.hardening import probe
+
+    results = list(probe())
+    missing = [result for result in results if not result.applied]
+    if not missing:
+        return Check("sealed node", True, f"all {len(results)} measures can be taken", essential=False)
+    detail = "; ".join(f"{result.measure}: {result.detail}" for result in missing)
+    return Check("sealed node", False, detail, "; ".join(result.remedy for result in missing), essential=False)
 
 
 def check_port(port: int) -> Check:

@@ -91,6 +91,15 @@ def test_a_missing_measure_stops_the_start_and_says_what_to_do(profile: str) -> 
     assert "What to do: run on Linux 5.13 or newer with CONFIG_SECURITY_LANDLOCK" in done.stderr
 
 
+def test_the_doctor_says_what_this_machine_lacks() -> None:
+    command = [sys.executable, "-P", "-m", "cloister.cli", "doctor", "--no-hub", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, preexec_fn=without_landlock)
+    check = next(check for check in json.loads(done.stdout)["checks"] if check["name"] == "sealed node")
+    assert (check["good"], check["essential"]) == (False, False)
+    assert "landlock: the kernel has no Landlock" in check["detail"]
+    assert "CONFIG_SECURITY_LANDLOCK" in check["advice"]
+
+
 @pytest.mark.parametrize("profile", ["open", "team"])
 def test_open_and_team_start_without_measures_and_say_so(profile: str) -> None:
     results = apply(profile, Needs("front"))
