@@ -210,7 +210,7 @@ class NativeProgram:
 
     def read_block(self, layer: int, block: int) -> bytes:
         """Returns the bytes of one block, for who checks what blocks hold."""
-        return self._caches[layer][block].tobytes()
+        return bytes(self._caches[layer][block])
 
     def wipe_buffers(self) -> None:
         """Overwrites activations, logits and scratch of all steps so far with zeros; as quick as what there is to overwrite."""
