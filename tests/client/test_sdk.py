@@ -1,0 +1,200 @@
+"""The openai package through `SealedTransport`, at real sockets, with the embedded model behind the nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from cloister.client import (
+    AsyncSealedTransport,
+    EvidenceRefusedError,
+    RelayUnreachableError,
+    RepeatedRequestError,
+    SealedTransport,
+)
+from cloister.privacy.attestation import Policy
+from tests.client.street import Street
+
+MODEL = "cloister-5m"
+ASK: Any = [{"role": "user", "content": "What is a list in Python?"}]
+LONG: Any = [{"role": "user", "content": "Tell me a long story about iterators."}]
+
+
+def connect(street: Street, **changes: object) -> openai.OpenAI:
+    transport = SealedTransport(street.session(**changes))
+    return openai.OpenAI(base_url="https://cloister/v1", api_key="none", http_client=httpx.Client(transport=transport))
+
+
+@pytest.fixture(scope="module")
+def client(street: Street) -> Iterator[openai.OpenAI]:
+    with connect(street) as client:
+        yield client
+
+
+def test_a_chat_is_answered_as_by_the_server_itself(client: openai.OpenAI, street: Street) -> None:
+    before = sum(len(node.opened) for node in street.nodes)
+    answer = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0, max_tokens=16)
+    assert answer.choices[0].message.content
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 16
+    assert sum(len(node.opened) for node in street.nodes) == before + 1
+
+
+def test_tokens_arrive_while_the_answer_is_being_written(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=LONG, max_tokens=40, stream=True, extra_body={"ignore_eos": True}
+    )
+    times = [time.monotonic() for chunk in stream if chunk.choices and chunk.choices[0].delta.content]
+    assert len(times) > 20
+    assert len({round(at, 2) for at in times}) > 5, "they did not come all at once"
+
+
+def test_a_tool_is_called(client: openai.OpenAI) -> None:
+    tool: Any = {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "parameters": {"type": "object", "properties": {"word": {"enum": ["list", "dict"]}}, "required": ["word"]},
+        },
+    }
+    answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=[tool], tool_choice="required", max_tokens=60)
+    calls = answer.choices[0].message.tool_calls
+    assert calls
+    assert json.loads(calls[0].function.arguments)["word"] in ("list", "dict")  # type: ignore[union-attr]
+
+
+def test_errors_of_the_node_come_through_and_are_not_repeated(client: openai.OpenAI, street: Street) -> None:
+    before = sum(len(node.opened) for node in street.nodes)
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        client.chat.completions.create(model="no-such-model", messages=ASK)
+    assert sum(len(node.opened) for node in street.nodes) == before + 1
+
+
+def test_who_hangs_up_ends_the_answer_at_the_node(client: openai.OpenAI, street: Street) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=LONG, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    give_up_at = time.monotonic() + 10
+    while street.running and time.monotonic() < give_up_at:
+        time.sleep(0.02)
+    assert street.running == 0
+
+
+def test_many_at_once_from_several_threads(client: openai.OpenAI) -> None:
+    answers: list[str | None] = []
+
+    def ask() -> None:
+        answer = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0, max_tokens=8)
+        answers.append(answer.choices[0].message.content)
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(answers) == 6
+    assert len(set(answers)) == 1
+
+
+def test_the_asynchronous_client_streams_too(street: Street) -> None:
+    async def run() -> str:
+        async with httpx.AsyncClient(transport=AsyncSealedTransport(street.session())) as sealed:
+            client = openai.AsyncOpenAI(base_url="https://cloister/v1", api_key="none", http_client=sealed)
+            stream = await client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=8, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+
+    assert asyncio.run(run())
+
+
+def test_a_refusal_reaches_the_program_in_words(street: Street) -> None:
+    with connect(street, policy=Policy()) as client, pytest.raises(EvidenceRefusedError, match="no hardware vouches"):
+        client.models.list()
+
+
+def test_a_relay_that_is_not_there_reaches_the_program_in_words(street: Street) -> None:
+    session = street.session()
+    session.relay = "http://127.0.0.1:9/"
+    sealed = httpx.Client(transport=SealedTransport(session))
+    with (
+        openai.OpenAI(base_url="https://cloister/v1", api_key="none", http_client=sealed) as client,
+        pytest.raises(RelayUnreachableError, match="check its address"),
+    ):
+        client.models.list()
+
+
+HALF_BYTES = 5000
+
+
+class Half(httpx.BaseTransport):
+    """A network that breaks off in the middle of an answer."""
+
+    def __init__(self) -> None:
+        self.inner = httpx.HTTPTransport()
+        self.sent = 0
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        response = self.inner.handle_request(request)
+        if request.method != "POST" or request.url.path != "/":
+            return response
+        self.sent += 1
+        response.stream = _Cut(response.stream)
+        return response
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class _Cut(httpx.SyncByteStream):
+    def __init__(self, stream: httpx.SyncByteStream | httpx.AsyncByteStream) -> None:
+        assert isinstance(stream, httpx.SyncByteStream)
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[bytes]:
+        left = HALF_BYTES
+        for data in self.stream:
+            yield data[:left]
+            left -= len(data)
+            if left <= 0:
+                return
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+def test_an_answer_that_breaks_off_is_an_error_and_is_not_sent_again(street: Street) -> None:
+    wire = Half()
+    body = {"model": MODEL, "messages": LONG, "max_tokens": 60, "stream": True, "ignore_eos": True}
+    with httpx.Client(transport=SealedTransport(street.session(), wire), base_url="https://cloister/v1", timeout=30) as client:
+        received = b""
+
+        def read() -> None:
+            nonlocal received
+            with client.stream("POST", "/chat/completions", json=body) as response:
+                for data in response.iter_bytes():
+                    received += data
+
+        with pytest.raises(httpx.RemoteProtocolError, match="not whole"):
+            read()
+    assert received.startswith(b"data: ")
+    assert wire.sent == 1
+
+
+def test_an_sdk_that_repeats_what_took_too_long_is_stopped(street: Street) -> None:
+    before = sum(len(node.opened) for node in street.nodes)
+    sealed = httpx.Client(transport=SealedTransport(street.session()), timeout=httpx.Timeout(30, read=0.3))
+    with (
+        openai.OpenAI(base_url="https://cloister/v1", api_key="none", http_client=sealed) as client,
+        pytest.raises(RepeatedRequestError, match="max_retries=0"),
+    ):
+        client.chat.completions.create(model=MODEL, messages=LONG, max_tokens=900, extra_body={"ignore_eos": True})
+    assert sum(len(node.opened) for node in street.nodes) == before + 1

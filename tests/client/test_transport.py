@@ -1,0 +1,320 @@
+"""`AsyncSealedTransport` through the programs' own applications, without sockets; what carries between them may be hostile."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cloister.client import (
+    AsyncSealedTransport,
+    EpochRefusedError,
+    EvidenceRefusedError,
+    FinalRefusalError,
+    NoAnswerError,
+    NoTokensError,
+    RelayUnreachableError,
+    RepeatedRequestError,
+    Session,
+)
+from cloister.client.routing.house import ISSUER, RELAY, House
+from cloister.client.routing.records import Spell
+from cloister.client.wallet import BATCH
+from cloister.privacy.attestation import Policy
+from cloister.privacy.transparency.asking import NearWitness
+from cloister.privacy.transparency.publisher import Publisher
+from cloister.privacy.transparency.trust import Trust
+from cloister.types.errors import RequestTooLargeError
+
+NODES = Spell({"a": 1, "b": 1})
+Handler = Callable[[httpx.Request], Awaitable[httpx.Response]]
+
+
+class Wire(httpx.AsyncBaseTransport):
+    """The client's network, which records what it is asked and may answer something else."""
+
+    def __init__(self, house: House) -> None:
+        self.inner = house.carrier()
+        self.asked: list[str] = []
+        self.tamper: Callable[[httpx.Request, Handler], Awaitable[httpx.Response]] | None = None
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(f"{request.method} {request.url}")
+        if self.tamper is not None:
+            return await self.tamper(request, self.inner.handle_async_request)
+        return await self.inner.handle_async_request(request)
+
+    @property
+    def sent(self) -> int:
+        """Sealed requests that left the client."""
+        return self.asked.count(f"POST {RELAY}/")
+
+
+class World:
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
+        self.directory = directory
+        self.house = House(directory)
+        self.wire = Wire(self.house)
+        self.house.credentials, self.api_key = self.house.credentials.add("ann")
+
+    def session(self, **changes: object) -> Session:
+        settings: dict[str, object] = {"trust": self.house.trust, "api_key": self.api_key, "now": self.house.now}
+        settings["policy"] = Policy(accept_software=True)
+        return Session(RELAY, **{**settings, **changes})  # type: ignore[arg-type]
+
+    def client(self, session: Session | None = None) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            transport=AsyncSealedTransport(session or self.session(), self.wire), base_url="http://cloister"
+        )
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """In memory where there is such a place: stores and log wait for the disk at every step."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def world(directory: Path) -> Iterator[World]:
+    world = World(directory / "house")
+    asyncio.run(world.house.enter(NODES))
+    yield world
+    world.house.close()
+
+
+async def ask(client: httpx.AsyncClient, mark: str = "m", **given: object) -> httpx.Response:
+    return await client.post("/v1/chat/completions", json={"mark": mark}, **given)  # type: ignore[arg-type]
+
+
+def ask_once(world: World, session: Session | None = None) -> httpx.Response:
+    return asyncio.run(ask(world.client(session)))
+
+
+def test_a_request_reaches_the_node_that_was_drawn_and_its_answer_comes_back(world: World) -> None:
+    response = ask_once(world)
+    assert response.json() == {"ok": True}
+    (drawn,) = response.extensions["cloister"]["drawn"]
+    assert world.house.opened() == {"m": [world.house.names[drawn]]}
+
+
+def test_the_evidence_of_every_node_is_fetched_so_that_the_relay_does_not_see_which_was_drawn(world: World) -> None:
+    ask_once(world)
+    assert sum("/evidence/" in line for line in world.wire.asked) == len(NODES.capacities)
+
+
+def test_the_api_key_goes_to_the_issuer_alone(world: World) -> None:
+    seen: dict[str, list[str | None]] = {}
+
+    async def look(request: httpx.Request, go_on: Handler) -> httpx.Response:
+        seen.setdefault(request.url.host, []).append(request.headers.get("authorization"))
+        assert world.api_key.encode() not in await request.aread()
+        return await go_on(request)
+
+    world.wire.tamper = look
+    asyncio.run(ask(world.client(), headers={"authorization": f"Bearer {world.api_key}"}))
+    assert set(seen[httpx.URL(RELAY).host]) == {None}
+    assert f"Bearer {world.api_key}" in seen[httpx.URL(ISSUER).host]
+
+
+def test_tokens_are_fetched_in_batches_and_each_is_spent_once(world: World) -> None:
+    async def run() -> None:
+        async with world.client() as client:
+            responses = await asyncio.gather(*(ask(client, str(number)) for number in range(BATCH)))
+            assert all(response.status_code == 200 for response in responses)
+
+    asyncio.run(run())
+    assert sum("token-request" in line for line in world.wire.asked) == 2
+    assert world.wire.sent == BATCH
+
+
+def change(part: str, edit: Callable[[bytes], bytes]) -> Callable[[httpx.Request, Handler], Awaitable[httpx.Response]]:
+    async def tamper(request: httpx.Request, go_on: Handler) -> httpx.Response:
+        response = await go_on(request)
+        if part not in str(request.url):
+            return response
+        return httpx.Response(response.status_code, headers=response.headers, content=edit(await response.aread()))
+
+    return tamper
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b'"capacity":1', b'"capacity":9', "not_included"),
+        (b'"epoch":', b'"epoch" :', "not_canonical"),
+        (b'"profile":"team"', b'"profile":"open"', "not_included"),
+    ],
+)
+def test_a_changed_epoch_is_refused_before_anything_is_sent(world: World, old: bytes, new: bytes, reason: str) -> None:
+    world.wire.tamper = change("/epoch", lambda body: body.replace(old, new, 1))
+    with pytest.raises(EpochRefusedError, match="nothing was sent") as caught:
+        ask_once(world)
+    assert caught.value.reason == reason
+    assert world.wire.sent == 0
+    assert not any("token" in line for line in world.wire.asked)
+
+
+def test_changed_evidence_is_refused_before_anything_is_sent_and_the_step_is_named(world: World) -> None:
+    world.wire.tamper = change("/evidence/", lambda body: body.replace(b"software", b"softwore", 1))
+    with pytest.raises(EvidenceRefusedError, match="not the one that the epoch names") as caught:
+        ask_once(world)
+    assert caught.value.steps == ("listed",)
+    assert world.wire.sent == 0
+    assert not any("token" in line for line in world.wire.asked)
+
+
+def test_evidence_that_proves_too_little_is_refused_in_words(world: World) -> None:
+    with pytest.raises(EvidenceRefusedError, match="no hardware vouches") as caught:
+        ask_once(world, world.session(policy=Policy()))
+    assert caught.value.steps == ("hardware",)
+    assert world.wire.sent == 0
+
+
+def test_withheld_evidence_is_refused(world: World) -> None:
+    async def withhold(request: httpx.Request, go_on: Handler) -> httpx.Response:
+        return httpx.Response(404) if "/evidence/" in str(request.url) else await go_on(request)
+
+    world.wire.tamper = withhold
+    with pytest.raises(EvidenceRefusedError, match="does not serve"):
+        ask_once(world)
+    assert world.wire.sent == 0
+
+
+def test_a_log_that_other_witnesses_saw_is_refused(world: World) -> None:
+    stranger: Trust = World(world.directory / "other").house.trust
+    mixed = replace(world.house.trust, witnesses=stranger.witnesses)
+    with pytest.raises(EpochRefusedError, match="witnesses") as caught:
+        ask_once(world, world.session(trust=mixed))
+    assert caught.value.reason == "too_few_witnesses"
+
+
+def test_a_split_view_is_refused_even_if_the_witnesses_lie_too(directory: Path) -> None:
+    world = World(directory / "house")
+    shutil.copytree(world.directory, directory / "before")
+    asyncio.run(world.house.enter(NODES))
+    state = directory / "view.json"
+    ask_once(world, world.session(state=state))
+
+    # log and witnesses go back to before the epoch, and write another one in its place
+    for name in ("log", "witness0", "witness1"):
+        shutil.rmtree(world.directory / name)
+        shutil.copytree(directory / "before" / name, world.directory / name)
+    house = world.house
+    house._cosigners = [NearWitness(near._witness, house.now) for near in house._cosigners]
+    house._publisher = Publisher(house._log, house.trust, house._cosigners)
+    asyncio.run(house.enter(NODES))
+
+    assert ask_once(world).status_code == 200, "who was not there before cannot tell"
+    with pytest.raises(EpochRefusedError) as caught:
+        ask_once(world, world.session(state=state))
+    assert caught.value.reason == "split_view"
+    assert world.wire.sent == 2
+
+
+def test_a_replayed_request_is_refused(world: World) -> None:
+    sealed: list[bytes] = []
+
+    async def keep(request: httpx.Request, go_on: Handler) -> httpx.Response:
+        if request.method == "POST" and RELAY in str(request.url):
+            sealed.append(await request.aread())
+        return await go_on(request)
+
+    async def replay() -> httpx.Response:
+        copy = httpx.Request("POST", f"{RELAY}/", headers={"content-type": "message/ohttp-chunked-req"}, content=sealed[0])
+        return await world.wire.inner.handle_async_request(copy)
+
+    world.wire.tamper = keep
+    ask_once(world)
+    assert asyncio.run(replay()).status_code == 400
+    assert len(world.house.opened()["m"]) == 1
+
+
+def test_a_node_that_is_away_is_followed_by_another_draw_with_another_token(world: World) -> None:
+    asyncio.run(world.house.enter(Spell({"a": 1, "b": 1}, down=frozenset({"b"}))))
+    first, _ = sorted(world.house.nodes.values(), key=lambda node: node.node_id)
+    away = 0 if first.name == "b" else 1
+    draws = iter([away, away, 1 - away])
+    response = ask_once(world, world.session(below=lambda capacity: next(draws)))
+    assert response.status_code == 200
+    assert [world.house.names[one] for one in response.extensions["cloister"]["drawn"]] == ["b", "b", "a"]
+    assert world.house.opened() == {"m": ["a"]}
+    assert world.wire.sent == 3
+
+
+def test_when_every_draw_fails_the_reasons_are_said(world: World) -> None:
+    asyncio.run(world.house.enter(Spell({"a": 1, "b": 1}, down=frozenset({"a", "b"}))))
+    with pytest.raises(NoAnswerError, match=r"3 draws.*cannot be reached") as caught:
+        ask_once(world)
+    assert len(caught.value.draws) == 3
+    assert world.wire.sent == 3
+
+
+def test_an_answer_that_breaks_off_before_it_began_is_drawn_for_again(world: World) -> None:
+    async def cut(request: httpx.Request, go_on: Handler) -> httpx.Response:
+        response = await go_on(request)
+        if request.method != "POST" or RELAY not in str(request.url):
+            return response
+        return httpx.Response(200, headers=response.headers, content=(await response.aread())[:-1])
+
+    world.wire.tamper = cut
+    with pytest.raises(NoAnswerError, match=r"3 draws .the sealed answer broke off"):
+        ask_once(world)
+    assert world.wire.sent == 3
+
+
+def test_a_relay_that_is_not_there_is_named_and_costs_no_token(world: World) -> None:
+    session = world.session()
+    ask_once(world, session)
+
+    async def gone(request: httpx.Request, go_on: Handler) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    world.wire.tamper = gone
+    for _ in range(BATCH + 5):
+        with pytest.raises(RelayUnreachableError, match=r"relay at http://relay.test"):
+            ask_once(world, session)
+    world.wire.tamper = None
+    assert ask_once(world, session).status_code == 200
+    assert sum("token-request" in line for line in world.wire.asked) == 1
+
+
+def test_a_key_that_the_issuer_does_not_know_is_said_so(world: World) -> None:
+    with pytest.raises(NoTokensError, match="API key"):
+        ask_once(world, world.session(api_key="sk-unknown"))
+    assert world.wire.sent == 0
+
+
+def test_a_request_that_an_sdk_repeats_is_not_drawn_for_again(world: World) -> None:
+    with pytest.raises(RepeatedRequestError, match="max_retries=0"):
+        asyncio.run(ask(world.client(), headers={"x-stainless-retry-count": "1"}))
+    assert world.wire.asked == []
+
+
+def test_a_request_beyond_the_largest_bucket_is_refused_here(world: World) -> None:
+    with pytest.raises(RequestTooLargeError):
+        asyncio.run(ask(world.client(), "x" * (17 << 20)))
+    assert world.wire.sent == 0
+
+
+def test_a_clock_that_is_off_is_said_so_once_and_not_retried(world: World) -> None:
+    late = world.session(now=lambda: world.house.now() - 301)
+    with pytest.raises((FinalRefusalError, EpochRefusedError), match=r"date|clock"):
+        ask_once(world, late)
+    assert world.wire.sent <= 1
+
+
+def test_a_new_epoch_is_taken_when_the_old_one_ends(world: World) -> None:
+    session = world.session()
+    assert ask_once(world, session).extensions["cloister"]["epoch"] == 1
+    asyncio.run(world.house.enter(Spell({"c": 1})))
+    assert ask_once(world, session).extensions["cloister"]["epoch"] == 2
+    assert world.house.opened()["m"][-1] == "c"
