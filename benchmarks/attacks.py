@@ -9,10 +9,13 @@ believed; then inside one tenant, and across tenants. Times are of the processor
 from __future__ import annotations
 
 import random
+import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,6 +26,7 @@ from benchmarks.harness import Bench, make_parser, make_progress
 from cloister.privacy.tokens import TokenSpentError, authorization
 from cloister.types.scope import LOCAL_SCOPE
 from tests.attack_lab import Answer, Lab
+from tests.store_servers import DURABLE, PostgresServer, RedisServer, find_postgres
 from tests.token_shop import Shop
 
 LENGTH = 320
@@ -80,22 +84,14 @@ def time_prefixes(bench: Bench, num_pairs: int, seed: int) -> None:
         interval, wall_interval = f"{low:.3f} to {high:.3f}", f"{wall_low:.3f} to {wall_high:.3f}"
         rows.append((name, len(cpu[0]), found, ratio, value, interval, wall_value, wall_interval))
         if name == "across tenants":
-            bench.check("prefix timing across tenants, AUC of processor time", value, high=BOUND)
-            bench.check("prefix timing across tenants, AUC of clock time", wall_value, high=BOUND)
+            bench.check("prefix timing across tenants, AUC of processor time, either way", max(value, 1 - value), high=BOUND)
+            bench.check(
+                "prefix timing across tenants, AUC of clock time, either way", max(wall_value, 1 - wall_value), high=BOUND
+            )
             bench.check("tokens found in another tenant's cache", found, low=0, high=0)
         else:
             bench.check(f"prefix timing, {name}, AUC of processor time", value, low=0.95)
-    headers = (
-        "prefix timing",
-        "pairs",
-        "found",
-        "miss / hit",
-        "AUC, processor",
-        "95%, processor",
-        "AUC, clock",
-        "95%, clock",
-        "literature",
-    )
+    headers = ("prefix timing", "pairs", "found", "miss / hit", "AUC, CPU", "95%, CPU", "AUC, clock", "95%, clock")
     bench.print_rows("Hit or miss by the time to the first token", headers, rows)
 
 
@@ -184,29 +180,44 @@ def order_answers(bench: Bench, num_batches: int, seed: int) -> None:
 
 
 def spend_twice(bench: Bench, num_tokens: int = 200) -> None:
-    """32 threads spend the same tokens at once."""
-    with TemporaryDirectory() as directory:
-        shop = Shop(Path(directory))
-        tokens = [authorization(token) for _ in range(num_tokens // 100) for token in shop.buy(100)]
+    """32 threads spend the same tokens at once, at every kind of store whose server is installed."""
+    rows: list[tuple[object, ...]] = []
+    with TemporaryDirectory() as directory, ExitStack() as stack:
+        Path(directory).chmod(0o755)
+        for name, url in _open_stores(Path(directory), stack):
+            shop = Shop(Path(directory) / name, store_url=url)
+            tokens = [authorization(token) for _ in range(num_tokens // 100) for token in shop.buy(100)]
+            began_s = time.perf_counter()
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
+                num_taken = sum(pool.map(_spend_all, repeat(shop, NUM_THREADS), repeat(tokens)))
+            elapsed_s = time.perf_counter() - began_s
+            shop.close()
+            bench.check(
+                f"{name}: tokens taken by 32 threads that spend the same ones", num_taken, low=num_tokens, high=num_tokens
+            )
+            rows.append((name, num_tokens, NUM_THREADS * num_tokens, num_taken, NUM_THREADS * num_tokens / elapsed_s))
+    bench.print_rows("Double spending", ("store", "tokens", "tries", "taken", "tries a second"), rows)
 
-        def spend_all(_: int) -> int:
-            won = 0
-            for token in tokens:
-                try:
-                    shop.till.redeem(token)
-                    won += 1
-                except TokenSpentError:
-                    pass
-            return won
 
-        began_s = time.perf_counter()
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            num_taken = sum(pool.map(spend_all, range(NUM_THREADS)))
-        elapsed_s = time.perf_counter() - began_s
-        shop.close()
-    bench.check("tokens taken by 32 threads that spend the same ones", num_taken, low=num_tokens, high=num_tokens)
-    row = (num_tokens, NUM_THREADS * num_tokens, num_taken, NUM_THREADS * num_tokens / elapsed_s)
-    bench.print_rows("Double spending, SQLite", ("tokens", "tries", "taken", "tries a second"), [row])
+def _open_stores(directory: Path, stack: ExitStack) -> Iterator[tuple[str, str | None]]:
+    yield "sqlite", None
+    if (programs := find_postgres()) is not None:
+        postgres = PostgresServer(directory / "postgres-server", programs)
+        stack.callback(postgres.kill)
+        yield "postgres", postgres.url
+    if shutil.which("redis-server") is not None:
+        redis = RedisServer(directory / "redis-server", *DURABLE)
+        stack.callback(redis.kill)
+        yield "redis", redis.url
+
+
+def _spend_all(shop: Shop, tokens: Sequence[str]) -> int:
+    num_taken = 0
+    for token in tokens:
+        with suppress(TokenSpentError):
+            shop.till.redeem(token)
+            num_taken += 1
+    return num_taken
 
 
 def auc_between(faster: Sequence[float], slower: Sequence[float]) -> tuple[float, float, float]:
