@@ -128,10 +128,19 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def serve(app: ASGIApp) -> Iterator[str]:
-    """Serves an application at a loopback socket and yields its URL."""
+def serve(app: ASGIApp, certificate: tuple[Path, Path] | None = None) -> Iterator[str]:
+    """Serves an application at a loopback socket and yields its URL; with TLS if there is a certificate and its key."""
+    cert, key = certificate or (None, None)
     with bind("127.0.0.1", 0) as listener:
-        config = uvicorn.Config(app, http=Connection, log_config=None, timeout_graceful_shutdown=2, server_header=False)
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            log_config=None,
+            timeout_graceful_shutdown=2,
+            server_header=False,
+            ssl_certfile=cert,
+            ssl_keyfile=key,
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
@@ -141,7 +150,7 @@ def serve(app: ASGIApp) -> Iterator[str]:
             assert time.monotonic() < give_up_s, "the server did not start in time"
             time.sleep(0.005)
         try:
-            yield address_of(listener)
+            yield address_of(listener, has_tls=certificate is not None)
         finally:
             server.should_exit = True
             thread.join(10)

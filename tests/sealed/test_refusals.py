@@ -31,10 +31,11 @@ from cloister.privacy.sealing import (
 from cloister.privacy.tokens import authorization
 from cloister.sealed.problems import DATE_TYPE, KEY_TYPE
 from cloister.sealed.relay import RelayConfig, relay_app
-from cloister.sealed.upstream import Upstream, check_url
+from cloister.sealed.upstream import Upstream, check_url, trust_only
 from cloister.types.errors import ConfigError
 from tests.sealed.flow import NODE_SECRET, RELAY_SECRET, Cloud, Opening, ask, http, open_cloud, post, serve
 from tests.sealed.inner import ANSWER, Inner
+from tests.server.test_tls import write_pair
 
 REQUEST = Request(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
 GATEWAY_HEADERS = {"authorization": f"Bearer {RELAY_SECRET}"}
@@ -331,3 +332,15 @@ def test_an_address_that_is_none_is_refused_at_the_start(url: str) -> None:
     with pytest.raises(ConfigError, match="must be a URL such as"):
         check_url(url, "gateway")
     assert check_url("https://gateway.example/", "gateway") == "https://gateway.example"
+
+
+def test_a_gateway_behind_tls_is_reached_only_if_its_authority_is_trusted(tmp_path: Path) -> None:
+    certificate, other = write_pair(tmp_path), write_pair(tmp_path, "other")
+    with open_cloud(tmp_path, Inner()) as cloud, serve(cloud.gateway, certificate) as gateway_url:
+        url = gateway_url.replace("127.0.0.1", "localhost")
+        replies = []
+        for authority in (certificate[0], other[0]):
+            with serve(relay_app(RelayConfig(url, RELAY_SECRET), Upstream("gateway", tls=trust_only(authority)))) as relay:
+                replies.append(post(cloud, cloud.letter(REQUEST)[0], to=relay))
+    assert [reply.status_code for reply in replies] == [200, 502]
+    assert "cannot be reached" in replies[1].text

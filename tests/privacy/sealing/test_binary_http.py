@@ -207,6 +207,21 @@ def test_responses_come_back_as_they_were(response: Response) -> None:
     assert decode_response(write(response)) == response
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 3), st.binary(max_size=80), st.integers(1, 80))
+def test_noise_is_read_or_refused_alike_however_it_is_cut(form: int, noise: bytes, size: int) -> None:
+    outcomes = []
+    for step in (size, 1000):
+        try:
+            parts = read_in_pieces(bytes([form]) + noise, step)
+        except MessageError:
+            outcomes.append(None)
+        else:
+            content = b"".join(part.data for part in parts if isinstance(part, Content))
+            outcomes.append(([part for part in parts if not isinstance(part, Content)], content))
+    assert outcomes[0] == outcomes[1]
+
+
 @given(st.integers(0, MAX_VARINT))
 def test_integers_come_back_as_they_were(value: int) -> None:
     encoded = encode_varint(value)

@@ -250,3 +250,14 @@ def test_every_failure_is_the_same_error_and_says_nothing_about_its_cause(change
     assert error.__cause__ is None
     assert error.__suppress_context__ or error.__context__ is None
     assert open_whole(receiver, sealed), "a failed copy does not use the request up"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=300), st.integers(1, 50))
+def test_noise_is_refused_and_never_more_than_refused(noise: bytes, size: int) -> None:
+    receiver = make_receiver()
+    with pytest.raises(UnsealError):
+        open_whole(receiver, noise, size)
+    client, _, _ = sealed_response()
+    with pytest.raises(UnsealError):
+        open_sealed_response(client, noise)

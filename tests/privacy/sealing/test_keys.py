@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import pytest
@@ -64,6 +65,12 @@ def test_unknown_algorithms_in_a_list_of_keys_are_passed_over() -> None:
 def test_a_list_of_keys_that_is_no_use_is_refused(data: bytes) -> None:
     with pytest.raises(KeyConfigurationError):
         parse_keys(data)
+
+
+@given(st.binary(max_size=120))
+def test_noise_is_no_list_of_keys_and_never_more_than_refused(noise: bytes) -> None:
+    with contextlib.suppress(KeyConfigurationError):
+        assert encode_keys(parse_keys(noise))
 
 
 def test_a_client_takes_the_first_suite_that_both_have_whatever_the_order_of_the_list() -> None:
