@@ -19,6 +19,7 @@ from cloister.cli import (
     log,
     models,
     policy,
+    proxy,
     quantize,
     relay,
     release,
@@ -50,6 +51,7 @@ app.command()(quantize.quantize)
 app.command()(relay.relay)
 app.command()(gateway.gateway)
 app.command()(issuer.issuer)
+app.command()(proxy.proxy)
 app.add_typer(bench.app, name="bench")
 app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")

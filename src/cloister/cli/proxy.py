@@ -22,6 +22,10 @@ def proxy(
     api_key_file: Annotated[
         Path, typer.Option(help="File with the API key for the issuer; `-` reads it here.", metavar="FILE")
     ],
+    policy: Annotated[
+        Path | None,
+        typer.Option(help="What is accepted of nodes, JSON; what it leaves open is taken from the log.", metavar="FILE"),
+    ] = None,
     accept_software: Annotated[
         bool, typer.Option("--accept-software", help="Send to nodes that no hardware vouches for: NOT PROVED.")
     ] = False,
@@ -40,6 +44,7 @@ def proxy(
     from cloister.client import Session
     from cloister.privacy import is_loopback
     from cloister.privacy.attestation import Policy
+    from cloister.privacy.attestation.policy_file import read_policy, with_demands
     from cloister.privacy.attestation.policy_file import read_policy, with_demands
 
     if not is_loopback(host):
