@@ -29,9 +29,6 @@ def proxy(
     accept_software: Annotated[
         bool, typer.Option("--accept-software", help="Send to nodes that no hardware vouches for: NOT PROVED.")
     ] = False,
-    policy: Annotated[
-        Path | None, typer.Option(help="What is accepted of nodes, JSON; the rest is taken from the log.", metavar="FILE")
-    ] = None,
     state: Annotated[Path, typer.Option(help="What was seen of the log, kept between runs.", metavar="FILE")] = DEFAULT_STATE,
     host: Annotated[str, typer.Option(help="Loopback address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8080,
@@ -44,7 +41,6 @@ def proxy(
     from cloister.client import Session
     from cloister.privacy import is_loopback
     from cloister.privacy.attestation import Policy
-    from cloister.privacy.attestation.policy_file import read_policy, with_demands
     from cloister.privacy.attestation.policy_file import read_policy, with_demands
 
     if not is_loopback(host):
