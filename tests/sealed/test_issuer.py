@@ -106,6 +106,18 @@ def test_a_fault_of_the_machine_is_an_error_and_no_signature(
     assert reply.headers["content-type"] == "application/json"
 
 
+def test_broken_keys_are_told_to_the_operator_and_not_to_the_client(
+    shop: Shop, client: TestClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in (tmp_path / "keys").iterdir():
+        path.write_text("{}")
+    shop.clock.now += 3600
+    reply = client.get(DIRECTORY_PATH)
+    assert reply.status_code == 500
+    assert str(tmp_path) not in reply.text
+    assert str(tmp_path) in caplog.text
+
+
 def test_the_verb_serves_writes_nothing_of_a_request_and_keeps_its_keys(tmp_path: Path) -> None:
     credentials, api_key = Credentials.empty().add("ann")
     write_credentials(tmp_path / "keys.json", credentials)

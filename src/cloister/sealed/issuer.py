@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import AsyncIterator
 from typing import Final
@@ -31,7 +32,7 @@ from cloister.privacy.tokens.issuance import (
 )
 from cloister.privacy.tokens.issuer import REFRESH_S
 from cloister.server.errors import error_body, error_headers
-from cloister.types.errors import CloisterError, DeadlineError, InvalidRequestError, RequestTooLargeError
+from cloister.types.errors import CloisterError, ConfigError, DeadlineError, InvalidRequestError, RequestTooLargeError
 
 REQUEST_PATH: Final = "/token-request"
 BODY_S: Final = 10.0
@@ -39,6 +40,8 @@ BODY_S: Final = 10.0
 DIRECTORY_AGE_S: Final = 3600
 """For how long a directory may be cached; far less than the day that the next key is shown before it signs."""
 _MAX_BODY: Final = 8 + MAX_BATCH * REQUEST_BYTES
+
+_logger = logging.getLogger(__name__)
 
 
 class UnsupportedTypeError(InvalidRequestError):
@@ -56,7 +59,7 @@ class UnprocessableError(InvalidRequestError):
 
 
 class IssuerFaultError(CloisterError):
-    """The machine computed a signature wrong; it was kept back."""
+    """The issuer cannot work: its keys cannot be read, or a signature came out wrong and was kept back."""
 
 
 def issuer_app(issuer: Issuer, url: str) -> Starlette:
@@ -111,6 +114,9 @@ async def _turn_forever(issuer: Issuer) -> None:
 
 async def _refuse(_: Request, error: Exception) -> Response:
     assert isinstance(error, CloisterError)
+    if isinstance(error, ConfigError):  # it names files of this machine, for its operator to read
+        _logger.error("the issuer cannot work: %s", error.message)
+        error = IssuerFaultError("the issuer cannot work; its operator finds the reason in the log")
     return Response(error_body(error), error.status, media_type="application/json", headers=error_headers(error))
 
 

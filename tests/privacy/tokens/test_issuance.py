@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from cloister.privacy.tokens import BlindSignatureError, KeyShelf, MalformedTokenError, decode_directory, request_tokens
-from cloister.privacy.tokens.blind_rsa import PrivateKey, blind, finalize
+from cloister.privacy.tokens.blind_rsa import PrivateKey, blind, blind_sign, finalize, generate
 from cloister.privacy.tokens.challenge import Token, TokenChallenge
 from cloister.privacy.tokens.issuance import TokenRequest, decode_batch, encode_answers, evaluate
 from cloister.privacy.tokens.issuer_keys import EPOCH_S, GRACE_S
@@ -71,6 +71,15 @@ def test_a_batch_goes_over_the_wire_and_back(shop: Shop) -> None:
     swapped = encode_answers([answer[5:261], answer[264:520], answer[5:261]])
     with pytest.raises((BlindSignatureError, MalformedTokenError)):
         pending.finish(swapped)
+
+
+def test_an_issuer_that_signs_with_a_key_of_its_own_for_one_client_is_found_out(shop: Shop) -> None:
+    """Such a key would mark the tokens of that client (RFC 9576, section 6.1: consistency)."""
+    pending = request_tokens(shop.signing_key(), CHALLENGE, 2)
+    marked = generate()
+    answer = encode_answers([blind_sign(marked, bytes([0]) + request.blinded[1:]) for request in pending.requests])
+    with pytest.raises(BlindSignatureError):
+        pending.finish(answer)
 
 
 def test_broken_batches_are_refused(shop: Shop) -> None:
