@@ -74,7 +74,7 @@ def test_a_batch_goes_over_the_wire_and_back(shop: Shop) -> None:
 
 
 def test_an_issuer_that_signs_with_a_key_of_its_own_for_one_client_is_found_out(shop: Shop) -> None:
-    """Such a key would mark the tokens of that client (RFC 9576, section 6.1: consistency)."""
+    """Such a key would mark the tokens of that client (key consistency, RFC 9576)."""
     pending = request_tokens(shop.signing_key(), CHALLENGE, 2)
     marked = generate()
     answer = encode_answers([blind_sign(marked, bytes([0]) + request.blinded[1:]) for request in pending.requests])
