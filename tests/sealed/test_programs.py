@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from email.utils import formatdate
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cloister.cli import main
@@ -22,6 +23,7 @@ from cloister.privacy import Credentials
 from cloister.privacy.sealing import (
     CHUNKED,
     NODE_KEY_LIFE_S,
+    KeyConfiguration,
     KeyRing,
     Receiver,
     ReplayCache,
@@ -94,20 +96,26 @@ def test_relay_and_gateway_carry_a_request_and_end_when_told(tmp_path: Path, cap
         node = Node(node_url, record, receiver, lambda: None)
         keys = parse_keys(http.get(f"{relay_url}/.well-known/ohttp-gateway").content)[0]
         assert http.get(f"{relay_url}/.well-known/cloister/epoch").status_code == 404, "it was given no log"
-        request = Request(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
-        inner, inner_exchange = seal_chunked_request(node.configuration, encode_request(request))
-        fields = (
-            (b"authorization", make_token(tmp_path / "issuer").encode()),
-            (b"content-type", CHUNKED.request_type.encode()),
-            (b"date", formatdate(usegmt=True).encode()),
-        )
-        head = RequestHead("POST", "https", "gateway.example", f"/nodes/{node.node_id}", fields)
-        outer, exchange = seal_chunked_request(keys, encode_request(Request(head, inner)))
-        reply = http.post(relay_url, content=outer, headers={"content-type": CHUNKED.request_type})
-        opening = Opening(exchange, inner_exchange)
+        reply, opening = ask(relay_url, keys, node, "/v1/echo", make_token(tmp_path / "issuer"))
         opening.feed(reply.content)
         opening.close()
         assert opening.content == ANSWER + b"hello", opening.refusal
+        with pytest.raises(httpx.RemoteProtocolError):  # about which no line is written either
+            ask(relay_url, keys, node, "/v1/break", make_token(tmp_path / "issuer"))
+
+
+def ask(url: str, keys: KeyConfiguration, node: Node, path: str, token: str) -> tuple[httpx.Response, Opening]:
+    request = Request(RequestHead("POST", "https", "localhost", path), b"hello")
+    inner, inner_exchange = seal_chunked_request(node.configuration, encode_request(request))
+    fields = (
+        (b"authorization", token.encode()),
+        (b"content-type", CHUNKED.request_type.encode()),
+        (b"date", formatdate(usegmt=True).encode()),
+    )
+    head = RequestHead("POST", "https", "gateway.example", f"/nodes/{node.node_id}", fields)
+    outer, exchange = seal_chunked_request(keys, encode_request(Request(head, inner)))
+    reply = http.post(url, content=outer, headers={"content-type": CHUNKED.request_type})
+    return reply, Opening(exchange, inner_exchange)
 
 
 GATEWAY_OPTIONS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Iterator
@@ -30,8 +31,14 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _is_about_program(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn is about the program: an answer that broke off is a request, at a time that tells something."""
+    return not str(record.msg).startswith("ASGI callable returned without")
+
+
 def run_program(app: ASGIApp, listener: socket.socket, *, tls_cert: Path | None = None, tls_key: Path | None = None) -> int:
     """Serves an application at a bound socket; returns the exit status, 1 if a second signal cut it short."""
+    logging.getLogger("uvicorn.error").addFilter(_is_about_program)
     config = uvicorn.Config(
         app,
         http=Connection,  # with an end to every wait for a request's head
