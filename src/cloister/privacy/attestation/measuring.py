@@ -83,13 +83,19 @@ def measure_package() -> dict[str, str]:
 def measure_installed() -> dict[str, str]:
     """Returns name -> SHA-256 digest (hex) of every file of code that a process of this installation could load.
 
-    That is each source and library in Python's own directories, and what the kernel mapped for this process from elsewhere.
+    That is each source and library in Python's own directories, and every library of the system in the directories that the
+    kernel mapped one from for this process: others may be loaded later, or by another process of a node.
 
     Raises:
         AttestationError: one of them cannot be read.
     """
     files = {path.resolve() for root, _ in _roots() for path in root.rglob("*") if _is_code(path) and path.is_file()}
-    paths = {*files, *_modules(), *_mapped(), Path(sys.executable).resolve()}
+    mapped = set(_mapped())
+    system = {
+        folder for folder in {path.parent for path in mapped} if not any(folder.is_relative_to(root) for root, _ in _roots())
+    }
+    beside = {path.resolve() for folder in system for path in folder.iterdir() if ".so" in path.suffixes and path.is_file()}
+    paths = {*files, *beside, *mapped, *_modules(), Path(sys.executable).resolve()}
     return dict(sorted((_name(path), measure_file(path)) for path in paths))
 
 
