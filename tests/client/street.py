@@ -133,6 +133,7 @@ class Street:
 
     directory: Path
     site: Site
+    loop: Loop
     programs: list[Program] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     running: int = 0
@@ -250,7 +251,7 @@ def open_street(directory: Path, num_nodes: int = 2) -> Iterator[Street]:
     loop = Loop()
     stack = contextlib.AsyncExitStack()
     try:
-        street = Street(directory, loop.run(stack.enter_async_context(open_site())))
+        street = Street(directory, loop.run(stack.enter_async_context(open_site())), loop)
         loop.run(street.open(num_nodes))
         try:
             yield street

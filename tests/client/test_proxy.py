@@ -1,0 +1,135 @@
+"""`cloister proxy` at a real socket, in front of a whole private cloud."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from cloister.client import AsyncSealedTransport, Session
+from cloister.client.proxy import Proxy, proxy_app
+from cloister.privacy.attestation import Policy
+from cloister.types.errors import ConfigError
+from tests.client.street import Program, Street, start
+from tests.client.test_sdk import ASK, LONG, MODEL
+
+
+class Local:
+    """A proxy that serves.
+
+    Attributes:
+        told: what it printed.
+    """
+
+    def __init__(self, street: Street, session: Session) -> None:
+        self.told: list[str] = []
+        self._street = street
+        self._transport = AsyncSealedTransport(session)
+        self.program: Program = street.loop.run(start(proxy_app(Proxy(session, self._transport, self.told.append))))
+
+    def close(self) -> None:
+        self._street.loop.run(self.program.stop())
+        self._street.loop.run(self._transport.aclose())
+
+
+@pytest.fixture(scope="module")
+def local(street: Street) -> Iterator[Local]:
+    local = Local(street, street.session())
+    yield local
+    local.close()
+
+
+@pytest.fixture
+def client(local: Local) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=local.program.url, timeout=30) as client:
+        yield client
+
+
+def test_any_program_gets_answers_without_knowing_of_seals(local: Local) -> None:
+    with openai.OpenAI(base_url=f"{local.program.url}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        stream = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=8, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def test_what_was_verified_is_told_once_for_each_epoch(local: Local, client: httpx.Client) -> None:
+    client.get("/v1/models")
+    client.get("/v1/models")
+    assert sum(line.startswith("Epoch ") for line in local.told) == 1
+    assert sum(line.startswith("Node ") for line in local.told) == 2
+    assert any("NOT PROVED" in line and "no hardware" in line for line in local.told)
+
+
+def test_nothing_that_was_asked_is_told(local: Local, client: httpx.Client) -> None:
+    client.post("/v1/chat/completions", json={"model": MODEL, "messages": ASK, "max_tokens": 4})
+    assert not any("list" in line.split() or "Python" in line for line in local.told)
+
+
+def test_tokens_arrive_while_the_answer_is_being_written(client: httpx.Client) -> None:
+    body = {"model": MODEL, "messages": LONG, "max_tokens": 30, "stream": True, "ignore_eos": True}
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        times = [round(time.monotonic(), 2) for _ in response.iter_raw()]
+    assert len(set(times)) > 5
+
+
+def test_who_hangs_up_ends_the_answer_at_the_node(street: Street, client: httpx.Client) -> None:
+    body = {"model": MODEL, "messages": LONG, "max_tokens": 900, "stream": True, "ignore_eos": True}
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        next(response.iter_raw())
+    give_up_at = time.monotonic() + 10
+    while street.running and time.monotonic() < give_up_at:
+        time.sleep(0.02)
+    assert street.running == 0
+
+
+@pytest.mark.parametrize("headers", [{"origin": "https://evil.example"}, {"host": "evil.example"}])
+def test_pages_of_a_browser_are_refused(client: httpx.Client, street: Street, headers: dict[str, str]) -> None:
+    before = sum(len(node.opened) for node in street.nodes)
+    response = client.post("/v1/chat/completions", json={"model": MODEL, "messages": ASK}, headers=headers)
+    assert response.status_code == 403
+    assert sum(len(node.opened) for node in street.nodes) == before
+
+
+def test_a_refusal_is_an_error_that_sdks_understand(street: Street) -> None:
+    strict = Local(street, street.session(policy=Policy()))
+    try:
+        with (
+            openai.OpenAI(base_url=f"{strict.program.url}/v1", api_key="none") as client,
+            pytest.raises(openai.APIStatusError, match="no hardware vouches") as caught,
+        ):
+            client.models.list()
+        assert caught.value.code == "evidence_refused"
+        assert any("REFUSED; nothing is sent to it" in line for line in strict.told)
+    finally:
+        strict.close()
+
+
+def test_a_body_beyond_the_largest_bucket_is_refused(local: Local) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", httpx.URL(local.program.url).port, timeout=30)
+    try:
+        connection.request("POST", "/v1/chat/completions", body=bytes(17 << 20))
+        answer = connection.getresponse()
+        assert answer.status == 413
+        assert json.loads(answer.read())["error"]["code"] == "request_too_large"
+    except BrokenPipeError:
+        pytest.fail("the refusal did not reach the program")
+    finally:
+        connection.close()
+
+
+def test_an_api_key_comes_from_a_file_and_never_from_the_command_line(tmp_path: Path) -> None:
+    from cloister.cli.proxy import read_api_key
+
+    (tmp_path / "key").write_text("sk-abc\n")
+    assert read_api_key(tmp_path / "key") == "sk-abc"
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ConfigError, match="cloister keys add"):
+        read_api_key(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_api_key(tmp_path / "missing")
