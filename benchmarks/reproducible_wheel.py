@@ -5,7 +5,7 @@
 Each build starts from a fresh copy of one snapshot of the source, in another directory, with its own user, umask, time zone,
 language, number of processors and date. Exit status: 0 all wheels are one, 1 they differ (it says where), 2 a build failed.
 As root, one build runs as another user (`nobody`), which needs setpriv; otherwise that condition is left out, and it says so.
-Five builds of the kernels take some minutes each.
+Each build of the kernels takes some minutes; --against compares with a wheel that was kept.
 """
 
 from __future__ import annotations
@@ -58,6 +58,15 @@ CONDITIONS = (
     Condition("other time zone and language", directory="tz", environment={"TZ": "Pacific/Kiritimati", "LC_ALL": "C"}),
     Condition("one processor", directory="one", cpus=1, environment={"PYTHONHASHSEED": "7"}),
     Condition("another user", directory="nobody", umask=0o002, as_nobody=True, environment={"PYTHONHASHSEED": "1"}),
+    Condition(
+        "everything at once",
+        directory="once/more/with everything",
+        umask=0o077,
+        environment={"TZ": "America/St_Johns", "LC_ALL": "C", "PYTHONHASHSEED": "3"},
+        cpus=1,
+        as_nobody=True,
+        age_s=20_000_000,
+    ),
 )
 
 
@@ -66,10 +75,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, default=Path(__file__).parents[1], help="the repository")
     parser.add_argument("--keep", type=Path, help="a directory for the wheels")
+    parser.add_argument("--against", type=Path, help="a wheel that was built before from the same source")
     parser.add_argument("--only", nargs="*", help="names of conditions")
     chosen = parser.parse_args()
     conditions = [one for one in CONDITIONS if not chosen.only or one.name in chosen.only]
-    wheels: dict[str, bytes] = {}
+    wheels = {chosen.against.name: chosen.against.read_bytes()} if chosen.against else {}
     with tempfile.TemporaryDirectory(prefix="wheel-") as scratch:
         os.chmod(scratch, 0o755)
         snapshot = take_snapshot(chosen.source, Path(scratch) / "snapshot")

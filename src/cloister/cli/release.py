@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ app = typer.Typer(help="Make releases, and revoke them.", no_args_is_help=True)
 
 Key = Annotated[Path, typer.Option(help="The release's signer key (`cloister log key --role release`).", metavar="FILE")]
 PIP_DEADLINE_S = 600.0
+NODE_PARTS = ("cloister.app", "cloister.backends.native._native", "cloister.engine.child", "cloister.sealed.node")
+"""Loaded before a release is measured, so that the system's libraries that a node maps are mapped here too."""
 
 
 @app.callback()
@@ -81,6 +84,8 @@ def make(
     from cloister.privacy.transparency.release import Release, release_entry
 
     signer = read_key(key)
+    for name in NODE_PARTS:
+        importlib.import_module(name)
     manifest = encode_manifest(measure_installed())
     document = Release(
         number=number,
