@@ -40,7 +40,12 @@ class Dumpable:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         if kernel.prctl(kernel.PR_GET_DUMPABLE) != 0:
             raise Missing("the kernel keeps the process dumpable", "run on Linux")
-        return "0"
+        return f"0; {self._yama()}"
 
     def probe(self) -> str:
-        return "can be 0"
+        return f"can be 0; {self._yama()}"
+
+    def _yama(self) -> str:
+        """What else stands before ptrace: with 3 nobody attaches to anything, SYS_PTRACE or not."""
+        scope = kernel.read_text("/proc/sys/kernel/yama/ptrace_scope")
+        return "no Yama in this kernel" if scope is None else f"Yama's ptrace_scope is {scope.strip()}"

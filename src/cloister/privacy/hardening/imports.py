@@ -19,6 +19,9 @@ from cloister.privacy.hardening.measure import Missing, Needs
 CODECS: Final = ("ascii", "latin_1", "utf_8", "utf_8_sig", "utf_16", "utf_16_le", "utf_16_be", "utf_32", "idna", "punycode")
 """Text encodings that bodies and headers may ask for; one that is not there is an unknown encoding."""
 
+UNUSED: Final = "this"
+"""A module of the standard library that nothing imports."""
+
 
 class Imports:
     name = "imports"
@@ -29,7 +32,7 @@ class Imports:
         sys.path_hooks.clear()
         sys.path_importer_cache.clear()
         with contextlib.suppress(ImportError):
-            importlib.import_module("antigravity")
+            importlib.import_module(UNUSED)
             raise Missing("a module could still be imported", "use CPython")
         return f"{len(sys.modules)} modules are there, no other comes"
 
