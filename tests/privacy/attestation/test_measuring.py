@@ -12,6 +12,7 @@ import pytest
 from cloister.privacy import Profile
 from cloister.privacy.attestation import AttestationError
 from cloister.privacy.attestation.measuring import (
+    _beside,
     encode_manifest,
     find_foreign,
     measure_file,
@@ -49,6 +50,14 @@ def test_a_process_measures_its_modules_its_interpreter_and_its_libraries(tmp_pa
     assert find_foreign(measured, measured) == []
     del measured[str(module)]
     assert find_foreign(again, measured) == [str(module)], "what the release does not know is foreign too"
+
+
+def test_libraries_that_lie_beside_a_mapped_one_are_in_a_release_too(tmp_path: Path):
+    mapped = tmp_path / "libone.so.1"
+    for name in ("libone.so.1", "libtwo.so", "readme.txt"):
+        (tmp_path / name).write_text(name)
+    assert sorted(_beside([mapped])) == [mapped, tmp_path / "libtwo.so"]
+    assert not list(_beside([Path(json.__file__)])), "Python's own directories are walked whole"
 
 
 def test_every_profile_rules_something_else():

@@ -91,11 +91,7 @@ def measure_installed() -> dict[str, str]:
     """
     files = {path.resolve() for root, _ in _roots() for path in root.rglob("*") if _is_code(path) and path.is_file()}
     mapped = set(_mapped())
-    system = {
-        folder for folder in {path.parent for path in mapped} if not any(folder.is_relative_to(root) for root, _ in _roots())
-    }
-    beside = {path.resolve() for folder in system for path in folder.iterdir() if ".so" in path.suffixes and path.is_file()}
-    paths = {*files, *beside, *mapped, *_modules(), Path(sys.executable).resolve()}
+    paths = {*files, *_beside(mapped), *mapped, *_modules(), Path(sys.executable).resolve()}
     return dict(sorted((_name(path), measure_file(path)) for path in paths))
 
 
@@ -121,6 +117,13 @@ def read_manifest(encoded: bytes) -> dict[str, str]:
 def find_foreign(measured: Mapping[str, str], manifest: Mapping[str, str]) -> list[str]:
     """Returns the names of files that were loaded and are not as the manifest says."""
     return sorted(name for name, digest in measured.items() if manifest.get(name) != digest)
+
+
+def _beside(mapped: Iterable[Path]) -> Iterable[Path]:
+    """Libraries of the system in the directories of those that are mapped."""
+    for folder in {path.parent for path in mapped}:
+        if not any(folder.is_relative_to(root) for root, _ in _roots()):
+            yield from (path.resolve() for path in folder.iterdir() if ".so" in path.suffixes and path.is_file())
 
 
 def _is_code(path: Path) -> bool:
