@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import os
 import socket
+import sys
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -180,11 +184,13 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
     Raises:
         CloisterError: something cannot be used or does not fit; the message says what to do.
     """
+    from cloister.sealed.attesting import read_attesting
     from cloister.server.serve import serve as serve_site
 
+    read_attesting(settings.server.config)
     gate = build_gate(settings)
     set_up_logging(settings.server.config.log_format)
-    open_site = _open_rotation if settings.models else _open_site
+    open_site = _open_rotation if settings.models else _open_node if settings.server.config.sealed else _open_site
 
     async def open_closed_site() -> Site:
         site = await open_site(settings, gate, announce)
@@ -205,6 +211,7 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
         CloisterError: a model cannot be found.
     """
     from cloister.privacy.hardening.launching import Launch, execute, reading
+    from cloister.sealed.attesting import read_attesting
 
     engines = [engine.config for engine in settings.models.values()] or [settings.engine.config]
     front = settings.server.config
@@ -214,13 +221,19 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     for cache in caches:
         cache.mkdir(parents=True, exist_ok=True)
     models = [locate(config.model, progress=True) for config in engines]
+    attesting = read_attesting(front)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # what forks has one thread; our kernels have threads of their own
     execute(
         Launch(
             profile=str(settings.engine.config.profile),
-            read=reading([*models, *map(Path, adapters)], [Path(file) for file in files if file is not None]),
+            read=reading(
+                [*models, *map(Path, adapters), *attesting.folders],
+                [*(Path(file) for file in files if file is not None), *attesting.files],
+            ),
             write=tuple(sorted(str(cache) for cache in caches)),
             listen=(front.port,),
             with_engine=True,
+            with_attester=attesting.uses_hardware,
             module="cloister.cli",
             arguments=tuple(arguments),
         )
@@ -235,13 +248,81 @@ def _start_sealed_engine(far: socket.socket) -> Process:
     return state.starter.start("engine", [], far.fileno())
 
 
-def _make_engine(config: EngineConfig, front: ServerConfig) -> ProcessEngine:
+def _start_sealed_module(module: str, sock: socket.socket) -> Process:
+    """Has the starter make a process beside the engine, by the role that the module has."""
+    from cloister.privacy.hardening.launching import ROLE_OF
+
+    state = hardening.sealed()
+    assert state is not None
+    assert state.starter is not None
+    return state.starter.start(ROLE_OF[module], [], sock.fileno())
+
+
+def _make_engine(
+    config: EngineConfig, front: ServerConfig, doorkeeper: Callable[[socket.socket], None] | None = None
+) -> ProcessEngine:
     """Returns an engine in a process of its own, one with no way in if the front has none."""
     from cloister.engine import ProcessEngine
 
     if hardening.sealed() is None:
-        return ProcessEngine(ENGINE_ENTRY, config, log_format=front.log_format)
-    return ProcessEngine(SEALED_ENGINE_ENTRY, config, log_format=front.log_format, spawn=_start_sealed_engine)
+        return ProcessEngine(ENGINE_ENTRY, config, log_format=front.log_format, doorkeeper=doorkeeper)
+    return ProcessEngine(
+        SEALED_ENGINE_ENTRY, config, log_format=front.log_format, spawn=_start_sealed_engine, doorkeeper=doorkeeper
+    )
+
+
+async def _open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
+    """Starts engine, sealer and zygote, and the front that carries sealed bytes between them and a gateway."""
+    from cloister.privacy.shape import shape_of
+    from cloister.sealed.attesting import open_announcer, read_attesting
+    from cloister.sealed.workers.crew import Crew, start_module
+    from cloister.sealed.workers.sealer import SealerBoot
+    from cloister.sealed.workers.site import WAITING_WORKERS, WORKER_ENTRY, worker_site
+    from cloister.sealed.workers.zygote import ZygoteBoot
+    from cloister.server.serve import Site
+    from cloister.types.events import Ready
+
+    config, front = settings.engine.config, settings.server.config
+    crew = Crew(start_module if hardening.sealed() is None else _start_sealed_module)
+    engine = _make_engine(config, front, crew.keep_door)
+    await engine.start()
+    started_s = time.time()
+    try:
+        ready = Ready(engine.model, engine.memory, list(engine.adapters.loaded.values()), engine.startup)
+        paths = [path for path in sys.path if path]
+        must_lock = overwrites(config.profile)
+        shape = shape_of(settings.policy.profile)
+        await crew.open(SealerBoot(must_lock=must_lock), ZygoteBoot(WORKER_ENTRY, config, front, ready, paths, shape))
+        announcer = await open_announcer(
+            read_attesting(front),
+            settings.policy.profile,
+            Path(engine.model.path),
+            crew.unsealer,
+            started_s,
+            _tell_hardening,
+            None if hardening.sealed() is None else _start_sealed_module,
+        )
+    except BaseException:
+        crew.close()
+        await engine.drain(0.0)
+        raise
+    return_free_memory()
+    for line in describe_start(settings, engine.model, engine.memory, engine.startup, gate.notice()):
+        announce(line)
+    announce(f"keys in a sealer ({crew.memory}), one worker for each request")
+    app = worker_site(crew, engine.health, evidence=announcer.evidence, max_workers=config.max_num_seqs + WAITING_WORKERS)
+    announcing = asyncio.create_task(announcer.renew_forever())  # begins when this process is closed: its evidence says so
+
+    def close() -> None:
+        announcing.cancel()
+        crew.close()
+
+    return Site(app, engine, (), close)
+
+
+def _tell_hardening() -> Mapping[str, str]:
+    state = hardening.sealed()
+    return {} if state is None else state.statement()
 
 
 async def _open_site(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:

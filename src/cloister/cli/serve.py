@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -36,7 +37,7 @@ def serve(
 
     if resolved.server.config.sealed and sealed() is None:
         launch_sealed(resolved, sys.argv[1:], settings.config_file)
-    raise typer.Exit(run_server(resolved))
+    raise typer.Exit(run_server(resolved, partial(print, flush=True)))  # whoever waits for the address reads a pipe
 
 
 def _explain(reasons: list[Reason], as_json: bool) -> None:

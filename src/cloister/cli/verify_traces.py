@@ -11,6 +11,7 @@ import typer
 from cloister.cli.console import err, out, print_json
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.privacy.residue.report import describe, to_data
+from cloister.types.allocator import overwrites
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError
 
@@ -74,10 +75,12 @@ def _prepare(settings: GivenSettings) -> tuple[EngineConfig, Callable[[Sequence[
 
 
 def _start(profile: str, settings: GivenSettings) -> Path:
-    from cloister.client.traces.node import Server
+    """Starts a sealed node where the profile asks for one, else a server."""
+    from cloister.client.traces.node import SealedNode, Server
 
     flags = {name: value for name, value in settings.flags.items() if name != "profile"}
-    return Server(profile, [part for name, value in flags.items() for part in _as_flag(name, value)])
+    kind = SealedNode if overwrites(profile) else Server
+    return kind(profile, [part for name, value in flags.items() for part in _as_flag(name, value)])
 
 
 def _as_flag(name: str, value: object) -> list[str]:

@@ -76,6 +76,18 @@ async def receive(reader: asyncio.StreamReader, limit_bytes: int = MAX_FRAME_BYT
         return None
 
 
+def receive_boot(sock: socket.socket) -> tuple[bytes | None, list[int]]:
+    """As `receive_blocking`, of the first frame, which may come with the descriptor of a door."""
+    while True:
+        try:
+            head, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, 1)
+        except TimeoutError:
+            continue
+        if len(head) < _LENGTH.size:
+            return None, descriptors
+        return _read_exactly(sock, _payload_size(head, MAX_FRAME_BYTES)), descriptors
+
+
 def receive_blocking(sock: socket.socket, limit_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
     """As `receive`, for a thread that may block until the other side sends or closes."""
     head = _read_exactly(sock, _LENGTH.size)

@@ -20,12 +20,14 @@ from typing import Final
 
 from cloister.engine import channel
 from cloister.engine.core import EngineCore
+from cloister.engine.door import Door
 from cloister.engine.faults import describe
 from cloister.engine.inbox import Inbox
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
-from cloister.types.events import EngineMessage, Failed, Ready
+from cloister.types.events import EngineMessage, Failed, Outputs, Ready
 from cloister.types.logs import set_up_logging
+from cloister.types.naming import name_process
 
 SEND_TIMEOUT_S: Final = 60.0
 """A front that reads nothing for so long is taken for dead."""
@@ -39,11 +41,12 @@ CoreFactory = Callable[[EngineConfig], EngineCore]
 def main(fd: int) -> int:
     """Builds the engine that the front asks for and runs it; returns the exit status."""
     _tie_to_parent()
+    name_process("engine")
     faulthandler.enable()  # prints places in the code, no values
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     sock.settimeout(SEND_TIMEOUT_S)
-    frame = channel.receive_blocking(sock)
+    frame, doors = channel.receive_boot(sock)
     if frame is None:
         return 0
     boot = channel.decode_boot(frame)
@@ -52,7 +55,11 @@ def main(fd: int) -> int:
     inbox = Inbox()
     threading.Thread(target=_listen, args=(sock, inbox), name="cloister-channel", daemon=True).start()
 
+    door = Door(socket.socket(fileno=doors[0]), inbox) if doors else None
+
     def send(message: EngineMessage) -> None:
+        if door is not None and isinstance(message, Outputs):
+            message = door.deliver(message)
         sock.sendall(channel.frame(message))
 
     core = _build(boot, send)
@@ -60,6 +67,8 @@ def main(fd: int) -> int:
         return 1
     core.inbox = inbox
     core.settle()
+    if door is not None:
+        threading.Thread(target=door.run, name="cloister-door", daemon=True).start()
     send(Ready(core.model, core.memory, core.adapters.loaded, core.startup))
     try:
         core.run(send)

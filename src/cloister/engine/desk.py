@@ -130,6 +130,10 @@ class Desk:
         """Requests that have not ended, those included that nobody waits for any more."""
         return len(self._tickets)
 
+    def knows(self, request_id: str) -> bool:
+        """True if the request came from here and has not ended."""
+        return request_id in self._tickets
+
     @property
     def num_waiting(self) -> int:
         """Requests that somebody waits for and that have not been scheduled yet."""

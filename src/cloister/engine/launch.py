@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -112,7 +113,12 @@ def spawn_program(far: socket.socket, variables: Mapping[str, str] = {}) -> Proc
 
 
 async def launch(
-    entry: str, config: EngineConfig, timeout_s: float, log_format: str = "text", spawn: Spawn = spawn_program
+    entry: str,
+    config: EngineConfig,
+    timeout_s: float,
+    log_format: str = "text",
+    spawn: Spawn = spawn_program,
+    door: socket.socket | None = None,
 ) -> EngineChild:
     """Starts an engine process and waits until its model is loaded.
 
@@ -120,6 +126,7 @@ async def launch(
         entry: "module:function" that builds its EngineCore.
         log_format: how it writes its log.
         spawn: makes the process.
+        door: through which others than this process send it channels (`engine.door`); it is closed here.
 
     Raises:
         CloisterError: what the engine refused to start for.
@@ -129,12 +136,13 @@ async def launch(
     near, far = socket.socketpair()
     with far:
         process = spawn(far)
+    with door or contextlib.nullcontext():
+        socket.send_fds(near, [boot], [] if door is None else [door.fileno()])
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     reader, writer = await asyncio.open_unix_connection(sock=near, limit=_READ_LIMIT_BYTES)
     child = EngineChild(process, reader, writer)
     try:
-        writer.write(boot)
         child.ready = await asyncio.wait_for(_await_ready(child), timeout_s)
     except TimeoutError as error:
         await child.close()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+import socket
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cloister.engine.adapter_calls import AdapterCalls
 from cloister.engine.base import EventListener, Health
 from cloister.engine.desk import Desk
+from cloister.engine.door import open_door
 from cloister.engine.faults import describe
 from cloister.engine.launch import EngineChild, Spawn, launch, spawn_overwriting, spawn_program
 from cloister.engine.restarts import Restarts
@@ -19,7 +21,7 @@ from cloister.types.allocator import overwrites
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError
-from cloister.types.events import FrontMessage, Outputs, Shutdown
+from cloister.types.events import Arrived, Ended, Event, FrontMessage, Outputs, Shutdown
 from cloister.types.request import ModelInfo, Request, SequenceOutput
 
 NOT_STARTED: Final = "the engine has not been started"
@@ -61,6 +63,7 @@ class ProcessEngine:
         log_format: how the child writes its log.
         spawn: makes the child process; unset, by executing the interpreter, with memory that is overwritten when it is freed
             if the profile asks for that.
+        doorkeeper: gets the near end of the door of each engine process (`engine.door`), to keep; None, engines have no door.
 
     Attributes:
         model, memory: as the engine said; set by `start`.
@@ -80,6 +83,7 @@ class ProcessEngine:
         clock: Clock | None = None,
         log_format: str = "text",
         spawn: Spawn | None = None,
+        doorkeeper: Callable[[socket.socket], None] | None = None,
     ) -> None:
         self._entry = entry
         self._spawn: Spawn = spawn or (spawn_overwriting if overwrites(config.profile) else spawn_program)
@@ -94,6 +98,8 @@ class ProcessEngine:
         self._child: EngineChild | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._drain_s: float | None = None
+        self._doorkeeper = doorkeeper
+        self._elsewhere: set[str] = set()
 
     async def start(self) -> None:
         """Starts the engine and waits until its model is loaded.
@@ -138,7 +144,11 @@ class ProcessEngine:
     async def _launch(self) -> None:
         config = replace(self._config, lora=self.adapters.as_setting(self._config.lora))
         begun_s = self._clock.now()
-        child = await launch(self._entry, config, self._supervision.start_timeout_s, self._log_format, self._spawn)
+        near, far = open_door() if self._doorkeeper is not None else (None, None)
+        timeout_s = self._supervision.start_timeout_s
+        child = await launch(self._entry, config, timeout_s, self._log_format, self._spawn, far)
+        if self._doorkeeper is not None and near is not None:
+            self._doorkeeper(near)
         self._child = child
         self.model, self.memory = child.ready.model, child.ready.memory
         phases = child.ready.startup
@@ -171,6 +181,8 @@ class ProcessEngine:
         try:
             while isinstance(message := await child.receive(), Outputs):
                 self._watchdog.advance()
+                if self._doorkeeper is not None:
+                    self._note_elsewhere(message.events)
                 self._desk.deliver(message)
                 self.adapters.deliver(message.replies)
         finally:
@@ -179,15 +191,24 @@ class ProcessEngine:
     async def _watch(self, child: EngineChild) -> None:
         while True:
             await asyncio.sleep(self._supervision.look_every_s)
-            self._watchdog.look(self._clock.now(), is_waited_for=self._desk.num_in_flight > 0)
+            self._watchdog.look(self._clock.now(), is_waited_for=bool(self._desk.num_in_flight or self._elsewhere))
             if self._watchdog.is_hung:
                 _logger.error("the engine made no step for %.1f s; it is replaced", self._watchdog.stalled_s)
                 child.kill()
                 return
 
+    def _note_elsewhere(self, events: Sequence[Event]) -> None:
+        """Counts requests that others wait for, so that an engine that hangs on one of theirs is found out."""
+        for event in events:
+            if isinstance(event, Arrived) and not self._desk.knows(event.request_id):
+                self._elsewhere.add(event.request_id)
+            elif isinstance(event, Ended) and event.last:
+                self._elsewhere.discard(event.request_id)
+
     async def _bury(self, child: EngineChild) -> None:
         """Ends every request of an engine that is gone."""
         self._child = None
+        self._elsewhere.clear()
         is_draining = self._drain_s is not None
         self._desk.closed = DRAINING if is_draining else RESTARTING
         status = await child.close()

@@ -13,7 +13,9 @@ from typing import Final, Protocol
 
 import httpx
 
+from cloister.client.traces.sealing import DirectTransport
 from cloister.privacy.residue.processes import Process
+from cloister.privacy.shape import shape_of
 from cloister.types.errors import EngineError
 
 START_TIMEOUT_S: Final = 120.0
@@ -111,6 +113,26 @@ class Server:
 
     def stop(self) -> None:
         self._program.stop()
+
+
+class SealedNode(Server):
+    """One `cloister serve --sealed`, asked without relay and gateway between."""
+
+    def __init__(self, profile: str, arguments: Sequence[str] = ()) -> None:
+        super().__init__(profile, ("--sealed", *arguments))
+        self._shaped = shape_of(profile) is not None
+
+    def client(self) -> httpx.AsyncClient:
+        transport = DirectTransport(self._program.address, shaped=self._shaped)
+        return httpx.AsyncClient(base_url="https://localhost", timeout=60.0, transport=transport)
+
+    def role(self, process: Process) -> str:
+        if process.pid in self.roots:
+            return "front"
+        return process.name.removeprefix("cl-") if process.name.startswith("cl-") else "starter"
+
+    def holds_content(self, process: Process) -> bool:
+        return self.role(process) in ("worker", "engine")
 
 
 def _drain(process: subprocess.Popen[str]) -> None:

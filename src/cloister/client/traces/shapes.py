@@ -96,7 +96,7 @@ SHAPES: Final[tuple[Make, ...]] = (
     lambda mark: _chat(mark, "unknown model", model=f"m{mark.text}", is_refused=True),
     _broken,
     lambda mark: _completion(mark, "too long", prompt=mark.text * 1500, is_refused=True),
-    lambda mark: _call("count of tokens", "/tokenize", {"prompt": f"Count{mark.text}."}),
+    lambda mark: _call("responses", "/v1/responses", {"input": f"Explain{mark.text}.", "max_output_tokens": NUM_TOKENS}),
     _tool,
     lambda mark: _completion(mark, "seeded, penalised", seed=7, presence_penalty=0.5, frequency_penalty=0.5, top_p=0.9),
 )  # fmt: skip

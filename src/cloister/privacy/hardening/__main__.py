@@ -54,6 +54,7 @@ def read_arguments(arguments: Sequence[str]) -> Launch:
     parser.add_argument("--listen", action="append", default=[], type=int, metavar="PORT", help="TCP port that may be taken")
     parser.add_argument("--connect", action="append", default=[], type=int, metavar="PORT", help="TCP port that may be called")
     parser.add_argument("--with-engine", action="store_true", help="start engine processes for the module")
+    parser.add_argument("--with-attester", action="store_true", help="and one that asks the processor for reports")
     parser.add_argument(AGAIN, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("module", help="run as python -m would")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -65,6 +66,7 @@ def read_arguments(arguments: Sequence[str]) -> Launch:
         listen=tuple(given.listen),
         connect=tuple(given.connect),
         with_engine=given.with_engine,
+        with_attester=given.with_attester,
         module=given.module,
         arguments=tuple(given.arguments),
     )

@@ -13,10 +13,17 @@ from typing import Final
 
 from cloister.privacy.hardening import kernel
 from cloister.privacy.hardening.measure import Missing, Needs
+from cloister.types.allocator import OVERWRITING
 
 KEPT: Final = ("HOME", "PATH", "TZ", "TERM", "COLUMNS", "NO_COLOR", "HF_HOME", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 """Variables that pass. None of them names code to load; PATH finds no program, as none can be executed."""
-FIXED: Final[Mapping[str, str]] = {"LANG": "C.UTF-8", "LC_CTYPE": "C.UTF-8", "HF_HUB_OFFLINE": "1"}
+FIXED: Final[Mapping[str, str]] = {
+    "LANG": "C.UTF-8",
+    "LC_CTYPE": "C.UTF-8",
+    "HF_HUB_OFFLINE": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    **OVERWRITING,
+}
 """Variables that every process of a node has."""
 FLAGS: Final = ("-P", "-s", "-B")
 """Of the interpreter: no current directory and no user's packages on the import path, no byte code written."""

@@ -16,6 +16,15 @@ from cloister.privacy.hardening.starter import Role
 
 ENGINE: Final = "engine"
 ENGINE_MODULE: Final = "cloister.engine.child"
+WORKER: Final = "worker"
+WORKER_MODULE: Final = "cloister.sealed.workers.zygote"
+SEALER: Final = "sealer"
+SEALER_MODULE: Final = "cloister.sealed.workers.sealer"
+ATTESTER: Final = "attester"
+ATTESTER_MODULE: Final = "cloister.privacy.attestation.process"
+REPORTS: Final = "/sys/kernel/config/tsm/report"
+"""Where the kernel gives reports of the processor to whoever makes a directory."""
+ROLE_OF: Final = {ENGINE_MODULE: ENGINE, WORKER_MODULE: WORKER, SEALER_MODULE: SEALER, ATTESTER_MODULE: ATTESTER}
 HUB_SNAPSHOTS: Final = "snapshots"
 """In the hub's cache, models--OWNER--NAME/snapshots/COMMIT holds links to files in models--OWNER--NAME/blobs."""
 
@@ -29,6 +38,7 @@ class Launch:
         write: directories that the engine, or a module without one, writes to until it is closed.
         listen, connect: TCP ports of the front.
         with_engine: the module starts engine processes.
+        with_attester: and one that asks the processor for reports.
         module, arguments: what the front runs.
     """
 
@@ -40,6 +50,7 @@ class Launch:
     listen: tuple[int, ...] = ()
     connect: tuple[int, ...] = ()
     with_engine: bool = False
+    with_attester: bool = False
 
     @property
     def front(self) -> Needs:
@@ -50,12 +61,21 @@ class Launch:
     @property
     def starter(self) -> Needs:
         """The process that forks others: it reaches what they reach."""
-        return Needs("starter", read=self.read, write=self.write, fork=True)
+        return Needs("starter", read=self.read, write=(*self.write, *self._reports), fork=True)
 
     @property
     def roles(self) -> Mapping[str, Role]:
-        """The processes that the starter may make: an engine has no network at all."""
-        return {ENGINE: Role(ENGINE_MODULE, Needs(ENGINE, read=self.read, write=self.write), "before it is ready")}
+        """The processes that the starter may make: none but the front has any network."""
+        return {
+            ENGINE: Role(ENGINE_MODULE, Needs(ENGINE, read=self.read, write=self.write), "before it is ready"),
+            WORKER: Role(WORKER_MODULE, Needs(WORKER, read=self.read, fork=True), "before its first request"),
+            SEALER: Role(SEALER_MODULE, Needs(SEALER), "before it makes keys"),
+            ATTESTER: Role(ATTESTER_MODULE, Needs(ATTESTER, read=self.read, write=self._reports)),
+        }
+
+    @property
+    def _reports(self) -> tuple[str, ...]:
+        return (REPORTS,) if self.with_attester else ()
 
     def command_line(self) -> Iterator[str]:
         """Yields the launcher's arguments that say the same."""
@@ -70,6 +90,8 @@ class Launch:
                 yield from (flag, str(value))
         if self.with_engine:
             yield "--with-engine"
+        if self.with_attester:
+            yield "--with-attester"
         yield from (self.module, *self.arguments)
 
 

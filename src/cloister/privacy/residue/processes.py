@@ -27,16 +27,18 @@ class Process:
 
     Attributes:
         started: clock ticks since boot; with the pid it names one process for good.
+        name: as it calls itself.
         command: its arguments, as far as the kernel still shows them.
     """
 
     pid: int
     parent: int
     started: int
+    name: str
     command: str
 
     def __str__(self) -> str:
-        return f"{self.pid} {self.command}"
+        return f"{self.pid} {self.name} {self.command}".strip()
 
 
 class Family:
@@ -121,7 +123,7 @@ def _everybody() -> Iterator[Process]:
                 head, _, rest = Path(f"/proc/{entry}/stat").read_text().rpartition(")")
                 fields = rest.split()
                 command = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                yield Process(int(entry), int(fields[1]), int(fields[19]), command or f"[{head.partition('(')[2]}]")
+                yield Process(int(entry), int(fields[1]), int(fields[19]), head.partition("(")[2], command)
 
 
 def _state(pid: int) -> str:

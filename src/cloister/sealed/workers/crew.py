@@ -1,0 +1,232 @@
+"""The front's side: starts sealer and zygote, has workers made, and carries sealed bytes to them and back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from cloister.engine.door import KNOCK
+from cloister.engine.launch import Process
+from cloister.sealed.exchange import Body, GoneError, Outgoing
+from cloister.sealed.problems import ProblemError, problem_of
+from cloister.sealed.workers.remote import RemoteUnsealer
+from cloister.sealed.workers.sealer import SealerBoot, SealerReady
+from cloister.sealed.workers.wire import Gone, Head, Part, Piece, Start, frame, receive_for_front, to_asgi
+from cloister.sealed.workers.zygote import ENGINE_DOOR, MESSAGE_BYTES, SEALER_DOOR, WORK, ZygoteBoot, ZygoteReady
+from cloister.types.allocator import OVERWRITING
+from cloister.types.errors import CloisterError, EngineError
+
+ZYGOTE_MODULE: Final = "cloister.sealed.workers.zygote"
+SEALER_MODULE: Final = "cloister.sealed.workers.sealer"
+START_TIMEOUT_S: Final = 60.0
+FORK_TIMEOUT_S: Final = 10.0
+_LIMIT_BYTES: Final = 2**20
+_BUFFER_BYTES: Final = 1 << 20
+_BUSY: Final = "This node has as many requests as it takes; try again in a moment."
+_FAILED: Final = "The request could not be answered; send it again."
+
+Start_ = Callable[[str, socket.socket], Process]
+"""Starts a module as a process of its own, which gets the socket."""
+R = TypeVar("R")
+
+
+def start_module(module: str, sock: socket.socket) -> Process:
+    """Executes the interpreter anew, with memory that is overwritten when it is freed."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, str(sock.fileno())],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **OVERWRITING, "OPENBLAS_NUM_THREADS": "1"},
+        pass_fds=(sock.fileno(),),
+        process_group=0,
+    )
+
+
+class Crew:
+    """Sealer and zygote of one node.
+
+    Args:
+        start: makes their processes.
+
+    Attributes:
+        unsealer: the front's own channel to the sealer, which publishes keys.
+        memory: how the sealer keeps its keys from swap.
+    """
+
+    def __init__(self, start: Start_ = start_module) -> None:
+        self._start = start
+        self._sealer: socket.socket | None = None
+        self._zygote: socket.socket | None = None
+        self._processes: list[Process] = []
+        self._turn = asyncio.Lock()
+        self._engine_door: socket.socket | None = None
+        self.unsealer = RemoteUnsealer()
+        self.memory = ""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self._processes)
+
+    def keep_door(self, door: socket.socket) -> None:
+        """Takes the door of a new engine and hands it on; this process keeps no way to the engine's content."""
+        self._engine_door = door
+        if self._zygote is not None:
+            self._pass_door(self._zygote)
+
+    async def open(self, sealer: SealerBoot, zygote: ZygoteBoot) -> None:
+        """Starts both; the engine must have been started.
+
+        Raises:
+            EngineError: one of them cannot start; the message says why.
+        """
+        self._sealer, said = await self._boot(SEALER_MODULE, msgspec.msgpack.encode(sealer), SealerReady)
+        if said.error:
+            raise EngineError(f"the sealer does not start: {said.error}")
+        self.memory = said.memory
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with far:
+            socket.send_fds(self._sealer, [KNOCK], [far.fileno()])
+        self.unsealer.attach(near)
+        self._zygote, told = await self._boot(ZYGOTE_MODULE, msgspec.msgpack.encode(zygote), ZygoteReady)
+        if told.error:
+            raise EngineError(f"the zygote does not start: {told.error}")
+        socket.send_fds(self._zygote, [SEALER_DOOR], [self._sealer.fileno()])
+        self._pass_door(self._zygote)
+
+    async def fork(self) -> socket.socket:
+        """Has a worker made and returns the way to it.
+
+        Raises:
+            EngineError: there is no zygote any more.
+        """
+        if self._zygote is None:
+            raise EngineError("there is no zygote")
+        near, far = socket.socketpair()
+        with far:
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            try:
+                async with self._turn, asyncio.timeout(FORK_TIMEOUT_S):
+                    socket.send_fds(self._zygote, [WORK], [far.fileno()])
+                    await self._hear(self._zygote)
+            except (OSError, TimeoutError):
+                near.close()
+                raise EngineError("the zygote makes no workers any more; the node has to be restarted") from None
+        return near
+
+    def close(self) -> None:
+        """Ends both, and with them every worker and every key."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            while process.poll() is None:
+                pass
+        for sock in (self._sealer, self._zygote):
+            if sock is not None:
+                sock.close()
+
+    def _pass_door(self, zygote: socket.socket) -> None:
+        door, self._engine_door = self._engine_door, None
+        if door is not None:
+            with door:
+                socket.send_fds(zygote, [ENGINE_DOOR], [door.fileno()])
+
+    async def _boot(self, module: str, boot: bytes, kind: type[R]) -> tuple[socket.socket, R]:
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+        with far:
+            self._processes.append(self._start(module, far))
+        near.send(boot)
+        near.setblocking(False)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                said = await asyncio.get_running_loop().sock_recv(near, MESSAGE_BYTES)
+        except (OSError, TimeoutError):
+            said = b""
+        if not said:
+            raise EngineError(f"{module} did not start; the log may say why")
+        return near, msgspec.msgpack.decode(said, type=kind)
+
+    async def _hear(self, sock: socket.socket) -> None:
+        if not await asyncio.get_running_loop().sock_recv(sock, 16):
+            raise OSError("it is gone")
+
+
+class WorkerFront:
+    """ASGI application of `POST /ohttp` in the front: reads a sealed body whole, has a worker made, and carries both ways.
+
+    Args:
+        check: raises `ProblemError` for who may not ask.
+        max_workers: at once; more are told to come again.
+    """
+
+    def __init__(
+        self, crew: Crew, check: Callable[[Scope], None], *, max_request_bytes: int, body_timeout_s: float, max_workers: int
+    ) -> None:
+        self._crew = crew
+        self._check = check
+        self._max_request_bytes = max_request_bytes
+        self._body_timeout_s = body_timeout_s
+        self._max_workers = max_workers
+        self.num_workers = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        out = Outgoing(send)
+        body = Body(scope, receive, self._max_request_bytes, self._body_timeout_s)
+        try:
+            body.check_size()
+            self._check(scope)
+            if self.num_workers >= self._max_workers:
+                raise ProblemError(503, _BUSY, fields=((b"retry-after", b"1"),))
+            self.num_workers += 1
+            try:
+                pieces = [piece async for piece in body.pieces()]
+                near = await self._crew.fork()
+                await self._carry(scope, pieces, near, receive, send)
+            finally:
+                self.num_workers -= 1
+        except GoneError:
+            return
+        except CloisterError as error:
+            await out.refuse(problem_of(error))
+
+    async def _carry(self, scope: Scope, pieces: list[bytes], near: socket.socket, receive: Receive, send: Send) -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=near, limit=_LIMIT_BYTES)
+        watching = asyncio.create_task(_tell_when_gone(receive, writer))
+        has_begun = False
+        try:
+            wanted = (b"content-type",)
+            headers = [(name, value) for name, value in scope["headers"] if name in wanted]
+            writer.write(frame(Head(scope["method"], scope["path"], headers)))
+            for number, piece in enumerate(pieces, start=1):
+                writer.write(frame(Piece(piece, number < len(pieces))))
+            if not pieces:
+                writer.write(frame(Piece(b"", False)))
+            while (message := await receive_for_front(reader)) is not None:
+                has_begun = has_begun or isinstance(message, Start)
+                await send(to_asgi(message))
+                if isinstance(message, Part) and not message.more:
+                    return
+            if not has_begun and not watching.done():
+                raise ProblemError(503, _FAILED)
+        finally:
+            watching.cancel()
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+
+async def _tell_when_gone(receive: Receive, writer: asyncio.StreamWriter) -> None:
+    message: Message = {}
+    while message.get("type") != "http.disconnect":
+        message = await receive()
+    if not writer.is_closing():
+        writer.write(frame(Gone()))

@@ -1,0 +1,59 @@
+"""The sealer as others see it: an `Unsealer` behind a channel."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Final
+
+import msgspec
+
+from cloister.privacy.sealing import Exchange, Form, Header, ReplayCacheFullError, UnsealError
+from cloister.privacy.sealing.hpke import Context, ContextSecrets, Suite
+from cloister.sealed.workers.sealer import CACHE_FULL, MESSAGE_BYTES, Answer, Question
+from cloister.types.errors import EngineError
+
+ANSWER_TIMEOUT_S: Final = 10.0
+
+
+class RemoteUnsealer:
+    """Asks a sealer. One question at a time."""
+
+    def __init__(self) -> None:
+        self._sock: socket.socket | None = None
+        self._turn = asyncio.Lock()
+
+    def attach(self, sock: socket.socket) -> None:
+        """Takes a channel."""
+        sock.setblocking(False)
+        self._sock = sock
+
+    async def publish(self) -> bytes:
+        return (await self._ask(Question("publish"))).keys
+
+    async def begin(self, header: Header, form: Form) -> Exchange:
+        answer = await self._ask(Question("begin", header.encode(), form.request_type))
+        suite = Suite(answer.kdf_id, answer.aead_id)
+        return Exchange(form, header, Context(ContextSecrets(suite, answer.key, answer.base_nonce, answer.exporter)))
+
+    async def accept(self, header: Header) -> None:
+        await self._ask(Question("accept", header.encode()))
+
+    async def _ask(self, question: Question) -> Answer:
+        loop = asyncio.get_running_loop()
+        if self._sock is None:
+            raise EngineError("the sealer has not been reached")
+        try:
+            async with self._turn, asyncio.timeout(ANSWER_TIMEOUT_S):
+                await loop.sock_sendall(self._sock, msgspec.msgpack.encode(question))
+                said = await loop.sock_recv(self._sock, MESSAGE_BYTES)
+        except (OSError, TimeoutError):
+            said = b""
+        if not said:
+            raise EngineError("the sealer does not answer; the node has to be restarted")
+        answer = msgspec.msgpack.decode(said, type=Answer)
+        if answer.error == CACHE_FULL:
+            raise ReplayCacheFullError("The receiver has as many requests as it can keep apart; try again in a moment.")
+        if answer.error:
+            raise UnsealError
+        return answer

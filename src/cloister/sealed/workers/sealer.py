@@ -1,0 +1,210 @@
+"""The sealer: the one process with private keys. `python -m cloister.sealed.workers.sealer FD`, its end of a socket pair.
+
+It gives the secrets of one request against the header of that request, remembers what was opened, and replaces its keys on
+time. It never sees a body. Its memory is locked, so that no key reaches swap; it ends with its parent, and its keys with it.
+
+Through its socket come descriptors of channels (`engine.door`), each with questions in datagrams: publish, begin, accept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from cloister.privacy import hardening
+from cloister.privacy.sealing import (
+    CHUNKED,
+    FORMS,
+    NODE_KEY_LIFE_S,
+    NODE_KEY_OVERLAP_S,
+    Header,
+    KeyRing,
+    Receiver,
+    ReplayCache,
+    ReplayCacheFullError,
+    UnsealError,
+    parse_keys,
+)
+from cloister.privacy.sealing.ohttp import begin_request
+from cloister.types.naming import name_process
+
+MESSAGE_BYTES: Final = 65536
+UNSEAL_FAILED: Final = "unseal"
+CACHE_FULL: Final = "full"
+_MCL_CURRENT, _MCL_FUTURE = 1, 2
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class SealerBoot(msgspec.Struct, frozen=True):
+    """The first message to a sealer.
+
+    Attributes:
+        must_lock: it does not start if its memory cannot be locked and there is swap.
+    """
+
+    life_s: float = NODE_KEY_LIFE_S
+    overlap_s: float = NODE_KEY_OVERLAP_S
+    must_lock: bool = True
+
+
+class SealerReady(msgspec.Struct, frozen=True):
+    """Its answer: how its memory is kept from swap, or why it does not start."""
+
+    memory: str = ""
+    error: str = ""
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What a channel asks: publish, begin or accept, with the header of a request and its media type."""
+
+    what: str
+    header: bytes = b""
+    media_type: str = ""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What it gets: an error, or what it asked for."""
+
+    error: str = ""
+    keys: bytes = b""
+    key: bytes = b""
+    base_nonce: bytes = b""
+    exporter: bytes = b""
+    kdf_id: int = 0
+    aead_id: int = 0
+
+
+class Sealer:
+    """Answers questions; no I/O.
+
+    Args:
+        now: a clock that never goes back, in seconds.
+    """
+
+    def __init__(self, boot: SealerBoot, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._receiver = Receiver(KeyRing(now(), life_s=boot.life_s, overlap_s=boot.overlap_s), ReplayCache(boot.life_s))
+
+    @property
+    def patience_s(self) -> float:
+        """How long there is nothing to do unless somebody asks."""
+        return max(0.0, self._receiver.ring.next_change_s - self._now())
+
+    def turn(self) -> None:
+        """Replaces and destroys the keys whose time has come."""
+        self._receiver.ring.rotate(self._now())
+
+    def answer(self, question: Question) -> Answer:
+        """Returns the answer; what cannot be opened gets secrets too, of a key that nobody seals to (`Receiver`)."""
+        try:
+            match question.what:
+                case "publish":
+                    self.turn()
+                    return Answer(keys=self._receiver.ring.publish())
+                case "begin":
+                    header = Header.parse(question.header)
+                    secrets = self._receiver.begin(header, FORMS[question.media_type], self._now()).context.secrets
+                    suite = secrets.suite
+                    return Answer(
+                        key=secrets.key,
+                        base_nonce=secrets.base_nonce,
+                        exporter=secrets.exporter,
+                        kdf_id=suite.kdf_id,
+                        aead_id=suite.aead_id,
+                    )
+                case "accept":
+                    self._receiver.accept(Header.parse(question.header), self._now())
+                    return Answer()
+        except ReplayCacheFullError:
+            return Answer(error=CACHE_FULL)
+        except (UnsealError, KeyError):
+            pass
+        return Answer(error=UNSEAL_FAILED)
+
+
+def lock_memory(swaps: Path = Path("/proc/swaps")) -> str:
+    """Locks all memory of this process, now and later; says what keeps it from swap.
+
+    Raises:
+        OSError: it cannot be locked, and there is swap.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mlockall(_MCL_CURRENT | _MCL_FUTURE) == 0:
+        return "locked"
+    if swaps.exists() and len(swaps.read_text().splitlines()) <= 1:
+        return "not locked, but there is no swap"
+    raise OSError(ctypes.get_errno(), "memory cannot be locked; raise the limit (ulimit -l), or switch swap off")
+
+
+def serve(control: socket.socket, sealer: Sealer) -> None:
+    """Answers every channel until the other end of `control` is gone."""
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(Question).decode
+    while True:
+        for key, _ in selector.select(sealer.patience_s):
+            sock = key.fileobj
+            assert isinstance(sock, socket.socket)
+            try:
+                message, descriptors, _, _ = socket.recv_fds(sock, MESSAGE_BYTES, 1)
+                for descriptor in descriptors:
+                    selector.register(socket.socket(fileno=descriptor), selectors.EVENT_READ)
+                if message and not descriptors:
+                    sock.send(encode(sealer.answer(decode(message))), socket.MSG_DONTWAIT)
+            except (OSError, msgspec.MsgspecError):
+                message = b""
+            if not message:
+                if sock is control:
+                    return
+                selector.unregister(sock)
+                sock.close()
+        sealer.turn()
+
+
+def _rehearse(boot: SealerBoot) -> None:
+    """Does once what requests will ask, with keys that are dropped, so that all code for it is loaded."""
+    sealer = Sealer(boot)
+    configuration = parse_keys(sealer.answer(Question("publish")).keys)[0]
+    header = begin_request(configuration, CHUNKED).header.encode()
+    for what in ("begin", "accept"):
+        sealer.answer(Question(what, header, CHUNKED.request_type))
+
+
+def main(descriptor: int) -> int:
+    """Becomes a sealer; returns the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    name_process("sealer")
+    control = socket.socket(fileno=descriptor)
+    boot = msgspec.msgpack.decode(control.recv(MESSAGE_BYTES), type=SealerBoot)
+    try:
+        memory = lock_memory()
+    except OSError as error:
+        if boot.must_lock:
+            control.send(msgspec.msgpack.encode(SealerReady(error=str(error.strerror))))
+            return 1
+        memory = "not locked"
+    _rehearse(boot)
+    if hardening.sealed() is not None:
+        hardening.preload(["cloister.privacy.sealing"])
+        hardening.close_this()
+    sealer = Sealer(boot)
+    control.send(msgspec.msgpack.encode(SealerReady(memory=memory)))
+    serve(control, sealer)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(int(sys.argv[1]))
+    os._exit(status)

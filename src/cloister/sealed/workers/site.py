@@ -1,0 +1,70 @@
+"""The front of a sealed node as an application: the sealed exchange, keys, evidence and health. It never holds content."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Scope
+
+from cloister.engine.base import Health
+from cloister.privacy.sealing import KEYS_MEDIA_TYPE
+from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES, find_header
+from cloister.sealed.gateway import NODE_PATH
+from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
+from cloister.sealed.problems import ProblemError
+from cloister.sealed.public import File
+from cloister.sealed.serving import Post, handlers
+from cloister.sealed.workers.crew import Crew, WorkerFront
+
+WORKER_ENTRY: Final = "cloister.sealed.workers.building:build_worker"
+WAITING_WORKERS: Final = 64
+"""Workers that may wait for the engine, beside those whose sequences run."""
+
+
+def worker_site(
+    crew: Crew,
+    health: Callable[[], Health],
+    *,
+    evidence: Callable[[], bytes | None] = lambda: None,
+    gateway_secret: str | None = None,
+    max_workers: int = WAITING_WORKERS,
+) -> Starlette:
+    """Returns the application.
+
+    Args:
+        health: of the engine.
+        evidence: returns the evidence document for the current key; None while there is none.
+        gateway_secret: that a gateway has to show; None takes requests of whoever has one that opens.
+    """
+
+    def check(scope: Scope) -> None:
+        if gateway_secret is None:
+            return
+        scheme, _, secret = (find_header(scope, b"authorization") or "").partition(" ")
+        is_known = hmac.compare_digest(secret.strip().encode("latin-1"), gateway_secret.encode())
+        if scheme.lower() != "bearer" or not is_known:
+            raise ProblemError(401, "This node takes requests of its gateway only.", fields=((b"www-authenticate", b"Bearer"),))
+
+    async def read_evidence() -> bytes | None:
+        return evidence()
+
+    async def tell_health(_: Request) -> Response:
+        now = health()
+        return JSONResponse({"status": "ok" if now.good else "unavailable"}, 200 if now.good else 503)
+
+    front = WorkerFront(
+        crew, check, max_request_bytes=MAX_REQUEST_BYTES, body_timeout_s=BODY_TIMEOUT_S, max_workers=max_workers
+    )
+    routes = [
+        Route(NODE_PATH, Post(front)),
+        Route(KEYS_PATH, File(crew.unsealer.publish, KEYS_MEDIA_TYPE)),
+        Route(EVIDENCE_PATH, File(read_evidence, "application/json")),
+        Route("/health", tell_health, methods=["GET"]),
+    ]
+    return Starlette(routes=routes, exception_handlers=handlers())

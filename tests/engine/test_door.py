@@ -1,0 +1,136 @@
+"""Workers reach an engine through channels of their own, and the front hears counts of theirs and no content."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from cloister.engine.door import KNOCK
+from cloister.engine.linked import GONE, NOT_LINKED, LinkedEngine
+from cloister.engine.process import ProcessEngine
+from cloister.types.config import EngineConfig
+from cloister.types.errors import EngineError
+from cloister.types.events import Ended, Event, Progressed, Ready
+from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams
+
+CONFIG = EngineConfig(
+    model="cloister-5m", kv_memory_mb=64, max_model_len=2048, num_threads=1, weights_cache="", profile="private"
+)
+
+
+class House:
+    """An engine process with a door, and the events that its front heard."""
+
+    def __init__(self) -> None:
+        self.doors: list[socket.socket] = []
+        self.events: list[Event] = []
+        self.engine = ProcessEngine("cloister.app:build_engine", CONFIG, doorkeeper=self.doors.append)
+        self.engine.subscribe(self.events.append)
+        self.heard: list[Event] = []
+        self.links: list[LinkedEngine] = []
+        self._note = self.engine._note_elsewhere
+        self.engine._note_elsewhere = self._hear  # type: ignore[method-assign]
+
+    def _hear(self, events: Sequence[Event]) -> None:
+        self.heard += events
+        self._note(events)
+
+    async def close(self) -> None:
+        for link in self.links:
+            await link.drain(0.0)
+        await self.engine.drain(1.0)
+        for door in self.doors:
+            door.close()
+
+    async def link(self) -> LinkedEngine:
+        near, far = socket.socketpair()
+        with far:
+            socket.send_fds(self.doors[-1], [KNOCK], [far.fileno()])
+        engine = LinkedEngine(Ready(self.engine.model, self.engine.memory), CONFIG)
+        await engine.attach(near)
+        self.links.append(engine)
+        return engine
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def complete(engine: LinkedEngine, name: str, **options: object) -> str:
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **options)  # type: ignore[arg-type]
+    request = Request(request_id=name, token_ids=[414, 500, 600], sampling=sampling, timeout_s=30)
+    return "".join([output.text async for output in engine.generate(request)])
+
+
+def test_workers_get_their_own_answers_and_the_front_gets_counts() -> None:
+    async def run() -> None:
+        house = House()
+        await house.engine.start()
+        try:
+            first, second = await house.link(), await house.link()
+            whole = await complete(first, "a")
+            stop = whole[3:6]
+            answers = await asyncio.gather(complete(first, "b"), complete(second, "c"), complete(second, "d", stop=(stop,)))
+            assert answers[0] == answers[1] == whole
+            assert whole.startswith(answers[2])
+            assert stop not in answers[2]
+        finally:
+            await house.close()
+        ends = [event for event in house.events if isinstance(event, Ended)]
+        assert not ends  # a request that the front did not send is none of its listeners' business
+        told = [event.stop_reason for event in house.heard if isinstance(event, Ended)]
+        assert len(told) == 4
+        assert not any(told)  # what ended an answer is content
+        assert not any(isinstance(event, Progressed) for event in house.events)
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_goes_away_takes_its_request_with_it() -> None:
+    async def run() -> None:
+        house = House()
+        await house.engine.start()
+        try:
+            worker = await house.link()
+            sampling = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
+            request = Request(request_id="a", token_ids=[414, 500], sampling=sampling, timeout_s=60)
+            async for _ in worker.generate(request):
+                break
+            await worker.drain(0.0)
+            await wait_until(lambda: any(isinstance(event, Ended) for event in house.heard))
+            assert not house.engine._elsewhere
+        finally:
+            await house.close()
+        assert [event.reason for event in house.heard if isinstance(event, Ended)] == [FinishReason.ABORT]
+
+    asyncio.run(run())
+
+
+def test_a_worker_is_told_when_the_engine_dies() -> None:
+    async def run() -> None:
+        house = House()
+        await house.engine.start()
+        worker = await house.link()
+        assert house.engine.pid is not None
+        sampling = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
+        request = Request(request_id="a", token_ids=[414, 500], sampling=sampling, timeout_s=60)
+        async for output in worker.generate(request):
+            last = output
+            if output.finish_reason is None and house.engine._child is not None:
+                house.engine._child.kill()
+        assert last.error == GONE
+        assert not worker.health().good
+        await house.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_was_not_reached_takes_no_request() -> None:
+    info = ModelInfo(name="none", path="", max_model_len=8, vocab_size=8, eos_token_ids=())
+    with pytest.raises(EngineError, match=NOT_LINKED):
+        asyncio.run(complete(LinkedEngine(Ready(info, []), CONFIG), "a"))
