@@ -32,7 +32,7 @@ from cloister.privacy.sealing import (
     seal_chunked_request,
 )
 from cloister.privacy.tokens import authorization
-from tests.sealed.flow import Cloud, Opening, Seen, known_to, open_cloud, serve
+from tests.sealed.flow import RELAY_SECRET, Cloud, Opening, Seen, known_to, open_cloud, serve
 from tests.sealed.inner import Inner
 from tests.sealed.real_server import RealServer
 
@@ -50,6 +50,7 @@ def main() -> None:
     # around an application that computes nothing: all programs share this process, and an engine would stand in their way
     with tempfile.TemporaryDirectory() as directory, open_cloud(Path(directory), Inner()) as cloud, serve(Inner()) as direct:
         print_cost(cloud, direct)
+        print_refusals(cloud)
     print_failures()
     print_speed()
 
@@ -148,33 +149,70 @@ def ask_directly(url: str, request: Request) -> float:
     return first_s
 
 
-def print_failures() -> None:
-    """Prints how long each kind of failure takes: from the header to the error."""
-    receiver = Receiver(KeyRing(0.0), ReplayCache(1e9, NUM_TIMED * 10))
-    configuration = receiver.ring.current.configuration
+def make_failures(configuration: KeyConfiguration, replayed: bytes) -> dict[str, Callable[[], bytes]]:
+    """What makes a request of each kind that does not open."""
     stranger = KeyConfiguration(configuration.key_id, X25519PrivateKey.generate().public_key().public_bytes_raw())
     message = bytes(1024)
 
     def seal() -> bytes:
         return seal_chunked_request(configuration, message)[0]
 
-    replayed = seal()
-    receiver.accept(Header.parse(replayed), 0.0)
-    kinds: dict[str, Callable[[], bytes]] = {
+    return {
         "unknown key": lambda: bytes([replayed[0] ^ 1]) + seal()[1:],
-        "replay": lambda: replayed,
+        "replay": lambda: (seal(), replayed)[1],  # the time between two requests counts too
         "changed tag": lambda: (sealed := seal())[:-1] + bytes([sealed[-1] ^ 1]),
         "sealed to another key": lambda: seal_chunked_request(stranger, message)[0],
         "key of low order": lambda: (sealed := seal())[:7] + bytes(32) + sealed[HEADER_BYTES:],
     }
+
+
+def print_failures() -> None:
+    """Prints how long each kind of failure takes: from the header to the error."""
+    receiver = Receiver(KeyRing(0.0), ReplayCache(1e9, NUM_TIMED * 10))
+    configuration = receiver.ring.current.configuration
+    replayed, _ = seal_chunked_request(configuration, bytes(1024))
+    receiver.accept(Header.parse(replayed), 0.0)
+    print_times(
+        "failure, from header to error", make_failures(configuration, replayed), lambda sealed: time_failure(receiver, sealed)
+    )
+
+
+def print_refusals(cloud: Cloud) -> None:
+    """Prints how long the gateway takes to refuse each kind, over one connection."""
+    configuration = cloud.gateway_receiver.ring.current.configuration
+    replayed, _ = seal_chunked_request(configuration, bytes(1024))  # no request, which the gateway finds when it has opened it
+    headers = {"content-type": CHUNKED.request_type, "authorization": f"Bearer {RELAY_SECRET}"}
+    with httpx.Client(verify=False, headers=headers) as client:
+
+        def refuse(sealed: bytes) -> float:
+            began_s = time.perf_counter()
+            reply = client.post(cloud.gateway_url, content=sealed)
+            taken_s = time.perf_counter() - began_s
+            assert reply.status_code == 400
+            return taken_s
+
+        assert client.post(cloud.gateway_url, content=replayed).status_code == 200
+        print_times("refusal, over HTTP", make_failures(configuration, replayed), refuse)
+
+
+def print_times(title: str, kinds: dict[str, Callable[[], bytes]], measure: Callable[[bytes], float]) -> None:
+    """Measures kinds in turn, so that all have the same company, and says how well a time tells its kind.
+
+    AUC is the share of pairs in which the kind took longer than a changed tag did: 0.5 tells nothing.
+    """
     times: dict[str, list[float]] = {name: [] for name in kinds}
-    for _ in range(NUM_TIMED):  # in turn, so that all have the same company
+    for _ in range(NUM_TIMED):
         for name, make in kinds.items():
-            times[name].append(time_failure(receiver, make()))
-    print(f"\n| failure, from header to error | median of {NUM_TIMED}, microseconds | fastest tenth |\n|---|---|---|")
+            times[name].append(measure(make()))
+    print(f"\n| {title} | median of {NUM_TIMED}, microseconds | fastest tenth | AUC |\n|---|---|---|---|")
     for name, taken in times.items():
         tenth = statistics.quantiles(taken, n=10)[0]
-        print(f"| {name} | {1e6 * statistics.median(taken):.0f} | {1e6 * tenth:.0f} |")
+        print(f"| {name} | {1e6 * statistics.median(taken):.0f} | {1e6 * tenth:.0f} | {auc(taken, times['changed tag']):.2f} |")
+
+
+def auc(longer: list[float], shorter: list[float]) -> float:
+    """The share of pairs in which the first is the longer one."""
+    return sum((a > b) + 0.5 * (a == b) for a in longer for b in shorter) / (len(longer) * len(shorter))
 
 
 def time_failure(receiver: Receiver, sealed: bytes) -> float:

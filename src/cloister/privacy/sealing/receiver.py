@@ -46,13 +46,14 @@ class Receiver:
         self.ring.rotate(now_s)
         self._replays.check_room(now_s)
         key = self.ring.find(header.key_id, now_s)
-        is_ours = (
-            key is not None
-            and header.kem_id == X25519
-            and header.suite in key.configuration.suites
-            and not self._replays.has_seen(header.enc, now_s)
+        suites = key.configuration.suites if key is not None else SUITES
+        checks = (  # all of them, whichever fails
+            key is not None,
+            header.kem_id == X25519,
+            header.suite in suites,
+            not self._replays.has_seen(header.enc, now_s),
         )
-        private_key = key.private_key if is_ours and key is not None else self._decoy
+        private_key = key.private_key if key is not None and all(checks) else self._decoy
         return Exchange(form, header, self._context(header, private_key, form))
 
     def accept(self, header: Header, now_s: float) -> None:
