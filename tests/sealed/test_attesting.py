@@ -15,7 +15,7 @@ from cloister.privacy.attestation import AttestationError, read_evidence, read_s
 from cloister.privacy.attestation.process import AttesterBoot
 from cloister.privacy.attestation.tsm import TSM_REPORTS
 from cloister.privacy.sealing import NODE_KEY_LIFE_S, KeyRing, Receiver, ReplayCache
-from cloister.sealed.attesting import Attesting, open_announcer, read_attesting, read_checkpoint
+from cloister.sealed.attesting import Attesting, check_prefixes, open_announcer, read_attesting, read_checkpoint
 from cloister.sealed.unsealing import LocalUnsealer
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError
@@ -132,3 +132,16 @@ def test_what_only_a_sealed_node_has_a_use_for_is_refused_by_another_server(give
 def test_tdx_without_collateral_is_refused_at_once():
     with pytest.raises(ConfigError, match="collateral"):
         read_attesting(ServerConfig(sealed=True, attester="tdx"))
+
+
+def test_release_prefixes_have_to_lie_where_the_models_digest_binds_them(model: Path, tmp_path: Path):
+    (model / "prefixes.json").write_text("[]")
+    check_prefixes(None, model)
+    check_prefixes(str(model / "prefixes.json"), model)
+    (tmp_path / "prefixes.json").write_text("[]")
+    (model / "link.json").symlink_to(tmp_path / "prefixes.json")
+    for elsewhere in (tmp_path / "prefixes.json", model / "link.json", model / ".." / "prefixes.json"):
+        with pytest.raises(ConfigError, match="model's directory"):
+            check_prefixes(str(elsewhere), model)
+    with pytest.raises(ConfigError, match="model's directory"):
+        check_prefixes(str(model / "prefixes.json"), model / "config.json")

@@ -85,6 +85,25 @@ def read_attesting(front: ServerConfig) -> Attesting:
     return Attesting(boot, front.release, front.log_checkpoint, front.node_capacity)
 
 
+def check_prefixes(release_prefixes: str | None, model: Path) -> None:
+    """Refuses prompts that everybody may share unless the model's digest binds them.
+
+    Whoever can name such prompts can guess at those of others, by how fast they are answered.
+
+    Raises:
+        ConfigError: their file does not lie in the model's directory.
+    """
+    if release_prefixes is None:
+        return
+    path = Path(release_prefixes).expanduser().absolute()
+    if not model.is_dir() or path.is_symlink() or path.parent.resolve() != model.resolve():
+        raise ConfigError(
+            "a sealed node's release prefixes have to lie in the model's directory, whose digest binds them; put the file "
+            "there, and make the release with it",
+            param="release_prefixes",
+        )
+
+
 async def open_announcer(
     attesting: Attesting,
     profile: str,
