@@ -189,6 +189,8 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
 
     read_attesting(settings.server.config)
     gate = build_gate(settings)
+    if settings.server.config.gateway_secret is not None and not settings.server.config.sealed:
+        raise ConfigError("gateways show their secret to sealed nodes only; add --sealed", param="gateway_secret")
     set_up_logging(settings.server.config.log_format)
     open_site = _open_rotation if settings.models else _open_node if settings.server.config.sealed else _open_site
 
@@ -216,7 +218,8 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     engines = [engine.config for engine in settings.models.values()] or [settings.engine.config]
     front = settings.server.config
     adapters = [part.partition("=")[2].strip() for config in engines for part in (config.lora or "").split(",") if part]
-    files = [front.api_keys, front.certfile, front.keyfile, str(config_file) if config_file is not None else None]
+    secrets = [front.api_keys, front.certfile, front.keyfile, front.gateway_secret]
+    files = [*secrets, str(config_file) if config_file is not None else None]
     caches = {cache for config in engines if (cache := _weights_cache(config)) is not None}
     for cache in caches:
         cache.mkdir(parents=True, exist_ok=True)
@@ -274,7 +277,8 @@ def _make_engine(
 async def _open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
     """Starts engine, sealer and zygote, and the front that carries sealed bytes between them and a gateway."""
     from cloister.privacy.shape import shape_of
-    from cloister.sealed.attesting import open_announcer, read_attesting
+    from cloister.sealed.attesting import check_prefixes, open_announcer, read_attesting
+    from cloister.sealed.secret_files import read_secret
     from cloister.sealed.workers.crew import Crew, start_module
     from cloister.sealed.workers.sealer import SealerBoot
     from cloister.sealed.workers.site import WAITING_WORKERS, WORKER_ENTRY, worker_site
@@ -283,6 +287,7 @@ async def _open_node(settings: Settings, gate: Gate, announce: Callable[[str], N
     from cloister.types.events import Ready
 
     config, front = settings.engine.config, settings.server.config
+    gateway_secret = read_secret(Path(front.gateway_secret)) if front.gateway_secret is not None else None
     crew = Crew(start_module if hardening.sealed() is None else _start_sealed_module)
     engine = _make_engine(config, front, crew.keep_door)
     await engine.start()
@@ -293,6 +298,7 @@ async def _open_node(settings: Settings, gate: Gate, announce: Callable[[str], N
         must_lock = overwrites(config.profile)
         shape = shape_of(settings.policy.profile)
         await crew.open(SealerBoot(must_lock=must_lock), ZygoteBoot(WORKER_ENTRY, config, front, ready, paths, shape))
+        check_prefixes(config.release_prefixes, Path(engine.model.path))
         announcer = await open_announcer(
             read_attesting(front),
             settings.policy.profile,
@@ -310,7 +316,13 @@ async def _open_node(settings: Settings, gate: Gate, announce: Callable[[str], N
     for line in describe_start(settings, engine.model, engine.memory, engine.startup, gate.notice()):
         announce(line)
     announce(f"keys in a sealer ({crew.memory}), one worker for each request")
-    app = worker_site(crew, engine.health, evidence=announcer.evidence, max_workers=config.max_num_seqs + WAITING_WORKERS)
+    app = worker_site(
+        crew,
+        engine.health,
+        evidence=announcer.evidence,
+        gateway_secret=gateway_secret,
+        max_workers=config.max_num_seqs + WAITING_WORKERS,
+    )
     announcing = asyncio.create_task(announcer.renew_forever())  # begins when this process is closed: its evidence says so
 
     def close() -> None:

@@ -64,7 +64,7 @@ def gateway(
     from cloister.sealed.issuer_file import accept_keys, list_issuers, read_issuer_keys
     from cloister.sealed.nodes import NodeBook
     from cloister.sealed.program import run_program
-    from cloister.sealed.secret_files import read_secrets
+    from cloister.sealed.secret_files import read_secret, read_secrets
     from cloister.sealed.serving import Lifespan
     from cloister.sealed.unsealing import LocalUnsealer
     from cloister.sealed.upstream import Upstream, check_url, trust_only
@@ -99,7 +99,7 @@ def gateway(
         keeper = _open_keeper(
             settings, log, log_key, trust, witness or [], unsealer, book, lambda: list_issuers(shown, time.time())
         )
-    config = GatewayConfig(url, read_secrets(relay_secrets), read_secrets(node_secret)[0] if node_secret is not None else None)
+    config = GatewayConfig(url, read_secrets(relay_secrets), read_secret(node_secret) if node_secret is not None else None)
     reloader = Reloader([Source("issuer keys", (issuer_keys,), read_keys_again)])
     background = [book.look_forever, unsealer.turn_forever, reloader.watch, *([keeper.renew_forever] if keeper else [])]
     app = gateway_app(config, unsealer, redeemer, book, upstream, Lifespan(upstream, *background), keeper)

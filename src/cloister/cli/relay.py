@@ -34,7 +34,7 @@ def relay(
     """
     from cloister.sealed.program import run_program
     from cloister.sealed.relay import RelayConfig, relay_app
-    from cloister.sealed.secret_files import read_secrets
+    from cloister.sealed.secret_files import read_secret
     from cloister.sealed.upstream import Upstream, check_url, trust_only
     from cloister.server.serve import address_of, bind
     from cloister.types.logs import set_up_logging
@@ -42,13 +42,9 @@ def relay(
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("a certificate and its key go together: give --tls-cert and --tls-key", param="tls_cert")
     url = check_url(gateway, "gateway")
-    secrets = read_secrets(secret_file)
-    if len(secrets) != 1:
-        raise ConfigError(f"{secret_file} must have one secret; the gateway has one of each relay", param="secret_file")
+    secret = read_secret(secret_file)
     upstream = Upstream("gateway", tls=trust_only(gateway_ca), timeout_s=answer_timeout_s)
     set_up_logging("text")
     listener = bind(host, port)
     typer.echo(f"Relay at {address_of(listener, has_tls=tls_cert is not None)}, for the gateway at {url}")
-    raise typer.Exit(
-        run_program(relay_app(RelayConfig(url, secrets[0]), upstream), listener, tls_cert=tls_cert, tls_key=tls_key)
-    )
+    raise typer.Exit(run_program(relay_app(RelayConfig(url, secret), upstream), listener, tls_cert=tls_cert, tls_key=tls_key))

@@ -29,3 +29,15 @@ def read_secrets(path: Path) -> tuple[str, ...]:
             f"{path} must have a secret a line, of {MIN_CHARACTERS} characters or more; make one with: openssl rand -hex 32"
         )
     return secrets
+
+
+def read_secret(path: Path) -> str:
+    """Returns the only secret in a file.
+
+    Raises:
+        ConfigError: as `read_secrets`, or there are several.
+    """
+    secret, *others = read_secrets(path)
+    if others:
+        raise ConfigError(f"{path} must have one secret, and has {1 + len(others)}")
+    return secret

@@ -167,6 +167,10 @@ class ServerConfig:
         None,
         "File with the log's newest witnessed checkpoint, read for each key of a sealed node: what its evidence is made for.",
     )
+    gateway_secret: str | None = setting(
+        None,
+        "File whose one line a gateway has to show a sealed node; unset, it answers whoever seals to its key, token or not.",
+    )
     node_capacity: int = setting(1, "Share of a sealed node when clients draw.", low=1, high=1_000_000)
     drain_timeout_s: float = setting(30.0, "After SIGTERM, how long running requests may take to end.", low=0)
 
