@@ -21,7 +21,7 @@ from cloister.sealed.nodes import NodeBook
 from cloister.sealed.serving import Lifespan
 from cloister.sealed.unsealing import LocalUnsealer
 from cloister.sealed.upstream import Upstream
-from tests.privacy.transparency.world import World
+from tests.privacy.transparency.world import World, make_release
 from tests.sealed.flow import Recorder, serve
 from tests.sealed.inner import Inner
 
@@ -99,6 +99,33 @@ def test_a_new_epoch_follows_when_a_key_changes_and_before_the_old_one_ends(tmp_
         place.pass_time(second.epoch.not_after - world.now - 299)
         assert await keeper.renew(), "a client whose clock is a little ahead finds one that holds"
         assert parse_bundle(await keeper.read() or b"").epoch.not_before == int(world.now)
+        await upstream.close()
+
+    with serve(place.app) as url:
+        asyncio.run(live(url))
+
+
+def test_a_revocation_takes_the_epoch_back_and_a_logged_release_brings_a_new_one(tmp_path: Path) -> None:
+    place = Place(World(tmp_path))
+    world = place.world
+
+    async def live(url: str) -> None:
+        upstream = Upstream("node")
+        book = NodeBook([url], upstream, lambda: place.now_s)
+        unsealer = LocalUnsealer(Receiver(KeyRing(0.0), ReplayCache(600)), lambda: place.now_s)
+        settings = EpochSettings("https://gateway.example", world.release.digest, world.release.profile)
+        issuers = (IssuerEntry("https://issuer.example", b"a key"),)
+        keeper = EpochKeeper(settings, world.publisher, unsealer, book, lambda: issuers, tmp_path / "log", lambda: world.now)
+        await book.look()
+        assert await keeper.renew()
+        world.log_release(make_release(2))
+        assert await keeper.renew(), "the log has grown"
+        assert world.believe(await keeper.read() or b"").epoch.epoch == 2
+        assert not await keeper.renew()
+        world.log_minimum(2)
+        with pytest.raises(TransparencyError, match="revoked"):
+            await keeper.renew()
+        assert await keeper.read() is None
         await upstream.close()
 
     with serve(place.app) as url:

@@ -12,6 +12,7 @@ from typing import Final
 
 from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry
 from cloister.privacy.transparency.publisher import Contents, Published, Publisher
+from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.sealed.nodes import NodeBook
 from cloister.sealed.unsealing import Unsealer
 from cloister.types.errors import CloisterError
@@ -73,15 +74,20 @@ class EpochKeeper:
         return None if self._published is None else self._published.bundle
 
     async def renew(self) -> bool:
-        """Publishes an epoch if what belongs into it has changed, or the old one ends soon; says whether it did.
+        """Publishes an epoch if what belongs into it or the log has changed, or the old one ends soon; says whether it did.
 
         Raises:
-            CloisterError: clients would refuse it; the old one stays.
+            CloisterError: clients would refuse it; the old one stays, unless its release was revoked.
         """
         contents = await self._gather()
-        if contents == self._contents and not self._ends_soon():
+        if contents == self._contents and not self._ends_soon() and not self._publisher.has_grown():
             return False
-        self._published = await self._publisher.publish(contents, self._now())
+        try:
+            self._published = await self._publisher.publish(contents, self._now())
+        except TransparencyError as error:
+            if error.reason is Reason.REVOKED:
+                self._published = None
+            raise
         self._contents = contents
         return True
 

@@ -111,6 +111,11 @@ class Publisher:
         self._history = History(log, trust.releases)
         self._turn = asyncio.Lock()
         self._waiting: _Waiting | None = None
+        self._size = 0
+
+    def has_grown(self) -> bool:
+        """Whether something was logged since the last epoch: a release, a revocation, or an epoch that waits for witnesses."""
+        return self._log.checkpoint()[0].size != self._size
 
     async def publish(self, contents: Contents, now: float, lifetime_s: int = MAX_EPOCH_S) -> Published:
         """Publishes the next epoch; it holds from `now` on.
@@ -138,6 +143,7 @@ class Publisher:
             self._log.cosigned(note)
             self._waiting = None
             self._history.advance(appended.checkpoint.size)
+            self._size = appended.checkpoint.size
             bundle = EpochBundle(
                 checkpoint=str(note),
                 epoch=epoch,
