@@ -92,7 +92,8 @@ def test_a_missing_measure_stops_the_start_and_says_what_to_do(profile: str) -> 
 
 
 def test_the_doctor_says_what_this_machine_lacks() -> None:
-    code = "import dataclasses, json; from cloister.cli import doctor; print(json.dumps(dataclasses.asdict(doctor.check_hardening())))"
+    show = "print(json.dumps(dataclasses.asdict(doctor.check_hardening())))"
+    code = f"import dataclasses, json; from cloister.cli import doctor; {show}"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         capture_output=True,

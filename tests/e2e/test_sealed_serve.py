@@ -1,0 +1,258 @@
+"""`cloister serve --sealed` as an operator starts it: it answers as any server does, and nobody gets in."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cloister import LLM, SamplingParams
+from cloister.privacy.sealing import (
+    WHOLE,
+    Request,
+    RequestHead,
+    decode_response,
+    encode_request,
+    open_response,
+    parse_keys,
+    seal_request,
+)
+from cloister.privacy.shape import Unshaper
+from cloister.sealed.gateway import NODE_PATH
+from cloister.sealed.nodes import KEYS_PATH
+from tests.privacy.hardening.house import drop, why_not_root
+
+MODEL = "cloister-5m"
+PROMPTS = ("Once upon a time", "def main():", "Zwei Dinge")
+START_TIMEOUT_S = 120
+READ_FILES = (
+    "mem",
+    "maps",
+    "smaps",
+    "environ",
+    "auxv",
+    "syscall",
+    "stack",
+    "exe",
+    "root",
+    "cwd",
+    "ns/mnt",
+    "map_files",
+    "fd/0",
+)
+TRY_TO_READ = """
+import ctypes, errno, json, os, sys
+PTRACE_ATTACH, PTRACE_DETACH, ALL_CHILDREN = 16, 17, 0x40000000
+LINKS = ("exe", "root", "cwd")
+libc = ctypes.CDLL(None, use_errno=True)
+
+def read(path, name):
+    if name == "map_files":
+        return os.listdir(path)
+    return os.readlink(path) if name in LINKS else open(path, "rb", buffering=0).read(1)
+
+def attach(pid):
+    if libc.ptrace(PTRACE_ATTACH, pid, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "ptrace")
+    os.waitpid(pid, ALL_CHILDREN)
+    return libc.ptrace(PTRACE_DETACH, pid, 0, 0)
+
+def outcome(attempt, *arguments):
+    try:
+        return repr(attempt(*arguments))
+    except OSError as error:
+        return errno.errorcode[error.errno]
+
+told = {}
+for pid in map(int, sys.argv[2:]):
+    for name in json.loads(sys.argv[1]):
+        told[f"/proc/{pid}/{name}"] = outcome(read, f"/proc/{pid}/{name}", name)
+    told[f"{pid} ptrace"] = outcome(attach, pid)
+print(json.dumps(told))
+"""
+
+
+class Node:
+    """A sealed server and what it printed."""
+
+    def __init__(self, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cloister.cli", "serve", "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.url = self._wait_for_address()
+
+    def _wait_for_address(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if found := re.search(r"Serving on (\S+)", line):
+                return found[1]
+        raise AssertionError("the server did not start: " + "".join(self.lines))
+
+    @property
+    def pids(self) -> list[int]:
+        """Every process of the node."""
+        found, left = [], [self.process.pid]
+        while left:
+            pid = left.pop()
+            if not is_alive(pid):
+                continue
+            found.append(pid)
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                left += [int(child) for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()]
+        return found
+
+    def pids_named(self, name: str) -> list[int]:
+        return [pid for pid in self.pids if Path(f"/proc/{pid}/comm").read_text().strip() == name]
+
+    def status(self, pid: int, field: str) -> set[str]:
+        """What the kernel says of every thread of a process."""
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        lines = [line for thread in threads for line in (thread / "status").read_text().splitlines()]
+        return {line.split()[1] for line in lines if line.startswith(f"{field}:")}
+
+    def complete(self, prompt: str, **options: Any) -> tuple[int, bytes]:
+        """Seals a request to the node as the gateway passes it on; returns status and content of the answer."""
+        keys = httpx.get(self.url + KEYS_PATH, timeout=30).content
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0, **options}
+        head = RequestHead("POST", "https", "node", "/v1/completions", ((b"content-type", b"application/json"),))
+        sealed, exchange = seal_request(parse_keys(keys)[0], encode_request(Request(head, json.dumps(body).encode())))
+        answer = httpx.post(self.url + NODE_PATH, content=sealed, headers={"content-type": WHOLE.request_type}, timeout=60)
+        if answer.status_code != 200:
+            return answer.status_code, answer.content
+        frames = Unshaper(required=True)
+        opened = decode_response(frames.feed(open_response(exchange, answer.content)))
+        return opened.head.status, opened.content
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        rest, _ = self.process.communicate(timeout=60)
+        self.lines.append(rest)
+        return self.process.returncode
+
+
+def is_alive(pid: int) -> bool:
+    """False for a process that ended and still waits to be noticed, too: it has no memory."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    running = Node("--sealed")
+    yield running
+    running.process.kill()
+    running.process.communicate()
+
+
+def test_profile_private_is_what_a_sealed_server_takes(node: Node) -> None:
+    assert any("profile private" in line for line in node.lines)
+
+
+def test_a_hardened_engine_answers_the_same_tokens(node: Node) -> None:
+    with LLM(MODEL) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12)
+        wanted = [completion.outputs[0].text for completion in llm.generate(list(PROMPTS), params)]
+    answers = [node.complete(prompt) for prompt in PROMPTS]
+    assert [status for status, _ in answers] == [200] * len(PROMPTS), answers
+    assert [json.loads(content)["choices"][0]["text"] for _, content in answers] == wanted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stream": True}, {"logprobs": 2}, {"response_format": {"type": "json_object"}}, {"echo": True, "n": 2}],
+    ids=["stream", "logprobs", "json", "echo"],
+)
+def test_requests_of_every_kind_find_the_code_that_they_need(node: Node, options: dict[str, Any]) -> None:
+    assert node.complete("Once", **options)[0] == 200
+
+
+def test_every_thread_of_every_process_has_the_measures(node: Node) -> None:
+    pids = node.pids
+    assert len(pids) >= 5  # front, starter, engine, sealer, zygote
+    for pid in pids:
+        assert node.status(pid, "Seccomp") == {"2"}
+        assert node.status(pid, "NoNewPrivs") == {"1"}
+        assert node.status(pid, "CapPrm") == node.status(pid, "CapBnd") == {"0000000000000000"}
+
+
+def read_from(pids: list[int], *, stripped: bool) -> dict[str, str]:
+    command = [sys.executable, "-c", TRY_TO_READ, json.dumps(READ_FILES), *map(str, pids)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True, preexec_fn=drop if stripped else None
+    )
+    told: dict[str, str] = json.loads(done.stdout)
+    return told
+
+
+@pytest.mark.skipif(why_not_root() is not None, reason=str(why_not_root()))
+def test_root_without_capabilities_reads_none_of_the_processes(node: Node) -> None:
+    told = read_from(node.pids, stripped=True)
+    assert len(told) >= 5 * (len(READ_FILES) + 1)
+    assert {name: what for name, what in told.items() if what not in {"EACCES", "EPERM"}} == {}
+
+
+@pytest.mark.skipif(why_not_root("SYS_PTRACE") is not None, reason=str(why_not_root("SYS_PTRACE")))
+def test_the_host_reads_them_all(node: Node) -> None:
+    told = read_from(node.pids, stripped=False)
+    assert {told[f"/proc/{pid}/maps"][0] for pid in node.pids} == {"b"}
+    assert {told[f"{pid} ptrace"] for pid in node.pids} == {"0"}
+
+
+def test_no_signal_ends_a_node_or_makes_it_talk(node: Node) -> None:
+    assert node.process.stdout is not None
+    output = node.process.stdout.fileno()
+    for pid in node.pids:
+        for name in ("SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGPROF"):
+            os.kill(pid, getattr(signal, name))
+    assert node.complete("Once")[0] == 200
+    os.set_blocking(output, False)
+    try:
+        with pytest.raises(BlockingIOError):
+            os.read(output, 1)
+    finally:
+        os.set_blocking(output, True)
+
+
+def test_a_dead_engine_is_made_anew_without_executing_a_program(node: Node) -> None:
+    [engine] = node.pids_named("cl-engine")
+    os.kill(engine, signal.SIGKILL)
+    give_up_s = time.monotonic() + START_TIMEOUT_S
+    while node.complete("Once")[0] != 200:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.1)
+    [successor] = node.pids_named("cl-engine")
+    assert successor != engine
+    assert node.status(successor, "Seccomp") == {"2"}
+
+
+def test_a_node_ends_in_order_and_leaves_no_process(node: Node) -> None:
+    pids = node.pids
+    assert node.stop() == 0, "".join(node.lines)
+    give_up_s = time.monotonic() + 10
+    while [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.05)
+
+
+def test_a_hub_name_that_is_not_here_is_said_before_anything_is_sealed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cloister.cli", "serve", "--sealed", "--port", "0", "--model", str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "there is no model" in done.stderr
