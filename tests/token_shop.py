@@ -39,11 +39,13 @@ class SetClock:
 class Shop:
     """Everything that issues and takes tokens, in one directory."""
 
-    def __init__(self, directory: Path, *, tokens_per_epoch: int = 1000, store_url: str | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, tokens_per_epoch: int = 1000, store_url: str | None = None, budget: int = 512
+    ) -> None:
         self.directory = directory
         self.clock = SetClock()
         self.credentials, self.api_key = Credentials.empty().add("ann")
-        self.shelf = KeyShelf(directory / "keys", budget=512)
+        self.shelf = KeyShelf(directory / "keys", budget=budget)
         self.book = QuotaBook(directory / "issued.db")
         self.issuer = Issuer(self.shelf, self.book, lambda: self.credentials, IssuerLimits(tokens_per_epoch), now=self.clock)
         self.store_url = store_url or f"sqlite:///{directory}/spent.db"

@@ -237,10 +237,11 @@ def open_cloud(
     evidence: Callable[[], bytes | None] = lambda: None,
     answer_timeout_s: float = 600.0,
     max_request_bytes: int = MAX_REQUEST_BYTES,
+    budget: int = 512,
 ) -> Iterator[Cloud]:
-    """Starts a relay, a gateway and nodes around `inner`, and a shop of tokens."""
+    """Starts a relay, a gateway and nodes around `inner`, and a shop of tokens that pay for `budget` output tokens."""
     with contextlib.ExitStack() as stack:
-        shop = Shop(directory)
+        shop = Shop(directory, budget=budget)
         stack.callback(shop.close)
         nodes = []
         for _ in range(num_nodes):

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from cloister.engine.door import KNOCK
 from cloister.engine.launch import Process
 from cloister.sealed.exchange import Body, GoneError, Outgoing
+from cloister.sealed.gateway import BUDGET_FIELD
 from cloister.sealed.problems import ProblemError, problem_of
 from cloister.sealed.workers.remote import RemoteUnsealer
 from cloister.sealed.workers.sealer import SealerBoot, SealerReady
@@ -203,7 +204,7 @@ class WorkerFront:
         watching = asyncio.create_task(_tell_when_gone(receive, writer))
         has_begun = False
         try:
-            wanted = (b"content-type",)
+            wanted = (b"content-type", BUDGET_FIELD.encode())
             headers = [(name, value) for name, value in scope["headers"] if name in wanted]
             writer.write(frame(Head(scope["method"], scope["path"], headers)))
             for number, piece in enumerate(pieces, start=1):
