@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from email.utils import formatdate
 from pathlib import Path
 
@@ -35,11 +36,15 @@ from cloister.privacy.sealing import (
 )
 from cloister.privacy.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook, authorization, challenge_between, request_tokens
 from cloister.privacy.tokens.issuance import encode_answers
+from cloister.privacy.transparency.trust import encode_trust
 from cloister.sealed.node import NodeConfig, node_app
 from cloister.sealed.serving import Lifespan
 from cloister.sealed.unsealing import LocalUnsealer
+from cloister.sealed.witness import witness_app
+from tests.privacy.transparency.world import World
 from tests.sealed.flow import NODE_SECRET, RELAY_SECRET, Node, Opening, Recorder, http, serve
 from tests.sealed.inner import ANSWER, Inner
+from tests.sealed.test_keeping import Place
 
 GATEWAY, ISSUER = "https://gateway.example", "https://issuer.example"
 
@@ -73,6 +78,14 @@ def make_token(directory: Path) -> str:
     token = pending.finish(encode_answers(issuer.issue(api_key, list(pending.requests))))[0]
     book.close()
     return authorization(token)
+
+
+@pytest.fixture(scope="module")
+def issuer_key(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """A key as `cloister issuer --show-keys` prints it."""
+    key = KeyShelf(tmp_path_factory.mktemp("shelf"), budget=4096).turn(time.time())[0]
+    encoded = base64.b64encode(key.encoded).decode()
+    return {"url": ISSUER, "token_key": encoded, "not_before": 0, "taken_until": 2**33, "budget": 1}
 
 
 def test_relay_and_gateway_carry_a_request_and_end_when_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +131,38 @@ def ask(url: str, keys: KeyConfiguration, node: Node, path: str, token: str) -> 
     return reply, Opening(exchange, inner_exchange)
 
 
+def test_a_gateway_with_a_log_publishes_an_epoch_that_clients_believe(tmp_path: Path, issuer_key: dict[str, object]) -> None:
+    world = World(tmp_path, now=time.time())
+    place = Place(world)
+    (tmp_path / "log.key").write_text(world.log_key.encode())
+    (tmp_path / "trust.json").write_bytes(encode_trust(world.trust))
+    (tmp_path / "issuer.json").write_text(json.dumps([issuer_key]))
+    (tmp_path / "relays").write_text(RELAY_SECRET)
+    with ExitStack() as stack:
+        witnesses = [f"{w.key.name}={stack.enter_context(serve(witness_app(w)))}" for w in world.witnesses[:2]]
+        node_url = stack.enter_context(serve(place.app))
+        gateway_url = stack.enter_context(
+            running(
+                *("gateway", "--url", GATEWAY, "--node", node_url, "--spend-store", f"sqlite:///{tmp_path}/spent.db"),
+                *("--relay-secrets", str(tmp_path / "relays"), "--issuer-keys", str(tmp_path / "issuer.json")),
+                *("--log", str(world.log.directory), "--log-key", str(tmp_path / "log.key")),
+                *("--trust", str(tmp_path / "trust.json"), "--release", world.release.digest),
+                *(word for witness in witnesses for word in ("--witness", witness)),
+            )
+        )
+        give_up_s = time.monotonic() + 30
+        while (reply := http.get(f"{gateway_url}/.well-known/cloister/epoch")).status_code != 200:
+            assert time.monotonic() < give_up_s, "no epoch was published"
+            time.sleep(0.1)
+        epoch = world.believe(reply.content).epoch
+        assert epoch.gateway.keys == http.get(f"{gateway_url}/.well-known/ohttp-gateway").content
+        assert [node.node_id for node in epoch.nodes] == [place.name]
+        evidence = http.get(f"{gateway_url}/.well-known/cloister/evidence/{epoch.nodes[0].evidence_sha256}")
+        assert hashlib.sha256(evidence.content).hexdigest() == epoch.nodes[0].evidence_sha256
+        assert http.get(f"{gateway_url}/.well-known/cloister/log/checkpoint").text in reply.json()["checkpoint"]
+        assert http.get(f"{gateway_url}/.well-known/cloister/log/../log.key").status_code == 404
+
+
 GATEWAY_OPTIONS = {
     "--url": GATEWAY,
     "--node": "http://127.0.0.1:1",
@@ -126,14 +171,6 @@ GATEWAY_OPTIONS = {
     "--issuer-keys": "keys.json",
 }
 RELAY_OPTIONS = {"--gateway": "http://127.0.0.1:1", "--secret-file": "good.secret"}
-
-
-@pytest.fixture(scope="module")
-def issuer_key(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """A key as `cloister issuer --show-keys` prints it."""
-    key = KeyShelf(tmp_path_factory.mktemp("shelf"), budget=4096).turn(time.time())[0]
-    encoded = base64.b64encode(key.encoded).decode()
-    return {"url": ISSUER, "token_key": encoded, "not_before": 0, "taken_until": 2**33, "budget": 1}
 
 
 @pytest.mark.parametrize(

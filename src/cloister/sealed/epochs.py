@@ -18,6 +18,8 @@ from cloister.sealed.unsealing import Unsealer
 from cloister.types.errors import CloisterError
 
 LOOK_EVERY_S: Final = 5.0
+REST_S: Final = 60.0
+"""Between two epochs at least: a node that shows other evidence each time must not fill the log."""
 RENEW_BEFORE_S: Final = 300.0
 """How long before its end an epoch is followed by the next, so that clients with clocks a little apart have one that holds."""
 
@@ -94,13 +96,14 @@ class EpochKeeper:
     async def renew_forever(self) -> None:
         """Looks again and again, until it is cancelled. Why there is no new epoch is logged once, not every time."""
         while True:
+            rest_s = LOOK_EVERY_S
             try:
                 if await self.renew():
-                    self._last_word = ""
+                    self._last_word, rest_s = "", REST_S
                     _logger.info("published epoch %d", self._published.epoch.epoch if self._published else 0)
             except CloisterError as error:
                 self._complain(error.message)
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(rest_s)
 
     async def _gather(self) -> Contents:
         gateway = GatewayEntry(self._settings.url, await self._unsealer.publish())
