@@ -50,8 +50,11 @@ GATEWAY, ISSUER = "https://gateway.example", "https://issuer.example"
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[str]:
-    """Starts a program at a free port and yields its URL; it has to end by itself when it is told to."""
+def running(*arguments: str, says: tuple[str, ...] = ()) -> Iterator[str]:
+    """Starts a program at a free port and yields its URL.
+
+    It has to end by itself when it is told to, and to have written a line for each of `says`, and none about any request.
+    """
     command = [sys.executable, "-m", "cloister.cli", *arguments, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as program:
         assert program.stdout is not None
@@ -65,7 +68,7 @@ def running(*arguments: str) -> Iterator[str]:
             program.send_signal(signal.SIGTERM)
             assert program.wait(20) == 0
             written = program.stderr.read()
-    assert written == "", "no line about any request"
+    assert [line.partition(": ")[2] for line in written.splitlines()] == list(says)
 
 
 def make_token(directory: Path) -> str:
@@ -148,6 +151,7 @@ def test_a_gateway_with_a_log_publishes_an_epoch_that_clients_believe(tmp_path: 
                 *("--log", str(world.log.directory), "--log-key", str(tmp_path / "log.key")),
                 *("--trust", str(tmp_path / "trust.json"), "--release", world.release.digest),
                 *(word for witness in witnesses for word in ("--witness", witness)),
+                says=("published epoch 1",),
             )
         )
         give_up_s = time.monotonic() + 30

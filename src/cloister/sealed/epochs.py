@@ -95,6 +95,7 @@ class EpochKeeper:
 
     async def renew_forever(self) -> None:
         """Looks again and again, until it is cancelled. Why there is no new epoch is logged once, not every time."""
+        await self._nodes.look()
         while True:
             rest_s = LOOK_EVERY_S
             try:
