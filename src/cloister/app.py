@@ -210,30 +210,31 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     Models are downloaded before, as a sealed node calls nobody.
 
     Raises:
-        CloisterError: a model cannot be found.
+        CloisterError: the model cannot be found, or there are several.
     """
     from cloister.privacy.hardening.launching import Launch, execute, reading
     from cloister.sealed.attesting import read_attesting
 
-    engines = [engine.config for engine in settings.models.values()] or [settings.engine.config]
-    front = settings.server.config
-    adapters = [part.partition("=")[2].strip() for config in engines for part in (config.lora or "").split(",") if part]
+    if settings.models:
+        raise ConfigError("a sealed node serves one model; start a node for each", param="sealed")
+    config, front = settings.engine.config, settings.server.config
+    adapters = [part.partition("=")[2].strip() for part in (config.lora or "").split(",") if part]
     secrets = [front.api_keys, front.certfile, front.keyfile, front.gateway_secret]
-    files = [*secrets, str(config_file) if config_file is not None else None]
-    caches = {cache for config in engines if (cache := _weights_cache(config)) is not None}
-    for cache in caches:
+    files = [*secrets, config.release_prefixes, str(config_file) if config_file is not None else None]
+    cache = _weights_cache(config)
+    if cache is not None:
         cache.mkdir(parents=True, exist_ok=True)
-    models = [locate(config.model, progress=True) for config in engines]
+    model = locate(config.model, progress=True)
     attesting = read_attesting(front)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # what forks has one thread; our kernels have threads of their own
     execute(
         Launch(
-            profile=str(settings.engine.config.profile),
+            profile=str(config.profile),
             read=reading(
-                [*models, *map(Path, adapters), *attesting.folders],
+                [model, *map(Path, adapters), *attesting.folders],
                 [*(Path(file) for file in files if file is not None), *attesting.files],
             ),
-            write=tuple(sorted(str(cache) for cache in caches)),
+            write=(str(cache),) if cache is not None else (),
             listen=(front.port,),
             with_engine=True,
             with_attester=attesting.uses_hardware,

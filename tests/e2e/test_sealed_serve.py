@@ -251,8 +251,18 @@ def test_a_node_ends_in_order_and_leaves_no_process(node: Node) -> None:
         time.sleep(0.05)
 
 
-def test_a_hub_name_that_is_not_here_is_said_before_anything_is_sealed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cloister.cli", "serve", "--sealed", "--port", "0", "--model", str(tmp_path / "none")]
+def serve_in_vain(*flags: str) -> str:
+    command = [sys.executable, "-m", "cloister.cli", "serve", "--sealed", "--port", "0", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "there is no model" in done.stderr
+    return done.stderr
+
+
+def test_a_model_that_is_not_here_is_said_before_anything_is_sealed(tmp_path: Path) -> None:
+    assert "there is no model" in serve_in_vain("--model", str(tmp_path / "none"))
+
+
+def test_a_node_serves_one_model(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[models.a]\nmodel = "cloister-5m"\n[models.b]\nmodel = "cloister-5m"\n')
+    assert "a sealed node serves one model" in serve_in_vain("--config", str(config))
