@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 CANNOT_TEST = 2
 _NUM_BLOCKS = 16
+SPARE_TOKENS = 100
 
 
 @with_settings(EngineConfig, config_file=False)
 def traces(
     settings: GivenSettings,
     requests: Annotated[int, typer.Option(min=1, help="Marked requests to send.")] = 1000,
+    direct: Annotated[bool, typer.Option("--direct", help="Leave out issuer, relay and gateway.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Start a node, send it marked requests, and search its memory and files for them.
@@ -42,7 +44,7 @@ def traces(
     try:
         config, rows, model_path = _prepare(settings)
         maker = MarkMaker(Tokenizer(model_path))
-        path = _start(str(config.profile), settings)
+        path = _start(str(config.profile), settings, requests, direct)
         try:
             verdict = asyncio.run(try_node(path, maker, requests, rows))
         finally:
@@ -74,13 +76,16 @@ def _prepare(settings: GivenSettings) -> tuple[EngineConfig, Callable[[Sequence[
     return config, rows, str(locate(config.model))
 
 
-def _start(profile: str, settings: GivenSettings) -> Path:
-    """Starts a sealed node where the profile asks for one, else a server."""
+def _start(profile: str, settings: GivenSettings, num_requests: int, direct: bool) -> Path:
+    """Starts the whole way to a sealed node where the profile asks for one, else a server."""
+    from cloister.client.traces.cloud import Cloud
     from cloister.client.traces.node import SealedNode, Server
 
     flags = {name: value for name, value in settings.flags.items() if name != "profile"}
-    kind = SealedNode if overwrites(profile) else Server
-    return kind(profile, [part for name, value in flags.items() for part in _as_flag(name, value)])
+    arguments = [part for name, value in flags.items() for part in _as_flag(name, value)]
+    if not overwrites(profile):
+        return Server(profile, arguments)
+    return SealedNode(profile, arguments) if direct else Cloud(profile, arguments, num_tokens=num_requests + SPARE_TOKENS)
 
 
 def _as_flag(name: str, value: object) -> list[str]:

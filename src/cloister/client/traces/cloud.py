@@ -1,0 +1,231 @@
+"""The whole way: issuer, relay, gateway and a sealed node as programs of their own, and a client that seals twice and spends a
+token for each request.
+
+The epoch is put together by the trial itself: what log, witnesses and evidence prove has tests elsewhere and leaves no content.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import httpx
+import msgspec
+
+from cloister.client.answer import Answer
+from cloister.client.asking import Ask, Reply
+from cloister.client.buying import buy_tokens
+from cloister.client.letter import strip_request, write_letter
+from cloister.client.traces.node import Program, SealedNode
+from cloister.client.traces.sealing import KEYS_PATH
+from cloister.client.wallet import BATCH, LOW, Wallet
+from cloister.privacy.credentials import Credentials
+from cloister.privacy.keyfile import write_credentials
+from cloister.privacy.residue.processes import Process
+from cloister.privacy.sealing import CHUNKED
+from cloister.privacy.tokens import Token, authorization
+from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry
+from cloister.types.errors import EngineError
+
+_AT: Final = re.compile(r" at (http\S+),")
+_NOTHING: Final = "00" * 32
+
+
+class ShownKey(msgspec.Struct, frozen=True):
+    """One key of `cloister issuer --show-keys`."""
+
+    url: str
+    token_key: bytes
+
+
+class Cloud(SealedNode):
+    """A node behind a gateway behind a relay; tokens from an issuer.
+
+    Args:
+        num_tokens: that requests will spend.
+    """
+
+    def __init__(self, profile: str, arguments: Sequence[str] = (), *, num_tokens: int = 2000) -> None:
+        super().__init__(profile, arguments)
+        self._profile = profile
+        self._folder = tempfile.TemporaryDirectory(prefix="cloister-trial-")
+        self._programs: list[tuple[str, Program]] = []
+        try:
+            self._open(Path(self._folder.name), num_tokens)
+        except BaseException:
+            self.stop()
+            raise
+        self.roots = (*self.roots, *(program.process.pid for _, program in self._programs))
+
+    def client(self) -> httpx.AsyncClient:
+        carrier = CloudTransport(self._relay, self._make_epoch, self._api_key)
+        return httpx.AsyncClient(base_url="https://localhost", timeout=120.0, transport=carrier)
+
+    def role(self, process: Process) -> str:
+        names = {program.process.pid: name for name, program in self._programs}
+        return names.get(process.pid) or super().role(process)
+
+    def stop(self) -> None:
+        for _, program in reversed(self._programs):
+            program.stop()
+        super().stop()
+        self._folder.cleanup()
+
+    def _open(self, folder: Path, num_tokens: int) -> None:
+        credentials, self._api_key = Credentials.empty().add("trial")
+        keys, relay_secret = folder / "api-keys.json", folder / "relay-secret"
+        write_credentials(keys, credentials)
+        relay_secret.write_text(secrets.token_hex(32) + "\n")
+        relay_secret.chmod(0o600)
+        port = _free_port()
+        url = f"http://127.0.0.1:{port}"
+        state = ["--url", url, "--state", str(folder / "issuer"), "--api-keys", str(keys)]
+        self._start("issuer", [*state, "--tokens-per-epoch", str(num_tokens), "--port", str(port)])
+        shown = folder / "issuer-keys.json"
+        command = [sys.executable, "-P", "-m", "cloister.cli", "issuer", *state, "--show-keys"]
+        shown.write_bytes(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+        self._issuers = tuple(
+            IssuerEntry(key.url, key.token_key) for key in msgspec.json.decode(shown.read_bytes(), type=list[ShownKey])
+        )
+        gateway_port = _free_port()
+        self._gateway = f"http://127.0.0.1:{gateway_port}"
+        self._start(
+            "gateway",
+            [
+                *("--url", self._gateway, "--node", self._program.address, "--relay-secrets", str(relay_secret)),
+                *("--issuer-keys", str(shown), "--spend-store", f"sqlite:///{folder}/spent.db"),
+                *("--profile", self._profile, "--port", str(gateway_port)),
+            ],
+        )
+        relay = self._start("relay", ["--gateway", self._gateway, "--secret-file", str(relay_secret), "--port", "0"])
+        self._relay = relay.address
+
+    def _start(self, name: str, arguments: Sequence[str]) -> Program:
+        program = Program.start([name, *arguments], _AT)
+        self._programs.append((name, program))
+        return program
+
+    async def _make_epoch(self, way: httpx.AsyncBaseTransport) -> Epoch:
+        """Returns an epoch that names the key that the node has at the moment."""
+        gateway_keys = await _fetch(way, self._relay + KEYS_PATH)
+        node_keys = await _fetch(way, self._program.address + KEYS_PATH)
+        node = NodeEntry(hashlib.sha256(node_keys).hexdigest(), 1, node_keys, _NOTHING)
+        gateway, now = GatewayEntry(self._gateway, gateway_keys), int(time.time())
+        return Epoch(1, now - 60, now + 1800, gateway, self._issuers, (node,), _NOTHING, self._profile, ())
+
+
+class CloudTransport(httpx.AsyncBaseTransport):
+    """Seals every request twice, spends a token for it, and sends it to the relay."""
+
+    def __init__(self, relay: str, make_epoch: Callable[[httpx.AsyncBaseTransport], Awaitable[Epoch]], api_key: str) -> None:
+        self._relay = relay
+        self._make_epoch = make_epoch
+        self._api_key = api_key
+        self._wallet = Wallet()
+        self._buying = asyncio.Lock()
+        self._way = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=64))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        epoch = await self._make_epoch(self._way)
+        token = await self._take_token(epoch)
+        fields = tuple((name.lower(), value) for name, value in request.headers.raw)
+        plain = strip_request(request.method, request.url.raw_path, fields, await request.aread(), time.time())
+        letter = write_letter(plain, epoch.nodes[0], epoch, authorization(token), time.time())
+        posted = httpx.Request(
+            "POST", self._relay, content=letter.sealed, headers={"content-type": CHUNKED.request_type},
+            extensions=request.extensions,
+        )  # fmt: skip
+        reply = await self._way.handle_async_request(posted)
+        if reply.status_code != 200:
+            return reply
+        opening = _Opening(reply, letter.answer)
+        await opening.read_head()
+        assert letter.answer.head is not None
+        return httpx.Response(letter.answer.head.status, headers=list(letter.answer.head.fields), stream=opening)
+
+    async def aclose(self) -> None:
+        await self._way.aclose()
+
+    async def _take_token(self, epoch: Epoch) -> Token:
+        async with self._buying:
+            if len(self._wallet) <= LOW:
+                self._wallet.add(await self._buy(epoch))
+            token = self._wallet.take()
+            assert token is not None
+            return token
+
+    async def _buy(self, epoch: Epoch) -> list[Token]:
+        step = buy_tokens(epoch, self._api_key, time.time(), BATCH)
+        try:
+            ask = next(step)
+            while True:
+                ask = step.send(await self._ask(ask))
+        except StopIteration as done:
+            tokens: list[Token] = done.value
+            return tokens
+
+    async def _ask(self, ask: Ask) -> Reply:
+        asked = httpx.Request(ask.method, ask.url, headers=dict(ask.headers or {}), content=ask.body)
+        reply = await self._way.handle_async_request(asked)
+        return Reply(reply.status_code, reply.headers.get("content-type", ""), await reply.aread())
+
+
+class _Opening(httpx.AsyncByteStream):
+    """The content of an answer while it arrives."""
+
+    def __init__(self, reply: httpx.Response, answer: Answer) -> None:
+        assert isinstance(reply.stream, httpx.AsyncByteStream)
+        self._reply, self._answer = reply, answer
+        self._pieces = aiter(reply.stream)
+        self._waiting = b""
+        self._is_over = False
+
+    async def read_head(self) -> None:
+        while self._answer.head is None and not self._is_over:
+            await self._read()
+        if self._answer.head is None:
+            raise httpx.RemoteProtocolError("the sealed answer has no head")
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            content, self._waiting = self._waiting, b""
+            if content:
+                yield content
+            if self._is_over:
+                return
+            await self._read()
+
+    async def aclose(self) -> None:
+        await self._reply.aclose()
+
+    async def _read(self) -> None:
+        piece = await anext(self._pieces, None)
+        if piece is None:
+            self._is_over = True
+            self._waiting += self._answer.close()
+        else:
+            self._waiting += self._answer.feed(piece)
+
+
+async def _fetch(way: httpx.AsyncBaseTransport, url: str) -> bytes:
+    reply = await way.handle_async_request(httpx.Request("GET", url))
+    if reply.status_code != 200:
+        raise EngineError(f"{url} answers {reply.status_code}")
+    return await reply.aread()
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port

@@ -1,0 +1,122 @@
+"""The sealer gives what opens one request, takes each once, and forgets its keys."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from cloister.engine.door import KNOCK
+from cloister.privacy.sealing import CHUNKED, ChunkOpener, Header, UnsealError, parse_keys, seal_chunked_request
+from cloister.privacy.sealing.ohttp import HEADER_BYTES
+from cloister.sealed.workers.remote import RemoteUnsealer
+from cloister.sealed.workers.sealer import Question, Sealer, SealerBoot, SealerReady
+from cloister.types.errors import EngineError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def sealed_to(sealer: Sealer, message: bytes = b"secret") -> bytes:
+    keys = parse_keys(sealer.answer(Question("publish")).keys)[0]
+    return seal_chunked_request(keys, message)[0]
+
+
+def test_a_request_is_begun_and_taken_once() -> None:
+    sealer = Sealer(SealerBoot(), Clock())
+    header = sealed_to(sealer)[:HEADER_BYTES]
+    assert sealer.answer(Question("begin", header, CHUNKED.request_type)).key
+    assert sealer.answer(Question("accept", header)).error == ""
+    assert sealer.answer(Question("accept", header)).error == "unseal"
+
+
+def test_a_key_opens_nothing_when_its_time_is_over() -> None:
+    clock = Clock()
+    sealer = Sealer(SealerBoot(life_s=100.0, overlap_s=10.0), clock)
+    header = sealed_to(sealer)[:HEADER_BYTES]
+    secrets = sealer.answer(Question("begin", header, CHUNKED.request_type))
+    clock.now_s = 99.0
+    assert sealer.answer(Question("begin", header, CHUNKED.request_type)) == secrets
+    clock.now_s = 101.0
+    assert sealer.answer(Question("begin", header, CHUNKED.request_type)) != secrets
+
+
+NO_QUESTIONS = [Question("begin", b"short", CHUNKED.request_type), Question("begin", bytes(39), "?"), Question("open")]
+
+
+@pytest.mark.parametrize("question", NO_QUESTIONS, ids=["short", "another form", "another verb"])
+def test_what_is_no_question_gets_no_secrets(question: Question) -> None:
+    answer = Sealer(SealerBoot(), Clock()).answer(question)
+    assert answer.error
+    assert not answer.key
+
+
+class Running:
+    """A sealer as a process."""
+
+    def __init__(self) -> None:
+        self.control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "cloister.sealed.workers.sealer", str(far.fileno())]
+        with far:
+            self.process = subprocess.Popen(command, pass_fds=(far.fileno(),))
+        self.control.send(msgspec.msgpack.encode(SealerBoot(must_lock=False)))
+        self.ready = msgspec.msgpack.decode(self.control.recv(65536), type=SealerReady)
+
+    def channel(self) -> RemoteUnsealer:
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with far:
+            socket.send_fds(self.control, [KNOCK], [far.fileno()])
+        unsealer = RemoteUnsealer()
+        unsealer.attach(near)
+        self.near = near
+        return unsealer
+
+    def close(self) -> None:
+        self.control.close()
+        self.near.close()
+        self.process.wait(20)
+
+
+def test_a_worker_opens_a_request_with_what_the_sealer_gives() -> None:
+    async def run() -> None:
+        running = Running()
+        try:
+            unsealer = running.channel()
+            keys = parse_keys(await unsealer.publish())[0]
+            sealed, _ = seal_chunked_request(keys, b"secret")
+            exchange = await unsealer.begin(Header.parse(sealed[:HEADER_BYTES]), CHUNKED)
+            opener = ChunkOpener(exchange.context)
+            opener.feed(sealed[HEADER_BYTES:])
+            assert opener.close() == b"secret"
+            await unsealer.accept(exchange.header)
+            with pytest.raises(UnsealError):
+                await unsealer.accept(exchange.header)
+        finally:
+            running.close()
+        assert running.process.returncode == 0  # it ends with whoever started it
+
+    asyncio.run(run())
+
+
+def test_who_asks_a_sealer_that_is_gone_is_told() -> None:
+    async def run() -> None:
+        running = Running()
+        unsealer = running.channel()
+        await unsealer.publish()
+        os.kill(running.process.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="restart"):
+            await unsealer.publish()
+        running.close()
+
+    asyncio.run(run())
