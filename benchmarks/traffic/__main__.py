@@ -11,7 +11,8 @@ import argparse
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -45,7 +46,6 @@ def main() -> int:
     parser.add_argument("--tokens", default="96,180", help="record: least and most tokens of an answer, drawn for each alike")
     parser.add_argument("--profiles", default="open,private,paranoid", help="judge: under which shapes")
     options = parser.parse_args()
-    torch.set_num_threads(options.num_threads or 2)
     steps: dict[str, Callable[[argparse.Namespace], int]] = {"record": record, "capture": capture, "judge": judge, "leak": leak}
     return steps[options.what](options)
 
@@ -98,22 +98,34 @@ def judge(options: argparse.Namespace) -> int:
         "Two topics told apart by sizes and times of sealed chunks",
         "open: nearly always; private: by gaps and number alone, much less; paranoid: within a bucket not at all",
     )
-    rows, scores, streams = [], {}, {}
+    parts: dict[str, list[Capture]] = {}
+    streams = {}
     for profile in options.profiles.split(","):
         captures = live.read(captured_at(options, profile)) if options.captured else replay_all(options, profile)
         streams[profile] = [next(c for c in captures if c.label == label) for label in range(len(CLASSES))]
-        for part, those in split_buckets(profile, captures):
-            counts = Counter(capture.label for capture in those)
-            for classifier in CLASSIFIERS:
-                found = score(classifier, those, options.seed)
-                scores[part, classifier] = found
-                rows.append((part, classifier, min(counts.values()), found.auc, found.low, found.high))
-                console.print(rows[-1], style="dim", highlight=False)
+        parts |= dict(split_buckets(profile, captures))
+    rows, scores = [], score_all(options, parts)
+    for (part, classifier), found in scores.items():
+        counts = Counter(capture.label for capture in parts[part])
+        rows.append((part, classifier, min(counts.values()), found.auc, found.low, found.high))
     bench.print_rows("Area under the ROC curve", ("chunks of", "classifier", "answers a class", "AUC", "low", "high"), rows)
     check(bench, scores)
     plot_scores(bench, options, scores)
     plot_streams(bench.picture(options).with_stem(f"{bench.name}_streams"), streams)
     return bench.finish(options)
+
+
+def score_all(options: argparse.Namespace, parts: Mapping[str, Sequence[Capture]]) -> dict[tuple[str, str], Score]:
+    """Returns the score of each classifier on each part; as many are worked out at once as there are threads."""
+    with ProcessPoolExecutor(options.num_threads or 2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        waiting = {
+            (part, classifier): pool.submit(score, classifier, captures, options.seed)
+            for part, captures in parts.items()
+            for classifier in CLASSIFIERS
+        }
+        for name, future in waiting.items():
+            console.print(name, future.result(), style="dim", highlight=False)
+        return {name: future.result() for name, future in waiting.items()}
 
 
 def replay_all(options: argparse.Namespace, profile: str) -> list[Capture]:

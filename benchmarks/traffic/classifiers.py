@@ -20,12 +20,12 @@ from sklearn.model_selection import StratifiedGroupKFold
 
 from benchmarks.traffic.captures import Capture
 
-NUM_CHUNKS: Final = 192
+NUM_CHUNKS: Final = 128
 """Chunks of an answer that are looked at."""
 NUM_KINDS: Final = 16
 """Sizes above the smallest that are told apart; a chunk of one token differs by the letters of its text."""
 NUM_FOLDS: Final = 5
-NUM_RESAMPLES: Final = 400
+NUM_RESAMPLES: Final = 200
 
 Floats = NDArray[np.float64]
 
@@ -82,10 +82,10 @@ def count_features(captures: Sequence[Capture]) -> Floats:
 def judge_by_trees(train: Floats, labels: NDArray[np.int64], test: Floats, seed: int) -> Floats:
     """Returns the probability of class 1 for each row of `test`."""
     settings = {
-        "objective": "binary", "learning_rate": 0.05, "num_leaves": 31, "feature_fraction": 0.5, "bagging_fraction": 0.8,
+        "objective": "binary", "learning_rate": 0.1, "num_leaves": 31, "feature_fraction": 0.3, "bagging_fraction": 0.8,
         "bagging_freq": 1, "num_threads": 1, "seed": seed, "verbosity": -1,
     }  # fmt: skip
-    model = lightgbm.train(settings, lightgbm.Dataset(train, labels), num_boost_round=200)
+    model = lightgbm.train(settings, lightgbm.Dataset(train, labels), num_boost_round=100)
     return np.asarray(model.predict(test), dtype=np.float64)
 
 
@@ -96,9 +96,9 @@ def judge_by_network(train: Floats, labels: NDArray[np.int64], test: Floats, see
     inputs = torch.tensor((train - mean) / deviation, dtype=torch.float32)
     wanted = torch.tensor(labels, dtype=torch.float32)
     network = _make_network()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=0.01)
-    num_epochs, batch = 12, 64
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=num_epochs * -(-len(inputs) // batch))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=4e-3, weight_decay=0.01)
+    num_epochs, batch = 8, 128
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8e-3, total_steps=num_epochs * -(-len(inputs) // batch))
     for _ in range(num_epochs):
         for picked in torch.randperm(len(inputs)).split(batch):  # type: ignore[no-untyped-call]
             loss = torch.nn.functional.binary_cross_entropy_with_logits(network(inputs[picked]).squeeze(1), wanted[picked])
@@ -115,7 +115,7 @@ def judge_by_network(train: Floats, labels: NDArray[np.int64], test: Floats, see
 def _make_network() -> torch.nn.Sequential:
     layers: list[torch.nn.Module] = []
     channels = 2
-    for width in (32, 48, 64):
+    for width in (16, 24, 32):
         layers += [
             torch.nn.Conv1d(channels, width, 5, padding=2),
             torch.nn.BatchNorm1d(width),
