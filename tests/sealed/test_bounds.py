@@ -121,26 +121,31 @@ def test_an_answer_that_falls_silent_is_given_up(tmp_path: Path) -> None:
         assert inner.cancelled.wait(5)
 
 
-def test_work_is_cancelled_when_the_client_goes_and_waited_for() -> None:
-    ended = []
-
-    async def work() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0.01)
-            ended.append(True)
-
-    async def receive() -> Message:
+def test_work_is_cancelled_when_the_client_goes_but_not_when_only_its_last_steps_are_left() -> None:
+    async def disconnect() -> Message:
         return {"type": "http.disconnect"}
 
-    async def live() -> None:
-        body = Body(SCOPE, receive, 0)
-        body.is_read.set()
-        await run_while_there(work(), body, receive)
+    async def take(_: Message) -> None:
+        pass
 
-    asyncio.run(live())
-    assert ended == [True]
+    async def live(*, finished: bool) -> list[str]:
+        body, out, steps = Body(SCOPE, disconnect, 0), Outgoing(take), []
+
+        async def work() -> None:
+            try:
+                await out.write(b"", last=finished)
+                body.is_read.set()
+                await asyncio.sleep(0.05)
+                steps.append("done")
+            finally:
+                await asyncio.sleep(0.01)
+                steps.append("tidied")
+
+        await run_while_there(work(), body, out, disconnect)
+        return steps
+
+    assert asyncio.run(live(finished=False)) == ["tidied"]
+    assert asyncio.run(live(finished=True)) == ["done", "tidied"]
 
 
 def test_an_answer_longer_than_a_file_may_be_is_not_read_to_its_end() -> None:

@@ -18,6 +18,8 @@ BODY_TIMEOUT_S: Final = 60.0
 """How long a whole request body may take to arrive."""
 MAX_REQUEST_BYTES: Final = 17 * 2**20
 """The largest bucket, sealed twice, with its heads."""
+TIDY_S: Final = 5.0
+"""How long the work of a request may go on when all of its reply is sent."""
 _LENGTH: Final = re.compile(r"[0-9]{1,18}")
 
 _logger = logging.getLogger(__name__)
@@ -88,6 +90,7 @@ class Outgoing:
 
     Attributes:
         has_begun: whether the head is on its way, so that no other reply can take its place.
+        is_finished: whether all of it is.
         num_bytes: of the body, so far.
     """
 
@@ -95,6 +98,7 @@ class Outgoing:
         self._send = send
         self._write_timeout_s = write_timeout_s
         self.has_begun = False
+        self.is_finished = False
         self.num_bytes = 0
 
     async def begin(self, status: int, fields: Fields) -> None:
@@ -105,6 +109,7 @@ class Outgoing:
     async def write(self, data: bytes, *, last: bool = False) -> None:
         """Sends a piece of the body."""
         self.num_bytes += len(data)
+        self.is_finished = last
         await self._pass({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def refuse(self, problem: ProblemError) -> None:
@@ -121,10 +126,14 @@ class Outgoing:
             raise GoneError from None
 
 
-async def run_while_there(work: Coroutine[Any, Any, None], body: Body, receive: Receive) -> None:
-    """Runs the work of one request, and cancels it when the one who asked hangs up."""
+async def run_while_there(work: Coroutine[Any, Any, None], body: Body, out: Outgoing, receive: Receive) -> None:
+    """Runs the work of one request, and cancels it when the one who asked hangs up.
+
+    Args:
+        out: what the work answers with.
+    """
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(_wait_until_gone(body, receive))
+    gone = asyncio.create_task(_wait_until_gone(body, out, receive))
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -136,10 +145,12 @@ async def run_while_there(work: Coroutine[Any, Any, None], body: Body, receive: 
         _logger.error("a request ended with a mistake of this program (%s)", type(error).__name__)
 
 
-async def _wait_until_gone(body: Body, receive: Receive) -> None:
+async def _wait_until_gone(body: Body, out: Outgoing, receive: Receive) -> None:
     await body.is_read.wait()
     while (await receive())["type"] != "http.disconnect":
         pass
+    if out.is_finished:  # the server below says so after each reply; giving back a connection may take a moment still
+        await asyncio.sleep(TIDY_S)
 
 
 def find_header(scope: Scope, wanted: bytes) -> str | None:

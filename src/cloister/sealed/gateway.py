@@ -153,7 +153,8 @@ class _Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = Body(scope, receive, self._config.max_request_bytes, self._config.body_timeout_s)
-        await run_while_there(self._answer(scope, body, Outgoing(send)), body, receive)
+        out = Outgoing(send)
+        await run_while_there(self._answer(scope, body, out), body, out, receive)
 
     async def _answer(self, scope: Scope, body: Body, out: Outgoing) -> None:
         """Answers in the clear until the request is opened, and sealed from then on."""

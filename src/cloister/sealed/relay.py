@@ -61,7 +61,8 @@ class _Relay:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = Body(scope, receive, self._config.max_request_bytes, self._config.body_timeout_s)
-        await run_while_there(self._carry(scope, body, Outgoing(send)), body, receive)
+        out = Outgoing(send)
+        await run_while_there(self._carry(scope, body, out), body, out, receive)
 
     async def _carry(self, scope: Scope, body: Body, out: Outgoing) -> None:
         try:
@@ -94,7 +95,8 @@ class _PublicFiles:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = Body(scope, receive, 0)
         body.is_read.set()
-        await run_while_there(self._carry(scope, Outgoing(send)), body, receive)
+        out = Outgoing(send)
+        await run_while_there(self._carry(scope, out), body, out, receive)
 
     async def _carry(self, scope: Scope, out: Outgoing) -> None:
         try:
