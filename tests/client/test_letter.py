@@ -216,3 +216,13 @@ def test_an_answer_of_another_request_is_none() -> None:
     other_answer: Answer = other.answer
     with pytest.raises(BrokenAnswerError):
         other_answer.feed(cut(one))
+
+
+def test_a_session_goes_to_the_node_where_the_program_names_one() -> None:
+    fields = ((b"Cloister-Session", b"ab" * 32), (b"Cookie", b"a=1"))
+    request = strip_request("POST", b"/v1/completions", fields, b"{}", NOW)
+    outer, _ = open_request(GATEWAY, write(request=request).sealed)
+    inner, _ = open_request(NODE, outer.content)
+    assert find_field(inner.head.fields, b"cloister-session") == "ab" * 32
+    assert find_field(outer.head.fields, b"cloister-session") is None
+    assert find_field(inner.head.fields, b"cookie") is None
