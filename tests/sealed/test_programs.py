@@ -36,6 +36,7 @@ from cloister.privacy.sealing import (
 )
 from cloister.privacy.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook, authorization, challenge_between, request_tokens
 from cloister.privacy.tokens.issuance import encode_answers
+from cloister.privacy.transparency.keyfiles import write_key
 from cloister.privacy.transparency.trust import encode_trust
 from cloister.sealed.node import NodeConfig, node_app
 from cloister.sealed.serving import Lifespan
@@ -137,7 +138,7 @@ def ask(url: str, keys: KeyConfiguration, node: Node, path: str, token: str) -> 
 def test_a_gateway_with_a_log_publishes_an_epoch_that_clients_believe(tmp_path: Path, issuer_key: dict[str, object]) -> None:
     world = World(tmp_path, now=time.time())
     place = Place(world)
-    (tmp_path / "log.key").write_text(world.log_key.encode())
+    write_key(tmp_path / "log.key", world.log_key)
     (tmp_path / "trust.json").write_bytes(encode_trust(world.trust))
     (tmp_path / "issuer.json").write_text(json.dumps([issuer_key]))
     (tmp_path / "relays").write_text(RELAY_SECRET)

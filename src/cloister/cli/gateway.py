@@ -127,8 +127,8 @@ def _open_keeper(
     import httpx
 
     from cloister.privacy.transparency.asking import DEADLINE_S, HttpWitness
+    from cloister.privacy.transparency.keyfiles import read_key
     from cloister.privacy.transparency.log import Log
-    from cloister.privacy.transparency.note import PrivateKey
     from cloister.privacy.transparency.publisher import Publisher
     from cloister.privacy.transparency.trust import read_trust
     from cloister.sealed.epochs import EpochKeeper
@@ -145,8 +145,4 @@ def _open_keeper(
         cosigners.append(HttpWitness(check_url(address, "witness"), known[name], client))
     if len(cosigners) < trust.threshold:
         raise ConfigError(f"the trust file asks for {trust.threshold} witnesses; give --witness for as many", param="witness")
-    try:
-        key = PrivateKey.parse(log_key.expanduser().read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {log_key}: {error.strerror}", param="log_key") from None
-    return EpochKeeper(settings, Publisher(Log(log, key), trust, cosigners), unsealer, book, issuers, log)
+    return EpochKeeper(settings, Publisher(Log(log, read_key(log_key)), trust, cosigners), unsealer, book, issuers, log)
