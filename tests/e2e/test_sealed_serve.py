@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ import httpx
 import pytest
 
 from cloister import LLM, SamplingParams
+from cloister.client.verify_node import check_url, fetch_from
+from cloister.models import locate
+from cloister.privacy.attestation import Policy, read_evidence, read_statement
+from cloister.privacy.attestation.measuring import measure_model
+from cloister.privacy.attestation.tsm import TSM_REPORTS
+from cloister.privacy.hardening import MEASURES
 from cloister.privacy.sealing import (
     WHOLE,
     Request,
@@ -28,8 +35,9 @@ from cloister.privacy.sealing import (
     seal_request,
 )
 from cloister.privacy.shape import Unshaper
+from cloister.privacy.transparency.checks import View
 from cloister.sealed.gateway import NODE_PATH
-from cloister.sealed.nodes import KEYS_PATH
+from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
 from tests.privacy.hardening.house import drop, why_not_root
 
 MODEL = "cloister-5m"
@@ -192,6 +200,25 @@ def test_every_thread_of_every_process_has_the_measures(node: Node) -> None:
         assert node.status(pid, "CapPrm") == node.status(pid, "CapBnd") == {"0000000000000000"}
 
 
+def test_its_evidence_states_its_key_its_model_and_every_measure_of_every_process(node: Node) -> None:
+    give_up_s = time.monotonic() + 30
+    while (answer := httpx.get(node.url + EVIDENCE_PATH, timeout=30)).status_code != 200:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.1)
+    statement = read_statement(read_evidence(answer.content).statement)
+    assert statement.keys == httpx.get(node.url + KEYS_PATH, timeout=30).content
+    assert statement.model == measure_model(locate(MODEL))
+    every = {f"{role}.{measure.name}" for role in ("front", "engine", "worker", "sealer") for measure in MEASURES}
+    assert every | {"front.closed", "host"} <= statement.hardening.keys()
+    missing = [name for name, told in statement.hardening.items() if told.startswith("missing")]
+    assert missing == ["host"]
+    policy = Policy(accept_software=True, releases=frozenset({statement.release}))
+    with httpx.Client() as client:
+        fetch = fetch_from(node.url, client)
+        assert check_url(fetch, None, policy, View(), time.time()).accepted
+        assert not check_url(fetch, None, replace(policy, accept_software=False), View(), time.time()).accepted
+
+
 def read_from(pids: list[int], *, stripped: bool) -> dict[str, str]:
     command = [sys.executable, "-c", TRY_TO_READ, json.dumps(READ_FILES), *map(str, pids)]
     done = subprocess.run(
@@ -266,3 +293,9 @@ def test_a_node_serves_one_model(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text('[models.a]\nmodel = "cloister-5m"\n[models.b]\nmodel = "cloister-5m"\n')
     assert "a sealed node serves one model" in serve_in_vain("--config", str(config))
+
+
+@pytest.mark.skipif(TSM_REPORTS.is_dir(), reason="this is a confidential guest")
+def test_a_machine_that_cannot_vouch_for_itself_does_not_serve() -> None:
+    """The processor is asked by a hardened process of its own, after everything else has started."""
+    assert "this is no confidential guest" in serve_in_vain("--attester", "sev-snp")
