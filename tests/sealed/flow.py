@@ -51,7 +51,7 @@ from cloister.sealed.nodes import NodeBook
 from cloister.sealed.relay import RelayConfig, relay_app
 from cloister.sealed.serving import Lifespan
 from cloister.sealed.unsealing import LocalUnsealer
-from cloister.sealed.upstream import Upstream
+from cloister.sealed.upstream import Upstream, trust_only
 from cloister.server.connection import Connection
 from cloister.server.serve import address_of, bind
 from tests.token_shop import CHALLENGE, Shop
@@ -267,8 +267,8 @@ def open_cloud(
                 now=shop.clock,
             )
         )
-        gateway_url = stack.enter_context(serve(gateway))
-        way = Upstream("gateway", timeout_s=answer_timeout_s + 10)
+        gateway_url = stack.enter_context(serve(gateway, certificate)).replace("127.0.0.1", "localhost")
+        way = Upstream("gateway", tls=trust_only(certificate[0] if certificate else None), timeout_s=answer_timeout_s + 10)
         relay = Recorder(relay_app(RelayConfig(gateway_url, RELAY_SECRET), way))
         relay_url = stack.enter_context(serve(relay))
         yield Cloud(relay_url, gateway_url, nodes, relay, gateway, gateway_receiver, book, shop, shop.clock)
