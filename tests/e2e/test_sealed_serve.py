@@ -38,7 +38,9 @@ from cloister.privacy.shape import Unshaper
 from cloister.privacy.transparency.checks import View
 from cloister.sealed.gateway import NODE_PATH
 from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
-from tests.privacy.hardening.house import drop, why_not_root
+from tests.privacy.hardening.house import drop, needs_measures, why_not_root
+
+pytestmark = needs_measures
 
 MODEL = "cloister-5m"
 PROMPTS = ("Once upon a time", "def main():", "Zwei Dinge")

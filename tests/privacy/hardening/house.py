@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cloister.privacy.hardening import kernel
+import pytest
+
+from cloister.privacy.hardening import kernel, probe
 
 HERE = Path(__file__).parent
 DROPPED = {"SYS_MODULE": 16, "SYS_RAWIO": 17, "SYS_PTRACE": 19, "SYS_ADMIN": 21, "PERFMON": 38, "BPF": 39}
@@ -73,6 +75,15 @@ def capabilities() -> int:
     """The effective capabilities of this process, as a mask."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("CapEff:")), 16)
+
+
+def why_not_hardened() -> str | None:
+    """Returns which measures this machine cannot give; None if a hardened process can be started."""
+    missing = [f"{result.measure}: {result.detail}" for result in probe() if not result.applied]
+    return "; ".join(missing) or None
+
+
+needs_measures = pytest.mark.skipif(why_not_hardened() is not None, reason=str(why_not_hardened()))
 
 
 def why_not_root(*needed: str) -> str | None:

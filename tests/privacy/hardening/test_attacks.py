@@ -17,10 +17,10 @@ import pytest
 from cloister.privacy.hardening import HOST, Needs, Results, Sealed
 from cloister.privacy.hardening.interpreter import QUIET_SIGNALS
 from tests.privacy.hardening.attacks import READING
-from tests.privacy.hardening.house import DEADLINE_S, DROPPED, HERE, drop, launcher, living, why_not_root
+from tests.privacy.hardening.house import DEADLINE_S, DROPPED, HERE, drop, launcher, living, needs_measures, why_not_root
 from tests.privacy.hardening.victim import SIZE
 
-pytestmark = pytest.mark.skipif(why_not_root() is not None, reason=str(why_not_root()))
+pytestmark = [needs_measures, pytest.mark.skipif(why_not_root() is not None, reason=str(why_not_root()))]
 Outcomes = dict[str, dict[str, Any]]
 
 OTHERWISE_REFUSED = ("load_bpf", "probe_user_space", "read_physical_memory")

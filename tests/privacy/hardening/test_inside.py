@@ -14,7 +14,9 @@ import pytest
 
 from cloister.privacy.hardening import kernel
 from cloister.privacy.hardening.applying import CLOSING, MEASURES
-from tests.privacy.hardening.house import DEADLINE_S, HERE, launcher, run_launched
+from tests.privacy.hardening.house import DEADLINE_S, HERE, launcher, needs_measures, run_launched
+
+pytestmark = needs_measures
 
 CLOSED = {
     "allowed: take its port": "EPERM",

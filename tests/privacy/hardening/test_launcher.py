@@ -18,7 +18,7 @@ from cloister.privacy.hardening.filter import Rule
 from cloister.privacy.hardening.launching import Launch, reading
 from cloister.privacy.hardening.seccomp import install
 from cloister.privacy.hardening.swap import Swap
-from tests.privacy.hardening.house import DEADLINE_S, launcher, living
+from tests.privacy.hardening.house import DEADLINE_S, launcher, living, needs_measures
 
 NOT_CONFIGURED = 78
 
@@ -56,6 +56,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+@needs_measures
 def test_nothing_of_a_hostile_environment_reaches_a_hardened_process(hostile: dict[str, str]) -> None:
     told = run_loaded("private", hostile)
     assert not [library for library in told["libraries"] if "evil" in library]  # type: ignore[attr-defined]
@@ -80,6 +81,7 @@ def without_landlock() -> None:
     install([Rule("landlock_create_ruleset", error=errno.ENOSYS)])
 
 
+@needs_measures
 @pytest.mark.parametrize("profile", ["private", "paranoid"])
 def test_a_missing_measure_stops_the_start_and_says_what_to_do(profile: str) -> None:
     command = launcher("victim.py", profile=profile)
@@ -181,6 +183,7 @@ def test_a_machine_that_can_swap_needs_locked_memory(
     assert "swapoff -a" in missing.value.remedy
 
 
+@needs_measures
 def test_code_that_is_changed_after_the_start_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "before.py").write_text("VALUE = 'published'")
     (tmp_path / "after.py").write_text("VALUE = 'published'")

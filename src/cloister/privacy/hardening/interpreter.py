@@ -5,6 +5,7 @@ An audit hook (PEP 578) cannot be taken out again, and refuses in every thread w
 
 from __future__ import annotations
 
+import ctypes.util
 import faulthandler
 import signal
 import sys
@@ -31,8 +32,8 @@ QUIET_SIGNALS: Final = ("SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGPROF", "SIGVTALRM",
 OWN_FRAMES: Final = 8
 
 
-class RefusedHook(RuntimeError):
-    """Something asked for what no process of a sealed node does."""
+class RefusedHook(PermissionError):
+    """Something asked for what no process of a sealed node does; libraries that try a program first then go another way."""
 
 
 class Hooks:
@@ -44,6 +45,7 @@ class Hooks:
             raise Missing("a debugger or profiler is attached already", "start the node without it")
         if not _is_refusing():
             sys.addaudithook(_refuse)
+        ctypes.util.find_library = _find_nothing  # it would run ldconfig and a compiler
         try:
             sys.settrace(None)
         except RefusedHook:
@@ -122,6 +124,11 @@ def _write_exception(kind: type[BaseException], _: BaseException | None, trace: 
     text = f"{kind.__name__} at {' < '.join(reversed(places[-OWN_FRAMES:])) or 'no known place'}\n"
     if sys.stderr is not None:
         sys.stderr.write(text)
+
+
+def _find_nothing(name: str) -> str | None:  # noqa: ARG001
+    """Takes the place of a search for a library by programs: there is none that the search could run."""
+    return None
 
 
 def _do_nothing(*_: object, **__: object) -> None:
