@@ -238,6 +238,7 @@ def open_cloud(
     answer_timeout_s: float = 600.0,
     max_request_bytes: int = MAX_REQUEST_BYTES,
     budget: int = 512,
+    certificate: tuple[Path, Path] | None = None,
 ) -> Iterator[Cloud]:
     """Starts a relay, a gateway and nodes around `inner`, and a shop of tokens that pay for `budget` output tokens."""
     with contextlib.ExitStack() as stack:
