@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,14 +18,15 @@ from typer.testing import CliRunner
 
 from cloister.cli import app
 from cloister.client.errors import RelayUnreachableError
-from cloister.client.verify_node import Checked, check_url, fetch_from
-from cloister.privacy.attestation import Findings, Outcome, Policy, Statement
+from cloister.client.verify_node import Checked, cannot_check, check_url, fetch_from
+from cloister.privacy.attestation import Evidence, Findings, Outcome, Policy, Statement, read_evidence
 from cloister.privacy.attestation.measuring import measure_profile
 from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.transparency.bundle import parse_bundle
 from cloister.privacy.transparency.checks import View
 from cloister.privacy.transparency.trust import encode_trust
 from cloister.types.errors import ConfigError
+from tests import attestation_vectors as real
 from tests.privacy.transparency.world import World, make_release
 
 SOFTWARE = Policy(accept_software=True)
@@ -195,6 +197,18 @@ def test_a_node_that_runs_open_under_the_name_of_private_is_refused(house: House
     policy = replace(SOFTWARE, releases=frozenset({house.release.digest}))
     checked = check_url(house.find, None, policy, View(), house.now)
     assert slugs(only_node(checked), Outcome.FAILED) == ["profile-digest"]
+
+
+def test_a_check_that_cannot_be_run_here_is_no_refusal(house: House, monkeypatch: pytest.MonkeyPatch):
+    statement = read_evidence(house.state()).statement
+    house.serve(Evidence("tdx", statement, real.td_quote(), {"collateral": real.td_collateral()}).encode())
+    assert slugs(only_node(house.check()), Outcome.FAILED) == ["report-signature"], "its collateral is over"
+    assert not cannot_check(house.check())
+    monkeypatch.setitem(sys.modules, "dcap_qvl", None)
+    checked = house.check()
+    assert cannot_check(checked)
+    assert not checked.accepted
+    assert any("pip install" in step.text for step in only_node(checked).of(Outcome.FAILED))
 
 
 def test_an_epoch_without_anybody_to_believe_is_an_error(house: House):
