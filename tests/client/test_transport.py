@@ -305,11 +305,19 @@ def test_a_request_beyond_the_largest_bucket_is_refused_here(world: World) -> No
     assert world.wire.sent == 0
 
 
-def test_a_clock_that_is_off_is_said_so_once_and_not_retried(world: World) -> None:
-    late = world.session(now=lambda: world.house.now() - 301)
-    with pytest.raises((FinalRefusalError, EpochRefusedError), match=r"date|clock"):
+def test_a_clock_that_is_off_is_said_so_and_costs_no_other_draw(world: World) -> None:
+    world.house.time += 10
+    late = world.session(now=lambda: world.house.now() - 305)  # within what the epoch allows, not within what a date may be off
+    with pytest.raises(FinalRefusalError, match="set this machine's clock"):
         ask_once(world, late)
-    assert world.wire.sent <= 1
+    assert world.wire.sent == 1
+    assert world.house.opened() == {}
+
+
+def test_a_clock_far_behind_is_said_so_before_anything_is_sent(world: World) -> None:
+    with pytest.raises(EpochRefusedError, match="check this machine's clock"):
+        ask_once(world, world.session(now=lambda: world.house.now() - 400))
+    assert world.wire.sent == 0
 
 
 def test_a_new_epoch_is_taken_when_the_old_one_ends(world: World) -> None:

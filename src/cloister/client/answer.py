@@ -22,9 +22,10 @@ from cloister.privacy.sealing import (
     find_field,
 )
 from cloister.privacy.shape import ShapeError, Unshaper
+from cloister.sealed.problems import DATE_TYPE
 
 MAX_REFUSAL_BYTES = 8192
-NO_OTHER_DRAW_HELPS = frozenset({400, 403, 405, 413, 415, 431})
+NO_OTHER_DRAW_HELPS = frozenset({400, 403, 405, 413, 415, 417, 421, 431})
 """Statuses of the gateway that say something about the request; every other one may be the node's or the moment's."""
 
 
@@ -135,6 +136,8 @@ class Answer:
     def _raise_refusal(self) -> None:
         status = 0 if self._gateway is None else self._gateway.status
         message = read_message(bytes(self._refusal)) or "it gave no reason"
+        if DATE_TYPE.encode() in self._refusal:
+            message = "its clock and this machine's are more than five minutes apart; set this machine's clock"
         if status in NO_OTHER_DRAW_HELPS:
             raise FinalRefusalError(f"The gateway refused the request ({status}): {message}")
         raise FailedTryError(f"the gateway answered {status}: {message}")
