@@ -21,8 +21,8 @@ from cloister.privacy.shape import shape_of
 from cloister.privacy.transparency.epoch import Epoch, NodeEntry
 
 TAKEN_FIELDS = frozenset({b"accept", b"content-type", b"cloister-session"})
-"""Header fields that reach the node. The rest would tell who asks: API key, operating system, version of the SDK. The secret of a
-session goes along, for whoever sends it means to be recognised."""
+"""Header fields that reach the node. The rest would tell who asks: API key, operating system, version of the SDK. The secret
+of a session goes along, for whoever sends it means to be recognised."""
 
 
 @dataclass(frozen=True)
