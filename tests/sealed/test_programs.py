@@ -165,7 +165,11 @@ def test_a_gateway_with_a_log_publishes_an_epoch_that_clients_believe(tmp_path: 
         evidence = http.get(f"{gateway_url}/.well-known/cloister/evidence/{epoch.nodes[0].evidence_sha256}")
         assert hashlib.sha256(evidence.content).hexdigest() == epoch.nodes[0].evidence_sha256
         assert http.get(f"{gateway_url}/.well-known/cloister/log/checkpoint").text in reply.json()["checkpoint"]
-        assert http.get(f"{gateway_url}/.well-known/cloister/log/../log.key").status_code == 404
+        (world.log.directory / "log.key").write_text("put here by mistake")
+        for path in ("../log.key", "%2e%2e/log.key", "log.key", "tile/0/../../log.key", "tile", ""):
+            assert http.get(f"{gateway_url}/.well-known/cloister/log/{path}").status_code == 404
+        served = http.get(f"{gateway_url}/.well-known/cloister/log/tile/entries/000.p/2")
+        assert served.content == (world.log.directory / "tile" / "entries" / "000.p" / "2").read_bytes()
 
 
 GATEWAY_OPTIONS = {

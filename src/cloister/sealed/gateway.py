@@ -17,7 +17,6 @@ from typing import Final, Protocol
 import httpx
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from cloister.privacy.sealing import (
@@ -44,7 +43,7 @@ from cloister.sealed.exchange import (
 )
 from cloister.sealed.nodes import NodeBook
 from cloister.sealed.problems import ProblemError, problem_of
-from cloister.sealed.public import File
+from cloister.sealed.public import File, LogFiles
 from cloister.sealed.sealed_reply import SealedReply
 from cloister.sealed.serving import Health, Lifespan, Post, handlers
 from cloister.sealed.unsealing import Opened, Unsealer, open_request, read_head, read_parts
@@ -127,7 +126,7 @@ def gateway_app(
     if epochs is not None:
         routes += [
             Route("/.well-known/cloister/epoch", File(epochs.read, "application/json")),
-            Mount("/.well-known/cloister/log", StaticFiles(directory=epochs.log)),
+            Mount("/.well-known/cloister/log", LogFiles(epochs.log)),
         ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers())
 

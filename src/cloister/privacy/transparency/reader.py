@@ -76,38 +76,46 @@ class LogReader:
         Raises:
             TransparencyError: it is not there.
         """
-        data = self._find(tile)
+        data = _find(self.directory, tile)
         if data is None:
             raise TransparencyError(Reason.MALFORMED, f"{tile.path} is missing from the log")
         return data
 
     def resource(self, path: str) -> tuple[bytes, str] | None:
-        """What a server gives for a path below the log's URL, and its media type; None if there is no such thing.
+        """See `read_resource`."""
+        return read_resource(self.directory, path)
 
-        Only names of the log's own forms are ever opened.
-        """
-        if path == CHECKPOINT or _MANIFEST.match(path):
-            data = self._open(path)
-            media_type = "text/plain; charset=utf-8" if path == CHECKPOINT else "application/json"
-        else:
-            tile = Tile.parse(path)
-            data, media_type = (self._find(tile) if tile else None), "application/octet-stream"
-        return None if data is None else (data, media_type)
 
-    def _find(self, tile: Tile) -> bytes | None:
-        data = self._open(tile.path)
-        if data is None and tile.width < WIDTH:
-            whole = self._open(tile.whole.path)
-            return None if whole is None else cut(tile, whole)
-        return data
+def read_resource(directory: Path, path: str) -> tuple[bytes, str] | None:
+    """What a server gives for a path below a log's URL, and its media type; None if there is no such thing.
 
-    def _open(self, path: str) -> bytes | None:
-        try:
-            return (self.directory / path).read_bytes()
-        except OSError:
-            return None
+    Only names of a log's own forms are ever opened, whatever else lies in its directory.
+    """
+    if path == CHECKPOINT:
+        data, media_type = _open(directory, path), "text/plain; charset=utf-8"
+    elif _MANIFEST.match(path):
+        data, media_type = _open(directory, path), "application/json"
+    else:
+        tile = Tile.parse(path)
+        data, media_type = (_find(directory, tile) if tile else None), "application/octet-stream"
+    return None if data is None else (data, media_type)
 
 
 def entry_bundles(begin: int, size: int) -> list[str]:
     """The paths of what a client reads to know every entry from `begin` on, below the log's URL."""
     return [tile.path for tile in bundles_between(begin, size, size) if tile.level == ENTRIES]
+
+
+def _find(directory: Path, tile: Tile) -> bytes | None:
+    data = _open(directory, tile.path)
+    if data is None and tile.width < WIDTH:
+        whole = _open(directory, tile.whole.path)
+        return None if whole is None else cut(tile, whole)
+    return data
+
+
+def _open(directory: Path, path: str) -> bytes | None:
+    try:
+        return (directory / path).read_bytes()
+    except OSError:
+        return None
