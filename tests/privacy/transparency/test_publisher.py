@@ -122,9 +122,11 @@ def serve(witness: Witness, world: World, seen: list[int]) -> httpx.MockTranspor
     return httpx.MockTransport(answer)
 
 
-async def cosign_over_http(world: World, witness: Witness, transport: httpx.AsyncBaseTransport) -> Note:
+async def cosign_over_http(
+    world: World, witness: Witness, transport: httpx.AsyncBaseTransport, deadline_s: float = 30.0
+) -> Note:
     async with httpx.AsyncClient(transport=transport) as client:
-        asker = HttpWitness("https://witness.example/prefix/", witness.key, client, deadline_s=0.2)
+        asker = HttpWitness("https://witness.example/prefix/", witness.key, client, deadline_s)
         note = world.log.checkpoint()[1]
         return note.add(*await asker.cosign(world.log, note))
 
@@ -160,7 +162,7 @@ async def hang(request: httpx.Request) -> httpx.Response:
 )
 def test_a_witness_that_answers_nonsense_or_not_at_all_is_counted_as_away(world: World, answer: object) -> None:
     with pytest.raises(TransparencyError):
-        asyncio.run(cosign_over_http(world, world.witnesses[0], httpx.MockTransport(answer)))  # type: ignore[arg-type]
+        asyncio.run(cosign_over_http(world, world.witnesses[0], httpx.MockTransport(answer), 0.5))  # type: ignore[arg-type]
 
 
 def test_a_publisher_that_starts_again_goes_on_where_the_log_is(world: World) -> None:
