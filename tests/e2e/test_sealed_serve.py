@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -39,6 +40,7 @@ from cloister.privacy.transparency.checks import View
 from cloister.sealed.gateway import NODE_PATH
 from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
 from tests.privacy.hardening.house import drop, needs_measures, why_not_root
+from tests.server.test_tls import write_pair
 
 pytestmark = needs_measures
 
@@ -137,11 +139,12 @@ class Node:
 
     def complete(self, prompt: str, **options: Any) -> tuple[int, bytes]:
         """Seals a request to the node as the gateway passes it on; returns status and content of the answer."""
-        keys = httpx.get(self.url + KEYS_PATH, timeout=30).content
+        keys = httpx.get(self.url + KEYS_PATH, timeout=30, verify=False).content
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0, **options}
         head = RequestHead("POST", "https", "node", "/v1/completions", ((b"content-type", b"application/json"),))
         sealed, exchange = seal_request(parse_keys(keys)[0], encode_request(Request(head, json.dumps(body).encode())))
-        answer = httpx.post(self.url + NODE_PATH, content=sealed, headers={"content-type": WHOLE.request_type}, timeout=60)
+        headers = {"content-type": WHOLE.request_type}
+        answer = httpx.post(self.url + NODE_PATH, content=sealed, headers=headers, timeout=60, verify=False)
         if answer.status_code != 200:
             return answer.status_code, answer.content
         frames = Unshaper(required=True)
@@ -164,8 +167,14 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
-    running = Node("--sealed")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("certificate"))
+
+
+@pytest.fixture(scope="module")
+def node(certificate: tuple[Path, Path]) -> Iterator[Node]:
+    certfile, keyfile = map(str, certificate)
+    running = Node("--sealed", "--certfile", certfile, "--keyfile", keyfile)
     yield running
     running.process.kill()
     running.process.communicate()
@@ -204,18 +213,18 @@ def test_every_thread_of_every_process_has_the_measures(node: Node) -> None:
 
 def test_its_evidence_states_its_key_its_model_and_every_measure_of_every_process(node: Node) -> None:
     give_up_s = time.monotonic() + 30
-    while (answer := httpx.get(node.url + EVIDENCE_PATH, timeout=30)).status_code != 200:
+    while (answer := httpx.get(node.url + EVIDENCE_PATH, timeout=30, verify=False)).status_code != 200:
         assert time.monotonic() < give_up_s
         time.sleep(0.1)
     statement = read_statement(read_evidence(answer.content).statement)
-    assert statement.keys == httpx.get(node.url + KEYS_PATH, timeout=30).content
+    assert statement.keys == httpx.get(node.url + KEYS_PATH, timeout=30, verify=False).content
     assert statement.model == measure_model(locate(MODEL))
     every = {f"{role}.{measure.name}" for role in ("front", "engine", "worker", "sealer") for measure in MEASURES}
     assert every | {"front.closed", "host"} <= statement.hardening.keys()
     missing = [name for name, told in statement.hardening.items() if told.startswith("missing")]
     assert missing == ["host"]
     policy = Policy(accept_software=True, releases=frozenset({statement.release}))
-    with httpx.Client() as client:
+    with httpx.Client(verify=False) as client:
         fetch = fetch_from(node.url, client)
         assert check_url(fetch, None, policy, View(), time.time()).accepted
         assert not check_url(fetch, None, replace(policy, accept_software=False), View(), time.time()).accepted
@@ -257,6 +266,23 @@ def test_no_signal_ends_a_node_or_makes_it_talk(node: Node) -> None:
             os.read(output, 1)
     finally:
         os.set_blocking(output, True)
+
+
+def test_a_closed_node_still_reads_a_new_certificate(node: Node, certificate: tuple[Path, Path]) -> None:
+    certfile, keyfile = certificate
+    for new, old in zip(write_pair(certfile.parent, "new"), (certfile, keyfile), strict=True):
+        new.replace(old)
+    node.process.send_signal(signal.SIGHUP)
+    wanted = ssl.PEM_cert_to_DER_cert(certfile.read_text())
+    give_up_s = time.monotonic() + 30
+    while shown_certificate(node.url) != wanted:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.1)
+
+
+def shown_certificate(url: str) -> bytes:
+    host, port = url.removeprefix("https://").split(":")
+    return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port)), timeout=10))
 
 
 def test_a_dead_engine_is_made_anew_without_executing_a_program(node: Node) -> None:
