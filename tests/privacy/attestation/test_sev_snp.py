@@ -74,6 +74,15 @@ def test_a_real_certificate_with_one_bit_changed_is_refused(name: str, part: flo
     assert "debug" not in failures(verify_real(real.snp_report(), **{name: bytes(encoded)}))
 
 
+@pytest.mark.parametrize("oid", ["06052b81040022", "06072a8648ce3d0201"], ids=["curve", "kind of key"])
+def test_a_certificate_with_a_key_that_nobody_knows_is_refused(oid: str):
+    vcek = real.snp_certificates()["vcek"]
+    known = bytes.fromhex(oid)
+    assert known in vcek
+    findings = verify_real(real.snp_report(), vcek=vcek.replace(known, known[:-1] + b"\x7f"))
+    assert failures(findings) == ["report-form"]
+
+
 def test_a_real_report_is_refused_when_its_certificates_are_over():
     in_2046 = 2_400_000_000
     findings = verify_real(real.snp_report(), now=in_2046)

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from cryptography.utils import CryptographyDeprecationWarning
 
 from cloister.privacy.attestation.base import Findings
 from cloister.privacy.attestation.evidence import EvidenceError
@@ -32,16 +31,14 @@ def load_certificates(data: bytes) -> list[x509.Certificate]:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", CryptographyDeprecationWarning
-            )  # a VCEK's serial number is 0, whatever RFC 5280 says
+            warnings.simplefilter("ignore")  # a VCEK's serial number is 0, whatever RFC 5280 says
             if data.lstrip().startswith(b"-----BEGIN"):
                 chain = x509.load_pem_x509_certificates(data)
             else:
                 chain = [x509.load_der_x509_certificate(data)]
             for certificate in chain:
                 _parse_whole(certificate)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # a dozen kinds, by what is broken: ValueError, InvalidVersion, UnsupportedAlgorithm, ...
         raise EvidenceError(f"a certificate of the evidence cannot be read ({type(error).__name__})") from None
     if not 0 < len(chain) <= MAX_CHAIN:
         raise EvidenceError(f"the evidence has a chain of {len(chain)} certificates; 1 to {MAX_CHAIN} are read")
@@ -91,7 +88,7 @@ def check_chain(findings: Findings, chain: Sequence[x509.Certificate], roots: fr
             return False
         try:
             certificate.verify_directly_issued_by(issuer)
-        except (InvalidSignature, ValueError, TypeError):
+        except (InvalidSignature, ValueError, TypeError, UnsupportedAlgorithm):
             findings.fail("chain-signature", f"the certificate {_name(certificate)} was not signed by {_name(issuer)}")
             return False
     moment = datetime.fromtimestamp(now, UTC)

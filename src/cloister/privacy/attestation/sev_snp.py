@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
@@ -223,7 +223,7 @@ def _check_revocation(
         crl = x509.load_pem_x509_crl(encoded) if is_pem else x509.load_der_x509_crl(encoded)
         key = ark.public_key()
         is_signed = crl.is_signature_valid(key)  # type: ignore[arg-type]  # a key that cannot sign raises TypeError
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion):
         findings.fail("revocation", "AMD's list of revoked certificates cannot be read")
         return
     moment = datetime.fromtimestamp(now, UTC)
