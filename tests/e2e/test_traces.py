@@ -1,0 +1,41 @@
+"""`cloister verify traces` as a person runs it: a sealed node keeps nothing of what it was sent, a plain server does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.privacy.residue.test_planted_leaks import can_trace
+
+pytestmark = pytest.mark.skipif(not can_trace(), reason="memory of other processes may not be read here")
+
+
+def verify(*flags: str) -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, "-m", "cloister.cli", "verify", "traces", "--json", "--requests", "20", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    told: dict[str, Any] = json.loads(done.stdout or "{}")
+    return done.returncode, told
+
+
+def roles_with_finds(looked: list[dict[str, Any]]) -> set[str]:
+    return {one["role"] for one in looked if one["finds"]}
+
+
+def test_a_sealed_node_keeps_nothing() -> None:
+    status, told = verify("--profile", "private", "--direct")
+    assert told["obstacles"] == []
+    assert roles_with_finds(told["during"]) == {"worker", "engine"}
+    assert roles_with_finds(told["after"]) == set()
+    assert status == 0
+    assert any("worker" in process for process in told["ended_processes"])
+
+
+def test_a_server_that_trusts_its_one_user_keeps_what_it_was_sent() -> None:
+    status, told = verify("--profile", "open")
+    assert told["obstacles"] == []
+    assert roles_with_finds(told["after"]) == {"front", "engine"}
+    assert status == 1
