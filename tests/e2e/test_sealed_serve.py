@@ -230,6 +230,14 @@ def test_its_evidence_states_its_key_its_model_and_every_measure_of_every_proces
         assert not check_url(fetch, None, replace(policy, accept_software=False), View(), time.time()).accepted
 
 
+def test_every_process_that_reads_requests_is_closed(node: Node) -> None:
+    """A filter of the starter, of the process itself, and the closing one; the starter is never sent anything of a request."""
+    assert node.status(node.process.pid, "Seccomp_filters") == {"2"}
+    for name in ("cl-engine", "cl-sealer", "cl-zygote"):
+        [pid] = node.pids_named(name)
+        assert node.status(pid, "Seccomp_filters") == {"3"}
+
+
 def read_from(pids: list[int], *, stripped: bool) -> dict[str, str]:
     command = [sys.executable, "-c", TRY_TO_READ, json.dumps(READ_FILES), *map(str, pids)]
     done = subprocess.run(

@@ -14,7 +14,8 @@ import pytest
 
 from cloister.privacy.hardening import kernel
 from cloister.privacy.hardening.applying import CLOSING, MEASURES
-from tests.privacy.hardening.house import DEADLINE_S, HERE, launcher, needs_measures, run_launched
+from cloister.privacy.hardening.privileges import CAP_NET_BIND_SERVICE
+from tests.privacy.hardening.house import DEADLINE_S, HERE, capabilities, launcher, needs_measures, run_launched
 
 pytestmark = needs_measures
 
@@ -26,6 +27,8 @@ CLOSED = {
     "allowed: import a module": "ModuleNotFoundError",
 }
 REFUSALS = {"EPERM", "EACCES", "ENOSYS", "RefusedHook", "ValueError"}
+FREE_LOW_PORT = 1021
+"""exp1, for experiments (RFC 4727)."""
 Told = dict[str, Any]
 
 
@@ -79,6 +82,14 @@ def test_the_statement_has_every_measure(hardened: Told, closed: Told) -> None:
     assert set(hardened["statement"]) == {*names, "host"}
     assert set(closed["statement"]) == {*names, *(f"front.{measure.name}" for measure in CLOSING), "host"}
     assert all(text.startswith("applied: ") for name, text in closed["statement"].items() if name != "host")
+
+
+@pytest.mark.skipif(not capabilities() >> CAP_NET_BIND_SERVICE & 1, reason="nobody here may take a port below 1024")
+def test_a_port_below_1024_costs_one_capability_and_no_other(places: tuple[Path, Path, int]) -> None:
+    told = try_inside((*places[:2], FREE_LOW_PORT), "open")
+    assert told["main"]["allowed: take its port"] == "worked"
+    assert told["main"]["take another port"] == "EACCES"
+    assert told["statement"]["front.capabilities"] == "applied: none but NET_BIND_SERVICE"
 
 
 def run_with_thread(when: str) -> dict[str, str]:
