@@ -43,7 +43,7 @@ def score(name: str, captures: Sequence[Capture], seed: int) -> Score:
     """Returns how well a classifier (`trees` or `network`) tells the two classes apart."""
     labels = np.array([capture.label for capture in captures])
     groups = np.array([capture.group for capture in captures])
-    features = count_features(captures) if name == "trees" else make_rows(captures)
+    features = count_features(captures) if name == "trees" else make_channels(captures)
     judge = judge_by_trees if name == "trees" else judge_by_network
     judged = np.zeros(len(labels))
     folds = StratifiedGroupKFold(NUM_FOLDS, shuffle=True, random_state=seed)
@@ -63,11 +63,27 @@ def make_rows(captures: Sequence[Capture]) -> Floats:
     return rows
 
 
+def make_channels(captures: Sequence[Capture]) -> Floats:
+    """Returns [num_captures, NUM_KINDS + 1, NUM_CHUNKS]: a 1 at each chunk's kind of size, and the logarithm of its gap."""
+    rows = make_rows(captures)
+    channels = np.zeros((len(captures), NUM_KINDS + 1, NUM_CHUNKS))
+    kinds = np.clip(rows[:, 0] - _smallest(captures), 0, NUM_KINDS - 1).astype(int)
+    for kind in range(NUM_KINDS):
+        channels[:, kind] = (kinds == kind) & (rows[:, 0] > 0)
+    channels[:, NUM_KINDS] = rows[:, 1]
+    return channels
+
+
+def _smallest(captures: Sequence[Capture]) -> int:
+    """Returns the usual size of a chunk of one short token; the end of a stream is smaller."""
+    return int(np.median([np.percentile(capture.sizes, 5) for capture in captures]))
+
+
 def count_features(captures: Sequence[Capture]) -> Floats:
     """Returns the rows themselves and counts over each answer: chunks, bytes, seconds, quantiles, sizes by one and by two."""
     rows = make_rows(captures)
     steps = np.linspace(0, 1, 11)
-    smallest = int(np.median([min(capture.sizes) for capture in captures]))
+    smallest = _smallest(captures)
     counted = []
     for capture in captures:
         sizes, gaps = np.array(capture.sizes), np.diff(capture.times_s, prepend=0.0)
@@ -92,7 +108,7 @@ def judge_by_trees(train: Floats, labels: NDArray[np.int64], test: Floats, seed:
 def judge_by_network(train: Floats, labels: NDArray[np.int64], test: Floats, seed: int) -> Floats:
     """As `judge_by_trees`. Every channel is brought to mean 0 and deviation 1 as it is in `train`."""
     torch.manual_seed(seed)
-    mean, deviation = train.mean((0, 2), keepdims=True), train.std((0, 2), keepdims=True) + 1e-9
+    mean, deviation = train.mean((0, 2), keepdims=True), train.std((0, 2), keepdims=True) + 1e-3
     inputs = torch.tensor((train - mean) / deviation, dtype=torch.float32)
     wanted = torch.tensor(labels, dtype=torch.float32)
     network = _make_network()
@@ -114,7 +130,7 @@ def judge_by_network(train: Floats, labels: NDArray[np.int64], test: Floats, see
 
 def _make_network() -> torch.nn.Sequential:
     layers: list[torch.nn.Module] = []
-    channels = 2
+    channels = NUM_KINDS + 1
     for width in (16, 24, 32):
         layers += [
             torch.nn.Conv1d(channels, width, 5, padding=2),
