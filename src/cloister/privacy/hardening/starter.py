@@ -91,12 +91,16 @@ class Starter:
 
     def poll(self, pid: int) -> int | None:
         """Returns the exit status of a child, negative for a signal; None while it runs."""
-        status = self._ask({"do": "poll", "pid": pid})["status"]
+        try:
+            status = self._ask({"do": "poll", "pid": pid})["status"]
+        except HardeningError:
+            return -signal.SIGKILL  # the kernel ends a starter's children with it
         return None if status is None else int(status)
 
     def kill(self, pid: int) -> None:
         """Ends a child at once."""
-        self._ask({"do": "kill", "pid": pid})
+        with contextlib.suppress(HardeningError):
+            self._ask({"do": "kill", "pid": pid})
 
     def _ask(self, question: Mapping[str, object], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         try:
