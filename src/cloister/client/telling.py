@@ -25,12 +25,12 @@ def tell_epoch(session: Session) -> Iterator[str]:
         findings = session.findings[node.node_id]
         yield f"Node {node.node_id[:16]}, drawn with chance {node.capacity}/{capacity}: {_sum_up(findings)}"
         for step in findings:
-            yield f"  {_MARKS[step.outcome]}: {step.text}"
+            yield f"  {_MARKS[step.outcome]}: {step.text.removeprefix('NOT PROVED: ')}"
 
 
 def _sum_up(findings: Findings) -> str:
     if not findings.accepted:
         return "REFUSED; nothing is sent to it"
     if not findings.proved:
-        return f"accepted; {len(findings.of(Outcome.NOT_PROVED))} things are NOT PROVED"
+        return f"accepted; NOT PROVED: {len(findings.of(Outcome.NOT_PROVED))} of {len(findings)} steps"
     return "accepted; everything that was asked is proved"
