@@ -53,6 +53,7 @@ class Program:
 
     process: subprocess.Popen[str]
     address: str
+    drain: threading.Thread
 
     @staticmethod
     def start(arguments: Sequence[str], announced: re.Pattern[str] = _ADDRESS) -> Program:
@@ -73,8 +74,9 @@ class Program:
         try:
             for line in process.stdout:
                 if found := announced.search(line):
-                    threading.Thread(target=_drain, args=(process,), daemon=True).start()
-                    return Program(process, found[1])
+                    drain = threading.Thread(target=_drain, args=(process,), daemon=True)
+                    drain.start()
+                    return Program(process, found[1], drain)
         finally:
             timer.cancel()
         process.wait()
@@ -87,6 +89,9 @@ class Program:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self.drain.join(STOP_TIMEOUT_S)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
 
 class Server:

@@ -76,6 +76,13 @@ class Crew:
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._processes)
 
+    @property
+    def fault(self) -> str | None:
+        """Why no request can be answered any more; None while sealer and zygote run."""
+        if any(process.poll() is not None for process in self._processes):
+            return "the sealer or the zygote has ended; restart the node"
+        return None
+
     def keep_door(self, door: socket.socket) -> None:
         """Takes the door of a new engine and hands it on; this process keeps no way to the engine's content."""
         self._engine_door = door

@@ -55,8 +55,8 @@ def worker_site(
         return evidence()
 
     async def tell_health(_: Request) -> Response:
-        now = health()
-        return JSONResponse({"status": "ok" if now.good else "unavailable"}, 200 if now.good else 503)
+        is_good = health().good and crew.fault is None
+        return JSONResponse({"status": "ok" if is_good else "unavailable"}, 200 if is_good else 503)
 
     front = WorkerFront(
         crew, check, max_request_bytes=MAX_REQUEST_BYTES, body_timeout_s=BODY_TIMEOUT_S, max_workers=max_workers

@@ -1,0 +1,42 @@
+"""A private key is in memory while it opens requests, and nowhere in it after the ring has dropped it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cloister.privacy.residue.finder import Finder
+from cloister.privacy.residue.needles import of_bytes
+from cloister.privacy.residue.processes import Process
+from cloister.privacy.residue.scan import search_process
+from cloister.types.allocator import OVERWRITING
+from tests.privacy.residue.test_planted_leaks import can_trace
+
+pytestmark = pytest.mark.skipif(not can_trace(), reason="memory of other processes may not be read here")
+
+
+def test_a_key_that_was_dropped_is_nowhere_in_memory() -> None:
+    private = os.urandom(32)
+    command = [sys.executable, "-m", "tests.sealed.leaving_key"]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **OVERWRITING})
+    finder = Finder([of_bytes("key", 0, private)])
+    process = Process(holder.pid, os.getpid(), 0, "holder", "")
+    try:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        holder.stdin.write(private)
+        holder.stdin.flush()
+        assert holder.stdout.readline() == b"held\n"
+        assert search_process(process, finder).finds
+        holder.stdin.write(b".")
+        holder.stdin.flush()
+        assert holder.stdout.readline() == b"destroyed\n"
+        after = search_process(process, finder)
+        assert not after.gaps
+        assert not after.finds
+    finally:
+        holder.kill()
+        holder.communicate()

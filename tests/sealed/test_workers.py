@@ -1,0 +1,88 @@
+"""A sealed node of real processes: who asks is answered by a worker that ends, and the front says when it can answer nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from cloister.client.traces.node import SealedNode
+from cloister.privacy.residue.processes import Family
+
+BODY = {"prompt": "Once", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+class Node(SealedNode):
+    @property
+    def address(self) -> str:
+        return self._program.address
+
+    def pids(self, role: str) -> list[int]:
+        family = Family(self.roots)
+        return [process.pid for process in family.alive() if self.role(process) == role and process.parent]
+
+    def ask(self, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
+        async def run() -> httpx.Response:
+            async with self.client() as client:
+                return await client.post(path, json=body)
+
+        return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    running = Node("open")
+    yield running
+    running.stop()
+
+
+def test_a_request_is_answered(node: Node) -> None:
+    reply = node.ask(BODY)
+    assert reply.status_code == 200
+    assert reply.json()["usage"]["completion_tokens"] == 6
+
+
+def test_errors_of_the_server_come_back_sealed(node: Node) -> None:
+    assert node.ask({**BODY, "model": "another"}).status_code == 404
+    assert node.ask(BODY, "/metrics").status_code == 404
+
+
+def test_nothing_is_answered_in_the_clear(node: Node) -> None:
+    assert httpx.post(f"{node.address}/v1/completions", json=BODY).status_code == 404
+    assert httpx.post(f"{node.address}/ohttp", json=BODY).status_code == 415
+
+
+def test_a_stream_that_is_left_ends_its_worker(node: Node) -> None:
+    async def run() -> list[int]:
+        body = {**BODY, "max_tokens": 2000, "stream": True}
+        async with node.client() as client, client.stream("POST", "/v1/completions", json=body) as reply:
+            async for _ in reply.aiter_bytes():
+                return node.pids("worker")
+        return []
+
+    workers = asyncio.run(run())
+    assert len(workers) == 1
+    give_up_s = time.monotonic() + 20
+    while os.path.exists(f"/proc/{workers[0]}") and _state(workers[0]) != "Z":
+        assert time.monotonic() < give_up_s
+        time.sleep(0.05)
+
+
+def test_a_node_without_its_sealer_says_that_it_is_ill(node: Node) -> None:
+    assert httpx.get(f"{node.address}/health").status_code == 200
+    os.kill(node.pids("sealer")[0], signal.SIGKILL)
+    give_up_s = time.monotonic() + 20
+    while httpx.get(f"{node.address}/health").status_code != 503:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.05)
+
+
+def _state(pid: int) -> str:
+    return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout[:1]
