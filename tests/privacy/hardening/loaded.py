@@ -14,6 +14,7 @@ def main() -> None:
         "customized": "sitecustomize" in sys.modules,
         "path": sys.path,
         "inspect": bool(sys.flags.inspect),
+        "options": sorted(sys._xoptions),
         "hook": os.environ.get("PYTHONBREAKPOINT"),
     }
     print(json.dumps(told))

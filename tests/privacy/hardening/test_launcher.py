@@ -23,10 +23,11 @@ from tests.privacy.hardening.house import DEADLINE_S, launcher, living, needs_me
 NOT_CONFIGURED = 78
 
 
-def run_loaded(profile: str, environment: dict[str, str]) -> dict[str, object]:
+def run_loaded(profile: str, environment: dict[str, str], flags: tuple[str, ...] = ()) -> dict[str, object]:
+    program, *rest = launcher("loaded.py", profile=profile)
     done = subprocess.run(
-        launcher("loaded.py", profile=profile),
-        env={**os.environ, **environment},
+        [program, *flags, *rest],
+        env=environment,
         input="",
         capture_output=True,
         text=True,
@@ -58,7 +59,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @needs_measures
 def test_nothing_of_a_hostile_environment_reaches_a_hardened_process(hostile: dict[str, str]) -> None:
-    told = run_loaded("private", hostile)
+    told = run_loaded("private", {**os.environ, **hostile})
     assert not [library for library in told["libraries"] if "evil" in library]  # type: ignore[attr-defined]
     assert (told["customized"], told["inspect"], told["hook"]) == (False, False, None)
     assert set(told["environment"]) <= {*KEPT, *FIXED}  # type: ignore[call-overload]
@@ -66,9 +67,16 @@ def test_nothing_of_a_hostile_environment_reaches_a_hardened_process(hostile: di
 
 
 def test_a_hostile_environment_does_reach_a_process_without_measures(hostile: dict[str, str]) -> None:
-    told = run_loaded("open", hostile)
+    told = run_loaded("open", {**os.environ, **hostile})
     assert [library for library in told["libraries"] if "evil" in library]  # type: ignore[attr-defined]
     assert told["customized"]
+
+
+@needs_measures
+def test_options_of_the_interpreter_do_not_pass_either() -> None:
+    flags = ("-s", "-B", "-X", "tracemalloc", "-X", "faulthandler")
+    assert run_loaded("open", measured(os.environ), flags)["options"] == ["faulthandler", "tracemalloc"]
+    assert run_loaded("private", measured(os.environ), flags)["options"] == []
 
 
 def test_only_listed_variables_pass_and_fixed_ones_win() -> None:

@@ -59,7 +59,9 @@ def measured(environ: Mapping[str, str]) -> dict[str, str]:
 def is_measured(environ: Mapping[str, str]) -> bool:
     """True if this interpreter was started with a measured environment and the flags of a node."""
     flags = sys.flags
-    return dict(environ) == measured(environ) and flags.safe_path and flags.no_user_site == 1 and flags.dont_write_bytecode == 1
+    has_flags = flags.safe_path and flags.no_user_site == 1 and flags.dont_write_bytecode == 1
+    has_others = flags.verbose or flags.inspect or sys._xoptions  # such as -X tracemalloc
+    return dict(environ) == measured(environ) and has_flags and not has_others
 
 
 def restart_command(arguments: tuple[str, ...]) -> list[str]:
