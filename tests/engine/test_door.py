@@ -10,7 +10,8 @@ import pytest
 
 from cloister.engine.door import KNOCK
 from cloister.engine.linked import GONE, NOT_LINKED, LinkedEngine
-from cloister.engine.process import ProcessEngine
+from cloister.engine.process import ProcessEngine, Supervision
+from cloister.engine.restarts import Restarts
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError
 from cloister.types.events import Ended, Event, Progressed, Ready
@@ -19,6 +20,7 @@ from cloister.types.request import FinishReason, ModelInfo, Request, SamplingPar
 CONFIG = EngineConfig(
     model="cloister-5m", kv_memory_mb=64, max_model_len=2048, num_threads=1, weights_cache="", profile="private"
 )
+ONCE = Supervision(restarts=Restarts(max_restarts=0))
 
 
 class House:
@@ -27,7 +29,7 @@ class House:
     def __init__(self) -> None:
         self.doors: list[socket.socket] = []
         self.events: list[Event] = []
-        self.engine = ProcessEngine("cloister.app:build_engine", CONFIG, doorkeeper=self.doors.append)
+        self.engine = ProcessEngine("cloister.app:build_engine", CONFIG, supervision=ONCE, doorkeeper=self.doors.append)
         self.engine.subscribe(self.events.append)
         self.heard: list[Event] = []
         self.links: list[LinkedEngine] = []
