@@ -1,0 +1,123 @@
+"""Damages real evidence at random and lets the verifiers judge it: `python -m benchmarks.mutated_evidence --seconds 60`.
+
+Exit status 1 if a verifier raises anything, or accepts evidence whose signed bytes are not those of the original. What may
+differ: white space of PEM, the case of hex digits, copies of chains in Intel's collateral that nothing relies on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from cloister.privacy.attestation import Findings, Outcome, Policy
+from cloister.privacy.attestation.certificates import load_certificates
+from cloister.privacy.attestation.nvidia import GpuVerifier
+from cloister.privacy.attestation.sev_snp import SnpVerifier
+from cloister.privacy.attestation.snp_report import read_report
+from cloister.privacy.attestation.td_quote import read_quote
+from cloister.privacy.attestation.tdx import TdxVerifier
+from tests import attestation_vectors as real
+
+POLICY = Policy(profile="team")
+HEX = ("root_ca_crl", "pck_crl", "tcb_info_signature", "qe_identity_signature")
+
+Case = tuple[bytes, Callable[[bytes], Findings], Callable[[bytes], object]]
+"""The original, what judges a damaged one, and what of it is signed."""
+FLAWS = {"debug"}
+"""What is wrong with the vectors themselves: the guest of the SNP report allows it."""
+
+
+def list_cases() -> dict[str, Case]:
+    """Each kind of bytes that a node sends."""
+    snp, certificates = real.snp_report(), real.snp_certificates()
+    quote, collateral = real.td_quote(), real.td_collateral()
+    gpu, chain, nonce = real.gpu_evidence()
+    data, expected = read_report(snp).report_data, read_quote(quote).report.report_data
+
+    def judge_snp(**changes: bytes) -> Findings:
+        return SnpVerifier().verify_report(changes.pop("report", snp), certificates | changes, data, POLICY, real.NOW)
+
+    def judge_quote(damaged: bytes) -> Findings:
+        return TdxVerifier().verify_quote(damaged, collateral, expected, POLICY, real.NOW)
+
+    def judge_collateral(damaged: bytes) -> Findings:
+        return TdxVerifier().verify_quote(quote, damaged, expected, POLICY, real.NOW)
+
+    return {
+        "SNP report": (snp, lambda damaged: judge_snp(report=damaged), bytes),
+        "SNP VCEK": (certificates["vcek"], lambda damaged: judge_snp(vcek=damaged), bytes),
+        "SNP ASK": (certificates["ask"], lambda damaged: judge_snp(ask=damaged), to_signed_parts),
+        "SNP ARK": (certificates["ark"], lambda damaged: judge_snp(ark=damaged), to_signed_parts),
+        "TDX quote": (quote, judge_quote, lambda damaged: (damaged[:1256], to_signed_parts(read_quote(damaged).pck_chain))),
+        "TDX collateral": (collateral, judge_collateral, to_signed),
+        "GPU report": (gpu, lambda damaged: GpuVerifier().verify_report(damaged, chain, nonce, POLICY, real.NOW), bytes),
+        "GPU chain": (
+            chain,
+            lambda damaged: GpuVerifier().verify_report(gpu, damaged, nonce, POLICY, real.NOW),
+            to_signed_parts,
+        ),
+    }
+
+
+def to_signed_parts(chain: bytes) -> list[tuple[bytes, bytes]]:
+    """What is signed of each certificate, and the signature: not what PEM puts around them, nor how many bits DER counts."""
+    return [(certificate.tbs_certificate_bytes, certificate.signature) for certificate in load_certificates(chain)]
+
+
+def to_signed(collateral: bytes) -> dict[str, str]:
+    """The fields of collateral that are relied on."""
+    fields: dict[str, str] = json.loads(collateral)
+    return {name: fields[name].lower() if name in HEX else fields[name] for name in (*HEX, "tcb_info", "qe_identity")}
+
+
+def damage(original: bytes, source: random.Random) -> bytes:
+    """Flips bits, sets bytes, cuts, or adds."""
+    damaged = bytearray(original)
+    if source.random() < 0.1:
+        damaged = damaged[: source.randrange(len(damaged))]
+    for _ in range(source.choice((1, 1, 1, 2, 8, 40)) if damaged else 0):
+        where = source.randrange(len(damaged))
+        damaged[where] = source.choice((0, 255, damaged[where] ^ (1 << source.randrange(8)), source.randrange(256)))
+    if source.random() < 0.05:
+        damaged += source.randbytes(source.randrange(1, 50))
+    return bytes(damaged)
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    source, cases = random.Random(given.seed), list_cases()
+    counts: Counter[tuple[str, str]] = Counter()
+    wrong: list[str] = []
+    end_s = time.monotonic() + given.seconds
+    while time.monotonic() < end_s:
+        for name, (original, judge, signed) in cases.items():
+            damaged = damage(original, source)
+            if damaged == original:
+                continue
+            try:
+                failed = {step.slug for step in judge(damaged).of(Outcome.FAILED)} - FLAWS
+                outcome = "refused" if failed else "accepted"
+                if outcome == "accepted" and signed(damaged) != signed(original):
+                    wrong.append(f"{name}: accepted with other signed bytes")
+            except Exception as error:
+                outcome = "raised"
+                wrong.append(f"{name}: {type(error).__name__}")
+            counts[name, outcome] += 1
+    for (name, outcome), count in sorted(counts.items()):
+        print(f"{name:15} {outcome:8} {count:7,}")
+    for line in sorted(set(wrong)):
+        print(f"WRONG {line}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
