@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from cloister.privacy.hardening.filter import Rule
 from cloister.privacy.hardening.launching import Launch, reading
 from cloister.privacy.hardening.seccomp import install
 from cloister.privacy.hardening.swap import Swap
-from tests.privacy.hardening.house import DEADLINE_S, launcher, living, needs_measures
+from tests.privacy.hardening.house import DEADLINE_S, capabilities, launcher, living, needs_measures
 
 NOT_CONFIGURED = 78
 
@@ -151,6 +152,11 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+def _may_lock() -> bool:
+    cap_ipc_lock = 14
+    return bool(capabilities() >> cap_ipc_lock & 1) or resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY
+
+
 SWAPS = "Filename Type Size Used Priority\n"
 DISK = "/dev/sda2 partition 8388604 0 -2\n"
 GROUP = "0::/system.slice/node.service\n"
@@ -189,6 +195,33 @@ def test_a_machine_that_can_swap_needs_locked_memory(
     with pytest.raises(Missing, match="this machine can swap") as missing:
         Swap(root).probe()
     assert "swapoff -a" in missing.value.remedy
+
+
+FORKED = """
+import os, pathlib, resource, sys
+from cloister.privacy.hardening.measure import Needs
+from cloister.privacy.hardening.swap import Swap
+def locked_kb():
+    return int(pathlib.Path("/proc/self/status").read_text().partition("VmLck:")[2].split()[0])
+if sys.argv[2] == "limited":
+    resource.setrlimit = lambda *_: None  # locking takes a capability here, and no limit
+print(Swap(pathlib.Path(sys.argv[1])).apply(Needs("worker", fork=True)), flush=True)
+assert locked_kb() > 1000
+if os.fork() == 0:
+    print(locked_kb(), flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.skipif(not _may_lock(), reason="locking memory takes IPC_LOCK or a limit of locked memory that is unlimited")
+def test_what_a_process_with_locked_memory_forks_is_locked_too(tmp_path: Path) -> None:
+    root = write_tree(tmp_path, {"proc/self/cgroup": GROUP, "proc/swaps": SWAPS + DISK})
+    limit = "limited" if resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] != resource.RLIM_INFINITY else "unlimited"
+    command = [sys.executable, "-c", FORKED, str(root), limit]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True).stdout.splitlines()
+    assert told[0] == "the machine can swap; all memory is locked"
+    assert int(told[1]) > 1000  # kB
 
 
 @needs_measures

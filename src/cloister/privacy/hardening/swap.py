@@ -6,6 +6,7 @@ memory. The limits of cgroup v1 do not keep a page off the disk when the whole m
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,9 +37,10 @@ class Swap:
             return without_locking
         try:
             resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            kernel.mlockall(MCL_CURRENT | MCL_FUTURE | MCL_ONFAULT)
+            _lock()
         except (OSError, ValueError):
             raise Missing("this machine can swap, and memory cannot be locked", REMEDY) from None
+        os.register_at_fork(after_in_child=_lock_again)
         return "the machine can swap; all memory is locked"
 
     def probe(self) -> str:
@@ -67,3 +69,16 @@ class Swap:
                 continue
             group = mount / line[3:].strip("/")
             yield from (group, *(parent for parent in group.parents if parent.is_relative_to(mount)))
+
+
+def _lock() -> None:
+    kernel.mlockall(MCL_CURRENT | MCL_FUTURE | MCL_ONFAULT)
+
+
+def _lock_again() -> None:
+    """A lock does not pass to a process that this one forks (mlockall(2)); one that cannot lock its memory must not go on."""
+    try:
+        _lock()
+    except OSError:
+        os.write(2, b"a forked process cannot lock its memory, and ends\n")
+        os._exit(1)
