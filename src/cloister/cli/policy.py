@@ -51,6 +51,7 @@ def list_entries() -> tuple[Entry, ...]:
     """Everything that this build has: what is registered by name, then what the rooms declare beside their code."""
     from cloister import kv, sched
     from cloister.backends.base import BACKENDS
+    from cloister.client.draw import DRAW_THREAT
     from cloister.sched.policies import POLICIES
 
     importlib.import_module("cloister.backends.torch")  # files its entry in BACKENDS, without importing torch
@@ -60,6 +61,7 @@ def list_entries() -> tuple[Entry, ...]:
         "metrics": PROFILING_THREAT,
         "adapters at run time": RUNTIME_ADAPTERS_THREAT,
         "shaped streams": SHAPING_THREAT,
+        "draw of nodes": DRAW_THREAT,
     }
     return gather((BACKENDS, POLICIES), declared)
 

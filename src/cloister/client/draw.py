@@ -10,9 +10,21 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from cloister.types.errors import ConfigError
+from cloister.types.threat import Requirement, ThreatProfile
 
 MAX_DRAWS = 3
 """One draw and at most two more: each costs a token, and each gives whoever holds back answers another chance."""
+
+DRAW_THREAT = ThreatProfile(
+    row="machine-level scheduler",
+    threats=frozenset({Requirement.ENFORCEABLE, Requirement.NON_TARGETABLE}),
+    attack="withheld or misdelivered requests, which make a client draw again: 1 - (1 - t)^3 in place of t",
+    mitigations=(
+        "the client alone draws, by capacity",
+        "sealed to the node that was drawn",
+        "two retries at most, each a new draw",
+    ),
+)
 
 Below = Callable[[int], int]
 """Returns an integer drawn evenly from 0 <= x < n, as `secrets.randbelow` does."""
