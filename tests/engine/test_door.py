@@ -113,6 +113,27 @@ def test_a_worker_that_goes_away_takes_its_request_with_it() -> None:
     asyncio.run(run())
 
 
+def test_a_worker_that_takes_the_name_of_anothers_request_gets_nothing_of_it_and_harms_nobody() -> None:
+    async def run() -> None:
+        house = House()
+        await house.engine.start()
+        try:
+            owner, thief = await house.link(), await house.link()
+            sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+            request = Request(request_id="a", token_ids=[414, 500], sampling=sampling, timeout_s=60)
+            answer = owner.generate(request)
+            num_outputs = len((await anext(answer)).token_ids)
+            stolen = [output async for output in thief.generate(request)]
+            assert [output.finish_reason for output in stolen] == [FinishReason.ERROR]
+            num_outputs += sum([len(output.token_ids) async for output in answer])
+            assert num_outputs == 200
+            assert house.engine.health().good
+        finally:
+            await house.close()
+
+    asyncio.run(run())
+
+
 def test_a_worker_is_told_when_the_engine_dies() -> None:
     async def run() -> None:
         house = House()
@@ -127,6 +148,9 @@ def test_a_worker_is_told_when_the_engine_dies() -> None:
                 house.engine._child.kill()
         assert last.error == GONE
         assert not worker.health().good
+        keeper = house.engine._keeper
+        assert keeper is not None
+        await wait_until(keeper.done)
         await house.close()
 
     asyncio.run(run())
