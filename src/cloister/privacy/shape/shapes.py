@@ -1,6 +1,6 @@
 """Which shape a sealed answer has under which profile. Pure data.
 
-The sizes were measured (`python -m benchmarks.traffic sizes`): the event of one token is about 200 bytes, so a frame of 512
+The size was measured (`python -m benchmarks.traffic leak`): the event of one token has 231 bytes beside its text, so a frame of 512
 holds it with any token of the vocabularies that were looked at.
 """
 
