@@ -1,11 +1,13 @@
 """A second way to an engine: each process that handles one request has a channel of its own, and the front carries none of it.
 
 Through the door, a socket without a name, come descriptors of new channels; they speak the frames of `engine.channel`, and only
-`Submit` and `Abort` are taken from them. A channel that closes takes its requests with it.
+`Submit` and `Abort` are taken from them. A channel that closes takes its requests with it; one that gives a request the name of
+one that runs, or says what no worker says, is closed: it would get what is another's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import struct
@@ -140,7 +142,8 @@ class Door:
                 return
         if is_stuck:
             self._stuck.add(one)
-            self._far.send(b".")
+            with contextlib.suppress(BlockingIOError):  # so many wakings are under way that one more is not missed
+                self._far.send(b".")
 
     def _push(self, one: _Channel) -> None:
         with one.lock:
@@ -175,7 +178,7 @@ class Door:
                 return
         except BlockingIOError:
             return
-        except (OSError, channel.ChannelError, msgspec.MsgspecError):
+        except (OSError, channel.ChannelError, msgspec.MsgspecError, RecursionError):
             pass
         self._drop(one)
 
@@ -183,6 +186,8 @@ class Door:
         message = channel.decode_front(frame)
         if isinstance(message, Submit):
             request_id = message.request.request_id
+            if request_id in self._by_request or message.request.sampling.n < 1:
+                raise channel.ChannelError("no request of this channel can have this name, or ask for nothing")
             one.open.add(request_id)
             self._by_request[request_id] = one
             self._inbox.put(message)
