@@ -240,6 +240,24 @@ def test_code_that_is_changed_after_the_start_changes_nothing(tmp_path: Path) ->
     }
 
 
+@needs_measures
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to make a library with")
+@pytest.mark.parametrize(("profile", "after"), [("private", 1111), ("open", 2222)])
+def test_a_library_that_is_written_into_while_it_runs_changes_nothing(profile: str, after: int, tmp_path: Path) -> None:
+    source, library = tmp_path / "answer.c", tmp_path / "answer.so"
+    source.write_text("int answer(void) { return 1111; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True, timeout=DEADLINE_S)
+    command = launcher("rewritten.py", library, profile=profile, options=("--read", str(tmp_path)))
+    with living(command, stripped=False) as (process, told):
+        assert told == {"answer": 1111}
+        at = library.read_bytes().index((1111).to_bytes(4, "little"))
+        with library.open("r+b") as file:
+            file.seek(at)
+            file.write((2222).to_bytes(4, "little"))
+        output, _ = process.communicate("\n", timeout=DEADLINE_S)
+    assert json.loads(output.splitlines()[0]) == {"answer": after}
+
+
 def test_a_module_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:
     cache = tmp_path / "models--someone--model"
     blob = write_tree(cache, {"blobs/abc": "weights"}) / "blobs/abc"

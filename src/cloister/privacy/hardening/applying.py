@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
+from cloister.privacy.hardening.code import Code
 from cloister.privacy.hardening.dumps import CoreLimit, Dumpable
 from cloister.privacy.hardening.environment import Environment
 from cloister.privacy.hardening.imports import Imports
@@ -36,7 +37,7 @@ MEASURES: Final[tuple[Measure, ...]] = (
 )
 """In the order of application."""
 
-CLOSING: Final[tuple[Measure, ...]] = (Imports(), Closing())
+CLOSING: Final[tuple[Measure, ...]] = (Imports(), Code(), Closing())
 """What closes a process when everything is loaded."""
 
 

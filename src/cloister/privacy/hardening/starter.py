@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from cloister.privacy.hardening import kernel
-from cloister.privacy.hardening.applying import CLOSING, HardeningError, apply
+from cloister.privacy.hardening.applying import CLOSING, MEASURES, HardeningError, apply
+from cloister.privacy.hardening.code import Code
 from cloister.privacy.hardening.measure import Needs, Result, Results
 from cloister.privacy.hardening.state import Sealed, remember
 
@@ -214,7 +215,7 @@ def _begin(parent: int, profile: str, needs: Needs) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    apply(profile, needs)
+    apply(profile, needs, (*MEASURES, Code()))  # it is not closed, and what it forks begins with its code
 
 
 def _end_with(parent: int) -> None:
