@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -238,6 +239,19 @@ def test_code_that_is_changed_after_the_start_changes_nothing(tmp_path: Path) ->
         "reload": "ModuleNotFoundError",
         "import": "ModuleNotFoundError",
     }
+
+
+@needs_measures
+@pytest.mark.parametrize(("profile", "status"), [("private", NOT_CONFIGURED), ("open", 0)])
+def test_a_process_that_is_traced_from_its_start_does_not_serve(profile: str, status: int) -> None:
+    seize, libc = 0x4206, ctypes.CDLL(None, use_errno=True)
+    process = subprocess.Popen(
+        launcher("loaded.py", profile=profile), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert libc.ptrace(seize, process.pid, 0, 0) == 0, os.strerror(ctypes.get_errno())
+    _, said = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == status, said
+    assert ("traced by another process" in said) == (profile == "private")
 
 
 @needs_measures

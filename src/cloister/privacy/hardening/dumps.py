@@ -40,6 +40,8 @@ class Dumpable:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         if kernel.prctl(kernel.PR_GET_DUMPABLE) != 0:
             raise Missing("the kernel keeps the process dumpable", "run on Linux")
+        if "TracerPid:\t0\n" not in (kernel.read_text("/proc/self/status") or ""):  # who attached before this stays
+            raise Missing("it is traced by another process, or the kernel does not say", "start the node without a debugger")
         return f"0; {self._yama()}"
 
     def probe(self) -> str:
