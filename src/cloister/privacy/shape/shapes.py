@@ -1,7 +1,7 @@
 """Which shape a sealed answer has under which profile. Pure data.
 
-The size was measured (`python -m benchmarks.traffic leak`): the event of one token has 231 bytes beside its text, so a frame of 512
-holds it with any token of the vocabularies that were looked at.
+The size was measured (`python -m benchmarks.traffic leak`): the event of one token has 231 bytes beside its text, so a frame
+of 512 holds it with any token of the vocabularies that were looked at.
 """
 
 from __future__ import annotations
