@@ -72,19 +72,25 @@ class Running:
             self.process = subprocess.Popen(command, pass_fds=(far.fileno(),))
         self.control.send(msgspec.msgpack.encode(SealerBoot(must_lock=False)))
         self.ready = msgspec.msgpack.decode(self.control.recv(65536), type=SealerReady)
+        self.door = self.knock(self.control)
+        self.channels: list[socket.socket] = []
 
-    def channel(self) -> RemoteUnsealer:
+    def knock(self, way: socket.socket) -> socket.socket:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
-            socket.send_fds(self.control, [KNOCK], [far.fileno()])
+            socket.send_fds(way, [KNOCK], [far.fileno()])
+        return near
+
+    def channel(self, way: socket.socket | None = None) -> RemoteUnsealer:
+        near = self.knock(way or self.door)
         unsealer = RemoteUnsealer()
         unsealer.attach(near)
-        self.near = near
+        self.channels.append(near)
         return unsealer
 
     def close(self) -> None:
-        self.control.close()
-        self.near.close()
+        for sock in (self.control, self.door, *self.channels):
+            sock.close()
         self.process.wait(20)
 
 
@@ -105,6 +111,25 @@ def test_a_worker_opens_a_request_with_what_the_sealer_gives() -> None:
         finally:
             running.close()
         assert running.process.returncode == 0  # it ends with whoever started it
+
+    asyncio.run(run())
+
+
+def test_a_front_that_is_captured_gets_public_keys_of_a_sealer_and_no_secrets() -> None:
+    async def run() -> None:
+        running = Running()
+        try:
+            front = RemoteUnsealer()
+            front.attach(running.control)
+            keys = parse_keys(await front.publish())[0]
+            header = Header.parse(seal_chunked_request(keys, b"secret")[0][:HEADER_BYTES])
+            with pytest.raises(UnsealError):
+                await front.begin(header, CHUNKED)
+            with pytest.raises(EngineError):  # it gave its door away when it started, and gets no other
+                await running.channel(running.control).begin(header, CHUNKED)
+            assert (await running.channel().begin(header, CHUNKED)).header == header
+        finally:
+            running.close()
 
     asyncio.run(run())
 

@@ -99,14 +99,14 @@ class Crew:
         if said.error:
             raise EngineError(f"the sealer does not start: {said.error}")
         self.memory = said.memory
-        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with far:
-            socket.send_fds(self._sealer, [KNOCK], [far.fileno()])
-        self.unsealer.attach(near)
+        self.unsealer.attach(self._sealer)
         self._zygote, told = await self._boot(ZYGOTE_MODULE, msgspec.msgpack.encode(zygote), ZygoteReady)
         if told.error:
             raise EngineError(f"the zygote does not start: {told.error}")
-        socket.send_fds(self._zygote, [SEALER_DOOR], [self._sealer.fileno()])
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with near, far:  # the sealer takes no other door, so this process has no way to a request's secrets from here on
+            socket.send_fds(self._sealer, [KNOCK], [far.fileno()])
+            socket.send_fds(self._zygote, [SEALER_DOOR], [near.fileno()])
         self._pass_door(self._zygote)
 
     async def fork(self) -> socket.socket:

@@ -3,7 +3,9 @@
 It gives the secrets of one request against the header of that request, remembers what was opened, and replaces its keys on
 time. It never sees a body. Its memory is locked, so that no key reaches swap; it ends with its parent, and its keys with it.
 
-Through its socket come descriptors of channels (`engine.door`), each with questions in datagrams: publish, begin, accept.
+Its socket is the front's, which gets public keys and nothing else. Once, at the start, a descriptor of a door comes through it,
+which the front hands on to the zygote and forgets; through the door come channels of workers (`engine.door`). Questions are
+datagrams: publish, begin, accept.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from cloister.privacy.sealing.ohttp import begin_request
 from cloister.types.naming import name_process
 
 MESSAGE_BYTES: Final = 65536
+PUBLISH: Final = "publish"
 UNSEAL_FAILED: Final = "unseal"
 CACHE_FULL: Final = "full"
 _MCL_CURRENT, _MCL_FUTURE = 1, 2
@@ -150,6 +153,7 @@ def serve(control: socket.socket, sealer: Sealer) -> None:
     """Answers every channel until the other end of `control` is gone."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
+    door: socket.socket | None = None
     encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(Question).decode
     while True:
         for key, _ in selector.select(sealer.patience_s):
@@ -157,10 +161,17 @@ def serve(control: socket.socket, sealer: Sealer) -> None:
             assert isinstance(sock, socket.socket)
             try:
                 message, descriptors, _, _ = socket.recv_fds(sock, MESSAGE_BYTES, 1)
-                for descriptor in descriptors:
-                    selector.register(socket.socket(fileno=descriptor), selectors.EVENT_READ)
+                for one in [socket.socket(fileno=descriptor) for descriptor in descriptors]:
+                    if sock is door or (sock is control and door is None):
+                        selector.register(one, selectors.EVENT_READ)
+                        door = door or one
+                    else:
+                        one.close()
                 if message and not descriptors:
-                    sock.send(encode(sealer.answer(decode(message))), socket.MSG_DONTWAIT)
+                    question = decode(message)
+                    may_ask = question.what == PUBLISH or sock not in (control, door)
+                    answer = sealer.answer(question) if may_ask else Answer(error=UNSEAL_FAILED)
+                    sock.send(encode(answer), socket.MSG_DONTWAIT)
             except (OSError, msgspec.MsgspecError):
                 message = b""
             if not message:
