@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import select
 import shutil
 import subprocess
 import sys
@@ -252,6 +253,23 @@ def test_a_process_that_is_traced_from_its_start_does_not_serve(profile: str, st
     _, said = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == status, said
     assert ("traced by another process" in said) == (profile == "private")
+
+
+@needs_measures
+def test_a_descriptor_that_was_open_when_a_node_was_started_is_no_way_out() -> None:
+    near, far = os.pipe()
+    command = launcher("victim.py")
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=(far,))
+    os.close(far)
+    try:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["pid"] == process.pid
+        assert select.select([near], [], [], 0)[0], "the process still has it"
+        assert os.read(near, 1) == b""
+    finally:
+        process.kill()
+        process.communicate()
+        os.close(near)
 
 
 @needs_measures

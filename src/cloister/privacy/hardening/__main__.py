@@ -28,6 +28,8 @@ def main(arguments: Sequence[str]) -> None:
     launch = read_arguments(arguments)
     if launch.profile in HARDENED_PROFILES and not is_measured(os.environ):
         _restart(arguments)
+    if launch.profile in HARDENED_PROFILES:
+        _close_inherited()
     _launch(launch)
 
 
@@ -70,6 +72,11 @@ def read_arguments(arguments: Sequence[str]) -> Launch:
         module=given.module,
         arguments=tuple(given.arguments),
     )
+
+
+def _close_inherited() -> None:
+    """Closes what whoever started the node had open: rules for files and the network do not hold for open descriptors."""
+    os.closerange(3, max(3, *map(int, os.listdir("/proc/self/fd"))) + 1)
 
 
 def _restart(arguments: Sequence[str]) -> None:
