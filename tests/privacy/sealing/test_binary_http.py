@@ -222,6 +222,26 @@ def test_noise_is_read_or_refused_alike_however_it_is_cut(form: int, noise: byte
     assert outcomes[0] == outcomes[1]
 
 
+def test_a_request_that_is_cut_too_finely_is_refused_before_it_costs_its_reader_a_minute() -> None:
+    writer = MessageWriter()
+    message = writer.head(HELLO.head) + writer.content(b"a") * 100_000 + writer.end()
+    with pytest.raises(MessageError, match="too finely"):
+        decode_request(message)
+    usual = MessageWriter()
+    few = usual.head(HELLO.head) + usual.content(b"a") * 1000 + usual.content(b"b" * 1_000_000) + usual.end()
+    assert len(decode_request(few).content) == 1_001_000
+    answer = MessageWriter()
+    fine = answer.head(ResponseHead(200)) + answer.content(b"a") * 100_000 + answer.end()
+    assert len(decode_response(fine).content) == 100_000, "an answer is cut as its server flushes"
+
+
+def test_a_section_of_more_fields_than_anybody_sends_is_refused() -> None:
+    head = RequestHead("GET", "https", "", "/", ((b"a", b""),) * 512)
+    assert len(decode_request(encode_request(Request(head))).head.fields) == 512
+    with pytest.raises(MessageError, match="more than 512 fields"):
+        decode_request(encode_request(Request(RequestHead("GET", "https", "", "/", ((b"a", b""),) * 513))))
+
+
 @given(st.integers(0, MAX_VARINT))
 def test_integers_come_back_as_they_were(value: int) -> None:
     encoded = encode_varint(value)

@@ -21,6 +21,14 @@ from cloister.privacy.sealing.varint import decode_varint, varint_bytes
 MAX_HEAD_BYTES: Final = 64 * 1024
 """Longest head or trailer section that is read, in bytes: what is not content has to be kept until it is whole."""
 
+MAX_LINES: Final = 512
+"""Most field lines of one section: each costs a reader far more than the three bytes that it may have."""
+
+FREE_CHUNKS: Final = 1024
+BYTES_PER_CHUNK: Final = 256
+"""How finely a request may be cut: into `FREE_CHUNKS`, and one more for so many bytes. Chunks of one byte each would keep
+whoever reads 16 MiB of them busy for a minute. Answers may be cut as finely as they are written."""
+
 _T = TypeVar("_T")
 _Step = Generator[None, None, _T]
 """A piece of reading that yields whenever it needs more bytes than there are."""
@@ -86,7 +94,7 @@ class MessageReader:
         else:
             yield from self._response_heads(is_known)
         self._room = self._max_head_bytes
-        yield from (self._known_content() if is_known else self._chunks())
+        yield from (self._known_content() if is_known else self._chunks(is_bounded=form == 2))
         trailers = yield from self._fields(is_known)
         if trailers:
             self._parts.append(Trailers(trailers))
@@ -128,6 +136,8 @@ class MessageReader:
         if not name:
             return False
         value = yield from self._string()
+        if len(lines) == MAX_LINES:
+            raise MessageError(f"A section of the binary HTTP message has more than {MAX_LINES} fields.")
         lines.append((name, value))
         return True
 
@@ -137,10 +147,14 @@ class MessageReader:
         left = yield from self._integer()
         yield from self._content(left)
 
-    def _chunks(self) -> _Step[None]:
+    def _chunks(self, *, is_bounded: bool) -> _Step[None]:
         if (yield from self._is_over()):
             return
+        left = FREE_CHUNKS * BYTES_PER_CHUNK
         while length := (yield from self._integer()):
+            left += length - BYTES_PER_CHUNK
+            if is_bounded and left < 0:
+                raise MessageError("The content of the binary HTTP request is cut too finely; send larger chunks.")
             self._room = self._max_head_bytes
             yield from self._content(length)
 
