@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from cloister.privacy.transparency.checks import View, believe, needed_paths
 from cloister.privacy.transparency.epoch import epoch_leaf
 from cloister.privacy.transparency.log import Log
 from cloister.privacy.transparency.memory import Memory
-from cloister.privacy.transparency.note import Kind, PrivateKey, cosign, parse_note
+from cloister.privacy.transparency.note import Kind, Note, PrivateKey, cosign, parse_note
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.release import minimum_entry, release_entry
 from cloister.privacy.transparency.trust import Trust, encode_trust, parse_trust
@@ -53,6 +54,15 @@ def test_a_client_believes_what_was_logged_and_witnessed_and_remembers_it(world:
     assert second.view.size == 3
     again = believe(bundle, world.trust, second.view, {}, world.now)  # nothing new to fetch
     assert again.view == second.view
+
+
+def test_a_log_that_claims_more_entries_than_can_be_read_is_refused_before_anything_is_fetched(world: World) -> None:
+    bundle = parse_bundle(world.publish().bundle)
+    text = f"{world.log.key.name}\n{10**15}\n{base64.b64encode(bytes(32)).decode()}\n"
+    claims = replace(bundle, checkpoint=str(Note(text).sign(world.log_key)))
+    with pytest.raises(TransparencyError, match="more than a client reads") as caught:
+        needed_paths(encode_bundle(claims), world.trust, View())
+    assert caught.value.reason is Reason.TOO_LARGE
 
 
 def test_two_of_three_witnesses_are_enough_and_one_is_not(world: World) -> None:

@@ -24,6 +24,10 @@ from cloister.privacy.transparency.release import MINIMUM_PREFIX, Release, read_
 from cloister.privacy.transparency.tiles import WIDTH, bundles_between, unpack_entries
 from cloister.privacy.transparency.trust import Trust
 
+MAX_BUNDLES = 8192
+"""Most files of a log that are read at once: two million entries, some centuries of epochs. One that says it is longer would
+keep a client fetching for ever, and the log alone signs how long it is."""
+
 
 class View(Struct, frozen=True, forbid_unknown_fields=True):
     """What a client remembers of a log; it starts empty.
@@ -69,9 +73,11 @@ def needed_paths(data: bytes, trust: Trust, view: View) -> list[str]:
         Paths below the log's URL, the keys of `fetched` in `believe`.
 
     Raises:
-        TransparencyError: the bundle is malformed, or not of the log that is trusted.
+        TransparencyError: the bundle is malformed, or not of the log that is trusted, or that log has grown beyond reading.
     """
     size = open_checkpoint(parse_bundle(data).checkpoint, trust.log)[0].size
+    if size // WIDTH - view.size // WIDTH > MAX_BUNDLES:
+        raise TransparencyError(Reason.TOO_LARGE, f"the log claims {size:,} entries, more than a client reads at once")
     return [tile.path for tile in bundles_between(view.size, size, size)]
 
 
