@@ -67,6 +67,7 @@ def judge_node(
         findings.fail("evidence", error.message)
         return findings
     _bind(findings, node, statement)
+    _check_life(findings, statement, believed)
     _check_nonce(findings, statement, believed, trust, policy, now)
     try:
         findings.extend(verify_evidence(read, policy, now))
@@ -88,6 +89,12 @@ def _bind(findings: Findings, node: NodeEntry, statement: Statement) -> None:
         f"the node states the capacity that it is drawn by ({node.capacity})",
         f"the node is drawn by the capacity {node.capacity}, but states {statement.capacity}",
     )
+
+
+def _check_life(findings: Findings, statement: Statement, believed: Believed) -> None:
+    """What was judged once is relied on until the epoch ends, so evidence that ends sooner would be used when it is over."""
+    if statement.not_after < believed.epoch.not_after:
+        findings.fail("life", "the evidence ends before the epoch that names the node, which would be sent to afterwards")
 
 
 def _check_nonce(

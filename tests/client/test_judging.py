@@ -1,0 +1,28 @@
+"""What a client asks of a node beside what its hardware says."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from cloister.client.judging import judge_node
+from cloister.privacy.attestation import Policy
+from cloister.privacy.attestation.base import Outcome
+from cloister.privacy.attestation.evidence import read_evidence, read_statement
+from cloister.privacy.transparency.epoch import NodeEntry
+from tests.privacy.transparency.world import World, make_evidence
+
+
+@pytest.mark.parametrize(("life_s", "failed"), [(3600, False), (70, True)])
+def test_evidence_that_ends_before_its_epoch_is_refused_since_it_is_judged_once_an_epoch(
+    tmp_path: Path, life_s: int, failed: bool
+) -> None:
+    world = World(tmp_path)
+    believed = world.believe(world.publish().bundle)
+    document = make_evidence(world.release, now=world.now, life_s=life_s)
+    statement = read_statement(read_evidence(document).statement)
+    node = NodeEntry(statement.node_id, statement.capacity, statement.keys, hashlib.sha256(document).hexdigest())
+    findings = judge_node(node, document, believed, world.trust, Policy(accept_software=True), world.now)
+    assert ("life" in {step.slug for step in findings.of(Outcome.FAILED)}) is failed
