@@ -226,3 +226,15 @@ def test_a_session_goes_to_the_node_where_the_program_names_one() -> None:
     assert find_field(inner.head.fields, b"cloister-session") == "ab" * 32
     assert find_field(outer.head.fields, b"cloister-session") is None
     assert find_field(inner.head.fields, b"cookie") is None
+
+
+def test_the_date_does_not_tell_by_how_many_seconds_the_clock_is_wrong() -> None:
+    seen = set()
+    for wrong_s in (-29, -7, 0, 13, 29):
+        fields = ((b"accept", b"*/*"),)
+        request = strip_request("POST", b"/v1/completions", fields, b"{}", NOW + wrong_s)
+        letter = write_letter(request, NODE_ENTRY, epoch_of("open"), 'PrivateToken token="t"', NOW + wrong_s)
+        outer, _ = open_request(GATEWAY, letter.sealed)
+        inner, _ = open_request(NODE, outer.content)
+        seen |= {find_field(outer.head.fields, b"date"), find_field(inner.head.fields, b"date")}
+    assert len(seen) == 1

@@ -24,6 +24,9 @@ TAKEN_FIELDS = frozenset({b"accept", b"content-type", b"cloister-session"})
 """Header fields that reach the node. The rest would tell who asks: API key, operating system, version of the SDK. The secret
 of a session goes along, for whoever sends it means to be recognised."""
 
+DATE_STEP_S = 60
+"""Receivers take a date that is five minutes off, so half a minute more does no harm."""
+
 
 @dataclass(frozen=True)
 class Letter:
@@ -47,7 +50,7 @@ def write_letter(request: Request, node: NodeEntry, epoch: Epoch, authorization:
         RequestTooLargeError: it is longer than the largest bucket.
         KeyConfigurationError: a key of the epoch cannot be sealed to.
     """
-    date = (b"date", formatdate(now, usegmt=True).encode())
+    date = (b"date", write_date(now))
     message = encode_request(Request(request.head, request.content))
     inner, inner_exchange = seal_chunked_request(parse_keys(node.keys)[0], message.ljust(bucket_bytes(len(message)), b"\0"))
     gateway = urlsplit(epoch.gateway.url)
@@ -65,5 +68,10 @@ def strip_request(method: str, target: bytes, fields: Fields, content: bytes, no
         fields: of the program that asks; those outside of `TAKEN_FIELDS` are left out.
     """
     kept = tuple((name.lower(), value) for name, value in fields if name.lower() in TAKEN_FIELDS)
-    date = (b"date", formatdate(now, usegmt=True).encode())
+    date = (b"date", write_date(now))
     return Request(RequestHead(method, "https", "localhost", target.decode("ascii"), (*kept, date)), content)
+
+
+def write_date(now: float) -> bytes:
+    """Returns a date, to the nearest minute: by how many seconds a clock is wrong would join the requests of one machine."""
+    return formatdate(round(now / DATE_STEP_S) * DATE_STEP_S, usegmt=True).encode()
