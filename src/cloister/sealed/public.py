@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from cloister.privacy.transparency.reader import read_resource
 from cloister.sealed.exchange import Outgoing
-from cloister.sealed.problems import ProblemError
+from cloister.sealed.problems import ProblemError, problem_of
+from cloister.types.errors import CloisterError
 
 MAX_AGE_S: Final = 60
 
@@ -46,7 +47,11 @@ class File:
         if scope["method"] not in ("GET", "HEAD"):
             await Outgoing(send).refuse(ProblemError(405, "This path takes GET.", fields=((b"allow", b"GET"),)))
             return
-        content = await self._read()
+        try:
+            content = await self._read()
+        except CloisterError as error:
+            await Outgoing(send).refuse(problem_of(error))
+            return
         if content is None:
             await Outgoing(send).refuse(ProblemError(404, "There is no such file, or not yet."))
             return
