@@ -14,6 +14,9 @@ from cloister.privacy.tokens.names import challenge_between
 from cloister.privacy.transparency.epoch import Epoch, IssuerEntry
 
 WHO = "the issuer"
+MOST_KEYS = 2
+"""Of one issuer in an epoch: the one that signs, and for a day the one before it. Of more, an issuer could show each client
+another one, and know its tokens by that."""
 
 
 def buy_tokens(epoch: Epoch, api_key: str, now: float, count: int = BATCH) -> Step[list[Token]]:
@@ -35,6 +38,10 @@ def buy_tokens(epoch: Epoch, api_key: str, now: float, count: int = BATCH) -> St
 
 def _buy(url: str, keys: list[IssuerEntry], epoch: Epoch, api_key: str, now: float, count: int) -> Step[list[Token]]:
     listed = {issuer.token_key for issuer in keys}
+    if len(listed) > MOST_KEYS:
+        raise NoTokensError(
+            f"The epoch names {len(listed)} keys of the issuer at {url}; with more than {MOST_KEYS} they mark tokens."
+        )
     reply: Reply = yield Ask(WHO, url.rstrip("/") + DIRECTORY_PATH)
     try:
         path, directory = decode_directory(reply.body)
