@@ -189,6 +189,24 @@ def test_withheld_evidence_is_refused(world: World) -> None:
     assert world.wire.sent == 0
 
 
+def test_a_relay_that_withholds_the_evidence_of_one_node_cannot_leave_it_out_of_the_draw(world: World) -> None:
+    withheld: list[str] = []
+
+    async def withhold(request: httpx.Request, go_on: Handler) -> httpx.Response:
+        if "/evidence/" in str(request.url) and str(request.url) in (withheld or [str(request.url)]):
+            withheld.append(str(request.url))
+            return httpx.Response(404)
+        return await go_on(request)
+
+    world.wire.tamper = withhold
+    session = world.session()
+    for _ in range(8):  # one of them would be drawn otherwise
+        with pytest.raises(EvidenceRefusedError, match="could choose among them"):
+            ask_once(world, session)
+    assert world.wire.sent == 0
+    assert len(set(withheld)) == 1
+
+
 def test_a_log_that_other_witnesses_saw_is_refused(world: World) -> None:
     stranger: Trust = World(world.directory / "other").house.trust
     mixed = replace(world.house.trust, witnesses=stranger.witnesses)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -15,11 +16,11 @@ from types import MappingProxyType
 from cloister.client.asking import Ask, Reply, Step
 from cloister.client.buying import buy_tokens
 from cloister.client.draw import Below, draw
-from cloister.client.errors import EpochRefusedError, NoTokensError
+from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, NoTokensError
 from cloister.client.judging import fill_policy, judge_node
 from cloister.client.letter import Letter, write_letter
 from cloister.client.wallet import LOW, Wallet
-from cloister.privacy.attestation import Findings, Policy
+from cloister.privacy.attestation import Findings, Outcome, Policy
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES
 from cloister.privacy.sealing import Request
 from cloister.privacy.tokens import Token, authorization
@@ -120,7 +121,7 @@ class Session:
         Evidence of all nodes is fetched, whichever is drawn: fetching one would show the relay which it is.
 
         Raises:
-            EpochRefusedError, NoTokensError, RelayUnreachableError: nothing was sent.
+            EpochRefusedError, EvidenceRefusedError, NoTokensError, RelayUnreachableError: nothing was sent.
         """
         believed = yield from self._believe()
         node = draw(believed.epoch.nodes, self._below)
@@ -164,7 +165,16 @@ class Session:
         for node in believed.epoch.nodes:
             reply = yield self._ask(f"evidence/{node.evidence_sha256}", MAX_EVIDENCE_BYTES)
             evidence = reply.body if reply.status == 200 else None
-            findings[node.node_id] = judge_node(node, evidence, believed, self.trust, policy, now)
+            found = judge_node(node, evidence, believed, self.trust, policy, now)
+            if evidence is None or hashlib.sha256(evidence).hexdigest() != node.evidence_sha256:
+                # whoever carries files could else have the nodes left out that it does not own, a draw each, for one client
+                failed = found.of(Outcome.FAILED)
+                raise EvidenceRefusedError(
+                    f"Nothing was sent: of node {node.node_id[:8]} {failed[0].text}. Each node's has to come, or who carries "
+                    "it could choose among them.",
+                    [step.slug for step in failed],
+                )
+            findings[node.node_id] = found
         return findings
 
     def _take_token(self, epoch: Epoch) -> Step[Token]:
