@@ -330,7 +330,7 @@ async def _open_node(settings: Settings, gate: Gate, announce: Callable[[str], N
         announcing.cancel()
         crew.close()
 
-    return Site(app, engine, (), close)
+    return Site(app, engine, (), close, lambda: crew.fault)
 
 
 def _tell_hardening() -> Mapping[str, str]:

@@ -26,6 +26,7 @@ from cloister.types.errors import ConfigError
 
 LAST_WORDS_S: Final = 5.0
 """After the engine has ended every request, how long their last bytes may take to reach the clients."""
+FAULT_POLL_S: Final = 0.5
 BACKLOG: Final = 2048
 RESERVED_FILES: Final = 256
 """File descriptors beside those of connections: the model's files, sockets to the engine, refused connections."""
@@ -48,12 +49,15 @@ class Site:
         engine: behind the application, started; or several that take turns.
         sources: what is read again while it runs.
         close: called at the very end.
+        fault: says why nobody can be answered any more, for good; None while somebody can. Such a server ends, so that whoever
+            watches over it starts another.
     """
 
     app: ASGIApp
     engine: Drained
     sources: tuple[Source, ...] = ()
     close: Callable[[], None] = lambda: None
+    fault: Callable[[], str | None] = lambda: None
 
 
 class Server(uvicorn.Server):
@@ -141,13 +145,25 @@ async def _serve(
         server.should_exit = stop.is_set()
         reloader = Reloader((*site.sources, *([certificate.source()] if certificate is not None else [])))
         announce(f"Serving on {address_of(listener, has_tls=certificate is not None)}")
-        watching = asyncio.create_task(reloader.watch(), name="watch over files")
+        watching = (
+            asyncio.create_task(reloader.watch(), name="watch over files"),
+            asyncio.create_task(_watch_fault(site, ask_to_stop), name="watch over the site"),
+        )
         try:
             await server.serve([listener])
         finally:
-            watching.cancel()
+            is_broken = site.fault() is not None
+            for task in watching:
+                task.cancel()
             site.close()
-    return 1 if server.force_exit else 0
+    return 1 if server.force_exit or is_broken else 0
+
+
+async def _watch_fault(site: Site, stop: Callable[[], None]) -> None:
+    while (fault := site.fault()) is None:
+        await asyncio.sleep(FAULT_POLL_S)
+    _logger.critical("the server ends: %s", fault)
+    stop()
 
 
 async def _start_unless(stop: asyncio.Event, start: Callable[[], Awaitable[Site]]) -> Site | None:

@@ -80,7 +80,7 @@ class Crew:
     def fault(self) -> str | None:
         """Why no request can be answered any more; None while sealer and zygote run."""
         if any(process.poll() is not None for process in self._processes):
-            return "the sealer or the zygote has ended; restart the node"
+            return "the sealer or the zygote of this node has ended; start the node again"
         return None
 
     def keep_door(self, door: socket.socket) -> None:
