@@ -209,6 +209,13 @@ def test_a_target_that_is_none_is_refused_before_the_token_is_spent(
     assert ask(cloud, REQUEST, token=token).content == ANSWER + b"hello"
 
 
+@pytest.mark.parametrize("authority", ["gateway.example:443", "Gateway.Example"])
+def test_the_gateway_is_known_by_its_name_with_its_default_port_too(cloud: Cloud, authority: str) -> None:
+    token = authorization(cloud.shop.buy(1)[0])
+    opening = ask(cloud, REQUEST, token=token, change_head=lambda head: replace(head, authority=authority))
+    assert opening.content == ANSWER + b"hello"
+
+
 def test_what_is_sealed_must_be_a_request(cloud: Cloud) -> None:
     keys = cloud.gateway_receiver.ring.current.configuration
     for message in (b"\x00\x03GET", encode_response(Response(ResponseHead(200)))):

@@ -147,7 +147,7 @@ class _Gateway:
         self._nodes = nodes
         self._upstream = upstream
         self._now = now
-        self._authority = httpx.URL(config.url).netloc.decode()
+        self._authority = _plain_authority(config.url.partition("://")[2].partition("/")[0])
         self._prefix = httpx.URL(config.url).path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -203,7 +203,7 @@ class _Gateway:
             await _pass_on(answer, FORMS[kind].response_type, reply)
 
     def _check_target(self, head: RequestHead) -> str:
-        if head.authority.lower() != self._authority.lower():
+        if _plain_authority(head.authority) != self._authority:
             raise ProblemError(421, "The request is for another gateway; take this one's name from the epoch file.")
         target = _TARGET.fullmatch(head.path.removeprefix(self._prefix))
         if target is None or head.method != "POST":
@@ -229,6 +229,11 @@ class _Evidence:
             return self._nodes.find_evidence(scope["path_params"]["digest"])
 
         await File(find, "application/json")(scope, receive, send)
+
+
+def _plain_authority(authority: str) -> str:
+    """Returns a host and port for comparison: some clients name the default port, and some leave it out."""
+    return authority.lower().removesuffix(":443").removesuffix(":80")
 
 
 async def _first(parts: AsyncIterator[Part], opened: Opened, out: Outgoing) -> RequestHead:
