@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from cloister.privacy.hardening.applying import close
 from cloister.privacy.hardening.measure import Needs, Results
 
-if TYPE_CHECKING:
-    from cloister.privacy.hardening.starter import Starter
-
 HOST: Final = "host"
 HOST_TEXT: Final = "missing: host not excluded: who has SYS_PTRACE or SYS_ADMIN in this kernel, or runs it, reads this memory"
 """What no measure inside a machine gives."""
+
+
+class Made(Protocol):
+    """A process that was made for this one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+class Maker(Protocol):
+    """Makes processes for one that may not (`starter.Starter`)."""
+
+    @property
+    def results(self) -> Mapping[str, Results]: ...
+
+    def start(self, role: str, arguments: Sequence[str], descriptor: int) -> Made: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +47,7 @@ class Sealed:
     profile: str
     needs: Needs
     results: Results
-    starter: Starter | None = None
+    starter: Maker | None = None
 
     def statement(self) -> dict[str, str]:
         """Returns what goes into the attestation statement: each measure of this process and of those that it had made.

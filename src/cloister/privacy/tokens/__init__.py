@@ -12,7 +12,8 @@ from cloister.privacy.tokens.issuer_keys import IssuerKey, KeyShelf
 from cloister.privacy.tokens.names import challenge_between
 from cloister.privacy.tokens.quota import QuotaBook
 from cloister.privacy.tokens.redeem import AcceptedKey, Redeemer, TokenError, TokenSpentError
-from cloister.privacy.tokens.spend import SpendStore, SpendStoreError, open_spend_store
+from cloister.privacy.tokens.spend import SpendStore, SpendStoreError
+from cloister.privacy.tokens.stores import open_spend_store
 
 __all__ = [
     "AcceptedKey",

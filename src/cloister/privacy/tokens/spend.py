@@ -1,4 +1,4 @@
-"""Once and no more: what a spend store promises, and which one a URL means.
+"""Once and no more: what a spend store promises.
 
 A record is the digest of a token under its issuer's key, and when the key's tokens end. No account, address, time of spending
 or order is kept, and the issuer keeps its own book (`quota`) elsewhere: the two have no value in common that could join them.
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from cloister.privacy.tokens.challenge import Token
 from cloister.types.errors import CloisterError, ConfigError
 
 WAIT_S = 5.0
 """How long a store may take before the request is refused."""
-
-SQLITE, POSTGRES, REDIS = ("sqlite",), ("postgresql", "postgres"), ("redis", "rediss", "unix")
 
 
 class SpendStoreError(CloisterError):
@@ -54,32 +51,6 @@ def digest_of(token: Token) -> bytes:
     Not of the signature: whoever got two signatures of one nonce has two tokens to pay for and one to spend.
     """
     return hashlib.sha256(b"cloister spent token v1\n" + token.signed).digest()
-
-
-def open_spend_store(url: str) -> SpendStore:
-    """Opens the store that a URL names: `sqlite:///FILE`, `postgresql://...`, `redis://...` or `rediss://...`.
-
-    Raises:
-        ConfigError: the URL means none of them, the client library is not installed, or the server would forget.
-        SpendStoreError: the server gives no answer.
-    """
-    scheme = urlsplit(url).scheme
-    if scheme in SQLITE:
-        from cloister.privacy.tokens.stores.sqlite import SqliteSpendStore
-
-        return SqliteSpendStore(url)
-    if scheme in POSTGRES:
-        from cloister.privacy.tokens.stores.postgres import PostgresSpendStore
-
-        return PostgresSpendStore(url)
-    if scheme in REDIS:
-        from cloister.privacy.tokens.stores.redis import RedisSpendStore
-
-        return RedisSpendStore(url)
-    # The URL may hold a password, and is not repeated.
-    raise ConfigError(
-        "a spend store is sqlite:///FILE, postgresql://HOST/DATABASE, redis://HOST or rediss://HOST", param="spend_store"
-    )
 
 
 def missing_extra(library: str) -> ConfigError:
