@@ -11,7 +11,7 @@ def main() -> None:
     told = {
         "environment": dict(os.environ),
         "libraries": sorted(libraries),
-        "customized": "sitecustomize" in sys.modules,
+        "customized": getattr(sys.modules.get("sitecustomize"), "__file__", None),
         "path": sys.path,
         "inspect": bool(sys.flags.inspect),
         "options": sorted(sys._xoptions),

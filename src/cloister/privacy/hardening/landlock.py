@@ -135,7 +135,15 @@ def file_rights(needs: Needs) -> Iterator[tuple[str, int]]:
 def code_paths() -> tuple[str, ...]:
     """Where the interpreter, its libraries and every package that can be imported lie."""
     prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
-    paths = (*prefixes, *sys.path, *site.getsitepackages(), *sysconfig.get_paths().values(), str(Path(__file__).parents[3]))
+    version = f"/etc/python{sys.version_info.major}.{sys.version_info.minor}"  # where Debian's library links a module to
+    paths = (
+        *prefixes,
+        *sys.path,
+        *site.getsitepackages(),
+        *sysconfig.get_paths().values(),
+        str(Path(__file__).parents[3]),
+        version,
+    )
     return tuple(dict.fromkeys(path for path in paths if path))
 
 
