@@ -191,10 +191,10 @@ def test_an_answer_that_breaks_off_is_an_error_and_is_not_sent_again(street: Str
 
 def test_an_sdk_that_repeats_what_took_too_long_is_stopped(street: Street) -> None:
     before = sum(len(node.opened) for node in street.nodes)
-    sealed = httpx.Client(transport=SealedTransport(street.session()), timeout=httpx.Timeout(30, read=0.3))
+    sealed = httpx.Client(transport=SealedTransport(street.session()), timeout=httpx.Timeout(30, read=0.03))
     with (
         openai.OpenAI(base_url="https://cloister/v1", api_key="none", http_client=sealed) as client,
         pytest.raises(RepeatedRequestError, match="max_retries=0"),
     ):
         client.chat.completions.create(model=MODEL, messages=LONG, max_tokens=900, extra_body={"ignore_eos": True})
-    assert sum(len(node.opened) for node in street.nodes) == before + 1
+    assert sum(len(node.opened) for node in street.nodes) <= before + 1, "the node may not have come to it in so short a time"
