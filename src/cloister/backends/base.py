@@ -216,6 +216,38 @@ class HiddenProgram(Program, Protocol):
         ...
 
 
+@runtime_checkable
+class TreeProgram(Program, Protocol):
+    """A program that can compute token trees and keep one path of them (optional)."""
+
+    def move_positions(self, moves: IntArray) -> None:
+        """Copies KV of single positions in every layer, bit for bit, in the order given.
+
+        Args:
+            moves: [num_moves, 2] int32: source and target; position p of a block b is b * block_size + p.
+        """
+        ...
+
+
+@runtime_checkable
+class WatchedProgram(DrawingProgram, Protocol):
+    """A program that can say more of a step than its tokens, for drafters (optional)."""
+
+    def forward_watched(self, batch: ForwardBatch, draws: DrawArray, num_top: int) -> tuple[IntArray, IntArray]:
+        """As `forward_draw`; also returns the ids of each row's `num_top` largest logits, best first, lower ids first among
+        equal ones, [num_rows, num_top] int32 (-1 in a row that is not finite)."""
+        ...
+
+    def read_hidden(self) -> FloatArray:
+        """Returns what the head read in the last forward of whatever kind: hidden states after the final norm, a row for each
+        of its `logit_rows`, [num_rows, hidden]. Right after that forward."""
+        ...
+
+    def project(self, hidden: FloatArray) -> FloatArray:
+        """Returns logits [num_rows, vocab] that the head makes of hidden states after the final norm [num_rows, hidden]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
     """A low-rank adapter (LoRA, Hu et al. 2021, equation 3): y = W x + B A x in the products that it changes.

@@ -44,8 +44,13 @@ class SequencePlan(msgspec.Struct, kw_only=True):
 
     Attributes:
         table_start, new_block_ids: the block table from index `table_start` on becomes `new_block_ids`.
-        num_samples: tokens to sample after the last position (0 while a prompt is incomplete, else 1).
-        parents: for a draft tree, the parent of each drafted token; None is a chain.
+        num_samples: tokens to sample after the last position (0 while a prompt is incomplete, else 1); each draft that is
+            accepted is one more.
+        num_drafts: of `num_tokens` the last so many are drafted by the runner, after what is known; an upper bound.
+        drafter: who drafts them; empty where nobody does.
+        parents: for each draft the place among the drafts of the one before it, -1 for what is known; None leaves the shape
+            to the drafter.
+        is_watched: what the model says in this step is shown to the drafters, which may draft in the next one.
     """
 
     seq_id: int
@@ -54,7 +59,10 @@ class SequencePlan(msgspec.Struct, kw_only=True):
     table_start: int
     new_block_ids: list[int]
     num_samples: int
+    num_drafts: int = 0
+    drafter: str = ""
     parents: tuple[int, ...] | None = None
+    is_watched: bool = False
 
 
 class Fork(msgspec.Struct, frozen=True):
@@ -97,11 +105,18 @@ class StepPlan(msgspec.Struct, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Tokens that one sequence gained in a step: accepted drafts, then the sampled one."""
+    """Tokens that one sequence gained in a step: accepted drafts, then the sampled one.
+
+    Attributes:
+        num_drafted: drafts that were verified; the KV positions planned for others were not used.
+        accepted: places of the accepted ones among them, parents before children.
+    """
 
     seq_id: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    num_drafted: int = 0
+    accepted: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         """Says nothing of content (rule 12)."""
@@ -123,6 +138,7 @@ class StepResult(msgspec.Struct, kw_only=True):
         failures: seq_id -> what to tell the client; such a sequence has no sample.
         complete: sequences whose grammar lets nothing follow their sample.
         elapsed_s: time the step took, for the budget and for every figure (rule 7).
+        draft_s: drafter -> what of that time it took.
     """
 
     plan_id: int
@@ -132,6 +148,7 @@ class StepResult(msgspec.Struct, kw_only=True):
     failures: dict[int, str] = {}
     complete: set[int] = set()
     elapsed_s: float = 0.0
+    draft_s: dict[str, float] = {}
 
 
 class Stop(msgspec.Struct, frozen=True):
