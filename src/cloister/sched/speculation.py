@@ -1,4 +1,4 @@
-"""How many tokens each sequence drafts: as many as pay, and none when that would cost. Pure: no clock, no arrays, no content."""
+"""How many tokens each sequence drafts: as many as pay, none where that would cost. Pure: no clock, no arrays, no content."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What drafts tokens for the model to verify, several a step (speculative decoding; Leviathan et al. 2023, section 2).
 
-A drafter may be as wrong as it likes: verification keeps the tokens of a request with a seed, and the distribution of one without.
-It decides only how many tokens a step brings.
+A drafter may be as wrong as it likes: verification keeps the tokens of a request with a seed, and the distribution of one
+without. It decides only how many tokens a step brings.
 """
 
 from __future__ import annotations
