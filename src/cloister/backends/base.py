@@ -231,12 +231,17 @@ class TreeProgram(Program, Protocol):
 
 @runtime_checkable
 class WatchedProgram(DrawingProgram, Protocol):
-    """A program that can say more of a step than its tokens, for drafters (optional)."""
+    """A program that can say the likeliest tokens of a step beside those that it chooses, for drafters (optional)."""
 
     def forward_watched(self, batch: ForwardBatch, draws: DrawArray, num_top: int) -> tuple[IntArray, IntArray]:
         """As `forward_draw`; also returns the ids of each row's `num_top` largest logits, best first, lower ids first among
         equal ones, [num_rows, num_top] int32 (-1 in a row that is not finite)."""
         ...
+
+
+@runtime_checkable
+class HeadProgram(Program, Protocol):
+    """A program that can show what its head reads, and lend it, for drafters (optional)."""
 
     def read_hidden(self) -> FloatArray:
         """Returns what the head read in the last forward of whatever kind: hidden states after the final norm, a row for each
