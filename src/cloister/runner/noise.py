@@ -6,11 +6,14 @@ advanced, so any token's noise can be had without the others', in any order, in 
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32]
 KeyArray = npt.NDArray[np.uint64]
+UniformArray = npt.NDArray[np.float64]
 BitArray = npt.NDArray[np.uint32]
 
 _LARGEST_BELOW_ONE = np.float32(1 - 2**-24)
@@ -21,6 +24,20 @@ def noise_keys(seeds: KeyArray, indexes: npt.NDArray[np.int64], positions: npt.N
     keys = _mix64(seeds)
     keys = _mix64(keys ^ indexes.astype(np.uint64))
     return _mix64(keys ^ positions.astype(np.uint64))
+
+
+class Domain(IntEnum):
+    """What uniform numbers are for. Each has numbers of its own, independent of the noise that `Noise` gives a token, too."""
+
+    DRAFT = 1
+    VERIFY = 2
+
+
+def uniforms(keys: KeyArray, domain: Domain, ordinals: npt.NDArray[np.int64]) -> UniformArray:
+    """Returns numbers uniform in [0, 1), one for each key of `noise_keys` and ordinal; shapes broadcast."""
+    mixed = _mix64(keys ^ np.uint64(domain << 56))
+    numbers: UniformArray = (_mix64(mixed ^ ordinals.astype(np.uint64)) >> np.uint64(11)) * np.float64(2.0**-53)
+    return numbers
 
 
 class Noise:
