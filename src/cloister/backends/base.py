@@ -238,6 +238,10 @@ class WatchedProgram(DrawingProgram, Protocol):
         equal ones, [num_rows, num_top] int32 (-1 in a row that is not finite)."""
         ...
 
+    def find_top(self, logits: FloatArray, num_top: int) -> IntArray:
+        """Returns the same of logits [num_rows, vocab]."""
+        ...
+
 
 @runtime_checkable
 class HeadProgram(Program, Protocol):
@@ -245,11 +249,12 @@ class HeadProgram(Program, Protocol):
 
     def read_hidden(self) -> FloatArray:
         """Returns what the head read in the last forward of whatever kind: hidden states after the final norm, a row for each
-        of its `logit_rows`, [num_rows, hidden]. Right after that forward."""
+        of its `logit_rows`, [num_rows, hidden]. Right after that forward; no row after buffers were wiped."""
         ...
 
     def project(self, hidden: FloatArray) -> FloatArray:
-        """Returns logits [num_rows, vocab] that the head makes of hidden states after the final norm [num_rows, hidden]."""
+        """Returns the logits [num_rows, vocab] of hidden states after the final norm [num_rows, hidden], with the
+        bits that a forward has for them. `read_hidden` goes on to say what it said."""
         ...
 
 
