@@ -189,6 +189,7 @@ class DraftingPlace:
     block_size: int
     eos_token_ids: tuple[int, ...]
     files: str | None
+        fingerprint: SHA-256 of the model's files (hex), which what was trained for it names too; empty checks nothing.
     open_model: Callable[[str], DraftModel]
     project: Callable[[FloatArray], FloatArray] | None
     draws: Callable[[list[SequenceState], list[int]], DrawArray]
@@ -202,6 +203,7 @@ class DrafterFactory(Protocol):
     """
 
     def __call__(self, place: DraftingPlace) -> Drafter: ...
+    fingerprint: str = ""
 
 
 DRAFTERS: Registry[DrafterFactory] = Registry("drafter")
