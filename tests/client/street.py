@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cloister.app import _open_site, build_gate, resolve_settings
+from cloister.app import build_gate, resolve_settings
+from cloister.app.site import open_plain
 from cloister.client import Session
 from cloister.privacy.attestation import Policy
 from cloister.privacy.attestation.evidence import Statement
@@ -237,7 +238,7 @@ class Street:
 async def open_site() -> AsyncIterator[Site]:
     """The server with the embedded model, as `cloister serve` has it, without a socket of its own."""
     settings = resolve_settings({"max_num_seqs": 4, "max_model_len": 1024})
-    site = await _open_site(settings, build_gate(settings), lambda line: None)
+    site = await open_plain(settings, build_gate(settings), lambda line: None)
     try:
         yield site
     finally:

@@ -18,7 +18,13 @@ app = typer.Typer(help="Make releases, and revoke them.", no_args_is_help=True)
 
 Key = Annotated[Path, typer.Option(help="The release's signer key (`cloister log key --role release`).", metavar="FILE")]
 PIP_DEADLINE_S = 600.0
-NODE_PARTS = ("cloister.app", "cloister.backends.native._native", "cloister.engine.child", "cloister.sealed.node")
+NODE_PARTS = (
+    "cloister.app.engine",
+    "cloister.app.serving",
+    "cloister.backends.native._native",
+    "cloister.engine.child",
+    "cloister.sealed.node",
+)
 """Loaded before a release is measured, so that the system's libraries that a node maps are mapped here too."""
 
 

@@ -1,0 +1,63 @@
+"""What computes, and in which numbers: the back end and the number format that the settings name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from cloister.backends import BACKENDS, native
+from cloister.backends.base import Backend, Weights
+from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
+from cloister.engine.machine import Machine
+from cloister.models import LoadedModel
+from cloister.quant import FORMATS, FormatOptions, NumberFormat, choose_kv_dtype, quantize_on_read
+from cloister.types.config import EngineConfig
+from cloister.types.errors import ConfigError
+
+NO_QUANT: Final = "none"
+
+
+def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> Backend:
+    """Returns the back end that the settings name, for a model of that spec."""
+    is_foreign = spec.family == FOREIGN_FAMILY
+    if is_foreign and config.quant != NO_QUANT:
+        raise ConfigError("a model without a spec cannot be quantised here; leave `quant` out", param="quant")
+    factory = BACKENDS.get(FOREIGN_FAMILY if is_foreign else chosen_backend(config))
+    return factory(
+        num_threads=config.num_threads or machine.num_cpus,
+        device=config.device or "cpu",
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype or (None if config.quant == NO_QUANT else choose_kv_dtype(number_format(config.quant), spec)),
+        numerics=config.numerics,
+        store=weights_cache(config),
+        store_bytes=round(config.weights_cache_mb * (1 << 20)),
+    )
+
+
+def chosen_backend(config: EngineConfig) -> str:
+    """Returns the name of the back end: the setting, or what `_settle_machine` would choose."""
+    return config.backend or choose_backend(config.device or "cpu")[0]
+
+
+def choose_backend(device: str) -> tuple[str, str]:
+    """Returns a back end's name and why."""
+    if device != "cpu":
+        return "torch", f"the device is {device}"
+    reason = native.available()
+    return ("native", "the device is a CPU") if reason is None else ("torch", reason)
+
+
+def number_format(name: str) -> NumberFormat:
+    """Returns the number format of that name with its own options."""
+    return FORMATS.get(name)(FormatOptions())
+
+
+def write_in_few_bits(config: EngineConfig, model: LoadedModel) -> Weights:
+    """Returns the model's weights, quantised as they are read if the settings say so."""
+    if config.quant == NO_QUANT:
+        return model.weights
+    return quantize_on_read(model.spec, model.weights, number_format(config.quant))
+
+
+def weights_cache(config: EngineConfig) -> Path | None:
+    return Path(config.weights_cache).expanduser() if config.weights_cache else None

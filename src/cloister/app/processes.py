@@ -1,0 +1,48 @@
+"""How the engine's process is started: by a program of its own, or in a sealed node by the starter."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from cloister.privacy import hardening
+from cloister.types.config import EngineConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from cloister.engine import ProcessEngine
+    from cloister.engine.launch import Process
+
+ENGINE_ENTRY: Final = "cloister.app:build_engine"
+SEALED_ENGINE_ENTRY: Final = "cloister.app:build_sealed_engine"
+
+
+def make_engine(
+    config: EngineConfig, front: ServerConfig, doorkeeper: Callable[[socket.socket], None] | None = None
+) -> ProcessEngine:
+    """Returns an engine in a process of its own, one with no way in if the front has none."""
+    from cloister.engine import ProcessEngine
+
+    if hardening.sealed() is None:
+        return ProcessEngine(ENGINE_ENTRY, config, log_format=front.log_format, doorkeeper=doorkeeper)
+    return ProcessEngine(
+        SEALED_ENGINE_ENTRY, config, log_format=front.log_format, spawn=_start_sealed_engine, doorkeeper=doorkeeper
+    )
+
+
+def _start_sealed_engine(far: socket.socket) -> Process:
+    """Has the starter make an engine process: in a sealed node nothing executes a program."""
+    state = hardening.sealed()
+    assert state is not None
+    assert state.starter is not None
+    return state.starter.start("engine", [], far.fileno())
+
+
+def start_sealed_module(module: str, sock: socket.socket) -> Process:
+    """Has the starter make a process beside the engine, by the role that the module has."""
+    from cloister.privacy.hardening.launching import ROLE_OF
+
+    state = hardening.sealed()
+    assert state is not None
+    assert state.starter is not None
+    return state.starter.start(ROLE_OF[module], [], sock.fileno())

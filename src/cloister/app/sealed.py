@@ -1,0 +1,127 @@
+"""The sealed node: how it is launched, what it starts, and how each of its processes is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from cloister.app.backend import weights_cache
+from cloister.app.processes import make_engine, start_sealed_module
+from cloister.app.settings import Settings
+from cloister.app.starting import describe_start
+from cloister.engine.machine import return_free_memory
+from cloister.models import locate
+from cloister.privacy import Gate, hardening
+from cloister.types.allocator import overwrites
+from cloister.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cloister.server.serve import Site
+
+
+def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Path | None = None) -> NoReturn:
+    """Executes the launcher, which takes the measures of a sealed node and then runs `cloister` with the arguments given.
+
+    Models are downloaded before, as a sealed node calls nobody.
+
+    Raises:
+        CloisterError: the model cannot be found, or there are several.
+    """
+    from cloister.privacy.hardening.launching import Launch, execute, reading
+    from cloister.sealed.attesting import read_attesting
+
+    if settings.models:
+        raise ConfigError("a sealed node serves one model; start a node for each", param="sealed")
+    config, front = settings.engine.config, settings.server.config
+    adapters = [part.partition("=")[2].strip() for part in (config.lora or "").split(",") if part]
+    secrets = [front.api_keys, front.certfile, front.keyfile, front.gateway_secret]
+    files = [*secrets, config.release_prefixes, str(config_file) if config_file is not None else None]
+    cache = weights_cache(config)
+    if cache is not None:
+        cache.mkdir(parents=True, exist_ok=True)
+    model = locate(config.model, progress=True)
+    attesting = read_attesting(front)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # what forks has one thread; our kernels have threads of their own
+    execute(
+        Launch(
+            profile=str(config.profile),
+            read=reading(
+                [model, *map(Path, adapters), *attesting.folders],
+                [*(Path(file) for file in files if file is not None), *attesting.files],
+            ),
+            write=(str(cache),) if cache is not None else (),
+            listen=(front.port,),
+            with_engine=True,
+            with_attester=attesting.uses_hardware,
+            module="cloister.cli",
+            arguments=tuple(arguments),
+        )
+    )
+
+
+async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
+    """Starts engine, sealer and zygote, and the front that carries sealed bytes between them and a gateway."""
+    from cloister.privacy.shape import shape_of
+    from cloister.sealed.attesting import check_prefixes, open_announcer, read_attesting
+    from cloister.sealed.secret_files import read_secret
+    from cloister.sealed.workers.crew import Crew, start_module
+    from cloister.sealed.workers.sealer import SealerBoot
+    from cloister.sealed.workers.site import WAITING_WORKERS, WORKER_ENTRY, worker_site
+    from cloister.sealed.workers.zygote import ZygoteBoot
+    from cloister.server.serve import Site
+    from cloister.types.events import Ready
+
+    config, front = settings.engine.config, settings.server.config
+    gateway_secret = read_secret(Path(front.gateway_secret)) if front.gateway_secret is not None else None
+    crew = Crew(start_module if hardening.sealed() is None else start_sealed_module)
+    engine = make_engine(config, front, crew.keep_door)
+    await engine.start()
+    started_s = time.time()
+    try:
+        ready = Ready(engine.model, engine.memory, list(engine.adapters.loaded.values()), engine.startup)
+        paths = [path for path in sys.path if path]
+        must_lock = overwrites(config.profile)
+        shape = shape_of(settings.policy.profile)
+        await crew.open(SealerBoot(must_lock=must_lock), ZygoteBoot(WORKER_ENTRY, config, front, ready, paths, shape))
+        check_prefixes(config.release_prefixes, Path(engine.model.path))
+        announcer = await open_announcer(
+            read_attesting(front),
+            settings.policy.profile,
+            Path(engine.model.path),
+            crew.unsealer,
+            started_s,
+            _tell_hardening,
+            None if hardening.sealed() is None else start_sealed_module,
+        )
+    except BaseException:
+        crew.close()
+        await engine.drain(0.0)
+        raise
+    return_free_memory()
+    for line in describe_start(settings, engine.model, engine.memory, engine.startup, gate.notice()):
+        announce(line)
+    announce(f"keys in a sealer ({crew.memory}), one worker for each request")
+    app = worker_site(
+        crew,
+        engine.health,
+        evidence=announcer.evidence,
+        gateway_secret=gateway_secret,
+        max_workers=config.max_num_seqs + WAITING_WORKERS,
+    )
+    announcing = asyncio.create_task(announcer.renew_forever())  # begins when this process is closed: its evidence says so
+
+    def close() -> None:
+        announcing.cancel()
+        crew.close()
+
+    return Site(app, engine, (), close, lambda: crew.fault)
+
+
+def _tell_hardening() -> Mapping[str, str]:
+    state = hardening.sealed()
+    return {} if state is None else state.statement()

@@ -1,0 +1,45 @@
+"""Serves: opens the site that the settings want, and runs it until it is told to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cloister.app.closing import close_front
+from cloister.app.gate import build_gate
+from cloister.app.sealed import open_node
+from cloister.app.settings import Settings
+from cloister.app.several import open_rotation
+from cloister.app.site import open_plain
+from cloister.types.errors import ConfigError
+from cloister.types.logs import set_up_logging
+
+if TYPE_CHECKING:
+    from cloister.server.serve import Site
+
+
+def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status.
+
+    Args:
+        announce: told, line by line, what was started and with what memory.
+
+    Raises:
+        CloisterError: something cannot be used or does not fit; the message says what to do.
+    """
+    from cloister.sealed.attesting import read_attesting
+    from cloister.server.serve import serve as serve_site
+
+    read_attesting(settings.server.config)
+    gate = build_gate(settings)
+    if settings.server.config.gateway_secret is not None and not settings.server.config.sealed:
+        raise ConfigError("gateways show their secret to sealed nodes only; add --sealed", param="gateway_secret")
+    set_up_logging(settings.server.config.log_format)
+    open_site = open_rotation if settings.models else open_node if settings.server.config.sealed else open_plain
+
+    async def open_closed_site() -> Site:
+        site = await open_site(settings, gate, announce)
+        close_front()
+        return site
+
+    return serve_site(settings.server.config, open_closed_site, announce)

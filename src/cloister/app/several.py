@@ -1,0 +1,84 @@
+"""The front of several models that take turns in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cloister.app.gate import reread_sources
+from cloister.app.processes import make_engine
+from cloister.app.settings import Settings
+from cloister.app.starting import describe_start
+from cloister.engine.machine import return_free_memory
+from cloister.privacy import Gate
+
+if TYPE_CHECKING:
+    from cloister.server.calls import Calls
+    from cloister.server.serve import Site
+    from cloister.server.switch import Seat
+
+
+async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
+    """Starts the first of several models, and the front that sends requests to whichever they name."""
+    from cloister.server.app import request_log, surround
+    from cloister.server.calls import Calls
+    from cloister.server.rotation import Rotation
+    from cloister.server.serve import Site
+    from cloister.server.switch import ModelSwitch, list_entry
+    from cloister.server.trace_export import open_tracer
+
+    front = settings.server.config
+    entries = {name: list_entry(name, engine.config.model) for name, engine in settings.models.items()}
+    tracer = open_tracer(front, "several")
+
+    async def open_seat(name: str) -> Seat:
+        one = replace(settings, engine=settings.models[name])
+        seat = await _open_seat(one, gate, calls, name)
+        entries[name] = list_entry(name, seat.engine.model.name, seat.engine.model)
+        for line in describe_start(one, seat.engine.model, seat.engine.memory, seat.engine.startup, None):
+            announce(line)
+        return seat
+
+    rotation = Rotation(open_seat, settings.engine.config.request_timeout_s)
+    calls = Calls(
+        lambda route, status: rotation.shown.count_reply(route, status) if rotation.shown is not None else None,
+        [*request_log(front, gate), *([tracer.write] if tracer is not None else [])],
+    )
+    await rotation.begin(next(iter(settings.models)))
+    if (notice := gate.notice()) is not None:
+        announce(notice)
+    announce(f"one at a time in memory: {', '.join(settings.models)}")
+    app = surround(ModelSwitch(rotation, entries), calls, gate, front)
+    return Site(app, rotation, reread_sources(settings, gate), tracer.close if tracer is not None else lambda: None)
+
+
+async def _open_seat(settings: Settings, gate: Gate, calls: Calls, name: str) -> Seat:
+    """Starts the engine of one of several models, and its routes."""
+    from cloister.server.app import create_routes, make_exposition
+    from cloister.server.switch import Seat
+    from cloister.text import ChatTemplate, Tokenizer
+
+    config, front = settings.engine.config, settings.server.config
+    engine = make_engine(config, front)
+    await engine.start()
+    try:
+        exposition = make_exposition(engine, gate, [name])
+        path = Path(engine.model.path)
+        routes = create_routes(
+            engine,
+            Tokenizer(path),
+            ChatTemplate.load(path),
+            gate,
+            front,
+            calls,
+            exposition,
+            names=[name],
+            request_timeout_s=config.request_timeout_s,
+        )
+    except BaseException:
+        await engine.drain(0.0)
+        raise
+    return_free_memory()
+    return Seat(routes, engine, exposition)

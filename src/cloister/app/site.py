@@ -1,0 +1,55 @@
+"""The front of one model, and the engine behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cloister.app.gate import reread_sources
+from cloister.app.processes import make_engine
+from cloister.app.settings import Settings
+from cloister.app.starting import describe_start
+from cloister.engine.machine import process_age_s, return_free_memory
+from cloister.privacy import Gate
+from cloister.types.clock import Stopwatch
+
+if TYPE_CHECKING:
+    from cloister.server.serve import Site
+
+
+async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
+    """Starts the engine process, and the front that talks to it."""
+    from cloister.server.app import create_app
+    from cloister.server.serve import Site
+    from cloister.server.trace_export import open_tracer
+    from cloister.text import ChatTemplate, Tokenizer
+
+    config, front = settings.engine.config, settings.server.config
+    engine = make_engine(config, front)
+    imported_s = process_age_s()
+    await engine.start()
+    watch = Stopwatch()
+    try:
+        path = Path(engine.model.path)
+        tracer = open_tracer(front, engine.model.name)
+        app = create_app(
+            engine,
+            Tokenizer(path),
+            ChatTemplate.load(path),
+            gate,
+            front,
+            listeners=[tracer.write] if tracer is not None else [],
+            request_timeout_s=config.request_timeout_s,
+        )
+    except BaseException:
+        await engine.drain(0.0)
+        raise
+    return_free_memory()
+    watch.lap("front")
+    (name, engine_imported_s), *others = engine.startup
+    engine.startup = [(name, imported_s + engine_imported_s), *others, *watch.laps]
+    for line in describe_start(settings, engine.model, engine.memory, engine.startup, gate.notice()):
+        announce(line)
+    close = tracer.close if tracer is not None else lambda: None
+    return Site(app, engine, reread_sources(settings, gate), close)
