@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from cloister.train.decoder import Shape
 from training.corpus import Source
-from training.model import Shape
 
 COMMAND = "python -m training"
 

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from cloister.train.decoder import Decoder
 from training.chat import Chat, encode_chat, render
 from training.distil import agreement
 from training.facts import Knowledge
 from training.lessons import Lessons
-from training.model import Decoder
 from training.pretrain import draw_windows, perplexity, perplexity_by_position
 from training.questions import DO_NOT_KNOW, ask, phrasings
 from training.skills import SKILLS

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save
 from tokenizers import Tokenizer
 
+from cloister.train.decoder import Decoder, Shape
 from training.chat import TEMPLATE
-from training.model import Decoder, Shape
 from training.tokenizer import CONTROL_TOKENS, END, END_OF_TEXT, token_id
 
 

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from training.loop import Checkpoints, step_generator, train
-from training.model import Decoder
-from training.optimizer import Schedule
+from cloister.train.checkpoints import Checkpoints, step_generator
+from cloister.train.decoder import Decoder
+from cloister.train.optimizer import Schedule
+from training.loop import train
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from cloister.train.checkpoints import Checkpoints, load_weights
+from cloister.train.decoder import Decoder, Shape
 from training.card import draft_card, model_card
 from training.corpus import Document, MissingCorpusError, Source, read_documents
 from training.distil import distil
@@ -20,8 +22,6 @@ from training.evaluate import evaluate
 from training.export import export_model
 from training.facts import Knowledge, draw_knowledge
 from training.lessons import Lessons
-from training.loop import Checkpoints, load_weights
-from training.model import Decoder, Shape
 from training.notices import notices
 from training.pretrain import pretrain
 from training.scale import Scale

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from cloister.train.decoder import Shape
 from training.distil import Distilling
-from training.model import Shape
 from training.pretrain import Phase
 from training.tune import Tuning
 

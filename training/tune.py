@@ -7,10 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cloister.train.checkpoints import Checkpoints, step_generator
+from cloister.train.decoder import Decoder
+from cloister.train.optimizer import Schedule
 from training.lessons import Lessons
-from training.loop import Checkpoints, step_generator, train
-from training.model import Decoder
-from training.optimizer import Schedule
+from training.loop import train
 from training.pretrain import draw_windows
 
 

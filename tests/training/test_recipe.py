@@ -8,11 +8,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from cloister.train.checkpoints import Checkpoints, load_weights
+from cloister.train.decoder import Decoder
 from training.__main__ import main
 from training.corpus import folder_source
 from training.evaluate import as_shipped
-from training.loop import Checkpoints, load_weights
-from training.model import Decoder
 from training.pretrain import pretrain
 from training.recipe import DRAFT_NAME, MODEL_NAME, STAGES, Recipe, StageMissingError
 from training.scale import TINY

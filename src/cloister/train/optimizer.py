@@ -36,10 +36,12 @@ class Optimizer:
         named = list(model.named_parameters())
         matrices = [p for name, p in named if p.dim() == 2 and "embed" not in name]
         others = [p for name, p in named if not (p.dim() == 2 and "embed" not in name)]
-        self._parts: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(matrices, lr=schedule.peak, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=schedule.peak, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-        )
+        self._parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            muon = torch.optim.Muon(matrices, lr=schedule.peak, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            self._parts.append(muon)
+        if others:
+            self._parts.append(torch.optim.AdamW(others, lr=schedule.peak, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
 
     def step(self, step: int) -> None:
         """Clip the gradients to norm 1, update with the rate of this step, and clear them."""
