@@ -35,13 +35,14 @@ def requests():
         yield Request(request_id=str(i), token_ids=(shared if i % 2 else []) + tail, sampling=sampling)
 
 
-def answers(asked, make_program, *, num_blocks, max_tokens, depth, block_size=4):
+def answers(asked, make_program, *, num_blocks, max_tokens, depth, block_size=4, drafter=None, speculation=None):
     """Serves all requests at once; returns (request id, index) -> tokens, and how many preemptions it took."""
+    drafters = {} if drafter is None else {"prophet": drafter}
     pool = BlockPool(num_blocks, block_size)
     config = SchedulerConfig(max_model_len=256, max_num_seqs=16, budget=BudgetConfig(max_tokens=max_tokens))
-    scheduler = Scheduler(config, pool, PrefixKeys("model", block_size))
+    scheduler = Scheduler(config, pool, PrefixKeys("model", block_size), speculation)
     program = make_program(vocab_size=VOCAB, num_blocks=num_blocks, block_size=block_size)
-    runner = ModelRunner(program, vocab_size=VOCAB, max_model_len=256, block_size=block_size)
+    runner = ModelRunner(program, vocab_size=VOCAB, max_model_len=256, block_size=block_size, drafters=drafters)
     for request in asked:
         scheduler.add(request, 0.0)
     tokens: dict[int, list[int]] = {}

@@ -471,7 +471,7 @@ def test_elapsed_time_comes_from_the_clock():
         (part(1, 0, 2, blocks=[1]), "before its last token"),
         (part(1, 0, 3), "ends before"),
         (part(1, 0, 3, table=3, blocks=[1]), "gap"),
-        (part(1, 0, 3, samples=2, blocks=[1]), "drafts"),
+        (part(1, 0, 3, samples=2, blocks=[1]), "more than once"),
     ],
 )
 def test_a_plan_that_contradicts_the_state_is_an_engine_error(plan, message):

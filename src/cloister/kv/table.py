@@ -53,6 +53,14 @@ class BlockTable:
             self.num_sent = min(self.num_sent, shared[0])
         return copies
 
+    def shrink(self, num_positions: int) -> None:
+        """Gives back the blocks behind the first `num_positions` positions; the last of these are its own to write."""
+        num_blocks = -(-num_positions // self._pool.block_size)
+        if num_blocks < len(self.blocks):
+            self._pool.release(reversed(self.blocks[num_blocks:]))
+            del self.blocks[num_blocks:]
+            self.num_sent = min(self.num_sent, num_blocks)
+
     def take_unsent(self) -> tuple[int, list[int]]:
         """Returns (index, block ids from there on) that the runner does not know yet, and counts them as sent."""
         start = self.num_sent

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 import numpy as np
 
 from cloister.backends.base import ForwardBatch, IntArray
+from cloister.runner.drafters import NOTHING, Draft
 from cloister.runner.state import SequenceState
 from cloister.types.errors import EngineError
 from cloister.types.step import MAX_SCORED_ROWS, SequencePlan
@@ -18,9 +20,10 @@ class Part(msgspec.Struct):
     """One sequence's part of a step, with its state.
 
     Attributes:
-        end: one past the last position computed.
+        end: one past the last position computed whose token is known; those of drafts follow.
         num_prompt_rows: positions whose logits score the next prompt token; 0 unless prompt logprobs were asked for.
-        num_rows: rows of logits that this part needs: those of the prompt, then the one to sample from.
+        num_rows: rows of logits that this part needs: those of the prompt, the one to sample from, one for each draft.
+        draft: what is verified.
     """
 
     plan: SequencePlan
@@ -28,15 +31,23 @@ class Part(msgspec.Struct):
     end: int
     num_prompt_rows: int
     num_rows: int
+    draft: Draft = NOTHING
 
 
-def make_part(plan: SequencePlan, state: SequenceState) -> Part:
-    """Returns a plan's part beside the sequence that it names."""
-    end = plan.start + plan.num_tokens
+def make_part(plan: SequencePlan, state: SequenceState, draft: Draft = NOTHING) -> Part:
+    """Returns a plan's part beside the sequence that it names, and what was drafted for it."""
+    end = plan.start + plan.num_tokens - plan.num_drafts
     num_prompt_rows = 0
     if state.sampling.prompt_logprobs is not None:
         num_prompt_rows = max(0, min(end, state.num_prompt_tokens - 1) - plan.start)
-    return Part(plan, state, end, num_prompt_rows, num_prompt_rows + plan.num_samples)
+    num_samples = plan.num_samples + len(draft.token_ids)
+    return Part(plan, state, end, num_prompt_rows, num_prompt_rows + num_samples, draft)
+
+
+def row_slices(parts: Sequence[Part]) -> dict[int, slice]:
+    """Returns the rows of logits of each sequence."""
+    ends = accumulate([part.num_rows for part in parts])
+    return {part.plan.seq_id: slice(end - part.num_rows, end) for part, end in zip(parts, ends, strict=True)}
 
 
 def split_scored(parts: list[Part]) -> list[list[Part]]:
@@ -64,18 +75,23 @@ def forward_batch(parts: Sequence[Part], block_size: int) -> ForwardBatch:
     # Growing C arrays: for the few numbers of a decode step a numpy call costs more than the loop around it.
     token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
     query_starts = array("i", (0,))
-    has_adapter = False
+    has_adapter = has_tree = False
     for part in parts:
         _check(part, block_size)
         start, end = part.plan.start, part.end
         token_ids += part.state.tokens[start:end]
         positions.extend(range(start, end))
-        context_lens.append(end)
+        num_drafts = len(part.draft.token_ids)
+        if num_drafts:
+            token_ids.extend(part.draft.token_ids)
+            positions.extend([end - 1 + depth for depth in part.draft.depths[1:]])
+            has_tree = has_tree or part.draft.parents is not None
+        context_lens.append(end + num_drafts)
         if part.num_prompt_rows:
             logit_rows.extend(range(query_starts[-1], query_starts[-1] + part.num_prompt_rows))
         query_starts.append(len(token_ids))
         if part.plan.num_samples:
-            logit_rows.append(len(token_ids) - 1)
+            logit_rows.extend(range(len(token_ids) - 1 - num_drafts, len(token_ids)))
         has_adapter = has_adapter or part.state.adapter >= 0
     return ForwardBatch(
         token_ids=_as_ints(token_ids),
@@ -84,8 +100,23 @@ def forward_batch(parts: Sequence[Part], block_size: int) -> ForwardBatch:
         context_lens=_as_ints(context_lens),
         block_tables=_block_tables(parts, -(-max(context_lens) // block_size)),
         logit_rows=_as_ints(logit_rows),
+        parents=_parents(parts) if has_tree else None,
         adapters=_as_ints(array("i", [part.state.adapter for part in parts])) if has_adapter else None,
     )
+
+
+def _parents(parts: Sequence[Part]) -> IntArray:
+    """Returns the token before each in a step with token trees (`ForwardBatch.parents`)."""
+    parents = array("i")
+    for part in parts:
+        first, num_known = len(parents), part.end - part.plan.start
+        parents.append(-1)
+        if part.draft.parents is None:
+            parents.extend(range(first, first + num_known + len(part.draft.token_ids) - 1))
+        else:
+            parents.extend(range(first, first + num_known - 1))
+            parents.extend([first + num_known + parent for parent in part.draft.parents])
+    return _as_ints(parents)
 
 
 def _block_tables(parts: Sequence[Part], width: int) -> IntArray:
@@ -106,18 +137,17 @@ def _as_ints(values: array[int]) -> IntArray:
 
 def _check(part: Part, block_size: int) -> None:
     plan, num_known, end = part.plan, len(part.state.tokens), part.end
-    if plan.num_tokens < 1 or plan.start < 0 or end > num_known:
+    num_drafts = len(part.draft.token_ids)
+    if end <= plan.start or plan.start < 0 or end > num_known:
         raise EngineError(f"the step plan asks for positions of sequence {plan.seq_id} that have no token yet")
     if plan.num_samples:
         if plan.num_samples != 1:
-            raise _unverified()
+            raise EngineError(f"the step plan samples sequence {plan.seq_id} more than once")
         if end != num_known:
             raise EngineError(f"the step plan samples sequence {plan.seq_id} before its last token")
-    if plan.parents is not None:
-        raise _unverified()
-    if len(part.state.blocks) * block_size < end:
+    elif plan.num_drafts:
+        raise EngineError(f"the step plan drafts for sequence {plan.seq_id}, which does not sample")
+    if num_drafts > plan.num_drafts:
+        raise EngineError(f"sequence {plan.seq_id} has {num_drafts} drafts where the step plan has room for {plan.num_drafts}")
+    if len(part.state.blocks) * block_size < end + num_drafts:
         raise EngineError(f"the block table of sequence {plan.seq_id} ends before its tokens do")
-
-
-def _unverified() -> EngineError:
-    return EngineError("this runner verifies no drafts: a part samples at most one token and has no parents")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from itertools import accumulate
 
 import numpy as np
 
 from cloister.backends.base import (
     BufferedProgram,
+    DrawArray,
     DrawingProgram,
     FloatArray,
     ForwardBatch,
@@ -18,21 +18,22 @@ from cloister.backends.base import (
     MaskArray,
     MaskingProgram,
     Program,
+    TreeProgram,
 )
+from cloister.runner.drafters import NOTHING, Drafter
+from cloister.runner.drafting import Drafting
 from cloister.runner.drawing import ProgramSampler
 from cloister.runner.grammar import Grammars
-from cloister.runner.inputs import Part, forward_batch, make_part, split_scored
-from cloister.runner.logprobs import token_logprobs
+from cloister.runner.inputs import Part, forward_batch, make_part, row_slices, split_scored
 from cloister.runner.pooling import NOT_OFFERED, pool_parts
-from cloister.runner.sampling import IntArray, Sampler, best_tokens, finite_rows
+from cloister.runner.sampling import Sampler, best_tokens, finite_rows
+from cloister.runner.scoring import NOT_FINITE, NOTHING_LEFT, prompt_logprobs, sample_logprobs
 from cloister.runner.state import BatchState, SequenceState
+from cloister.runner.verification import Verifier
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import EngineError
-from cloister.types.request import Embedding, TokenLogprobs
+from cloister.types.request import Embedding
 from cloister.types.step import Fork, Sample, SequencePlan, StepPlan, StepResult
-
-_NOT_FINITE = "the model computed a value that is not a finite number; send the request again or choose another dtype"
-_NOTHING_LEFT = "logit_bias, min_tokens and the grammar leave no token to choose; relax one of them"
 
 
 class ModelRunner:
@@ -45,6 +46,7 @@ class ModelRunner:
         block_size: positions in one KV block.
         adapters: digest -> slot of the program's adapters; may change between steps.
         grammars: compiles those that sequences bring; None fails such sequences.
+        drafters: by the name that plans know them by; None where no plan drafts.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ModelRunner:
         clock: Clock | None = None,
         adapters: Mapping[str, int] = {},
         grammars: Grammars | None = None,
+        drafters: Mapping[str, Drafter] | None = None,
     ) -> None:
         self._program = program
         self._greedy = program if isinstance(program, GreedyProgram) else None
@@ -70,11 +73,18 @@ class ModelRunner:
         self._grammars = grammars
         self._batch = BatchState(vocab_size=vocab_size, max_model_len=max_model_len, adapters=adapters, grammars=grammars)
         self._sampler = Sampler(vocab_size) if self._drawing is None else ProgramSampler(self._drawing)
+        self._drafting = Drafting(drafters or {}, self._clock, takes_trees=isinstance(program, TreeProgram))
+        self._verifier = Verifier(program, self._batch, self._sampler, self._drafting, block_size=block_size)
+
+    def draws(self, states: list[SequenceState], rows: list[int]) -> DrawArray:
+        """Says how the next token of each sequence is chosen, for drafters that choose as the model does (`DraftingPlace`)."""
+        return self._batch.draws(states, rows)
 
     def wipe_buffers(self) -> None:
         """Overwrites what the program's buffers hold of the steps so far, those of sequences that go on included."""
         if self._buffered is not None:
             self._buffered.wipe_buffers()
+        self._drafting.wipe_buffers()
 
     @property
     def num_sequences(self) -> int:
@@ -93,26 +103,34 @@ class ModelRunner:
         started_s = self._clock.now()
         for seq_id in plan.departures:
             self._batch.depart(seq_id)
+            self._drafting.forget(seq_id)
         for new in plan.arrivals:
             self._batch.arrive(new)
         if plan.wipes:
             self._program.wipe_blocks(plan.wipes)
+            self._drafting.wipe_blocks(plan.wipes)
         if plan.copies:
             self._program.copy_blocks(plan.copies)
-        if not (plan.sequences or self.num_sequences or self._buffered is None):
-            self._buffered.wipe_buffers()
+            self._drafting.copy_blocks(plan.copies)
+        if not (plan.sequences or self.num_sequences):
+            self.wipe_buffers()
         result = StepResult(plan_id=plan.plan_id)
         self._compute(plan, result)
+        result.draft_s = self._drafting.take_times()
         result.elapsed_s = self._clock.now() - started_s
         return result
 
     def _compute(self, plan: StepPlan, result: StepResult) -> None:
         parts = [self._part(part) for part in plan.sequences]
+        if self._drafting:
+            parts = self._drafted(parts)
         live = [part for part in parts if part.state.failure is None]
         if self._batch.num_pooled:
             result.embeddings = self._pool([part for part in live if part.state.pool is not None])
             live = [part for part in live if part.state.pool is None]
-        if live and not plan.forks and False not in [part.state.is_plain for part in live]:
+        if self._drafting and self._drafting.wants([part.plan for part in live]):
+            self._verify(live, plan.forks, result)
+        elif live and not plan.forks and False not in [part.state.is_plain for part in live]:
             result.samples = self._take_best(live)
         elif (
             live
@@ -132,6 +150,18 @@ class ModelRunner:
             self._follow_grammars([state for state in touched if state.grammar is not None], result)
         result.failures = {state.seq_id: state.failure for state in touched if state.failure is not None}
 
+    def _drafted(self, parts: list[Part]) -> list[Part]:
+        """Returns the parts with what is drafted for them."""
+        asks = [(part.plan, part.state) for part in parts if part.state.failure is None and part.state.pool is None]
+        self._drafting.follow(asks)
+        drafts = self._drafting.draft(asks)
+        return [make_part(part.plan, part.state, drafts.get(part.plan.seq_id, NOTHING)) for part in parts] if drafts else parts
+
+    def _verify(self, live: list[Part], forks: list[Fork], result: StepResult) -> None:
+        """Computes a step in which drafts are verified, or drafters watch."""
+        seen = self._verifier.run(live, forks, result)
+        self._drafting.observe(seen)
+
     def _pool(self, parts: list[Part]) -> dict[int, Embedding]:
         """Computes the sequences of a step that are pooled, apart from the others: they read hidden states, not logits."""
         if self._hidden is None:
@@ -144,7 +174,7 @@ class ModelRunner:
         """Computes some sequences of a step: scores prompts, and samples as each sequence wants."""
         rows, logits = self._forward(run)
         draws = self._draws(run, forks, rows)
-        result.prompt_logprobs |= _prompt_logprobs([part for part in run if part.num_prompt_rows], rows, logits)
+        result.prompt_logprobs |= prompt_logprobs([part for part in run if part.num_prompt_rows], rows, logits)
         result.samples += self._sample(draws, logits)
 
     def _follow_grammars(self, states: list[SequenceState], result: StepResult) -> None:
@@ -181,7 +211,7 @@ class ModelRunner:
         What grammars let follow is found while the program computes, so it is asked for after that.
         """
         batch = forward_batch(live, self._block_size)
-        draws = self._draws(live, forks, _rows(live))
+        draws = self._draws(live, forks, row_slices(live))
         states, rows = [state for state, _ in draws], [row for _, row in draws]
         if self._masking is None or not self._batch.num_guided or all(state.grammar is None for state in states):
             tokens = program.forward_draw(batch, self._batch.draws(states, rows))
@@ -213,12 +243,12 @@ class ModelRunner:
         if not live:
             return {}, np.zeros((0, self._vocab_size), np.float32)
         logits = self._logits(forward_batch(live, self._block_size))
-        rows = _rows(live)
+        rows = row_slices(live)
         finite = finite_rows(logits)
         if not finite.all():
             for part in live:
                 if not finite[rows[part.plan.seq_id]].all():
-                    part.state.failure = _NOT_FINITE
+                    part.state.failure = NOT_FINITE
         return rows, logits
 
     def _draws(self, live: list[Part], forks: list[Fork], rows: dict[int, slice]) -> list[tuple[SequenceState, int]]:
@@ -237,11 +267,11 @@ class ModelRunner:
             return []
         states, rows = [state for state, _ in draws], [row for _, row in draws]
         tokens = self._sampler.choose(logits, states, self._batch.draws(states, rows))
-        logprobs = _sample_logprobs(states, rows, logits, tokens)
+        logprobs = sample_logprobs(states, rows, logits, tokens)
         samples = []
         for place, (state, token) in enumerate(zip(states, tokens.tolist(), strict=True)):
             if token < 0:
-                state.failure = (state.grammar and state.grammar.failure) or _NOTHING_LEFT
+                state.failure = (state.grammar and state.grammar.failure) or NOTHING_LEFT
                 continue
             state.append(token)
             if state.failure is None:
@@ -262,18 +292,12 @@ def _stack_masks(states: list[SequenceState]) -> MaskArray:
     return stacked
 
 
-def _rows(parts: list[Part]) -> dict[int, slice]:
-    """Returns the rows of logits of each sequence."""
-    ends = accumulate([part.num_rows for part in parts])
-    return {part.plan.seq_id: slice(end - part.num_rows, end) for part, end in zip(parts, ends, strict=True)}
-
-
 def _append(states: list[SequenceState], tokens: list[int]) -> list[Sample]:
     """Gives each bare sequence the token that the program chose; -1 says that its logits were not finite."""
     samples = []
     for state, token in zip(states, tokens, strict=True):
         if token < 0:
-            state.failure = (state.grammar and state.grammar.failure) or _NOT_FINITE
+            state.failure = (state.grammar and state.grammar.failure) or NOT_FINITE
             continue
         if state.grammar is None:
             state.tokens.append(token)
@@ -283,29 +307,3 @@ def _append(states: list[SequenceState], tokens: list[int]) -> list[Sample]:
                 continue
         samples.append(Sample(state.seq_id, [token]))
     return samples
-
-
-def _sample_logprobs(
-    states: list[SequenceState], rows: list[int], logits: FloatArray, tokens: IntArray
-) -> dict[int, list[TokenLogprobs]]:
-    """Returns place -> logprobs of the token chosen there, for the sequences that want them."""
-    wanting = [place for place, state in enumerate(states) if state.sampling.logprobs is not None and tokens[place] >= 0]
-    if not wanting:
-        return {}
-    num_top = np.array([states[place].sampling.logprobs for place in wanting], np.int64)
-    entries = token_logprobs(logits[[rows[place] for place in wanting]], tokens[wanting], num_top)
-    return {place: [entry] for place, entry in zip(wanting, entries, strict=True)}
-
-
-def _prompt_logprobs(parts: list[Part], rows: dict[int, slice], logits: FloatArray) -> dict[int, list[TokenLogprobs]]:
-    """Returns seq_id -> logprobs of the prompt tokens at the positions start + 1 onwards."""
-    found = {}
-    for part in parts:
-        if part.state.failure is not None:
-            continue
-        start, count = part.plan.start, part.num_prompt_rows
-        first = rows[part.plan.seq_id].start
-        ids = np.array(part.state.tokens[start + 1 : start + 1 + count], np.int64)
-        num_top = np.full(count, part.state.sampling.prompt_logprobs, np.int64)
-        found[part.plan.seq_id] = token_logprobs(logits[first : first + count], ids, num_top)
-    return found

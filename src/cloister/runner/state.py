@@ -33,6 +33,7 @@ class SequenceState:
         grammar: its place in the grammar that it follows, if it follows one.
         pool: its prompt becomes a vector, and it samples nothing.
         adapter: slot of its adapter; -1 is none.
+        stops: tokens that end it wherever they are sampled.
         failure: why it cannot go on, in words for the client; set once, and the sequence computes no more.
     """
 
@@ -49,12 +50,18 @@ class SequenceState:
     bar: Bias | None = None
     grammar: GrammarState | None = None
     pool: Pool | None = None
+    stops: frozenset[int] = frozenset()
     failure: str | None = None
     adapter: int = -1
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether its tokens must be the ones that its seed alone decides, drafts or not."""
+        return self.sampling.seed is not None or self.sampling.temperature == 0
 
     @property
     def is_adjusted(self) -> bool:
@@ -132,6 +139,7 @@ class BatchState:
             num_prompt_tokens=new.num_prompt_tokens,
             sampling=sampling,
             pool=Pool(new.pooling) if new.pooling is not None else None,
+            stops=frozenset(new.stop_token_ids),
             failure=self._objection(new),
             adapter=-1 if new.adapter is None else self._adapters.get(new.adapter, -1),
         )
@@ -169,6 +177,7 @@ class BatchState:
             bias=parent.bias,
             bar=parent.bar,
             grammar=None if parent.grammar is None else parent.grammar.copy(),
+            stops=parent.stops,
             failure=parent.failure,
             adapter=parent.adapter,
         )

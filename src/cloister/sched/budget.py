@@ -44,6 +44,14 @@ class StepSize(NamedTuple):
             self.num_read + start + num_tokens,
         )
 
+    def minus(self, start: int, num_tokens: int) -> StepSize:
+        """Returns the size without these positions."""
+        return StepSize(
+            self.num_tokens - num_tokens,
+            self.num_attended - num_tokens * (start + (num_tokens + 1) / 2),
+            self.num_read - start - num_tokens,
+        )
+
 
 class StepCost:
     """Predicts the time of a step; recursive least squares with forgetting (Haykin, Adaptive Filter Theory, ch. 13).

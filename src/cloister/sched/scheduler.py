@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from cloister.kv import BlockPool, BlockTable, OutOfBlocksError, PrefixKeys, PrefixTree, Quotas
 from cloister.sched.admission import Limits, count_positions, find_refusal
-from cloister.sched.budget import BudgetConfig, StepBudget, StepCost
+from cloister.sched.budget import BudgetConfig, StepBudget, StepCost, StepSize
 from cloister.sched.policies import POLICIES
 from cloister.sched.roster import Roster, table_of
 from cloister.sched.sequence import Sequence, Status
+from cloister.sched.speculation import NO_DRAFTS, Choice, Speculation
 from cloister.types.events import Event, Progressed, Scheduled
 from cloister.types.request import FinishReason, Request
 from cloister.types.step import Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
@@ -48,7 +49,7 @@ class SchedulerConfig:
 class _Step:
     """A step while it is filled, and until it is committed."""
 
-    __slots__ = ("budget", "forked", "is_held_up", "may_admit", "now", "parts", "plan", "prefill_level")
+    __slots__ = ("budget", "choices", "forked", "is_held_up", "may_admit", "now", "parts", "plan", "prefill_level")
 
     def __init__(self, plan: StepPlan, budget: StepBudget, now: float) -> None:
         self.plan = plan
@@ -56,6 +57,8 @@ class _Step:
         self.now = now
         self.parts: list[tuple[Sequence, int, int]] = []
         """(sequence, first position behind its part, positions of the part that are prefill)"""
+        self.choices: dict[int, Choice] = {}
+        """What sequences draft in this step, by id."""
         self.forked: list[Sequence] = []
         self.prefill_level: int | None = None
         """The most urgent level that prefills in this step."""
@@ -80,10 +83,18 @@ class Scheduler:
         config: what bounds it.
         pool: the KV blocks it hands out.
         keys: makes prefix keys; None switches the prefix cache off.
+        speculation: says how many tokens to draft; None drafts none.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, keys: PrefixKeys | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        keys: PrefixKeys | None = None,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.config = config
+        self._speculation = speculation
         self.pool = pool
         self.cost = StepCost()
         self._policy = POLICIES.get(config.policy)()
@@ -206,6 +217,7 @@ class Scheduler:
         if step.plan.plan_id != result.plan_id:
             raise ValueError(f"plan {step.plan.plan_id} must be committed before plan {result.plan_id}")
         self._land(step)
+        size = self._take_drafts(step, result) if step.choices else step.budget.size
         block_size = self.pool.block_size
         for sequence, end, num_prefill in step.parts:
             if sequence.status is Status.RUNNING:
@@ -224,13 +236,39 @@ class Scheduler:
         for sequence in step.forked:
             self._roster.settle(sequence)
         if step.parts:
-            self.cost.learn(step.budget.size, result.elapsed_s)
+            self.cost.learn(size, result.elapsed_s - sum(result.draft_s.values()))
         return self.take_events()
+
+    def _take_drafts(self, step: _Step, result: StepResult) -> StepSize:
+        """Takes in which drafts were accepted, and gives back at once what the others held; returns the size of the step as it
+        was, without drafts that nobody made."""
+        assert self._speculation is not None
+        samples = {sample.seq_id: sample for sample in result.samples}
+        size = step.budget.size
+        asked: dict[str, tuple[int, int]] = {}
+        for place, (sequence, planned_end, _) in enumerate(step.parts):
+            choice = step.choices.get(sequence.seq_id)
+            if choice is None or not choice.num_drafts:
+                continue
+            start = planned_end - 1 - choice.num_drafts
+            sample = samples.get(sequence.seq_id) or Sample(sequence.seq_id, [])
+            size = size.minus(start, 1 + choice.num_drafts).plus(start, 1 + sample.num_drafted)
+            num_asked, num_drafts = asked.get(choice.drafter, (0, 0))
+            asked[choice.drafter] = (num_asked + 1, num_drafts + choice.num_drafts)
+            end = start + 1 + len(sample.accepted)
+            step.parts[place] = (sequence, end, 0)
+            if sequence.status is Status.RUNNING:
+                sequence.num_planned = end
+                table_of(sequence).shrink(end)
+                self._speculation.learn(sequence, choice, sample)
+        self._speculation.learn_cost(asked, result.draft_s)
+        return size
 
     def _land(self, step: _Step) -> None:
         """Counts a step as no longer in flight."""
         for sequence, _, _ in step.parts:
             sequence.num_in_flight -= 1
+            sequence.num_drafts = 0
         for sequence in step.forked:
             sequence.num_in_flight -= 1
         self.pool.release([source for source, _ in step.plan.copies])
@@ -261,12 +299,33 @@ class Scheduler:
         """Plans one position for each sequence, and lets them bound the time of what follows."""
         if len(decodes) > step.budget.num_left:
             decodes = sorted(decodes, key=self._policy.rank)
-        for sequence in decodes:
+        choices = self._choose_drafts(step, decodes) if self._speculation is not None and not step.is_held_up else []
+        for place, sequence in enumerate(decodes):
             if step.is_held_up and not step.budget.admits(sequence.num_planned):
                 return
-            self._extend(step, sequence, 1)
+            self._extend(step, sequence, 1, choices[place] if choices else NO_DRAFTS)
         if not step.is_held_up:
             step.budget.bound_by_decodes()
+
+    def _choose_drafts(self, step: _Step, decodes: list[Sequence]) -> list[Choice]:
+        """Returns what each sequence drafts. Drafts take blocks that nobody needs: they displace no one."""
+        assert self._speculation is not None
+        size = step.budget.size
+        num_spare = self.pool.num_available
+        for sequence in decodes:
+            size = size.plus(sequence.num_planned, 1)
+            num_spare -= 1 + table_of(sequence).num_missing(sequence.num_planned + 1)
+        choices = self._speculation.choose(decodes, self.cost, size, step.budget.num_left - len(decodes))
+        for place, (sequence, choice) in enumerate(zip(decodes, choices, strict=True)):
+            num_drafts = min(choice.num_drafts, sequence.max_drafts)
+            table, start = table_of(sequence), sequence.num_planned + 1
+            num_missing = table.num_missing(start)
+            while num_drafts and table.num_missing(start + num_drafts) - num_missing > num_spare:
+                num_drafts -= 1
+            num_spare -= table.num_missing(start + num_drafts) - num_missing
+            if num_drafts != choice.num_drafts:
+                choices[place] = choice._replace(num_drafts=num_drafts)
+        return choices
 
     def _extend_chunk(self, step: _Step, sequence: Sequence) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
@@ -365,31 +424,40 @@ class Scheduler:
             )
         )
 
-    def _extend(self, step: _Step, sequence: Sequence, num_tokens: int) -> bool:
-        """Puts the next `num_tokens` positions of a running sequence into the plan, preempting others for blocks."""
-        if sequence.status is not Status.RUNNING or step.budget.num_left < num_tokens:
+    def _extend(self, step: _Step, sequence: Sequence, num_tokens: int, choice: Choice = NO_DRAFTS) -> bool:
+        """Puts the next `num_tokens` positions of a running sequence into the plan, and those of drafts behind them, preempting
+        others for blocks."""
+        num_drafts = min(choice.num_drafts, step.budget.num_left - num_tokens)
+        if sequence.status is not Status.RUNNING or num_drafts < 0:
             return False
         start = sequence.num_planned
-        end = start + num_tokens
+        end = start + num_tokens + num_drafts
         table = table_of(sequence)
         if not self._grow(step, sequence, table, start, end):
             return False
         num_known = len(sequence.token_ids) + sequence.num_pending
         is_decode = start == num_known - 1
-        samples = int(end == num_known and sequence.max_output > 0)
+        samples = int(end == num_known + num_drafts and sequence.max_output > 0)
         table_start, new_blocks = table.take_unsent()
         step.plan.sequences.append(
             SequencePlan(
                 seq_id=sequence.seq_id,
                 start=start,
-                num_tokens=num_tokens,
+                num_tokens=num_tokens + num_drafts,
                 table_start=table_start,
                 new_block_ids=new_blocks,
                 num_samples=samples,
+                num_drafts=num_drafts,
+                drafter=choice.drafter if num_drafts else "",
+                parents=choice.parents[:num_drafts] if num_drafts and choice.parents is not None else None,
+                is_watched=choice.is_watched or bool(samples and self._speculation is not None and not is_decode),
             )
         )
+        if num_drafts:
+            step.choices[sequence.seq_id] = choice._replace(num_drafts=num_drafts)
+            sequence.num_drafts = num_drafts
         step.parts.append((sequence, end, 0 if is_decode else num_tokens))
-        step.budget.spend(start, num_tokens)
+        step.budget.spend(start, num_tokens + num_drafts)
         sequence.num_planned = end
         sequence.num_in_flight += 1
         if samples:
@@ -452,6 +520,8 @@ class Scheduler:
         num_left = sequence.max_output + group.num_prompt_tokens - len(sequence.token_ids)
         token_ids = sample.token_ids[: num_left if stop is None else min(num_left, stop.num_tokens)]
         sequence.token_ids += token_ids
+        if sample.accepted and sequence.status is Status.RUNNING:
+            self._roster.keep_blocks(sequence)  # their tokens were not known when its positions were committed
         first = group.first_token_s is None
         if first:
             group.first_token_s = now

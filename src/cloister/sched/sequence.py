@@ -81,16 +81,20 @@ class Sequence:
         num_committed: positions whose KV is known to be there.
         num_pending: tokens that plans in flight will sample.
         num_in_flight: plans in flight that name it.
+        num_drafts: positions that a plan in flight computes for drafts: nobody knows yet how many of them count.
+        drafting: what `sched.speculation` keeps of it.
         keys: prefix keys of its full blocks, as far as they were needed.
         num_kept: leading blocks that the prefix tree was offered.
     """
 
     __slots__ = (
+        "drafting",
         "group",
         "index",
         "keys",
         "max_output",
         "num_committed",
+        "num_drafts",
         "num_in_flight",
         "num_kept",
         "num_pending",
@@ -113,6 +117,8 @@ class Sequence:
         self.num_pending = 0
         self.num_in_flight = 0
         self.num_kept = 0
+        self.num_drafts = 0
+        self.drafting: object | None = None
         self.keys: list[bytes] = []
         self.table: BlockTable | None = None
 
@@ -124,10 +130,22 @@ class Sequence:
     @property
     def num_wanted(self) -> int:
         """Positions to compute until everything known, and everything that plans in flight will sample, is computed."""
+        if self.num_drafts:
+            return 0
         num_coming = len(self.token_ids) + self.num_pending
         if self.max_output and num_coming - self.group.num_prompt_tokens >= self.max_output:
             return 0  # the token that ends it is sampled or in flight; its own KV is never read
         return num_coming - self.num_planned
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts that may be verified in its next step: with the token behind them they end the answer at most.
+
+        None before its first token: others may fork from what the model says after the prompt.
+        """
+        if self.num_pending or self.num_drafts or not self.num_output:
+            return 0
+        return max(0, self.max_output - self.num_output - 1)
 
     @property
     def max_chunk(self) -> int:

@@ -38,6 +38,16 @@ class Draft(msgspec.Struct, frozen=True):
     parents: list[int] | None = None
     probs: FloatArray | None = None
 
+    @property
+    def depths(self) -> list[int]:
+        """How far each row that a token is chosen from is behind the last known token: that one's, then each draft's."""
+        if self.parents is None:
+            return list(range(1 + len(self.token_ids)))
+        depths = [0]
+        for parent in self.parents:
+            depths.append(1 + depths[parent + 1])
+        return depths
+
     def __repr__(self) -> str:
         """Says nothing of content (rule 12)."""
         return f"Draft(num_tokens={len(self.token_ids)})"
@@ -179,6 +189,7 @@ class DraftingPlace:
             where the back end cannot.
         draws: how the next token of each sequence is chosen from a row, [num_states] of `backends.base.DRAW`; its `position` is
             that of the next token, so a draft at depth d (from 0) adds d.
+        fingerprint: SHA-256 of the model's files (hex), which what was trained for it names too; empty checks nothing.
     """
 
     model_path: Path
@@ -189,10 +200,10 @@ class DraftingPlace:
     block_size: int
     eos_token_ids: tuple[int, ...]
     files: str | None
-        fingerprint: SHA-256 of the model's files (hex), which what was trained for it names too; empty checks nothing.
     open_model: Callable[[str], DraftModel]
     project: Callable[[FloatArray], FloatArray] | None
     draws: Callable[[list[SequenceState], list[int]], DrawArray]
+    fingerprint: str = ""
 
 
 class DrafterFactory(Protocol):
@@ -203,7 +214,6 @@ class DrafterFactory(Protocol):
     """
 
     def __call__(self, place: DraftingPlace) -> Drafter: ...
-    fingerprint: str = ""
 
 
 DRAFTERS: Registry[DrafterFactory] = Registry("drafter")
