@@ -112,9 +112,19 @@ def _settle(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -
             Entry.of(BACKENDS, chosen_backend(engine.config)),
             Entry.of(POLICIES, engine.config.scheduler),
             *([] if engine.config.quant == NO_QUANT else [Entry.of(FORMATS, engine.config.quant)]),
+            *_drafter_entries(engine.config),
         ),
     )
     return Settings(engine, settle_front(policy, server), policy)
+
+
+def _drafter_entries(config: EngineConfig) -> list[Entry]:
+    """Returns the drafters that the settings name. Only then are drafters imported before there is an engine."""
+    if not config.drafter_names:
+        return []
+    from cloister.runner.drafters import DRAFTERS
+
+    return [Entry.of(DRAFTERS, name) for name in config.drafter_names]
 
 
 def _count_tenants(server: ServerConfig) -> int:

@@ -52,6 +52,7 @@ def list_entries() -> tuple[Entry, ...]:
     from cloister import kv, sched
     from cloister.backends.base import BACKENDS
     from cloister.client.draw import DRAW_THREAT
+    from cloister.runner.drafters import DRAFTERS
     from cloister.sched.policies import POLICIES
 
     importlib.import_module("cloister.backends.torch")  # files its entry in BACKENDS, without importing torch
@@ -63,7 +64,7 @@ def list_entries() -> tuple[Entry, ...]:
         "shaped streams": SHAPING_THREAT,
         "draw of nodes": DRAW_THREAT,
     }
-    return gather((BACKENDS, POLICIES), declared)
+    return gather((BACKENDS, POLICIES, DRAFTERS), declared)
 
 
 def _print_tables(entries: tuple[Entry, ...], profile: Profile | None) -> None:

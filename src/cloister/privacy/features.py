@@ -61,7 +61,7 @@ _PLAIN_STREAM = _own(
     "speculation.plain-stream",
     open=allow("the network is the user's own machine"),
     team=allow("the team trusts its network; a proxy with TLS hides the text, not sizes and times"),
-    private=mitigate("no drafts are verified for a plain stream, so its packets tell no accepted lengths"),
+    private=mitigate("no drafts are verified by a server that is not sealed, so packets tell no accepted lengths"),
     paranoid=refuse("sizes and times of packets follow the tokens; only what a sealed node answers has a constant shape"),
 )
 _SEALED_STREAM = _own(
@@ -69,9 +69,39 @@ _SEALED_STREAM = _own(
     open=allow("the network is the user's own machine"),
     team=allow("sealed chunks hide the text; sizes and times are as on a plain stream"),
     private=mitigate(
-        "frames of one size, one event a frame, one frame a tick; no drafts are verified, as gaps would tell of them"
+        "frames of one size, one event a frame, one frame a tick; where drafts are verified, gaps would tell of them, so there "
+        "a frame leaves on every tick from before the first token on, in a number from a few buckets"
     ),
     paranoid=mitigate("a frame on every tick from before the first token on, in a number from a few buckets"),
+)
+_DRAFTS_DIE = "what a drafter keeps of a request is overwritten when the request ends"
+_LENGTHS_SHOW = refuse(
+    "sizes and times of what a plain server sends follow accepted lengths; only a sealed node's answers have a constant shape"
+)
+_PLAIN_DRAFTS = _own(
+    "speculation.plain-drafts",
+    open=allow(ONE_USER),
+    team=mitigate(f"{_DRAFTS_DIE}; who watches the team's network sees accepted lengths"),
+    private=_LENGTHS_SHOW,
+    paranoid=_LENGTHS_SHOW,
+)
+_SEALED_DRAFTS = _own(
+    "speculation.sealed-drafts",
+    open=allow(ONE_USER),
+    team=mitigate(f"{_DRAFTS_DIE}; who watches the team's network sees accepted lengths"),
+    private=mitigate(
+        "only when asked for; then every answer has a constant shape: a frame on every tick from before the first token on, in "
+        f"a number from a few buckets; {_DRAFTS_DIE}"
+    ),
+    paranoid=mitigate(f"only when asked for; every answer has a constant shape; {_DRAFTS_DIE}"),
+)
+_PUBLIC_TEXT = mitigate("requests read it and write nothing; who starts the server answers for its text being public")
+_DATASTORE = _own(
+    "datastore-speculation.datastore",
+    open=allow(ONE_USER),
+    team=_PUBLIC_TEXT,
+    private=_PUBLIC_TEXT,
+    paranoid=refuse("drafts come of the request's own state only"),
 )
 _NARROWED = mitigate(
     "a session is narrower than what its requests would share anyway, and ends five minutes after its last one"
@@ -169,6 +199,30 @@ SEALED_STREAMING = Feature(
     _EVERYWHERE,
     "send the request with `stream` false",
 )
+SPECULATION = Feature(
+    "speculation",
+    "speculation",
+    "speculate",
+    _PLAIN_DRAFTS,
+    frozenset({Profile.OPEN, Profile.TEAM}),
+    "leave the setting `speculate` out, or serve from a sealed node",
+)
+SEALED_SPECULATION = Feature(
+    "sealed-speculation",
+    "speculation",
+    "speculate of a sealed node",
+    _SEALED_DRAFTS,
+    frozenset({Profile.OPEN, Profile.TEAM}),
+    "leave the setting `speculate` out",
+)
+DATASTORE = Feature(
+    "datastore",
+    "datastore-speculation",
+    "datastore",
+    _DATASTORE,
+    frozenset(),
+    "leave the setting `datastore` out",
+)
 KEYLESS_BIND = Feature(
     "keyless-bind",
     "prefix-cache",
@@ -229,6 +283,9 @@ FEATURES: Mapping[str, Feature] = {
         CLIENT_PRIORITY,
         STREAMING,
         SEALED_STREAMING,
+        SPECULATION,
+        SEALED_SPECULATION,
+        DATASTORE,
         KEYLESS_BIND,
         REQUEST_LOG,
         TRACES,

@@ -8,7 +8,7 @@ from cloister.privacy.catalogue import Entry
 from cloister.privacy.policy import Policy, Use
 from cloister.privacy.profile import default_profile
 from cloister.privacy.verdict import Profile
-from cloister.types.config import C, EngineConfig, Resolved, ServerConfig
+from cloister.types.config import AUTO_DRAFTER, NO_DRAFTER, C, EngineConfig, Resolved, ServerConfig
 from cloister.types.errors import ConfigError
 
 SESSION_SHARES = 16
@@ -34,7 +34,7 @@ def settle(
         entries: implementations that the settings chose by name, such as `Entry.of(POLICIES, config.scheduler)`.
 
     Returns:
-        The policy, and the configuration with `profile`, `prefix_cache` and `cache_scopes` set and explained.
+        The policy, and the configuration with `profile`, `prefix_cache`, `cache_scopes` and `speculate` set and explained.
 
     Raises:
         PolicyError: a setting wants what the profile denies; the message names the rule and what to change.
@@ -60,7 +60,28 @@ def settle(
     policy.check({"one-cache": Use(chosen and engine.config.cache_scopes == 0, _source_of(engine, "cache_scopes"))})
     if engine.config.cache_scopes is None:
         engine = engine.explain(cache_scopes=_choose_cache_scopes(policy, chosen, loopback, num_tenants))
-    return policy, engine
+    return policy, _settle_speculation(policy, engine, sealed)
+
+
+def _settle_speculation(policy: Policy, engine: Resolved[EngineConfig], sealed: bool) -> Resolved[EngineConfig]:
+    """Returns the configuration with `speculate` set; refuses drafts that the profile denies, and settings that nothing reads.
+
+    Raises:
+        PolicyError: the profile has no drafts here.
+        ConfigError: a setting of drafters is there, and nothing drafts.
+    """
+    feature, config = "sealed-speculation" if sealed else "speculation", engine.config
+    wanted = None if config.speculate is None else config.speculates
+    is_on = policy.resolve(feature, wanted, _source_of(engine, "speculate"))
+    policy.check({"datastore": Use(config.datastore is not None, _source_of(engine, "datastore"))})
+    if wanted is None:
+        ruling = policy.ruling(feature)
+        engine = engine.explain(speculate=(AUTO_DRAFTER if is_on else NO_DRAFTER, f"{ruling.rule}: {ruling.text}"))
+    if not is_on:
+        for name in ("draft_model", "draft_tokens", "datastore"):
+            if getattr(config, name) is not None:
+                raise ConfigError(f"{name} needs drafts, and there are none here; leave it out, or set speculate", param=name)
+    return engine
 
 
 def _choose_cache_scopes(policy: Policy, has_cache: bool, loopback: bool, num_tenants: int) -> tuple[int, str]:

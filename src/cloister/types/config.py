@@ -10,11 +10,15 @@ import math
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from cloister.types.errors import ConfigError
 
 C = TypeVar("C")
+
+NO_DRAFTER: Final = "none"
+AUTO_DRAFTER: Final = "auto"
+"""Values of `speculate` that name no drafter."""
 
 
 def setting(
@@ -94,8 +98,32 @@ class EngineConfig:
         "How embeddings are made of a text's tokens; unset, as the model's files say, else mean.",
         choices=("last", "mean"),
     )
+    speculate: str | None = setting(
+        None,
+        "What drafts tokens for the model to verify, several a step: none, auto (what is at hand, wherever it pays), or"
+        " drafters by name, with commas between several; unset, auto where the profile has it, else none.",
+    )
+    draft_model: str | None = setting(
+        None,
+        "Small models that draft: an embedded model's name, a directory or a hub name, with commas between several; unset, what"
+        " lies in the model's directory under `drafters`.",
+    )
+    draft_tokens: int | None = setting(
+        None, "Tokens to draft in a step for each sequence; unset, as many as pay, by what was accepted.", low=1, high=64
+    )
+    datastore: str | None = setting(None, "Directory of public text that drafts are looked up in (drafter rest).")
     max_waiting: int = setting(1024, "Requests that may wait; more are answered with 429.", low=0)
     request_timeout_s: float = setting(600.0, "Deadline of a request, from arrival to its last token.", low=0.001)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether drafts may be verified; False until a profile settled what `speculate` is where nobody said."""
+        return self.speculate not in (None, NO_DRAFTER)
+
+    @property
+    def drafter_names(self) -> tuple[str, ...]:
+        """The drafters that `speculate` names; none where it leaves the choice to the engine."""
+        return _names(self.speculate) if self.speculates and self.speculate != AUTO_DRAFTER else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +205,7 @@ class ServerConfig:
     @property
     def served_names(self) -> tuple[str, ...]:
         """The names of `served_model_name`; the first one is what replies say."""
-        return tuple(name.strip() for name in (self.served_model_name or "").split(",") if name.strip())
+        return _names(self.served_model_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +292,10 @@ def check_value(name: str, value: object, hint: Any, metadata: Mapping[str, Any]
         if high is not None and value > high:
             raise ConfigError(f"{name} must be at most {high:g}, not {value:g}", param=name)
     return value
+
+
+def _names(listed: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (listed or "").split(",") if name.strip())
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
