@@ -12,6 +12,7 @@ import msgspec
 
 from cloister.app.backend import make_backend, weights_cache, write_in_few_bits
 from cloister.app.closing import close_engine
+from cloister.app.drafters import open_drafters
 from cloister.backends.base import AdapterProgram, Backend, KVLayout, Program
 from cloister.backends.spec import DecoderSpec
 from cloister.engine.machine import read_machine, return_free_memory
@@ -20,6 +21,7 @@ from cloister.kv import BlockPool, PrefixKeys
 from cloister.models import LoadedModel, embedded_names, load, locate, read_pooling
 from cloister.models.adapters import read_adapter
 from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.sched.speculation import Speculation
 from cloister.types.allocator import overwrites
 from cloister.types.clock import Stopwatch
 from cloister.types.config import EngineConfig
@@ -65,18 +67,22 @@ def build_engine(config: EngineConfig) -> EngineCore:
     weights = write_in_few_bits(config, model)
     backend = make_backend(config, machine, model.spec)
     need = backend.need(model.spec, weights, block_size=config.block_size, max_batched_tokens=max_batched_tokens(config))
+    drafters = open_drafters(config, model, backend, max_model_len=max_model_len, max_batched_tokens=max_batched_tokens(config))
     room = plan_room(config)
     budget = budget_memory(
-        need,
+        drafters.add_blocks(need),
         available_bytes=machine.available_bytes if need.available_bytes is None else need.available_bytes,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         kv_memory_mb=config.kv_memory_mb,
         adapters_bytes=0 if room is None else room.num_bytes(model.spec, max_batched_tokens(config)),
+        drafters_bytes=drafters.fixed_bytes,
     )
     identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
-    program = backend.build(model.spec, weights, KVLayout(budget.num_blocks, config.block_size), identity=identity)
+    layout = KVLayout(budget.num_blocks, config.block_size)
+    program = backend.build(model.spec, weights, layout, identity=identity)
+    drafters.allocate(program, layout)
     slots, adapters = _open_adapters(config, model.spec, program, room)
     watch.lap("build")
     fingerprint = _fingerprint(model, backend, config)
@@ -96,10 +102,13 @@ def build_engine(config: EngineConfig) -> EngineCore:
         block_size=config.block_size,
         adapters=slots,
         grammars=grammars,
+        drafters=drafters.drafters,
     )
+    drafters.bind(runner.draws)
+    public = _release_prefixes(config, model.path, tokenizer)
     tidier = Tidier(runner.wipe_buffers) if overwrites(config.profile) else None
     return EngineCore(
-        build_scheduler(config, info, budget.num_blocks, _release_prefixes(config, model.path, tokenizer)),
+        build_scheduler(config, info, budget.num_blocks, public, drafters.speculation()),
         runner,
         Output(tokenizer, info),
         model=info,
@@ -163,11 +172,18 @@ def _release_prefixes(config: EngineConfig, path: Path, tokenizer: Tokenizer) ->
     return read_release_prefixes(Path(config.release_prefixes).expanduser(), tokenizer, ChatTemplate.load(path))
 
 
-def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int, public: Sequence[Sequence[int]] = ()) -> Scheduler:
+def build_scheduler(
+    config: EngineConfig,
+    model: ModelInfo,
+    num_blocks: int,
+    public: Sequence[Sequence[int]] = (),
+    speculation: Speculation | None = None,
+) -> Scheduler:
     """Returns a scheduler as the settings want it, over `num_blocks` blocks of its own.
 
     Args:
         public: token ids of prefixes that everybody shares.
+        speculation: says how much is drafted; None drafts nothing.
 
     Raises:
         ConfigError: those would take more than half of the blocks.
@@ -191,6 +207,7 @@ def build_scheduler(config: EngineConfig, model: ModelInfo, num_blocks: int, pub
         ),
         BlockPool(num_blocks, config.block_size),
         keys,
+        speculation,
     )
 
 

@@ -45,6 +45,7 @@ def budget_memory(
     max_num_seqs: int,
     kv_memory_mb: float | None = None,
     adapters_bytes: int = 0,
+    drafters_bytes: int = 0,
     overhead_bytes: int = OVERHEAD_BYTES,
 ) -> MemoryBudget:
     """Divides `available_bytes`.
@@ -54,15 +55,16 @@ def budget_memory(
 
     Args:
         adapters_bytes: of the places for adapters.
+        drafters_bytes: of drafters, their KV aside: `need` counts it with each block.
 
     Raises:
         MemoryBudgetError: it cannot fit; the message has the figure that would.
     """
     activations_bytes = need.activations_bytes + need.logit_row_bytes * _logit_rows(max_num_seqs)
-    left = available_bytes - need.weights_bytes - adapters_bytes - activations_bytes - overhead_bytes
+    left = available_bytes - need.weights_bytes - adapters_bytes - drafters_bytes - activations_bytes - overhead_bytes
     if left <= 0:
         raise MemoryBudgetError(
-            f"weights ({_mib(need.weights_bytes)}), {_say_adapters(adapters_bytes)}"
+            f"weights ({_mib(need.weights_bytes)}), {_say('adapters', adapters_bytes)}{_say('drafters', drafters_bytes)}"
             f"activations ({_mib(activations_bytes)}) and overhead "
             f"({_mib(overhead_bytes)}) need {_mib(available_bytes - left)}, but {_mib(available_bytes)} are available; "
             f"give it {_mib(available_bytes - left + need.kv_block_bytes)} or choose a smaller model",
@@ -77,6 +79,7 @@ def budget_memory(
     items = (
         ("weights", need.weights_bytes),
         *((("adapters", adapters_bytes),) if adapters_bytes else ()),
+        *((("drafters", drafters_bytes),) if drafters_bytes else ()),
         ("KV cache", num_blocks * need.kv_block_bytes),
         ("activations", activations_bytes),
         ("overhead", overhead_bytes),
@@ -119,8 +122,8 @@ def _check_fits(block_bytes: int, num_blocks: int, left: int, blocks_per_seq: in
         )
 
 
-def _say_adapters(size_bytes: int) -> str:
-    return f"adapters ({_mib(size_bytes)}), " if size_bytes else ""
+def _say(what: str, size_bytes: int) -> str:
+    return f"{what} ({_mib(size_bytes)}), " if size_bytes else ""
 
 
 def _mib(size_bytes: int) -> str:

@@ -68,3 +68,33 @@ class Speculation(Protocol):
             draft_s: drafter -> seconds that it took.
         """
         ...
+
+
+class FixedSpeculation:
+    """Always asks one drafter for the same number of tokens (protocol `Speculation`); learns nothing.
+
+    Args:
+        drafter: by name.
+        num_drafts: tokens for one sequence, as far as the drafter's limits and the step allow.
+    """
+
+    def __init__(self, drafter: str, num_drafts: int, limits: DrafterLimits) -> None:
+        self._drafter = drafter
+        self._num_drafts = min(num_drafts, limits.max_drafts)
+        self._shape = limits.shape
+
+    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[Choice]:
+        """Returns that many drafts for each sequence; the last ones go short where the step is full."""
+        choices = []
+        for _ in sequences:
+            num = min(self._num_drafts, max(0, num_left))
+            num_left -= num
+            shape = None if self._shape is None else self._shape[:num]
+            choices.append(Choice(self._drafter if num else "", num, shape, True))
+        return choices
+
+    def learn(self, sequence: Running, choice: Choice, sample: Sample) -> None:
+        """Nothing to learn."""
+
+    def learn_cost(self, num_drafted: Mapping[str, tuple[int, int]], draft_s: Mapping[str, float]) -> None:
+        """Nothing to learn."""

@@ -1,0 +1,189 @@
+"""The drafters of one engine: which ones are at hand, what they take, and who says how much they draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from cloister.backends.base import Backend, DrawArray, FloatArray, HeadProgram, KVLayout, MemoryNeed, Program
+from cloister.backends.spec import FOREIGN_FAMILY
+from cloister.models import LoadedModel, load, locate
+from cloister.sched.speculation import DrafterLimits, FixedSpeculation, Speculation
+from cloister.types.config import AUTO_DRAFTER, EngineConfig
+from cloister.types.errors import CloisterError, ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from cloister.runner.drafters import Drafter, DraftingPlace
+    from cloister.runner.state import SequenceState
+
+TRAINED: Final = ("medusa", "draft_model")
+"""Drafters that were made for a model, the best one first: `auto` takes one of them, and those that need nothing."""
+FREE: Final = "ngram"
+LOOKED_UP: Final = "rest"
+_SETTINGS: Final = {"draft_model": "draft_model", "spec_infer": "draft_model", "long_spec": "draft_model", "rest": "datastore"}
+"""Drafter -> the setting that names its files."""
+
+
+class SmallModel:
+    """A small model that was read (protocol `runner.drafters.base.DraftModel`)."""
+
+    def __init__(self, model: LoadedModel, backend: Backend, block_size: int, max_batched_tokens: int) -> None:
+        self.vocab_size = model.spec.vocab_size
+        self.max_positions = model.spec.max_positions
+        self._model = model
+        self._backend = backend
+        self._need = backend.need(model.spec, model.weights, block_size=block_size, max_batched_tokens=max_batched_tokens)
+        self._block_size = block_size
+        self.weights_bytes = self._need.weights_bytes + self._need.activations_bytes
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of its KV; blocks are of the engine's size."""
+        return self._need.kv_block_bytes * block_size // self._block_size
+
+    def build(self, kv: KVLayout) -> Program:
+        """Builds its program beside the model's: programs of one back end take turns."""
+        return self._backend.build(self._model.spec, self._model.weights, kv, identity=self._model.info.fingerprint)
+
+
+class _Lent:
+    """What the engine lends its drafters before it is there itself."""
+
+    def __init__(self) -> None:
+        self.program: Program | None = None
+        self.draw: Callable[[list[SequenceState], list[int]], DrawArray] | None = None
+
+    def project(self, hidden: FloatArray) -> FloatArray:
+        if not isinstance(self.program, HeadProgram):
+            raise EngineError("this back end lends no head to drafters")
+        return self.program.project(hidden)
+
+    def draws(self, states: list[SequenceState], rows: list[int]) -> DrawArray:
+        if self.draw is None:
+            raise EngineError("the engine is not complete")
+        return self.draw(states, rows)
+
+
+@dataclass(frozen=True)
+class DraftersAtHand:
+    """Drafters that were made, and are not allocated yet.
+
+    Attributes:
+        drafters: by name.
+        num_fixed: drafts a step that the settings want, whatever pays; None adapts.
+        shares_rates: whether what one request's drafts were worth is a first guess for others.
+    """
+
+    drafters: dict[str, Drafter]
+    num_fixed: int | None
+    shares_rates: bool
+    is_auto: bool
+    lent: _Lent
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What they take beside blocks."""
+        return sum(drafter.fixed_bytes for drafter in self.drafters.values())
+
+    def add_blocks(self, need: MemoryNeed) -> MemoryNeed:
+        """Returns what the model needs, with the KV that drafters keep beside each of its blocks."""
+        extra = sum(drafter.kv_block_bytes for drafter in self.drafters.values())
+        return replace(need, kv_block_bytes=need.kv_block_bytes + extra)
+
+    def allocate(self, program: Program, kv: KVLayout) -> None:
+        """Gives each its memory, now that the model is built.
+
+        Raises:
+            ConfigError: a drafter was named that this program cannot serve.
+        """
+        self.lent.program = program
+        for name, drafter in list(self.drafters.items()):
+            if drafter.wants_hidden and not isinstance(program, HeadProgram):
+                if not self.is_auto:
+                    raise ConfigError(
+                        f"this back end has no hidden states for {name}; choose another drafter", param="speculate"
+                    )
+                del self.drafters[name]
+            else:
+                drafter.allocate(kv)
+
+    def bind(self, draws: Callable[[list[SequenceState], list[int]], DrawArray]) -> None:
+        """Says how the engine's sequences draw."""
+        self.lent.draw = draws
+
+    def speculation(self) -> Speculation | None:
+        """Says how much they draft; None without any."""
+        limits = {name: DrafterLimits(drafter.max_drafts, drafter.shape) for name, drafter in self.drafters.items()}
+        if not limits:
+            return None
+        name = next(iter(limits))
+        return FixedSpeculation(name, self.num_fixed or 4, limits[name])
+
+
+def open_drafters(
+    config: EngineConfig, model: LoadedModel, backend: Backend, *, max_model_len: int, max_batched_tokens: int
+) -> DraftersAtHand:
+    """Makes the drafters that the settings want; none where they want none.
+
+    Raises:
+        CloisterError: one that they name cannot be made; the message says what to do.
+    """
+    lent = _Lent()
+    is_auto = config.speculate == AUTO_DRAFTER
+    found: dict[str, Drafter] = {}
+    if config.speculates:
+        from cloister.runner.drafters import DRAFTERS
+
+        place = _place(config, model, backend, lent, max_model_len, max_batched_tokens)
+        for name in config.drafter_names:
+            found[name] = DRAFTERS.get(name)(_with_files(place, config, name))
+        if is_auto:
+            found = _find_all(place, config, model)
+    return DraftersAtHand(found, config.draft_tokens, config.profile == "open", is_auto, lent)
+
+
+def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) -> dict[str, Drafter]:
+    """Returns what `auto` chooses from: the best that was made for the model, and what needs nothing."""
+    from cloister.runner.drafters import DRAFTERS
+
+    found: dict[str, Drafter] = {}
+    is_foreign = model.spec.family == FOREIGN_FAMILY
+    for name in () if is_foreign else TRAINED:
+        try:
+            found[name] = DRAFTERS.get(name)(_with_files(place, config, name))
+        except CloisterError:
+            if name in _SETTINGS and getattr(config, _SETTINGS[name]) is not None:
+                raise
+        else:
+            break
+    if config.datastore is not None:
+        found[LOOKED_UP] = DRAFTERS.get(LOOKED_UP)(_with_files(place, config, LOOKED_UP))
+    found[FREE] = DRAFTERS.get(FREE)(place)
+    return found
+
+
+def _with_files(place: DraftingPlace, config: EngineConfig, name: str) -> DraftingPlace:
+    return replace(place, files=getattr(config, _SETTINGS[name])) if name in _SETTINGS else place
+
+
+def _place(
+    config: EngineConfig, model: LoadedModel, backend: Backend, lent: _Lent, max_model_len: int, max_batched_tokens: int
+) -> DraftingPlace:
+    from cloister.runner.drafters import DraftingPlace
+
+    def open_model(name: str) -> SmallModel:
+        return SmallModel(load(locate(name), None, None, None), backend, config.block_size, max_batched_tokens)
+
+    return DraftingPlace(
+        model_path=model.path,
+        vocab_size=model.spec.vocab_size,
+        hidden_size=model.spec.hidden_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        eos_token_ids=model.info.eos_token_ids,
+        files=None,
+        open_model=open_model,
+        project=lent.project,
+        draws=lent.draws,
+    )
