@@ -18,6 +18,7 @@ from cloister.engine.machine import return_free_memory
 from cloister.models import locate
 from cloister.privacy import Gate, hardening
 from cloister.types.allocator import overwrites
+from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
         Launch(
             profile=str(config.profile),
             read=reading(
-                [model, *map(Path, adapters), *attesting.folders],
+                [model, *map(Path, adapters), *_drafting_folders(config), *attesting.folders],
                 [*(Path(file) for file in files if file is not None), *attesting.files],
             ),
             write=(str(cache),) if cache is not None else (),
@@ -62,6 +63,12 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
             arguments=tuple(arguments),
         )
     )
+
+
+def _drafting_folders(config: EngineConfig) -> list[Path]:
+    """Returns where small models and public text lie that are not in the model's own directory."""
+    small = [locate(name.strip(), progress=True) for name in (config.draft_model or "").split(",") if name.strip()]
+    return [*small, *([Path(config.datastore).expanduser()] if config.datastore is not None else [])]
 
 
 async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
@@ -86,7 +93,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
         ready = Ready(engine.model, engine.memory, list(engine.adapters.loaded.values()), engine.startup)
         paths = [path for path in sys.path if path]
         must_lock = overwrites(config.profile)
-        shape = shape_of(settings.policy.profile)
+        shape = shape_of(settings.policy.profile, drafts=config.speculates)
         await crew.open(SealerBoot(must_lock=must_lock), ZygoteBoot(WORKER_ENTRY, config, front, ready, paths, shape))
         check_prefixes(config.release_prefixes, Path(engine.model.path))
         announcer = await open_announcer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -187,3 +188,33 @@ def test_profiles_ask_for_the_shapes_that_the_matrix_names() -> None:
     assert private is not None
     assert paranoid is not None
     assert (private.constant, paranoid.constant) == (False, True)
+
+
+def steps_of(accepted: list[int]) -> Flushes:
+    """Flushes of an engine that takes 50 ms a step, whose steps bring one token and those that were accepted."""
+    return [(0.1 + 0.05 * number, event(b"x") * (1 + num)) for number, num in enumerate(accepted)]
+
+
+def test_accepted_drafts_show_in_a_shape_that_can_be_silent() -> None:
+    def gaps(accepted: list[int]) -> list[float]:
+        times_s = [time_s for time_s, _ in play(PRIVATE, steps_of(accepted))]
+        return [round(later - sooner, 3) for sooner, later in pairwise(times_s)]
+
+    assert gaps([3, 0, 3, 0, 3]) != gaps([0, 3, 0, 3, 3])  # as many tokens, in as many steps
+    shown = gaps([3, 0, 3, 0, 3])
+    assert [index for index, gap_s in enumerate(shown) if gap_s > 1.5 * PRIVATE.tick_s] == [3, 4, 8, 9]  # one silence a step
+
+
+@pytest.mark.parametrize("profile", [profile for profile in Profile if SHAPES[profile] is not None])
+def test_while_drafts_are_verified_no_accepted_length_shows(profile: Profile) -> None:
+    shape = shape_of(profile, drafts=True)
+    assert shape is not None
+    waves = [3, 0, 3, 0, 3], [0, 3, 0, 3, 3], [0] * 8
+    one, *others = [[(time_s, len(frame.data)) for time_s, frame in play(shape, steps_of(accepted))] for accepted in waves]
+    assert all(shown == one for shown in others)
+    assert len(one) == 64
+
+
+def test_profiles_without_a_shape_have_none_with_drafts() -> None:
+    assert shape_of("open", drafts=True) is None
+    assert shape_of("team", drafts=True) is None

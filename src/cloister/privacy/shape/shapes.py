@@ -36,14 +36,23 @@ SHAPES: Final[Mapping[Profile, Shape | None]] = {
     Profile.PARANOID: Shape(frame_bytes=512, tick_s=0.020, constant=True),
 }
 
+_WITH_DRAFTS: Final = Shape(frame_bytes=512, tick_s=0.010, constant=True)
+"""In `private` while drafts are verified. Accepted ones leave one a tick in every shape, but where nothing leaves when there is
+nothing to say, the silence after them tells how many they were (docs/traffic.md has what that comes to)."""
+
 FIRST_EDGE: Final = 64
 """Frames of the smallest bucket: enough for any refusal, so that an error looks like a short answer."""
 EDGE_RATIO: Final = 4
 
 
-def shape_of(profile: str) -> Shape | None:
-    """Returns the shape of sealed answers under a profile; None where they go as they come."""
-    return SHAPES[Profile(profile)]
+def shape_of(profile: str, *, drafts: bool = False) -> Shape | None:
+    """Returns the shape of sealed answers under a profile; None where they go as they come.
+
+    Args:
+        drafts: drafts are verified, so that how many tokens a step brings follows what is said.
+    """
+    shape = SHAPES[Profile(profile)]
+    return shape if shape is None or shape.constant or not drafts else _WITH_DRAFTS
 
 
 def find_edge(num_frames: int) -> int:
