@@ -92,6 +92,22 @@ class Driver:
             self._tables[target].append(self._free.pop())
             self.program.copy_blocks([(self._tables[source][whole], self._tables[target][whole])])
 
+    def length(self, seq: object) -> int:
+        """Positions of a sequence."""
+        return self._lengths[seq]
+
+    def slot(self, seq: object, position: int) -> int:
+        """Where a position lies, as `backends.base.TreeProgram` counts."""
+        return self._tables[seq][position // self.block_size] * self.block_size + position % self.block_size
+
+    def blocks(self, seq: object) -> list[int]:
+        """The block table of a sequence."""
+        return list(self._tables[seq])
+
+    def cut(self, seq: object, length: int) -> None:
+        """Forgets the positions of a sequence from `length` on; blocks stay."""
+        self._lengths[seq] = length
+
     def free(self, seq: object) -> None:
         """Wipes and gives back the blocks of a sequence that shares none."""
         self.forget(seq, None)

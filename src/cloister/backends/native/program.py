@@ -23,8 +23,7 @@ _ACTIVATIONS: Final[Mapping[str, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, 
 
 
 class NativeProgram:
-    """A packed model with its KV cache (protocols `GreedyProgram`, `DrawingProgram`, `HiddenProgram`, `BufferedProgram`,
-    `Recording`, `AdapterProgram`).
+    """A packed model with its KV cache (every protocol of `backends.base`).
 
     Args:
         kernels: the instruction set, one of `_native.kernel_names()`.
@@ -163,6 +162,34 @@ class NativeProgram:
         self._program.forward_draw(*_arrays(batch), draws.view(np.uint8), tokens)
         return tokens
 
+    def forward_watched(self, batch: ForwardBatch, draws: DrawArray, num_top: int) -> tuple[IntArray, IntArray]:
+        """As `forward_draw`; also returns the ids of each row's largest logits, [num_rows, num_top], as `find_top`."""
+        tokens, top = np.empty(len(draws), np.int32), np.empty((len(batch.logit_rows), num_top), np.int32)
+        self._program.forward_watched(*_arrays(batch), draws.view(np.uint8), tokens, top)
+        return tokens, top
+
+    def find_top(self, logits: FloatArray, num_top: int) -> IntArray:
+        """Returns the ids of each row's largest logits, [num_rows, num_top], best first; -1 in a row that is not finite.
+
+        Raises:
+            ValueError: `num_top` is more than the vocabulary has.
+        """
+        top = np.empty((len(logits), num_top), np.int32)
+        self._program.find_top(logits, top)
+        return top
+
+    def read_hidden(self) -> FloatArray:
+        """Returns what the head read in the last step, [num_rows, hidden]: no row is there after `wipe_buffers`."""
+        hidden = np.empty((self._program.num_head_rows, self._hidden_size), np.float32)
+        self._program.read_hidden(hidden)
+        return hidden
+
+    def project(self, hidden: FloatArray) -> FloatArray:
+        """Returns logits [num_rows, vocab] of hidden states after the final norm, [num_rows, hidden]."""
+        logits = np.empty((len(hidden), self._vocab_size), np.float32)
+        self._program.project(hidden, logits)
+        return logits
+
     def draw(self, logits: FloatArray, draws: DrawArray) -> IntArray:
         """Chooses tokens from logits [num_rows, vocab]; -1 where there is none to choose."""
         tokens = np.empty(len(draws), np.int32)
@@ -203,6 +230,14 @@ class NativeProgram:
         """Overwrites blocks with zeros in every layer."""
         for blocks in self._caches:
             blocks[list(block_ids)] = 0
+
+    def move_positions(self, moves: IntArray) -> None:
+        """Copies KV of single positions in every layer, bit for bit (`backends.base.TreeProgram`).
+
+        Raises:
+            ValueError: the cache does not have a position; nothing was copied.
+        """
+        self._program.move_positions(moves)
 
     @property
     def num_layers(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cloister.backends.base import KVLayout
+from cloister.backends.base import IntArray, KVLayout
 from cloister.backends.spec import AttentionSpec
 
 
@@ -39,6 +39,12 @@ class KVCache:
             return
         for pages in self._pages():
             pages.index_fill_(0, torch.tensor(list(block_ids), device=pages.device), 0)
+
+    def move(self, moves: IntArray) -> None:
+        """Copies single slots (source, target), one after the other."""
+        for source, target in moves.tolist():
+            for slots in self.layers:
+                slots[target] = slots[source]
 
     def _pages(self) -> list[Tensor]:
         return [slots[:-1].view(self.layout.num_blocks, -1) for slots in self.layers]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cloister.backends.base import AdapterWeights, FloatArray, ForwardBatch, KVLayout, Span, Weights
+from cloister.backends.base import AdapterWeights, FloatArray, ForwardBatch, IntArray, KVLayout, Span, Weights
 from cloister.backends.spec import AttentionSpec, DecoderSpec
 from cloister.backends.tensors import dequantized
 from cloister.backends.torch.adapters import AdapterShelf, RowAdapters
@@ -31,7 +31,8 @@ _CHUNK = 128  # rows; a multiple of the reference tile
 
 
 class TorchProgram:
-    """Interprets a DecoderSpec (protocols `backends.base.Program`, `HiddenProgram` and `AdapterProgram`).
+    """Interprets a DecoderSpec (protocols `backends.base.Program`, `HiddenProgram`, `HeadProgram`, `TreeProgram`,
+    `BufferedProgram` and `AdapterProgram`).
 
     The residual stream, norms, rotation, attention and the choice of experts are float32; products with weights, and the KV
     cache, are of `dtype`. Embeddings of tokens and positions stay where `weights` maps them, and a step reads its rows.
@@ -62,24 +63,51 @@ class TorchProgram:
         self._ropes = {rope: RopeTable(rope, device) for rope in ropes if rope is not None}
         self._cache = KVCache(kv, [layer.attention for layer in spec.layers], dtype, device)
         self._adapters = AdapterShelf(spec, team, dtype, device)
+        self._normed = self._nothing = torch.empty(0, spec.hidden_size, device=device)  # what the head read in the last step
+        self._num_normed = 0
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch) -> FloatArray:
         """Computes one step (`backends.base.Program.forward`)."""
         num_rows = len(batch.logit_rows)
         if num_rows == 0 and batch.token_ids.size == 0:
+            self._normed, self._num_normed = self._nothing, 0
             return np.empty((0, self._spec.vocab_size), np.float32)
-        hidden = self._compute(batch)
+        self._compute_normed(batch)
         if num_rows == 0:
             return np.empty((0, self._spec.vocab_size), np.float32)
-        logits: FloatArray = self._logits(hidden, batch)[:num_rows].cpu().numpy()
+        logits: FloatArray = self._logits(self._normed)[:num_rows].cpu().numpy()
         return logits
 
-    @torch.no_grad()
     def forward_hidden(self, batch: ForwardBatch) -> FloatArray:
         """Computes one step for its hidden states (`backends.base.HiddenProgram`)."""
-        found: FloatArray = self._final(self._compute(batch), batch)[: len(batch.logit_rows)].cpu().numpy()
+        self._compute_normed(batch)
+        return self.read_hidden()
+
+    def read_hidden(self) -> FloatArray:
+        """Returns what the head read in the last step, [num_rows, hidden] (`backends.base.HeadProgram`)."""
+        found: FloatArray = self._normed[: self._num_normed].cpu().numpy().copy()
         return found
+
+    @torch.no_grad()
+    def project(self, hidden: FloatArray) -> FloatArray:
+        """Returns logits [num_rows, vocab] of hidden states [num_rows, hidden] (`backends.base.HeadProgram`)."""
+        use_one_thread_per_operation()
+        if len(hidden) == 0:
+            return np.empty((0, self._spec.vocab_size), np.float32)
+        rows = torch.zeros(pad_rows(len(hidden), self._tiles), self._spec.hidden_size, device=self._device)
+        rows[: len(hidden)] = torch.from_numpy(hidden)
+        logits: FloatArray = self._logits(rows)[: len(hidden)].cpu().numpy()
+        return logits
+
+    def move_positions(self, moves: IntArray) -> None:
+        """Copies KV of single positions in every layer (`backends.base.TreeProgram`)."""
+        self._cache.move(moves)
+
+    def wipe_buffers(self) -> None:
+        """Overwrites what is kept of the last step: what the head read (`backends.base.BufferedProgram`)."""
+        self._normed.zero_()
+        self._normed, self._num_normed = self._nothing, 0
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in every layer."""
@@ -181,15 +209,16 @@ class TorchProgram:
         self._team.run(tasks, 4.0 * slots.shape[1] / 2 * sum(unit.num_pairs for unit in units))
         return out[:-1].view(-1, spec.num_heads * spec.head_dim)
 
-    def _final(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """Returns the rows that were asked for after the final norm, padded to whole tiles."""
+    @torch.no_grad()
+    def _compute_normed(self, batch: ForwardBatch) -> None:
+        """Computes a step up to the final norm, of the rows that were asked for, padded to whole tiles."""
         rows = np.zeros(pad_rows(len(batch.logit_rows), self._tiles), np.int64)
         rows[: len(batch.logit_rows)] = batch.logit_rows
-        chosen = hidden.index_select(0, torch.from_numpy(rows).to(self._device))
-        return self._norm(chosen)
+        chosen = self._compute(batch).index_select(0, torch.from_numpy(rows).to(self._device))
+        self._normed, self._num_normed = self._norm(chosen), len(batch.logit_rows)
 
-    def _logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        return self._finish(self._head(self._final(hidden, batch)))
+    def _logits(self, normed: Tensor) -> Tensor:
+        return self._finish(self._head(normed))
 
     def _finish(self, logits: Tensor) -> Tensor:
         """Adds the head's bias, scales, and bends logits [num_rows, vocab]."""

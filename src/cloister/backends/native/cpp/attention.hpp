@@ -108,6 +108,40 @@ static void put_keys(const float* keys, const float* values, const AttentionShap
     }
 }
 
+// Copies one in every `stride` numbers, from place `a` of one array on to place `b` of another one on.
+template <class T> INLINE void copy_column(const uint8_t* from, uint8_t* to, size_t a, size_t b, size_t stride, int count) {
+    for (size_t i = 0; i < size_t(count) * stride; i += stride) ((T*)to)[b + i] = ((const T*)from)[a + i];
+}
+
+static void move_keys(const AttentionShape& shape, const Cache& cache, int from, int to) {
+    int dim = shape.padded_dim, size = cache.block_size, a = from % size, b = to % size;
+    size_t pairs = size_t(dim) * 2, a_pair = size_t(a / 2) * pairs + size_t(a % 2), b_pair = size_t(b / 2) * pairs + size_t(b % 2);
+    for (int h = 0; h < shape.num_kv_heads; h++) {
+        HeadPlace source = head_place(cache, shape, from / size, h), target = head_place(cache, shape, to / size, h);
+        switch (cache.kind) {
+            case KVKind::f32:
+                copy_column<uint32_t>(source.keys, target.keys, a, b, size, dim);
+                copy_column<uint32_t>(source.values, target.values, size_t(a) * dim, size_t(b) * dim, 1, dim);
+                break;
+            case KVKind::bf16:
+                copy_column<uint32_t>(source.keys, target.keys, a, b, size, dim / 2);
+                copy_column<uint16_t>(source.values, target.values, a_pair, b_pair, 2, dim);
+                break;
+            case KVKind::int8:
+                copy_column<uint16_t>(source.keys, target.keys, a, b, size, dim / 2);
+                copy_column<uint8_t>(source.values, target.values, a_pair, b_pair, 2, dim);
+                target.key_scales[b] = source.key_scales[a];
+                target.value_scales[b] = source.value_scales[a];
+                break;
+            case KVKind::int4:
+                copy_column<uint8_t>(source.keys, target.keys, a, b, size, dim / 2);
+                copy_column<uint8_t>(source.values, target.values, size_t(a) * dim / 2, size_t(b) * dim / 2, 1, dim / 2);
+                copy_column<float>((uint8_t*)source.key_scales, (uint8_t*)target.key_scales, 2 * a, 2 * b, 1, 2);
+                copy_column<float>((uint8_t*)source.value_scales, (uint8_t*)target.value_scales, 2 * a, 2 * b, 1, 2);
+        }
+    }
+}
+
 // ---- one split of one KV head, gathered ------------------------------------------------------------------------------------
 
 // Panels: float32 K [D][256], V [256][D]; else bfloat16 K [D / 2][256][2], V [128][D][2].

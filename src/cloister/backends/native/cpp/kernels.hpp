@@ -89,6 +89,8 @@ struct Kernels {
     // Writes queries [num_heads][padded_dim] of one token, scaled: bfloat16, or float32 with a float32 cache.
     void (*put_queries)(const float* heads, const AttentionShape& shape, float scale, KVKind kind, uint8_t* out);
     void (*put_keys)(const float* keys, const float* values, const AttentionShape& shape, const Cache& cache, int block, int slot);
+    // Copies what `put_keys` wrote, bit for bit; a slot of block b is b * block_size more here.
+    void (*move_keys)(const AttentionShape& shape, const Cache& cache, int from, int to);
 
     void (*attend)(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const Cache& cache,
                    const uint8_t* queries, float* out, size_t out_stride, uint8_t* scratch);

@@ -100,6 +100,10 @@ std::pair<const Draw*, int> read_draws(const Bytes& bytes, int num_rows, size_t 
     return {draws, int(count)};
 }
 
+void check_top(const Program& program, const Array2<int32_t>& top, int num_rows) {
+    require(int(top.shape(0)) == num_rows && int(top.shape(1)) <= program.vocab_size(), "there is no room for the largest logits of each row, or not so many");
+}
+
 // A norm as Python describes it.
 struct GivenNorm {
     Norm norm;
@@ -309,6 +313,36 @@ NB_MODULE(_native, m) {
             Turn turn(self.pool());
             self.forward_draw(batch, first, count, tokens.data());
         }, STEP_ARGUMENTS, nb::arg(), nb::arg().noconvert())
+        .def("forward_watched", [](Program& self, STEP_ARRAYS, Bytes draws, Array1<int32_t> tokens, Array2<int32_t> top) {
+            Batch batch = make_batch(STEP_NAMES);
+            auto [first, count] = read_draws(draws, batch.num_rows, tokens.size());
+            check_top(self, top, batch.num_rows);
+            Turn turn(self.pool());
+            self.forward_watched(batch, first, count, tokens.data(), int(top.shape(1)), top.data());
+        }, STEP_ARGUMENTS, nb::arg(), nb::arg().noconvert(), nb::arg().noconvert())
+        .def("find_top", [](Program& self, Array2<const float> logits, Array2<int32_t> top) {
+            require(int(logits.shape(1)) == self.vocab_size(), "the logits do not have the width of the vocabulary");
+            check_top(self, top, int(logits.shape(0)));
+            Turn turn(self.pool());
+            self.find_top(logits.data(), int(logits.shape(0)), int(top.shape(1)), top.data());
+        }, nb::arg(), nb::arg().noconvert())
+        .def_prop_ro("num_head_rows", &Program::num_head_rows)
+        .def("read_hidden", [](Program& self, Array2<float> hidden) {
+            Turn turn(self.pool());
+            require(int(hidden.shape(0)) == self.num_head_rows() && int(hidden.shape(1)) == self.hidden_size(), "there is no room for the hidden states");
+            self.read_hidden(hidden.data());
+        }, nb::arg().noconvert())
+        .def("project", [](Program& self, Array2<const float> hidden, Array2<float> logits) {
+            require(int(hidden.shape(1)) == self.hidden_size(), "the hidden states do not have the size of the model's");
+            require(logits.shape(0) == hidden.shape(0) && int(logits.shape(1)) == self.vocab_size(), "there is no room for the logits");
+            Turn turn(self.pool());
+            self.project(hidden.data(), int(hidden.shape(0)), logits.data());
+        }, nb::arg(), nb::arg().noconvert())
+        .def("move_positions", [](Program& self, Array2<const int32_t> moves) {
+            require(moves.shape(1) == 2, "a move is not a source and a target");
+            Turn turn(self.pool());
+            self.move_positions(moves.data(), int(moves.shape(0)));
+        })
         .def("draw", [](Program& self, Array2<const float> logits, Bytes draws, Array1<int32_t> tokens) {
             require(int(logits.shape(1)) == self.vocab_size(), "the logits do not have the width of the vocabulary");
             auto [first, count] = read_draws(draws, int(logits.shape(0)), tokens.size());

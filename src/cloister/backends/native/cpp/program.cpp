@@ -16,7 +16,6 @@ namespace {
 constexpr size_t inputs_in_cache = size_t(5) << 18;  // inputs of a product that stay in a core's second-level cache
 constexpr int rope_chunk = 1024;
 constexpr size_t wipe_piece = size_t(1) << 18;
-constexpr int logit_piece = 1 << 14;
 constexpr size_t most_partial_bytes = size_t(64) << 20;  // backend.py counts on it
 
 void require(bool fits, const char* otherwise) {
@@ -60,6 +59,7 @@ void Program::wipe() {
     products_.assign(products_.capacity(), {});  // how many rows chose which expert
     cuts_.assign(cuts_.capacity(), 0);
     nexts_.assign(nexts_.capacity(), {});
+    head_rows_.clear();
     if (pieces.empty()) return;
     phase("wipe", int(pieces.size()), [&](int i, int) { overwrite(pieces[size_t(i)].first, pieces[size_t(i)].second); });
     pool_->run_on_each([](int) { overwrite_stack(); });
@@ -282,6 +282,16 @@ void Program::attention(const Layer& layer, const Batch& batch) {
     });
 }
 
+void Program::move_positions(const int32_t* moves, int num_moves) {
+    for (const Layer& layer : layers)
+        for (int i = 0; i < 2 * num_moves; i++)
+            require(moves[i] >= 0 && moves[i] / layer.cache.block_size < layer.num_blocks, "a move names a position that the cache does not have");
+    phase("move", int(layers.size()), [&](int i, int) {
+        const Layer& layer = layers[size_t(i)];
+        for (int move = 0; move < num_moves; move++) kernels_.move_keys(layer.shape, layer.cache, moves[2 * move], moves[2 * move + 1]);
+    });
+}
+
 void Program::embed(const Batch& batch) {
     float* x = (float*)residual_.reserve(size_t(batch.num_tokens) * stride_ * 4);
     float* learned = normed_.get<float>();
@@ -408,6 +418,7 @@ void Program::feed_forward(const FeedForward& mlp, const Rows& inputs, const Sin
 
 void Program::forward(const Batch& batch, float* logits) {
     check(batch);
+    head_rows_.clear();
     int num_tokens = batch.num_tokens;
     step_number.fetch_add(1);
     extend_ropes(batch);
@@ -437,129 +448,6 @@ void Program::forward(const Batch& batch, float* logits) {
         }
     }
     head_logits(batch, logits);
-}
-
-void Program::head_logits(const Batch& batch, float* logits) {
-    int num_rows = batch.num_rows;
-    if (num_rows == 0) return;
-    const float* x = residual_.get<float>();
-    float* normed = normed_.get<float>();
-    Input input = input_of(head.kind);
-    Rows rows = shape_rows(inputs_, input, num_rows, hidden_size_);
-    each_row("norm", num_rows, [&](int i, int thread) {
-        float* to = normed + size_t(thread) * stride_;
-        apply(norm, x + size_t(batch.logit_rows[i]) * stride_, to);
-        kernels_.put_row(to, hidden_size_, input, rows, i);
-    });
-    product("head", head, rows, {Finish::store, logits, size_t(vocab_size_)});
-    if (logit_scale == 1 && logit_softcap == 0) return;
-    int pieces = (vocab_size_ + logit_piece - 1) / logit_piece;
-    phase("head", num_rows * pieces, [&](int task, int) {
-        int first = task % pieces * logit_piece, count = std::min(logit_piece, vocab_size_ - first);
-        kernels_.bend(logits + size_t(task / pieces) * size_t(vocab_size_) + first, count, logit_scale, logit_softcap);
-    });
-}
-
-void Program::forward_best(const Batch& batch, int32_t* best) {
-    size_t width = size_t(vocab_size_);
-    float* logits = (float*)logits_.reserve(size_t(batch.num_rows) * width * 4);
-    forward(batch, logits);
-    phase("sample", batch.num_rows, [&](int row, int) { best[row] = kernels_.find_best(logits + size_t(row) * width, vocab_size_); });
-}
-
-void Program::forward_hidden(const Batch& batch, float* hidden) {
-    check(batch);
-    Batch layers_only = batch;
-    layers_only.num_rows = 0;
-    forward(layers_only, nullptr);
-    const float* x = residual_.get<float>();
-    float* normed = normed_.get<float>();
-    each_row("norm", batch.num_rows, [&](int i, int thread) {
-        float* to = normed + size_t(thread) * stride_;
-        apply(norm, x + size_t(batch.logit_rows[i]) * stride_, to);
-        std::memcpy(hidden + size_t(i) * size_t(hidden_size_), to, size_t(hidden_size_) * 4);
-    });
-}
-
-void Program::forward_draw(const Batch& batch, const Draw* draws, int num_draws, int32_t* tokens) {
-    float* logits = (float*)logits_.reserve(size_t(batch.num_rows) * size_t(vocab_size_) * 4);
-    forward(batch, logits);
-    draw(logits, batch.num_rows, draws, num_draws, false, tokens);
-}
-
-// Finds the peaks of rows, cut into pieces for the team: what is found in them does not depend on how they were cut.
-template <class Find> float* Program::find_in_pieces(int num_rows, Find&& find) {
-    int groups = num_draw_groups(vocab_size_), wanted = (4 * pool_->num_threads() + num_rows - 1) / num_rows;
-    pieces_ = std::max(1, std::min(groups / 16, wanted));
-    float* peaks = (float*)peaks_.reserve(size_t(num_rows) * size_t(groups) * 4);
-    finite_.resize(size_t(num_rows * pieces_));
-    phase("sample", num_rows * pieces_, [&](int task, int) {
-        int row = task / pieces_, piece = task % pieces_;
-        finite_[size_t(task)] = find(row, groups * piece / pieces_, groups * (piece + 1) / pieces_, peaks + size_t(row) * size_t(groups));
-    });
-    return peaks;
-}
-
-// Chooses from rows whose peaks were found; `row_of` says which of them a draw has, and where its logits are.
-template <class RowOf> void Program::choose(const float* peaks, const Draw* draws, int num_draws, RowOf&& row_of, int32_t* tokens) {
-    size_t groups = size_t(num_draw_groups(vocab_size_)), need = 0;
-    for (int i = 0; i < num_draws; i++) need = std::max(need, kernels_.draw_scratch(vocab_size_, draws[i]));
-    reserve_scratch(need);
-    phase("sample", num_draws, [&](int i, int thread) {
-        auto [row, logits] = row_of(i);
-        const uint8_t* finite = finite_.data() + size_t(row) * size_t(pieces_);
-        tokens[i] = -1;
-        if (std::find(finite, finite + pieces_, 0) != finite + pieces_) return;
-        tokens[i] = kernels_.draw(logits, peaks + size_t(row) * groups, vocab_size_, draws[i], scratch(thread));
-    });
-}
-
-void Program::draw(const float* logits, int num_rows, const Draw* draws, int num_draws, bool barred, int32_t* tokens) {
-    if (num_draws == 0) return;
-    size_t width = size_t(vocab_size_);
-    const float* peaks = find_in_pieces(num_rows, [&](int row, int first, int last, float* to) {
-        return kernels_.find_peaks(logits + size_t(row) * width, vocab_size_, first, last, barred, to);
-    });
-    choose(peaks, draws, num_draws, [&](int i) { return std::pair(draws[i].row, logits + size_t(draws[i].row) * width); }, tokens);
-}
-
-void Program::draw_masked(const float* logits, const Draw* draws, int num_draws, const uint32_t* masks, size_t num_words, int32_t* tokens) {
-    float* masked = (float*)masked_.reserve(size_t(num_draws) * size_t(vocab_size_) * 4);
-    choose_masked(masked, logits, draws, num_draws, masks, num_words, tokens);
-}
-
-void Program::forward_keep(const Batch& batch) {
-    kept_rows_ = 0;
-    forward(batch, (float*)logits_.reserve(size_t(batch.num_rows) * size_t(vocab_size_) * 4));
-    kept_rows_ = batch.num_rows;
-}
-
-void Program::draw_kept(const Draw* draws, int num_draws, const uint32_t* masks, size_t num_words, int32_t* tokens) {
-    std::vector<uint8_t> is_drawn(size_t(kept_rows_), 0);
-    bool is_shared = false;  // several draws of one row, each with a mask of its own, need copies of it
-    for (int i = 0; i < num_draws; i++) {
-        if (draws[i].row >= kept_rows_) throw std::invalid_argument("a draw names a row of logits that was not kept");
-        is_shared = std::exchange(is_drawn[size_t(draws[i].row)], 1) || is_shared;
-    }
-    kept_rows_ = 0;
-    const float* logits = logits_.get<float>();
-    if (is_shared) draw_masked(logits, draws, num_draws, masks, num_words, tokens);
-    else choose_masked(nullptr, logits, draws, num_draws, masks, num_words, tokens);
-}
-
-// Bars tokens in a row of `masked` for each draw, or in the draw's row of the kept logits if there is none, and chooses.
-void Program::choose_masked(float* masked, const float* logits, const Draw* draws, int num_draws, const uint32_t* masks,
-                            size_t num_words, int32_t* tokens) {
-    if (num_draws == 0) return;
-    size_t width = size_t(vocab_size_);
-    auto target = [&](int i) {
-        return masked ? masked + size_t(i) * width : logits_.get<float>() + size_t(draws[i].row) * width;
-    };
-    const float* peaks = find_in_pieces(num_draws, [&](int i, int first, int last, float* to) {
-        const float* from = logits + size_t(draws[i].row) * width;
-        return kernels_.mask_peaks(from, target(i), masks + size_t(i) * num_words, vocab_size_, first, last, to);
-    });
-    choose(peaks, draws, num_draws, [&](int i) { return std::pair(i, (const float*)target(i)); }, tokens);
 }
 
 }  // namespace cloister

@@ -98,6 +98,24 @@ public:
     // As `forward`, but chooses a token for each draw; -1 where a logit of its row is not finite.
     void forward_draw(const Batch& batch, const Draw* draws, int num_draws, int32_t* tokens);
 
+    // As `forward_draw`; also writes what `find_top` finds in the step's rows.
+    void forward_watched(const Batch& batch, const Draw* draws, int num_draws, int32_t* tokens, int num_top, int32_t* top);
+
+    // Writes the ids [num_rows][num_top] of the largest logits, at most `vocab_size`, the largest first and the lowest ids first
+    // among equal ones; -1 throughout a row that is not finite.
+    void find_top(const float* logits, int num_rows, int num_top, int32_t* top);
+
+    // What the head read in the last step, or would have read: hidden states after the final norm, [num_head_rows][hidden_size].
+    void read_hidden(float* hidden);
+    int num_head_rows() const { return int(head_rows_.size()); }
+
+    // Writes logits [num_rows][vocab_size] of hidden states after the final norm.
+    void project(const float* hidden, int num_rows, float* logits);
+
+    // Copies K and V of single positions from slot to slot in every layer, one move after the other. A slot is a block and a
+    // position in it, as one number. Throws std::invalid_argument, before anything is written, where there is no such slot.
+    void move_positions(const int32_t* moves, int num_moves);
+
     // Chooses tokens from logits [num_rows][vocab_size]. With `barred`, a token of minus infinity is one not to be chosen.
     void draw(const float* logits, int num_rows, const Draw* draws, int num_draws, bool barred, int32_t* tokens);
     // As `forward_draw` draws from `logits`, among the tokens of each draw's mask: one bit a token, `num_words` words a draw.
@@ -166,7 +184,13 @@ private:
     void join_branch(const Layer& layer, const Norm& post, int num_tokens);
     void add_branch(const Layer& layer, const Norm& post, float* branch, int row);
     void head_logits(const Batch& batch, float* logits);
+    template <class Read> void multiply_head(int num_rows, Read&& read, float* logits);
+    void read_hidden_row(int i, float* to) const;
     template <class Find> float* find_in_pieces(int num_rows, Find&& find);
+    const float* find_peaks(const float* logits, int num_rows, bool barred);
+    bool is_finite(int row) const;
+    void choose_plain(const float* peaks, const float* logits, const Draw* draws, int num_draws, int32_t* tokens);
+    void list_top(const float* peaks, const float* logits, int num_rows, int num_top, int32_t* top);
     template <class RowOf> void choose(const float* peaks, const Draw* draws, int num_draws, RowOf&& row_of, int32_t* tokens);
     void choose_masked(float* masked, const float* logits, const Draw* draws, int num_draws, const uint32_t* masks, size_t num_words,
                        int32_t* tokens);
@@ -206,6 +230,7 @@ private:
     std::vector<Buffer> scratch_;
     std::vector<uint8_t> finite_;  // [num_rows][pieces of a row]
     int pieces_ = 0, kept_rows_ = 0;
+    std::vector<int> head_rows_;  // tokens of the last step whose logits were asked for
     std::vector<Sequence> sequences_;
     std::vector<const int32_t*> table_of_;  // [num_tokens]
     std::vector<int> slot_of_;               // [num_tokens]
