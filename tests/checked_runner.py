@@ -6,6 +6,8 @@ from cloister.types.step import Sample, StepPlan, StepResult
 
 EMPTY = None
 """What a wiped slot holds."""
+REJECTED = -1
+"""In place of a token: the slot of a draft that was not accepted, of the sequence whose id it holds."""
 
 
 class CheckedRunner:
@@ -47,22 +49,40 @@ class CheckedRunner:
         table[part.table_start :] = part.new_block_ids
         for position in range(part.start):
             assert self._slot(table, position) == (position, tokens[position]), "a sequence reads KV that is not its own"
-        for position in range(part.start, part.start + part.num_tokens):
-            block, offset = table[position // self.block_size], position % self.block_size
-            held = self.slots[block][offset]
-            assert held is EMPTY or held == (position, tokens[position]), "a block was not wiped before it was given away"
-            self.slots[block][offset] = (position, tokens[position])
+        end = part.start + part.num_tokens - part.num_drafts
+        for position in range(part.start, end):
+            self._write(part.seq_id, table, position, tokens[position])
         self.num_computed += part.num_tokens
         if not part.num_samples:
+            assert not part.num_drafts, "drafts behind a prompt that is not complete"
             return []
-        end = part.start + part.num_tokens
         assert end == len(tokens), "a sample in the middle of what is known"
         forks = [fork for fork in plan.forks if fork.parent_id == part.seq_id]
         for fork in forks:
             self.tokens[fork.child_id] = list(tokens)
             self.tables[fork.child_id] = list(table)
             self.indexes[fork.child_id] = fork.index
-        return [self._sample(seq_id) for seq_id in (part.seq_id, *(fork.child_id for fork in forks))]
+        samples = [self._sample(seq_id) for seq_id in (part.seq_id, *(fork.child_id for fork in forks))]
+        return [self._verify(part, table, end), *samples[1:]] if part.num_drafts else samples
+
+    def _verify(self, part, table: list[int], end: int) -> Sample:
+        """Accepts some of the drafts that were made, by the history's hash: the token that was sampled is the first one's."""
+        tokens = self.tokens[part.seq_id]
+        num_drafted = hash((tuple(tokens), "drafted")) % (part.num_drafts + 1)
+        num_accepted = hash((tuple(tokens), "accepted")) % (num_drafted + 1)
+        for _ in range(num_accepted):
+            self._sample(part.seq_id)
+        for place in range(num_drafted):
+            is_accepted = place < num_accepted
+            self._write(part.seq_id, table, end + place, tokens[end + place] if is_accepted else REJECTED)
+        return Sample(part.seq_id, tokens[end:], None, num_drafted, tuple(range(num_accepted)))
+
+    def _write(self, seq_id: int, table: list[int], position: int, token: int) -> None:
+        block, offset = table[position // self.block_size], position % self.block_size
+        held = self.slots[block][offset]
+        is_own = held is EMPTY or held == (position, token) or held == (seq_id, REJECTED)
+        assert is_own, "a block was not wiped before it was given away"
+        self.slots[block][offset] = (seq_id, REJECTED) if token == REJECTED else (position, token)
 
     def _sample(self, seq_id: int) -> Sample:
         tokens = self.tokens[seq_id]

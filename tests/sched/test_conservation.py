@@ -13,6 +13,7 @@ from cloister.types.request import PoolingParams, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import Stop
 from tests.checked_runner import CheckedRunner
+from tests.tree_history import Erratic
 
 SCOPES = [Scope(kind, b"salt") for kind in (ScopeKind.TENANT, ScopeKind.LOCAL, ScopeKind.REQUEST)]
 SCOPES.append(Scope(ScopeKind.SESSION, b"salt", lifetime_s=3.0))
@@ -34,8 +35,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         public=st.sampled_from([(), (PUBLIC,)]),
         cache_scopes=st.integers(0, 3),
+        most_drafts=st.sampled_from([0, 1, 7]),
     )
-    def start(self, policy, num_blocks, block_size, max_num_seqs, max_tokens, prefix_cache, public, cache_scopes):
+    def start(self, policy, num_blocks, block_size, max_num_seqs, max_tokens, prefix_cache, public, cache_scopes, most_drafts):
         self.pool = BlockPool(num_blocks, block_size)
         config = SchedulerConfig(
             max_model_len=48,
@@ -47,7 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         keys = PrefixKeys("model", block_size, public)
         self.num_public = len(keys.public) if prefix_cache else 0
-        self.scheduler = Scheduler(config, self.pool, keys)
+        self.scheduler = Scheduler(config, self.pool, keys, Erratic(most=most_drafts) if most_drafts else None)
         self.runner = CheckedRunner(num_blocks, block_size, vocab_size=3)
         self.now = 0.0
         self.flights = []
