@@ -136,3 +136,6 @@ class Erratic:
 
     def learn_cost(self, num_drafted, draft_s) -> None:
         self.cost |= num_drafted
+
+    def learn_step(self, size, num_drafted, elapsed_s) -> None:
+        assert num_drafted <= size.num_tokens

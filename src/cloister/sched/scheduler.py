@@ -65,6 +65,11 @@ class _Step:
         self.is_held_up = False
         self.may_admit = True
 
+    @property
+    def only_decodes(self) -> bool:
+        """No prompt is computed in it."""
+        return not any(num_prefill for _, _, num_prefill in self.parts)
+
     def planned(self) -> set[int]:
         """Returns the ids of the sequences that are in this step."""
         return {part[0].seq_id for part in self.parts} | {sequence.seq_id for sequence in self.forked}
@@ -236,7 +241,10 @@ class Scheduler:
         for sequence in step.forked:
             self._roster.settle(sequence)
         if step.parts:
-            self.cost.learn(size, result.elapsed_s - sum(result.draft_s.values()))
+            elapsed_s = result.elapsed_s - sum(result.draft_s.values())
+            self.cost.learn(size, elapsed_s)
+            if self._speculation is not None and step.only_decodes:
+                self._speculation.learn_step(size, sum(sample.num_drafted for sample in result.samples), elapsed_s)
         return self.take_events()
 
     def _take_drafts(self, step: _Step, result: StepResult) -> StepSize:
@@ -261,7 +269,8 @@ class Scheduler:
                 sequence.num_planned = end
                 table_of(sequence).shrink(end)
                 self._speculation.learn(sequence, choice, sample)
-        self._speculation.learn_cost(asked, result.draft_s)
+        if step.only_decodes:  # drafters follow prompts too, and nobody says how long that took
+            self._speculation.learn_cost(asked, result.draft_s)
         return size
 
     def _land(self, step: _Step) -> None:

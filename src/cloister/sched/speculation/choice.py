@@ -1,4 +1,4 @@
-"""How many tokens each sequence drafts: as many as pay, none where that would cost. Pure: no clock, no arrays, no content."""
+"""What a sequence drafts in a step, and who decides it. Pure: no clock, no arrays, no content."""
 
 from __future__ import annotations
 
@@ -37,10 +37,17 @@ class DrafterLimits:
     Attributes:
         max_drafts: tokens at most for one sequence.
         shape: parents of the tree that it fills best first; None if it decides itself.
+        watches: it drafts only after steps that it was shown.
     """
 
     max_drafts: int
     shape: tuple[int, ...] | None = None
+    watches: bool = True
+
+    def choose(self, drafter: str, num_drafts: int) -> Choice:
+        """Returns the choice of so many drafts, under this drafter's name."""
+        parents = None if self.shape is None else self.shape[:num_drafts]
+        return Choice(drafter, num_drafts, parents, self.watches)
 
 
 class Speculation(Protocol):
@@ -69,32 +76,12 @@ class Speculation(Protocol):
         """
         ...
 
+    def learn_step(self, size: StepSize, num_drafted: int, elapsed_s: float) -> None:
+        """Takes in what a step took that did nothing but decode.
 
-class FixedSpeculation:
-    """Always asks one drafter for the same number of tokens (protocol `Speculation`); learns nothing.
-
-    Args:
-        drafter: by name.
-        num_drafts: tokens for one sequence, as far as the drafter's limits and the step allow.
-    """
-
-    def __init__(self, drafter: str, num_drafts: int, limits: DrafterLimits) -> None:
-        self._drafter = drafter
-        self._num_drafts = min(num_drafts, limits.max_drafts)
-        self._shape = limits.shape
-
-    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[Choice]:
-        """Returns that many drafts for each sequence; the last ones go short where the step is full."""
-        choices = []
-        for _ in sequences:
-            num = min(self._num_drafts, max(0, num_left))
-            num_left -= num
-            shape = None if self._shape is None else self._shape[:num]
-            choices.append(Choice(self._drafter if num else "", num, shape, True))
-        return choices
-
-    def learn(self, sequence: Running, choice: Choice, sample: Sample) -> None:
-        """Nothing to learn."""
-
-    def learn_cost(self, num_drafted: Mapping[str, tuple[int, int]], draft_s: Mapping[str, float]) -> None:
-        """Nothing to learn."""
+        Args:
+            size: what it did, drafts that were verified included.
+            num_drafted: drafts that were verified.
+            elapsed_s: time that it took, drafting aside.
+        """
+        ...

@@ -1,0 +1,377 @@
+"""As many drafts as pay: draft length, tree size and drafter from measured acceptance and measured time. Pure.
+
+A step with drafts brings n + sum(gains) expected tokens for n sequences and takes T(rows) + attention + drafting. What is
+maximised is their ratio, tokens per second of the whole step: drafts of all sequences are lined up by what they bring beyond
+their own cost, and the line is cut where the ratio is best, or before the first one. Compare Leviathan et al. 2023, section
+3.4, who choose one length from one rate.
+
+What would lose is tried from time to time: each sequence saves a hundredth of its time, and a trial may cost what it saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from cloister.sched.budget import StepCost, StepSize
+from cloister.sched.sequence import Sequence as Running
+from cloister.sched.speculation.allocation import Allocation, Bid
+from cloister.sched.speculation.choice import NO_DRAFTS, Choice, DrafterLimits
+from cloister.sched.speculation.draft_times import DraftTimes
+from cloister.sched.speculation.rates import Rates
+from cloister.sched.speculation.step_times import NUM_UNSURE, StepTimes
+from cloister.types.step import Sample
+from cloister.types.threat import Requirement, ThreatProfile
+
+SPECULATION_THREAT = ThreatProfile(
+    row="adaptive tuning of the optimisations",
+    threats=frozenset({Requirement.STATELESS, Requirement.NON_TARGETABLE}),
+    residue="what the tuner learned",
+    where=("host memory",),
+    attack="infers from its own speed whether others' texts are easy to draft",
+    mitigations=(
+        "accepted counts are kept by sequence and end with it, except where one user has the engine alone",
+        "what all share are times of steps and of drafters by their sizes, which say nothing of what was accepted",
+    ),
+)
+
+WATCHED: Final = Choice(is_watched=True)
+DEFAULT_PRIOR: Final = tuple(0.5 * 0.8**place for place in range(64))
+"""Accepted part by place that is expected of a drafter of which nothing is known."""
+SHARED_PAST: Final = 0.99
+"""Weight that the counts of all sequences keep: about a hundred drafts are remembered."""
+MARGIN: Final = 1.02
+"""Drafts must be expected to bring this ratio, else noise would decide."""
+TRIAL_SHARE: Final = 0.008
+"""Of a sequence's time that may go into trials of what is expected to lose."""
+MOST_SAVED: Final = 1.0
+"""Steps' time that a sequence saves for trials at most."""
+TRIAL_SIZES: Final = (4, 1)
+SLEEPER_MEMORY: Final = 3.0
+"""Drafts that a sleeping drafter's past counts as once it is tried again."""
+NUM_EXAMINED: Final = 4
+"""Sequences for which one decision considers a trial."""
+DECISION_S: Final = (25e-6, 4e-6)
+"""What a decision takes, and each sequence of it; only says how often one is worth while."""
+DECISION_SHARE: Final = 0.005
+MOST_STEPS: Final = 16
+"""Steps that a decision stands at most."""
+NUM_FIRST_PLAIN: Final = 3
+"""Steps without drafts before the first draft."""
+PLAIN_EVERY: Final = 128
+"""Steps after which one goes without drafts, to see what that takes now."""
+PLAIN_EVERY_UNSURE: Final = 24
+PATIENCE: Final = 8
+"""Steps that are waited for one that does nothing but decode."""
+FOLLOWING: Final = 0.8
+"""Of a place beyond the prior: accepted this often where the one before it is."""
+NUM_MISSES: Final = 2
+"""Drafts in a row without an accepted token after which a decision is made anew."""
+FIRST_SIZE: Final = 2
+"""Drafts that are asked for while nobody knows what the drafter takes."""
+MOST_ROWS: Final = 256
+"""Drafts that one step is considered for, over all sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """What bounds speculation.
+
+    Attributes:
+        shares_rates: what was accepted of one request is expected of the next one; only where one user has the engine alone.
+        priors: drafter -> accepted part by place on public text.
+    """
+
+    shares_rates: bool = False
+    priors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+class _Record:
+    """What is kept of one sequence: counts.
+
+    Attributes:
+        choice: in force.
+        rates: by drafter.
+        saved_s: time for trials.
+        num_misses: drafts in a row that brought nothing.
+        trial: the drafter on trial in the next step.
+        tried: drafter -> step of its last trial or use.
+    """
+
+    __slots__ = ("choice", "num_misses", "rates", "saved_s", "trial", "trial_size", "tried")
+
+    def __init__(self) -> None:
+        self.choice = WATCHED  # the step that ends a prompt is
+        self.rates: dict[str, Rates] = {}
+        self.saved_s = 0.0
+        self.num_misses = 0
+        self.trial = ""
+        self.trial_size = 0
+        self.tried: dict[str, int] = {}
+
+
+class AdaptiveSpeculation:
+    """Learns what drafts bring and cost, and asks for those that pay (protocol `Speculation`).
+
+    Args:
+        drafters: by the names that plans know them by.
+    """
+
+    def __init__(self, config: SpeculationConfig, drafters: Mapping[str, DrafterLimits]) -> None:
+        self._drafters = dict(drafters)
+        self._choices = {
+            name: [NO_DRAFTS, *(limits.choose(name, num) for num in range(1, limits.max_drafts + 1))]
+            for name, limits in drafters.items()
+        }
+        self._priors = {
+            name: _as_long_as(limits.max_drafts, config.priors.get(name, DEFAULT_PRIOR)) for name, limits in drafters.items()
+        }
+        self._shared: dict[str, Rates] = {}
+        if config.shares_rates:
+            self._shared = {name: Rates(prior, SHARED_PAST) for name, prior in self._priors.items()}
+        self._draft_times = {name: DraftTimes() for name in drafters}
+        self._times = StepTimes()
+        self._cost: StepCost | None = None
+        self._num_steps = 0
+        self._next_decision = 0
+        self._last_decision = 0
+        self._num_last = 0
+        self._num_asked = 0
+        self._is_dirty = False
+        self._rate = 0.0
+        self._row_s = 0.0
+        self._turn = 0
+        self._num_users: dict[str, int] = {}
+        self._num_plain_tries = 0
+        self._num_since_plain = 0
+
+    # What a step drafts
+
+    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[Choice]:
+        """Returns a choice for each sequence (`Speculation.choose`); most of the time those that stand."""
+        self._num_steps += 1
+        num = len(sequences)
+        stands = self._num_steps < self._next_decision and not self._is_dirty
+        if stands and num == self._num_last and self._num_asked <= num_left:
+            choices = []
+            for sequence in sequences:
+                record = sequence.drafting
+                if not isinstance(record, _Record):
+                    break
+                choices.append(record.choice)
+            else:
+                return choices
+        if not num:
+            return []
+        return self._decide(sequences, cost, size, num_left)
+
+    def _decide(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[Choice]:
+        num = len(sequences)
+        records = [self._record(sequence) for sequence in sequences]
+        self._cost, self._is_dirty, self._num_last = cost, False, num
+        call_s, slope, key_s, read_s = cost.coefficients
+        attention_s = key_s * size.num_attended + read_s * size.num_read
+        plain_s = (self._times.plain_s(num, slope) or call_s + slope * num) + attention_s
+        since = self._num_steps - self._last_decision
+        self._last_decision = self._num_steps
+        saving_s = TRIAL_SHARE * plain_s * since / num
+        for record in records:
+            record.saved_s = min(record.saved_s + saving_s, MOST_SAVED * plain_s)
+        if plain_s <= 0.0 or self._wants_plain(num):
+            return self._rest(records)
+        self._num_since_plain += since
+        floor = num / plain_s
+        self._rate = max(self._rate, floor)
+        bids = []
+        most = max(2, MOST_ROWS // num)
+        for place, (sequence, record) in enumerate(zip(sequences, records, strict=True)):
+            bid = None if record.trial else self._bid(record, sequence, key_s, read_s, most)
+            if bid is not None:
+                bid.place = place
+                bids.append(bid)
+        allocation = Allocation(num, plain_s, attention_s, self._times, slope, self._draft_times)
+        rate = allocation.fill(bids, self._rate, num_left)
+        is_worth = rate > MARGIN * floor
+        self._rate = rate if is_worth else floor
+        self._row_s = allocation.row_s
+        first, each = DECISION_S
+        self._next_decision = self._num_steps + max(1, min(int((first + each * num) / (DECISION_SHARE * plain_s)), MOST_STEPS))
+        num_asked = self._apply(records, bids if is_worth else [])
+        num_asked += self._try(sequences, records, num_left - num_asked, key_s, read_s)
+        self._num_asked = num_asked
+        return [record.choice for record in records]
+
+    def _bid(self, record: _Record, sequence: Running, key_s: float, read_s: float, most: int) -> Bid | None:
+        """Returns what the drafter that promises most offers for one sequence."""
+        row_s = key_s * sequence.num_planned + read_s
+        best: Bid | None = None
+        for name in self._drafters:
+            room = min(most, sequence.max_drafts, self._most(name))
+            if room > 0:
+                bid = self._offer(record, name, room, row_s)
+                if best is None or bid.value > best.value:
+                    best = bid
+        return best
+
+    def _most(self, name: str) -> int:
+        """Returns how many drafts a drafter may be asked for."""
+        most = self._drafters[name].max_drafts
+        return most if self._draft_times[name].is_known else min(most, FIRST_SIZE)
+
+    def _offer(self, record: _Record, name: str, room: int, row_s: float, *, is_whole: bool = False) -> Bid:
+        """Returns one drafter's offer, worth what its drafts bring beyond their cost, in tokens.
+
+        Args:
+            row_s: of attention, for each draft.
+            is_whole: what all drafts are worth, not the best number of them.
+        """
+        rates = record.rates[name]
+        call_s, in_row_s, each_s, sequence_s = self._draft_times[name].terms
+        users = max(1, self._num_users.get(name, 1))
+        price = self._rate
+        draft = price * (each_s + in_row_s / users)
+        row = price * (self._row_s + row_s)
+        gains, found = rates.gains, rates.found
+        value = -price * (sequence_s + call_s / users)
+        for place in range(room):
+            net = found[place] * (gains[place] - row) - draft
+            if net <= 0.0 and place and not is_whole:
+                break
+            value += net
+        return Bid(name, gains, found, room, row_s, draft, value)
+
+    def _apply(self, records: list[_Record], bids: list[Bid]) -> int:
+        """Turns bids into choices; returns drafts that are asked for. A drafter that must watch is asked a step later."""
+        watched = [record.choice.is_watched for record in records]
+        num_asked = 0
+        self._num_users = {}
+        for record, was_watched in zip(records, watched, strict=True):
+            record.choice = NO_DRAFTS
+            if record.trial:
+                num_asked += self._hold_trial(record, is_watched=was_watched)
+        for bid in bids:
+            if bid.num_drafts:
+                record = records[bid.place]
+                num_asked += self._ask(record, bid.drafter, bid.num_drafts, is_watched=watched[bid.place])
+                self._num_users[bid.drafter] = self._num_users.get(bid.drafter, 0) + 1
+        return num_asked
+
+    def _ask(self, record: _Record, name: str, num_drafts: int, *, is_watched: bool) -> int:
+        """Asks a drafter, or lets it watch first; returns drafts that are asked for."""
+        record.tried[name] = self._num_steps
+        if self._drafters[name].watches and not is_watched:
+            record.choice = WATCHED
+            self._next_decision = self._num_steps + 1
+            return 0
+        record.choice = self._choices[name][num_drafts]
+        return num_drafts
+
+    def _try(self, sequences: Sequence[Running], records: list[_Record], num_left: int, key_s: float, read_s: float) -> int:
+        """Puts one drafter on trial for one sequence that saved enough for that; returns drafts that are asked for."""
+        num = len(records)
+        for _ in range(min(num, NUM_EXAMINED)):
+            self._turn = (self._turn + 1) % num
+            sequence, record = sequences[self._turn], records[self._turn]
+            now = record.choice
+            name = min((n for n in self._drafters if n != now.drafter), key=lambda n: record.tried.get(n, -1), default="")
+            if not name or record.trial:
+                continue
+            row_s = key_s * sequence.num_planned + read_s
+            lost = 0.0
+            if now.num_drafts:
+                lost = self._offer(record, now.drafter, now.num_drafts, row_s, is_whole=True).value
+            most = min(sequence.max_drafts, self._most(name), num_left + now.num_drafts)
+            for size in TRIAL_SIZES:
+                size = min(size, most)
+                if size < 1:
+                    continue
+                value = self._offer(record, name, size, row_s, is_whole=True).value
+                loss_s = max(0.0, lost - value) / self._rate
+                if loss_s <= record.saved_s:
+                    record.saved_s -= loss_s
+                    record.rates[name].fade(SLEEPER_MEMORY)
+                    record.trial, record.trial_size = name, size
+                    return self._hold_trial(record, is_watched=now.is_watched) - now.num_drafts
+        return 0
+
+    def _hold_trial(self, record: _Record, *, is_watched: bool) -> int:
+        """Holds the trial of a sequence, or lets its drafter watch first; returns drafts that are asked for."""
+        name = record.trial
+        num_asked = self._ask(record, name, record.trial_size, is_watched=is_watched)
+        if num_asked:
+            record.trial = ""
+        self._next_decision = self._num_steps + 1
+        return num_asked
+
+    # What a step says
+
+    def learn(self, sequence: Running, choice: Choice, sample: Sample) -> None:
+        """Takes in which drafts were accepted (`Speculation.learn`)."""
+        record = sequence.drafting
+        if not isinstance(record, _Record) or choice.drafter not in record.rates:
+            return
+        num_drafted, accepted = sample.num_drafted, sample.accepted
+        record.rates[choice.drafter].learn(choice.num_drafts, num_drafted, accepted)
+        if self._shared:
+            self._shared[choice.drafter].learn(choice.num_drafts, num_drafted, accepted)
+        if accepted:
+            record.num_misses = 0
+            if len(accepted) == choice.num_drafts:
+                self._is_dirty = True
+        elif num_drafted:
+            record.num_misses += 1
+            if record.num_misses == NUM_MISSES:
+                record.num_misses, self._is_dirty = 0, True
+
+    def learn_cost(self, num_drafted: Mapping[str, tuple[int, int]], draft_s: Mapping[str, float]) -> None:
+        """Takes in what drafting took (`Speculation.learn_cost`)."""
+        for name, (num_sequences, num_drafts) in num_drafted.items():
+            if name in self._draft_times:
+                self._draft_times[name].learn(num_sequences, num_drafts, draft_s.get(name, 0.0))
+
+    def learn_step(self, size: StepSize, num_drafted: int, elapsed_s: float) -> None:
+        """Takes in what a step took (`Speculation.learn_step`)."""
+        if self._cost is None:
+            return
+        _, slope, key_s, read_s = self._cost.coefficients
+        attention_s = key_s * size.num_attended + read_s * size.num_read
+        self._times.learn(int(size.num_tokens), attention_s, elapsed_s, slope, is_drafting=num_drafted > 0)
+        if not num_drafted:
+            self._num_since_plain = 0
+
+    # What is kept
+
+    def _record(self, sequence: Running) -> _Record:
+        record = sequence.drafting
+        if not isinstance(record, _Record):
+            sequence.drafting = record = _Record()
+            for name, prior in self._priors.items():
+                record.rates[name] = Rates(self._shared[name].gains if self._shared else prior)
+        return record
+
+    def _wants_plain(self, num: int) -> bool:
+        """True where too little is known of what steps take without drafts, which all is measured by."""
+        plain = self._times.plain
+        count = plain.count(num)
+        if count < (1 if plain.num_visits >= NUM_FIRST_PLAIN else NUM_FIRST_PLAIN):
+            self._num_plain_tries += 1
+            return self._num_plain_tries % PATIENCE != 0
+        return self._num_since_plain >= (PLAIN_EVERY if count >= NUM_UNSURE else PLAIN_EVERY_UNSURE)
+
+    def _rest(self, records: list[_Record]) -> list[Choice]:
+        """Lets everybody do without drafts for a step, and watch where they watched."""
+        self._next_decision = self._num_steps + 1
+        self._num_asked = 0
+        self._num_since_plain = 0
+        for record in records:
+            record.choice = WATCHED if record.choice.is_watched else NO_DRAFTS
+        return [record.choice for record in records]
+
+
+def _as_long_as(num: int, prior: tuple[float, ...]) -> tuple[float, ...]:
+    """Returns a prior for so many places: what is missing falls as the default does."""
+    rates = list(prior[:num])
+    while len(rates) < num:
+        rates.append((rates[-1] if rates else 1.0) * FOLLOWING)
+    return tuple(rates)

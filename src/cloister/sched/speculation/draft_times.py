@@ -1,0 +1,46 @@
+"""What it costs to ask a drafter. Pure: no clock."""
+
+from __future__ import annotations
+
+from cloister.sched.budget import StepCost, StepSize
+
+NUM_FIRST = 16
+"""Times that are all taken in; of those after them every `STRIDE`-th."""
+STRIDE = 4
+_UNITS = StepSize(1e3, 1e6, 1e4)
+"""What `StepCost` counts as one, so that nothing explains a time better only because of its unit."""
+
+
+class DraftTimes:
+    """Seconds of one drafter: for each call, each draft in a row, each draft, and each sequence.
+
+    A draft model runs once for each draft in a row, over all sequences; an n-gram search once for each sequence.
+    """
+
+    def __init__(self) -> None:
+        self._cost = StepCost()
+        self._num_seen = 0
+        self.terms = (0.0, 0.0, 0.0, 0.0)
+
+    @property
+    def is_known(self) -> bool:
+        """A time was taken in."""
+        return self._num_seen > 0
+
+    def learn(self, num_sequences: int, num_drafts: int, elapsed_s: float) -> None:
+        """Takes in what it took to ask for so many drafts, for so many sequences together."""
+        self._num_seen += 1
+        if num_sequences < 1 or (self._num_seen > NUM_FIRST and self._num_seen % STRIDE):
+            return
+        depth = num_drafts / num_sequences
+        self._cost.learn(StepSize(_UNITS[0] * depth, _UNITS[1] * num_drafts, _UNITS[2] * num_sequences), elapsed_s)
+        call, *others = self._cost.coefficients
+        in_row, each, sequence = (value * unit for value, unit in zip(others, _UNITS, strict=True))
+        self.terms = (call, in_row, each, sequence)
+
+    def predict(self, num_sequences: int, num_drafts: float) -> float:
+        """Returns the seconds of one call; 0 before anything was learned."""
+        if not num_sequences:
+            return 0.0
+        call, in_row, each, sequence = self.terms
+        return call + in_row * num_drafts / num_sequences + each * num_drafts + sequence * num_sequences
