@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness import MODEL, console
+from benchmarks.inflated_drafters import write_drafters
 from benchmarks.peers.shapes import KNOWN
 from cloister.models.location import locate
 from cloister.models.safetensors import read_header, write_tensors
@@ -238,6 +239,7 @@ def main() -> int:
     parser.add_argument("--verify", action="store_true", help="compare it with the small model, through transformers too")
     options = parser.parse_args()
     folder = write_inflated(options.folder)
+    write_drafters(folder)
     console.print(f"Written: {folder}", style="dim", highlight=False)
     if options.verify:
         from benchmarks.inflated_check import check

@@ -61,6 +61,11 @@ class Workload:
     ignore_eos: bool = False
     wanted: tuple[str, ...] = ()
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether every engine has to give the same answers."""
+        return self.seeded or self.temperature == 0
+
     def sampling(self, number: int) -> SamplingParams:
         """Returns how the prompt of this number is answered."""
         return SamplingParams(

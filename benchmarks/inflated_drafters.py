@@ -1,0 +1,57 @@
+"""What was trained for a small model, for the same model in a large one's shape (`benchmarks.inflated`).
+
+The last hidden state of the large model is the small one's and zeros behind it. Heads get zeros in as many rows and columns, so
+they guess what they did and cost what heads of a model of that width cost. Draft models and datastores stay as they are.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.harness import MODEL
+from cloister.models import load, locate
+from cloister.models.safetensors import read_header
+from cloister.runner.drafters.heads import CARD, TENSORS, read_card, write_heads
+
+DRAFT_MODEL = "cloister-draft"
+Array = npt.NDArray[Any]
+
+
+def write_drafters(folder: Path, source: str = MODEL) -> None:
+    """Puts drafters beside an inflated model; those that are there already are written anew."""
+    trained, found = locate(source) / "drafters", folder / "drafters"
+    shutil.rmtree(found, ignore_errors=True)
+    found.mkdir()
+    if source == MODEL:
+        shutil.copytree(locate(DRAFT_MODEL), found / "draft")
+    for place in sorted(trained.iterdir()) if trained.is_dir() else ():
+        if (place / CARD).is_file():
+            _write_wide_heads(place, found / place.name, folder)
+        elif not (found / place.name).exists():
+            shutil.copytree(place, found / place.name)
+
+
+def _write_wide_heads(small: Path, large: Path, model_path: Path) -> None:
+    model, card = load(model_path), read_card(small)
+    ratio = model.spec.hidden_size // card.hidden_size
+    tensors = {name: np.asarray(entry.read()) for name, entry in read_header(small / TENSORS).items()}
+    card = msgspec.structs.replace(card, hidden_size=model.spec.hidden_size, fingerprint=model.info.fingerprint)
+    write_heads(large, card, widen(tensors, ratio))
+
+
+def widen(tensors: Mapping[str, Array], ratio: int) -> dict[str, Array]:
+    """Returns matrices [..., outputs, inputs] and biases [..., outputs] with `ratio` times as many of each, zeros all."""
+    wide = {}
+    for name, tensor in tensors.items():
+        num_axes = 1 if name.endswith("bias") else 2
+        sizes = [size * (ratio if axis >= tensor.ndim - num_axes else 1) for axis, size in enumerate(tensor.shape)]
+        wide[name] = np.zeros(sizes, tensor.dtype)
+        wide[name][tuple(slice(0, size) for size in tensor.shape)] = tensor
+    return wide
