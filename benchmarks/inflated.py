@@ -36,9 +36,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness import MODEL, console
-from benchmarks.inflated_drafters import write_drafters
+from benchmarks.inflated_drafters import MARK, write_drafters
 from benchmarks.peers.shapes import KNOWN
-from cloister.models.location import locate
+from cloister.models import embedded_names, locate
 from cloister.models.safetensors import read_header, write_tensors
 
 Array = npt.NDArray[Any]
@@ -228,8 +228,21 @@ def write_inflated(folder: Path, *, source: str = MODEL, large: Mapping[str, Any
     for name in _COPIED:
         if (path / name).exists():
             shutil.copyfile(path / name, folder / name)
+    (folder / MARK).write_text(f"{source} in the shape {SHAPE}, written by benchmarks.inflated\n", encoding="utf-8")
     config = json.dumps(inflation.config(), indent=1) + "\n"
     (folder / "config.json").write_text(config, encoding="utf-8")  # last: now it is a model
+    return folder
+
+
+def open_inflated(place: Path) -> Path:
+    """Returns a directory with the inflated model and its drafters, written now if it is not there.
+
+    An embedded model's name gives that model as it is: to count what is accepted, without the cost of a large one.
+    """
+    if str(place) in embedded_names():
+        return locate(str(place))
+    folder = write_inflated(place)
+    write_drafters(folder)
     return folder
 
 
@@ -238,8 +251,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where the model goes")
     parser.add_argument("--verify", action="store_true", help="compare it with the small model, through transformers too")
     options = parser.parse_args()
-    folder = write_inflated(options.folder)
-    write_drafters(folder)
+    folder = open_inflated(options.folder)
     console.print(f"Written: {folder}", style="dim", highlight=False)
     if options.verify:
         from benchmarks.inflated_check import check

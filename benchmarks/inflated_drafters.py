@@ -21,11 +21,19 @@ from cloister.models.safetensors import read_header
 from cloister.runner.drafters.heads import CARD, TENSORS, read_card, write_heads
 
 DRAFT_MODEL = "cloister-draft"
+MARK = "inflated.txt"
+"""Says in a directory that it is all made up."""
 Array = npt.NDArray[Any]
 
 
 def write_drafters(folder: Path, source: str = MODEL) -> None:
-    """Puts drafters beside an inflated model; those that are there already are written anew."""
+    """Puts drafters beside an inflated model; those that are there already are written anew.
+
+    Raises:
+        ValueError: the directory is no inflated model's, so what is trained there is not to be touched.
+    """
+    if not (folder / MARK).exists():
+        raise ValueError(f"{folder} holds a model that was not inflated; name another directory")
     trained, found = locate(source) / "drafters", folder / "drafters"
     shutil.rmtree(found, ignore_errors=True)
     found.mkdir()

@@ -28,16 +28,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.harness import Bench, console, make_parser, make_progress
-from benchmarks.inflated import write_inflated
-from benchmarks.inflated_drafters import write_drafters
+from benchmarks.inflated import open_inflated
 from benchmarks.speculation_cost import list_rows, measure_costs
 from benchmarks.speculation_report import report
-from benchmarks.speculation_runs import AUTO, PLAIN, Arm, Run, open_arms, share_weights
+from benchmarks.speculation_runs import AUTO, DRAFTERS, PLAIN, Arm, Run, open_arms, share_weights
 from benchmarks.speculation_workloads import Prompts, Workload
 
-DRAFTERS: Final = (
-    "draft_model", "spec_infer", "medusa", "blockwise", "ngram", "lookahead", "recycling", "rest", "long_spec",
-)  # fmt: skip
 ARMS: Final = (PLAIN, *DRAFTERS, AUTO)
 EXACT: Final = 1
 """Raise it when cells measured before do not count any more."""
@@ -76,7 +72,7 @@ QUICK: Final = (Cell("int8", "docs", 1, 1), Cell("int8", "edit", 1, 1), Cell("in
 
 def main() -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--model", type=Path, help="where the inflated model is, or shall be written")
+    parser.add_argument("--model", type=Path, help="where the inflated model is, or shall be written; cloister-5m: that itself")
     parser.add_argument("--arms", default=",".join(ARMS), help="what to measure; `none` is always measured")
     parser.add_argument("--only", default="", help="cells whose name has this in it")
     parser.add_argument("--rounds", type=int, default=10, help="pairs of each cell")
@@ -120,8 +116,7 @@ class Kept:
 
 def measure(options: argparse.Namespace, kept: Kept) -> None:
     """Measures the cells that are not there yet, format by format."""
-    folder = write_inflated(options.model)
-    write_drafters(folder)
+    folder = open_inflated(options.model)
     workloads = Prompts(folder).all()
     share_weights()
     names = [PLAIN, *(name for name in options.arms.split(",") if name != PLAIN)]

@@ -23,6 +23,11 @@ from cloister.types.step import StepPlan, StepResult
 PLAIN: Final = "none"
 AUTO: Final = "auto"
 KV_MB: Final = 192.0
+DRAFTERS: Final = (
+    "draft_model", "spec_infer", "medusa", "blockwise", "ngram", "lookahead", "recycling", "rest", "long_spec",
+)  # fmt: skip
+USES: Final = {"draft_tokens": (*DRAFTERS, AUTO), "datastore": ("rest", AUTO)}
+"""Setting -> the ways to draft that take it; others are for all."""
 
 
 @dataclass(slots=True)
@@ -151,8 +156,9 @@ def open_arms(
     for name in names:
         flags = {
             "model": str(model), "quant": quant, "kv_memory_mb": KV_MB, "prefix_cache": False, "max_model_len": 1024,
-            "max_num_seqs": 16, "profile": "open", "speculate": name, **settings,
+            "max_num_seqs": 16, "profile": "open", "speculate": name,
         }  # fmt: skip
+        flags |= {key: value for key, value in settings.items() if name in USES.get(key, (name,))}
         try:
             arms[name] = Arm(build_engine(resolve_settings(flags).engine.config))
         except CloisterError as error:
