@@ -8,7 +8,7 @@ sum (p - q)+, is rejected, and then y shall come with (p - q)+(y) / sum (p - q)+
 distribution like any other, so the next rival is verified against it in the same way, and after the last one a token is
 drawn from it. All this holds given the tokens of elder rivals, so a rival may be drawn from a q that depends on them
 (without the tokens they took, for one: Jeon et al. 2024), or not be drawn at all (q is then a point mass: x is accepted
-with p(x)). What it does not hold for: an order of rivals, or their number, that depends on what was drawn; so a token that
+with p(x)). What it does not hold for: leaving out a rival, or moving it, because of what it turned out to be; so a token that
 was drawn twice is verified twice, at its places.
 """
 

@@ -22,7 +22,7 @@ from cloister.backends.base import (
     TreeProgram,
     WatchedProgram,
 )
-from cloister.runner.acceptance import Candidate, accept_child, distribution
+from cloister.runner.acceptance import accept_child, distribution
 from cloister.runner.adjusting import adjusted
 from cloister.runner.drafters import NOTHING, Seen
 from cloister.runner.drafting import Drafting
@@ -155,15 +155,21 @@ class Verifier:
         going = walks
         while going:
             going = self._advance(going, logits, finite)
-        watched = _watched(run, forks)
+        return walks, self._show(walks, _watched(run, forks), logits, hidden)
+
+    def _show(self, walks: list[Walk], watched: set[int], logits: FloatArray, hidden: FloatArray | None) -> list[Seen]:
+        """Returns what drafters are to see of a step of which there are logits: off the path, what is most likely."""
+        walks = [walk for walk in walks if walk.state.seq_id in watched and walk.token_ids]
+        if not walks:
+            return []
+        best = best_tokens(logits).astype(np.int32)
+        top = largest_ids(logits, self._num_top) if self._num_top else None
         seen = []
         for walk in walks:
-            if walk.state.seq_id in watched and walk.token_ids:
-                own = slice(walk.root, walk.root + 1 + len(walk.draft.token_ids))
-                chosen = best_tokens(logits[own]).astype(np.int32)
-                chosen[[0, *[place + 1 for place in walk.path]]] = walk.token_ids
-                seen.append(_see(walk, chosen, hidden, largest_ids(logits, self._num_top) if self._num_top else None))
-        return walks, seen
+            chosen = best[walk.root : walk.root + 1 + len(walk.draft.token_ids)].copy()
+            chosen[[0, *[place + 1 for place in walk.path]]] = walk.token_ids
+            seen.append(_see(walk, chosen, hidden, top))
+        return seen
 
     def _forward(self, run: list[Part]) -> FloatArray:
         batch = forward_batch(run, self._block_size)
@@ -189,8 +195,11 @@ class Verifier:
             tokens[coupled] = self._sampler.choose(logits, [states[place] for place in coupled], draws[coupled])
             for place in coupled:
                 children[place] = going[place].child_of(int(tokens[place]))
-        for place in set(range(len(going))).difference(coupled):
-            children[place], tokens[place] = _accept(going[place], logits[rows[place]], draws[place : place + 1])
+        if len(coupled) < len(going):
+            drawn = [place for place in range(len(going)) if place not in set(coupled)]
+            found = _accept([going[place] for place in drawn], logits[[rows[place] for place in drawn]], draws[drawn])
+            for place, (child, token) in zip(drawn, found, strict=True):
+                children[place], tokens[place] = child, token
         entries = sample_logprobs(states, rows, logits, tokens)
         on = []
         for place, walk in enumerate(going):
@@ -277,14 +286,13 @@ def _see(walk: Walk, chosen: IntArray, hidden: FloatArray | None, top: IntArray 
     )
 
 
-def _accept(walk: Walk, logits: FloatArray, draws: DrawArray) -> tuple[int | None, int]:
-    """Decides on the next token of a walk whose drafts were drawn by chance."""
-    probs = distribution(adjusted(logits[None], [walk.state]), draws)[0]
-    drawn_with = walk.draft.probs
-    assert drawn_with is not None
-    rivals = [Candidate(child, walk.draft.token_ids[child], drawn_with[child]) for child in walk.children()]
+def _accept(walks: list[Walk], logits: FloatArray, draws: DrawArray) -> list[tuple[int | None, int]]:
+    """Decides on the next token of walks whose drafts were drawn by chance, [num_walks] rows of logits and draws."""
+    probs = distribution(adjusted(logits, [walk.state for walk in walks]), draws)
+    rivals = [walk.rivals() for walk in walks]
     keys = noise_keys(draws["seed"], draws["index"], draws["position"])
-    return accept_child(probs, rivals, uniforms(keys, Domain.VERIFY, np.arange(len(rivals) + 1)).tolist())
+    numbers = uniforms(keys[:, None], Domain.VERIFY, np.arange(1 + max(map(len, rivals)))).tolist()
+    return [accept_child(*each) for each in zip(probs, rivals, numbers, strict=True)]
 
 
 def largest_ids(logits: FloatArray, count: int) -> IntArray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cloister.runner.acceptance import Candidate
 from cloister.runner.drafters import Draft
 from cloister.runner.inputs import Part
 from cloister.runner.state import SequenceState
@@ -53,6 +54,12 @@ class Walk:
             if self.draft.token_ids[child] == token_id:
                 return child
         return None
+
+    def rivals(self) -> list[Candidate]:
+        """Returns the drafts that may come next as verification of drawn ones takes them."""
+        draft = self.draft
+        assert draft.probs is not None
+        return [Candidate(child, draft.token_ids[child], draft.probs[child]) for child in self.children()]
 
     def take(self, token_id: int, child: int | None) -> bool:
         """Counts a token that its sequence gained; whether the walk goes on, through the draft that foresaw it."""
