@@ -80,7 +80,8 @@ def server():
 
 @pytest.fixture
 def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
 
 
 def test_the_start_says_what_it_took_and_the_phases_add_up(server):
@@ -215,8 +216,8 @@ def test_tenants_do_not_feel_each_others_prefixes(tmp_path):
         assert httpx.get(f"{running.url}/health", timeout=10).status_code == 200
 
         def num_cached(name: str) -> int:
-            client = openai.OpenAI(base_url=f"{running.url}/v1", api_key=made[name], max_retries=0)
-            answer = client.completions.create(model=MODEL, prompt="the same long prompt " * 20, max_tokens=1)
+            with openai.OpenAI(base_url=f"{running.url}/v1", api_key=made[name], max_retries=0) as client:
+                answer = client.completions.create(model=MODEL, prompt="the same long prompt " * 20, max_tokens=1)
             return answer.usage.prompt_tokens_details.cached_tokens
 
         assert num_cached("alice") == 0

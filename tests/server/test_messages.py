@@ -29,14 +29,15 @@ def client_of(house, **options):
 
 @pytest.fixture(scope="module")
 def sdk(speaking):
-    return client_of(speaking)
+    with client_of(speaking) as sdk:
+        yield sdk
 
 
 def asking(model_path, script, ask, **options):
     """Asks a server that plays a script; returns what came and the prompt that the engine got."""
     engine = ScriptedEngine(says(script) if isinstance(script, str) else script, model=ROOMY)
-    with serving_script(model_path, engine, **options) as house:
-        came = ask(client_of(house))
+    with serving_script(model_path, engine, **options) as house, client_of(house) as sdk:
+        came = ask(sdk)
     return came, bytes(engine.taken[0].token_ids).decode() if engine.taken else None
 
 

@@ -37,8 +37,11 @@ def sdk(speaking):
 def asking(model_path, script, ask, **options):
     """Asks a server that plays a script; returns what came and the prompt that the engine got."""
     engine = ScriptedEngine(says(script) if isinstance(script, str) else script, model=ROOMY)
-    with serving_script(model_path, engine, **options) as house:
-        came = ask(openai.OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0))
+    with (
+        serving_script(model_path, engine, **options) as house,
+        openai.OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as sdk,
+    ):
+        came = ask(sdk)
     return came, bytes(engine.taken[0].token_ids).decode() if engine.taken else None
 
 

@@ -38,8 +38,10 @@ class Asked:
 
     def __init__(self, model_path, script, *, config=None, **fields):
         engine = ScriptedEngine(says(script) if isinstance(script, str) else script, model=ROOMY)
-        with serving_script(model_path, engine, config=config) as house:
-            sdk = openai.OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0)
+        with (
+            serving_script(model_path, engine, config=config) as house,
+            openai.OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as sdk,
+        ):
             asked = {"model": MODEL, "messages": HELLO, **fields}
             self.whole = sdk.chat.completions.create(**asked)
             self.chunks = list(sdk.chat.completions.create(**asked, stream=True))
@@ -333,8 +335,10 @@ def marked_path(tmp_path_factory):
 
 def test_a_mark_that_is_a_control_token_is_seen_by_the_parser_and_by_nobody_else(marked_path):
     speech = [257, *b'[{"name": "now", "arguments": {}}]', 256]
-    with serving(marked_path, lambda: start_speaking(marked_path, speech)) as house:
-        sdk = openai.OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0)
+    with (
+        serving(marked_path, lambda: start_speaking(marked_path, speech)) as house,
+        openai.OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as sdk,
+    ):
         asked = {"model": MODEL, "messages": HELLO}
         message = sdk.chat.completions.create(**asked, tools=[NOW]).choices[0].message
         plain = sdk.chat.completions.create(**asked).choices[0].message
