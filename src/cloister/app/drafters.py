@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from cloister.backends.base import Backend, DrawArray, FloatArray, HeadProgram, KVLayout, MemoryNeed, Program
 from cloister.backends.spec import FOREIGN_FAMILY
 from cloister.models import LoadedModel, load, locate
-from cloister.sched.speculation import DrafterLimits, FixedSpeculation, Speculation
+from cloister.sched.speculation import AdaptiveSpeculation, DrafterLimits, FixedSpeculation, Speculation, SpeculationConfig
 from cloister.types.config import AUTO_DRAFTER, EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
 
@@ -113,11 +113,16 @@ class DraftersAtHand:
 
     def speculation(self) -> Speculation | None:
         """Says how much they draft; None without any."""
-        limits = {name: DrafterLimits(drafter.max_drafts, drafter.shape) for name, drafter in self.drafters.items()}
+        limits = {
+            name: DrafterLimits(drafter.max_drafts, drafter.shape, watches=drafter.wants_hidden or drafter.num_top > 0)
+            for name, drafter in self.drafters.items()
+        }
         if not limits:
             return None
+        if self.num_fixed is None:
+            return AdaptiveSpeculation(SpeculationConfig(shares_rates=self.shares_rates), limits)
         name = next(iter(limits))
-        return FixedSpeculation(name, self.num_fixed or 4, limits[name])
+        return FixedSpeculation(name, self.num_fixed, limits[name])
 
 
 def open_drafters(

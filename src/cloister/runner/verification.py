@@ -268,7 +268,7 @@ class Verifier:
 
 
 def _watched(parts: list[Part], forks: Sequence[Fork]) -> set[int]:
-    watched = {part.plan.seq_id for part in parts if part.plan.is_watched}
+    watched = {part.plan.seq_id for part in parts if part.plan.is_watched or part.plan.num_drafts}
     return watched | {fork.child_id for fork in forks if fork.parent_id in watched}
 
 

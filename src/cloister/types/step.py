@@ -50,7 +50,8 @@ class SequencePlan(msgspec.Struct, kw_only=True):
         drafter: who drafts them; empty where nobody does.
         parents: for each draft the place among the drafts of the one before it, -1 for what is known; None leaves the shape
             to the drafter.
-        is_watched: what the model says in this step is shown to the drafters, which may draft in the next one.
+        is_watched: what the model says in this step is shown to the drafters, which may draft in the next one; what became of
+            drafts is shown to them anyway.
     """
 
     seq_id: int
