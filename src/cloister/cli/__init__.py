@@ -12,6 +12,7 @@ from cloister import __version__
 from cloister.cli import (
     bench,
     chat,
+    datastore,
     doctor,
     gateway,
     issuer,
@@ -53,6 +54,7 @@ app.command()(gateway.gateway)
 app.command()(issuer.issuer)
 app.command()(proxy.proxy)
 app.add_typer(bench.app, name="bench")
+app.add_typer(datastore.app, name="datastore")
 app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")
 app.add_typer(log.app, name="log")

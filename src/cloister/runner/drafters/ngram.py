@@ -14,7 +14,7 @@ from typing import Final
 
 from cloister.runner.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace
 from cloister.runner.drafters.occurrences import BYTES_PER_TOKEN, Occurrences
-from cloister.runner.drafters.trie import Trie
+from cloister.runner.drafters.trie import Trie, fill_shape
 from cloister.types.threat import Requirement, ThreatProfile
 
 THREAT = ThreatProfile(
@@ -72,10 +72,12 @@ class NgramDrafter(Drafter):
         matches = occurrences.find(tokens)
         if not matches or ask.num_drafts < 1:
             return NOTHING
-        if len(matches) == 1:
+        if len(matches) > 1:
+            draft = _merge(tokens, matches).best(MAX_DRAFTS if ask.parents is not None else ask.num_drafts, LEAST_WEIGHT)
+        else:
             num_matched, end = matches[0]
-            return Draft(copy_from(tokens, end, min(len(_chances_at(num_matched)), ask.num_drafts)))
-        return _merge(tokens, matches).best(ask.num_drafts, ask.parents, LEAST_WEIGHT)
+            draft = Draft(copy_from(tokens, end, min(len(_chances_at(num_matched)), ask.num_drafts)))
+        return draft if ask.parents is None else fill_shape(draft, ask.parents[: ask.num_drafts])
 
 
 def _chances_at(num_matched: int) -> list[float]:

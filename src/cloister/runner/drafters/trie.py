@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cloister.runner.drafters.base import NOTHING, Draft
+from cloister.runner.drafters.base import Draft
 
 
 class Trie:
@@ -35,35 +35,32 @@ class Trie:
                 self._weights[node] += weight
             parent = node
 
-    def best(self, num_drafts: int, parents: Sequence[int] | None = None, least: float = 0.0) -> Draft:
-        """Returns the heaviest nodes as a tree, heaviest first.
+    def best(self, num_drafts: int, least: float = 0.0) -> Draft:
+        """Returns the heaviest nodes as a tree, heaviest first; those lighter than `least` are left out.
 
         No child weighs more than its parent, and of equal ones the parent came first: so parents stand before children.
-
-        Args:
-            parents: the shape to fill; None takes what is heaviest.
-            least: lighter nodes are left out.
         """
         weights = self._weights
         order = sorted([node for node, weight in enumerate(weights) if weight >= least], key=lambda node: -weights[node])
-        if parents is not None:
-            return self._fill(order, parents[:num_drafts])
         del order[num_drafts:]
         place = {node: number for number, node in enumerate(order)}
         return Draft([self._tokens[node] for node in order], [place.get(self._parents[node], -1) for node in order])
 
-    def _fill(self, order: list[int], shape: Sequence[int]) -> Draft:
-        """Gives each place of a shape the heaviest node that is left below its parent's; places without one are left out."""
-        waiting: dict[int, list[int]] = {}
-        for node in reversed(order):
-            waiting.setdefault(self._parents[node], []).append(node)
-        nodes, kept, draft_parents = {-1: -1}, {-1: -1}, list[int]()
-        for place, parent in enumerate(shape):
-            candidates = waiting.get(nodes[parent]) if parent in nodes else None
-            if candidates:
-                nodes[place] = candidates.pop()
-                kept[place] = len(draft_parents)
-                draft_parents.append(kept[parent])
-        if not draft_parents:
-            return NOTHING
-        return Draft([self._tokens[node] for node in list(nodes.values())[1:]], draft_parents)
+
+def fill_shape(draft: Draft, shape: Sequence[int]) -> Draft:
+    """Returns the nodes of a tree that fit into a shape (`Draft.parents`), those that its drafter trusts most.
+
+    Each place of the shape takes the first node that is left below its parent's; places for which there is none are left out.
+    """
+    waiting: dict[int, list[int]] = {}
+    parents = range(-1, len(draft.token_ids) - 1) if draft.parents is None else draft.parents
+    for node in reversed(range(len(draft.token_ids))):
+        waiting.setdefault(parents[node], []).append(node)
+    node_at, kept_at = {-1: -1}, {-1: -1}  # by the place in the shape; the kept ones are numbered anew
+    kept_parents: list[int] = []
+    for place, parent in enumerate(shape):
+        if parent in node_at and (rivals := waiting.get(node_at[parent])):
+            node_at[place] = rivals.pop()
+            kept_at[place] = len(kept_parents)
+            kept_parents.append(kept_at[parent])
+    return Draft([draft.token_ids[node] for node in list(node_at.values())[1:]], kept_parents)

@@ -1,0 +1,109 @@
+"""`cloister datastore`: public text, in order, that drafts are looked up in (drafter `rest`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from cloister.cli.console import make_progress, out, print_json
+from cloister.types.errors import ConfigError
+
+app = typer.Typer(help="Public text that drafts are looked up in.", no_args_is_help=True)
+
+PIECE_CHARS: Final = 1 << 18
+"""A text is cut into tokens by so much at once, at the end of a paragraph: what the tokenizer needs grows with it."""
+
+
+@app.callback()
+def datastore() -> None:
+    """Public text that drafts are looked up in."""
+
+
+@app.command()
+def build(
+    model: Annotated[str, typer.Option(help="Model whose tokens these are: an embedded one's name, a directory, a hub name.")],
+    text: Annotated[
+        list[Path], typer.Option(help="UTF-8 text, or a folder of .txt and .md files; may be given several times.")
+    ],
+    directory: Annotated[Path, typer.Option("--out", help="Directory to write to.", metavar="OUT")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Build a datastore of public text for `serve --speculate rest --datastore OUT`.
+
+    Give public text only. Which drafts are accepted shows in the time that an answer takes, so whoever may ask the server can
+    find out what is in its datastore.
+    """
+    from cloister.models import load, locate
+    from cloister.models.vocabulary import digest_tokenizer
+    from cloister.runner.drafters.datastore import Datastore
+    from cloister.runner.drafters.datastore_writing import write_datastore
+    from cloister.text import Tokenizer
+
+    files = list_files(text)
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is a file; name a directory", param="out")
+    source = load(locate(model, progress=True))
+    tokenizer, digest = Tokenizer(source.path), digest_tokenizer(source.path)
+    started = time.perf_counter()
+    with make_progress() as progress:
+        task = progress.add_task("Reading", total=len(files))
+
+        def encode(file: Path) -> list[int]:
+            progress.advance(task)
+            return encode_document(_read(file), lambda piece: tokenizer.encode(piece, parse_special=False))
+
+        header = write_datastore(directory, (encode(file) for file in files), num_ids=source.spec.vocab_size, tokenizer=digest)
+    report = {
+        "model": model,
+        "directory": str(directory),
+        "num_documents": header.num_documents,
+        "num_tokens": header.num_tokens,
+        "size_bytes": Datastore(directory, digest).num_bytes,
+        "elapsed_s": round(time.perf_counter() - started, 1),
+    }
+    if as_json:
+        print_json(report)
+        return
+    size = f"{int(str(report['size_bytes'])) / 1e6:.1f} MB"
+    out.print(f"{directory}: {header.num_tokens} tokens of {header.num_documents} documents, {size}", highlight=False)
+    out.print("Its text must be public: who may ask a server can find out what is in its datastore.", highlight=False)
+
+
+def list_files(paths: Sequence[Path]) -> list[Path]:
+    """Returns files as they are, and of folders every .txt and .md file below them, by name.
+
+    Raises:
+        ConfigError: a folder has none, or there is no such file.
+    """
+    found = []
+    for path in paths:
+        files = sorted(file for kind in ("*.txt", "*.md") for file in path.rglob(kind)) if path.is_dir() else [path]
+        if not files or not all(file.is_file() for file in files):
+            raise ConfigError(f"{path} is no file, nor a folder with .txt or .md files; give text", param="text")
+        found += files
+    return found
+
+
+def encode_document(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """Returns the token ids of a text of any length."""
+    return [token for piece in _cut(text) for token in encode(piece)]
+
+
+def _cut(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        end = text.rfind("\n\n", start, start + PIECE_CHARS) if len(text) - start > PIECE_CHARS else len(text)
+        end = end if end > start else start + PIECE_CHARS
+        yield text[start:end]
+        start = end
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeError):
+        raise ConfigError(f"{file} is not a readable file of UTF-8 text", param="text") from None

@@ -1,0 +1,164 @@
+"""A datastore of public text on disk: token ids, and where their suffixes lie in order (Manber and Myers 1993).
+
+`tokens.bin`: the ids of all documents, big-endian, so that bytes sort as tokens do; behind each document lies the largest
+number there is. `suffixes.bin`: uint32 places of all suffixes in the order of their first `SORTED_TOKENS` tokens. `heads.bin`:
+for each id where the suffixes that begin with it start in that order, then where the last ones end. `datastore.json`: `Header`.
+"""
+
+from __future__ import annotations
+
+import mmap
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from cloister.types.errors import ConfigError
+
+VERSION: Final = 1
+SORTED_TOKENS: Final = 64
+HEADER, TOKENS, SUFFIXES, HEADS = "datastore.json", "tokens.bin", "suffixes.bin", "heads.bin"
+BUILD = "build it with `cloister datastore build`"
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What a datastore says of itself.
+
+    Attributes:
+        version: of the format.
+        tokenizer: digest of the tokenizer whose ids these are (`models.vocabulary`).
+        token_bytes: of one id: 2 or 4.
+        num_ids: ids are below.
+        num_tokens: ids in the text, the ends of documents not counted.
+    """
+
+    version: int
+    tokenizer: str
+    token_bytes: int
+    num_ids: int
+    num_tokens: int
+    num_documents: int
+
+
+class Datastore:
+    """An open datastore. Its files are mapped: what is looked up comes to lie in memory, and all of it may.
+
+    Args:
+        path: its directory.
+        tokenizer: digest of the tokenizer that the model has.
+
+    Attributes:
+        num_bytes: of its files.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or its ids are not the model's.
+    """
+
+    def __init__(self, path: Path, tokenizer: str) -> None:
+        self.header = header = _read_header(path)
+        if header.tokenizer != tokenizer:
+            raise ConfigError(f"the datastore {path} has the token ids of another tokenizer; {BUILD}", param="datastore")
+        self._width = header.token_bytes
+        self._num_ids = header.num_ids
+        self._text = _open(path / TOKENS, (header.num_tokens + header.num_documents) * self._width)
+        suffixes, heads = _open(path / SUFFIXES, 4 * header.num_tokens), _open(path / HEADS, 4 * (header.num_ids + 1))
+        self._suffixes, self._heads = memoryview(suffixes).cast("I"), memoryview(heads).cast("I")
+        self.num_bytes = len(self._text) + len(suffixes) + len(heads)
+
+    def find(self, pattern: Sequence[int]) -> tuple[int, int]:
+        """Returns the range, in their order, of the suffixes that begin with `pattern`: 1 to `SORTED_TOKENS` tokens."""
+        if not 0 <= pattern[0] < self._num_ids:
+            return 0, 0
+        text, width = self._text, self._width
+        sought = self._encode(pattern)
+        size = len(sought)
+
+        def begin(place: int) -> bytes:
+            return text[place * width : place * width + size]
+
+        start, end = self._heads[pattern[0]], self._heads[pattern[0] + 1]
+        first = bisect_left(self._suffixes, sought, start, end, key=begin)
+        if first == end or begin(self._suffixes[first]) != sought:
+            return first, first
+        return first, bisect_right(self._suffixes, sought, first, end, key=begin)
+
+    def read(self, start: int, end: int, step: int, skip: int, count: int) -> Continuations:
+        """Returns what follows the first `skip` tokens of every `step`-th suffix of a range, `count` tokens of each at most."""
+        width, text = self._width, self._text
+        behind, size = skip * width, count * width
+        places = [place * width + behind for place in self._suffixes[start:end:step]]
+        return Continuations([text[place : place + size] for place in places], width, self._num_ids)
+
+    def _encode(self, pattern: Sequence[int]) -> bytes:
+        return b"".join([token.to_bytes(self._width) for token in pattern])
+
+
+class Continuations:
+    """Rows of tokens in their order.
+
+    Args:
+        rows: as they lie in the datastore.
+    """
+
+    __slots__ = ("_num_ids", "_rows", "_width")
+
+    def __init__(self, rows: list[bytes], width: int, num_ids: int) -> None:
+        self._rows, self._width, self._num_ids = rows, width, num_ids
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def split(self, first: int, last: int, depth: int) -> list[tuple[int, int, int]]:
+        """Returns (token, from, to) of the rows in [first, last) that have each token at a depth, and are equal before it.
+
+        Rows whose document ended are left out.
+        """
+        start, end = depth * self._width, (depth + 1) * self._width
+        rows, found = self._rows, []
+        ends_with = rows[last - 1][start:end]
+        while first < last:
+            token = rows[first][start:end]
+            following = first + 1
+            if token == ends_with:
+                following = last  # rows are in order
+            else:
+                while rows[following][start:end] == token:
+                    following += 1
+            if token and (number := int.from_bytes(token)) < self._num_ids:
+                found.append((number, first, following))
+            first = following
+        return found
+
+
+def _read_header(path: Path) -> Header:
+    try:
+        header = msgspec.json.decode((path / HEADER).read_bytes(), type=Header)
+    except OSError:
+        raise ConfigError(f"there is no datastore at {path}; {BUILD}", param="datastore") from None
+    except msgspec.DecodeError:
+        raise _damaged(path / HEADER) from None
+    if header.version != VERSION:
+        raise ConfigError(
+            f"the datastore {path} is of version {header.version}, and this build reads {VERSION}; {BUILD}", param="datastore"
+        )
+    is_sound = header.token_bytes in (2, 4) and 0 < header.num_ids < 1 << 8 * header.token_bytes
+    if not is_sound or header.num_tokens < 1 or header.num_documents < 1:
+        raise _damaged(path / HEADER)
+    return header
+
+
+def _open(path: Path, num_bytes: int) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):
+        raise _damaged(path) from None
+    if len(mapped) != num_bytes:
+        raise _damaged(path)
+    return mapped
+
+
+def _damaged(path: Path) -> ConfigError:
+    return ConfigError(f"the datastore's file {path} is missing or damaged; {BUILD}", param="datastore")
