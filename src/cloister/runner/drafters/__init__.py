@@ -1,6 +1,6 @@
 """What drafts tokens for the model to verify: one drafter a file, found by name."""
 
-from cloister.runner.drafters import blockwise, medusa, ngram, rest
+from cloister.runner.drafters import blockwise, draft_model, medusa, ngram, rest
 from cloister.runner.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, Seen
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "DraftingPlace",
     "Seen",
     "blockwise",
+    "draft_model",
     "medusa",
     "ngram",
     "rest",
