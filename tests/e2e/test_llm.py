@@ -1,6 +1,8 @@
 """The engine in this process, with the embedded model."""
 
 import json
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -255,3 +257,21 @@ def test_progress_is_told_prompt_by_prompt_or_drawn(llm, capsys):
     captured = capsys.readouterr()
     assert f"{len(PROMPTS)}/{len(PROMPTS)}" in captured.err
     assert captured.out == ""
+
+
+FORGETFUL = """
+import threading
+from cloister import LLM, SamplingParams
+
+endless = SamplingParams(max_tokens=4000, ignore_eos=True)
+for _ in range(2):
+    llm = LLM("cloister-5m")
+    threading.Thread(target=llm.generate, args=("Hello", endless), daemon=True).start()
+    llm.generate("Hello", SamplingParams(max_tokens=8, ignore_eos=True))
+print("done")
+"""
+
+
+def test_a_program_that_closes_nothing_ends_without_a_crash():
+    ended = subprocess.run([sys.executable, "-c", FORGETFUL], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -26,6 +28,15 @@ from cloister.types.request import Request, SamplingParams, SequenceOutput
 T = TypeVar("T")
 CLOSE_TIMEOUT_S: Final = 10.0
 _START_TIMEOUT_S: Final = 600.0
+_left_open: set[LLM] = set()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Closes what a program did not: threads that are in a kernel when the interpreter goes would abort it."""
+    for llm in list(_left_open):
+        with contextlib.suppress(Exception):
+            llm.close()
 
 
 class LLM:
@@ -61,6 +72,7 @@ class LLM:
         self._call(self._llm.adopt(core), _START_TIMEOUT_S)
         self.model, self.memory = core.model, core.memory
         self.tokenizer = core.tokenizer  # one of 150,000 entries takes 30 MiB
+        _left_open.add(self)
 
     def generate(
         self,
@@ -151,6 +163,7 @@ class LLM:
 
     def close(self) -> None:
         """Gives up what runs and ends the engine. Closing twice does nothing."""
+        _left_open.discard(self)
         if self._thread.is_alive():
             self._call(self._llm.close(), CLOSE_TIMEOUT_S * 2)
             self._loop.call_soon_threadsafe(self._loop.stop)
