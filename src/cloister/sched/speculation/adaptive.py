@@ -20,7 +20,7 @@ from cloister.sched.speculation.allocation import Allocation, Bid
 from cloister.sched.speculation.choice import NO_DRAFTS, Choice, DrafterLimits
 from cloister.sched.speculation.draft_times import DraftTimes
 from cloister.sched.speculation.rates import Rates
-from cloister.sched.speculation.step_times import NUM_UNSURE, StepTimes
+from cloister.sched.speculation.step_times import NUM_UNSURE, Attention, StepTimes
 from cloister.types.step import Sample
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -50,8 +50,10 @@ MOST_SAVED: Final = 1.0
 TRIAL_SIZES: Final = (4, 1)
 SLEEPER_MEMORY: Final = 3.0
 """Drafts that a sleeping drafter's past counts as once it is tried again."""
-NUM_EXAMINED: Final = 4
-"""Sequences for which one decision considers a trial."""
+TRIAL_GAP: Final = 8
+"""Steps between two that try something."""
+NUM_PER_TRIAL: Final = 8
+"""Of so many sequences one is on trial at a time."""
 DECISION_S: Final = (25e-6, 4e-6)
 """What a decision takes, and each sequence of it; only says how often one is worth while."""
 DECISION_SHARE: Final = 0.005
@@ -135,6 +137,7 @@ class AdaptiveSpeculation:
         self._cost: StepCost | None = None
         self._num_steps = 0
         self._next_decision = 0
+        self._next_trial = 0
         self._last_decision = 0
         self._num_last = 0
         self._num_asked = 0
@@ -170,9 +173,8 @@ class AdaptiveSpeculation:
         num = len(sequences)
         records = [self._record(sequence) for sequence in sequences]
         self._cost, self._is_dirty, self._num_last = cost, False, num
-        call_s, slope, key_s, read_s = cost.coefficients
-        attention_s = key_s * size.num_attended + read_s * size.num_read
-        plain_s = (self._times.plain_s(num, slope) or call_s + slope * num) + attention_s
+        attention = Attention(cost, size)
+        plain_s = self._times.plain_s(num, attention) or cost.predict(size)
         since = self._num_steps - self._last_decision
         self._last_decision = self._num_steps
         saving_s = TRIAL_SHARE * plain_s * since / num
@@ -186,11 +188,11 @@ class AdaptiveSpeculation:
         bids = []
         most = max(2, MOST_ROWS // num)
         for place, (sequence, record) in enumerate(zip(sequences, records, strict=True)):
-            bid = None if record.trial else self._bid(record, sequence, key_s, read_s, most)
+            bid = None if record.trial else self._bid(record, sequence, attention, most)
             if bid is not None:
                 bid.place = place
                 bids.append(bid)
-        allocation = Allocation(num, plain_s, attention_s, self._times, slope, self._draft_times)
+        allocation = Allocation(num, plain_s, self._times, attention, self._draft_times)
         rate = allocation.fill(bids, self._rate, num_left)
         is_worth = rate > MARGIN * floor
         self._rate = rate if is_worth else floor
@@ -198,13 +200,13 @@ class AdaptiveSpeculation:
         first, each = DECISION_S
         self._next_decision = self._num_steps + max(1, min(int((first + each * num) / (DECISION_SHARE * plain_s)), MOST_STEPS))
         num_asked = self._apply(records, bids if is_worth else [])
-        num_asked += self._try(sequences, records, num_left - num_asked, key_s, read_s)
+        num_asked += self._try(sequences, records, num_left - num_asked, attention)
         self._num_asked = num_asked
         return [record.choice for record in records]
 
-    def _bid(self, record: _Record, sequence: Running, key_s: float, read_s: float, most: int) -> Bid | None:
+    def _bid(self, record: _Record, sequence: Running, attention: Attention, most: int) -> Bid | None:
         """Returns what the drafter that promises most offers for one sequence."""
-        row_s = key_s * sequence.num_planned + read_s
+        row_s = _row_s(sequence, attention)
         best: Bid | None = None
         for name in self._drafters:
             room = min(most, sequence.max_drafts, self._most(name))
@@ -267,32 +269,41 @@ class AdaptiveSpeculation:
         record.choice = self._choices[name][num_drafts]
         return num_drafts
 
-    def _try(self, sequences: Sequence[Running], records: list[_Record], num_left: int, key_s: float, read_s: float) -> int:
-        """Puts one drafter on trial for one sequence that saved enough for that; returns drafts that are asked for."""
-        num = len(records)
-        for _ in range(min(num, NUM_EXAMINED)):
+    def _try(self, sequences: Sequence[Running], records: list[_Record], num_left: int, attention: Attention) -> int:
+        """Puts drafters on trial for some sequences that saved enough for that; returns drafts that are asked for."""
+        if self._num_steps < self._next_trial:
+            return 0
+        num, num_asked = len(records), 0
+        for _ in range(-(-num // NUM_PER_TRIAL)):
             self._turn = (self._turn + 1) % num
             sequence, record = sequences[self._turn], records[self._turn]
-            now = record.choice
-            name = min((n for n in self._drafters if n != now.drafter), key=lambda n: record.tried.get(n, -1), default="")
-            if not name or record.trial:
+            if not record.trial and sequence.max_drafts > 0:
+                num_asked += self._try_one(sequence, record, num_left - num_asked, _row_s(sequence, attention))
+        if num_asked or self._next_decision == self._num_steps + 1:
+            self._next_trial = self._num_steps + TRIAL_GAP
+        return num_asked
+
+    def _try_one(self, sequence: Running, record: _Record, num_left: int, row_s: float) -> int:
+        """Puts the drafter on trial that was not heard of longest."""
+        now = record.choice
+        name = min((n for n in self._drafters if n != now.drafter), key=lambda n: record.tried.get(n, -1), default="")
+        if not name:
+            return 0
+        lost = 0.0
+        if now.num_drafts:
+            lost = self._offer(record, now.drafter, now.num_drafts, row_s, is_whole=True).value
+        most = min(sequence.max_drafts, self._most(name), num_left + now.num_drafts)
+        for size in TRIAL_SIZES:
+            size = min(size, most)
+            if size < 1:
                 continue
-            row_s = key_s * sequence.num_planned + read_s
-            lost = 0.0
-            if now.num_drafts:
-                lost = self._offer(record, now.drafter, now.num_drafts, row_s, is_whole=True).value
-            most = min(sequence.max_drafts, self._most(name), num_left + now.num_drafts)
-            for size in TRIAL_SIZES:
-                size = min(size, most)
-                if size < 1:
-                    continue
-                value = self._offer(record, name, size, row_s, is_whole=True).value
-                loss_s = max(0.0, lost - value) / self._rate
-                if loss_s <= record.saved_s:
-                    record.saved_s -= loss_s
-                    record.rates[name].fade(SLEEPER_MEMORY)
-                    record.trial, record.trial_size = name, size
-                    return self._hold_trial(record, is_watched=now.is_watched) - now.num_drafts
+            value = self._offer(record, name, size, row_s, is_whole=True).value
+            loss_s = max(0.0, lost - value) / self._rate
+            if loss_s <= record.saved_s:
+                record.saved_s -= loss_s
+                record.rates[name].fade(SLEEPER_MEMORY)
+                record.trial, record.trial_size = name, size
+                return self._hold_trial(record, is_watched=now.is_watched) - now.num_drafts
         return 0
 
     def _hold_trial(self, record: _Record, *, is_watched: bool) -> int:
@@ -332,11 +343,8 @@ class AdaptiveSpeculation:
 
     def learn_step(self, size: StepSize, num_drafted: int, elapsed_s: float) -> None:
         """Takes in what a step took (`Speculation.learn_step`)."""
-        if self._cost is None:
-            return
-        _, slope, key_s, read_s = self._cost.coefficients
-        attention_s = key_s * size.num_attended + read_s * size.num_read
-        self._times.learn(int(size.num_tokens), attention_s, elapsed_s, slope, is_drafting=num_drafted > 0)
+        if self._cost is not None:
+            self._times.learn(size, elapsed_s, self._cost, is_drafting=num_drafted > 0)
         if not num_drafted:
             self._num_since_plain = 0
 
@@ -367,6 +375,11 @@ class AdaptiveSpeculation:
         for record in records:
             record.choice = WATCHED if record.choice.is_watched else NO_DRAFTS
         return [record.choice for record in records]
+
+
+def _row_s(sequence: Running, attention: Attention) -> float:
+    """Returns what the attention of a draft costs beyond that of an average one."""
+    return attention.key_s * (sequence.num_planned - attention.context)
 
 
 def _as_long_as(num: int, prior: tuple[float, ...]) -> tuple[float, ...]:

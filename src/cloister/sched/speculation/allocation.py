@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from cloister.sched.speculation.draft_times import DraftTimes
-from cloister.sched.speculation.step_times import StepTimes, bucket_of
+from cloister.sched.speculation.step_times import Attention, StepTimes, bucket_of
 
 LEAST_GAIN: Final = 0.02
 """Drafts that are accepted more seldom are not considered."""
@@ -21,7 +21,7 @@ class Bid:
         gains: by place, falling: how often a draft there is accepted.
         found: by place: how often it is made when it is asked for.
         room: drafts at most.
-        row_s: of attention, for each draft.
+        row_s: of attention, for each draft, beyond an average one's.
         draft_price: tokens that the time of one more draft would bring otherwise.
         value: tokens that it brings beyond its cost, as expected before the step's rows are shared out.
         num_drafts: what it is given.
@@ -56,28 +56,26 @@ class Allocation:
 
     Args:
         num: sequences in the step.
-        plain_s: of the step without drafts, `attention_s` of it for attention.
-        slope: seconds of a row where nothing better is known.
+        plain_s: of the step without drafts.
+        attention: of the step without drafts.
         draft_times: by drafter.
 
     Attributes:
-        row_s: what a draft's row cost in the end, on average, attention aside.
+        row_s: what a draft's row costs in the end, on average.
     """
 
     def __init__(
         self,
         num: int,
         plain_s: float,
-        attention_s: float,
         times: StepTimes,
-        slope: float,
+        attention: Attention,
         draft_times: Mapping[str, DraftTimes],
     ) -> None:
         self._num = num
         self._plain_s = plain_s
-        self._attention_s = attention_s
         self._times = times
-        self._slope = slope
+        self._attention = attention
         self._draft_times = draft_times
         self.row_s = max(0.0, self._rows_s(num + NUM_MARGINAL) - plain_s) / NUM_MARGINAL
 
@@ -144,8 +142,6 @@ class Allocation:
         return cut, best
 
     def _rows_s(self, rows: float) -> float:
-        """Returns the seconds of a step with drafts, the attention of what is known included."""
-        own_s = self._times.drafting_s(rows, self._slope)
-        if own_s <= 0.0:
-            return self._plain_s + self._slope * (rows - self._num)
-        return own_s + self._attention_s
+        """Returns the seconds of a step with drafts."""
+        step_s = self._times.drafting_s(rows, self._attention)
+        return step_s if step_s > 0.0 else self._plain_s + self._attention.slope * (rows - self._num)

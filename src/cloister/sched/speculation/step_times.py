@@ -1,141 +1,196 @@
-"""What a step costs by its number of rows: a table beside the line of `StepCost`. Pure: no clock.
+"""What a decode step costs by its number of rows: a table beside the line of `StepCost`. Pure: no clock.
 
 A step's time is far from a line in its rows where speculation lives. A matrix unit works on 16 rows at once, so 5 rows may
 cost as much as 16, a 17th a leap, and 4 more than 5, where another kernel takes over. So steps that only decode are learned
-row by row; attention, which is a line, is taken off by `StepCost`'s coefficients, and what was never seen lies on a line from
-the nearest rows that were.
-
-All times have one level: a machine that becomes busy slows every row, those too that are not being visited.
+row by row, each with the attention that it had; `StepCost` says what more or less attention costs, and what rows cost beyond
+those that were seen.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from typing import Final
 
-LEVEL_SHARE: Final = 0.05
-"""How much of a surprise belongs to the level of all times."""
+from cloister.sched.budget import StepCost, StepSize
+
 POINT_SHARE: Final = 0.02
-"""How much of it belongs to the rows where it was met, once they are well known."""
+"""How much of a surprise is believed, where rows are well known."""
 NUM_UNSURE: Final = 8
 """Visits after which a point is well known."""
-LEAST_SHARE: Final = 0.2
-"""Of a step's time that rows take, whatever attention is said to take."""
+FORGOTTEN: Final = 512
+STALE_SHARE: Final = 0.25
+"""After so many steps without a visit the next one counts this much."""
+FIRST_BOUND: Final = 2.5
+"""By what ratio a first visit may surprise."""
+MOST_RATIO: Final = 4.0
+"""By what ratio more or less attention may change a time."""
 
-_NARROW, _MIDDLE, _WIDE = 16, 32, 64
+_WIDTHS = ((16, 1), (32, 2), (64, 4))
+_WIDEST = 8
 
 
 def bucket_of(rows: int) -> int:
-    """Returns the most rows that are learned together with these: single ones to 16, then 4, 8 and 16 at once."""
-    if rows <= _NARROW:
-        return rows
-    width = 4 if rows <= _MIDDLE else 8 if rows <= _WIDE else 16
-    return -(-rows // width) * width
+    """Returns the most rows that are learned together with these: single ones to 16, then 2, 4 and 8 at once."""
+    for most, width in _WIDTHS:
+        if rows <= most:
+            return -(-rows // width) * width
+    return -(-rows // _WIDEST) * _WIDEST
+
+
+class _Point:
+    """One bucket.
+
+    Attributes:
+        time_s: of a step of the bucket's most rows, with this attention.
+        attended, read: as in `StepSize`.
+        num_visits, last: how often it was seen, and in which step at last.
+    """
+
+    __slots__ = ("attended", "last", "num_visits", "read", "time_s")
+
+    def __init__(self, time_s: float, attended: float, read: float, now: int) -> None:
+        self.time_s = time_s
+        self.attended = attended
+        self.read = read
+        self.num_visits = 1
+        self.last = now
+
+
+class Attention:
+    """What attention costs now.
+
+    Attributes:
+        attended, read: of the step that is asked about, without drafts.
+        slope: seconds of a row, where nothing better is known.
+        key_s, read_s: seconds of a key attended, and of a key read.
+        context: keys that one draft more attends to.
+    """
+
+    __slots__ = ("attended", "context", "key_s", "num", "read", "read_s", "slope")
+
+    def __init__(self, cost: StepCost, size: StepSize) -> None:
+        _, self.slope, self.key_s, self.read_s = cost.coefficients
+        self.num, self.attended, self.read = size
+        self.context = self.attended / self.num if self.num else 0.0
+
+    def move(self, point: _Point, rows: float) -> float:
+        """Returns a point's time with the attention of a step of so many rows."""
+        more = rows - self.num
+        time_s = point.time_s
+        time_s += self.key_s * (self.attended + more * self.context - point.attended)
+        time_s += self.read_s * (self.read + more - point.read)
+        return min(max(time_s, point.time_s / MOST_RATIO), point.time_s * MOST_RATIO)
 
 
 class Curve:
-    """Time by rows, as far as it was seen, relative to a level that others keep."""
+    """Time by rows, as far as it was seen."""
 
-    __slots__ = ("_counts", "_rows", "_times", "num_visits")
+    __slots__ = ("_points", "_rows", "num_visits")
 
     def __init__(self) -> None:
         self.num_visits = 0
         self._rows: list[int] = []
-        self._times: list[float] = []
-        self._counts: list[int] = []
+        self._points: list[_Point] = []
 
-    def __len__(self) -> int:
-        return len(self._rows)
+    def __bool__(self) -> bool:
+        return bool(self._rows)
 
     def count(self, rows: int) -> int:
         """Returns how often such a step was seen."""
-        place = bisect_left(self._rows, bucket_of(rows))
-        return self._counts[place] if place < len(self._rows) and self._rows[place] == bucket_of(rows) else 0
+        key = bucket_of(rows)
+        place = bisect_left(self._rows, key)
+        return self._points[place].num_visits if place < len(self._rows) and self._rows[place] == key else 0
 
-    def learn(self, rows: int, value: float, expected: float, weight: float) -> float:
-        """Takes in a time; returns by what ratio it surprised, 1 where too little is known to say.
+    def learn(self, rows: int, elapsed_s: float, attention: Attention, expected_s: float, now: int) -> None:
+        """Takes in the time of a step.
 
         Args:
-            expected: what was predicted for it; 0 if nothing was.
-            weight: how far the time is to be trusted, 0 to 1.
+            attention: of that step, drafts included.
+            expected_s: what was predicted for it; 0 if nothing was.
+            now: number of the step.
         """
         self.num_visits += 1
         key = bucket_of(rows)
+        elapsed_s += attention.slope * (key - rows)
         place = bisect_left(self._rows, key)
         if place == len(self._rows) or self._rows[place] != key:
-            if expected > 0.0:  # one slow step is no news about the model
-                value = min(max(value, 0.4 * expected), 2.5 * expected)
+            if expected_s > 0.0:
+                elapsed_s = min(max(elapsed_s, expected_s / FIRST_BOUND), expected_s * FIRST_BOUND)
             self._rows.insert(place, key)
-            self._times.insert(place, value)
-            self._counts.insert(place, 1)
-            return 1.0
-        num = self._counts[place] = self._counts[place] + 1
-        bound = 1.25 if num > NUM_UNSURE else 1.0 + 2.0 / num
-        ratio = value / self._times[place]
-        ratio = min(max(ratio, 1.0 / bound), bound)
-        share = max(POINT_SHARE, 1.0 / num) * weight
-        self._times[place] *= 1.0 + share * (ratio - 1.0)
-        return 1.0 + weight * (ratio - 1.0) if num > NUM_UNSURE else 1.0
+            self._points.insert(place, _Point(elapsed_s, attention.attended, attention.read, now))
+            return
+        point = self._points[place]
+        point.num_visits = num = point.num_visits + 1
+        gap, point.last = now - point.last, now
+        ratio = elapsed_s / attention.move(point, rows)
+        if num == 2:  # steps are held up more often than they are hurried: the shorter one of two is the truer
+            ratio = max(ratio, 1.0 / FIRST_BOUND) if ratio < 1.0 else math.sqrt(min(ratio, FIRST_BOUND))
+            share = 1.0
+        else:
+            bound = 1.25 if num > NUM_UNSURE else 1.5
+            ratio = min(max(ratio, 1.0 / bound), bound)
+            share = max(POINT_SHARE, 1.0 / num, min(gap / FORGOTTEN, STALE_SHARE))
+        moved_s = attention.move(point, rows)
+        point.time_s = (point.time_s + share * (moved_s - point.time_s)) * (1.0 + share * (ratio - 1.0))
+        point.attended += share * (attention.attended - point.attended)
+        point.read += share * (attention.read - point.read)
 
     def nearest(self, rows: float) -> int | None:
         """Returns the rows nearest to these that were seen, if none were on both sides."""
-        if bucket_of(int(rows)) < self._rows[0]:
+        if rows < self._rows[0]:
             return self._rows[0]
         return self._rows[-1] if rows > self._rows[-1] else None
 
-    def predict(self, rows: float, slope: float) -> float:
-        """Returns the time of so many rows; 0 if nothing was seen.
-
-        Args:
-            slope: of the line on which rows lie that are more, or fewer, than any that were seen.
-        """
-        known, times = self._rows, self._times
+    def predict(self, rows: float, attention: Attention) -> float:
+        """Returns the time of so many rows; 0 if nothing was seen."""
+        known, points = self._rows, self._points
         if not known:
             return 0.0
         place = bisect_left(known, rows)
         if place == len(known):
-            return times[-1] + slope * (rows - known[-1])
+            return attention.move(points[-1], rows) + attention.slope * (rows - known[-1])
+        time_s = attention.move(points[place], rows)
+        high = known[place]
+        if rows == high:
+            return time_s
         if place == 0:
-            if rows >= known[0] or bucket_of(int(rows)) == known[0]:
-                return times[0]
-            return max(times[0] - slope * (known[0] - rows), 0.5 * times[0])
-        if rows == known[place] or bucket_of(int(rows)) == known[place]:
-            return times[place]
-        low, high = known[place - 1], known[place]
-        return times[place - 1] + (times[place] - times[place - 1]) * (rows - low) / (high - low)
+            return max(time_s - attention.slope * (high - rows), 0.5 * time_s)
+        before_s, low = attention.move(points[place - 1], rows), known[place - 1]
+        return before_s + (time_s - before_s) * (rows - low) / (high - low)
 
 
 class StepTimes:
-    """Time of a decode step by its rows, attention aside: plain ones, and those that verify drafts."""
+    """Time of a decode step by its rows: plain ones, and those that verify drafts."""
 
     def __init__(self) -> None:
         self.plain = Curve()
         self.drafting = Curve()
-        self._level = 1.0
+        self._num_steps = 0
 
-    def learn(self, rows: int, attention_s: float, elapsed_s: float, slope: float, *, is_drafting: bool) -> None:
+    def learn(self, size: StepSize, elapsed_s: float, cost: StepCost, *, is_drafting: bool) -> None:
         """Takes in one measured step; one that took no time says nothing."""
         if elapsed_s <= 0.0:
             return
-        own_s = max(elapsed_s - attention_s, LEAST_SHARE * elapsed_s)
+        self._num_steps += 1
+        attention, rows = Attention(cost, size), int(size.num_tokens)
         curve = self.drafting if is_drafting else self.plain
-        expected_s = self.drafting_s(rows, slope) if is_drafting else self.plain_s(rows, slope)
-        surprise = curve.learn(rows, own_s / self._level, expected_s / self._level, own_s / elapsed_s)
-        self._level *= 1.0 + LEVEL_SHARE * (surprise - 1.0)
+        expected_s = self.drafting_s(rows, attention) if is_drafting else curve.predict(rows, attention)
+        curve.learn(rows, elapsed_s, attention, expected_s, self._num_steps)
 
-    def plain_s(self, rows: float, slope: float) -> float:
+    def plain_s(self, rows: float, attention: Attention) -> float:
         """Returns the seconds of a step without drafts; 0 if nothing was learned."""
-        return self._level * self.plain.predict(rows, slope / self._level)
+        return self.plain.predict(rows, attention)
 
-    def drafting_s(self, rows: float, slope: float) -> float:
+    def drafting_s(self, rows: float, attention: Attention) -> float:
         """Returns the seconds of a step that verifies drafts, those among its rows; 0 if nothing was learned."""
-        level, curve = self._level, self.drafting
-        slope /= level
-        if not curve:
-            return level * self.plain.predict(rows, slope)
-        end = curve.nearest(rows)
-        if end is None or not self.plain:
-            return level * curve.predict(rows, slope)
+        curve, plain = self.drafting, self.plain
+        end = curve.nearest(rows) if curve else None
+        if not curve or not plain:
+            return (curve or plain).predict(rows, attention)
+        time_s = curve.predict(rows, attention)
+        if end is None:
+            return time_s
         # Beyond what was seen, rows cost what they cost without drafts, and drafting as much more as at the last ones seen.
-        extra = curve.predict(end, slope) - self.plain.predict(end, slope)
-        return level * (self.plain.predict(rows, slope) + extra)
+        extra_s = curve.predict(end, attention) - plain.predict(end, attention)
+        return max(plain.predict(rows, attention) + extra_s, 0.5 * time_s)
