@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from scipy import stats
 
-from benchmarks.harness import Bench
+from benchmarks.harness import Bench, console
 from benchmarks.speculation_runs import AUTO, PLAIN
 from cloister.bench.plots import BLUE, COLOURS, GREY, draw
 
@@ -90,9 +90,29 @@ def report(bench: Bench, kept: Mapping[str, Any], options: argparse.Namespace) -
             bench.print_rows(f"a step without drafting, {told}", headers, kept[f"cost {quant}"])
     for name, found in cells.items():
         _print_cell(bench, name, found, scores[name])
+    for quant, told in FORMATS.items():
+        console.print(
+            f"\n{told}, for README.md:\n{to_markdown(cells, scores, quant)}", highlight=False, markup=False, soft_wrap=True
+        )
     _check(bench, cells, scores)
     _draw(bench, cells, scores, options)
     return bench.finish(options)
+
+
+def to_markdown(cells: Mapping[str, Any], scores: Mapping[str, Mapping[str, Score]], quant: str) -> str:
+    """Returns a table of a format: a row for each drafter, a column for each cell; ratios, and accepted drafts a step."""
+    shown = [name for name, found in cells.items() if found["cell"]["quant"] == quant]
+    if not shown:
+        return "nothing measured"
+    arms = list(dict.fromkeys(arm for name in shown for arm in scores[name]))
+    heads = [f"{cells[name]['cell']['workload']}, {cells[name]['cell']['batch']}" for name in shown]
+    lines = [f"| over none (accepted a step) | {' | '.join(heads)} |", "|---" * (len(shown) + 1) + "|"]
+    for arm in arms:
+        found = [scores[name].get(arm) for name in shown]
+        plain = [f"{score.tokens_s:.1f} tokens/s" if score else "-" for score in found]
+        ratios = [f"{score.told()} ({score.accepted:.2f})" if score else "-" for score in found]
+        lines.append(f"| {arm} | {' | '.join(plain if arm == PLAIN else ratios)} |")
+    return "\n".join(lines)
 
 
 def score_cell(found: Mapping[str, Any]) -> dict[str, Score]:

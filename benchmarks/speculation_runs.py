@@ -60,9 +60,7 @@ class Run:
 
     def figures(self) -> dict[str, Any]:
         """Returns everything but the answers."""
-        found = asdict(self)
-        del found["answers"]
-        return found
+        return {name: round(value, 6) for name, value in asdict(self).items() if name != "answers"}
 
 
 class Watch:

@@ -95,10 +95,10 @@ class Prompts:
             Workload("docs", docs, 48),
             Workload("docs, T 1, seed", docs, 48, temperature=1.0),
             Workload("docs, T 1, no seed", docs, 48, temperature=1.0, seeded=False),
-            Workload("text", tuple(map(self.plain, passages(NUM_PROMPTS))), 32, temperature=0.7, ignore_eos=True),
-            Workload("code", tuple(map(self.plain, self._texts["code"])), 32, temperature=0.7, ignore_eos=True),
+            Workload("text", tuple(map(self.plain, passages(NUM_PROMPTS))), 24, temperature=0.7, ignore_eos=True),
+            Workload("code", tuple(map(self.plain, self._texts["code"])), 24, temperature=0.7, ignore_eos=True),
             Workload("edit", tuple(self.chat(editing(*edit)) for edit in edits), 48, wanted=tuple(after for _, after in edits)),
-            Workload("random", random_prompts(self._tokenizer.vocab_size), 32, temperature=1.0, ignore_eos=True),
+            Workload("random", random_prompts(self._tokenizer.vocab_size), 24, temperature=1.0, ignore_eos=True),
         )
         return {workload.name: workload for workload in found}
 
