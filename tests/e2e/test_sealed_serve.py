@@ -105,6 +105,8 @@ class Node:
             text=True,
         )
         self.lines: list[str] = []
+        self.num_opened = 0
+        """Bytes of the last answer, padding included."""
         self.url = self._wait_for_address()
 
     def _wait_for_address(self) -> str:
@@ -147,8 +149,9 @@ class Node:
         answer = httpx.post(self.url + NODE_PATH, content=sealed, headers=headers, timeout=60, verify=False)
         if answer.status_code != 200:
             return answer.status_code, answer.content
-        frames = Unshaper(required=True)
-        opened = decode_response(frames.feed(open_response(exchange, answer.content)))
+        frames, plain = Unshaper(required=True), open_response(exchange, answer.content)
+        self.num_opened = len(plain)
+        opened = decode_response(frames.feed(plain))
         return opened.head.status, opened.content
 
     def stop(self) -> int:
@@ -312,6 +315,21 @@ def test_a_node_ends_in_order_and_leaves_no_process(node: Node) -> None:
     while [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < give_up_s
         time.sleep(0.05)
+
+
+def test_a_node_that_drafts_answers_the_same_tokens_in_a_constant_shape() -> None:
+    with LLM(MODEL, speculate="none") as llm:
+        params = SamplingParams(temperature=0, max_tokens=12)
+        wanted = [completion.outputs[0].text for completion in llm.generate(list(PROMPTS), params)]
+    running = Node("--sealed", "--speculate", "draft_model,ngram", "--draft-model", "cloister-draft", "--draft-tokens", "4")
+    try:
+        for prompt, text in zip(PROMPTS, wanted, strict=True):
+            status, content = running.complete(prompt)
+            assert (status, running.num_opened) == (200, 64 * 512), content
+            assert json.loads(content)["choices"][0]["text"] == text
+    finally:
+        running.process.kill()
+        running.process.communicate()
 
 
 def serve_in_vain(*flags: str) -> str:
