@@ -134,6 +134,8 @@ class AdaptiveSpeculation:
             self._shared = {name: Rates(prior, SHARED_PAST) for name, prior in self._priors.items()}
         self._draft_times = {name: DraftTimes() for name in drafters}
         self._times = StepTimes()
+        self._depths: dict[str, int] = {}
+        """Most drafts of one sequence in the step that is being taken in, by drafter."""
         self._cost: StepCost | None = None
         self._num_steps = 0
         self._next_decision = 0
@@ -323,6 +325,7 @@ class AdaptiveSpeculation:
         if not isinstance(record, _Record) or choice.drafter not in record.rates:
             return
         num_drafted, accepted = sample.num_drafted, sample.accepted
+        self._depths[choice.drafter] = max(choice.num_drafts, self._depths.get(choice.drafter, 0))
         record.rates[choice.drafter].learn(choice.num_drafts, num_drafted, accepted)
         if self._shared:
             self._shared[choice.drafter].learn(choice.num_drafts, num_drafted, accepted)
@@ -339,7 +342,9 @@ class AdaptiveSpeculation:
         """Takes in what drafting took (`Speculation.learn_cost`)."""
         for name, (num_sequences, num_drafts) in num_drafted.items():
             if name in self._draft_times:
-                self._draft_times[name].learn(num_sequences, num_drafts, draft_s.get(name, 0.0))
+                depth = self._depths.get(name, num_drafts)
+                self._draft_times[name].learn(num_sequences, num_drafts, depth, draft_s.get(name, 0.0))
+        self._depths.clear()
 
     def learn_step(self, size: StepSize, num_drafted: int, elapsed_s: float) -> None:
         """Takes in what a step took (`Speculation.learn_step`)."""

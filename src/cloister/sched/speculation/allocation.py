@@ -120,8 +120,10 @@ class Allocation:
             attention_s += found * bid.row_s
             counts = asked.get(bid.drafter)
             if counts is None:
-                counts = asked[bid.drafter] = [0, 0]
+                counts = asked[bid.drafter] = [0, 0, 0]
             counts[1] += 1
+            if place >= counts[2]:
+                counts[2] = place + 1
             if not place:
                 counts[0] += 1
                 idle *= 1.0 - found
@@ -134,8 +136,8 @@ class Allocation:
             bucket = bucket_of(int(now) + 1)
             extra_s = active * (self._rows_s(now) - plain_s)
             step_s = plain_s + attention_s + extra_s
-            for name, (users, drafts) in asked.items():
-                step_s += self._draft_times[name].predict(users, drafts)
+            for name, (users, drafts, depth) in asked.items():
+                step_s += self._draft_times[name].predict(users, drafts, depth)
             ratio = (num + tokens) / step_s
             if ratio > best:
                 best, cut, self.row_s = ratio, index + 1, max(0.0, extra_s) / rows

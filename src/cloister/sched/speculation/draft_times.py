@@ -27,20 +27,17 @@ class DraftTimes:
         """A time was taken in."""
         return self._num_seen > 0
 
-    def learn(self, num_sequences: int, num_drafts: int, elapsed_s: float) -> None:
-        """Takes in what it took to ask for so many drafts, for so many sequences together."""
+    def learn(self, num_sequences: int, num_drafts: int, depth: int, elapsed_s: float) -> None:
+        """Takes in what it took to ask for so many drafts, for so many sequences together; `depth` for one at most."""
         self._num_seen += 1
         if num_sequences < 1 or (self._num_seen > NUM_FIRST and self._num_seen % STRIDE):
             return
-        depth = num_drafts / num_sequences
         self._cost.learn(StepSize(_UNITS[0] * depth, _UNITS[1] * num_drafts, _UNITS[2] * num_sequences), elapsed_s)
         call, *others = self._cost.coefficients
         in_row, each, sequence = (value * unit for value, unit in zip(others, _UNITS, strict=True))
         self.terms = (call, in_row, each, sequence)
 
-    def predict(self, num_sequences: int, num_drafts: float) -> float:
+    def predict(self, num_sequences: int, num_drafts: int, depth: int) -> float:
         """Returns the seconds of one call; 0 before anything was learned."""
-        if not num_sequences:
-            return 0.0
         call, in_row, each, sequence = self.terms
-        return call + in_row * num_drafts / num_sequences + each * num_drafts + sequence * num_sequences
+        return call + in_row * depth + each * num_drafts + sequence * num_sequences
