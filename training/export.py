@@ -9,38 +9,9 @@ from safetensors.torch import save
 from tokenizers import Tokenizer
 
 from cloister.train.decoder import Decoder, Shape
+from cloister.train.draft_files import llama_config
 from training.chat import TEMPLATE
 from training.tokenizer import CONTROL_TOKENS, END, END_OF_TEXT, token_id
-
-
-def llama_config(shape: Shape, tokenizer: Tokenizer) -> dict[str, Any]:
-    """``config.json`` of ``LlamaForCausalLM``."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": shape.max_positions,
-        "rms_norm_eps": shape.rms_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": True,
-        "use_cache": True,
-        "bos_token_id": token_id(tokenizer, END_OF_TEXT),
-        "eos_token_id": stop_ids(tokenizer),
-        "pad_token_id": token_id(tokenizer, END_OF_TEXT),
-        "torch_dtype": "bfloat16",
-    }
 
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
@@ -90,7 +61,7 @@ def export_model(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     for name, content in (
-        ("config.json", llama_config(model.shape, tokenizer)),
+        ("config.json", llama_config(model.shape, token_id(tokenizer, END_OF_TEXT), stop_ids(tokenizer))),
         ("generation_config.json", generation_config(tokenizer)),
         ("tokenizer_config.json", tokenizer_config(model.shape)),
     ):

@@ -191,4 +191,5 @@ def _place(
         open_model=open_model,
         project=lent.project,
         draws=lent.draws,
+        fingerprint=model.info.fingerprint,
     )

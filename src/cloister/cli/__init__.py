@@ -27,6 +27,7 @@ from cloister.cli import (
     roofline,
     run,
     serve,
+    train,
     verify,
     witness,
 )
@@ -54,6 +55,7 @@ app.command()(gateway.gateway)
 app.command()(issuer.issuer)
 app.command()(proxy.proxy)
 app.add_typer(bench.app, name="bench")
+app.add_typer(train.app, name="train")
 app.add_typer(datastore.app, name="datastore")
 app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")

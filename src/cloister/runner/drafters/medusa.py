@@ -1,8 +1,8 @@
 """Medusa (Cai et al. 2024): heads on the last hidden state each guess one place further, and a tree joins their guesses.
 
-A head is residual SiLU blocks (section 2.1.1) whose output the model's own head reads: the paper gives each head a matrix over
-the vocabulary instead, which would make the heads of a small model larger than the model. Which ranks of which heads make the
-tree was found by the trainer from measured accuracy (`train.tree`).
+A head is residual SiLU blocks (section 2.1.1) whose output the model's own head reads. The paper gives each head a matrix over
+the vocabulary, which would make the heads of a small model larger than the model; here each block has an output matrix instead.
+Which ranks of which heads make the tree was found by the trainer from measured accuracy (`train.tree`).
 """
 
 from __future__ import annotations
@@ -36,41 +36,53 @@ THREAT = ThreatProfile(
 )
 
 
-class MedusaHeads:
-    """Residual blocks: x + SiLU(W x + b), one chain of them for each head (protocol `Heads`).
+class Block(NamedTuple):
+    """One residual block of every head: x + D SiLU(U x + u).
 
-    Args:
-        weights: [num_blocks] of [num_heads, hidden, hidden], the inputs of a block in its second dimension.
-        biases: [num_blocks] of [num_heads, 1, hidden].
+    Attributes:
+        up: [num_heads, hidden, inner], inputs in the second dimension. up_bias: [num_heads, 1, inner].
+        down: [num_heads, inner, hidden].
     """
 
-    def __init__(self, weights: list[FloatArray], biases: list[FloatArray]) -> None:
-        self._weights, self._biases = weights, biases
-        self.num_heads, self._hidden_size = weights[0].shape[:2]
-        self.num_bytes = sum(part.nbytes for part in (*weights, *biases))
+    up: FloatArray
+    up_bias: FloatArray
+    down: FloatArray
+
+
+class MedusaHeads:
+    """A chain of residual blocks for each head (protocol `Heads`)."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._blocks = tuple(blocks)
+        self.num_heads, self._hidden_size = blocks[0].up.shape[:2]
+        self.num_bytes = sum(part.nbytes for block in blocks for part in block)
 
     @classmethod
     def of(cls, tensors: dict[str, FloatArray], num_heads: int, hidden_size: int) -> MedusaHeads:
         """Takes them from what `heads.safetensors` holds, where inputs come last (ModelError if a tensor is missing)."""
-        num_blocks = sum(name.endswith(".weight") for name in tensors)
-        if not num_blocks:
-            raise ModelError("the heads have no blocks; train these heads again")
-        weights, biases = [], []
-        for block in range(num_blocks):
-            weight = take_tensor(tensors, f"blocks.{block}.weight", num_heads, hidden_size, hidden_size)
-            weights.append(np.ascontiguousarray(weight.transpose(0, 2, 1)))
-            biases.append(take_tensor(tensors, f"blocks.{block}.bias", num_heads, hidden_size)[:, None])
-        return cls(weights, biases)
+        blocks = []
+        for number in range(max(1, sum(name.endswith(".up.bias") for name in tensors))):
+            name = f"blocks.{number}"
+            inner = tensors[f"{name}.up.bias"].shape[-1] if f"{name}.up.bias" in tensors else hidden_size
+            up = take_tensor(tensors, f"{name}.up.weight", num_heads, inner, hidden_size)
+            bias = take_tensor(tensors, f"{name}.up.bias", num_heads, inner)
+            down = take_tensor(tensors, f"{name}.down.weight", num_heads, hidden_size, inner)
+            blocks.append(Block(_turn(up), bias[:, None], _turn(down)))
+        return cls(blocks)
 
     def guess(self, hidden: FloatArray, num_heads: int) -> FloatArray:
         return guess_in_strips(lambda rows: self._guess(rows, num_heads), hidden, self._hidden_size**2)
 
     def _guess(self, hidden: FloatArray, num_heads: int) -> FloatArray:
         state: FloatArray = hidden[None]
-        for weight, bias in zip(self._weights, self._biases, strict=True):
-            inner = np.matmul(state, weight[:num_heads]) + bias[:num_heads]
-            state = state + inner / (1 + np.exp(-np.clip(inner, -80, None)))
+        for up, bias, down in self._blocks:
+            inner = np.matmul(state, up[:num_heads]) + bias[:num_heads]
+            state = state + np.matmul(inner / (1 + np.exp(-np.clip(inner, -80, None))), down[:num_heads])
         return state
+
+
+def _turn(matrices: FloatArray) -> FloatArray:
+    return np.ascontiguousarray(matrices.transpose(0, 2, 1))
 
 
 class Branches(NamedTuple):

@@ -1,0 +1,189 @@
+"""Every place of the passages with the hidden state that the served model has there: what heads read.
+
+The states come from the model's own program, in the numbers that it serves with, are computed once and lie in a file, as
+bfloat16: training reads each of them many times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends.base import ForwardBatch, HiddenProgram, IntArray, Program
+from cloister.train.passages import Passage
+from cloister.types.errors import ConfigError
+
+BoolArray = npt.NDArray[np.bool_]
+RowArray = npt.NDArray[np.int64]
+TargetArray = npt.NDArray[np.int64]
+_NUMBER_BYTES: Final = 2
+_SPARE_BYTES: Final = 64 << 20
+"""Of the disk that hidden states leave free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Places of all passages, one after another.
+
+    Attributes:
+        hidden: [num_places, hidden] bfloat16, mapped.
+        token_ids: [num_places] int32.
+        ends: [num_places] int64, where the passage of each place ends.
+        is_learned: [num_places] whether a head may start from there: not in the prompt of an answer.
+        is_held_out, is_own: [num_places], of the place's passage.
+    """
+
+    hidden: npt.NDArray[np.void]
+    token_ids: IntArray
+    ends: npt.NDArray[np.int64]
+    is_learned: BoolArray
+    is_held_out: BoolArray
+    is_own: BoolArray
+
+    def having(self, ahead: int, *, held_out: bool) -> RowArray:
+        """Returns the places to learn from, or to measure at, that have `ahead` more places of their passage behind them."""
+        places = np.arange(len(self.token_ids), dtype=np.int64)
+        wanted: RowArray = places[self.is_learned & (self.is_held_out == held_out) & (places + ahead < self.ends)]
+        return wanted
+
+
+def read_places(
+    program: Program,
+    passages: Sequence[Passage],
+    hidden_size: int,
+    block_size: int,
+    num_blocks: int,
+    file: Path,
+    advance: Callable[[int], object],
+) -> Places:
+    """Runs passages through a model; a file that was begun before is gone on with.
+
+    Args:
+        num_blocks: of the program's KV: as many passages run at once as have room.
+        advance: told how many more tokens have their hidden state.
+
+    Raises:
+        ConfigError: the program shows no hidden states, or the disk has no room for them.
+    """
+    if not isinstance(program, HiddenProgram):
+        raise ConfigError("this back end shows no hidden states; train with the back end native or torch", param="backend")
+    lengths = np.array([len(passage.token_ids) for passage in passages], np.int64)
+    total, row_bytes = int(lengths.sum()), hidden_size * _NUMBER_BYTES
+    _record(program, passages, file, row_bytes, block_size, num_blocks, advance)
+    ends = lengths.cumsum()
+    firsts = np.repeat(ends - lengths, lengths)
+    prompts = np.repeat(np.array([passage.start for passage in passages], np.int64), lengths)
+    return Places(
+        hidden=np.memmap(file, ml_dtypes.bfloat16, "r", shape=(total, hidden_size)),
+        token_ids=np.concatenate([np.array(passage.token_ids, np.int32) for passage in passages]),
+        ends=np.repeat(ends, lengths),
+        is_learned=np.arange(total) >= firsts + prompts,
+        is_held_out=np.repeat(np.array([passage.is_held_out for passage in passages]), lengths),
+        is_own=np.repeat(np.array([passage.is_own for passage in passages]), lengths),
+    )
+
+
+def find_targets(places: Places, choices: IntArray, rows: RowArray, num_heads: int) -> TargetArray:
+    """Returns what each head shall guess at some places, [num_heads, num_rows]: the model's choice so many places further.
+
+    -1 where the passage ends before: behind an answer nothing comes.
+
+    Args:
+        choices: [num_places], what the model would go on with behind each place.
+    """
+    ahead = rows + np.arange(1, num_heads + 1)[:, None]
+    is_there = ahead < places.ends[rows]
+    return np.where(is_there, choices[np.minimum(ahead, len(choices) - 1)], -1).astype(np.int64)
+
+
+def digest_passages(fingerprint: str, passages: Sequence[Passage]) -> str:
+    """Returns what tells these passages, read by this model, from others: 16 hex digits."""
+    digest = hashlib.sha256(fingerprint.encode())
+    for passage in passages:
+        digest.update(len(passage.token_ids).to_bytes(4, "little") + passage.token_ids.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _record(
+    program: HiddenProgram,
+    passages: Sequence[Passage],
+    file: Path,
+    row_bytes: int,
+    block_size: int,
+    num_blocks: int,
+    advance: Callable[[int], object],
+) -> None:
+    """Appends hidden states to a file until it has those of all passages."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        num_done, num_rows = _count_done(file, passages, row_bytes)
+        left = sum(len(passage.token_ids) for passage in passages[num_done:]) * row_bytes
+        free = shutil.disk_usage(file.parent).free - _SPARE_BYTES
+        if left > free:
+            raise ConfigError(
+                f"hidden states take {left / 1e9:.1f} GB and {file.parent} has {max(0, free) / 1e9:.1f} GB; give fewer "
+                "--tokens, or another place with --work",
+                param="work",
+            )
+        advance(num_rows)
+        with file.open("ab") as out:
+            out.truncate(num_rows * row_bytes)
+            for some in _group(passages[num_done:], block_size, num_blocks):
+                hidden = program.forward_hidden(batch_passages(some, block_size))
+                out.write(hidden.astype(ml_dtypes.bfloat16).tobytes())
+                out.flush()
+                advance(len(hidden))
+    except OSError as error:
+        raise ConfigError(f"{file.parent} cannot hold hidden states: {error.strerror}", param="work") from None
+
+
+def _count_done(file: Path, passages: Sequence[Passage], row_bytes: int) -> tuple[int, int]:
+    """Returns how many passages, and rows of them, a file has whole."""
+    in_file = file.stat().st_size // row_bytes if file.exists() else 0
+    rows = 0
+    for number, passage in enumerate(passages):
+        if rows + len(passage.token_ids) > in_file:
+            return number, rows
+        rows += len(passage.token_ids)
+    return len(passages), rows
+
+
+def _group(passages: Sequence[Passage], block_size: int, num_blocks: int) -> Iterator[list[Passage]]:
+    """Yields passages in order, as many together as the KV holds."""
+    some: list[Passage] = []
+    used = 0
+    for passage in passages:
+        need = -(-len(passage.token_ids) // block_size)
+        if some and used + need > num_blocks:
+            yield some
+            some, used = [], 0
+        some.append(passage)
+        used += need
+    if some:
+        yield some
+
+
+def batch_passages(passages: Sequence[Passage], block_size: int) -> ForwardBatch:
+    """Returns the batch that computes whole passages, each in blocks of its own, and shows every place."""
+    lengths = np.array([len(passage.token_ids) for passage in passages], np.int32)
+    needs = -(-lengths // block_size)
+    tables = np.zeros((len(passages), int(needs.max())), np.int32)
+    for row, (end, need) in enumerate(zip(needs.cumsum(), needs, strict=True)):
+        tables[row, :need] = np.arange(end - need, end)
+    starts = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+    return ForwardBatch(
+        token_ids=np.concatenate([np.array(passage.token_ids, np.int32) for passage in passages]),
+        positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        query_starts=starts,
+        context_lens=lengths,
+        block_tables=tables,
+        logit_rows=np.arange(int(starts[-1]), dtype=np.int32),
+    )

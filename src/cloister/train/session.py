@@ -1,0 +1,180 @@
+"""What all training shares: the model that is served, what it reads and writes, and its hidden states at every place."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+
+from cloister.app import build_program, resolve_settings
+from cloister.backends.base import IntArray
+from cloister.llm import LLM
+from cloister.models import LoadedModel, load, locate
+from cloister.text import Tokenizer
+from cloister.train.answers import answer, cut_beginnings, render_questions
+from cloister.train.passages import Passage, cut_passages, read_files
+from cloister.train.places import Places, digest_passages, read_places
+from cloister.train.teacher import Teacher
+from cloister.types.config import EngineConfig
+from cloister.types.errors import ConfigError
+
+_STEP_TOKENS: Final = 1024
+
+
+class Task(Protocol):
+    """One thing that takes time, shown to a person."""
+
+    def advance(self, count: int) -> object:
+        """That much more of it is done."""
+        ...
+
+    def say(self, note: str) -> object:
+        """Shows how it goes."""
+        ...
+
+
+class Reporter(Protocol):
+    """Shows a person what is done."""
+
+    def begin(self, what: str, total: int) -> Task:
+        """Shows one thing more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    """What to learn from.
+
+    Attributes:
+        model: as `serve --model` takes it.
+        text: files of text, or folders of them.
+        questions: files with a question a line, which the model answers itself.
+        num_tokens: of the text at most.
+        window: tokens of one passage at most.
+        num_answers: questions, and beginnings of passages, that the model is given at most, of each.
+        answer_tokens: what it says to each at most.
+        continues: it goes on with beginnings of the text, too.
+        temperature: of what it says; 0 takes the likeliest tokens.
+        work: where hidden states, answers and checkpoints lie, for a run that was stopped to go on; None keeps nothing.
+        num_threads: of all arithmetic; None takes the processors there are.
+    """
+
+    model: str
+    text: Sequence[Path]
+    questions: Sequence[Path] = ()
+    num_tokens: int = 500_000
+    window: int = 512
+    num_answers: int = 4000
+    answer_tokens: int = 64
+    continues: bool = False
+    temperature: float = 0.0
+    work: Path | None = None
+    seed: int = 0
+    num_threads: int | None = None
+
+
+class Session:
+    """A model that is trained for, and what it reads.
+
+    Attributes:
+        model: opened, its weights on disk.
+        work: a directory for files of this session.
+    """
+
+    def __init__(self, material: Material, work: Path, reporter: Reporter) -> None:
+        self.material, self.work, self.reporter = material, work, reporter
+        self.config: EngineConfig = resolve_settings(
+            {"model": material.model, "num_threads": material.num_threads}, listens=False
+        ).engine.config
+        self.model: LoadedModel = load(locate(material.model, progress=True))
+
+    def read_passages(self) -> list[Passage]:
+        """Returns passages of text, then what the model says itself.
+
+        Raises:
+            ConfigError: a file cannot be read, or there is nothing in them.
+            CloisterError: the model cannot answer.
+        """
+        material, tokenizer = self.material, Tokenizer(self.model.path)
+        texts = read_files(material.text)
+        task = self.reporter.begin("Reading", len(texts))
+
+        def encode(text: str) -> list[int]:
+            task.advance(1)
+            return tokenizer.encode(text, parse_special=False)
+
+        length = min(material.window, self.model.spec.max_positions)
+        passages = cut_passages(texts, encode, length, material.num_tokens, material.seed)
+        questions = [line for text in read_files(material.questions) for line in text.splitlines() if line.strip()]
+        if material.questions and not questions:
+            raise ConfigError("the files of questions have no line; give a question a line", param="questions")
+        if questions or material.continues:
+            passages += self._answer(questions[: material.num_answers], passages)
+        return passages
+
+    def _answer(self, questions: Sequence[str], passages: Sequence[Passage]) -> list[Passage]:
+        """Returns what the model says to questions and to beginnings of passages, or said in an equal run before."""
+        material = self.material
+        beginnings = cut_beginnings(passages, material.num_answers, material.seed) if material.continues else []
+        asked = repr((self.model.info.fingerprint, questions, beginnings, material.answer_tokens, material.temperature))
+        file = self.work / f"answers-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
+        if file.exists():
+            kept = msgspec.json.decode(file.read_bytes(), type=list[tuple[int, list[int]]])
+            return [Passage.own(start, ids) for start, ids in kept]
+        task = self.reporter.begin("Answering", len(questions) + len(beginnings))
+        with LLM(material.model, num_threads=material.num_threads) as llm:
+            prompts = [*render_questions(llm, questions), *beginnings]
+            found = answer(llm, prompts, material.answer_tokens, material.temperature, material.seed, task.advance)
+        file.write_bytes(msgspec.json.encode([(passage.start, list(passage.token_ids)) for passage in found]))
+        return found
+
+    def name(self, passages: Sequence[Passage]) -> str:
+        """Returns what tells files of these passages from others."""
+        return digest_passages(self.model.info.fingerprint, passages)
+
+    def choose(self, teacher: Teacher, places: Places, passages: Sequence[Passage]) -> IntArray:
+        """Returns what the model would go on with behind each place, computed once (`Teacher.choose`)."""
+        file = self.work / f"choices-{self.name(passages)}.npy"
+        if file.exists():
+            kept: IntArray = np.load(file)
+            return kept
+        choices = teacher.choose(places, self.reporter.begin("Choices", int(places.is_learned.sum())).advance)
+        partial = file.with_suffix(".partial.npy")
+        np.save(partial, choices)
+        partial.replace(file)
+        return choices
+
+    def read_places(self, passages: Sequence[Passage]) -> Places:
+        """Returns every place of passages with its hidden state (`train.places` says what it raises)."""
+        block_size = self.config.block_size
+        longest = max(len(passage.token_ids) for passage in passages)
+        num_blocks = -(-max(_STEP_TOKENS, longest) // block_size)
+        program = build_program(self.config, num_blocks)
+        file = self.work / f"hidden-{self.name(passages)}.bin"
+        task = self.reporter.begin("Hidden states", sum(len(passage.token_ids) for passage in passages))
+        return read_places(program, passages, self.model.spec.hidden_size, block_size, num_blocks, file, task.advance)
+
+
+@contextmanager
+def open_session(material: Material, reporter: Reporter) -> Iterator[Session]:
+    """Opens a model to train for; what no `work` directory was named for is deleted at the end.
+
+    Raises:
+        CloisterError: the model cannot be used; the message says why.
+    """
+    if material.work is not None:
+        try:
+            material.work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{material.work} cannot be written to: {error.strerror}", param="work") from None
+        yield Session(material, material.work, reporter)
+        return
+    with tempfile.TemporaryDirectory(prefix="cloister-train-") as folder:
+        yield Session(material, Path(folder), reporter)
