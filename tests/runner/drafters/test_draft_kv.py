@@ -69,7 +69,7 @@ def test_broken_bookkeeping_is_seen(name: str, broken: Any, monkeypatch: pytest.
 
 
 def test_counting_drafts_that_were_not_accepted_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_model, "_common", lambda drafted, known: len(known))
+    monkeypatch.setattr(small_model, "common_length", lambda drafted, known: len(known))
     with pytest.raises(AssertionError):
         live_long("tree")
 

@@ -1,6 +1,6 @@
 """What drafts tokens for the model to verify: one drafter a file, found by name."""
 
-from cloister.runner.drafters import blockwise, draft_model, lookahead, medusa, ngram, recycling, rest, spec_infer
+from cloister.runner.drafters import blockwise, draft_model, long_spec, lookahead, medusa, ngram, recycling, rest, spec_infer
 from cloister.runner.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, Seen
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Seen",
     "blockwise",
     "draft_model",
+    "long_spec",
     "lookahead",
     "medusa",
     "ngram",

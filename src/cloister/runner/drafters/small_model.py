@@ -77,7 +77,7 @@ class PagedDrafter(Drafter):
                 known = each.state.tokens[
                     start : min(start + len(tokens), len(each.state.tokens) - 1)
                 ]  # the last one is fed anew
-                count = _common(tokens.tolist(), known)
+                count = common_length(tokens.tolist(), known)
                 if count:
                     self._kv.fill(each.state.blocks, start, start + count)
                 tokens[:] = 0
@@ -154,7 +154,7 @@ class PagedDrafter(Drafter):
         self._drafted.clear()
 
 
-def _common(drafted: Sequence[int], known: array[int]) -> int:
+def common_length(drafted: Sequence[int], known: array[int]) -> int:
     """Returns how many leading tokens are the same."""
     for count, (one, other) in enumerate(zip(drafted, known, strict=False)):
         if one != other:
