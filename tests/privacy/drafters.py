@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 
 from cloister.models import load, locate
 from cloister.runner.drafters import DRAFTERS, Draft, DraftAsk, Drafter
 from cloister.runner.drafters.heads import HeadsCard, heads_directory, write_heads
 from cloister.runner.model_runner import ModelRunner
+from cloister.train.heads import MAKERS
 from cloister.types.events import Submit
 from tests.attack_lab import MODEL, Lab
 
@@ -30,19 +32,10 @@ def make_home(folder: Path) -> Path:
     home = folder / MODEL
     shutil.copytree(locate(MODEL), home)
     model = load(home)
-    hidden, rng = model.spec.hidden_size, np.random.default_rng(0)
-
-    def draw(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return rng.standard_normal(shape, np.float32) * np.float32(0.2)
-
-    tensors = {
-        "medusa": {"blocks.0.weight": draw(NUM_HEADS, hidden, hidden), "blocks.0.bias": draw(NUM_HEADS, hidden)},
-        "blockwise": {
-            "up.weight": draw(32, hidden), "up.bias": draw(32), "down.weight": draw(NUM_HEADS, hidden, 32),
-            "down.bias": draw(NUM_HEADS, hidden),
-        },
-    }  # fmt: skip
-    for kind, parts in tensors.items():
+    hidden, random = model.spec.hidden_size, np.random.default_rng(0)
+    for kind, make in MAKERS.items():
+        untrained = make(NUM_HEADS, hidden, 1, torch.Generator().manual_seed(0)).tensors()
+        tensors = {name: random.standard_normal(value.shape, np.float32) * 0.2 for name, value in untrained.items()}
         card = HeadsCard(
             kind=kind,
             hidden_size=hidden,
@@ -52,7 +45,7 @@ def make_home(folder: Path) -> Path:
             parents=[-1, 0, 1] if kind == "medusa" else [],
             accuracy=[[0.5, 0.2]] * NUM_HEADS,
         )
-        write_heads(heads_directory(home, kind), card, parts)
+        write_heads(heads_directory(home, kind), card, tensors)
     return home
 
 
