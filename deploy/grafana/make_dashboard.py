@@ -60,6 +60,9 @@ def gauge(name: str, labels: str = "") -> str:
 EACH: Final = "{{instance}}"
 WARN_HIGH: Final = (("green", None), ("orange", 0.8), ("red", 0.95))
 HIT_RATE: Final = f"{rate('prefix_cache_hits')} / {rate('prefix_cache_queries')}"
+BY_PLACE: Final = " / ".join(
+    rate(f"spec_decode_num_{what}_tokens_per_pos", "drafter, position") for what in ("accepted", "draft")
+)
 
 ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
     (
@@ -100,6 +103,23 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                    (gauge("num_requests_waiting"), "{{instance}} waiting"))),
             Panel("Prompt length", "Tokens.", quantiles("request_prompt_tokens")),
             Panel("Answer length", "Tokens.", quantiles("request_generation_tokens")),
+        ),
+    ),
+    (
+        "Speculation",
+        (
+            Panel("Tokens for each draft", "Accepted ones and the model's own: what a sequence gains by a step that drafts.",
+                  ((f"1 + {rate('spec_decode_num_accepted_tokens', 'drafter')} / {rate('spec_decode_num_drafts', 'drafter')}",
+                    "{{drafter}}"),)),
+            Panel("Accepted", "Part of the tokens drafted, by their place in the draft.",
+                  ((BY_PLACE, "{{drafter}} {{position}}"),), "percentunit", maximum=1),
+            Panel("Drafted and accepted", "Tokens per second.",
+                  ((rate("spec_decode_num_draft_tokens", "drafter"), "{{drafter}} drafted"),
+                   (rate("spec_decode_num_accepted_tokens", "drafter"), "{{drafter}} accepted"))),
+            Panel("Time saved", "Seconds per second: of steps made needless, less what drafting and verification added.",
+                  ((f"{rate('spec_decode_gained_seconds')} - {rate('spec_decode_spent_seconds')}", EACH),), "s"),
+            Panel("Time of drafters", "Seconds per second.",
+                  ((rate("spec_decode_draft_seconds", "drafter"), "{{drafter}}"),), "s", stacked=True),
         ),
     ),
     (

@@ -17,7 +17,7 @@ import yaml
 from cloister.app import resolve_settings
 from cloister.server.metrics import Facts, Metrics
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
-from cloister.types.events import Stepped
+from cloister.types.events import Drafting, Stepped
 from tests.server.house import ScriptedEngine, says
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def exported() -> dict[str, set[str]]:
     engine = ScriptedEngine(says("x"), memory=[("weights", 1)], startup=[("import", 1.0)])
     metrics = Metrics(Facts(engine, "m"))
     metrics.count_reply("/v1/models", 200)
-    metrics.observe(Stepped(1.0, 0.1, 1, 1, 1, 0, 1, 0, 8))
+    metrics.observe(Stepped(1.0, 0.1, 1, 1, 1, 0, 1, 0, 8, drafting=(Drafting("ngram", 1, (1,), (1,), 0.01),)))
     found: dict[str, set[str]] = {}
     for family in metrics.collect():
         for sample in family.samples:
@@ -79,6 +79,8 @@ def test_the_figures_that_vllm_users_know_are_all_on_the_dashboard():
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total", "generation_tokens_total",
         "request_success_total", "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
         "request_queue_time_seconds", "prefix_cache_hits_total", "prefix_cache_queries_total",
+        "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
+        "spec_decode_num_accepted_tokens_per_pos_total",
     ):  # fmt: skip
         assert f"cloister_{name}" in shown
 

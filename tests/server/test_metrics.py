@@ -10,11 +10,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cloister.privacy import CountRelease
 from cloister.server.metrics import Facts, Metrics, ReleasedCounts
-from cloister.types.events import Arrived, Ended, Preempted, Progressed, Scheduled, Stepped
+from cloister.types.events import Arrived, Drafting, Ended, Preempted, Progressed, Scheduled, Stepped
 from cloister.types.request import FinishReason
 from tests.server.house import MODEL, ScriptedEngine, make_gate, says, serving, start_speaking
 
 LABELS = {
+    "drafter",
     "finished_reason",
     "route",
     "status",
@@ -22,6 +23,7 @@ LABELS = {
     "state",
     "part",
     "phase",
+    "position",
     "process",
     "model_name",
     "fingerprint",
@@ -58,6 +60,38 @@ def life_of_a_request() -> list[object]:
         Scheduled("r", 11.5, 0.5, 0, 30, resumed=True),
         ended("r", 12.0),
     ]
+
+
+def test_what_was_drafted_and_accepted_is_counted_by_drafter_and_place():
+    metrics = Metrics()
+    first = (Drafting("medusa", 2, (2, 1), (2, 0), 0.01), Drafting("ngram", 0, (), (), 0.001))
+    metrics.observe(Stepped(1.0, 0.3, 4, 2, 2, 0, 4, 2, 8, drafting=first, gained_s=0.2, spent_s=0.1))
+    metrics.observe(
+        Stepped(1.1, 0.1, 4, 2, 2, 0, 4, 2, 8, drafting=(Drafting("medusa", 1, (1, 1, 1), (1, 1), 0.02),), spent_s=-0.05)
+    )
+    text = metrics.render().decode()
+    shown = figures(text)
+    name = "cloister_spec_decode_{}_total{}".format
+    assert shown[name("num_drafts", "{drafter=medusa}")] == 3
+    assert shown[name("num_draft_tokens", "{drafter=medusa}")] == 6
+    assert shown[name("num_accepted_tokens", "{drafter=medusa}")] == 4
+    assert [shown[name("num_accepted_tokens_per_pos", f"{{drafter=medusa,position={p}}}")] for p in range(3)] == [3, 1, 0]
+    assert [shown[name("num_draft_tokens_per_pos", f"{{drafter=medusa,position={p}}}")] for p in range(3)] == [3, 2, 1]
+    assert shown[name("draft_seconds", "{drafter=medusa}")] == pytest.approx(0.03)
+    assert shown[name("draft_seconds", "{drafter=ngram}")] == pytest.approx(0.001)
+    assert shown[name("gained_seconds", "")] == pytest.approx(0.2)
+    assert shown[name("spent_seconds", "")] == pytest.approx(0.1), "a counter does not fall"
+
+
+def test_a_strict_profile_lets_nothing_out_of_what_was_accepted():
+    counts = ReleasedCounts(CountRelease(threshold=2))
+    for number in range(3):
+        counts.observe(Stepped(1.0, 0.3, 4, 2, 2, 0, 4, 2, 8, drafting=(Drafting("medusa", 2, (2, 1), (2, 0), 0.01),)))
+        counts.observe(ended(f"r{number}", 12.0))
+    text = counts.render().decode()
+    assert "cloister_requests_total" in text
+    assert "spec" not in text
+    assert "medusa" not in text
 
 
 def test_events_become_figures():

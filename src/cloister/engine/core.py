@@ -9,6 +9,7 @@ from typing import Final, Protocol
 
 from cloister.engine.adapter_register import AdapterRegister
 from cloister.engine.compiling import CompilingRequests, Grammars
+from cloister.engine.drafting import describe_drafting, measure, weigh
 from cloister.engine.faults import describe
 from cloister.engine.inbox import Inbox
 from cloister.engine.output import Output
@@ -192,17 +193,26 @@ class EngineCore:
 
     def _stepped(self, plan: StepPlan, result: StepResult, now: float) -> Stepped:
         pool = self._scheduler.pool
+        drafting = describe_drafting(plan, result)
+        num_tokens, num_attended = plan.num_tokens, plan.num_attended
+        gained_s = spent_s = 0.0
+        if drafting:
+            num_tokens, num_attended = measure(plan, result)
+            gained_s, spent_s = weigh(drafting, plan, result, self._scheduler.cost)
         return Stepped(
             now_s=now,
             elapsed_s=result.elapsed_s,
-            num_tokens=plan.num_tokens,
+            num_tokens=num_tokens,
             num_samples=len(result.samples),
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_used_blocks=pool.num_used,
             num_cached_blocks=pool.num_cached,
             num_total_blocks=pool.num_total,
-            num_attended=plan.num_attended,
+            num_attended=num_attended,
+            drafting=drafting,
+            gained_s=gained_s,
+            spent_s=spent_s,
         )
 
     def _abort_all(self, now: float) -> None:

@@ -69,6 +69,22 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None
 
 
+class Drafting(msgspec.Struct, frozen=True):
+    """What one drafter did in a step, over all sequences.
+
+    Attributes:
+        num_drafts: sequences for which it drafted something.
+        drafted, accepted: tokens by their place in the drafter's order of trust; the last places may be missing.
+        draft_s: time that it took.
+    """
+
+    drafter: str
+    num_drafts: int
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    draft_s: float
+
+
 class Stepped(msgspec.Struct, frozen=True, tag=True):
     """One step ran: what it did and how full the engine is."""
 
@@ -83,6 +99,12 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     num_total_blocks: int
     num_attended: float = 0.0
     """Keys read by attention, summed over the positions computed."""
+    drafting: tuple[Drafting, ...] = ()
+    """By drafter; only those that did something."""
+    gained_s: float = 0.0
+    """Time that plain steps would have taken for what was accepted beyond a token each (`engine.drafting.weigh`)."""
+    spent_s: float = 0.0
+    """Time that drafting and verification added to the step; below zero where it was quicker than predicted."""
 
 
 Event = Arrived | Scheduled | Preempted | Progressed | Ended | Stepped

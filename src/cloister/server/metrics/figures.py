@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from cloister.server.metrics.drafts import Drafts
 from cloister.server.metrics.histogram import Histogram
 from cloister.server.metrics.lives import Lives
 from cloister.types.events import Ended, Event, Preempted, Progressed, Scheduled, Stepped
@@ -42,6 +43,7 @@ class Metrics:
     def __init__(self, *others: Collector) -> None:
         self._others = others
         self._lives = Lives()
+        self._drafts = Drafts()
         self._sums = dict.fromkeys(_COUNTERS, 0)
         self._ended: Counter[tuple[str, ...]] = Counter({(reason.value,): 0 for reason in FinishReason})
         self._replies: Counter[tuple[str, ...]] = Counter()
@@ -103,6 +105,7 @@ class Metrics:
             yield histogram.family()
         for histogram in (self._prompts, self._answers, self._step_s, self._step_tokens):
             yield histogram.family()
+        yield from self._drafts.collect()
         for other in self._others:
             yield from other.collect()
 
@@ -126,6 +129,7 @@ class Metrics:
             self._prefill.observe(event.first_token_s - scheduled_s)
 
     def _observe_step(self, event: Stepped) -> None:
+        self._drafts.observe(event)
         self._step_s.observe(event.elapsed_s)
         self._step_tokens.observe(event.num_tokens)
         used, cached = event.num_used_blocks, event.num_cached_blocks

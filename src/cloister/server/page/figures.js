@@ -79,6 +79,13 @@ export const PLOTS = [
     read: (history) => [[hits(history)], allHits(history)],
   },
   {
+    title: "Drafts accepted",
+    lines: ["last minute"],
+    top: 1,
+    show: percent,
+    read: (history) => [[accepted(history)], allDrafts(history)],
+  },
+  {
     title: "Time to first token",
     lines: ["p50", "p90"],
     top: 0.05,
@@ -138,6 +145,19 @@ function allHits(history) {
   const asked = history.value("cloister_prefix_cache_queries_total");
   const found = history.value("cloister_prefix_cache_hits_total");
   return asked ? `since the start: ${percent(found / asked)} of ${count(asked)} prompt tokens` : "no prompt yet";
+}
+
+function accepted(history) {
+  const then = history.before(HITS_MS).samples;
+  const drafted = riseOf(then, history.last.samples, "cloister_spec_decode_num_draft_tokens_total");
+  return drafted ? riseOf(then, history.last.samples, "cloister_spec_decode_num_accepted_tokens_total") / drafted : null;
+}
+
+function allDrafts(history) {
+  const drafts = history.value("cloister_spec_decode_num_drafts_total");
+  if (!drafts) return "nothing drafted yet";
+  const tokens = 1 + history.value("cloister_spec_decode_num_accepted_tokens_total") / drafts;
+  return `since the start: ${tokens.toFixed(2)} tokens for each draft`;
 }
 
 function blocks(history) {

@@ -1,0 +1,73 @@
+"""What one step drafted, as counts, for the event stream (rule 7)."""
+
+from __future__ import annotations
+
+from cloister.sched import StepCost, StepSize
+from cloister.types.events import Drafting
+from cloister.types.step import StepPlan, StepResult
+
+
+def describe_drafting(plan: StepPlan, result: StepResult) -> tuple[Drafting, ...]:
+    """Returns what each drafter did in a step, and how much of it was accepted; nothing of a step without drafters."""
+    drafter_of = {part.seq_id: part.drafter for part in plan.sequences if part.num_drafts}
+    if not drafter_of and not result.draft_s:
+        return ()
+    drafted: dict[str, list[int]] = {}
+    accepted: dict[str, list[int]] = {}
+    num_drafts: dict[str, int] = {}
+    for sample in result.samples:
+        name = drafter_of.get(sample.seq_id)
+        if name is None or not sample.num_drafted:
+            continue
+        num_drafts[name] = num_drafts.get(name, 0) + 1
+        _count(drafted.setdefault(name, []), range(sample.num_drafted))
+        _count(accepted.setdefault(name, []), sample.accepted)
+    names = sorted({*drafted, *result.draft_s})
+    return tuple(
+        Drafting(
+            drafter=name,
+            num_drafts=num_drafts.get(name, 0),
+            drafted=tuple(drafted.get(name, ())),
+            accepted=tuple(accepted.get(name, ())),
+            draft_s=result.draft_s.get(name, 0.0),
+        )
+        for name in names
+    )
+
+
+def plain_size(plan: StepPlan) -> StepSize:
+    """Returns what a step would have done without drafts."""
+    size = StepSize()
+    for part in plan.sequences:
+        size = size.plus(part.start, part.num_tokens - part.num_drafts)
+    return size
+
+
+def measure(plan: StepPlan, result: StepResult) -> tuple[int, float]:
+    """Returns the positions that a step computed and the keys that they attended to: a plan has room for drafts that nobody may
+    have made."""
+    num_drafted = {sample.seq_id: sample.num_drafted for sample in result.samples if sample.num_drafted}
+    size = StepSize()
+    for part in plan.sequences:
+        size = size.plus(part.start, part.num_tokens - part.num_drafts + num_drafted.get(part.seq_id, 0))
+    return int(size.num_tokens), size.num_attended
+
+
+def weigh(drafting: tuple[Drafting, ...], plan: StepPlan, result: StepResult, cost: StepCost) -> tuple[float, float]:
+    """Returns the seconds that drafts gained in a step, and those that they took.
+
+    Gained: a step without drafts is predicted to take so long, and so many of them would have brought what was accepted, as
+    every sequence that samples gets one token from each. Taken: what the step took beyond that one,
+    below zero where it was quicker than predicted.
+    """
+    num_accepted = sum(sum(part.accepted) for part in drafting)
+    plain_s = cost.predict(plain_size(plan))
+    gained_s = plain_s * num_accepted / max(1, len(result.samples))
+    return gained_s, result.elapsed_s - plain_s
+
+
+def _count(counts: list[int], places: range | tuple[int, ...]) -> None:
+    for place in places:
+        if place >= len(counts):
+            counts.extend([0] * (place + 1 - len(counts)))
+        counts[place] += 1
