@@ -33,7 +33,7 @@ from cloister.text.grammar import GrammarCompiler
 from cloister.types.events import Ended, Preempted
 from cloister.types.grammar import Grammar, GrammarKind
 from cloister.types.request import Request, SamplingParams
-from cloister.types.step import Sample
+from cloister.types.step import Sample, Stop
 from tests.driving import Driver, build_from
 from tests.model_factory import make_model
 
@@ -99,7 +99,7 @@ class Recipe:
 
 
 def _may_follow(output: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """What `([a-f][d-j])*[a-f][d-j]` lets follow, texts that may end left aside: one of six letters, then one of seven."""
+    """What `([a-f][d-j]){9,40}` lets follow while it is short: one of six letters, then one of seven."""
     allowed = np.zeros(VOCAB, np.bool_)
     if len(output) % 2:
         allowed[5:] = True
@@ -111,14 +111,19 @@ def _may_follow(output: Sequence[int]) -> npt.NDArray[np.bool_]:
 RECIPES: Final = (
     Recipe("plain", {"temperature": 1.0}),
     Recipe("truncated", {"temperature": 0.7, "top_p": 0.9, "top_k": 8, "min_p": 0.02}),
-    Recipe("penalties", {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7}),
-    Recipe("bias", {"logit_bias": {0: -100.0, 4: 1.5, 9: -2.0}}),
-    Recipe("grammar", {"grammar": Grammar(GrammarKind.REGEX, "([a-f][d-j]){3,9}"), "temperature": 1.2}, _may_follow),
+    Recipe(
+        "adjusted",
+        {
+            "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7,
+            "logit_bias": {0: -100.0, 4: 1.5, 9: -2.0},
+        },
+    ),
+    Recipe("grammar", {"grammar": Grammar(GrammarKind.REGEX, "([a-f][d-j]){9,40}"), "temperature": 1.2}, _may_follow),
     Recipe(
         "everything",
         {
             "temperature": 0.8, "top_p": 0.95, "top_k": 9, "frequency_penalty": 0.5, "logit_bias": {6: 0.7},
-            "grammar": Grammar(GrammarKind.REGEX, "([a-f][d-j]){3,9}"),
+            "grammar": Grammar(GrammarKind.REGEX, "([a-f][d-j]){9,40}"),
         },
         _may_follow,
     ),
@@ -229,7 +234,7 @@ class Replica:
         *,
         num_drafts: int = 4,
         num_blocks: int = 4096,
-        max_num_seqs: int = 256,
+        max_num_seqs: int = 512,
         max_tokens: int = 4096,
         block_size: int = BLOCK_SIZE,
         backend: str = "native",
@@ -283,12 +288,18 @@ class Replica:
         )
 
     def serve(
-        self, requests: Sequence[Request], seeds: Sequence[int], advance: Callable[[int], None] = lambda _: None
+        self,
+        requests: Sequence[Request],
+        seeds: Sequence[int],
+        *,
+        stop_after: int | None = None,
+        advance: Callable[[int], None] = lambda _: None,
     ) -> dict[tuple[str, int], list[int]]:
         """Runs requests to their ends and returns each sequence's tokens by (request id, index).
 
         Args:
             seeds: what each request without a seed draws with.
+            stop_after: ends a sequence once it has so many tokens, drafts planned beyond or not.
             advance: told how many sequences ended, now and then.
         """
         tokens: dict[int, list[int]] = {}
@@ -305,9 +316,13 @@ class Replica:
             assert not result.failures, set(result.failures.values())
             result.elapsed_s = 0.01
             now += 0.01
+            stops = {}
             for sample in result.samples:
-                tokens.setdefault(sample.seq_id, []).extend(sample.token_ids)
-            for event in self.scheduler.commit(result, {}, now):
+                own = tokens.setdefault(sample.seq_id, [])
+                own.extend(sample.token_ids)
+                if stop_after is not None and len(own) >= stop_after:
+                    stops[sample.seq_id] = Stop(len(sample.token_ids))
+            for event in self.scheduler.commit(result, stops, now):
                 if isinstance(event, Ended):
                     found[event.request_id, event.index] = tokens.pop(event.seq_id)[: event.num_output_tokens]
                     advance(1)
@@ -324,8 +339,7 @@ def draw_answers(
     *,
     seed: int,
     is_seeded: bool,
-    per_request: int = 4,
-    num_tokens: int = 3 + STRING,
+    per_request: int = 16,
     advance: Callable[[int], None] = lambda _: None,
 ) -> IntArray:
     """Returns the beginnings of answers to one prompt, [num_answers, 1 + STRING].
@@ -334,7 +348,6 @@ def draw_answers(
         seed: of the seeds of requests.
         is_seeded: requests bring them, so that drafts are verified by coupling.
         per_request: sequences of one request.
-        num_tokens: of each answer; more than are returned, so that drafts reach beyond those.
     """
     rng = np.random.default_rng(seed)
     num_requests = -(-num_answers // per_request)
@@ -344,14 +357,14 @@ def draw_answers(
             request_id=str(number),
             token_ids=list(PROMPT),
             sampling=SamplingParams(
-                **{"max_tokens": num_tokens, "ignore_eos": True, "n": per_request, **recipe.sampling},
+                **{"max_tokens": 60, "ignore_eos": True, "n": per_request, **recipe.sampling},
                 seed=own if is_seeded else None,
             ),
         )
         for number, own in enumerate(seeds)
     ]
-    found = replica.serve(requests, seeds, advance)
-    return np.array([tokens[: 1 + STRING] for tokens in found.values()], np.int64)[:num_answers]
+    found = replica.serve(requests, seeds, stop_after=1 + STRING, advance=advance)
+    return np.array([found[name][: 1 + STRING] for name in sorted(found)], np.int64)[:num_answers]
 
 
 # Whether both are the same
