@@ -65,7 +65,8 @@ def _prepare(settings: GivenSettings) -> tuple[EngineConfig, Callable[[Sequence[
 
     if "profile" not in settings.flags:
         raise ConfigError("say which profile to test: --profile open, team, private or paranoid", param="profile")
-    config = resolve_settings(settings.flags).engine.config
+    is_sealed = overwrites(str(settings.flags["profile"]))  # as `_start` starts it
+    config = resolve_settings({**settings.flags, "sealed": is_sealed}).engine.config
     program = build_program(config, _NUM_BLOCKS)
     if not isinstance(program, NativeProgram):
         raise ConfigError("K/V rows can be computed again on the native back end only; leave `backend` out", param="backend")
