@@ -67,13 +67,17 @@ def _fill(probs: FloatArray, scores: FloatArray, draws: DrawArray) -> None:
     drawn = np.flatnonzero(choosable & (draws["temperature"] > 0))
     if not drawn.size:
         return
+    # in place where it can be: a fresh array of some hundred kilobytes costs more than what is computed in it
     with np.errstate(over="ignore"):  # a cold temperature sends unlikely tokens to -inf, which is right
-        scaled = (scores[drawn] - best[drawn, None]) / draws["temperature"][drawn, None]
-    weights = np.exp(scaled)
+        scaled = np.subtract(scores if drawn.size == len(scores) else scores[drawn], best[drawn, None])
+        scaled /= draws["temperature"][drawn, None]
     columns = draws[drawn]
-    if ((columns["top_k"] > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0)).any():
+    is_filtered = ((columns["top_k"] > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0)).any()
+    weights = np.exp(scaled, out=None if is_filtered else scaled)
+    if is_filtered:
         weights[~kept_tokens(scaled, columns["top_k"], columns["top_p"], columns["min_p"])] = 0
-    probs[drawn] = weights / weights.sum(axis=1, dtype=np.float64, keepdims=True)
+    weights /= weights.sum(axis=1, dtype=np.float64, keepdims=True).astype(np.float32)
+    probs[drawn] = weights
 
 
 def draw_from(probs: FloatArray, numbers: UniformArray) -> IntArray:
