@@ -46,6 +46,8 @@ class Adjacency:
         self._owners[slots] = firsts + 1
         is_kept = (ranks < WIDTH) & (self._owners[slots] == firsts + 1)  # of tokens with one slot the last one has it
         self._rows[slots[is_kept], ranks[is_kept]] = seconds[is_kept] + 1
+        for used in (text, pairs, firsts, seconds):  # numpy keeps the memory of small arrays for others, as it is
+            used.fill(0)
 
     def put(self, tokens: IntArray, candidates: IntArray) -> None:
         """Replaces rows.
