@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -131,7 +132,8 @@ def measure(options: argparse.Namespace, kept: Kept) -> None:
         for name, why in missing.items():
             console.print(f"[yellow]{name} is left out:[/] {why}", highlight=False)
         for cell in (cell for cell in missing_cells if cell.quant == quant):
-            kept.keep(cell.name, measure_cell(cell, workloads[cell.workload], arms, rounds) | {"missing": sorted(missing)})
+            found = measure_cell(cell, workloads[cell.workload], arms, rounds)
+            kept.keep(cell.name, found | {"missing": [name for name in names if name not in arms]})
         costs = measure_costs(arms[PLAIN], 3 if options.quick else 10)
         kept.keep(f"cost {quant}", [list(row) for row in list_rows(costs)])
         arms.clear()
@@ -146,6 +148,7 @@ def is_whole(found: Any, names: list[str], rounds: int) -> bool:
 
 def measure_cell(cell: Cell, workload: Workload, arms: dict[str, Arm], rounds: int) -> dict[str, Any]:
     """Answers prompts with every engine in turn, round after round; the first round warms up and does not count."""
+    since_s = time.perf_counter()
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     unequal: dict[str, int] = dict.fromkeys(arms, 0)
     order = list(arms)
@@ -153,15 +156,22 @@ def measure_cell(cell: Cell, workload: Workload, arms: dict[str, Arm], rounds: i
         for turn in progress.track(range(rounds + 1), description=cell.name):
             numbers = [(turn * cell.prompts + place) % len(workload.prompts) for place in range(cell.prompts)]
             runs: dict[str, Run] = {}
-            for name in order:
-                runs[name] = arms[name].answer(workload, numbers, cell.batch)
+            for name in [name for name in order if name in arms]:
+                try:
+                    runs[name] = arms[name].answer(workload, numbers, cell.batch)
+                except Exception as error:
+                    if name == PLAIN:
+                        raise
+                    console.print(f"[red]{name} failed and is left out from now on:[/] {error!r}", highlight=False)
+                    del arms[name], found[name], unequal[name]
             order = order[1:] + order[:1]
             for name, run in runs.items():
                 unequal[name] += workload.is_settled and run.answers != runs[PLAIN].answers
                 if turn:
                     found[name].append(run.figures())
     told = ", ".join(f"{name} {speed(found[name]) / speed(found[PLAIN]):.2f}" for name in arms if name != PLAIN)
-    console.print(f"{cell.name}: none {speed(found[PLAIN]):.1f} tokens/s; over it: {told}", highlight=False)
+    took_s = time.perf_counter() - since_s
+    console.print(f"{cell.name} ({took_s:.0f} s): none {speed(found[PLAIN]):.1f} tokens/s; over it: {told}", highlight=False)
     return {"cell": asdict(cell), "version": EXACT, "rounds": rounds, "unequal": unequal, "arms": found}
 
 
