@@ -54,11 +54,22 @@ TRIAL_GAP: Final = 8
 """Steps between two that try something."""
 NUM_PER_TRIAL: Final = 8
 """Of so many sequences one is on trial at a time."""
-DECISION_S: Final = (25e-6, 4e-6)
+DECISION_S: Final = (20e-6, 5e-6)
 """What a decision takes, and each sequence of it; only says how often one is worth while."""
 DECISION_SHARE: Final = 0.005
-MOST_STEPS: Final = 16
-"""Steps that a decision stands at most."""
+NEWS_SHARE: Final = 0.012
+"""Of the time that may go into decisions, as a rule and where there is news."""
+MOST_EVERY_STEP: Final = 16
+"""So many sequences more let a decision stand a step longer."""
+GROWTH: Final = 2
+"""A step has so many times the rows at most that any one had which was timed."""
+NUM_YOUNG: Final = 8
+"""Timed steps with drafts until which every step is decided."""
+NUM_QUICK: Final = 4
+"""Decisions in quick succession when a sequence is new."""
+LEAST_STEPS: Final = 2
+MOST_STEPS: Final = 32
+"""Steps that a decision stands at least and at most."""
 NUM_FIRST_PLAIN: Final = 3
 """Steps without drafts before the first draft."""
 PLAIN_EVERY: Final = 128
@@ -139,6 +150,9 @@ class AdaptiveSpeculation:
         self._cost: StepCost | None = None
         self._num_steps = 0
         self._next_decision = 0
+        self._news_decision = 0
+        self._interval = 1
+        self._num_quick = 0
         self._next_trial = 0
         self._last_decision = 0
         self._num_last = 0
@@ -157,8 +171,8 @@ class AdaptiveSpeculation:
         """Returns a choice for each sequence (`Speculation.choose`); most of the time those that stand."""
         self._num_steps += 1
         num = len(sequences)
-        stands = self._num_steps < self._next_decision and not self._is_dirty
-        if stands and num == self._num_last and self._num_asked <= num_left:
+        due = self._news_decision if self._is_dirty else self._next_decision
+        if self._num_steps < due and num == self._num_last and self._num_asked <= num_left:
             choices = []
             for sequence in sequences:
                 record = sequence.drafting
@@ -194,17 +208,31 @@ class AdaptiveSpeculation:
             if bid is not None:
                 bid.place = place
                 bids.append(bid)
+        num_left = min(num_left, GROWTH * self._times.most_rows - num)
         allocation = Allocation(num, plain_s, self._times, attention, self._draft_times)
         rate = allocation.fill(bids, self._rate, num_left)
         is_worth = rate > MARGIN * floor
         self._rate = rate if is_worth else floor
         self._row_s = allocation.row_s
-        first, each = DECISION_S
-        self._next_decision = self._num_steps + max(1, min(int((first + each * num) / (DECISION_SHARE * plain_s)), MOST_STEPS))
+        self._plan_decisions(num, plain_s)
         num_asked = self._apply(records, bids if is_worth else [])
         num_asked += self._try(sequences, records, num_left - num_asked, attention)
         self._num_asked = num_asked
         return [record.choice for record in records]
+
+    def _plan_decisions(self, num: int, plain_s: float) -> None:
+        """Says when to decide again: as seldom as a small part of the time allows, and sooner where there is news."""
+        first, each = DECISION_S
+        steps = (first + each * num) / plain_s
+        least = LEAST_STEPS + num // MOST_EVERY_STEP
+        self._interval = max(least, min(int(steps / DECISION_SHARE), MOST_STEPS))
+        self._next_decision = self._num_steps + self._interval
+        self._news_decision = self._num_steps + max(least, min(int(steps / NEWS_SHARE), MOST_STEPS))
+        if self._num_quick or self._times.drafting.num_visits < NUM_YOUNG:
+            self._num_quick = max(0, self._num_quick - 1)
+            if self._times.drafting.num_visits < NUM_YOUNG:
+                least = 1
+            self._next_decision = self._news_decision = self._num_steps + least
 
     def _bid(self, record: _Record, sequence: Running, attention: Attention, most: int) -> Bid | None:
         """Returns what the drafter that promises most offers for one sequence."""
@@ -266,7 +294,7 @@ class AdaptiveSpeculation:
         record.tried[name] = self._num_steps
         if self._drafters[name].watches and not is_watched:
             record.choice = WATCHED
-            self._next_decision = self._num_steps + 1
+            self._next_decision = self._news_decision = self._num_steps + 1
             return 0
         record.choice = self._choices[name][num_drafts]
         return num_drafts
@@ -282,7 +310,7 @@ class AdaptiveSpeculation:
             if not record.trial and sequence.max_drafts > 0:
                 num_asked += self._try_one(sequence, record, num_left - num_asked, _row_s(sequence, attention))
         if num_asked or self._next_decision == self._num_steps + 1:
-            self._next_trial = self._num_steps + TRIAL_GAP
+            self._next_trial = self._num_steps + max(TRIAL_GAP, 2 * self._interval)
         return num_asked
 
     def _try_one(self, sequence: Running, record: _Record, num_left: int, row_s: float) -> int:
@@ -314,7 +342,7 @@ class AdaptiveSpeculation:
         num_asked = self._ask(record, name, record.trial_size, is_watched=is_watched)
         if num_asked:
             record.trial = ""
-        self._next_decision = self._num_steps + 1
+        self._next_decision = self._news_decision = self._num_steps + 1
         return num_asked
 
     # What a step says
@@ -359,6 +387,7 @@ class AdaptiveSpeculation:
         record = sequence.drafting
         if not isinstance(record, _Record):
             sequence.drafting = record = _Record()
+            self._num_quick = NUM_QUICK
             for name, prior in self._priors.items():
                 record.rates[name] = Rates(self._shared[name].gains if self._shared else prior)
         return record
@@ -374,7 +403,7 @@ class AdaptiveSpeculation:
 
     def _rest(self, records: list[_Record]) -> list[Choice]:
         """Lets everybody do without drafts for a step, and watch where they watched."""
-        self._next_decision = self._num_steps + 1
+        self._next_decision = self._news_decision = self._num_steps + 1
         self._num_asked = 0
         self._num_since_plain = 0
         for record in records:

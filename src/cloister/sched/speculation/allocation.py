@@ -10,6 +10,9 @@ from cloister.sched.speculation.step_times import Attention, StepTimes, bucket_o
 
 LEAST_GAIN: Final = 0.02
 """Drafts that are accepted more seldom are not considered."""
+HOPELESS: Final = 0.85
+NUM_HOPEFUL: Final = 32
+"""More rows are not considered once so many made the ratio so much worse."""
 NUM_MARGINAL: Final = 4
 """Rows that the cost of one more is judged by."""
 
@@ -141,6 +144,8 @@ class Allocation:
             ratio = (num + tokens) / step_s
             if ratio > best:
                 best, cut, self.row_s = ratio, index + 1, max(0.0, extra_s) / rows
+            elif ratio < HOPELESS * best and rows > NUM_HOPEFUL:
+                break
         return cut, best
 
     def _rows_s(self, rows: float) -> float:

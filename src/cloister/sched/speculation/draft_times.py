@@ -6,7 +6,7 @@ from cloister.sched.budget import StepCost, StepSize
 
 NUM_FIRST = 16
 """Times that are all taken in; of those after them every `STRIDE`-th."""
-STRIDE = 4
+STRIDE = 16
 _UNITS = StepSize(1e3, 1e6, 1e4)
 """What `StepCost` counts as one, so that nothing explains a time better only because of its unit."""
 

@@ -14,10 +14,13 @@ from typing import Final
 
 from cloister.sched.budget import StepCost, StepSize
 
-POINT_SHARE: Final = 0.02
+POINT_SHARE: Final = 0.03
 """How much of a surprise is believed, where rows are well known."""
 NUM_UNSURE: Final = 8
 """Visits after which a point is well known."""
+NUM_SURE: Final = 64
+STRIDE: Final = 4
+"""After so many visits only every so many steps are taken in."""
 FORGOTTEN: Final = 512
 STALE_SHARE: Final = 0.25
 """After so many steps without a visit the next one counts this much."""
@@ -96,6 +99,11 @@ class Curve:
     def __bool__(self) -> bool:
         return bool(self._rows)
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest step that was seen; 0 if none was."""
+        return self._rows[-1] if self._rows else 0
+
     def count(self, rows: int) -> int:
         """Returns how often such a step was seen."""
         key = bucket_of(rows)
@@ -168,14 +176,25 @@ class StepTimes:
         self.drafting = Curve()
         self._num_steps = 0
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest step that was seen; 0 if none was."""
+        return max(self.plain.most_rows, self.drafting.most_rows)
+
     def learn(self, size: StepSize, elapsed_s: float, cost: StepCost, *, is_drafting: bool) -> None:
         """Takes in one measured step; one that took no time says nothing."""
         if elapsed_s <= 0.0:
             return
         self._num_steps += 1
-        attention, rows = Attention(cost, size), int(size.num_tokens)
+        rows = int(size.num_tokens)
         curve = self.drafting if is_drafting else self.plain
-        expected_s = self.drafting_s(rows, attention) if is_drafting else curve.predict(rows, attention)
+        count = curve.count(rows)
+        if count > NUM_SURE and self._num_steps % STRIDE:
+            return
+        attention = Attention(cost, size)
+        expected_s = 0.0
+        if not count:
+            expected_s = self.drafting_s(rows, attention) if is_drafting else curve.predict(rows, attention)
         curve.learn(rows, elapsed_s, attention, expected_s, self._num_steps)
 
     def plain_s(self, rows: float, attention: Attention) -> float:
