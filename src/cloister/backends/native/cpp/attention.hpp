@@ -8,6 +8,8 @@
 //   int8      the same in bytes, then scales K [B], V [B]           instructions for products of pairs want them
 //   int4      K [D / 2][B] and V [B][D / 2] in bytes of two codes, then K [B] and V [B] of (scale, zero)
 #pragma once
+#include <algorithm>
+
 #include "kernels.hpp"
 #include "rows.hpp"
 #include "simd.hpp"
@@ -272,31 +274,39 @@ static void gather_run(const Cache& cache, const AttentionShape& shape, const He
     }
 }
 
-// Gathers keys [start, end); the columns up to the next multiple of 32 become zeros.
+// Gathers keys [start, end) that lie where their positions say.
 static void gather(const Cache& cache, const AttentionShape& shape, const Sequence& sequence, int head, int start, int end, Panels p) {
-    int dim = shape.padded_dim;
     for (int key = start; key < end;) {
-        int slot = sequence.slot(key), place = slot % cache.block_size, run = cache.block_size - place;
-        int most = sequence.run_end(key, end) - key;
-        if (run > most) run = most;
-        int block = sequence.table[slot / cache.block_size];
+        int place = key % cache.block_size, run = cache.block_size - place;
+        if (run > end - key) run = end - key;
+        int block = sequence.table[key / cache.block_size];
         if (key + run < end) {  // ask for the next block while this one is copied
-            HeadPlace next = head_place(cache, shape, sequence.table[sequence.slot(key + run) / cache.block_size], head);
+            HeadPlace next = head_place(cache, shape, sequence.table[(key + run) / cache.block_size], head);
             for (const uint8_t* line = next.keys; line < (const uint8_t*)next.key_scales; line += 64) __builtin_prefetch(line, 0, 3);
         }
         gather_run(cache, shape, head_place(cache, shape, block, head), place, place + run, key - start, p);
         key += run;
     }
-    int count = end - start, padded = (count + 31) / 32 * 32;
-    if (padded == count) return;
+}
+
+// Values of columns [from, to) become zeros, which their weights are too; `to` is even.
+static void clear_values(const Cache& cache, int dim, int from, int to, Panels p) {
     if (cache.kind == KVKind::f32) {
-        for (int d = 0; d < dim; d++) memset((float*)p.keys + size_t(d) * split_keys + count, 0, size_t(padded - count) * 4);
-        memset((float*)p.values + size_t(count) * dim, 0, size_t(padded - count) * dim * 4);
+        memset((float*)p.values + size_t(from) * dim, 0, size_t(to - from) * dim * 4);
         return;
     }
-    for (int d = 0; d < dim / 2; d++) memset((uint32_t*)p.keys + size_t(d) * split_keys + count, 0, size_t(padded - count) * 4);
-    for (int key = count; key < padded; key++)
-        for (int d = 0; d < dim; d++) ((uint16_t*)p.values)[(size_t(key / 2) * dim + d) * 2 + key % 2] = 0;
+    uint16_t* pairs = (uint16_t*)p.values + size_t(from / 2) * dim * 2;
+    if (from % 2)
+        for (int d = 0; d < dim; d++) pairs[2 * d + 1] = 0;
+    memset(pairs + size_t(from % 2) * dim * 2, 0, size_t(to - from) / 2 * dim * 4);
+}
+
+// Columns from `count` up to the next multiple of 32 become zeros.
+static void clear_rest(const Cache& cache, int dim, int count, Panels p) {
+    int padded = (count + 31) / 32 * 32, lines = cache.kind == KVKind::f32 ? dim : dim / 2;
+    if (padded == count) return;
+    for (int d = 0; d < lines; d++) memset(p.keys + (size_t(d) * split_keys + count) * 4, 0, size_t(padded - count) * 4);
+    clear_values(cache, dim, count, padded, p);
 }
 
 // ---- small products -----------------------------------------------------------------------------------------------------
@@ -382,7 +392,7 @@ struct View {
 };
 
 INLINE View view_of(const AttentionShape& shape, const Sequence& sequence, int row, int start) {
-    int position = sequence.first_position + row / shape.group();
+    int position = sequence.position(row / shape.group());
     int low = shape.window && position - shape.window + 1 > start ? position - shape.window + 1 - start : 0;
     int high = position + 1 - start;
     return {low < split_keys ? low : split_keys, high < 0 ? 0 : high < split_keys ? high : split_keys};
@@ -477,68 +487,119 @@ struct AttendScratch {
     }
 };
 
+// What one task works on.
+struct Attending {
+    const AttentionTask& task;
+    const Sequence& sequence;
+    const AttentionShape& shape;
+    const Cache& cache;
+    AttendScratch scratch;
+
+    int num_rows() const { return task.end - task.begin; }
+    Panels panels() const { return {scratch.keys, scratch.values}; }
+    float* state(int row) const { return scratch.states + size_t(row) * partial_row(shape); }
+    float* partial(int split, int row) const {
+        return task.partial + (size_t(split - task.first_split) * num_rows() + row) * partial_row(shape);
+    }
+};
+
+// One split for `rows` rows of a task from `first` on, which see keys before column `end` at most: their keys are gathered.
+template <bool floats> INLINE void attend_split(const Attending& at, int split, int first, int rows, int end) {
+    const AttentionShape& shape = at.shape;
+    const AttendScratch& scratch = at.scratch;
+    int padded = shape.padded_dim, start = split * split_keys, count = (end + 31) / 32 * 32;
+    size_t width = floats ? 4 : 2;
+    if (count == 0) {  // this split lies wholly after these rows
+        for (int r = 0; at.task.partial && r < rows; r++) clear_state(at.partial(split, first + r), padded);
+        return;
+    }
+#if defined(__AMX_TILE__)
+    if (!floats) configure_tiles(rows < 16 ? rows : 16, rows > 16 ? rows - 16 : 0, 16);
+#endif
+    const uint8_t* q = scratch.queries + size_t(first) * padded * width;
+    product(floats, q, padded * width, rows, scratch.keys, split_keys * 4, floats ? padded : padded / 2, count, scratch.scores, split_keys);
+    if (shape.softcap != 0)
+        for (int r = 0; r < rows; r++) bend(scratch.scores + size_t(r) * split_keys, count, 1.0f, shape.softcap);
+    float maxima[query_rows], totals[query_rows];
+    auto maximum_of = [&](int r) INLINE_LAMBDA {
+        return find_maximum(scratch.scores + size_t(r) * split_keys, count, view_of(shape, at.sequence, at.task.begin + first + r, start));
+    };
+    maxima[0] = maximum_of(0);
+    for (int r = 0; r < rows; r++) {
+        if (r + 1 < rows) maxima[r + 1] = maximum_of(r + 1);  // early, so that nothing waits for it
+        totals[r] = soften<floats>(scratch.scores + size_t(r) * split_keys, count, maxima[r], scratch.weights + size_t(r) * split_keys * width);
+    }
+    product(floats, scratch.weights, split_keys * width, rows, scratch.values, size_t(padded) * 4, floats ? count : count / 2,
+            padded, scratch.outputs, size_t(padded));
+    for (int r = 0; r < rows; r++) {
+        const float* values = scratch.outputs + size_t(r) * padded;
+        if (at.task.partial) {
+            float* to = at.partial(split, first + r);
+            memcpy(to, values, size_t(padded) * 4);
+            to[padded] = maxima[r];
+            to[padded + 1] = totals[r];
+        } else {
+            join_split(at.state(first + r), values, maxima[r], totals[r], padded, padded);
+        }
+    }
+}
+
+// A split in which a tree has keys of its own, node by node: the panels hold what stands before the tree, and then each node's
+// path in the order of its positions, as a chain would have it. What a node shares with the one before it stays there.
+template <bool floats> static void attend_nodes(const Attending& at, int split) {
+    const Sequence& sequence = at.sequence;
+    const Cache& cache = at.cache;
+    int start = split * split_keys, tree = sequence.first_position, group = at.shape.group(), num_rows = at.num_rows();
+    int own = tree > start ? tree - start : 0;  // the first column that the tree has
+    if (own) gather(cache, at.shape, sequence, at.task.kv_head, start, tree, at.panels());
+    int32_t held[split_keys];
+    for (int column = own; column < split_keys; column++) held[column] = -1;
+    for (int first = 0, rows; first < num_rows; first += rows) {
+        int token = (at.task.begin + first) / group, next = (token + 1) * group - at.task.begin;
+        rows = std::min(std::min(next, num_rows) - first, query_rows);
+        const Node& node = sequence.nodes[token];
+        int end = std::max(0, std::min(node.position + 1 - start, split_keys)), padded = (end + 31) / 32 * 32;
+        for (int column = own; column < end; column++) {
+            int slot = sequence.paths[node.path + start + column - tree], place = slot % cache.block_size;
+            if (held[column] == slot) continue;
+            held[column] = slot;
+            HeadPlace from = head_place(cache, at.shape, sequence.table[slot / cache.block_size], at.task.kv_head);
+            gather_run(cache, at.shape, from, place, place + 1, column, at.panels());
+        }
+        clear_values(cache, at.shape.padded_dim, end, padded, at.panels());
+        for (int column = end; column < padded; column++) held[column] = -1;
+        attend_split<floats>(at, split, first, rows, end);
+    }
+}
+
 template <bool floats>
 static void attend_rows(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const Cache& cache,
                         const uint8_t* queries, float* out, size_t out_stride, uint8_t* memory) {
-    AttendScratch scratch(memory, shape);
-    int padded = shape.padded_dim, group = shape.group(), num_rows = task.end - task.begin;
-    size_t width = floats ? 4 : 2, query_bytes = size_t(padded) * width, state_length = partial_row(shape);
+    Attending at{task, sequence, shape, cache, AttendScratch(memory, shape)};
+    int padded = shape.padded_dim, group = shape.group(), num_rows = at.num_rows();
+    size_t query_bytes = size_t(padded) * (floats ? 4 : 2);
     for (int r = 0; r < num_rows; r++) {
         int row = task.begin + r;
         size_t head = size_t(sequence.first_token + row / group) * shape.num_heads + task.kv_head * group + row % group;
-        memcpy(scratch.queries + r * query_bytes, queries + head * query_bytes, query_bytes);
-        if (!task.partial) clear_state(scratch.states + r * state_length, padded);
+        memcpy(at.scratch.queries + r * query_bytes, queries + head * query_bytes, query_bytes);
+        if (!task.partial) clear_state(at.state(r), padded);
     }
-    int last_position = sequence.first_position + (task.end - 1) / group;
+    int last_end = sequence.nodes ? sequence.first_position : sequence.position((task.end - 1) / group) + 1;
     for (int split = task.first_split; split <= task.last_split; split++) {
-        int start = split * split_keys;
-        int end = last_position + 1 < start + split_keys ? last_position + 1 : start + split_keys;
-        gather(cache, shape, sequence, task.kv_head, start, end, {scratch.keys, scratch.values});
+        int start = split * split_keys, count = std::min(last_end - start, split_keys);
+        if (sequence.nodes && count < split_keys) {
+            attend_nodes<floats>(at, split);
+            continue;
+        }
+        gather(cache, shape, sequence, task.kv_head, start, start + count, at.panels());
+        clear_rest(cache, padded, count, at.panels());
         for (int first = 0; first < num_rows; first += query_rows) {
-            int rows = num_rows - first < query_rows ? num_rows - first : query_rows;
-            View widest = view_of(shape, sequence, task.begin + first + rows - 1, start);
-            int count = (widest.high + 31) / 32 * 32;
-            if (count == 0) {  // this split lies wholly after these rows
-                if (task.partial)
-                    for (int r = 0; r < rows; r++)
-                        clear_state(task.partial + (size_t(split - task.first_split) * num_rows + first + r) * state_length, padded);
-                continue;
-            }
-#if defined(__AMX_TILE__)
-            if (!floats) configure_tiles(rows < 16 ? rows : 16, rows > 16 ? rows - 16 : 0, 16);
-#endif
-            const uint8_t* q = scratch.queries + size_t(first) * query_bytes;
-            product(floats, q, query_bytes, rows, scratch.keys, split_keys * 4, floats ? padded : padded / 2, count, scratch.scores, split_keys);
-            if (shape.softcap != 0)
-                for (int r = 0; r < rows; r++) bend(scratch.scores + size_t(r) * split_keys, count, 1.0f, shape.softcap);
-            float maxima[query_rows], totals[query_rows];
-            auto maximum_of = [&](int r) INLINE_LAMBDA {
-                return find_maximum(scratch.scores + size_t(r) * split_keys, count, view_of(shape, sequence, task.begin + first + r, start));
-            };
-            maxima[0] = maximum_of(0);
-            for (int r = 0; r < rows; r++) {
-                if (r + 1 < rows) maxima[r + 1] = maximum_of(r + 1);  // early, so that nothing waits for it
-                totals[r] = soften<floats>(scratch.scores + size_t(r) * split_keys, count, maxima[r],
-                                           scratch.weights + size_t(r) * split_keys * width);
-            }
-            product(floats, scratch.weights, split_keys * width, rows, scratch.values, size_t(padded) * 4, floats ? count : count / 2,
-                    padded, scratch.outputs, size_t(padded));
-            for (int r = 0; r < rows; r++) {
-                const float* values = scratch.outputs + size_t(r) * padded;
-                if (task.partial) {
-                    float* to = task.partial + (size_t(split - task.first_split) * num_rows + first + r) * state_length;
-                    memcpy(to, values, size_t(padded) * 4);
-                    to[padded] = maxima[r];
-                    to[padded + 1] = totals[r];
-                } else {
-                    join_split(scratch.states + size_t(first + r) * state_length, values, maxima[r], totals[r], padded, padded);
-                }
-            }
+            int rows = std::min(num_rows - first, query_rows);
+            attend_split<floats>(at, split, first, rows, view_of(shape, sequence, task.begin + first + rows - 1, start).high);
         }
     }
     if (task.partial) return;
-    for (int r = 0; r < num_rows; r++)
-        write_out(scratch.states + size_t(r) * state_length, shape, sequence, task.kv_head, task.begin + r, out, out_stride);
+    for (int r = 0; r < num_rows; r++) write_out(at.state(r), shape, sequence, task.kv_head, task.begin + r, out, out_stride);
 }
 
 static void attend(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const Cache& cache,

@@ -1,6 +1,8 @@
 // The kernels of one instruction set, behind a table of functions: chosen once, at start, by what the processor has.
 #pragma once
+#include <algorithm>
 #include <atomic>
+#include <utility>
 
 #include "layout.hpp"
 
@@ -24,19 +26,25 @@ struct AttentionShape {
     int group() const { return num_heads / num_kv_heads; }
 };
 
+// A node of a token tree. The slots of its ancestors in this step, the oldest first, and its own begin at `path`.
+struct Node {
+    int path, position;
+};
+
 // One sequence of a step.
 struct Sequence {
     const int32_t* table = nullptr;  // blocks
     int first_token = 0, num_tokens = 0, first_position = 0;
-    // A node of a token tree is a sequence of its own. Its keys before position `branch` lie where their positions say; those
-    // from there on, its ancestors in this step and itself, in the slots of `path`. Null for a sequence that is no tree.
-    const int32_t* path = nullptr;
-    int branch = 0;
-    int slot(int position) const { return path && position >= branch ? path[position - branch] : position; }
-    // The end of the run of neighbouring slots that begins at `position`.
-    int run_end(int position, int end) const {
-        if (!path || position + 1 > branch) return path ? position + 1 : end;
-        return end < branch ? end : branch;
+    // Of a token tree, whose keys from `first_position` on do not lie where their positions say; else null.
+    const Node* nodes = nullptr;     // [num_tokens]
+    const int32_t* paths = nullptr;  // of all nodes, one after the other
+
+    int position(int token) const { return nodes ? nodes[token].position : first_position + token; }
+    // The positions of tokens [begin, end): the first of them, and the one after the last.
+    std::pair<int, int> range(int begin, int end) const {
+        if (!nodes) return {first_position + begin, first_position + end};
+        auto [low, high] = std::minmax_element(nodes + begin, nodes + end, [](const Node& a, const Node& b) { return a.position < b.position; });
+        return {low->position, high->position + 1};
     }
 };
 

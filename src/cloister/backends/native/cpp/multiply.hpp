@@ -513,7 +513,7 @@ static void multiply(const Matrix& matrix, const Rows& x, int begin, int end, in
 #if defined(__AMX_TILE__)
     int rows = (end - begin) * 16 - 16 + x.height(end - 1);
     if (w.kind == Kind::bf16 || w.kind == Kind::w4a16) return multiply_float_tiles(w, x, begin, end, panel, sink);
-    if (w.kind != Kind::f32 && rows > 4) return multiply_integer_tiles(w, x, begin, end, panel, sink);
+    if (w.kind != Kind::f32 && rows > 2) return multiply_integer_tiles(w, x, begin, end, panel, sink);
 #endif
     multiply_vectors<max_rows>(w, x, begin, end, panel, sink);
 }

@@ -164,13 +164,13 @@ void Program::extend_ropes(const Batch& batch) {
     }
 }
 
-// Finds the slot of each token, and what is one run of queries for attention: a sequence's tokens, or one node of a tree.
+// Finds the slot of each token, and which sequences are trees.
 void Program::place_tokens(const Batch& batch) {
     sequences_.clear();
     paths_.clear();
-    paths_.reserve(size_t(batch.num_tokens));  // nodes point into them
     table_of_.resize(size_t(batch.num_tokens));
     slot_of_.resize(size_t(batch.num_tokens));
+    if (batch.parents) nodes_.resize(size_t(batch.num_tokens));
     for (int s = 0; s < batch.num_sequences; s++) {
         int first = batch.query_starts[s], count = batch.query_starts[s + 1] - first;
         Sequence sequence;
@@ -184,24 +184,29 @@ void Program::place_tokens(const Batch& batch) {
             slot_of_[size_t(first + i)] = sequence.first_position + i;
             is_tree = is_tree || (batch.parents && batch.parents[first + i] != (i ? first + i - 1 : -1));
         }
-        if (is_tree) add_tree(batch, sequence);
-        else sequences_.push_back(sequence);
+        if (is_tree) {
+            sequence.nodes = nodes_.data() + first;
+            list_paths(batch, sequence);
+        }
+        sequences_.push_back(sequence);
+    }
+    for (Sequence& sequence : sequences_) sequence.paths = paths_.data();
+}
+
+// A node's path is its parent's and its own slot.
+void Program::list_paths(const Batch& batch, const Sequence& sequence) {
+    for (int token = sequence.first_token; token < sequence.first_token + sequence.num_tokens; token++) {
+        int parent = batch.parents[token], depth = parent < 0 ? 0 : nodes_[size_t(parent)].position - sequence.first_position + 1;
+        nodes_[size_t(token)] = {int(paths_.size()), sequence.first_position + depth};
+        for (int i = 0; i < depth; i++) paths_.push_back(int32_t(paths_[size_t(nodes_[size_t(parent)].path + i)]));
+        paths_.push_back(slot_of_[size_t(token)]);
     }
 }
 
-void Program::add_tree(const Batch& batch, Sequence sequence) {
-    for (int token = sequence.first_token; token < sequence.first_token + sequence.num_tokens; token++) {
-        std::vector<int32_t>& path = paths_.emplace_back();
-        for (int node = token; node >= 0; node = batch.parents[node]) path.push_back(slot_of_[size_t(node)]);
-        std::reverse(path.begin(), path.end());
-        Sequence node = sequence;
-        node.first_token = token;
-        node.num_tokens = 1;
-        node.branch = sequence.first_position;
-        node.first_position = sequence.first_position + int(path.size()) - 1;
-        node.path = path.data();
-        sequences_.push_back(node);
-    }
+// How many rows of a sequence a task of attention has at most. A tree is computed node by node at its end, which the team shares.
+int Program::rows_at_once(const Sequence& sequence, const AttentionShape& shape) const {
+    int parts = sequence.nodes && sequences_.size() == 1 ? std::max(1, pool_->num_threads() / shape.num_kv_heads) : 1;
+    return std::min(task_rows, (sequence.num_tokens + parts - 1) / parts * shape.group());
 }
 
 void Program::list_tasks(const Layer& layer) {
@@ -210,18 +215,19 @@ void Program::list_tasks(const Layer& layer) {
     joins_.clear();
     for (int s = 0; s < int(sequences_.size()); s++) {
         const Sequence& sequence = sequences_[size_t(s)];
-        int rows = sequence.num_tokens * shape.group();
+        int rows = sequence.num_tokens * shape.group(), most = rows_at_once(sequence, shape);
         for (int head = 0; head < shape.num_kv_heads; head++) {
-            for (int begin = 0; begin < rows; begin += task_rows) {
+            for (int begin = 0; begin < rows; begin += most) {
                 AttentionTask task;
                 task.sequence = s;
                 task.kv_head = head;
                 task.begin = begin;
-                task.end = std::min(rows, begin + task_rows);
-                int lowest = sequence.first_position + begin / shape.group(), highest = sequence.first_position + (task.end - 1) / shape.group();
+                task.end = std::min(rows, begin + most);
+                auto [lowest, end] = sequence.range(begin / shape.group(), (task.end - 1) / shape.group() + 1);
                 task.first_split = shape.window ? std::max(0, lowest - shape.window + 1) / split_keys : 0;
-                task.last_split = highest / split_keys;
+                task.last_split = (end - 1) / split_keys;
                 task.cost = double(task.last_split - task.first_split + 1) * (task.end - begin + 16);
+                if (sequence.nodes) task.cost += task.end - begin;  // its last split is computed node by node
                 tasks_.push_back(task);
             }
         }

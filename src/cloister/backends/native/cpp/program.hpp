@@ -163,7 +163,8 @@ private:
     void check(const Batch& batch) const;
     void extend_ropes(const Batch& batch);
     void place_tokens(const Batch& batch);
-    void add_tree(const Batch& batch, Sequence sequence);
+    void list_paths(const Batch& batch, const Sequence& sequence);
+    int rows_at_once(const Sequence& sequence, const AttentionShape& shape) const;
     void embed(const Batch& batch);
     void apply(const Norm& norm, const float* row, float* out) const;
     Normed norm_rows(const char* name, const Norm& norm, const Matrix& w, int num_tokens, Buffer& buffer,
@@ -234,7 +235,8 @@ private:
     std::vector<Sequence> sequences_;
     std::vector<const int32_t*> table_of_;  // [num_tokens]
     std::vector<int> slot_of_;               // [num_tokens]
-    std::vector<std::vector<int32_t>> paths_;
+    std::vector<Node> nodes_;     // [num_tokens], where there are trees
+    std::vector<int32_t> paths_;  // of all nodes
     std::vector<AttentionTask> tasks_, dealt_;
     struct Join { AttentionTask task; const float* partial; int num_splits; };
     std::vector<Join> joins_;
