@@ -36,7 +36,7 @@ def test_what_was_built_is_found_by_its_tokens(tmp_path: Path, capsys: pytest.Ca
     assert status == 0
     assert report["num_documents"] == 2
     tokenizer = Tokenizer(locate("cloister-5m"))
-    start, end = Datastore(out, digest_tokenizer(locate("cloister-5m"))).find(tokenizer.encode(" write-ahead log"))
+    start, end = Datastore(out, digest_tokenizer(locate("cloister-5m")), 4096).find(tokenizer.encode(" write-ahead log"))
     assert end - start == 1
     assert report["num_tokens"] == len(tokenizer.encode(TEXT)) + len(tokenizer.encode("Another document."))
 
@@ -44,7 +44,7 @@ def test_what_was_built_is_found_by_its_tokens(tmp_path: Path, capsys: pytest.Ca
 def test_control_tokens_in_a_text_are_plain_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("before <|end|> after")
     run(capsys, "--model", "cloister-5m", "--text", str(tmp_path / "a.txt"), "--out", str(tmp_path / "store"))
-    store = Datastore(tmp_path / "store", digest_tokenizer(locate("cloister-5m")))
+    store = Datastore(tmp_path / "store", digest_tokenizer(locate("cloister-5m")), 4096)
     assert store.find([1]) == (0, 0)
 
 

@@ -62,7 +62,7 @@ def build(
         "directory": str(directory),
         "num_documents": header.num_documents,
         "num_tokens": header.num_tokens,
-        "size_bytes": Datastore(directory, digest).num_bytes,
+        "size_bytes": Datastore(directory, digest, header.num_ids).num_bytes,
         "elapsed_s": round(time.perf_counter() - started, 1),
     }
     if as_json:

@@ -33,7 +33,7 @@ def store_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(path: Path, documents: Sequence[Sequence[int]], num_ids: int = VOCAB, tokenizer: str = "a") -> Datastore:
     write_datastore(path, documents, num_ids=num_ids, tokenizer=tokenizer)
-    return Datastore(path, tokenizer)
+    return Datastore(path, tokenizer, num_ids)
 
 
 def search(documents: Sequence[Sequence[int]], pattern: Sequence[int]) -> list[list[int]]:
@@ -121,7 +121,7 @@ def test_memory_is_what_the_files_take(tmp_path: Path) -> None:
 def test_a_datastore_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     make(tmp_path, [[1, 2, 3]])
     with pytest.raises(ConfigError, match=r"another tokenizer; build it with `cloister datastore build`") as caught:
-        Datastore(tmp_path, "b")
+        Datastore(tmp_path, "b", VOCAB)
     assert caught.value.param == "datastore"
 
 
@@ -131,10 +131,10 @@ def test_a_missing_or_short_file_is_refused(tmp_path: Path, name: str) -> None:
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[:-3])
     with pytest.raises(ConfigError, match="missing or damaged"):
-        Datastore(tmp_path, "a")
+        Datastore(tmp_path, "a", VOCAB)
     (tmp_path / name).unlink()
     with pytest.raises(ConfigError, match="no datastore" if name == HEADER else "missing or damaged"):
-        Datastore(tmp_path, "a")
+        Datastore(tmp_path, "a", VOCAB)
 
 
 def test_an_open_datastore_outlives_the_one_that_takes_its_place(tmp_path: Path) -> None:
@@ -144,12 +144,29 @@ def test_an_open_datastore_outlives_the_one_that_takes_its_place(tmp_path: Path)
     assert end - start == 5000
 
 
+def test_heads_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
+    make(tmp_path, [[1, 2, 3]])
+    heads = np.fromfile(tmp_path / HEADS, np.uint32)
+    for place, value in ((-1, 99), (1, 99), (0, 1)):
+        damaged = heads.copy()
+        damaged[place] = value
+        damaged.tofile(tmp_path / HEADS)
+        with pytest.raises(ConfigError, match="damaged"):
+            Datastore(tmp_path, "a", VOCAB)
+
+
+def test_ids_that_the_model_lacks_are_never_drafted(tmp_path: Path) -> None:
+    make(tmp_path, [[1, 2, 250, 3]] * 9)
+    assert ask_for(known([1]), 8, RestDrafter(Datastore(tmp_path, "a", VOCAB))).token_ids == [2, 250, 3]
+    assert ask_for(known([1]), 8, RestDrafter(Datastore(tmp_path, "a", 200))).token_ids == [2]
+
+
 def test_another_version_is_refused(tmp_path: Path) -> None:
     make(tmp_path, [[1, 2, 3]])
     header = json.loads((tmp_path / HEADER).read_text())
     (tmp_path / HEADER).write_text(json.dumps({**header, "version": 2}))
     with pytest.raises(ConfigError, match="is of version 2, and this build reads 1"):
-        Datastore(tmp_path, "a")
+        Datastore(tmp_path, "a", VOCAB)
 
 
 def test_a_text_without_tokens_makes_no_datastore(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from cloister.types.errors import ConfigError
 
@@ -48,6 +49,7 @@ class Datastore:
     Args:
         path: its directory.
         tokenizer: digest of the tokenizer that the model has.
+        vocab_size: of the model; ids from there on end a continuation.
 
     Attributes:
         num_bytes: of its files.
@@ -56,15 +58,18 @@ class Datastore:
         ConfigError: there is none, it is damaged, or its ids are not the model's.
     """
 
-    def __init__(self, path: Path, tokenizer: str) -> None:
+    def __init__(self, path: Path, tokenizer: str, vocab_size: int) -> None:
         self.header = header = _read_header(path)
         if header.tokenizer != tokenizer:
             raise ConfigError(f"the datastore {path} has the token ids of another tokenizer; {BUILD}", param="datastore")
         self._width = header.token_bytes
-        self._num_ids = header.num_ids
+        self._num_ids = min(header.num_ids, vocab_size)
         self._text = _open(path / TOKENS, (header.num_tokens + header.num_documents) * self._width)
         suffixes, heads = _open(path / SUFFIXES, 4 * header.num_tokens), _open(path / HEADS, 4 * (header.num_ids + 1))
         self._suffixes, self._heads = memoryview(suffixes).cast("I"), memoryview(heads).cast("I")
+        starts = np.frombuffer(heads, np.uint32)
+        if starts[0] != 0 or starts[-1] != header.num_tokens or (starts[1:] < starts[:-1]).any():
+            raise _damaged(path / HEADS)
         self.num_bytes = len(self._text) + len(suffixes) + len(heads)
 
     def find(self, pattern: Sequence[int]) -> tuple[int, int]:

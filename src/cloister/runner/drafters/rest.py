@@ -122,4 +122,4 @@ def make_rest_drafter(place: DraftingPlace) -> Drafter:
     if place.files is None and not (place.model_path / "drafters" / "rest" / HEADER).is_file():
         raise ConfigError(f"this model brings no datastore to draft from; {BUILD}, and name it", param="datastore")
     path = place.model_path / "drafters" / "rest" if place.files is None else Path(place.files).expanduser()
-    return RestDrafter(Datastore(path, digest_tokenizer(place.model_path)))
+    return RestDrafter(Datastore(path, digest_tokenizer(place.model_path), place.vocab_size))
