@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,9 +54,12 @@ class Node:
 
 
 @contextmanager
-def run_node(profile: str, model: str, num_threads: int | None, quant: str = "none") -> Iterator[str]:
+def run_node(
+    profile: str, model: str, num_threads: int | None, quant: str = "none", drafting: Mapping[str, object] | None = None
+) -> Iterator[str]:
     """Runs a node while the block runs; yields its address."""
     command = [sys.executable, "-m", "benchmarks.traffic.node", profile, model, str(num_threads or 0), quant]
+    command += [json.dumps(drafting)] if drafting else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -84,7 +87,7 @@ async def capture(
         async def one(number: int) -> None:
             prompt = prompts[number]
             async with places, asyncio.timeout(ANSWER_TIMEOUT_S):
-                times_s, chunks = await _ask(node, make_body(prompt, lengths[number]))
+                times_s, chunks = await ask(node, make_body(prompt, lengths[number]))
             captures[number] = Capture(prompt.label, prompt.group, times_s, chunks)
             progress.advance(task)
 
@@ -92,8 +95,12 @@ async def capture(
     return [each for each in captures if each is not None]
 
 
-async def _ask(node: Node, body: bytes) -> tuple[list[float], list[int]]:
-    """Returns times and sizes of the chunks of one answer, which must be whole and good."""
+async def ask(node: Node, body: bytes) -> tuple[list[float], list[int]]:
+    """Returns times and sizes of the chunks of one answer, which must be whole and good.
+
+    Raises:
+        SystemExit: it is not.
+    """
     sealed, exchange = seal(node, body)
     reader = Reader(exchange, shaped=node.shaped)
     times_s, sizes = [], []

@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks.harness import Bench
 from benchmarks.traffic.captures import Capture
 from benchmarks.traffic.classifiers import Score
+from benchmarks.traffic.fingerprint import Share
 from benchmarks.traffic.prompts import CLASSES
 from cloister.bench.plots import COLOURS, GREY, draw
 
@@ -44,3 +45,21 @@ def plot_streams(target: Path, streams: Mapping[str, Sequence[Capture]]) -> None
             axes.set_xlabel("since the request, ms")
             axes.set_ylabel("size of the chunk, bytes")
             axes.legend(loc="lower right")
+
+
+def plot_shares(bench: Bench, options: argparse.Namespace, shares: Mapping[tuple[str, str], Share], chance: float) -> None:
+    """Draws how often the prompt was found, for each way to serve and each thing that is looked at."""
+    parts = list(dict.fromkeys(part for part, _ in shares))
+    views = list(dict.fromkeys(view for _, view in shares))
+    with draw(bench.picture(options), bench.title, size=(9.0, 4.6)) as (axes,):
+        axes.axhline(chance, color=GREY, linestyle="--", linewidth=1, label=f"chance, {chance:.0%}")
+        for number, view in enumerate(views):
+            places = [place for place, part in enumerate(parts) if (part, view) in shares]
+            found = [shares[parts[place], view] for place in places]
+            spans = [[s.share - s.bounds[0] for s in found], [s.bounds[1] - s.share for s in found]]
+            shifted = [place + 0.18 * (number - (len(views) - 1) / 2) for place in places]
+            axes.errorbar(shifted, [s.share for s in found], spans, fmt="o", capsize=4, color=COLOURS[number], label=view)
+        axes.set_xticks(range(len(parts)), [part.replace(", ", "\n") for part in parts])
+        axes.set_ylim(0, 1.02)
+        axes.set_ylabel("share of answers whose prompt was found")
+        axes.legend(loc="center right")

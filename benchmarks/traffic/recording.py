@@ -35,11 +35,15 @@ class Recording:
 
 
 async def open_app(
-    num_threads: int | None, model: str, profile: str = "open", quant: str = "none"
+    num_threads: int | None, model: str, profile: str = "open", quant: str = "none", **drafting: object
 ) -> tuple[ASGIApp, ProcessEngine]:
-    """Starts a server without a socket: an engine process, and the application in front of it, as in a sealed node."""
+    """Starts a server without a socket: an engine process, and the application in front of it, as in a sealed node.
+
+    Args:
+        drafting: settings of drafters; without, nothing drafts.
+    """
     flags = {"model": model, "num_threads": num_threads, "quant": quant, "kv_memory_mb": 512, "profile": profile}
-    settings = resolve_settings(flags)
+    settings = resolve_settings({**flags, "sealed": True, "speculate": "none", **drafting})
     gate = Gate(settings.policy, None, loopback=True, sealed=True)
     engine = ProcessEngine(ENGINE_ENTRY, settings.engine.config)
     await engine.start()
