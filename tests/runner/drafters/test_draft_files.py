@@ -29,7 +29,7 @@ def test_the_embedded_model_has_the_embedded_draft() -> None:
 
 
 def test_a_trained_draft_comes_before_the_embedded_one_and_a_named_one_before_both(tmp_path: Path) -> None:
-    trained = write_tokenizer(tmp_path / "drafters" / "draft", ["a"])
+    trained = write_tokenizer(tmp_path / "drafters" / "draft_model", ["a"])
     assert draft_names(make_place(make_batch(), model_path=tmp_path)) == [str(trained)]
     assert draft_names(make_place(make_batch(), model_path=tmp_path, files="one, two")) == ["one", "two"]
 

@@ -8,10 +8,13 @@ from typing import Any, Final
 
 from cloister.models import embedded_names, locate
 from cloister.runner.drafters.base import DraftingPlace, DraftModel
+from cloister.runner.drafters.heads import heads_directory
 from cloister.types.errors import ConfigError
 
 EMBEDDED: Final = {"cloister-5m": "cloister-draft"}
 """Model -> its draft, of those inside the package."""
+TRAINED: Final = "draft_model"
+"""Where `cloister train draft` puts a draft, beside what else was trained for the model."""
 
 
 def draft_names(place: DraftingPlace) -> list[str]:
@@ -25,8 +28,8 @@ def draft_names(place: DraftingPlace) -> list[str]:
         if not all(names):
             raise ConfigError("a draft model has an empty name; give one name, or several with a comma between two")
         return names
-    trained = place.model_path / "drafters" / "draft"
-    if trained.is_dir():
+    trained = heads_directory(place.model_path, TRAINED)
+    if (trained / "config.json").is_file():
         return [str(trained)]
     for model, draft in EMBEDDED.items():
         if model in embedded_names() and place.model_path == locate(model):
