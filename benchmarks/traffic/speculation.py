@@ -3,8 +3,8 @@
     python -m benchmarks.traffic.speculation capture --kept DIR   # a sealed node on a socket, for each drafter and shape
     python -m benchmarks.traffic.speculation judge --kept DIR     # forests over what was captured
 
-Each of 50 prompts is sent many times; each answer has 24 tokens, at temperature 0 unless another one is given. What passes between
-node and gateway is timed and measured by the receiver. The model is the embedded one inside larger matrices
+Each of 50 prompts is sent many times; each answer has 24 tokens, at temperature 0 unless another one is given. What passes
+between node and gateway is timed and measured by the receiver. The model is the embedded one inside larger matrices
 (`benchmarks.inflated`), so that a step takes long enough to be seen in a gap.
 """
 
