@@ -18,6 +18,7 @@ import numpy.typing as npt
 from benchmarks.harness import MODEL
 from cloister.models import load, locate
 from cloister.models.safetensors import read_header
+from cloister.runner.drafters.draft_files import TRAINED
 from cloister.runner.drafters.heads import CARD, TENSORS, read_card, write_heads
 
 DRAFT_MODEL = "cloister-draft"
@@ -38,7 +39,7 @@ def write_drafters(folder: Path, source: str = MODEL) -> None:
     shutil.rmtree(found, ignore_errors=True)
     found.mkdir()
     if source == MODEL:
-        shutil.copytree(locate(DRAFT_MODEL), found / "draft")
+        shutil.copytree(locate(DRAFT_MODEL), found / TRAINED)
     for place in sorted(trained.iterdir()) if trained.is_dir() else ():
         if (place / CARD).is_file():
             _write_wide_heads(place, found / place.name, folder)

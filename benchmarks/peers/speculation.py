@@ -22,6 +22,7 @@ from benchmarks.inflated import open_inflated
 from benchmarks.speculation_report import interval
 from benchmarks.speculation_runs import AUTO, PLAIN, open_arms
 from benchmarks.speculation_workloads import Prompts, Workload
+from cloister.runner.drafters.draft_files import TRAINED
 
 UNTYPED: Any = AutoModelForCausalLM  # its constructors carry no types
 OURS: Final = (PLAIN, "draft_model", "ngram", AUTO)
@@ -77,7 +78,7 @@ def their_ways(folder: Path, num_threads: int | None) -> dict[tuple[str, str], W
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     model = UNTYPED.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    draft = UNTYPED.from_pretrained(folder / "drafters" / "draft", dtype=torch.bfloat16).eval()
+    draft = UNTYPED.from_pretrained(folder / "drafters" / TRAINED, dtype=torch.bfloat16).eval()
     extras: dict[str, dict[str, Any]] = {
         PLAIN: {},
         "assisted": {"assistant_model": draft},
