@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from cloister.train.tree import MISSED, NOTHING_THERE, accuracy_by_rank, count_kept, grow_tree
+from cloister.train.tree import MISSED, NOTHING_THERE, accuracy_by_rank, count_kept, expect_some, grow_tree
 
 ACCURACY = [[0.5, 0.2, 0.1], [0.4, 0.25, 0.05], [0.3, 0.1, 0.1]]
 
@@ -38,6 +38,11 @@ def test_guesses_that_are_never_right_are_no_nodes() -> None:
     assert grow_tree([[0.5, 0.0], [0.0, 0.0]], 10).parents == [-1]
     assert grow_tree([[0.0]], 10).parents == []
     assert grow_tree([], 10).parents == []
+
+
+def test_heads_that_were_never_right_have_a_tree_too() -> None:
+    assert len(grow_tree(expect_some([[0.0, 0.0], [0.0, 0.0]], 100), 6).parents) == 6
+    assert expect_some([[0.5, 0.0]], 100) == [[0.5, 0.005]]
 
 
 def test_a_worse_rank_that_was_right_more_often_does_not_come_first() -> None:

@@ -17,7 +17,7 @@ from cloister.train.measuring import NUM_RANKS, Accuracy, measure_ranks, summari
 from cloister.train.passages import check_size
 from cloister.train.session import Material, Reporter, open_session
 from cloister.train.teacher import Teacher
-from cloister.train.tree import accuracy_by_rank, count_kept, grow_tree
+from cloister.train.tree import accuracy_by_rank, count_kept, expect_some, grow_tree
 
 MOST_NODES: Final = 64
 """Nodes of the tree that lies beside the heads; the scheduler asks for as many of its first ones as pay."""
@@ -96,7 +96,11 @@ def train_heads(material: Material, settings: HeadSettings, reporter: Reporter) 
     drafted_for = ranks[is_own] if is_own.any() else ranks
     accuracy = accuracy_by_rank(drafted_for, NUM_RANKS)
     is_tree = settings.kind == "medusa"
-    parents = grow_tree(accuracy, MOST_NODES).parents if is_tree else list(range(-1, settings.num_heads - 1))
+    parents = (
+        grow_tree(expect_some(accuracy, len(drafted_for)), MOST_NODES).parents
+        if is_tree
+        else list(range(-1, settings.num_heads - 1))
+    )
     directory = settings.out or heads_directory(model.path, settings.kind)
     num_learned = places.having(1, held_out=False)
     card = HeadsCard(

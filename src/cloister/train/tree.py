@@ -31,6 +31,14 @@ def accuracy_by_rank(ranks: RankArray, num_ranks: int) -> list[list[float]]:
     return [[float((column == rank).mean()) for rank in range(num_ranks)] for column in ranks.T]
 
 
+def expect_some(accuracy: Sequence[Sequence[float]], num_places: int) -> list[list[float]]:
+    """Returns accuracies in which a guess that was never right at so many places counts as right at one of twice as many.
+
+    So that heads which learned little have a tree too; what it brings is counted when it is used.
+    """
+    return [[max(share, 0.5 / max(1, num_places)) for share in head] for head in accuracy]
+
+
 def grow_tree(accuracy: Sequence[Sequence[float]], num_nodes: int) -> Tree:
     """Returns the tree of that many nodes whose expected number of kept tokens is largest (Cai et al. 2024, section 2.3.3).
 
