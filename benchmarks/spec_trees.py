@@ -108,7 +108,7 @@ def compare(bench: Bench, opened: OpenedModel, workloads: Sequence[Workload], op
     """Answers with chains and with trees of the same budgets."""
     plain = Answering(opened, None, MAX_LEN)
     chain, tree = Answering(opened, make_draft_model, MAX_LEN), Answering(opened, make_spec_infer, MAX_LEN)
-    rows: list[tuple[str, int, float, float, float, float, float]] = []
+    rows: list[tuple[str, int, float, float, float]] = []
     for workload in workloads:
         expected = [answer.tokens for answer in answer_all(plain, workload, 0, options)] if workload.is_settled else None
         for budget in BUDGETS:
@@ -118,15 +118,10 @@ def compare(bench: Bench, opened: OpenedModel, workloads: Sequence[Workload], op
                 bench.check_true(f"{workload.name}, {budget} drafts: the same tokens as without", same)
             of_chain, of_tree = tokens_per_step(chains), tokens_per_step(trees)
             ratio = (of_tree - 1) / (of_chain - 1)
-            rows.append((workload.name, budget, of_chain, of_tree, ratio, draft_us(chains), draft_us(trees)))
+            rows.append((workload.name, budget, of_chain, of_tree, ratio))
             bench.check(f"{workload.name}, {budget} drafts: accepted by a tree over a chain", ratio, low=1.0)
-    headers = ("answers", "drafts", "chain, tokens a step", "tree", "accepted, tree over chain", "chain, us a step", "tree, us")
+    headers = ("answers", "drafts", "chain, tokens a step", "tree", "accepted, tree over chain")
     bench.print_rows("Tokens a step", headers, rows)
-
-
-def draft_us(answers: Sequence[Answer]) -> float:
-    """Returns the microseconds that drafting took in a step."""
-    return 1e6 * sum(answer.draft_s for answer in answers) / sum(len(answer.samples) for answer in answers)
 
 
 if __name__ == "__main__":

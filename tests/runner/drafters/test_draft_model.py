@@ -12,7 +12,7 @@ from cloister.runner.acceptance import distribution
 from cloister.runner.drafters.base import NOTHING, Draft, DraftAsk, Drafter, Seen
 from cloister.runner.drafters.draft_draws import DraftChooser
 from cloister.runner.drafters.draft_model import DraftModelDrafter
-from cloister.runner.drafters.small_model import MAX_CAUGHT_UP, MAX_FOLLOWED, PagedDrafter
+from cloister.runner.drafters.small_model import FEW, MAX_CAUGHT_UP, MAX_FOLLOWED, PagedDrafter
 from cloister.runner.drafters.spec_infer import SpecInferDrafter
 from cloister.runner.state import BatchState, SequenceState
 from tests.runner.drafters.small_models import BLOCK, VOCAB, RandomModel, arrive, ask, make_batch, make_place
@@ -222,6 +222,25 @@ def test_a_sequence_far_behind_catches_up_some_positions_a_step() -> None:
         assert len(drafts[1].token_ids) == 2
         assert drafter._kv.reach(0, state.blocks) == (step + 1) * MAX_CAUGHT_UP
     assert drafter.draft([ask(state, 2)])[0].token_ids == continuation(batch, state, 2)
+
+
+def test_many_that_are_far_behind_do_not_catch_up_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch()
+    drafter = open_drafter(batch)
+    sizes: list[int] = []
+    compute = drafter._programs[0].forward
+
+    def watched(form: ForwardBatch) -> FloatArray:
+        sizes.append(len(form.token_ids))
+        return compute(form)
+
+    monkeypatch.setattr(drafter._programs[0], "forward", watched)
+    states = [arrive(batch, number, [5] * 250, range(number * 64, number * 64 + 64)) for number in range(8)]
+    counts = []
+    for _ in range(2):
+        counts.append(sum(bool(draft.token_ids) for draft in drafter.draft([ask(state, 2, coupled=False) for state in states])))
+    assert counts == [4, 8]
+    assert max(sizes) <= MAX_FOLLOWED + len(states) * FEW
 
 
 def test_prompts_are_followed_up_to_a_bound() -> None:

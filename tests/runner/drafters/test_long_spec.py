@@ -13,6 +13,7 @@ from cloister.runner.acceptance import distribution
 from cloister.runner.drafters import DRAFTERS
 from cloister.runner.drafters.base import NOTHING, Draft, Seen
 from cloister.runner.drafters.long_spec import NUM_SINKS, LongSpecDrafter
+from cloister.runner.drafters.small_model import MAX_FOLLOWED
 from cloister.runner.state import BatchState, SequenceState
 from cloister.types.errors import ConfigError
 from tests.runner.drafters.small_models import BLOCK, VOCAB, RandomModel, arrive, ask, make_batch, make_place
@@ -113,6 +114,16 @@ def test_a_long_prompt_is_computed_by_its_end_alone() -> None:
     assert not drafter._caches
     assert len(drafter.draft([ask(state, 4)])[0].token_ids) == 4
     assert drafter._caches[0].num_filled == NUM_SINKS + KEPT
+
+
+def test_caches_are_filled_a_few_at_a_time() -> None:
+    batch = make_batch()
+    drafter, _ = open_drafter(batch, max_num_seqs=40)
+    states = [arrive(batch, number, [5] * 500, (), temperature=0.0) for number in range(40)]
+    counts = []
+    for _ in range(2):
+        counts.append(sum(bool(draft.token_ids) for draft in drafter.draft([ask(state, 2) for state in states])))
+    assert counts == [MAX_FOLLOWED // (NUM_SINKS + KEPT), 40]
 
 
 def test_who_runs_beyond_the_number_of_caches_gets_no_drafts() -> None:

@@ -35,7 +35,8 @@ def draft_names(place: DraftingPlace) -> list[str]:
         if model in embedded_names() and place.model_path == locate(model):
             return [draft]
     raise ConfigError(
-        "this model has no draft model; train one with `cloister train draft`, or name a smaller model with the same vocabulary"
+        "this model has no draft model; train one with `cloister train draft`, or name a smaller model with the same tokens",
+        param="draft_model",
     )
 
 

@@ -18,7 +18,7 @@ from cloister.backends.base import BufferedProgram, IntArray, KVLayout, Program
 from cloister.runner.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, DraftModel, Seen
 from cloister.runner.drafters.chain import ChainGrower, Stretch
 from cloister.runner.drafters.draft_files import open_draft
-from cloister.runner.drafters.small_model import common_length
+from cloister.runner.drafters.small_model import FEW, MAX_FOLLOWED, common_length
 from cloister.types.errors import ConfigError
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -62,6 +62,9 @@ class LongSpecDrafter(Drafter):
     Args:
         capacity: positions in a cache; no more than the small model learned.
 
+    Attributes:
+        cache_bytes: of one sequence, whatever its length.
+
     Raises:
         ConfigError: the small model learned fewer positions than are of any use.
     """
@@ -70,12 +73,13 @@ class LongSpecDrafter(Drafter):
         self._place = place
         self._model = model
         self._capacity = min(capacity, model.max_positions)
-        self._num_kept = (self._capacity - NUM_SINKS) // 2
+        self._num_kept = min((self._capacity - NUM_SINKS) // 2, MAX_FOLLOWED - NUM_SINKS)
         if self._num_kept <= self.max_drafts:
             raise ConfigError(f"the draft model has {model.max_positions} positions; name one with more")
         self._blocks_each = -(-self._capacity // place.block_size)
         self._num_blocks = self._blocks_each * place.max_num_seqs
-        self.fixed_bytes = model.weights_bytes + self._num_blocks * model.kv_block_bytes(place.block_size)
+        self.cache_bytes = self._blocks_each * model.kv_block_bytes(place.block_size)
+        self.fixed_bytes = model.weights_bytes + place.max_num_seqs * self.cache_bytes
         self._program: Program | None = None
         self._grower: ChainGrower | None = None
         self._caches: dict[int, _Cache] = {}
@@ -93,10 +97,17 @@ class LongSpecDrafter(Drafter):
             cache.drop_drafted()
         drafts = [NOTHING] * len(asks)
         ready: list[tuple[int, _Cache, Stretch]] = []
+        num_left = MAX_FOLLOWED
         for place, ask in enumerate(asks):
             own = self._cache(ask)
-            if own is not None:
-                ready.append((place, own, self._stretch(own, ask)))
+            if own is None:
+                continue
+            stretch = self._stretch(own, ask)
+            if len(stretch.tokens) > FEW:  # it is new, or based anew; others wait if many are
+                if len(stretch.tokens) > num_left:
+                    continue
+                num_left -= len(stretch.tokens)
+            ready.append((place, own, stretch))
         if ready and self._grower is not None:
             grown = self._grower.grow([stretch for _, _, stretch in ready])
             for (place, cache, stretch), draft in zip(ready, grown, strict=True):

@@ -29,7 +29,10 @@ DRAFT_MODEL_THREAT: Final = ThreatProfile(
 MAX_CAUGHT_UP: Final = 256
 """Positions that one sequence catches up in a step; while it is further behind, nothing is drafted for it."""
 MAX_FOLLOWED: Final = 1024
-"""Positions of prompts that a step computes beside the model's; who is left behind catches up later."""
+"""Positions of all sequences that are computed at once beside those of a step's drafts, as activations are budgeted for no more
+than the model computes itself; who is left behind catches up later."""
+FEW: Final = 32
+"""Positions that a sequence may lag behind and count as one that does not: a tree may leave as many."""
 
 
 class PagedDrafter(Drafter):
@@ -111,6 +114,7 @@ class PagedDrafter(Drafter):
         self._drop_drafted()
         ready: list[tuple[int, Stretch]] = []
         behind: list[Stretch] = []
+        num_left = MAX_FOLLOWED
         for place, ask in enumerate(asks):
             state = ask.state
             num_known = len(state.tokens)
@@ -118,7 +122,9 @@ class PagedDrafter(Drafter):
             if count < 1:
                 continue
             start = min(self._kv.reach(state.seq_id, state.blocks), num_known - 1)
-            stretch = self._stretch(state, start, min(num_known, start + MAX_CAUGHT_UP))
+            stretch = self._stretch(state, start, min(num_known, start + max(FEW, min(MAX_CAUGHT_UP, num_left))))
+            if len(stretch.tokens) > FEW:
+                num_left -= len(stretch.tokens)
             if stretch.end < num_known:
                 behind.append(stretch)
             else:
