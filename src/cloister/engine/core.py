@@ -193,7 +193,7 @@ class EngineCore:
 
     def _stepped(self, plan: StepPlan, result: StepResult, now: float) -> Stepped:
         pool = self._scheduler.pool
-        drafting = describe_drafting(plan, result)
+        drafting = describe_drafting(plan, result) if result.draft_s else ()
         num_tokens, num_attended = plan.num_tokens, plan.num_attended
         gained_s = spent_s = 0.0
         if drafting:

@@ -33,9 +33,6 @@ class Drafting:
         self.wants_hidden = any(drafter.wants_hidden for drafter in drafters.values())
         self.num_top = max((drafter.num_top for drafter in drafters.values()), default=0)
 
-    def __bool__(self) -> bool:
-        return bool(self._drafters)
-
     def wants(self, plans: Sequence[SequencePlan]) -> bool:
         """Whether drafts of a step are to be verified, or drafters want to see it."""
         watches = bool(self._observers)

@@ -40,7 +40,7 @@ def make_part(plan: SequencePlan, state: SequenceState, draft: Draft = NOTHING) 
     num_prompt_rows = 0
     if state.sampling.prompt_logprobs is not None:
         num_prompt_rows = max(0, min(end, state.num_prompt_tokens - 1) - plan.start)
-    num_samples = plan.num_samples + len(draft.token_ids)
+    num_samples = plan.num_samples if draft is NOTHING else 1 + len(draft.token_ids)
     return Part(plan, state, end, num_prompt_rows, num_prompt_rows + num_samples, draft)
 
 
@@ -81,17 +81,21 @@ def forward_batch(parts: Sequence[Part], block_size: int) -> ForwardBatch:
         start, end = part.plan.start, part.end
         token_ids += part.state.tokens[start:end]
         positions.extend(range(start, end))
-        num_drafts = len(part.draft.token_ids)
-        if num_drafts:
-            token_ids.extend(part.draft.token_ids)
-            positions.extend([end - 1 + depth for depth in part.draft.depths[1:]])
-            has_tree = has_tree or part.draft.parents is not None
-        context_lens.append(end + num_drafts)
+        draft = part.draft
+        if draft is NOTHING:
+            context_lens.append(end)
+        else:
+            token_ids.extend(draft.token_ids)
+            positions.extend([end - 1 + depth for depth in draft.depths[1:]])
+            context_lens.append(end + len(draft.token_ids))
+            has_tree = has_tree or draft.parents is not None
         if part.num_prompt_rows:
             logit_rows.extend(range(query_starts[-1], query_starts[-1] + part.num_prompt_rows))
         query_starts.append(len(token_ids))
-        if part.plan.num_samples:
-            logit_rows.extend(range(len(token_ids) - 1 - num_drafts, len(token_ids)))
+        if part.plan.num_samples and draft is NOTHING:
+            logit_rows.append(len(token_ids) - 1)
+        elif part.plan.num_samples:
+            logit_rows.extend(range(len(token_ids) - 1 - len(draft.token_ids), len(token_ids)))
         has_adapter = has_adapter or part.state.adapter >= 0
     return ForwardBatch(
         token_ids=_as_ints(token_ids),
@@ -137,7 +141,7 @@ def _as_ints(values: array[int]) -> IntArray:
 
 def _check(part: Part, block_size: int) -> None:
     plan, num_known, end = part.plan, len(part.state.tokens), part.end
-    num_drafts = len(part.draft.token_ids)
+    num_drafts = 0 if part.draft is NOTHING else len(part.draft.token_ids)
     if end <= plan.start or plan.start < 0 or end > num_known:
         raise EngineError(f"the step plan asks for positions of sequence {plan.seq_id} that have no token yet")
     if plan.num_samples:

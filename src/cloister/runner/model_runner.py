@@ -73,6 +73,7 @@ class ModelRunner:
         self._grammars = grammars
         self._batch = BatchState(vocab_size=vocab_size, max_model_len=max_model_len, adapters=adapters, grammars=grammars)
         self._sampler = Sampler(vocab_size) if self._drawing is None else ProgramSampler(self._drawing)
+        self._drafts = bool(drafters)
         self._drafting = Drafting(drafters or {}, self._clock, takes_trees=isinstance(program, TreeProgram))
         self._verifier = Verifier(program, self._batch, self._sampler, self._drafting, block_size=block_size)
 
@@ -116,19 +117,20 @@ class ModelRunner:
             self.wipe_buffers()
         result = StepResult(plan_id=plan.plan_id)
         self._compute(plan, result)
-        result.draft_s = self._drafting.take_times()
+        if self._drafts:
+            result.draft_s = self._drafting.take_times()
         result.elapsed_s = self._clock.now() - started_s
         return result
 
     def _compute(self, plan: StepPlan, result: StepResult) -> None:
         parts = [self._part(part) for part in plan.sequences]
-        if self._drafting:
+        if self._drafts:
             parts = self._drafted(parts)
         live = [part for part in parts if part.state.failure is None]
         if self._batch.num_pooled:
             result.embeddings = self._pool([part for part in live if part.state.pool is not None])
             live = [part for part in live if part.state.pool is None]
-        if self._drafting and self._drafting.wants([part.plan for part in live]):
+        if self._drafts and self._drafting.wants([part.plan for part in live]):
             self._verify(live, plan.forks, result)
         elif live and not plan.forks and False not in [part.state.is_plain for part in live]:
             result.samples = self._take_best(live)

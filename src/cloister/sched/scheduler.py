@@ -241,7 +241,7 @@ class Scheduler:
         for sequence in step.forked:
             self._roster.settle(sequence)
         if step.parts:
-            elapsed_s = result.elapsed_s - sum(result.draft_s.values())
+            elapsed_s = result.elapsed_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
             self.cost.learn(size, elapsed_s)
             if self._speculation is not None and step.only_decodes:
                 self._speculation.learn_step(size, sum(sample.num_drafted for sample in result.samples), elapsed_s)
@@ -436,9 +436,10 @@ class Scheduler:
     def _extend(self, step: _Step, sequence: Sequence, num_tokens: int, choice: Choice = NO_DRAFTS) -> bool:
         """Puts the next `num_tokens` positions of a running sequence into the plan, and those of drafts behind them, preempting
         others for blocks."""
-        num_drafts = min(choice.num_drafts, step.budget.num_left - num_tokens)
-        if sequence.status is not Status.RUNNING or num_drafts < 0:
+        num_left = step.budget.num_left - num_tokens
+        if sequence.status is not Status.RUNNING or num_left < 0:
             return False
+        num_drafts = choice.num_drafts if choice.num_drafts <= num_left else num_left
         start = sequence.num_planned
         end = start + num_tokens + num_drafts
         table = table_of(sequence)
@@ -459,7 +460,7 @@ class Scheduler:
                 num_drafts=num_drafts,
                 drafter=choice.drafter if num_drafts else "",
                 parents=choice.parents[:num_drafts] if num_drafts and choice.parents is not None else None,
-                is_watched=choice.is_watched or bool(samples and self._speculation is not None and not is_decode),
+                is_watched=choice.is_watched or (samples > 0 and self._speculation is not None and not is_decode),
             )
         )
         if num_drafts:
