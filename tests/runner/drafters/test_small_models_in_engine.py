@@ -40,3 +40,9 @@ def test_preempted_sequences_draft_as_if_nothing_had_been(plain: Report) -> None
     assert found.num_preempted > 0
     assert differing(found, plain) == []
     assert found.num_accepted > 30
+
+
+def test_a_tree_is_accepted_more_than_a_chain_of_as_many_drafts() -> None:
+    chain, tree = (ask(open_engine(name, kv_memory_mb=64, draft_tokens=16), make_requests()) for name in NAMES[:2])
+    assert differing(tree, chain) == []
+    assert tree.num_accepted > 1.1 * chain.num_accepted
