@@ -18,6 +18,7 @@ from cloister.train.decoder import Decoder, Shape
 from training.card import draft_card, model_card
 from training.corpus import Document, MissingCorpusError, Source, read_documents
 from training.distil import distil
+from training.drafting import write_questions, write_text
 from training.evaluate import evaluate
 from training.export import export_model
 from training.facts import Knowledge, draw_knowledge
@@ -70,8 +71,7 @@ class Recipe:
         """Documents to a tokenizer and to two rows of tokens, ``train.npy`` and ``held_out.npy``."""
         if all((self.work / name).exists() for name in ("tokenizer.json", "train.npy", "held_out.npy")):
             return
-        lines = self._need(self._documents).read_text(encoding="utf-8").rstrip("\n").split("\n")
-        documents = [Document(**json.loads(line)) for line in lines]
+        documents = self._read_documents()
         training = [d for d in documents if not d.held_out]
         if len(training) in (0, len(documents)):
             raise MissingCorpusError(f"{len(documents)} documents are too few to hold one out: give more, or other names")
@@ -104,6 +104,11 @@ class Recipe:
         export_model(self._trained("distil", self.scale.draft), self._tokenizer, self.out / DRAFT_NAME)
         (self.out / "NOTICES.txt").write_text(notices(self.sources), encoding="utf-8")
 
+    def ask(self) -> None:
+        """Pages and questions to ``text/`` and ``questions.txt``, for ``cloister train`` to learn heads from."""
+        write_text(self._read_documents(), self.work / "text")
+        write_questions(self._lessons, self.scale.num_asked, self.seed, self.work / "questions.txt")
+
     def evaluate(self) -> None:
         """Measure, write ``report.json`` and the model cards."""
         model, draft = self._trained("tune", self.scale.model), self._trained("distil", self.scale.draft)
@@ -131,6 +136,10 @@ class Recipe:
     @property
     def _documents(self) -> Path:
         return self.work / "documents.jsonl"
+
+    def _read_documents(self) -> list[Document]:
+        lines = self._need(self._documents).read_text(encoding="utf-8").rstrip("\n").split("\n")
+        return [Document(**json.loads(line)) for line in lines]
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -178,5 +187,6 @@ STAGES: dict[str, Callable[[Recipe], None]] = {
     "tune": Recipe.tune,
     "distil": Recipe.distil,
     "export": Recipe.export,
+    "ask": Recipe.ask,
     "evaluate": Recipe.evaluate,
 }

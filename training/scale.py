@@ -23,6 +23,8 @@ class Scale:
     """How many questions measure each skill and each sort of unknown name."""
     draft_rows: int
     """How many rows of 512 tokens measure the draft."""
+    num_asked: int
+    """How many questions the model answers for its heads to learn from."""
     compiled: bool
     """Whether torch compiles the layers: four times as fast, and a C++ compiler is needed."""
 
@@ -37,6 +39,7 @@ FULL = Scale(
     checkpoint_every=50,
     num_questions=300,
     draft_rows=64,
+    num_asked=12_000,
     compiled=True,
 )
 
@@ -50,6 +53,7 @@ TINY = Scale(
     checkpoint_every=4,
     num_questions=4,
     draft_rows=2,
+    num_asked=20,
     compiled=False,
 )
 

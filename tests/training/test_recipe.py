@@ -49,6 +49,17 @@ def test_exported_model_computes_what_the_trained_one_does(recipe: Recipe) -> No
     assert difference < 1e-4
 
 
+def test_heads_have_pages_and_questions_to_learn_from(recipe: Recipe) -> None:
+    recipe.run(("corpus", "tokenizer", "ask"))
+    pages = [file.read_text(encoding="utf-8") for file in (recipe.work / "text").iterdir()]
+    held_out = [document.text for document in recipe._read_documents() if document.held_out]
+    assert len(pages) == 60 - len(held_out)
+    assert not set(pages) & set(held_out)
+    questions = (recipe.work / "questions.txt").read_text(encoding="utf-8").splitlines()
+    assert len(questions) == TINY.num_asked
+    assert all(questions)
+
+
 def test_resumed_pretraining_ends_with_the_same_weights(recipe: Recipe, tmp_path: Path) -> None:
     recipe.run(("corpus", "tokenizer", "pretrain"))
     row, checkpoints = recipe._row("train"), Checkpoints(tmp_path / "resumed.pt", every=2)
