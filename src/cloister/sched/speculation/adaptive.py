@@ -47,6 +47,10 @@ TRIAL_SHARE: Final = 0.008
 """Of a sequence's time that may go into trials of what is expected to lose."""
 MOST_SAVED: Final = 1.0
 """Steps' time that a sequence saves for trials at most."""
+DOUBTED: Final = 0.7
+"""Of a drafter's cost that is believed each time when a sequence cannot pay for a trial with all that it saves."""
+FIRST_DRAFT: Final = 0.5
+"""Steps' time that a drafter's first calls are believed to take at most."""
 TRIAL_SIZES: Final = (4, 1)
 SLEEPER_MEMORY: Final = 3.0
 """Drafts that a sleeping drafter's past counts as once it is tried again."""
@@ -160,6 +164,7 @@ class AdaptiveSpeculation:
         self._is_dirty = False
         self._rate = 0.0
         self._row_s = 0.0
+        self._plain_s = 0.0
         self._turn = 0
         self._num_users: dict[str, int] = {}
         self._num_plain_tries = 0
@@ -214,6 +219,7 @@ class AdaptiveSpeculation:
         is_worth = rate > MARGIN * floor
         self._rate = rate if is_worth else floor
         self._row_s = allocation.row_s
+        self._plain_s = plain_s
         self._plan_decisions(num, plain_s)
         num_asked = self._apply(records, bids if is_worth else [])
         num_asked += self._try(sequences, records, num_left - num_asked, attention)
@@ -334,6 +340,8 @@ class AdaptiveSpeculation:
                 record.rates[name].fade(SLEEPER_MEMORY)
                 record.trial, record.trial_size = name, size
                 return self._hold_trial(record, is_watched=now.is_watched) - now.num_drafts
+        if record.saved_s >= MOST_SAVED * self._plain_s:  # it will never be tried at that price
+            self._draft_times[name].doubt(DOUBTED)
         return 0
 
     def _hold_trial(self, record: _Record, *, is_watched: bool) -> int:
@@ -371,7 +379,9 @@ class AdaptiveSpeculation:
         for name, (num_sequences, num_drafts) in num_drafted.items():
             if name in self._draft_times:
                 depth = self._depths.get(name, num_drafts)
-                self._draft_times[name].learn(num_sequences, num_drafts, depth, draft_s.get(name, 0.0))
+                self._draft_times[name].learn(
+                    num_sequences, num_drafts, depth, draft_s.get(name, 0.0), FIRST_DRAFT * self._plain_s
+                )
         self._depths.clear()
 
     def learn_step(self, size: StepSize, num_drafted: int, elapsed_s: float) -> None:

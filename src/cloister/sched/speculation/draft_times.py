@@ -7,6 +7,9 @@ from cloister.sched.budget import StepCost, StepSize
 NUM_FIRST = 16
 """Times that are all taken in; of those after them every `STRIDE`-th."""
 STRIDE = 16
+NUM_UNSURE = 3
+MOST_RATIO = 3.0
+"""Calls after which one that takes so many times what is predicted is not believed."""
 _UNITS = StepSize(1e3, 1e6, 1e4)
 """What `StepCost` counts as one, so that nothing explains a time better only because of its unit."""
 
@@ -27,15 +30,26 @@ class DraftTimes:
         """A time was taken in."""
         return self._num_seen > 0
 
-    def learn(self, num_sequences: int, num_drafts: int, depth: int, elapsed_s: float) -> None:
-        """Takes in what it took to ask for so many drafts, for so many sequences together; `depth` for one at most."""
+    def learn(self, num_sequences: int, num_drafts: int, depth: int, elapsed_s: float, most_s: float) -> None:
+        """Takes in what it took to ask for so many drafts, for so many sequences together; `depth` for one at most.
+
+        Args:
+            most_s: what is believed at most while little is known: a first call may prepare things, or be held up.
+        """
         self._num_seen += 1
         if num_sequences < 1 or (self._num_seen > NUM_FIRST and self._num_seen % STRIDE):
             return
+        bound_s = most_s if self._num_seen <= NUM_UNSURE else MOST_RATIO * self.predict(num_sequences, num_drafts, depth)
+        elapsed_s = min(elapsed_s, max(bound_s, 1e-6))
         self._cost.learn(StepSize(_UNITS[0] * depth, _UNITS[1] * num_drafts, _UNITS[2] * num_sequences), elapsed_s)
         call, *others = self._cost.coefficients
         in_row, each, sequence = (value * unit for value, unit in zip(others, _UNITS, strict=True))
         self.terms = (call, in_row, each, sequence)
+
+    def doubt(self, share: float) -> None:
+        """Believes less of what was learned, which is so much that nobody would ask again and find out."""
+        call, in_row, each, sequence = self.terms
+        self.terms = (call * share, in_row * share, each * share, sequence * share)
 
     def predict(self, num_sequences: int, num_drafts: int, depth: int) -> float:
         """Returns the seconds of one call; 0 before anything was learned."""

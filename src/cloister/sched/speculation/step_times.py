@@ -8,7 +8,6 @@ those that were seen.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from typing import Final
 
@@ -26,6 +25,12 @@ STALE_SHARE: Final = 0.25
 """After so many steps without a visit the next one counts this much."""
 FIRST_BOUND: Final = 2.5
 """By what ratio a first visit may surprise."""
+NUM_FIRST: Final = 4
+UP_FIRST: Final = 1.3
+"""Of so many visits the shortest is believed, or a little more."""
+DOWN: Final = 0.67
+UP: Final = 1.1
+"""By what ratio a later one may surprise."""
 MOST_RATIO: Final = 4.0
 """By what ratio more or less attention may change a time."""
 
@@ -132,12 +137,12 @@ class Curve:
         point.num_visits = num = point.num_visits + 1
         gap, point.last = now - point.last, now
         ratio = elapsed_s / attention.move(point, rows)
-        if num == 2:  # steps are held up more often than they are hurried: the shorter one of two is the truer
-            ratio = max(ratio, 1.0 / FIRST_BOUND) if ratio < 1.0 else math.sqrt(min(ratio, FIRST_BOUND))
-            share = 1.0
+        # Other programs hold steps up and hurry none: what is shorter than known is believed sooner than what is longer.
+        if num <= NUM_FIRST:
+            ratio = max(ratio, 1.0 / MOST_RATIO**2) if ratio < 1.0 else min(ratio, UP_FIRST)
+            share = 1.0 if ratio < 1.0 else 1.0 / num
         else:
-            bound = 1.25 if num > NUM_UNSURE else 1.5
-            ratio = min(max(ratio, 1.0 / bound), bound)
+            ratio = min(max(ratio, DOWN), UP)
             share = max(POINT_SHARE, 1.0 / num, min(gap / FORGOTTEN, STALE_SHARE))
         moved_s = attention.move(point, rows)
         point.time_s = (point.time_s + share * (moved_s - point.time_s)) * (1.0 + share * (ratio - 1.0))
