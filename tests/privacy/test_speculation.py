@@ -44,6 +44,8 @@ def test_a_datastore_is_refused_where_nothing_is_read_but_the_request() -> None:
     assert settle_with("private", sealed=True, speculate="rest", datastore="texts").config.datastore == "texts"
     with pytest.raises(PolicyError, match=r"T6\.datastore-speculation\.datastore\.paranoid"):
         settle_with("paranoid", sealed=True, speculate="rest", datastore="texts")
+    with pytest.raises(PolicyError, match=r"T6\.datastore-speculation\.datastore\.paranoid"):
+        settle_with("paranoid", sealed=True, speculate="ngram,rest")  # the one that lies beside the model
 
 
 @pytest.mark.parametrize("flags", [{"draft_model": "cloister-5m"}, {"draft_tokens": 4}, {"datastore": "texts"}])

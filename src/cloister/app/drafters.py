@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from cloister.backends.base import Backend, DrawArray, FloatArray, HeadProgram, KVLayout, MemoryNeed, Program
 from cloister.backends.spec import FOREIGN_FAMILY
 from cloister.models import LoadedModel, load, locate
+from cloister.privacy import Policy
 from cloister.sched.speculation import AdaptiveSpeculation, DrafterLimits, FixedSpeculation, Speculation, SpeculationConfig
 from cloister.types.config import AUTO_DRAFTER, EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from cloister.runner.drafters import Drafter, DraftingPlace
     from cloister.runner.state import SequenceState
 
-TRAINED: Final = ("medusa", "draft_model")
-"""Drafters that were made for a model, the best one first: `auto` takes one of them, and those that need nothing."""
+SMALL: Final = "draft_model"
+TRAINED: Final = ("medusa", SMALL)
+"""Drafters that were made for a model, the best one first: `auto` takes one of them, the small one if settings name it."""
 FREE: Final = "ngram"
 LOOKED_UP: Final = "rest"
 _SETTINGS: Final = {"draft_model": "draft_model", "spec_infer": "draft_model", "long_spec": "draft_model", "rest": "datastore"}
@@ -153,7 +155,7 @@ def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) ->
 
     found: dict[str, Drafter] = {}
     is_foreign = model.spec.family == FOREIGN_FAMILY
-    for name in () if is_foreign else TRAINED:
+    for name in () if is_foreign else TRAINED if config.draft_model is None else (SMALL,):
         try:
             found[name] = DRAFTERS.get(name)(_with_files(place, config, name))
         except CloisterError:
@@ -161,7 +163,8 @@ def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) ->
                 raise
         else:
             break
-    if config.datastore is not None:
+    has_own = (model.path / "drafters" / LOOKED_UP).is_dir() and Policy(str(config.profile)).allows("datastore")
+    if config.datastore is not None or has_own:
         found[LOOKED_UP] = DRAFTERS.get(LOOKED_UP)(_with_files(place, config, LOOKED_UP))
     found[FREE] = DRAFTERS.get(FREE)(place)
     return found

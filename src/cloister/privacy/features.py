@@ -221,7 +221,7 @@ DATASTORE = Feature(
     "datastore",
     _DATASTORE,
     frozenset(),
-    "leave the setting `datastore` out",
+    "leave the setting `datastore` out, and `rest` out of `speculate`",
 )
 KEYLESS_BIND = Feature(
     "keyless-bind",

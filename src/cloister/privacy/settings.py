@@ -11,6 +11,8 @@ from cloister.privacy.verdict import Profile
 from cloister.types.config import AUTO_DRAFTER, NO_DRAFTER, C, EngineConfig, Resolved, ServerConfig
 from cloister.types.errors import ConfigError
 
+LOOKED_UP = "rest"
+"""The drafter that reads a datastore."""
 SESSION_SHARES = 16
 """Sessions at once that find their prefix again, where there are no tenants."""
 
@@ -74,6 +76,7 @@ def _settle_speculation(policy: Policy, engine: Resolved[EngineConfig], sealed: 
     wanted = None if config.speculate is None else config.speculates
     is_on = policy.resolve(feature, wanted, _source_of(engine, "speculate"))
     policy.check({"datastore": Use(config.datastore is not None, _source_of(engine, "datastore"))})
+    policy.check({"datastore": Use(LOOKED_UP in config.drafter_names, _source_of(engine, "speculate"))})
     if wanted is None:
         ruling = policy.ruling(feature)
         engine = engine.explain(speculate=(AUTO_DRAFTER if is_on else NO_DRAFTER, f"{ruling.rule}: {ruling.text}"))
