@@ -17,7 +17,7 @@ from cloister.train.measuring import NUM_RANKS, Accuracy, measure_ranks, summari
 from cloister.train.passages import check_size
 from cloister.train.session import Material, Reporter, open_session
 from cloister.train.teacher import Teacher
-from cloister.train.tree import accuracy_by_rank, count_kept, expect_some, grow_tree
+from cloister.train.tree import accuracy_by_rank, count_kept, grow_tree
 
 MOST_NODES: Final = 64
 """Nodes of the tree that lies beside the heads; the scheduler asks for as many of its first ones as pay."""
@@ -97,7 +97,7 @@ def train_heads(material: Material, settings: HeadSettings, reporter: Reporter) 
     accuracy = accuracy_by_rank(drafted_for, NUM_RANKS)
     is_tree = settings.kind == "medusa"
     parents = (
-        grow_tree(expect_some(accuracy, len(drafted_for)), MOST_NODES).parents
+        grow_tree(drafted_for, min(NUM_RANKS, model.spec.vocab_size), MOST_NODES).parents
         if is_tree
         else list(range(-1, settings.num_heads - 1))
     )

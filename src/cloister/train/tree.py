@@ -31,37 +31,43 @@ def accuracy_by_rank(ranks: RankArray, num_ranks: int) -> list[list[float]]:
     return [[float((column == rank).mean()) for rank in range(num_ranks)] for column in ranks.T]
 
 
-def expect_some(accuracy: Sequence[Sequence[float]], num_places: int) -> list[list[float]]:
-    """Returns accuracies in which a guess that was never right at so many places counts as right at one of twice as many.
+def grow_tree(ranks: RankArray, num_ranks: int, num_nodes: int) -> Tree:
+    """Returns the tree of that many nodes that keeps most tokens of what was measured, found greedily (Cai et al. 2024, 2.3.3).
 
-    So that heads which learned little have a tree too; what it brings is counted when it is used.
+    The paper takes a path to be as likely as its heads' accuracies multiplied. Heads are right together more often than that,
+    so here paths are counted as they came; the product decides as much as one more place would, which matters for rare paths.
+    A better rank counts as no less likely than a worse one, so that siblings stand in order of rank.
     """
-    return [[max(share, 0.5 / max(1, num_places)) for share in head] for head in accuracy]
-
-
-def grow_tree(accuracy: Sequence[Sequence[float]], num_nodes: int) -> Tree:
-    """Returns the tree of that many nodes whose expected number of kept tokens is largest (Cai et al. 2024, section 2.3.3).
-
-    A path is as likely as its heads' accuracies multiplied; a better rank counts as no less accurate than a worse one, so that
-    siblings stand in order of rank.
-    """
-    levels = [np.minimum.accumulate(np.array(head, np.float64)).tolist() for head in accuracy]
+    accuracy = accuracy_by_rank(ranks, num_ranks)
+    num_places, num_heads = ranks.shape
     parents: list[int] = []
     rates: list[float] = []
-    # (minus how likely, parent, depth, rank): a node's next sibling and first child come in when it is taken
-    waiting: list[tuple[float, int, int, int]] = [(-levels[0][0], -1, 0, 0)] if levels and levels[0] else []
+    depths: list[int] = []
+    alive: list[npt.NDArray[np.bool_]] = []
+    waiting: list[tuple[float, int, int]] = []  # minus how likely, parent, rank
+
+    def add_children(parent: int) -> None:
+        depth = 0 if parent < 0 else depths[parent] + 1
+        if depth == num_heads:
+            return
+        column = ranks[:, depth] if parent < 0 else ranks[alive[parent], depth]
+        rate = 1.0 if parent < 0 else rates[parent]
+        above = rate
+        for rank in range(num_ranks):
+            prior = above * max(accuracy[depth][rank], 0.5 / max(1, num_places))
+            rate = min(rate, (int((column == rank).sum()) + prior) / (num_places + 1))
+            heapq.heappush(waiting, (-rate, parent, rank))
+
+    add_children(-1)
     while waiting and len(parents) < num_nodes:
-        rate, parent, depth, rank = heapq.heappop(waiting)
-        if rate == 0:
-            break
-        place = len(parents)
+        rate, parent, rank = heapq.heappop(waiting)
+        depth = 0 if parent < 0 else depths[parent] + 1
+        hits = ranks[:, depth] == rank
+        alive.append(hits if parent < 0 else hits & alive[parent])
         parents.append(parent)
         rates.append(-rate)
-        above = 1.0 if parent < 0 else rates[parent]
-        if rank + 1 < len(levels[depth]):
-            heapq.heappush(waiting, (-above * levels[depth][rank + 1], parent, depth, rank + 1))
-        if depth + 1 < len(levels):
-            heapq.heappush(waiting, (rate * levels[depth + 1][0], place, depth + 1, 0))
+        depths.append(depth)
+        add_children(len(parents) - 1)
     return Tree(parents, rates)
 
 
