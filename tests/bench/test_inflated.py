@@ -14,6 +14,7 @@ from benchmarks.inflated import Inflation, write_inflated
 from benchmarks.inflated_drafters import widen, write_drafters
 from cloister.models import locate
 from cloister.runner.drafters.blockwise import BlockwiseHeads
+from cloister.runner.drafters.medusa import MedusaHeads
 
 UNTYPED: Any = AutoModelForCausalLM  # its constructors carry no types
 LARGE = {
@@ -44,16 +45,18 @@ def test_inflated_heads_guess_what_the_small_ones_guess() -> None:
     random = np.random.default_rng(0)
     hidden = random.standard_normal((3, 8), np.float32)
     wide = np.concatenate([hidden, np.zeros((3, 24), np.float32)], axis=1)
-    tensors = {
-        "up.weight": random.standard_normal((16, 8), np.float32),
-        "up.bias": random.standard_normal(16, np.float32),
-        "down.weight": random.standard_normal((2, 8, 16), np.float32),
-        "down.bias": random.standard_normal((2, 8), np.float32),
+    up, up_bias = random.standard_normal((16, 8), np.float32), random.standard_normal(16, np.float32)
+    down, down_bias = random.standard_normal((2, 8, 16), np.float32), random.standard_normal((2, 8), np.float32)
+    blockwise = {"up.weight": up, "up.bias": up_bias, "down.weight": down, "down.bias": down_bias}
+    medusa = {
+        "blocks.0.up.weight": np.stack([up, -up]),
+        "blocks.0.up.bias": np.stack([up_bias, -up_bias]),
+        "blocks.0.down.weight": down,
     }
-    small = BlockwiseHeads.of(tensors, 2, 8).guess(hidden, 2)
-    large = BlockwiseHeads.of(widen(tensors, 4), 2, 32).guess(wide, 2)
-    np.testing.assert_allclose(large[..., :8], small, rtol=1e-5, atol=1e-5)
-    assert not large[..., 8:].any()
+    for kind, tensors in ((BlockwiseHeads, blockwise), (MedusaHeads, medusa)):
+        small, large = kind.of(tensors, 2, 8).guess(hidden, 2), kind.of(widen(tensors, 4), 2, 32).guess(wide, 2)
+        np.testing.assert_allclose(large[..., :8], small, rtol=1e-5, atol=1e-5)
+        assert not large[..., 8:].any()
 
 
 def test_drafters_of_a_model_that_was_not_inflated_are_left_alone(tmp_path: Path) -> None:
