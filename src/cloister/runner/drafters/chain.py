@@ -12,6 +12,7 @@ from cloister.backends.base import DrawArray, FloatArray, ForwardBatch, IntArray
 from cloister.runner.acceptance import distribution, draw_from
 from cloister.runner.drafters.base import NOTHING, Draft
 from cloister.runner.drafters.draft_draws import DraftChooser, draft_numbers
+from cloister.runner.noise import UniformArray
 from cloister.runner.state import SequenceState
 
 
@@ -116,8 +117,12 @@ class ChainGrower:
         num_live = len(longest)
         batch = stretch_batch(longest, self._block_size)
         draws = self._draws([each.state for each in longest], list(range(num_live)))
+        numbers = _numbers(draws[list(apart)], longest[0].num_drafts) if apart else None
         for depth in range(1, longest[0].num_drafts + 1):
-            tokens = self._draw_apart(batch, draws, apart) if apart else self._chooser.forward_draw(batch, draws)
+            if numbers is None:
+                tokens = self._chooser.forward_draw(batch, draws)
+            else:
+                tokens = self._draw_apart(batch, draws, apart, numbers[depth - 1])
             yield tokens
             while num_live and longest[num_live - 1].num_drafts <= depth:
                 num_live -= 1
@@ -126,8 +131,10 @@ class ChainGrower:
                 draws = draws[:num_live]
                 draws["position"] += 1
 
-    def _draw_apart(self, batch: ForwardBatch, draws: DrawArray, apart: dict[int, list[FloatArray]]) -> IntArray:
-        """Chooses tokens of which some are drawn with noise of their own."""
+    def _draw_apart(
+        self, batch: ForwardBatch, draws: DrawArray, apart: dict[int, list[FloatArray]], numbers: UniformArray
+    ) -> IntArray:
+        """Chooses tokens of which some, those of the rows `apart`, are drawn with numbers of their own."""
         logits = self._program.forward(batch)
         tokens = np.empty(len(draws), np.int32)
         coupled = [row for row in range(len(draws)) if row not in apart]
@@ -135,12 +142,18 @@ class ChainGrower:
             tokens[coupled] = self._chooser.draw(logits, draws[coupled])
         drawn = [row for row in apart if row < len(draws)]
         if drawn:
-            own = draws[drawn]
-            probs = distribution(logits[drawn], own)
-            tokens[drawn] = draw_from(probs, draft_numbers(own, [0] * len(drawn)))
+            probs = distribution(logits[drawn], draws[drawn])
+            tokens[drawn] = draw_from(probs, numbers[: len(drawn)])
             for row, found in zip(drawn, probs, strict=True):
                 apart[row].append(found)
         return tokens
+
+
+def _numbers(draws: DrawArray, num_drafts: int) -> UniformArray:
+    """Returns the numbers that chains are drawn with, [num_drafts, num_draws]: at once, as each call costs a token's time."""
+    repeated = np.tile(draws, num_drafts)
+    repeated["position"] += np.repeat(np.arange(num_drafts), len(draws))
+    return draft_numbers(repeated, [0] * len(repeated)).reshape(num_drafts, len(draws))
 
 
 def _first_batch(batch: ForwardBatch, tokens: IntArray, num_live: int) -> ForwardBatch:
