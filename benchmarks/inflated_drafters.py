@@ -1,7 +1,7 @@
 """What was trained for a small model, for the same model in a large one's shape (`benchmarks.inflated`).
 
-The last hidden state of the large model is the small one's and zeros behind it. Heads get zeros in as many rows and columns, so
-they guess what they did and cost what heads of a model of that width cost. Draft models and datastores stay as they are.
+The last hidden state of the large model is the small one's and zeros behind it. Heads get zeros where they read and write one, so
+they guess what they did; inside they stay as wide as they were trained. Draft models and datastores stay as they are.
 """
 
 from __future__ import annotations
@@ -55,12 +55,18 @@ def _write_wide_heads(small: Path, large: Path, model_path: Path) -> None:
     write_heads(large, card, widen(tensors, ratio))
 
 
+_HIDDEN_AXIS = {"up.weight": -1, "down.weight": -2, "down.bias": -1}
+"""Ends of tensors' names -> where they are as wide as the hidden state."""
+
+
 def widen(tensors: Mapping[str, Array], ratio: int) -> dict[str, Array]:
-    """Returns matrices [..., outputs, inputs] and biases [..., outputs] with `ratio` times as many of each, zeros all."""
+    """Returns heads for a hidden state `ratio` times as wide; what they have inside stays as wide as it was."""
     wide = {}
     for name, tensor in tensors.items():
-        num_axes = 1 if name.endswith("bias") else 2
-        sizes = [size * (ratio if axis >= tensor.ndim - num_axes else 1) for axis, size in enumerate(tensor.shape)]
-        wide[name] = np.zeros(sizes, tensor.dtype)
+        shape = list(tensor.shape)
+        axis = next((axis for end, axis in _HIDDEN_AXIS.items() if name.endswith(end)), None)
+        if axis is not None:
+            shape[axis] *= ratio
+        wide[name] = np.zeros(shape, tensor.dtype)
         wide[name][tuple(slice(0, size) for size in tensor.shape)] = tensor
     return wide
