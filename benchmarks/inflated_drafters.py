@@ -1,7 +1,7 @@
 """What was trained for a small model, for the same model in a large one's shape (`benchmarks.inflated`).
 
-The last hidden state of the large model is the small one's and zeros behind it. Heads get zeros where they read and write one, so
-they guess what they did; inside they stay as wide as they were trained. Draft models and datastores stay as they are.
+The last hidden state of the large model is the small one's and zeros behind it. Heads get zeros where they read and write one,
+so they guess what they did; inside they stay as wide as they were trained. Draft models and datastores stay as they are.
 """
 
 from __future__ import annotations
