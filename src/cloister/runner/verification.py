@@ -163,13 +163,16 @@ class Verifier:
         if not walks:
             return []
         best = best_tokens(logits).astype(np.int32)
-        top = largest_ids(logits, self._num_top) if self._num_top else None
+        top = self._find_top(logits) if self._num_top else None
         seen = []
         for walk in walks:
             chosen = best[walk.root : walk.root + 1 + len(walk.draft.token_ids)].copy()
             chosen[[0, *[place + 1 for place in walk.path]]] = walk.token_ids
             seen.append(_see(walk, chosen, hidden, top))
         return seen
+
+    def _find_top(self, logits: FloatArray) -> IntArray:
+        return largest_ids(logits, self._num_top) if self._watched is None else self._watched.find_top(logits, self._num_top)
 
     def _forward(self, run: list[Part]) -> FloatArray:
         batch = forward_batch(run, self._block_size)
