@@ -180,7 +180,7 @@ def judge(bench: Bench, results: list[dict[str, Any]], names: list[str], num_ans
         bench.check(f"{name}: tests of {len(own)} rejected", sum(own), high=0)
     for name in names:
         accepted = min(r["accepted per step"] for r in honest if r["drafter"] == name)
-        bench.check(f"{name}: drafts accepted per step, at least", accepted, low=0.05)
+        bench.check(f"{name}: drafts accepted per step, at least", accepted, low=0.01)
     for result in results:
         if result["bias"]:
             what = f"{result['drafter']}, {result['recipe']}: p of a bias of {result['bias']:.0%}"
