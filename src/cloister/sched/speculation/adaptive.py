@@ -112,17 +112,19 @@ class _Record:
         rates: by drafter.
         saved_s: time for trials.
         num_misses: drafts in a row that brought nothing.
-        trial: the drafter on trial in the next step.
+        trial: the drafter on trial in the next step, for `trial_size` drafts.
+        is_for_more: the last trial was for more drafts of the same drafter.
         tried: drafter -> step of its last trial or use.
     """
 
-    __slots__ = ("choice", "num_misses", "rates", "saved_s", "trial", "trial_size", "tried")
+    __slots__ = ("choice", "is_for_more", "num_misses", "rates", "saved_s", "trial", "trial_size", "tried")
 
     def __init__(self) -> None:
         self.choice = WATCHED  # the step that ends a prompt is
         self.rates: dict[str, Rates] = {}
         self.saved_s = 0.0
         self.num_misses = 0
+        self.is_for_more = False
         self.trial = ""
         self.trial_size = 0
         self.tried: dict[str, int] = {}
@@ -222,8 +224,8 @@ class AdaptiveSpeculation:
         self._plain_s = plain_s
         self._plan_decisions(num, plain_s)
         num_asked = self._apply(records, bids if is_worth else [])
-        num_asked += self._try(sequences, records, num_left - num_asked, attention)
         self._num_asked = num_asked
+        self._num_asked += self._try(sequences, records, num_left - num_asked, attention)
         return [record.choice for record in records]
 
     def _plan_decisions(self, num: int, plain_s: float) -> None:
@@ -257,24 +259,25 @@ class AdaptiveSpeculation:
         most = self._drafters[name].max_drafts
         return most if self._draft_times[name].is_known else min(most, FIRST_SIZE)
 
-    def _offer(self, record: _Record, name: str, room: int, row_s: float, *, is_whole: bool = False) -> Bid:
+    def _offer(self, record: _Record, name: str, room: int, row_s: float, step_row_s: float | None = None) -> Bid:
         """Returns one drafter's offer, worth what its drafts bring beyond their cost, in tokens.
 
         Args:
             row_s: of attention, for each draft.
-            is_whole: what all drafts are worth, not the best number of them.
+            step_row_s: what a row costs the step, to say what all drafts are worth; None to say what the best number of them
+                is worth at the average price of a row.
         """
         rates = record.rates[name]
         call_s, in_row_s, each_s, sequence_s = self._draft_times[name].terms
         users = max(1, self._num_users.get(name, 1))
         price = self._rate
         draft = price * (each_s + in_row_s / users)
-        row = price * (self._row_s + row_s)
+        row = price * ((self._row_s if step_row_s is None else step_row_s) + row_s)
         gains, found = rates.gains, rates.found
         value = -price * (sequence_s + call_s / users)
         for place in range(room):
             net = found[place] * (gains[place] - row) - draft
-            if net <= 0.0 and place and not is_whole:
+            if net <= 0.0 and place and step_row_s is None:
                 break
             value += net
         return Bid(name, gains, found, room, row_s, draft, value)
@@ -314,35 +317,48 @@ class AdaptiveSpeculation:
             self._turn = (self._turn + 1) % num
             sequence, record = sequences[self._turn], records[self._turn]
             if not record.trial and sequence.max_drafts > 0:
-                num_asked += self._try_one(sequence, record, num_left - num_asked, _row_s(sequence, attention))
+                num_rows = num + self._num_asked + num_asked
+                num_asked += self._try_one(sequence, record, num_left - num_asked, num_rows, attention)
         if num_asked or self._next_decision == self._num_steps + 1:
             self._next_trial = self._num_steps + max(TRIAL_GAP, 2 * self._interval)
         return num_asked
 
-    def _try_one(self, sequence: Running, record: _Record, num_left: int, row_s: float) -> int:
-        """Puts the drafter on trial that was not heard of longest."""
-        now = record.choice
+    def _try_one(self, sequence: Running, record: _Record, num_left: int, num_rows: int, attention: Attention) -> int:
+        """Puts a drafter on trial that was not heard of for long, or more drafts of the one that is asked."""
+        now, row_s = record.choice, _row_s(sequence, attention)
         name = min((n for n in self._drafters if n != now.drafter), key=lambda n: record.tried.get(n, -1), default="")
-        if not name:
+        record.is_for_more = bool(now.num_drafts) and not (name and record.is_for_more)
+        if record.is_for_more:
+            name = now.drafter
+        most = min(sequence.max_drafts, self._most(name), num_left + now.num_drafts) if name else 0
+        if most <= (now.num_drafts if record.is_for_more else 0):
             return 0
         lost = 0.0
         if now.num_drafts:
-            lost = self._offer(record, now.drafter, now.num_drafts, row_s, is_whole=True).value
-        most = min(sequence.max_drafts, self._most(name), num_left + now.num_drafts)
-        for size in TRIAL_SIZES:
+            lost = self._offer(record, now.drafter, now.num_drafts, row_s, self._row_s).value
+        sizes = (3 * now.num_drafts, 2 * now.num_drafts, now.num_drafts + 1) if record.is_for_more else TRIAL_SIZES
+        for size in sizes:
             size = min(size, most)
-            if size < 1:
-                continue
-            value = self._offer(record, name, size, row_s, is_whole=True).value
+            step_row_s = self._step_row_s(num_rows, size - now.num_drafts, attention)
+            value = self._offer(record, name, size, row_s, step_row_s).value
             loss_s = max(0.0, lost - value) / self._rate
             if loss_s <= record.saved_s:
                 record.saved_s -= loss_s
-                record.rates[name].fade(SLEEPER_MEMORY)
+                if not record.is_for_more:
+                    record.rates[name].fade(SLEEPER_MEMORY)
                 record.trial, record.trial_size = name, size
                 return self._hold_trial(record, is_watched=now.is_watched) - now.num_drafts
         if record.saved_s >= MOST_SAVED * self._plain_s:  # it will never be tried at that price
             self._draft_times[name].doubt(DOUBTED)
         return 0
+
+    def _step_row_s(self, num_rows: int, num_more: int, attention: Attention) -> float:
+        """Returns what each row costs that makes a step of so many rows larger, where the step of kernels' tiles counts."""
+        if num_more <= 0:
+            return self._row_s
+        times = self._times
+        before_s = times.drafting_s(num_rows, attention) if num_rows > self._num_last else self._plain_s
+        return max(self._row_s, (times.drafting_s(num_rows + num_more, attention) - before_s) / num_more)
 
     def _hold_trial(self, record: _Record, *, is_watched: bool) -> int:
         """Holds the trial of a sequence, or lets its drafter watch first; returns drafts that are asked for."""

@@ -10,6 +10,8 @@ STRIDE = 16
 NUM_UNSURE = 3
 MOST_RATIO = 3.0
 """Calls after which one that takes so many times what is predicted is not believed."""
+NUM_BELIEVED = 4
+"""Such calls in a row after which all that was learned is forgotten."""
 _UNITS = StepSize(1e3, 1e6, 1e4)
 """What `StepCost` counts as one, so that nothing explains a time better only because of its unit."""
 
@@ -23,6 +25,7 @@ class DraftTimes:
     def __init__(self) -> None:
         self._cost = StepCost()
         self._num_seen = 0
+        self._num_over = 0
         self.terms = (0.0, 0.0, 0.0, 0.0)
 
     @property
@@ -37,10 +40,20 @@ class DraftTimes:
             most_s: what is believed at most while little is known: a first call may prepare things, or be held up.
         """
         self._num_seen += 1
-        if num_sequences < 1 or (self._num_seen > NUM_FIRST and self._num_seen % STRIDE):
+        if num_sequences < 1:
             return
-        bound_s = most_s if self._num_seen <= NUM_UNSURE else MOST_RATIO * self.predict(num_sequences, num_drafts, depth)
-        elapsed_s = min(elapsed_s, max(bound_s, 1e-6))
+        is_sure = self._num_seen > NUM_UNSURE
+        if is_sure and elapsed_s > MOST_RATIO * self.predict(num_sequences, num_drafts, depth):
+            self._num_over += 1
+            if self._num_over < NUM_BELIEVED:
+                return  # held up
+            self._cost, self._num_seen, is_sure = StepCost(), NUM_UNSURE + 1, True  # it costs more now
+        else:
+            self._num_over = 0
+        if self._num_seen > NUM_FIRST and self._num_seen % STRIDE:
+            return
+        if not is_sure:
+            elapsed_s = min(elapsed_s, max(most_s, 1e-6))
         self._cost.learn(StepSize(_UNITS[0] * depth, _UNITS[1] * num_drafts, _UNITS[2] * num_sequences), elapsed_s)
         call, *others = self._cost.coefficients
         in_row, each, sequence = (value * unit for value, unit in zip(others, _UNITS, strict=True))
