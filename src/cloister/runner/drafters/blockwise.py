@@ -21,7 +21,7 @@ from cloister.runner.drafters.base import (
     FloatArray,
     Seen,
 )
-from cloister.runner.drafters.heads import Heads, LastHidden, guess_in_strips, open_heads, take_tensor
+from cloister.runner.drafters.heads import Heads, LastHidden, multiply, open_heads, take_tensor
 from cloister.runner.drafters.medusa import THREAT
 from cloister.types.errors import ConfigError, ModelError
 
@@ -55,12 +55,8 @@ class BlockwiseHeads:
         )
 
     def guess(self, hidden: FloatArray, num_heads: int) -> FloatArray:
-        return guess_in_strips(lambda rows: self._guess(rows, num_heads), hidden, self._up.size)
-
-    def _guess(self, hidden: FloatArray, num_heads: int) -> FloatArray:
-        inner = np.maximum(hidden @ self._up + self._up_bias, 0)
-        outputs: FloatArray = hidden[None] + np.matmul(inner[None], self._down[:num_heads]) + self._down_bias[:num_heads]
-        return outputs
+        inner = np.maximum(multiply(hidden, self._up[None]) + self._up_bias, 0)
+        return hidden + multiply(inner, self._down[:num_heads]) + self._down_bias[:num_heads]
 
 
 class Blockwise(Drafter):

@@ -6,7 +6,7 @@ tokens of them, so that a head is some layers small, not a vocabulary wide.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -22,6 +22,8 @@ VERSION: Final = 1
 CARD, TENSORS = "heads.json", "heads.safetensors"
 _SINGLE_THREAD_PRODUCTS: Final = 1 << 18
 """Multiplications up to which BLAS stays on this thread: waking others takes longer, and far longer on a busy machine."""
+
+_FEWEST_OUTPUTS: Final = 16
 
 
 class HeadsCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,16 +134,20 @@ def take_tensor(tensors: Mapping[str, FloatArray], name: str, *shape: int) -> Fl
     return tensor
 
 
-def guess_in_strips(compute: Callable[[FloatArray], FloatArray], hidden: FloatArray, products: int) -> FloatArray:
-    """Computes [num_heads, num_rows, hidden] of hidden states [num_rows, hidden] as few rows at a time as BLAS does alone.
+def multiply(rows: FloatArray, matrices: FloatArray) -> FloatArray:
+    """Returns rows [..., num_rows, inputs] times matrices [num_heads, inputs, outputs], by as many outputs as BLAS does alone.
 
-    Args:
-        products: multiplications of its largest product for one row.
+    Where a matrix is so large that this would be few, it is left to BLAS and its threads.
     """
-    step = _SINGLE_THREAD_PRODUCTS // products
-    if step == 0 or len(hidden) <= step:
-        return compute(hidden)
-    return np.concatenate([compute(hidden[start : start + step]) for start in range(0, len(hidden), step)], axis=1)
+    num_rows, (num_inputs, num_outputs) = rows.shape[-2], matrices.shape[1:]
+    step = _SINGLE_THREAD_PRODUCTS // (num_rows * num_inputs)
+    if step >= num_outputs or step < _FEWEST_OUTPUTS:
+        product: FloatArray = np.matmul(rows, matrices)
+        return product
+    product = np.empty((len(matrices), num_rows, num_outputs), np.float32)
+    for start in range(0, num_outputs, step):
+        np.matmul(rows, matrices[..., start : start + step], out=product[..., start : start + step])
+    return product
 
 
 class LastHidden:

@@ -22,7 +22,7 @@ from cloister.runner.drafters.base import (
     FloatArray,
     Seen,
 )
-from cloister.runner.drafters.heads import Heads, LastHidden, guess_in_strips, open_heads, take_tensor
+from cloister.runner.drafters.heads import Heads, LastHidden, multiply, open_heads, take_tensor
 from cloister.types.errors import ConfigError, ModelError
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -54,7 +54,7 @@ class MedusaHeads:
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = tuple(blocks)
-        self.num_heads, self._hidden_size = blocks[0].up.shape[:2]
+        self.num_heads = len(blocks[0].up)
         self.num_bytes = sum(part.nbytes for block in blocks for part in block)
 
     @classmethod
@@ -71,13 +71,10 @@ class MedusaHeads:
         return cls(blocks)
 
     def guess(self, hidden: FloatArray, num_heads: int) -> FloatArray:
-        return guess_in_strips(lambda rows: self._guess(rows, num_heads), hidden, self._hidden_size**2)
-
-    def _guess(self, hidden: FloatArray, num_heads: int) -> FloatArray:
         state: FloatArray = hidden[None]
         for up, bias, down in self._blocks:
-            inner = np.matmul(state, up[:num_heads]) + bias[:num_heads]
-            state = state + np.matmul(inner / (1 + np.exp(-np.clip(inner, -80, None))), down[:num_heads])
+            inner = multiply(state, up[:num_heads]) + bias[:num_heads]
+            state = state + multiply(inner / (1 + np.exp(-np.clip(inner, -80, None))), down[:num_heads])
         return state
 
 
