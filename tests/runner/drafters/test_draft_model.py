@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -274,6 +275,19 @@ def test_a_model_that_computes_no_number_ends_the_draft() -> None:
     for each in broken:
         each.allocate(KVLayout(NUM_BLOCKS, BLOCK))
         assert [draft.token_ids for draft in each.draft([ask(state, 3), ask(state, 3, coupled=False)])] == [[], []]
+
+
+def test_what_is_printed_of_drafting_has_no_tokens() -> None:
+    batch = make_batch()
+    drafter = SpecInferDrafter(make_place(batch), [RandomModel(0)])
+    drafter.allocate(KVLayout(NUM_BLOCKS, BLOCK))
+    state = arrive(batch, 0, [271] * 8, range(20), temperature=0.0)
+    ((_, stretch),) = drafter._begin([ask(state, 3)])
+    assert drafter._grower is not None
+    tree = drafter._grower.grow([stretch], [(-1, -1, 0)])[0]
+    shown = repr([stretch, tree, drafter, drafter._kv, drafter.draft([ask(state, 3)])])
+    printed = re.sub("0x[0-9a-f]+", "", shown)  # addresses
+    assert not any(str(token) in printed for token in (271, *tree.token_ids) if token > 99)
 
 
 def test_memory_is_said_beforehand() -> None:

@@ -16,7 +16,7 @@ from cloister.runner.noise import UniformArray
 from cloister.runner.state import SequenceState
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Stretch:
     """Positions of one sequence that a small model computes, its last known token among them or not.
 
@@ -37,6 +37,10 @@ class Stretch:
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    def __repr__(self) -> str:
+        """Says nothing of content (rule 12)."""
+        return f"Stretch(start={self.start}, num_tokens={len(self.tokens)}, num_drafts={self.num_drafts})"
 
 
 def stretch_batch(stretches: Sequence[Stretch], block_size: int) -> ForwardBatch:
