@@ -48,6 +48,7 @@ def list_cases(names: list[str]) -> list[Case]:
     for name in names:
         recipes = ["plain", "truncated", "everything"] if name in DRAWN else ["adjusted"]
         cases += [(name, recipe, False, 0.0) for recipe in recipes]
+    cases += [(name, "everything", True, 0.0) for name in names if name in (*DRAWN, "medusa")]
     cases += [(name, "plain", False, BIAS) for name in names if name in DRAWN]
     cases += [("ngram", "adjusted", False, BIAS)] if "ngram" in names else []
     return cases

@@ -67,7 +67,7 @@ def _write_heads(path: Path, kind: str, distance: float) -> None:
     write_heads(heads_directory(path, kind), card, tensors)
 
 
-FILES: Final = {"draft_model": "small/0", "long_spec": "small/0", "spec_infer": "small/0,small/1"}
+FILES: Final = {"draft_model": "small/0", "long_spec": "small/1", "spec_infer": "small/0,small/1"}
 """What the settings would name for a drafter, below the model's directory."""
 
 

@@ -100,7 +100,7 @@ def open_core(path: Path, **settings: Any) -> EngineCore:
 
 def drafting(name: str, path: Path, num_drafts: int = 5) -> dict[str, Any]:
     """Returns the settings that make an engine draft."""
-    small = {"draft_model": "cloister-draft", "long_spec": "cloister-draft", "spec_infer": f"cloister-draft,{path}/small/0"}
+    small = {"draft_model": "cloister-draft", "long_spec": f"{path}/small/1", "spec_infer": f"cloister-draft,{path}/small/0"}
     settings: dict[str, Any] = {"speculate": name, "draft_tokens": num_drafts}
     return {**settings, "draft_model": small[name]} if name in small else settings
 
