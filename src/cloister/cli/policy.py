@@ -54,11 +54,13 @@ def list_entries() -> tuple[Entry, ...]:
     from cloister.client.draw import DRAW_THREAT
     from cloister.runner.drafters import DRAFTERS
     from cloister.sched.policies import POLICIES
+    from cloister.sched.speculation import SPECULATION_THREAT
 
     importlib.import_module("cloister.backends.torch")  # files its entry in BACKENDS, without importing torch
     declared = {
         "prefix cache": kv.PREFIX_CACHE_THREAT,
         "step budget": sched.BUDGET_THREAT,
+        "draft length": SPECULATION_THREAT,
         "metrics": PROFILING_THREAT,
         "adapters at run time": RUNTIME_ADAPTERS_THREAT,
         "shaped streams": SHAPING_THREAT,

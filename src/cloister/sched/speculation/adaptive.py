@@ -47,8 +47,9 @@ TRIAL_SHARE: Final = 0.008
 """Of a sequence's time that may go into trials of what is expected to lose."""
 MOST_SAVED: Final = 1.0
 """Steps' time that a sequence saves for trials at most."""
-DOUBTED: Final = 0.7
-"""Of a drafter's cost that is believed each time when a sequence cannot pay for a trial with all that it saves."""
+DOUBTED: Final = 0.8
+"""Of a drafter's cost, and of what few steps said, that is believed each time when a sequence cannot pay for a trial with all
+that it saves."""
 FIRST_DRAFT: Final = 0.5
 """Steps' time that a drafter's first calls are believed to take at most."""
 TRIAL_SIZES: Final = (4, 1)
@@ -350,6 +351,7 @@ class AdaptiveSpeculation:
                 return self._hold_trial(record, is_watched=now.is_watched) - now.num_drafts
         if record.saved_s >= MOST_SAVED * self._plain_s:  # it will never be tried at that price
             self._draft_times[name].doubt(DOUBTED)
+            self._times.drafting.doubt(DOUBTED)
         return 0
 
     def _step_row_s(self, num_rows: int, num_more: int, attention: Attention) -> float:

@@ -10,8 +10,8 @@ STRIDE = 16
 NUM_UNSURE = 3
 MOST_RATIO = 3.0
 """Calls after which one that takes so many times what is predicted is not believed."""
-NUM_BELIEVED = 4
-"""Such calls in a row after which all that was learned is forgotten."""
+NUM_BELIEVED = 5
+"""Such calls in a row after which the shortest of them is believed, and all that was learned forgotten."""
 _UNITS = StepSize(1e3, 1e6, 1e4)
 """What `StepCost` counts as one, so that nothing explains a time better only because of its unit."""
 
@@ -26,6 +26,7 @@ class DraftTimes:
         self._cost = StepCost()
         self._num_seen = 0
         self._num_over = 0
+        self._over_s = 0.0
         self.terms = (0.0, 0.0, 0.0, 0.0)
 
     @property
@@ -45,6 +46,7 @@ class DraftTimes:
         is_sure = self._num_seen > NUM_UNSURE
         if is_sure and elapsed_s > MOST_RATIO * self.predict(num_sequences, num_drafts, depth):
             self._num_over += 1
+            self._over_s = elapsed_s = min(elapsed_s, self._over_s) if self._num_over > 1 else elapsed_s
             if self._num_over < NUM_BELIEVED:
                 return  # held up
             self._cost, self._num_seen, is_sure = StepCost(), NUM_UNSURE + 1, True  # it costs more now

@@ -149,6 +149,12 @@ class Curve:
         point.attended += share * (attention.attended - point.attended)
         point.read += share * (attention.read - point.read)
 
+    def doubt(self, share: float) -> None:
+        """Believes less of what was seen only a few times, and may have been held up each time."""
+        for point in self._points:
+            if point.num_visits < NUM_FIRST:
+                point.time_s *= share
+
     def nearest(self, rows: float) -> int | None:
         """Returns the rows nearest to these that were seen, if none were on both sides."""
         if rows < self._rows[0]:
