@@ -111,7 +111,7 @@ class Verifier:
             rows += range(walk.root, walk.root + count)
             depths += walk.draft.depths
         draws = self._batch.draws(states, rows)
-        draws["position"] += depths
+        draws["position"] += np.array(depths, np.int64)
         top = None
         if self._num_top and self._watched is not None:
             tokens, top = self._watched.forward_watched(batch, draws, self._num_top)
@@ -159,7 +159,7 @@ class Verifier:
 
     def _show(self, walks: list[Walk], watched: set[int], logits: FloatArray, hidden: FloatArray | None) -> list[Seen]:
         """Returns what drafters are to see of a step of which there are logits: off the path, what is most likely."""
-        walks = [walk for walk in walks if walk.state.seq_id in watched and walk.token_ids]
+        walks = [walk for walk in walks if walk.state.seq_id in watched and walk.token_ids and walk.state.failure is None]
         if not walks:
             return []
         best = best_tokens(logits).astype(np.int32)
