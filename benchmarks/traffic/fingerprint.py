@@ -23,7 +23,7 @@ from benchmarks.traffic.captures import Capture
 VIEWS: Final = ("sizes and times", "times", "number of chunks")
 NUM_CHUNKS: Final = 96
 NUM_FOLDS: Final = 5
-NUM_TREES: Final = 200
+NUM_TREES: Final = 100
 LEVEL: Final = 1.96
 
 Floats = NDArray[np.float64]

@@ -56,7 +56,7 @@ def plot_shares(bench: Bench, options: argparse.Namespace, shares: Mapping[tuple
         for number, view in enumerate(views):
             places = [place for place, part in enumerate(parts) if (part, view) in shares]
             found = [shares[parts[place], view] for place in places]
-            spans = [[s.share - s.bounds[0] for s in found], [s.bounds[1] - s.share for s in found]]
+            spans = [[max(0.0, s.share - s.bounds[0]) for s in found], [max(0.0, s.bounds[1] - s.share) for s in found]]
             shifted = [place + 0.18 * (number - (len(views) - 1) / 2) for place in places]
             axes.errorbar(shifted, [s.share for s in found], spans, fmt="o", capsize=4, color=COLOURS[number], label=view)
         axes.set_xticks(range(len(parts)), [part.replace(", ", "\n") for part in parts])

@@ -40,7 +40,6 @@ LARGE: Final[Mapping[str, Any]] = {
     "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16,
     "num_key_value_heads": 4, "head_dim": 32,
 }  # fmt: skip
-CHANCE: Final = 1 / NUM_PROMPTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +178,14 @@ def judge(options: argparse.Namespace) -> int:
         "open: most of them; private: at chance, 2%; a shape that is silent between steps would tell",
     )
     shares: dict[tuple[str, str], Share] = {}
+    chance = 1.0
     rows: list[tuple[object, ...]] = []
     frames: list[tuple[object, ...]] = []
     for part in parts_of(options):
         if not kept_at(options, part).exists():
             continue
         captures = live.read(kept_at(options, part))
+        chance = 1 / len({one.label for one in captures})
         for view in VIEWS if part.profile == "open" or part.is_silent else VIEWS[:1]:
             share = find_prompts(captures, view, options.seed, options.num_threads or 2)
             shares[part.name, view] = share
@@ -194,15 +195,16 @@ def judge(options: argparse.Namespace) -> int:
         common = ", ".join(f"{count} of {size}" for size, count in edges.most_common(3))
         lasted = sorted(one.times_s[-1] for one in captures)
         frames.append((part.name, common, count_bits([len(one.sizes) for one in captures], int), lasted[len(lasted) // 2]))
+    bench.figures["chance"] = chance
     bench.print_rows("Prompts found", ("shape, drafter", "seen", "answers", "share", "low", "high"), rows)
     bench.print_rows("Chunks of an answer", ("shape, drafter", "commonest", "bits of their number", "median s"), frames)
     for (name, view), share in shares.items():
         if name.startswith("private") and "silent" not in name:
-            bench.check(f"{name}: lower 95% bound", share.bounds[0], high=CHANCE)
-            bench.check(f"{name}: upper 95% bound", share.bounds[1], high=2 * CHANCE)
+            bench.check(f"{name}: lower 95% bound", share.bounds[0], high=chance)
+            bench.check(f"{name}: upper 95% bound", share.bounds[1], high=2.5 * chance)
         elif name.startswith("open") and name.endswith("T 0") and "none" not in name and view == VIEWS[0]:
             bench.check(f"{name}: share found, {view}", share.share, low=0.9)
-    plot_shares(bench, options, shares, CHANCE)
+    plot_shares(bench, options, shares, chance)
     return bench.finish(options)
 
 
