@@ -68,10 +68,9 @@ MOST_EVERY_STEP: Final = 16
 """So many sequences more let a decision stand a step longer."""
 GROWTH: Final = 2
 """A step has so many times the rows at most that any one had which was timed."""
-NUM_YOUNG: Final = 8
-"""Timed steps with drafts until which every step is decided."""
+FIRST_QUICK: Final = 12
 NUM_QUICK: Final = 4
-"""Decisions in quick succession when a sequence is new."""
+"""Decisions in quick succession at the start, and when a sequence is new."""
 LEAST_STEPS: Final = 2
 MOST_STEPS: Final = 32
 """Steps that a decision stands at least and at most."""
@@ -159,7 +158,8 @@ class AdaptiveSpeculation:
         self._next_decision = 0
         self._news_decision = 0
         self._interval = 1
-        self._num_quick = 0
+        self._num_quick = FIRST_QUICK
+        self._num_decided = 0
         self._next_trial = 0
         self._last_decision = 0
         self._num_last = 0
@@ -237,9 +237,10 @@ class AdaptiveSpeculation:
         self._interval = max(least, min(int(steps / DECISION_SHARE), MOST_STEPS))
         self._next_decision = self._num_steps + self._interval
         self._news_decision = self._num_steps + max(least, min(int(steps / NEWS_SHARE), MOST_STEPS))
-        if self._num_quick or self._times.drafting.num_visits < NUM_YOUNG:
-            self._num_quick = max(0, self._num_quick - 1)
-            if self._times.drafting.num_visits < NUM_YOUNG:
+        if self._num_quick:
+            self._num_quick -= 1
+            self._num_decided += 1
+            if self._num_decided < FIRST_QUICK:
                 least = 1
             self._next_decision = self._news_decision = self._num_steps + least
 
@@ -415,7 +416,7 @@ class AdaptiveSpeculation:
         record = sequence.drafting
         if not isinstance(record, _Record):
             sequence.drafting = record = _Record()
-            self._num_quick = NUM_QUICK
+            self._num_quick = max(self._num_quick, NUM_QUICK)
             for name, prior in self._priors.items():
                 record.rates[name] = Rates(self._shared[name].gains if self._shared else prior)
         return record
