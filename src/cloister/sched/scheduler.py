@@ -308,7 +308,10 @@ class Scheduler:
         """Plans one position for each sequence, and lets them bound the time of what follows."""
         if len(decodes) > step.budget.num_left:
             decodes = sorted(decodes, key=self._policy.rank)
-        choices = self._choose_drafts(step, decodes) if self._speculation is not None and not step.is_held_up else []
+        choices: list[Choice] = []
+        if self._speculation is not None and not step.is_held_up:
+            decodes = [sequence for sequence in decodes if sequence.status is Status.RUNNING]  # some may have been displaced
+            choices = self._choose_drafts(step, decodes)
         for place, sequence in enumerate(decodes):
             if step.is_held_up and not step.budget.admits(sequence.num_planned):
                 return
@@ -317,14 +320,19 @@ class Scheduler:
             step.budget.bound_by_decodes()
 
     def _choose_drafts(self, step: _Step, decodes: list[Sequence]) -> list[Choice]:
-        """Returns what each sequence drafts. Drafts take blocks that nobody needs: they displace no one."""
+        """Returns what each sequence drafts. Drafts take blocks that nobody needs, and leave others half of the step: they
+        displace no one."""
         assert self._speculation is not None
         size = step.budget.size
-        num_spare = self.pool.num_available
+        num_left, num_spare = step.budget.num_left - len(decodes), self.pool.num_available
         for sequence in decodes:
             size = size.plus(sequence.num_planned, 1)
             num_spare -= 1 + table_of(sequence).num_missing(sequence.num_planned + 1)
-        choices = self._speculation.choose(decodes, self.cost, size, step.budget.num_left - len(decodes))
+        if self._roster.num_waiting or len(self._roster.running) > len(decodes):
+            num_others, num_blocks = self._count_others(step, decodes, num_spare)
+            num_left = (num_left - num_others) // 2 if num_others else num_left
+            num_spare -= num_blocks
+        choices = self._speculation.choose(decodes, self.cost, size, num_left)
         for place, (sequence, choice) in enumerate(zip(decodes, choices, strict=True)):
             num_drafts = min(choice.num_drafts, sequence.max_drafts)
             table, start = table_of(sequence), sequence.num_planned + 1
@@ -335,6 +343,26 @@ class Scheduler:
             if num_drafts != choice.num_drafts:
                 choices[place] = choice._replace(num_drafts=num_drafts)
         return choices
+
+    def _count_others(self, step: _Step, decodes: list[Sequence], num_spare: int) -> tuple[int, int]:
+        """Returns who may still come into a step beside its decodes, and the blocks that they need.
+
+        Args:
+            num_spare: blocks beside those of the decodes. The next one that waits counts only if they are enough for it.
+        """
+        running = self._roster.running
+        in_step = step.planned() | {sequence.seq_id for sequence in decodes}
+        others = [sequence for seq_id, sequence in running.items() if seq_id not in in_step]
+        num_blocks = sum(1 + table_of(s).num_missing(len(s.token_ids) + s.num_pending) for s in others)
+        may_come = self._roster.num_waiting and step.may_admit and len(running) < self.config.max_num_seqs
+        first = self._policy.peek() if may_come else None
+        if first is None:
+            return len(others), num_blocks
+        # as `_reserve` asks for: a block more for each that runs
+        num_more = -(-(len(first.token_ids) + 1) // self.pool.block_size) + len(running)
+        if num_more > num_spare - num_blocks:
+            return len(others), num_blocks
+        return len(others) + 1, num_blocks + num_more
 
     def _extend_chunk(self, step: _Step, sequence: Sequence) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
