@@ -36,7 +36,10 @@ class Adjacency:
         text = np.array(tokens[-NUM_READ:], np.int64)
         if len(text) < 2:
             return
-        pairs = (text[:-1] << 32 | text[1:])[::-1]
+        pairs = text[:-1].copy()
+        pairs <<= 32  # in place: no copies but those that are overwritten below
+        pairs |= text[1:]
+        pairs = pairs[::-1]
         _, newest = np.unique(pairs, return_index=True)  # the first, and so the latest in the text
         newest = newest[np.lexsort((newest, pairs[newest] >> 32))]
         firsts, seconds = pairs[newest] >> 32, pairs[newest] & 0xFFFFFFFF
