@@ -100,6 +100,20 @@ def test_tokens_drawn_apart_follow_their_distribution() -> None:
     assert (np.square(found - count * first)[kept] / (count * first[kept])).sum() < 22  # 3 degrees of freedom, p < 1e-4
 
 
+@pytest.mark.parametrize("make", [DraftModelDrafter, SpecInferDrafter])
+def test_what_was_drawn_behind_a_rejected_draft_is_drawn_anew(make: type[PagedDrafter]) -> None:
+    batch = make_batch()
+    drafter = open_drafter(batch, make)
+    num_same = 0
+    for seed in range(40):
+        state = arrive(batch, seed, PROMPT, range(20))
+        batch._columns["seed"][state.slot] = seed
+        first, second = drafter.draft([DraftAsk(state, 2, (-1, 0), is_coupled=False)])[0].token_ids
+        state.tokens.append(first)
+        num_same += drafter.draft([DraftAsk(state, 1, (-1,), is_coupled=False)])[0].token_ids[0] == second
+    assert num_same < 20
+
+
 def test_a_chain_ends_where_the_text_does() -> None:
     batch = make_batch()
     drafter = open_drafter(batch)

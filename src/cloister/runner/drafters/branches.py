@@ -146,7 +146,7 @@ class TreeGrower:
         logits = [program.forward(batch) for program in programs]
         if not are_coupled:
             apart = [node for node in nodes if node.tree.probs is not None]
-            self._draw_apart([scores[[node.row for node in apart]] for scores in logits], apart, draws)
+            self._draw_apart([scores[[node.row for node in apart]] for scores in logits], apart, draws, depth)
         self._race([node for node in nodes if node.tree.probs is None], logits, draws)
 
     def _race(self, nodes: Sequence[_Node], logits: Sequence[FloatArray], draws: DrawArray) -> None:
@@ -163,12 +163,12 @@ class TreeGrower:
             rank += 1
             nodes = [node for node in nodes if len(node.children) > rank]
 
-    def _draw_apart(self, logits: Sequence[FloatArray], nodes: Sequence[_Node], draws: DrawArray) -> None:
+    def _draw_apart(self, logits: Sequence[FloatArray], nodes: Sequence[_Node], draws: DrawArray, depth: int) -> None:
         """Draws children with noise of their own, from the distributions that go into their trees."""
         own = draws[[node.row for node in nodes]]
         probs = [distribution(scores, own) for scores in logits]
         owners = [number for number, node in enumerate(nodes) for _ in node.children]
-        numbers = draft_numbers(own[owners], [child for node in nodes for child in node.children])
+        numbers = draft_numbers(own[owners], [depth] * len(owners), [child for node in nodes for child in node.children])
         used = 0
         for number, node in enumerate(nodes):
             assert node.tree.probs is not None

@@ -156,8 +156,9 @@ class ChainGrower:
 def _numbers(draws: DrawArray, num_drafts: int) -> UniformArray:
     """Returns the numbers that chains are drawn with, [num_drafts, num_draws]: at once, as each call costs a token's time."""
     repeated = np.tile(draws, num_drafts)
-    repeated["position"] += np.repeat(np.arange(num_drafts), len(draws))
-    return draft_numbers(repeated, [0] * len(repeated)).reshape(num_drafts, len(draws))
+    depths = np.repeat(np.arange(num_drafts, dtype=np.int32), len(draws))
+    repeated["position"] += depths
+    return draft_numbers(repeated, depths, [0] * len(repeated)).reshape(num_drafts, len(draws))
 
 
 def _first_batch(batch: ForwardBatch, tokens: IntArray, num_live: int) -> ForwardBatch:

@@ -39,10 +39,15 @@ class DraftChooser:
         return self._sampler.choose(logits, [_BARE] * len(draws), draws).astype(np.int32)
 
 
-def draft_numbers(draws: DrawArray, ordinals: Sequence[int]) -> UniformArray:
-    """Returns a number for each draw, uniform in [0, 1), that no verification uses; draws at one position differ by ordinal."""
+def draft_numbers(draws: DrawArray, depths: Sequence[int] | IntArray, ordinals: Sequence[int] | IntArray) -> UniformArray:
+    """Returns a number for each draw, uniform in [0, 1), that no verification uses; draws at one position differ.
+
+    By depth, too: what follows a rejected draft is drawn again, less deep, in a later step. Whether it is may depend on the
+    first draw, as a draft that ended early is asked for less; with the same number the second would not be a draw from its
+    distribution.
+    """
     keys = noise_keys(draws["seed"], draws["index"], draws["position"])
-    return uniforms(keys, Domain.DRAFT, np.array(ordinals, np.int64))
+    return uniforms(keys, Domain.DRAFT, (np.asarray(depths, np.int64) << 16) + np.asarray(ordinals, np.int64))
 
 
 _BARE = SequenceState(
