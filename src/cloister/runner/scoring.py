@@ -38,4 +38,5 @@ def prompt_logprobs(parts: list[Part], rows: dict[int, slice], logits: FloatArra
         ids = np.array(part.state.tokens[start + 1 : start + 1 + count], np.int64)
         num_top = np.full(count, part.state.sampling.prompt_logprobs, np.int64)
         found[part.plan.seq_id] = token_logprobs(logits[first : first + count], ids, num_top)
+        ids.fill(0)  # numpy keeps the memory of small arrays for others, as it is
     return found
