@@ -2,7 +2,7 @@
 
 import pytest
 
-from cloister.kv import BlockPool
+from cloister.kv import BlockPool, PrefixKeys
 from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.sched.speculation import DrafterLimits, FixedSpeculation
 from cloister.types.events import Ended, Preempted, Scheduled
@@ -75,3 +75,18 @@ def test_who_waits_is_admitted_as_soon_as_without_drafts(num_blocks):
     for num_drafts in (0, NUM_DRAFTS):
         steps = serve(requests, num_blocks=num_blocks, block_size=4, num_drafts=num_drafts, max_tokens=18)
         assert when(steps, Scheduled, "b") == 2
+
+
+@pytest.mark.parametrize("length", [8, 9, 10])
+def test_the_end_of_a_prompt_is_shown_to_drafters_though_all_but_a_position_was_cached(length):
+    pool = BlockPool(20, 4)
+    config = SchedulerConfig(max_model_len=40, budget=BudgetConfig(max_tokens=64))
+    scheduler = Scheduler(config, pool, PrefixKeys("model", 4), FixedSpeculation("any", 3, DrafterLimits(16)))
+    runner = CheckedRunner(20, 4)
+    for number in range(2):
+        scheduler.add(ask(str(number), length, 6), 0.0)
+        plan = scheduler.plan(0.0)
+        assert [part.is_watched for part in plan.sequences] == [True]
+        scheduler.commit(runner.run(plan), {}, 0.0)
+        scheduler.abort(str(number), 0.0)
+    assert plan.sequences[0].num_tokens == length - (length - 1) // 4 * 4
