@@ -87,6 +87,11 @@ class DraftersAtHand:
         """What they take beside blocks."""
         return sum(drafter.fixed_bytes for drafter in self.drafters.values())
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that are ever asked: the first one alone where the settings fix how much is drafted."""
+        return tuple(self.drafters)[: None if self.num_fixed is None else 1]
+
     def add_blocks(self, need: MemoryNeed) -> MemoryNeed:
         """Returns what the model needs, with the KV that drafters keep beside each of its blocks."""
         extra = sum(drafter.kv_block_bytes for drafter in self.drafters.values())
@@ -123,7 +128,7 @@ class DraftersAtHand:
             return None
         if self.num_fixed is None:
             return AdaptiveSpeculation(SpeculationConfig(shares_rates=self.shares_rates), limits)
-        name = next(iter(limits))
+        (name,) = self.names
         return FixedSpeculation(name, self.num_fixed, limits[name])
 
 

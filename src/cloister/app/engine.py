@@ -92,6 +92,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         fingerprint=fingerprint,
         hidden_size=model.spec.hidden_size,
         pooling=pooling,
+        drafters=drafters.names,
     )
     vocab_size = model.spec.vocab_size
     grammars = Grammars(GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_token_ids=info.eos_token_ids))

@@ -190,6 +190,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         fingerprint: `system_fingerprint` (rule 6): weights, format, instruction set, back end, layout.
         hidden_size: numbers in an embedding.
         pooling: how it makes one, unless a request says otherwise.
+        drafters: what may draft tokens for it, by name.
     """
 
     name: str
@@ -202,6 +203,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     created_s: int = 0
     hidden_size: int = 0
     pooling: PoolingParams = PoolingParams()
+    drafters: tuple[str, ...] = ()
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
