@@ -42,6 +42,14 @@ def test_logits_of_every_sequence_and_of_scored_prompts_are_counted() -> None:
     assert found["activations"] - without["activations"] >= (64 + MAX_SCORED_ROWS) * 4 * 150_000
 
 
+def test_rows_that_drafts_take_are_counted_and_the_drafters_named() -> None:
+    need = replace(NEED, logit_row_bytes=4 * 150_000)
+    sizes = {"available_bytes": 4096 * MIB, "block_size": 16, "max_model_len": 8192, "max_num_seqs": 64}
+    without, found = (budget_memory(need, **sizes, **more) for more in ({}, {"drafters_bytes": MIB, "num_draft_rows": 512}))
+    assert dict(found.items)["activations"] - dict(without.items)["activations"] == 512 * 4 * 150_000
+    assert dict(found.items)["drafters"] == MIB
+
+
 def test_a_large_machine_gives_every_sequence_full_length_and_no_more() -> None:
     assert budget(10**6).num_blocks == 64 * 8192 // 16
 

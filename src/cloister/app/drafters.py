@@ -11,6 +11,7 @@ from cloister.backends.spec import FOREIGN_FAMILY
 from cloister.models import LoadedModel, load, locate
 from cloister.privacy import Policy
 from cloister.sched.speculation import AdaptiveSpeculation, DrafterLimits, FixedSpeculation, Speculation, SpeculationConfig
+from cloister.sched.speculation.adaptive import MOST_ROWS
 from cloister.types.config import AUTO_DRAFTER, EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
 
@@ -96,6 +97,13 @@ class DraftersAtHand:
         """Returns what the model needs, with the KV that drafters keep beside each of its blocks."""
         extra = sum(drafter.kv_block_bytes for drafter in self.drafters.values())
         return replace(need, kv_block_bytes=need.kv_block_bytes + extra)
+
+    def num_rows(self, max_num_seqs: int, max_batched_tokens: int) -> int:
+        """Returns the rows as wide as logits that verification holds beside those of plain steps, and drafts come with."""
+        if not self.drafters:
+            return 0
+        most = max(MOST_ROWS, 2 * max_num_seqs) if self.num_fixed is None else self.num_fixed * max_num_seqs
+        return min(most, max_batched_tokens) * (2 if any(self.drafters[name].has_probs for name in self.names) else 1)
 
     def allocate(self, program: Program, kv: KVLayout) -> None:
         """Gives each its memory, now that the model is built.

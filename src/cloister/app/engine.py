@@ -78,6 +78,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         kv_memory_mb=config.kv_memory_mb,
         adapters_bytes=0 if room is None else room.num_bytes(model.spec, max_batched_tokens(config)),
         drafters_bytes=drafters.fixed_bytes,
+        num_draft_rows=drafters.num_rows(config.max_num_seqs, max_batched_tokens(config)),
     )
     identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
     layout = KVLayout(budget.num_blocks, config.block_size)

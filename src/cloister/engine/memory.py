@@ -46,6 +46,7 @@ def budget_memory(
     kv_memory_mb: float | None = None,
     adapters_bytes: int = 0,
     drafters_bytes: int = 0,
+    num_draft_rows: int = 0,
     overhead_bytes: int = OVERHEAD_BYTES,
 ) -> MemoryBudget:
     """Divides `available_bytes`.
@@ -56,11 +57,12 @@ def budget_memory(
     Args:
         adapters_bytes: of the places for adapters.
         drafters_bytes: of drafters, their KV aside: `need` counts it with each block.
+        num_draft_rows: rows as wide as the vocabulary that drafts take at once.
 
     Raises:
         MemoryBudgetError: it cannot fit; the message has the figure that would.
     """
-    activations_bytes = need.activations_bytes + need.logit_row_bytes * _logit_rows(max_num_seqs)
+    activations_bytes = need.activations_bytes + need.logit_row_bytes * (_logit_rows(max_num_seqs) + num_draft_rows)
     left = available_bytes - need.weights_bytes - adapters_bytes - drafters_bytes - activations_bytes - overhead_bytes
     if left <= 0:
         raise MemoryBudgetError(

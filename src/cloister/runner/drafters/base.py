@@ -110,8 +110,9 @@ class Drafter:
         num_top: how many tokens `Seen.top` shall have.
         shape: parents of the tree that it fills best first, of which any prefix may be asked for; None if it decides itself.
         max_drafts: how many tokens it can draft at most for one sequence.
-        kv_block_bytes: of KV that it keeps for each block of the model's.
+        kv_block_bytes: what it keeps for each block of the model's: KV, or an index of the tokens.
         fixed_bytes: what else it keeps in memory: weights, datastores, caches of constant size.
+        has_probs: its drafts may come with `Draft.probs`, which are as large as logits.
     """
 
     wants_hidden: bool = False
@@ -120,6 +121,7 @@ class Drafter:
     max_drafts: int = 16
     kv_block_bytes: int = 0
     fixed_bytes: int = 0
+    has_probs: bool = False
 
     def allocate(self, kv: KVLayout) -> None:
         """Takes what memory it needs, once, before anything else is asked of it.

@@ -69,6 +69,8 @@ class LongSpecDrafter(Drafter):
         ConfigError: the small model learned fewer positions than are of any use.
     """
 
+    has_probs = True
+
     def __init__(self, place: DraftingPlace, model: DraftModel, capacity: int = CAPACITY) -> None:
         self._place = place
         self._model = model

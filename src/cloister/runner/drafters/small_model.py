@@ -42,6 +42,8 @@ class PagedDrafter(Drafter):
         models: that draft together; each of them has seen what the others have.
     """
 
+    has_probs = True
+
     def __init__(self, place: DraftingPlace, models: Sequence[DraftModel]) -> None:
         self._place = place
         self._models = tuple(models)
