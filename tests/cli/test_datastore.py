@@ -76,3 +76,11 @@ def test_a_long_text_is_cut_at_paragraphs_and_nothing_is_lost() -> None:
     assert "".join(pieces) == text
     assert max(map(len, pieces)) <= PIECE_CHARS
     assert pieces[1].startswith("\n\n")
+
+
+def test_a_place_that_cannot_be_written_to_is_an_error_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    below_a_file = tmp_path / "a.txt" / "store"
+    status, _, said = run(capsys, "--model", "cloister-5m", "--text", str(tmp_path), "--out", str(below_a_file))
+    assert status == 1
+    assert "cannot be written to" in said.replace("\n", " ")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from cloister.app import build_engine, resolve_settings
 from cloister.app.starting import describe_start
+from cloister.models import locate
+from cloister.types.errors import ConfigError
 from cloister.types.request import ModelInfo
 
 
@@ -38,3 +43,23 @@ def test_the_start_says_how_much_is_drafted_where_that_is_fixed() -> None:
 def test_an_engine_says_which_drafters_it_asks(flags: dict[str, object], drafters: tuple[str, ...]) -> None:
     settings = resolve_settings({"kv_memory_mb": 64, "max_model_len": 256, "num_threads": 1, **flags})
     assert build_engine(settings.engine.config).model.drafters == drafters
+
+
+@pytest.mark.parametrize("name", ["auto", "none"])
+def test_what_names_no_drafter_stands_alone(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"speculate takes {name} alone"):
+        resolve_settings({"speculate": f"{name},ngram"})
+
+
+def test_auto_says_why_it_does_without_heads_that_lie_beside_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    home = tmp_path / "model"
+    shutil.copytree(locate("cloister-5m"), home)
+    (home / "drafters" / "medusa" / "heads.json").write_text("{")
+    settings = resolve_settings({"model": str(home), "kv_memory_mb": 64, "max_model_len": 256, "num_threads": 1})
+    with caplog.at_level("WARNING"):
+        core = build_engine(settings.engine.config)
+    assert core.model.drafters == ("rest", "ngram")
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["auto does without medusa"]
+    assert "damaged" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -18,6 +19,8 @@ from cloister.types.errors import CloisterError, ConfigError, EngineError
 if TYPE_CHECKING:
     from cloister.runner.drafters import Drafter, DraftingPlace
     from cloister.runner.state import SequenceState
+
+_logger = logging.getLogger(__name__)
 
 SMALL: Final = "draft_model"
 TRAINED: Final = ("medusa", SMALL)
@@ -171,9 +174,11 @@ def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) ->
     for name in () if is_foreign else TRAINED if config.draft_model is None else (SMALL,):
         try:
             found[name] = DRAFTERS.get(name)(_with_files(place, config, name))
-        except CloisterError:
+        except CloisterError as error:
             if name in _SETTINGS and getattr(config, _SETTINGS[name]) is not None:
                 raise
+            if (model.path / "drafters" / name).exists():
+                _logger.warning("auto does without %s: %s", name, error.message)
         else:
             break
     has_own = (model.path / "drafters" / LOOKED_UP).is_dir() and Policy(str(config.profile)).allows("datastore")

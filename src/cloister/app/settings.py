@@ -15,6 +15,8 @@ from cloister.privacy import Entry, Policy, is_loopback, read_credentials, settl
 from cloister.quant import FORMATS
 from cloister.sched import POLICIES
 from cloister.types.config import (
+    AUTO_DRAFTER,
+    NO_DRAFTER,
     EngineConfig,
     Resolved,
     ServerConfig,
@@ -122,6 +124,9 @@ def _drafter_entries(config: EngineConfig) -> list[Entry]:
     """Returns the drafters that the settings name. Only then are drafters imported before there is an engine."""
     if not config.drafter_names:
         return []
+    for name in (NO_DRAFTER, AUTO_DRAFTER):
+        if name in config.drafter_names:
+            raise ConfigError(f"speculate takes {name} alone; leave it out, or the drafters beside it", param="speculate")
     from cloister.runner.drafters import DRAFTERS
 
     return [Entry.of(DRAFTERS, name) for name in config.drafter_names]

@@ -56,7 +56,14 @@ def build(
             progress.advance(task)
             return encode_document(_read(file), lambda piece: tokenizer.encode(piece, parse_special=False))
 
-        header = write_datastore(directory, (encode(file) for file in files), num_ids=source.spec.vocab_size, tokenizer=digest)
+        documents = (encode(file) for file in files)
+        try:
+            header = write_datastore(directory, documents, num_ids=source.spec.vocab_size, tokenizer=digest)
+        except OSError as error:
+            raise ConfigError(
+                f"the datastore cannot be written to {directory}: {error.strerror}; free space or name another place",
+                param="out",
+            ) from None
     report = {
         "model": model,
         "directory": str(directory),
