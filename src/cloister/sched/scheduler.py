@@ -476,7 +476,9 @@ class Scheduler:
         num_known = len(sequence.token_ids) + sequence.num_pending
         is_decode = start == num_known - 1
         samples = int(end == num_known + num_drafts and sequence.max_output > 0)
-        is_first = not is_decode or not sequence.num_output  # the end of a prompt may be a single position
+        is_watched = choice.is_watched
+        if self._speculation is not None and samples:  # the end of a prompt may be a single position
+            is_watched = is_watched or not is_decode or not sequence.num_output
         table_start, new_blocks = table.take_unsent()
         step.plan.sequences.append(
             SequencePlan(
@@ -489,7 +491,7 @@ class Scheduler:
                 num_drafts=num_drafts,
                 drafter=choice.drafter if num_drafts else "",
                 parents=choice.parents[:num_drafts] if num_drafts and choice.parents is not None else None,
-                is_watched=choice.is_watched or (samples > 0 and self._speculation is not None and is_first),
+                is_watched=is_watched,
             )
         )
         if num_drafts:
