@@ -51,15 +51,18 @@ def test_what_names_no_drafter_stands_alone(name: str) -> None:
         resolve_settings({"speculate": f"{name},ngram"})
 
 
-def test_auto_says_why_it_does_without_heads_that_lie_beside_the_model(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("name", "file", "others"), [("medusa", "heads.json", ("rest", "ngram")), ("rest", "datastore.json", ("medusa", "ngram"))]
+)
+def test_auto_says_why_it_does_without_what_lies_beside_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, file: str, others: tuple[str, ...]
 ) -> None:
     home = tmp_path / "model"
     shutil.copytree(locate("cloister-5m"), home)
-    (home / "drafters" / "medusa" / "heads.json").write_text("{")
+    (home / "drafters" / name / file).write_text("{")
     settings = resolve_settings({"model": str(home), "kv_memory_mb": 64, "max_model_len": 256, "num_threads": 1})
     with caplog.at_level("WARNING"):
         core = build_engine(settings.engine.config)
-    assert core.model.drafters == ("rest", "ngram")
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["auto does without medusa"]
+    assert core.model.drafters == others
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"auto does without {name}"]
     assert "damaged" in caplog.text

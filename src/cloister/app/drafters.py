@@ -170,8 +170,9 @@ def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) ->
     from cloister.runner.drafters import DRAFTERS
 
     found: dict[str, Drafter] = {}
-    is_foreign = model.spec.family == FOREIGN_FAMILY
-    for name in () if is_foreign else TRAINED if config.draft_model is None else (SMALL,):
+
+    def find(name: str) -> bool:
+        """Makes a drafter if what it needs is there; what settings name has to be."""
         try:
             found[name] = DRAFTERS.get(name)(_with_files(place, config, name))
         except CloisterError as error:
@@ -179,11 +180,13 @@ def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) ->
                 raise
             if (model.path / "drafters" / name).exists():
                 _logger.warning("auto does without %s: %s", name, error.message)
-        else:
-            break
+        return name in found
+
+    is_foreign = model.spec.family == FOREIGN_FAMILY
+    any(find(name) for name in (() if is_foreign else TRAINED if config.draft_model is None else (SMALL,)))
     has_own = (model.path / "drafters" / LOOKED_UP).is_dir() and Policy(str(config.profile)).allows("datastore")
     if config.datastore is not None or has_own:
-        found[LOOKED_UP] = DRAFTERS.get(LOOKED_UP)(_with_files(place, config, LOOKED_UP))
+        find(LOOKED_UP)
     found[FREE] = DRAFTERS.get(FREE)(place)
     return found
 
