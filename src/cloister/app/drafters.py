@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+HEADS: Final = "medusa"
 SMALL: Final = "draft_model"
-TRAINED: Final = ("medusa", SMALL)
-"""Drafters that were made for a model, the best one first: `auto` takes one of them, the small one if settings name it."""
 FREE: Final = "ngram"
 LOOKED_UP: Final = "rest"
 _SETTINGS: Final = {"draft_model": "draft_model", "spec_infer": "draft_model", "long_spec": "draft_model", "rest": "datastore"}
@@ -166,7 +165,7 @@ def open_drafters(
 
 
 def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) -> dict[str, Drafter]:
-    """Returns what `auto` chooses from: the best that was made for the model, and what needs nothing."""
+    """Returns what `auto` chooses from: what was made for the model, and what needs nothing."""
     from cloister.runner.drafters import DRAFTERS
 
     found: dict[str, Drafter] = {}
@@ -183,7 +182,10 @@ def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) ->
         return name in found
 
     is_foreign = model.spec.family == FOREIGN_FAMILY
-    any(find(name) for name in (() if is_foreign else TRAINED if config.draft_model is None else (SMALL,)))
+    has_heads = not is_foreign and config.draft_model is None and find(HEADS)
+    # heads know the answers that they were trained on, a small model running text too; its KV is worth it where it lies there
+    if not is_foreign and (not has_heads or (model.path / "drafters" / SMALL).is_dir()):
+        find(SMALL)
     has_own = (model.path / "drafters" / LOOKED_UP).is_dir() and Policy(str(config.profile)).allows("datastore")
     if config.datastore is not None or has_own:
         find(LOOKED_UP)
