@@ -5,15 +5,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import attrgetter
 
 import msgspec
-import numpy as np
 
 from cloister.backends.base import ForwardBatch, IntArray
+from cloister.runner.arrays import as_ints, block_tables
 from cloister.runner.drafters import NOTHING, Draft
 from cloister.runner.state import SequenceState
 from cloister.types.errors import EngineError
 from cloister.types.step import MAX_SCORED_ROWS, SequencePlan
+
+_blocks_of = attrgetter("state.blocks")  # a comprehension would be a call more in every step
 
 
 class Part(msgspec.Struct):
@@ -98,14 +101,14 @@ def forward_batch(parts: Sequence[Part], block_size: int) -> ForwardBatch:
             logit_rows.extend(range(len(token_ids) - 1 - len(draft.token_ids), len(token_ids)))
         has_adapter = has_adapter or part.state.adapter >= 0
     return ForwardBatch(
-        token_ids=_as_ints(token_ids),
-        positions=_as_ints(positions),
-        query_starts=_as_ints(query_starts),
-        context_lens=_as_ints(context_lens),
-        block_tables=_block_tables(parts, -(-max(context_lens) // block_size)),
-        logit_rows=_as_ints(logit_rows),
+        token_ids=as_ints(token_ids),
+        positions=as_ints(positions),
+        query_starts=as_ints(query_starts),
+        context_lens=as_ints(context_lens),
+        block_tables=block_tables([*map(_blocks_of, parts)], -(-max(context_lens) // block_size)),
+        logit_rows=as_ints(logit_rows),
         parents=_parents(parts) if has_tree else None,
-        adapters=_as_ints(array("i", [part.state.adapter for part in parts])) if has_adapter else None,
+        adapters=as_ints(array("i", [part.state.adapter for part in parts])) if has_adapter else None,
     )
 
 
@@ -120,23 +123,7 @@ def _parents(parts: Sequence[Part]) -> IntArray:
         else:
             parents.extend(range(first, first + num_known - 1))
             parents.extend([first + num_known + parent for parent in part.draft.parents])
-    return _as_ints(parents)
-
-
-def _block_tables(parts: Sequence[Part], width: int) -> IntArray:
-    """Returns the first `width` blocks of each part's sequence, and zeros where its table is shorter."""
-    rows = array("i")
-    for part in parts:
-        blocks = part.state.blocks
-        rows += blocks[:width]
-        if len(blocks) < width:
-            rows.frombytes(bytes(rows.itemsize * (width - len(blocks))))
-    return _as_ints(rows).reshape(len(parts), width)
-
-
-def _as_ints(values: array[int]) -> IntArray:
-    """Returns the numbers themselves, not a copy."""
-    return np.frombuffer(values, np.int32)
+    return as_ints(parents)
 
 
 def _check(part: Part, block_size: int) -> None:

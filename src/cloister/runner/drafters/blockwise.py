@@ -19,11 +19,11 @@ from cloister.runner.drafters.base import (
     Drafter,
     DraftingPlace,
     FloatArray,
-    Seen,
 )
-from cloister.runner.drafters.heads import Heads, LastHidden, multiply, open_heads, take_tensor
+from cloister.runner.drafters.head_drafter import HeadDrafter, lent_head
+from cloister.runner.drafters.heads import Heads, multiply, open_heads, take_tensor
 from cloister.runner.drafters.medusa import THREAT
-from cloister.types.errors import ConfigError, ModelError
+from cloister.types.errors import ModelError
 
 
 class BlockwiseHeads:
@@ -59,7 +59,7 @@ class BlockwiseHeads:
         return hidden + multiply(inner, self._down[:num_heads]) + self._down_bias[:num_heads]
 
 
-class Blockwise(Drafter):
+class Blockwise(HeadDrafter):
     """Drafts a chain: the likeliest token of each head.
 
     Args:
@@ -67,16 +67,12 @@ class Blockwise(Drafter):
         eos_token_ids: a chain ends with one of these, as the answer would.
     """
 
-    wants_hidden = True
-
     def __init__(
         self, heads: Heads, project: Callable[[FloatArray], FloatArray], eos_token_ids: Sequence[int], num_bytes: int
     ) -> None:
-        self._heads, self._project = heads, project
+        super().__init__(heads, project, num_bytes)
         self._eos_token_ids = frozenset(eos_token_ids)
         self.max_drafts = heads.num_heads
-        self.fixed_bytes = num_bytes
-        self._last = LastHidden()
 
     def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         drafts = [NOTHING] * len(asks)
@@ -98,22 +94,10 @@ class Blockwise(Drafter):
                     return Draft(chain[: place + 1])
         return Draft(chain)
 
-    def observe(self, seen: Sequence[Seen]) -> None:
-        for one in seen:
-            self._last.keep(one)
-
-    def forget(self, seq_id: int) -> None:
-        self._last.forget(seq_id)
-
-    def fork(self, parent_id: int, child_id: int) -> None:
-        self._last.copy(parent_id, child_id)
-
 
 @DRAFTERS.register("blockwise", THREAT)
 def make_blockwise(place: DraftingPlace) -> Drafter:
     """Reads the heads of a model (`DrafterFactory` says what it raises)."""
     card, tensors = open_heads(place, "blockwise")
-    if place.project is None:
-        raise ConfigError("this back end lends no head to drafters; choose another drafter than blockwise", param="speculate")
     heads = BlockwiseHeads.of(tensors, card.num_heads, card.hidden_size)
-    return Blockwise(heads, place.project, place.eos_token_ids, heads.num_bytes)
+    return Blockwise(heads, lent_head(place, "blockwise"), place.eos_token_ids, heads.num_bytes)

@@ -15,6 +15,7 @@ import numpy as np
 
 from cloister.backends.base import DrawArray, FloatArray, ForwardBatch, Program
 from cloister.runner.acceptance import distribution, draw_rivals
+from cloister.runner.arrays import as_ints, block_tables
 from cloister.runner.drafters.chain import Stretch, stretch_batch
 from cloister.runner.drafters.draft_draws import DraftChooser, draft_numbers
 from cloister.runner.state import SequenceState
@@ -193,7 +194,7 @@ def _nodes(live: Sequence[Tree], depth: int) -> Iterator[_Node]:
 def _level_batch(live: Sequence[Tree], depth: int, block_size: int) -> ForwardBatch:
     """Builds the arrays that compute what a level needs of each tree, behind what is known of its sequence."""
     token_ids, positions, context_lens = array("i"), array("i"), array("i")
-    logit_rows, parents, tables, query_starts = array("i"), array("i"), array("i"), array("i", (0,))
+    logit_rows, parents, query_starts = array("i"), array("i"), array("i", (0,))
     width = max([-(-(tree.stretch.end + len(tree.levels[depth].fed)) // block_size) for tree in live])
     for tree in live:
         level, known, first = tree.levels[depth], tree.token_ids, len(token_ids)
@@ -204,16 +205,12 @@ def _level_batch(live: Sequence[Tree], depth: int, block_size: int) -> ForwardBa
         logit_rows.extend([first + row for row in level.rows])
         context_lens.append(end + len(level.fed))
         query_starts.append(len(token_ids))
-        blocks = tree.stretch.blocks[:width]
-        tables += blocks
-        if len(blocks) < width:
-            tables.frombytes(bytes(tables.itemsize * (width - len(blocks))))
     return ForwardBatch(
-        token_ids=np.frombuffer(token_ids, np.int32),
-        positions=np.frombuffer(positions, np.int32),
-        query_starts=np.frombuffer(query_starts, np.int32),
-        context_lens=np.frombuffer(context_lens, np.int32),
-        block_tables=np.frombuffer(tables, np.int32).reshape(len(live), width),
-        logit_rows=np.frombuffer(logit_rows, np.int32),
-        parents=np.frombuffer(parents, np.int32),
+        token_ids=as_ints(token_ids),
+        positions=as_ints(positions),
+        query_starts=as_ints(query_starts),
+        context_lens=as_ints(context_lens),
+        block_tables=block_tables([tree.stretch.blocks for tree in live], width),
+        logit_rows=as_ints(logit_rows),
+        parents=as_ints(parents),
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from cloister.backends.base import DrawArray, FloatArray, ForwardBatch, IntArray, Program
 from cloister.runner.acceptance import distribution, draw_from
+from cloister.runner.arrays import as_ints, block_tables
 from cloister.runner.drafters.base import NOTHING, Draft
 from cloister.runner.drafters.draft_draws import DraftChooser, draft_numbers
 from cloister.runner.noise import UniformArray
@@ -49,7 +50,7 @@ def stretch_batch(stretches: Sequence[Stretch], block_size: int) -> ForwardBatch
     Block tables reach as far as drafts will.
     """
     token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
-    query_starts, tables = array("i", (0,)), array("i")
+    query_starts = array("i", (0,))
     width = max([-(-(each.end + max(each.num_drafts - 1, 0)) // block_size) for each in stretches])
     for each in stretches:
         token_ids += each.tokens
@@ -59,17 +60,13 @@ def stretch_batch(stretches: Sequence[Stretch], block_size: int) -> ForwardBatch
         query_starts.append(len(token_ids))
         if each.num_drafts:
             logit_rows.append(len(token_ids) - 1)
-        blocks = each.blocks[:width]
-        tables += blocks
-        if len(blocks) < width:
-            tables.frombytes(bytes(tables.itemsize * (width - len(blocks))))
     return ForwardBatch(
-        token_ids=np.frombuffer(token_ids, np.int32),
-        positions=np.frombuffer(positions, np.int32),
-        query_starts=np.frombuffer(query_starts, np.int32),
-        context_lens=np.frombuffer(context_lens, np.int32),
-        block_tables=np.frombuffer(tables, np.int32).reshape(len(stretches), width),
-        logit_rows=np.frombuffer(logit_rows, np.int32),
+        token_ids=as_ints(token_ids),
+        positions=as_ints(positions),
+        query_starts=as_ints(query_starts),
+        context_lens=as_ints(context_lens),
+        block_tables=block_tables([each.blocks for each in stretches], width),
+        logit_rows=as_ints(logit_rows),
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.models.safetensors import read_header, write_tensors
-from cloister.runner.drafters.base import DraftAsk, DraftingPlace, FloatArray, Seen
+from cloister.runner.drafters.base import DraftingPlace, FloatArray
 from cloister.types.errors import ConfigError, ModelError
 
 VERSION: Final = 1
@@ -148,44 +148,3 @@ def multiply(rows: FloatArray, matrices: FloatArray) -> FloatArray:
     for start in range(0, num_outputs, step):
         np.matmul(rows, matrices[..., start : start + step], out=product[..., start : start + step])
     return product
-
-
-class LastHidden:
-    """The hidden state that each sequence's last token was chosen from, as long as it is the last one."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[int, FloatArray]] = {}
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def keep(self, seen: Seen) -> None:
-        """Takes the row of a step."""
-        if seen.hidden is None:
-            return
-        kept = self._kept.get(seen.state.seq_id)
-        row = np.empty(seen.hidden.shape[1], np.float32) if kept is None else kept[1]
-        row[:] = seen.hidden[seen.last_row]
-        self._kept[seen.state.seq_id] = (len(seen.state.tokens), row)
-
-    def gather(self, asks: list[DraftAsk]) -> tuple[list[int], FloatArray]:
-        """Returns which of the asks it has a row for, and their rows [num_found, hidden]."""
-        places: list[int] = []
-        rows: list[FloatArray] = []
-        for place, ask in enumerate(asks):
-            kept = self._kept.get(ask.state.seq_id)
-            if kept is not None and kept[0] == len(ask.state.tokens) and ask.num_drafts > 0:
-                places.append(place)
-                rows.append(kept[1])
-        return places, np.array(rows, np.float32)
-
-    def forget(self, seq_id: int) -> None:
-        kept = self._kept.pop(seq_id, None)
-        if kept is not None:
-            kept[1].fill(0)
-
-    def copy(self, parent_id: int, child_id: int) -> None:
-        kept = self._kept.get(parent_id)
-        if kept is not None:
-            self.forget(child_id)
-            self._kept[child_id] = (kept[0], kept[1].copy())

@@ -20,10 +20,10 @@ from cloister.runner.drafters.base import (
     Drafter,
     DraftingPlace,
     FloatArray,
-    Seen,
 )
-from cloister.runner.drafters.heads import Heads, LastHidden, multiply, open_heads, take_tensor
-from cloister.types.errors import ConfigError, ModelError
+from cloister.runner.drafters.head_drafter import HeadDrafter, lent_head
+from cloister.runner.drafters.heads import Heads, multiply, open_heads, take_tensor
+from cloister.types.errors import ModelError
 from cloister.types.threat import Requirement, ThreatProfile
 
 THREAT = ThreatProfile(
@@ -115,7 +115,7 @@ class Branches(NamedTuple):
         return cls(list(parents), depths, ranks, widths)
 
 
-class Medusa(Drafter):
+class Medusa(HeadDrafter):
     """Drafts the tree that its heads' measured accuracy gave, or any other of no greater depth.
 
     Args:
@@ -123,14 +123,10 @@ class Medusa(Drafter):
         project: the model's own head.
     """
 
-    wants_hidden = True
-
     def __init__(self, heads: Heads, shape: Sequence[int], project: Callable[[FloatArray], FloatArray], num_bytes: int) -> None:
-        self._heads, self._project = heads, project
+        super().__init__(heads, project, num_bytes)
         self.shape = tuple(shape)
         self.max_drafts = len(self.shape)
-        self.fixed_bytes = num_bytes
-        self._last = LastHidden()
         self._branches = {self.shape[:size]: Branches.of(self.shape[:size]) for size in range(1, len(self.shape) + 1)}
 
     def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
@@ -160,16 +156,6 @@ class Medusa(Drafter):
         size = next((place for place, depth in enumerate(tree.depths) if depth >= self._heads.num_heads), len(parents))
         return tree if size == len(parents) else Branches.of(parents[:size])
 
-    def observe(self, seen: Sequence[Seen]) -> None:
-        for one in seen:
-            self._last.keep(one)
-
-    def forget(self, seq_id: int) -> None:
-        self._last.forget(seq_id)
-
-    def fork(self, parent_id: int, child_id: int) -> None:
-        self._last.copy(parent_id, child_id)
-
 
 def find_best(logits: FloatArray, count: int) -> list[list[int]]:
     """Returns the ids of each row's `count` largest logits [num_rows, vocab], best first; writes over the logits."""
@@ -186,13 +172,11 @@ def find_best(logits: FloatArray, count: int) -> list[list[int]]:
 def make_medusa(place: DraftingPlace) -> Drafter:
     """Reads the heads of a model (`DrafterFactory` says what it raises)."""
     card, tensors = open_heads(place, "medusa")
-    if place.project is None:
-        raise ConfigError("this back end lends no head to drafters; choose another drafter than medusa", param="speculate")
     heads = MedusaHeads.of(tensors, card.num_heads, card.hidden_size)
     tree = Branches.of(card.parents) if _is_tree(card.parents) else None
     if tree is None or len(tree.widths) > heads.num_heads or max(tree.widths) > card.vocab_size:
         raise ModelError("heads.json has no tree that these heads can fill; train these heads again")
-    return Medusa(heads, card.parents, place.project, heads.num_bytes)
+    return Medusa(heads, card.parents, lent_head(place, "medusa"), heads.num_bytes)
 
 
 def _is_tree(parents: Sequence[int]) -> bool:

@@ -1,0 +1,86 @@
+"""What drafters with heads have in common: one hidden state of each sequence, and the model's own head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cloister.runner.drafters.base import DraftAsk, Drafter, DraftingPlace, FloatArray, Seen
+from cloister.runner.drafters.heads import Heads
+from cloister.types.errors import ConfigError
+
+
+class LastHidden:
+    """The hidden state that each sequence's last token was chosen from, as long as it is the last one."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[int, FloatArray]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, seen: Seen) -> None:
+        """Takes the row of a step."""
+        if seen.hidden is None:
+            return
+        kept = self._kept.get(seen.state.seq_id)
+        row = np.empty(seen.hidden.shape[1], np.float32) if kept is None else kept[1]
+        row[:] = seen.hidden[seen.last_row]
+        self._kept[seen.state.seq_id] = (len(seen.state.tokens), row)
+
+    def gather(self, asks: list[DraftAsk]) -> tuple[list[int], FloatArray]:
+        """Returns which of the asks it has a row for, and their rows [num_found, hidden]."""
+        places: list[int] = []
+        rows: list[FloatArray] = []
+        for place, ask in enumerate(asks):
+            kept = self._kept.get(ask.state.seq_id)
+            if kept is not None and kept[0] == len(ask.state.tokens) and ask.num_drafts > 0:
+                places.append(place)
+                rows.append(kept[1])
+        return places, np.array(rows, np.float32)
+
+    def forget(self, seq_id: int) -> None:
+        kept = self._kept.pop(seq_id, None)
+        if kept is not None:
+            kept[1].fill(0)
+
+    def copy(self, parent_id: int, child_id: int) -> None:
+        kept = self._kept.get(parent_id)
+        if kept is not None:
+            self.forget(child_id)
+            self._kept[child_id] = (kept[0], kept[1].copy())
+
+
+class HeadDrafter(Drafter):
+    """Drafts from the hidden state that each sequence's last token was chosen from.
+
+    Args:
+        heads: guess hidden states of later places.
+        project: the model's own head.
+        num_bytes: of the heads.
+    """
+
+    wants_hidden = True
+
+    def __init__(self, heads: Heads, project: Callable[[FloatArray], FloatArray], num_bytes: int) -> None:
+        self._heads, self._project = heads, project
+        self.fixed_bytes = num_bytes
+        self._last = LastHidden()
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        for one in seen:
+            self._last.keep(one)
+
+    def forget(self, seq_id: int) -> None:
+        self._last.forget(seq_id)
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        self._last.copy(parent_id, child_id)
+
+
+def lent_head(place: DraftingPlace, kind: str) -> Callable[[FloatArray], FloatArray]:
+    """Returns the model's own head (ConfigError where the back end lends none)."""
+    if place.project is None:
+        raise ConfigError(f"this back end lends no head to drafters; choose another drafter than {kind}", param="speculate")
+    return place.project
