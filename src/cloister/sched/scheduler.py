@@ -12,17 +12,16 @@ from dataclasses import dataclass, field
 
 from cloister.kv import BlockPool, BlockTable, OutOfBlocksError, PrefixKeys, PrefixTree, Quotas
 from cloister.sched.admission import Limits, count_positions, find_refusal
-from cloister.sched.budget import BudgetConfig, StepBudget, StepCost, StepSize
+from cloister.sched.budget import BudgetConfig, StepBudget, StepCost
+from cloister.sched.drafting import Drafting
 from cloister.sched.policies import POLICIES
 from cloister.sched.roster import Roster, table_of
 from cloister.sched.sequence import Sequence, Status
 from cloister.sched.speculation import NO_DRAFTS, Choice, Speculation
+from cloister.sched.step import Step
 from cloister.types.events import Event, Progressed, Scheduled
 from cloister.types.request import FinishReason, Request
 from cloister.types.step import Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
-
-LEVEL_SLACK = 1.1
-"""Work of a less urgent level may stretch a step that prefills for a more urgent one by this ratio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,41 +45,6 @@ class SchedulerConfig:
     cache_scopes: int = 0
 
 
-class _Step:
-    """A step while it is filled, and until it is committed."""
-
-    __slots__ = ("budget", "choices", "forked", "is_held_up", "may_admit", "now", "parts", "plan", "prefill_level")
-
-    def __init__(self, plan: StepPlan, budget: StepBudget, now: float) -> None:
-        self.plan = plan
-        self.budget = budget
-        self.now = now
-        self.parts: list[tuple[Sequence, int, int]] = []
-        """(sequence, first position behind its part, positions of the part that are prefill)"""
-        self.choices: dict[int, Choice] = {}
-        """What sequences draft in this step, by id."""
-        self.forked: list[Sequence] = []
-        self.prefill_level: int | None = None
-        """The most urgent level that prefills in this step."""
-        self.is_held_up = False
-        self.may_admit = True
-
-    @property
-    def only_decodes(self) -> bool:
-        """No prompt is computed in it."""
-        return not any(num_prefill for _, _, num_prefill in self.parts)
-
-    def planned(self) -> set[int]:
-        """Returns the ids of the sequences that are in this step."""
-        return {part[0].seq_id for part in self.parts} | {sequence.seq_id for sequence in self.forked}
-
-    def enter(self, level: int) -> None:
-        """From here on sequences of `level` are planned; they must not slow down the prefill of a more urgent one."""
-        if self.prefill_level is not None and level > self.prefill_level and not self.is_held_up:
-            self.is_held_up = True
-            self.budget.bound_by_slack(LEVEL_SLACK)
-
-
 class Scheduler:
     """Decides which positions of which sequences are computed next, and where their KV lives.
 
@@ -99,7 +63,6 @@ class Scheduler:
         speculation: Speculation | None = None,
     ) -> None:
         self.config = config
-        self._speculation = speculation
         self.pool = pool
         self.cost = StepCost()
         self._policy = POLICIES.get(config.policy)()
@@ -110,8 +73,13 @@ class Scheduler:
             quotas = Quotas.plan(config.cache_scopes, num_usable, -(-config.max_model_len // pool.block_size))
             num_usable -= quotas.num_most  # whoever runs alone must get along with what full shares leave
         self._roster = Roster(pool, self._policy, keys, quotas)
+        self._drafting = (
+            Drafting(speculation, self._roster, self._policy, self.cost, config.max_num_seqs)
+            if speculation is not None
+            else None
+        )
         self._num_usable = num_usable * pool.block_size
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[Step] = deque()
         self._next_plan = 0
 
     # What is going on
@@ -201,7 +169,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """Fills one step, or returns None if there is nothing to do (never while blocks wait to be wiped)."""
         self._roster.expire(now)
-        step = _Step(StepPlan(plan_id=self._next_plan), StepBudget(self.cost, self.config.budget), now)
+        step = Step(StepPlan(plan_id=self._next_plan), StepBudget(self.cost, self.config.budget), now)
         self._fill(step)
         plan = step.plan
         plan.wipes = self.pool.take_wipes()
@@ -222,7 +190,9 @@ class Scheduler:
         if step.plan.plan_id != result.plan_id:
             raise ValueError(f"plan {step.plan.plan_id} must be committed before plan {result.plan_id}")
         self._land(step)
-        size = self._take_drafts(step, result) if step.choices else step.budget.size
+        size = step.budget.size
+        if self._drafting is not None and step.choices:
+            size = self._drafting.settle(step, result)
         block_size = self.pool.block_size
         for sequence, end, num_prefill in step.parts:
             if sequence.status is Status.RUNNING:
@@ -243,37 +213,11 @@ class Scheduler:
         if step.parts:
             elapsed_s = result.elapsed_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
             self.cost.learn(size, elapsed_s)
-            if self._speculation is not None and step.only_decodes:
-                self._speculation.learn_step(size, sum(sample.num_drafted for sample in result.samples), elapsed_s)
+            if self._drafting is not None:
+                self._drafting.learn(step, size, result, elapsed_s)
         return self.take_events()
 
-    def _take_drafts(self, step: _Step, result: StepResult) -> StepSize:
-        """Takes in which drafts were accepted, and gives back at once what the others held; returns the size of the step as it
-        was, without drafts that nobody made."""
-        assert self._speculation is not None
-        samples = {sample.seq_id: sample for sample in result.samples}
-        size = step.budget.size
-        asked: dict[str, tuple[int, int]] = {}
-        for place, (sequence, planned_end, _) in enumerate(step.parts):
-            choice = step.choices.get(sequence.seq_id)
-            if choice is None or not choice.num_drafts:
-                continue
-            start = planned_end - 1 - choice.num_drafts
-            sample = samples.get(sequence.seq_id) or Sample(sequence.seq_id, [])
-            size = size.minus(start, 1 + choice.num_drafts).plus(start, 1 + sample.num_drafted)
-            num_asked, num_drafts = asked.get(choice.drafter, (0, 0))
-            asked[choice.drafter] = (num_asked + 1, num_drafts + choice.num_drafts)
-            end = start + 1 + len(sample.accepted)
-            step.parts[place] = (sequence, end, 0)
-            if sequence.status is Status.RUNNING:
-                sequence.num_planned = end
-                table_of(sequence).shrink(end)
-                self._speculation.learn(sequence, choice, sample)
-        if step.only_decodes:  # drafters follow prompts too, and nobody says how long that took
-            self._speculation.learn_cost(asked, result.draft_s)
-        return size
-
-    def _land(self, step: _Step) -> None:
+    def _land(self, step: Step) -> None:
         """Counts a step as no longer in flight."""
         for sequence, _, _ in step.parts:
             sequence.num_in_flight -= 1
@@ -284,7 +228,7 @@ class Scheduler:
 
     # Filling a step
 
-    def _fill(self, step: _Step) -> None:
+    def _fill(self, step: Step) -> None:
         """Level by level: waiting sequences of more urgent levels, then decodes, then prefill in what time they leave."""
         step.may_admit = self._policy.may_admit(len(self._roster.running))
         by_level: dict[int, tuple[list[Sequence], list[Sequence]]] = {}
@@ -304,14 +248,14 @@ class Scheduler:
                 self._extend_chunk(step, sequence)
         self._admit(step, before=None)
 
-    def _fill_decodes(self, step: _Step, decodes: list[Sequence]) -> None:
+    def _fill_decodes(self, step: Step, decodes: list[Sequence]) -> None:
         """Plans one position for each sequence, and lets them bound the time of what follows."""
         if len(decodes) > step.budget.num_left:
             decodes = sorted(decodes, key=self._policy.rank)
         choices: list[Choice] = []
-        if self._speculation is not None and not step.is_held_up:
+        if self._drafting is not None and not step.is_held_up:
             decodes = [sequence for sequence in decodes if sequence.status is Status.RUNNING]  # some may have been displaced
-            choices = self._choose_drafts(step, decodes)
+            choices = self._drafting.choose(step, decodes)
         for place, sequence in enumerate(decodes):
             if step.is_held_up and not step.budget.admits(sequence.num_planned):
                 return
@@ -319,58 +263,13 @@ class Scheduler:
         if not step.is_held_up:
             step.budget.bound_by_decodes()
 
-    def _choose_drafts(self, step: _Step, decodes: list[Sequence]) -> list[Choice]:
-        """Returns what each sequence drafts. Drafts take blocks that nobody needs, and leave others half of the step: they
-        displace no one."""
-        assert self._speculation is not None
-        size = step.budget.size
-        num_left, num_spare = step.budget.num_left - len(decodes), self.pool.num_available
-        for sequence in decodes:
-            size = size.plus(sequence.num_planned, 1)
-            num_spare -= 1 + table_of(sequence).num_missing(sequence.num_planned + 1)
-        if self._roster.num_waiting or len(self._roster.running) > len(decodes):
-            num_others, num_blocks = self._count_others(step, decodes, num_spare)
-            num_left = (num_left - num_others) // 2 if num_others else num_left
-            num_spare -= num_blocks
-        choices = self._speculation.choose(decodes, self.cost, size, num_left)
-        for place, (sequence, choice) in enumerate(zip(decodes, choices, strict=True)):
-            num_drafts = min(choice.num_drafts, sequence.max_drafts)
-            table, start = table_of(sequence), sequence.num_planned + 1
-            num_missing = table.num_missing(start)
-            while num_drafts and table.num_missing(start + num_drafts) - num_missing > num_spare:
-                num_drafts -= 1
-            num_spare -= table.num_missing(start + num_drafts) - num_missing
-            if num_drafts != choice.num_drafts:
-                choices[place] = choice._replace(num_drafts=num_drafts)
-        return choices
-
-    def _count_others(self, step: _Step, decodes: list[Sequence], num_spare: int) -> tuple[int, int]:
-        """Returns who may still come into a step beside its decodes, and the blocks that they need.
-
-        Args:
-            num_spare: blocks beside those of the decodes. The next one that waits counts only if they are enough for it.
-        """
-        running = self._roster.running
-        in_step = step.planned() | {sequence.seq_id for sequence in decodes}
-        others = [sequence for seq_id, sequence in running.items() if seq_id not in in_step]
-        num_blocks = sum(1 + table_of(s).num_missing(len(s.token_ids) + s.num_pending) for s in others)
-        may_come = self._roster.num_waiting and step.may_admit and len(running) < self.config.max_num_seqs
-        first = self._policy.peek() if may_come else None
-        if first is None:
-            return len(others), num_blocks
-        # as `_reserve` asks for: a block more for each that runs
-        num_more = -(-(len(first.token_ids) + 1) // self.pool.block_size) + len(running)
-        if num_more > num_spare - num_blocks:
-            return len(others), num_blocks
-        return len(others) + 1, num_blocks + num_more
-
-    def _extend_chunk(self, step: _Step, sequence: Sequence) -> None:
+    def _extend_chunk(self, step: Step, sequence: Sequence) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
         num_tokens = step.budget.fit(sequence.num_planned, sequence.max_chunk, strict=step.prefill_level is not None)
         if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
             step.prefill_level = self._policy.level(sequence)
 
-    def _admit(self, step: _Step, before: int | None) -> None:
+    def _admit(self, step: Step, before: int | None) -> None:
         """Lets waiting sequences join while there is room for them.
 
         Args:
@@ -397,7 +296,7 @@ class Scheduler:
             self._start(step, sequence, num_hit)
             self._extend_chunk(step, sequence)
 
-    def _make_room(self, step: _Step, sequence: Sequence) -> bool:
+    def _make_room(self, step: Step, sequence: Sequence) -> bool:
         """Frees running slots for a waiting sequence, by displacing others if the policy says so."""
         num_taken = sum(s.num_slots for s in self._roster.running.values())
         while num_taken + sequence.num_slots > self.config.max_num_seqs:
@@ -408,7 +307,7 @@ class Scheduler:
             self._roster.preempt(victim, step.now)
         return True
 
-    def _reserve(self, step: _Step, sequence: Sequence) -> bool:
+    def _reserve(self, step: Step, sequence: Sequence) -> bool:
         """True if the pool can hold all that is known of the sequence, beside what running prompts still need."""
         num_most = count_positions(sequence.group.num_prompt_tokens, sequence.max_output)
         needed = table_of(sequence).num_missing(min(len(sequence.token_ids) + 1, num_most))
@@ -423,7 +322,7 @@ class Scheduler:
             self._roster.preempt(victim, step.now)
         return self.pool.num_available >= needed
 
-    def _start(self, step: _Step, sequence: Sequence, num_hit: int) -> None:
+    def _start(self, step: Step, sequence: Sequence, num_hit: int) -> None:
         """Moves a waiting sequence to running and introduces it to the runner."""
         self._policy.pop()
         self._roster.num_waiting -= 1
@@ -461,7 +360,7 @@ class Scheduler:
             )
         )
 
-    def _extend(self, step: _Step, sequence: Sequence, num_tokens: int, choice: Choice = NO_DRAFTS) -> bool:
+    def _extend(self, step: Step, sequence: Sequence, num_tokens: int, choice: Choice = NO_DRAFTS) -> bool:
         """Puts the next `num_tokens` positions of a running sequence into the plan, and those of drafts behind them, preempting
         others for blocks."""
         num_left = step.budget.num_left - num_tokens
@@ -477,7 +376,7 @@ class Scheduler:
         is_decode = start == num_known - 1
         samples = int(end == num_known + num_drafts and sequence.max_output > 0)
         is_watched = choice.is_watched
-        if self._speculation is not None and samples:  # the end of a prompt may be a single position
+        if self._drafting is not None and samples:  # the end of a prompt may be a single position
             is_watched = is_watched or not is_decode or not sequence.num_output
         table_start, new_blocks = table.take_unsent()
         step.plan.sequences.append(
@@ -507,7 +406,7 @@ class Scheduler:
                 self._fork(step, sequence)
         return True
 
-    def _grow(self, step: _Step, sequence: Sequence, table: BlockTable, start: int, end: int) -> bool:
+    def _grow(self, step: Step, sequence: Sequence, table: BlockTable, start: int, end: int) -> bool:
         """Makes positions [start, end) writable; False if the blocks for it cannot be had in this step."""
         while True:
             try:
@@ -521,7 +420,7 @@ class Scheduler:
                 if victim is sequence or victim.num_in_flight:
                     return False  # its blocks come back when the plans that name it are committed
 
-    def _fork(self, step: _Step, parent: Sequence) -> None:
+    def _fork(self, step: Step, parent: Sequence) -> None:
         """Makes the request's other sequences from the one that has just computed the prompt."""
         group = parent.group
         for index in range(len(group.sequences), group.request.sampling.n):
@@ -536,7 +435,7 @@ class Scheduler:
             step.forked.append(child)
             step.plan.forks.append(Fork(parent.seq_id, child.seq_id, index))
 
-    def _choose_victim(self, step: _Step, behind: Sequence | None) -> Sequence | None:
+    def _choose_victim(self, step: Step, behind: Sequence | None) -> Sequence | None:
         """Returns the least urgent running sequence that is not in this step.
 
         Args:
