@@ -68,8 +68,8 @@ class CheckedRunner:
     def _verify(self, part, table: list[int], end: int) -> Sample:
         """Accepts some of the drafts that were made, by the history's hash: the token that was sampled is the first one's."""
         tokens = self.tokens[part.seq_id]
-        num_drafted = hash((tuple(tokens), "drafted")) % (part.num_drafts + 1)
-        num_accepted = hash((tuple(tokens), "accepted")) % (num_drafted + 1)
+        num_drafted = hash((tuple(tokens), 1)) % (part.num_drafts + 1)
+        num_accepted = hash((tuple(tokens), 2)) % (num_drafted + 1)
         for _ in range(num_accepted):
             self._sample(part.seq_id)
         for place in range(num_drafted):
@@ -97,7 +97,9 @@ class CheckedRunner:
         """Two sequences may hold one block only where both have the same tokens in it."""
         for part in plan.sequences:
             block = self.tables[part.seq_id][(part.start + part.num_tokens - 1) // self.block_size]
-            for other, table in self.tables.items():
+            for other, held in self.tables.items():
+                # behind what it has computed lie blocks of drafts that were not accepted, which were given back
+                table = held[: -(-(len(self.tokens[other]) - 1) // self.block_size)]
                 if other != part.seq_id and block in table and other not in {f.child_id for f in plan.forks}:
                     first = table.index(block) * self.block_size
                     mine = self.tokens[part.seq_id][first : part.start + part.num_tokens]

@@ -6,12 +6,13 @@ their own cost, and the line is cut where the ratio is best, or before the first
 3.4, who choose one length from one rate.
 
 What would lose is tried from time to time: each sequence saves a hundredth of its time, and a trial may cost what it saved.
+Where nothing is known of earlier requests, what a prior promises is believed only as far as a sequence can bear to lose it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from cloister.sched.budget import StepCost, StepSize
@@ -37,8 +38,10 @@ SPECULATION_THREAT = ThreatProfile(
 )
 
 WATCHED: Final = Choice(is_watched=True)
-DEFAULT_PRIOR: Final = tuple(0.5 * 0.8**place for place in range(64))
-"""Accepted part by place that is expected of a drafter of which nothing is known."""
+FIRST_PLACE: Final = 0.4
+FOLLOWING: Final = 0.75
+"""What is expected of a drafter of which nothing is known: how often its first draft is accepted, and each further one where
+the one before it is."""
 SHARED_PAST: Final = 0.99
 """Weight that the counts of all sequences keep: about a hundred drafts are remembered."""
 MARGIN: Final = 1.02
@@ -52,6 +55,10 @@ DOUBTED: Final = 0.8
 that it saves."""
 FIRST_DRAFT: Final = 0.5
 """Steps' time that a drafter's first calls are believed to take at most."""
+MOST_LOST: Final = 0.4
+"""Of a sequence's part of a step's time: what its drafts may take before the first one is accepted."""
+LOST_SHARE: Final = 0.008
+"""Of a sequence's time that they may take besides."""
 TRIAL_SIZES: Final = (4, 1)
 SLEEPER_MEMORY: Final = 3.0
 """Drafts that a sleeping drafter's past counts as once it is tried again."""
@@ -81,8 +88,6 @@ PLAIN_EVERY: Final = 128
 PLAIN_EVERY_UNSURE: Final = 24
 PATIENCE: Final = 8
 """Steps that are waited for one that does nothing but decode."""
-FOLLOWING: Final = 0.8
-"""Of a place beyond the prior: accepted this often where the one before it is."""
 NUM_MISSES: Final = 2
 """Drafts in a row without an accepted token after which a decision is made anew."""
 FIRST_SIZE: Final = 2
@@ -97,11 +102,9 @@ class SpeculationConfig:
 
     Attributes:
         shares_rates: what was accepted of one request is expected of the next one; only where one user has the engine alone.
-        priors: drafter -> accepted part by place on public text.
     """
 
     shares_rates: bool = False
-    priors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 class _Record:
@@ -111,18 +114,24 @@ class _Record:
         choice: in force.
         rates: by drafter.
         saved_s: time for trials.
+        is_proven: a draft was accepted, or the prior is what others' drafts were worth.
+        lost_s: time that drafts took while none was accepted.
         num_misses: drafts in a row that brought nothing.
         trial: the drafter on trial in the next step, for `trial_size` drafts.
         is_for_more: the last trial was for more drafts of the same drafter.
         tried: drafter -> step of its last trial or use.
     """
 
-    __slots__ = ("choice", "is_for_more", "num_misses", "rates", "saved_s", "trial", "trial_size", "tried")
+    __slots__ = (
+        "choice", "is_for_more", "is_proven", "lost_s", "num_misses", "rates", "saved_s", "trial", "trial_size", "tried"
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_proven: bool) -> None:
         self.choice = WATCHED  # the step that ends a prompt is
         self.rates: dict[str, Rates] = {}
         self.saved_s = 0.0
+        self.is_proven = is_proven
+        self.lost_s = 0.0
         self.num_misses = 0
         self.is_for_more = False
         self.trial = ""
@@ -144,7 +153,7 @@ class AdaptiveSpeculation:
             for name, limits in drafters.items()
         }
         self._priors = {
-            name: _as_long_as(limits.max_drafts, config.priors.get(name, DEFAULT_PRIOR)) for name, limits in drafters.items()
+            name: [FIRST_PLACE * FOLLOWING**place for place in range(limits.max_drafts)] for name, limits in drafters.items()
         }
         self._shared: dict[str, Rates] = {}
         if config.shares_rates:
@@ -168,6 +177,7 @@ class AdaptiveSpeculation:
         self._rate = 0.0
         self._row_s = 0.0
         self._plain_s = 0.0
+        self._share_s = 0.0
         self._turn = 0
         self._num_users: dict[str, int] = {}
         self._num_plain_tries = 0
@@ -201,9 +211,11 @@ class AdaptiveSpeculation:
         plain_s = self._times.plain_s(num, attention) or cost.predict(size)
         since = self._num_steps - self._last_decision
         self._last_decision = self._num_steps
-        saving_s = TRIAL_SHARE * plain_s * since / num
+        self._share_s = plain_s / num
+        took_s = self._share_s * since
         for record in records:
-            record.saved_s = min(record.saved_s + saving_s, MOST_SAVED * plain_s)
+            record.saved_s = min(record.saved_s + TRIAL_SHARE * took_s, MOST_SAVED * plain_s)
+            record.lost_s = max(0.0, record.lost_s - LOST_SHARE * took_s)
         if plain_s <= 0.0 or self._wants_plain(num):
             return self._rest(records)
         self._num_since_plain += since
@@ -247,6 +259,9 @@ class AdaptiveSpeculation:
     def _bid(self, record: _Record, sequence: Running, attention: Attention, most: int) -> Bid | None:
         """Returns what the drafter that promises most offers for one sequence."""
         row_s = _row_s(sequence, attention)
+        if not record.is_proven:
+            left_s = max(0.0, MOST_LOST * self._share_s - record.lost_s)
+            most = min(most, int(left_s / max(self._row_s, 1e-9)))
         best: Bid | None = None
         for name in self._drafters:
             room = min(most, sequence.max_drafts, self._most(name))
@@ -385,13 +400,23 @@ class AdaptiveSpeculation:
         if self._shared:
             self._shared[choice.drafter].learn(choice.num_drafts, num_drafted, accepted)
         if accepted:
+            record.is_proven = True
             record.num_misses = 0
             if len(accepted) == choice.num_drafts:
                 self._is_dirty = True
-        elif num_drafted:
+            return
+        if not record.is_proven:
+            record.lost_s += self._drafting_s(choice) + num_drafted * self._row_s
+        if num_drafted:
             record.num_misses += 1
             if record.num_misses == NUM_MISSES:
                 record.num_misses, self._is_dirty = 0, True
+
+    def _drafting_s(self, choice: Choice) -> float:
+        """Returns one sequence's part of what asking its drafter took."""
+        call_s, in_row_s, each_s, sequence_s = self._draft_times[choice.drafter].terms
+        users = max(1, self._num_users.get(choice.drafter, 1))
+        return sequence_s + each_s * choice.num_drafts + (call_s + in_row_s * choice.num_drafts) / users
 
     def learn_cost(self, num_drafted: Mapping[str, tuple[int, int]], draft_s: Mapping[str, float]) -> None:
         """Takes in what drafting took (`Speculation.learn_cost`)."""
@@ -415,7 +440,7 @@ class AdaptiveSpeculation:
     def _record(self, sequence: Running) -> _Record:
         record = sequence.drafting
         if not isinstance(record, _Record):
-            sequence.drafting = record = _Record()
+            sequence.drafting = record = _Record(is_proven=bool(self._shared))
             self._num_quick = max(self._num_quick, NUM_QUICK)
             for name, prior in self._priors.items():
                 record.rates[name] = Rates(self._shared[name].gains if self._shared else prior)
@@ -443,11 +468,3 @@ class AdaptiveSpeculation:
 def _row_s(sequence: Running, attention: Attention) -> float:
     """Returns what the attention of a draft costs beyond that of an average one."""
     return attention.key_s * (sequence.num_planned - attention.context)
-
-
-def _as_long_as(num: int, prior: tuple[float, ...]) -> tuple[float, ...]:
-    """Returns a prior for so many places: what is missing falls as the default does."""
-    rates = list(prior[:num])
-    while len(rates) < num:
-        rates.append((rates[-1] if rates else 1.0) * FOLLOWING)
-    return tuple(rates)
