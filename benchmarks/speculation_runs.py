@@ -37,6 +37,7 @@ class Run:
     Attributes:
         tokens: of all answers, after the step in which the last one of them began.
         decode_s: what those took.
+        full_tokens, full_s: of these, before the step in which the first answer of a batch ended: all sequences run.
         all_tokens, whole_s: prompts and first tokens included.
         samples: how often a sequence was at its turn; accepted drafts and one more token each time.
         drafted, accepted: drafts that were verified, and kept.
@@ -46,6 +47,8 @@ class Run:
 
     tokens: int = 0
     decode_s: float = 0.0
+    full_tokens: int = 0
+    full_s: float = 0.0
     all_tokens: int = 0
     whole_s: float = 0.0
     samples: int = 0
@@ -124,6 +127,9 @@ class Arm:
             if all_began:
                 run.tokens += num_tokens
                 run.decode_s += took_s
+                if num_left == len(numbers):
+                    run.full_tokens += num_tokens
+                    run.full_s += took_s
                 run.samples += len(result.samples)
                 run.drafted += sum(sample.num_drafted for sample in result.samples)
                 run.accepted += sum(len(sample.accepted) for sample in result.samples)

@@ -201,7 +201,7 @@ def judge(options: argparse.Namespace) -> int:
     for (name, view), share in shares.items():
         if name.startswith("private") and "silent" not in name:
             bench.check(f"{name}: lower 95% bound", share.bounds[0], high=chance)
-            bench.check(f"{name}: upper 95% bound", share.bounds[1], high=2.5 * chance)
+            bench.check(f"{name}: upper 95% bound", share.bounds[1], high=2 * chance)
         elif name.startswith("open") and name.endswith("T 0") and "none" not in name and view == VIEWS[0]:
             bench.check(f"{name}: share found, {view}", share.share, low=0.9)
     plot_shares(bench, options, shares, chance)

@@ -52,6 +52,19 @@ def test_what_names_no_drafter_stands_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"speculate": "ngram", "draft_model": "cloister-draft"}, "auto, draft_model, spec_infer, long_spec"),
+        ({"speculate": "draft_model", "datastore": "store"}, "auto, rest"),
+    ],
+)
+def test_files_that_no_named_drafter_would_read_are_refused(flags: dict[str, object], words: str) -> None:
+    settings = resolve_settings({"kv_memory_mb": 64, "max_model_len": 256, "num_threads": 1, **flags})
+    with pytest.raises(ConfigError, match=f"does not read it.*speculate with {words}"):
+        build_engine(settings.engine.config)
+
+
+@pytest.mark.parametrize(
     ("name", "file", "others"), [("medusa", "heads.json", ("rest", "ngram")), ("rest", "datastore.json", ("medusa", "ngram"))]
 )
 def test_auto_says_why_it_does_without_what_lies_beside_the_model(

@@ -22,6 +22,7 @@ from cloister.types.events import Submit
 from tests.attack_lab import MODEL, Lab
 
 DRAFT_MODEL: Final = "cloister-draft"
+SMALL: Final = ("draft_model", "spec_infer", "long_spec")
 NUM_HEADS: Final = 3
 RUN: Final = 3
 """So many tokens of a secret in a row are no accident."""
@@ -58,7 +59,8 @@ class Watched:
     """
 
     def __init__(self, home: Path, name: str) -> None:
-        self.lab = Lab("team", model=str(home), speculate=name, draft_tokens=4, draft_model=DRAFT_MODEL, kv_memory_mb=32)
+        small = {"draft_model": DRAFT_MODEL} if name in SMALL else {}
+        self.lab = Lab("team", model=str(home), speculate=name, draft_tokens=4, kv_memory_mb=32, **small)
         runner = self.lab.core._runner
         assert isinstance(runner, ModelRunner)
         self.runner = runner

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from cloister.sched import StepCost, StepSize
 from cloister.sched.sequence import RequestState, Sequence
-from cloister.sched.speculation import Choice, DrafterLimits, Speculation
+from cloister.sched.speculation import AdaptiveSpeculation, Choice, DrafterLimits, Speculation, SpeculationConfig
 from cloister.types.request import Request, SamplingParams
 from cloister.types.step import Sample
 
@@ -36,6 +37,8 @@ def tiny(rows: float) -> float:
     return (0.00043 + 0.00001 * rows) if rows <= 32 else 0.00075 + 0.00002 * (rows - 32)
 
 
+SEARCH_S = (0.0, 0.0, 0.0, 1e-5)
+"""What a search in the text takes, for each sequence."""
 CURVES: Mapping[str, Curve] = {
     "memory": memory_bound,
     "staircase": staircase,
@@ -84,6 +87,7 @@ class Machine:
         noise: spread of step times; one in a hundred takes four times as long.
         held_up: part of steps that take far longer, as on a machine with more programs than cores.
         verify_s: what verification costs beside rows, once a step.
+        cold_s: what the first step with drafts takes besides.
         prompt, answer: tokens of each request.
     """
 
@@ -94,6 +98,7 @@ class Machine:
     noise: float = 0.05
     held_up: float = 0.0
     verify_s: float = 0.0
+    cold_s: float = 0.0
     key_s: float = 0.0
     prompt: int = 100
     answer: int = 300
@@ -138,6 +143,8 @@ class Machine:
             size = size.plus(sequence.num_planned, 1 + sample.num_drafted)
         elapsed_s = self.curve(size.num_tokens) + self.key_s * size.num_read + (self.verify_s if num_drafted else 0.0)
         true_draft_s = {name: self.drafters[name].seconds(len(sizes), sizes) for name, sizes in asked.items()}
+        if num_drafted:
+            elapsed_s, self.cold_s = elapsed_s + self.cold_s, 0.0
         self.seconds += elapsed_s + sum(true_draft_s.values())  # noise misleads who learns, not who judges
         elapsed_s *= self._noise()
         draft_s = {name: seconds * self._noise() for name, seconds in true_draft_s.items()}
@@ -218,3 +225,28 @@ def expected_rate(machine: Machine, name: str, num_drafts: int, phase: int) -> f
     for num, chance in enumerate(chances):
         seconds += chance * (machine.curve(batch + num * num_drafts) + (machine.verify_s if num else 0.0))
     return tokens / seconds
+
+
+def model_costs(curve: str) -> tuple[float, float, float, float]:
+    """A draft model: an eighth of the model's own step for each draft in a row."""
+    step_s = CURVES[curve](1)
+    return (0.02 * step_s, 0.12 * step_s, 0.0, 0.0)
+
+
+def machine(curve: str, batch: int, drafters: dict[str, Drafting], *, shares_rates: bool = False, **more: Any) -> Machine:
+    """Returns a machine whose speculation adapts."""
+    limits = {name: DrafterLimits(d.max_drafts, None, d.watches) for name, d in drafters.items()}
+    speculation = AdaptiveSpeculation(SpeculationConfig(shares_rates=shares_rates), limits)
+    return Machine(CURVES[curve], drafters, speculation, batch, verify_s=1e-4, **more)
+
+
+def speed_up(made: Machine, num_steps: int) -> float:
+    """Tokens per second over those of the same machine without drafts."""
+    plain = Machine(made.curve, made.drafters, None, made.batch, key_s=made.key_s, answer=made.answer, seed=made.seed)
+    return made.run(num_steps) / plain.run(num_steps)
+
+
+def best_fixed(made: Machine) -> float:
+    """The most that any drafter with any fixed length brings, for drafters that do not change."""
+    choices = [expected_rate(made, name, num, 0) for name, d in made.drafters.items() for num in range(d.max_drafts + 1)]
+    return max(choices) / expected_rate(made, next(iter(made.drafters)), 0, 0)

@@ -7,37 +7,23 @@ import time
 import pytest
 
 from cloister.sched import StepCost, StepSize
-from cloister.sched.speculation import AdaptiveSpeculation, Choice, DrafterLimits, FixedSpeculation, SpeculationConfig
+from cloister.sched.speculation import Choice, DrafterLimits, FixedSpeculation
 from cloister.types.step import Sample
-from tests.sched.draft_machine import CURVES, Drafting, Machine, Pattern, expected_rate
+from tests.sched.draft_machine import (
+    CURVES,
+    SEARCH_S,
+    Drafting,
+    Machine,
+    Pattern,
+    best_fixed,
+    expected_rate,
+    machine,
+    model_costs,
+    speed_up,
+)  # fmt: skip
 
 GOOD, FAIR, POOR, WRONG = Pattern((0.8,)), Pattern((0.5,)), Pattern((0.2,)), Pattern((0.0,))
 COPYING = Pattern((0.97, 0.1), (0.95, 0.3), 80)
-SEARCH_S = (0.0, 0.0, 0.0, 1e-5)
-
-
-def model_costs(curve: str) -> tuple[float, float, float, float]:
-    """A draft model: an eighth of the model's own step for each draft in a row."""
-    step_s = CURVES[curve](1)
-    return (0.02 * step_s, 0.12 * step_s, 0.0, 0.0)
-
-
-def machine(curve: str, batch: int, drafters: dict[str, Drafting], *, shares_rates: bool = False, **more: float) -> Machine:
-    limits = {name: DrafterLimits(d.max_drafts, None, d.watches) for name, d in drafters.items()}
-    speculation = AdaptiveSpeculation(SpeculationConfig(shares_rates=shares_rates), limits)
-    return Machine(CURVES[curve], drafters, speculation, batch, verify_s=1e-4, **more)
-
-
-def speed_up(made: Machine, num_steps: int) -> float:
-    """Tokens per second over those of the same machine without drafts."""
-    plain = Machine(made.curve, made.drafters, None, made.batch, seed=made.seed)
-    return made.run(num_steps) / plain.run(num_steps)
-
-
-def best_fixed(made: Machine) -> float:
-    """The most that any drafter with any fixed length brings, for drafters that do not change."""
-    choices = [expected_rate(made, name, num, 0) for name, d in made.drafters.items() for num in range(d.max_drafts + 1)]
-    return max(choices) / expected_rate(made, next(iter(made.drafters)), 0, 0)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
@@ -135,9 +121,21 @@ def test_nothing_is_watched_where_nothing_is_drafted():
 @pytest.mark.parametrize("pattern", [WRONG, FAIR], ids=["wrong", "fair"])
 def test_a_machine_that_others_use_too_does_not_mislead(pattern):
     """Three steps of ten take 5 to 40 times as long as the model needs."""
-    made = machine("memory", 1, {"one": Drafting(pattern, model_costs("memory"))}, held_up=0.3)
-    best = best_fixed(made)
-    assert speed_up(made, 2000) >= (0.97 if best == 1.0 else 1.0 + 0.6 * (best - 1.0))
+    drafters = {"one": Drafting(pattern, model_costs("memory"))}
+    machines = [machine("memory", 1, drafters, held_up=0.3, seed=seed) for seed in range(6)]
+    best = best_fixed(machines[0])
+    mean = sum(speed_up(made, 2000) for made in machines) / len(machines)
+    assert mean >= (0.97 if best == 1.0 else 1.0 + 0.6 * (best - 1.0))
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_first_step_with_drafts_that_was_slow_does_not_keep_them_off(batch):
+    """Heads that lie on disk are read when they are used first; answers are too short to save for a trial."""
+    gains = []
+    for seed in range(6):
+        made = machine("memory", batch, {"one": Drafting(GOOD, SEARCH_S)}, shares_rates=True, answer=24, cold_s=0.06, seed=seed)
+        gains.append((speed_up(made, 200) - 1.0) / (best_fixed(made) - 1.0))
+    assert min(gains) > 0.5
 
 
 def test_drafters_that_get_dear_are_left_and_those_that_get_cheap_are_found_again():

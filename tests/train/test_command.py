@@ -76,7 +76,13 @@ def test_heads_lie_in_the_models_directory_and_draft_for_it(
         )
     )
     assert drafter.max_drafts == (2 if kind == "blockwise" else 64)
-    again = train(capsys, kind, "--model", model, "--text", text, "--heads", "2", *own)
+    command = ("--model", model, "--text", text, "--heads", "2", *own)
+    card = (directory / "heads.json").read_bytes()
+    status, _, err = run(capsys, "train", kind, *command, *QUICK)
+    assert status == 1
+    assert "--replace" in err
+    assert (directory / "heads.json").read_bytes() == card
+    again = train(capsys, kind, *command, "--replace")
     assert again["accuracy"] == report["accuracy"]
     assert len(list((tmp_path / "work").glob("hidden-*.bin"))) == 1
 
@@ -125,8 +131,9 @@ def test_what_cannot_be_trained_on_is_one_line_that_says_what_to_do(
         (("--model", tmp_path / "missing", "--text", text), "no model"),
         (("--model", model, "--text", text, "--questions", empty), "no line"),
         (("--model", model, "--text", text, "--work", blocked), "cannot be written"),
+        (("--model", model, "--text", text, "--out", blocked / "here"), "is a file"),
     ):
-        status, out, err = run(capsys, "train", kind, *arguments, "--num-threads", "1")
+        status, out, err = run(capsys, "train", kind, *arguments, "--replace", "--num-threads", "1")
         assert (status, out) == (1, "")
         assert words in " ".join(err.split())
         assert "Traceback" not in err

@@ -150,6 +150,7 @@ def open_drafters(
     Raises:
         CloisterError: one that they name cannot be made; the message says what to do.
     """
+    _check_settings(config)
     lent = _Lent()
     is_auto = config.speculate == AUTO_DRAFTER
     found: dict[str, Drafter] = {}
@@ -162,6 +163,19 @@ def open_drafters(
         if is_auto:
             found = _find_all(place, config, model)
     return DraftersAtHand(found, config.draft_tokens, config.profile == "open", is_auto, lent)
+
+
+def _check_settings(config: EngineConfig) -> None:
+    """Raises ConfigError for files of drafters that none of those which settings name would read."""
+    read = {_SETTINGS.get(name) for name in config.drafter_names}
+    for setting in ("draft_model", "datastore"):
+        if config.drafter_names and getattr(config, setting) is not None and setting not in read:
+            able = ", ".join(name for name, file in _SETTINGS.items() if file == setting)
+            raise ConfigError(
+                f"{setting} is set, and {config.speculate} does not read it; leave it out, or speculate with "
+                f"{AUTO_DRAFTER}, {able}",
+                param=setting,
+            )
 
 
 def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) -> dict[str, Drafter]:

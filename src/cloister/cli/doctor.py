@@ -179,7 +179,10 @@ def check_model(name: str) -> Check:
         model = load(locate(name))
     except CloisterError as error:
         return Check("model", False, name, error.message)
-    return Check("model", True, f"{model.info.name}, {model.info.max_model_len} positions, {model.info.vocab_size} tokens")
+    drafts = sorted(path.name for path in (model.path / "drafters").glob("*/"))
+    made = f"; made to draft for it: {', '.join(drafts)}" if drafts else ""
+    detail = f"{model.info.name}, {model.info.max_model_len} positions, {model.info.vocab_size} tokens{made}"
+    return Check("model", True, detail)
 
 
 def check_hub(reach: Callable[[], str] | None = None) -> Check:

@@ -42,6 +42,7 @@ Rate = Annotated[float, typer.Option(help="Learning rate at its peak.", min=1e-6
 Out = Annotated[
     Path | None, typer.Option(help="Directory to write to; unset, in the model's, under `drafters`.", show_default=False)
 ]
+Replaces = Annotated[bool, typer.Option("--replace", help="Write over what was trained before and lies there.")]
 Work = Annotated[
     Path | None,
     typer.Option(help="Directory for answers, hidden states and checkpoints: run again, it goes on. Unset, none is kept."),
@@ -69,6 +70,7 @@ def medusa(
     rows: Rows = 512,
     rate: Rate = 1e-2,
     out: Out = None,
+    replaces: Replaces = False,
     work: Work = None,
     seed: Seed = 0,
     num_threads: NumThreads = None,
@@ -84,7 +86,9 @@ def medusa(
     material = _gather(
         model, text, questions, continues, num_answers, answer_tokens, temperature, num_tokens, work, seed, num_threads
     )
-    settings = HeadSettings(kind="medusa", num_heads=num_heads, width=num_blocks, steps=steps, rows=rows, rate=rate, out=out)
+    settings = HeadSettings(
+        kind="medusa", num_heads=num_heads, width=num_blocks, steps=steps, rows=rows, rate=rate, out=out, replaces=replaces
+    )
     _train_heads(material, settings, as_json)
 
 
@@ -106,6 +110,7 @@ def blockwise(
     rows: Rows = 512,
     rate: Rate = 1e-2,
     out: Out = None,
+    replaces: Replaces = False,
     work: Work = None,
     seed: Seed = 0,
     num_threads: NumThreads = None,
@@ -120,7 +125,9 @@ def blockwise(
     material = _gather(
         model, text, questions, continues, num_answers, answer_tokens, temperature, num_tokens, work, seed, num_threads
     )
-    settings = HeadSettings(kind="blockwise", num_heads=num_heads, width=inner or 0, steps=steps, rows=rows, rate=rate, out=out)
+    settings = HeadSettings(
+        kind="blockwise", num_heads=num_heads, width=inner or 0, steps=steps, rows=rows, rate=rate, out=out, replaces=replaces
+    )
     _train_heads(material, settings, as_json)
 
 
@@ -142,6 +149,7 @@ def draft(
     rows: Annotated[int, typer.Option(help="Passages that a step learns from.", min=1)] = 8,
     rate: Rate = 6e-3,
     out: Out = None,
+    replaces: Replaces = False,
     work: Work = None,
     seed: Seed = 0,
     num_threads: NumThreads = None,
@@ -156,8 +164,10 @@ def draft(
     material = _gather(
         model, text, questions, continues, num_answers, answer_tokens, temperature, num_tokens, work, seed, num_threads
     )
-    settings = DraftSettings(hidden_size=hidden_size, num_layers=num_layers, steps=steps, rows=rows, rate=rate, out=out)
-    with _show_progress() as shown:
+    settings = DraftSettings(
+        hidden_size=hidden_size, num_layers=num_layers, steps=steps, rows=rows, rate=rate, out=out, replaces=replaces
+    )
+    with _show_progress(material) as shown:
         report = train_draft(material, settings, shown)
     if as_json:
         print_json(asdict(report))
@@ -205,7 +215,7 @@ def _gather(
 def _train_heads(material: Material, settings: HeadSettings, as_json: bool) -> None:
     from cloister.train.head_training import train_heads
 
-    with _show_progress() as shown:
+    with _show_progress(material) as shown:
         report = train_heads(material, settings, shown)
     if as_json:
         print_json(asdict(report))
@@ -243,7 +253,8 @@ class _Bars:
 
 
 @contextmanager
-def _show_progress() -> Iterator[_Bars]:
+def _show_progress(material: Material) -> Iterator[_Bars]:
+    """Shows bars; who stops it is told what is kept."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -251,5 +262,12 @@ def _show_progress() -> Iterator[_Bars]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=err, transient=True) as progress:
-        yield _Bars(progress)
+    try:
+        with Progress(*columns, console=err, transient=True) as progress:
+            yield _Bars(progress)
+    except KeyboardInterrupt:
+        kept = (
+            f"run it again to go on; {material.work} keeps what was done" if material.work else "nothing is kept without --work"
+        )
+        err.print(f"Stopped: {kept}.", highlight=False)
+        raise

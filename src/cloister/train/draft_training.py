@@ -21,7 +21,7 @@ from cloister.train.draft_files import check_source, write_draft
 from cloister.train.optimizer import Optimizer, Schedule
 from cloister.train.passages import Passage, check_size
 from cloister.train.places import Places, RowArray
-from cloister.train.session import Material, Reporter, open_session
+from cloister.train.session import Material, Reporter, check_place, open_session
 from cloister.train.teacher import Teacher, read_rows
 
 DRAFTER = "draft_model"
@@ -40,6 +40,7 @@ class DraftSettings:
         hidden_size: a multiple of 32; None takes three eighths of the model's.
         rows: passages in a step.
         out: directory to write to; None takes `drafters/draft_model` in the model's.
+        replaces: what was trained before and lies there may go.
     """
 
     hidden_size: int | None
@@ -48,6 +49,7 @@ class DraftSettings:
     rows: int
     rate: float
     out: Path | None = None
+    replaces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def train_draft(material: Material, settings: DraftSettings, reporter: Reporter)
     """Distils a draft from a model and writes its directory.
 
     Raises:
-        ConfigError: the text cannot be used or is too short, or there is no room for what is written.
+        ConfigError: the text cannot be used or is too short, or what is trained cannot be written.
         ModelError: the model cannot be used, or has no tokenizer that could lie beside the draft.
     """
     started = time.perf_counter()
@@ -91,6 +93,8 @@ def train_draft(material: Material, settings: DraftSettings, reporter: Reporter)
         torch.set_num_threads(session.config.num_threads or 1)
         model = session.model
         check_source(model.path)
+        directory = settings.out or heads_directory(model.path, DRAFTER)
+        check_place(directory, "config.json", replaces=settings.replaces)
         passages = session.read_passages()
         check_size(passages, 1)
         places = session.read_places(passages)
@@ -107,7 +111,6 @@ def train_draft(material: Material, settings: DraftSettings, reporter: Reporter)
             if some:
                 agreement.append(_measure(draft, teacher, places, some, source))
             task.advance(len(some))
-    directory = settings.out or heads_directory(model.path, DRAFTER)
     write_draft(draft, model, directory)
     return DraftReport(
         directory=str(directory),

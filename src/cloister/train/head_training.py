@@ -15,7 +15,7 @@ from cloister.train.heads import MAKERS
 from cloister.train.learning import Lesson, learn
 from cloister.train.measuring import NUM_RANKS, Accuracy, measure_ranks, summarise
 from cloister.train.passages import check_size
-from cloister.train.session import Material, Reporter, open_session
+from cloister.train.session import Material, Reporter, check_place, open_session
 from cloister.train.teacher import Teacher
 from cloister.train.tree import accuracy_by_rank, count_kept, grow_tree
 
@@ -32,6 +32,7 @@ class HeadSettings:
         width: residual blocks of each Medusa head; rows of the inner layer that blockwise heads share (0: twice the
             hidden size).
         out: directory to write to; None takes `drafters/KIND` in the model's.
+        replaces: what was trained before and lies there may go.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class HeadSettings:
     rows: int
     rate: float
     out: Path | None = None
+    replaces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +67,15 @@ def train_heads(material: Material, settings: HeadSettings, reporter: Reporter) 
     """Trains heads for a model and writes them, with the tree that their accuracy at held-out places gave.
 
     Raises:
-        ConfigError: the text cannot be used or is too short, or there is no room for what is written.
+        ConfigError: the text cannot be used or is too short, or what is trained cannot be written.
         ModelError: the model cannot be used.
     """
     started = time.perf_counter()
     with open_session(material, reporter) as session:
         torch.set_num_threads(session.config.num_threads or 1)
         model = session.model
+        directory = settings.out or heads_directory(model.path, settings.kind)
+        check_place(directory, CARD, replaces=settings.replaces)
         passages = session.read_passages()
         check_size(passages, 1)
         places = session.read_places(passages)
@@ -101,7 +105,6 @@ def train_heads(material: Material, settings: HeadSettings, reporter: Reporter) 
         if is_tree
         else list(range(-1, settings.num_heads - 1))
     )
-    directory = settings.out or heads_directory(model.path, settings.kind)
     num_learned = places.having(1, held_out=False)
     card = HeadsCard(
         kind=settings.kind,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -160,6 +161,26 @@ class Session:
         file = self.work / f"hidden-{self.name(passages)}.bin"
         task = self.reporter.begin("Hidden states", sum(len(passage.token_ids) for passage in passages))
         return read_places(program, passages, self.model.spec.hidden_size, block_size, num_blocks, file, task.advance)
+
+
+def check_place(directory: Path, card: str, *, replaces: bool) -> None:
+    """Checks that what will be trained can be written there, before hours go into it.
+
+    Args:
+        card: the file without which a directory holds nothing that was trained.
+
+    Raises:
+        ConfigError: it cannot, or something lies there that nobody gave up.
+    """
+    if (directory / card).exists() and not replaces:
+        raise ConfigError(
+            f"{directory} holds what was trained before; name another directory with --out, or write over it with --replace",
+            param="out",
+        )
+    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        why = "it cannot be written to" if place.is_dir() else f"{place} is a file"
+        raise ConfigError(f"nothing can be written to {directory}: {why}; name another directory with --out", param="out")
 
 
 @contextmanager

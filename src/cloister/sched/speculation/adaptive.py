@@ -176,6 +176,8 @@ class AdaptiveSpeculation:
         self._is_dirty = False
         self._rate = 0.0
         self._row_s = 0.0
+        self._is_first_call = False
+        self._idle_s = 0.0
         self._plain_s = 0.0
         self._share_s = 0.0
         self._turn = 0
@@ -239,6 +241,10 @@ class AdaptiveSpeculation:
         num_asked = self._apply(records, bids if is_worth else [])
         self._num_asked = num_asked
         self._num_asked += self._try(sequences, records, num_left - num_asked, attention)
+        self._idle_s = 0.0 if self._num_asked else self._idle_s + plain_s * since
+        if self._idle_s * TRIAL_SHARE > MOST_SAVED * plain_s:
+            self._idle_s = 0.0
+            self._doubt_all()
         return [record.choice for record in records]
 
     def _plan_decisions(self, num: int, plain_s: float) -> None:
@@ -370,6 +376,12 @@ class AdaptiveSpeculation:
             self._times.drafting.doubt(DOUBTED)
         return 0
 
+    def _doubt_all(self) -> None:
+        """Believes less of all costs: nothing was drafted for long, and answers may be too short to save for a trial."""
+        self._times.drafting.doubt(DOUBTED)
+        for times in self._draft_times.values():
+            times.doubt(DOUBTED)
+
     def _step_row_s(self, num_rows: int, num_more: int, attention: Attention) -> float:
         """Returns what each row costs that makes a step of so many rows larger, where the step of kernels' tiles counts."""
         if num_more <= 0:
@@ -422,6 +434,7 @@ class AdaptiveSpeculation:
         """Takes in what drafting took (`Speculation.learn_cost`)."""
         for name, (num_sequences, num_drafts) in num_drafted.items():
             if name in self._draft_times:
+                self._is_first_call |= not self._draft_times[name].is_known
                 depth = self._depths.get(name, num_drafts)
                 self._draft_times[name].learn(
                     num_sequences, num_drafts, depth, draft_s.get(name, 0.0), FIRST_DRAFT * self._plain_s
@@ -430,8 +443,9 @@ class AdaptiveSpeculation:
 
     def learn_step(self, size: StepSize, num_drafted: int, elapsed_s: float) -> None:
         """Takes in what a step took (`Speculation.learn_step`)."""
-        if self._cost is not None:
+        if self._cost is not None and not self._is_first_call:  # which reads weights, and takes memory
             self._times.learn(size, elapsed_s, self._cost, is_drafting=num_drafted > 0)
+        self._is_first_call = False
         if not num_drafted:
             self._num_since_plain = 0
 

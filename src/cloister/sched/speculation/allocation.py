@@ -1,7 +1,13 @@
-"""Shares the rows of one step out among drafts. Pure."""
+"""Shares the rows of one step out among drafts. Pure.
+
+What is made as large as possible is the geometric mean of the sequences' tokens per second (proportional fairness: Kelly,
+Maulloo and Tan 1998): a sequence whose drafts are all accepted does not slow down fifteen others for it, as it would if tokens
+were only added up. Of a single sequence both are the same.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -55,7 +61,7 @@ class Bid:
 
 
 class Allocation:
-    """Finds how many drafts of each bid make the most tokens per second of the whole step.
+    """Finds how many drafts of each bid make the sequences fastest, all together.
 
     Args:
         num: sequences in the step.
@@ -83,7 +89,8 @@ class Allocation:
         self.row_s = max(0.0, self._rows_s(num + NUM_MARGINAL) - plain_s) / NUM_MARGINAL
 
     def fill(self, bids: Sequence[Bid], price: float, num_left: int) -> float:
-        """Sets `num_drafts` of each bid; returns the tokens per second that are expected of the step.
+        """Sets `num_drafts` of each bid; returns the tokens per second that the step is worth: the geometric mean of what each
+        sequence is expected to make, times their number.
 
         Args:
             price: tokens per second that time is worth.
@@ -92,12 +99,14 @@ class Allocation:
         line = []
         for number, bid in enumerate(bids):
             own = price * bid.row_s + bid.draft_price
-            gains = bid.gains
+            gains, found = bid.gains, bid.found
+            tokens = 1.0
             for place in range(bid.room):
                 gain = gains[place]
                 if gain < LEAST_GAIN:
                     break
-                line.append((own - gain, place, number))
+                line.append((own - gain / tokens, place, number))
+                tokens += found[place] * gain
         line.sort()
         cut, best = self._cut(line, bids, num_left)
         for _, place, number in line[:cut]:
@@ -108,7 +117,9 @@ class Allocation:
         """Returns how much of the line makes the best ratio of tokens and time, and that ratio."""
         num, plain_s = self._num, self._plain_s
         best, cut = num / plain_s, 0
-        rows = tokens = attention_s = 0.0
+        rows = worth = attention_s = 0.0
+        tokens = [1.0] * len(bids)
+        """Expected of each bid's sequence so far; `worth` is the sum of their logarithms."""
         idle = 1.0
         """How likely it is that nobody drafts anything."""
         asked: dict[str, list[int]] = {}
@@ -119,7 +130,9 @@ class Allocation:
             bid = bids[number]
             found = bid.found[place]
             rows += found
-            tokens += found * bid.gains[place]
+            more = found * bid.gains[place]
+            worth += math.log1p(more / tokens[number])
+            tokens[number] += more
             attention_s += found * bid.row_s
             counts = asked.get(bid.drafter)
             if counts is None:
@@ -141,7 +154,7 @@ class Allocation:
             step_s = plain_s + attention_s + extra_s
             for name, (users, drafts, depth) in asked.items():
                 step_s += self._draft_times[name].predict(users, drafts, depth)
-            ratio = (num + tokens) / step_s
+            ratio = num * math.exp(worth / num) / step_s
             if ratio > best:
                 best, cut, self.row_s = ratio, index + 1, max(0.0, extra_s) / rows
             elif ratio < HOPELESS * best and rows > NUM_HOPEFUL:
