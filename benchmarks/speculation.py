@@ -7,8 +7,9 @@
 The model is cloister-5m in the shape of Llama 3.2 1B (`benchmarks.inflated`; it is written to DIR if it is not there): drafts
 are accepted as they are for the model, and a step costs what a billion weights cost. In each round every engine answers the
 same prompts, in an order that turns; a pair is a drafter's run and the one of `none` in the same round. Time per token is
-that after the step in which the last answer of a batch began. Intervals are of the mean logarithm of the pairs' ratios (t,
-95%).
+that after the step in which the last answer of a batch began, to the end of its last answer; "while all ran" ends before the
+step in which the first one ended, which is how a server with a queue goes on. Intervals are of the mean logarithm of the
+pairs' ratios (t, 95%).
 
 Predicted, by counting. A step of one row reads 0.98 billion weights: 34 ms in int8 and 68 ms in bf16 at the 28.8 GB/s that
 this machine reads. 16 rows multiply 2 x 0.98e9 x 16 = 31 GFLOP, 8 ms at 3.9 TFLOP/s, below that: verifying up to 16 rows is

@@ -139,6 +139,21 @@ def test_what_cannot_be_trained_on_is_one_line_that_says_what_to_do(
         assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_whoever_stops_it_is_told_what_is_kept(
+    capsys: pytest.CaptureFixture[str], model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cloister.train.head_training.learn", stop)
+    work = ("--work", tmp_path / "work") if keeps else ()
+    command = ("--model", model, "--text", text, "--out", tmp_path / "heads", *work)
+    status, _, err = run(capsys, "train", "medusa", *command, *QUICK)
+    assert status == 130
+    assert ("run it again" if keeps else "nothing is kept") in err
+
+
 def test_without_torch_the_error_names_the_extra(
     capsys: pytest.CaptureFixture[str], model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

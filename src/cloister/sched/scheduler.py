@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from cloister.kv import BlockPool, BlockTable, OutOfBlocksError, PrefixKeys, PrefixTree, Quotas
 from cloister.sched.admission import Limits, count_positions, find_refusal
 from cloister.sched.budget import BudgetConfig, StepBudget, StepCost
-from cloister.sched.drafting import Drafting
+from cloister.sched.draft_room import DraftRoom
 from cloister.sched.policies import POLICIES
 from cloister.sched.roster import Roster, table_of
 from cloister.sched.sequence import Sequence, Status
@@ -73,8 +73,8 @@ class Scheduler:
             quotas = Quotas.plan(config.cache_scopes, num_usable, -(-config.max_model_len // pool.block_size))
             num_usable -= quotas.num_most  # whoever runs alone must get along with what full shares leave
         self._roster = Roster(pool, self._policy, keys, quotas)
-        self._drafting = (
-            Drafting(speculation, self._roster, self._policy, self.cost, config.max_num_seqs)
+        self._draft_room = (
+            DraftRoom(speculation, self._roster, self._policy, self.cost, config.max_num_seqs)
             if speculation is not None
             else None
         )
@@ -191,8 +191,8 @@ class Scheduler:
             raise ValueError(f"plan {step.plan.plan_id} must be committed before plan {result.plan_id}")
         self._land(step)
         size = step.budget.size
-        if self._drafting is not None and step.choices:
-            size = self._drafting.settle(step, result)
+        if self._draft_room is not None and step.choices:
+            size = self._draft_room.settle(step, result)
         block_size = self.pool.block_size
         for sequence, end, num_prefill in step.parts:
             if sequence.status is Status.RUNNING:
@@ -213,8 +213,8 @@ class Scheduler:
         if step.parts:
             elapsed_s = result.elapsed_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
             self.cost.learn(size, elapsed_s)
-            if self._drafting is not None:
-                self._drafting.learn(step, size, result, elapsed_s)
+            if self._draft_room is not None:
+                self._draft_room.learn(step, size, result, elapsed_s)
         return self.take_events()
 
     def _land(self, step: Step) -> None:
@@ -253,9 +253,9 @@ class Scheduler:
         if len(decodes) > step.budget.num_left:
             decodes = sorted(decodes, key=self._policy.rank)
         choices: list[Choice] = []
-        if self._drafting is not None and not step.is_held_up:
+        if self._draft_room is not None and not step.is_held_up:
             decodes = [sequence for sequence in decodes if sequence.status is Status.RUNNING]  # some may have been displaced
-            choices = self._drafting.choose(step, decodes)
+            choices = self._draft_room.choose(step, decodes)
         for place, sequence in enumerate(decodes):
             if step.is_held_up and not step.budget.admits(sequence.num_planned):
                 return
@@ -376,7 +376,7 @@ class Scheduler:
         is_decode = start == num_known - 1
         samples = int(end == num_known + num_drafts and sequence.max_output > 0)
         is_watched = choice.is_watched
-        if self._drafting is not None and samples:  # the end of a prompt may be a single position
+        if self._draft_room is not None and samples:  # the end of a prompt may be a single position
             is_watched = is_watched or not is_decode or not sequence.num_output
         table_start, new_blocks = table.take_unsent()
         step.plan.sequences.append(

@@ -86,7 +86,7 @@ def plain() -> Report:
 
 def test_any_turn_of_drafters_leaves_answers_as_they_are(plain: Report) -> None:
     core = open_engine(",".join(NAMES), kv_memory_mb=64)
-    core._scheduler._drafting._speculation = Turns(NAMES, 24)
+    core._scheduler._draft_room._speculation = Turns(NAMES, 24)
     found = ask(core, make_requests())
     assert differing(found, plain) == []
     assert found.num_accepted > 100
@@ -95,7 +95,7 @@ def test_any_turn_of_drafters_leaves_answers_as_they_are(plain: Report) -> None:
 
 def test_preempted_sequences_draft_as_if_nothing_had_been(plain: Report) -> None:
     core = open_engine(",".join(NAMES), kv_memory_mb=0.8, prefix_cache=False)
-    core._scheduler._drafting._speculation = Turns(NAMES, 8)
+    core._scheduler._draft_room._speculation = Turns(NAMES, 8)
     found = ask(core, make_requests())
     assert found.num_preempted > 0
     assert differing(found, plain) == []
@@ -104,7 +104,7 @@ def test_preempted_sequences_draft_as_if_nothing_had_been(plain: Report) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_each_of_them_saves_steps(name: str, plain: Report) -> None:
     core = open_engine(name, kv_memory_mb=64)
-    core._scheduler._drafting._speculation = Turns([name], 16)
+    core._scheduler._draft_room._speculation = Turns([name], 16)
     found = ask(core, make_requests())
     assert differing(found, plain) == []
     assert found.num_accepted > 30

@@ -457,7 +457,8 @@ class AdaptiveSpeculation:
             sequence.drafting = record = _Record(is_proven=bool(self._shared))
             self._num_quick = max(self._num_quick, NUM_QUICK)
             for name, prior in self._priors.items():
-                record.rates[name] = Rates(self._shared[name].gains if self._shared else prior)
+                shared = self._shared.get(name)
+                record.rates[name] = Rates(prior) if shared is None else Rates(shared.gains, found=shared.found)
         return record
 
     def _wants_plain(self, num: int) -> bool:

@@ -21,6 +21,7 @@ class Rates:
     Args:
         prior: accepted part by place, before anything was seen; none above the one before it.
         past: weight that counts keep.
+        found: how often a draft has that many tokens, before anything was seen; None expects all that is asked for.
 
     Attributes:
         num_asks: drafts that were asked for.
@@ -28,14 +29,14 @@ class Rates:
 
     __slots__ = ("_accepted", "_doubt", "_drafted", "_found", "_gains", "_past", "_shape", "num_asks")
 
-    def __init__(self, prior: Sequence[float], past: float = PAST) -> None:
+    def __init__(self, prior: Sequence[float], past: float = PAST, found: Sequence[float] | None = None) -> None:
         before = (1.0, *prior)
         self._shape = [rate / last if last > 0.0 else 0.0 for rate, last in zip(prior, before, strict=False)]
         self._past = past
         self._accepted = [0.0] * len(prior)
         self._drafted = [0.0] * len(prior)
         self._doubt = [DOUBT] * len(prior)
-        self._found = [1.0] * len(prior)
+        self._found = [1.0] * len(prior) if found is None else list(found)
         self._gains: list[float] | None = None
         self.num_asks = 0
 
