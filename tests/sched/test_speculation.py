@@ -8,6 +8,9 @@ import pytest
 
 from cloister.sched import StepCost, StepSize
 from cloister.sched.speculation import Choice, DrafterLimits, FixedSpeculation
+from cloister.sched.speculation.allocation import Allocation, Bid
+from cloister.sched.speculation.draft_times import DraftTimes
+from cloister.sched.speculation.step_times import Attention, StepTimes
 from cloister.types.step import Sample
 from tests.sched.draft_machine import (
     CURVES,
@@ -175,6 +178,36 @@ def test_a_request_is_not_judged_by_another_one_unless_the_engine_shares_rates()
     apart, together = first_drafts(shares_rates=False), first_drafts(shares_rates=True)
     assert min(apart) > 0
     assert sum(together) < sum(apart) / 2
+
+
+def test_a_drafter_that_never_has_an_idea_is_known_as_one_where_requests_share_that():
+    def last_asked(shares_rates: bool) -> int:
+        """Drafts that are asked for once a hundred requests were there."""
+        drafters = {"one": Drafting(Pattern((0.8,), (0.0,)), model_costs("memory"))}
+        made = machine("memory", 16, drafters, shares_rates=shares_rates, answer=20, noise=0.0)
+        made.run(150)
+        made.num_asked = 0
+        made.run(150)
+        return made.num_asked
+
+    assert last_asked(shares_rates=True) < last_asked(shares_rates=False) / 4
+
+
+def test_one_sequence_whose_drafts_are_right_does_not_slow_down_fifteen_others():
+    cost, times, plain_s = StepCost(), StepTimes(), 0.05
+    times.learn(StepSize(16, 1600, 1600), plain_s, cost, is_drafting=False)
+    for rows, seconds in ((20, 0.0575), (80, 0.1)):
+        times.learn(StepSize(rows, 100 * rows, 1600), seconds, cost, is_drafting=True)
+    gains, all_found = [0.95, 0.9, 0.85, 0.8], [1.0] * 4
+
+    def share_out(num_bids: int) -> list[int]:
+        allocation = Allocation(16, plain_s, times, Attention(cost, StepSize(16, 1600, 1600)), {"one": DraftTimes()})
+        bids = [Bid("one", gains, all_found, 4, 0.0, 0.0, 0.0) for _ in range(num_bids)]
+        allocation.fill(bids, 16 / plain_s, 64)
+        return [bid.num_drafts for bid in bids]
+
+    assert share_out(1) == [0]
+    assert min(share_out(16)) == 4
 
 
 def test_no_more_is_asked_than_a_step_may_hold():
