@@ -13,7 +13,7 @@ from cloister.models import LoadedModel, load, locate
 from cloister.privacy import Policy
 from cloister.sched.speculation import AdaptiveSpeculation, DrafterLimits, FixedSpeculation, Speculation, SpeculationConfig
 from cloister.sched.speculation.adaptive import MOST_ROWS
-from cloister.types.config import AUTO_DRAFTER, EngineConfig
+from cloister.types.config import AUTO_DRAFTER, DRAFTER_FILES, EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ HEADS: Final = "medusa"
 SMALL: Final = "draft_model"
 FREE: Final = "ngram"
 LOOKED_UP: Final = "rest"
-_SETTINGS: Final = {"draft_model": "draft_model", "spec_infer": "draft_model", "long_spec": "draft_model", "rest": "datastore"}
-"""Drafter -> the setting that names its files."""
 
 
 class SmallModel:
@@ -150,7 +148,6 @@ def open_drafters(
     Raises:
         CloisterError: one that they name cannot be made; the message says what to do.
     """
-    _check_settings(config)
     lent = _Lent()
     is_auto = config.speculate == AUTO_DRAFTER
     found: dict[str, Drafter] = {}
@@ -165,19 +162,6 @@ def open_drafters(
     return DraftersAtHand(found, config.draft_tokens, config.profile == "open", is_auto, lent)
 
 
-def _check_settings(config: EngineConfig) -> None:
-    """Raises ConfigError for files of drafters that none of those which settings name would read."""
-    read = {_SETTINGS.get(name) for name in config.drafter_names}
-    for setting in ("draft_model", "datastore"):
-        if config.drafter_names and getattr(config, setting) is not None and setting not in read:
-            able = ", ".join(name for name, file in _SETTINGS.items() if file == setting)
-            raise ConfigError(
-                f"{setting} is set, and {config.speculate} does not read it; leave it out, or speculate with "
-                f"{AUTO_DRAFTER}, {able}",
-                param=setting,
-            )
-
-
 def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) -> dict[str, Drafter]:
     """Returns what `auto` chooses from: what was made for the model, and what needs nothing."""
     from cloister.runner.drafters import DRAFTERS
@@ -189,7 +173,7 @@ def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) ->
         try:
             found[name] = DRAFTERS.get(name)(_with_files(place, config, name))
         except CloisterError as error:
-            if name in _SETTINGS and getattr(config, _SETTINGS[name]) is not None:
+            if name in DRAFTER_FILES and getattr(config, DRAFTER_FILES[name]) is not None:
                 raise
             if (model.path / "drafters" / name).exists():
                 _logger.warning("auto does without %s: %s", name, error.message)
@@ -208,7 +192,7 @@ def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) ->
 
 
 def _with_files(place: DraftingPlace, config: EngineConfig, name: str) -> DraftingPlace:
-    return replace(place, files=getattr(config, _SETTINGS[name])) if name in _SETTINGS else place
+    return replace(place, files=getattr(config, DRAFTER_FILES[name])) if name in DRAFTER_FILES else place
 
 
 def _place(

@@ -269,5 +269,5 @@ def _show_progress(material: Material) -> Iterator[_Bars]:
         kept = (
             f"run it again to go on; {material.work} keeps what was done" if material.work else "nothing is kept without --work"
         )
-        err.print(f"Stopped: {kept}.", highlight=False)
+        err.print(f"Stopped: {kept}.", highlight=False, markup=False, soft_wrap=True)
         raise

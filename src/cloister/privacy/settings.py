@@ -8,11 +8,9 @@ from cloister.privacy.catalogue import Entry
 from cloister.privacy.policy import Policy, Use
 from cloister.privacy.profile import default_profile
 from cloister.privacy.verdict import Profile
-from cloister.types.config import AUTO_DRAFTER, NO_DRAFTER, C, EngineConfig, Resolved, ServerConfig
+from cloister.types.config import AUTO_DRAFTER, DRAFTER_FILES, NO_DRAFTER, C, EngineConfig, Resolved, ServerConfig
 from cloister.types.errors import ConfigError
 
-LOOKED_UP = "rest"
-"""The drafter that reads a datastore."""
 SESSION_SHARES = 16
 """Sessions at once that find their prefix again, where there are no tenants."""
 
@@ -70,13 +68,14 @@ def _settle_speculation(policy: Policy, engine: Resolved[EngineConfig], sealed: 
 
     Raises:
         PolicyError: the profile has no drafts here.
-        ConfigError: a setting of drafters is there, and nothing drafts.
+        ConfigError: a setting of drafters is there, and nothing drafts, or nothing that reads it.
     """
     feature, config = "sealed-speculation" if sealed else "speculation", engine.config
     wanted = None if config.speculate is None else config.speculates
     is_on = policy.resolve(feature, wanted, _source_of(engine, "speculate"))
     policy.check({"datastore": Use(config.datastore is not None, _source_of(engine, "datastore"))})
-    policy.check({"datastore": Use(LOOKED_UP in config.drafter_names, _source_of(engine, "speculate"))})
+    read = {DRAFTER_FILES.get(name) for name in config.drafter_names}
+    policy.check({"datastore": Use("datastore" in read, _source_of(engine, "speculate"))})
     if wanted is None:
         ruling = policy.ruling(feature)
         engine = engine.explain(speculate=(AUTO_DRAFTER if is_on else NO_DRAFTER, f"{ruling.rule}: {ruling.text}"))
@@ -84,6 +83,12 @@ def _settle_speculation(policy: Policy, engine: Resolved[EngineConfig], sealed: 
         for name in ("draft_model", "draft_tokens", "datastore"):
             if getattr(config, name) is not None:
                 raise ConfigError(f"{name} needs drafts, and there are none here; leave it out, or set speculate", param=name)
+    for name in ("draft_model", "datastore"):
+        if config.drafter_names and getattr(config, name) is not None and name not in read:
+            able = ", ".join((AUTO_DRAFTER, *(drafter for drafter, file in DRAFTER_FILES.items() if file == name)))
+            raise ConfigError(
+                f"{name} is set, and {config.speculate} does not read it; leave it out, or speculate with {able}", param=name
+            )
     return engine
 
 

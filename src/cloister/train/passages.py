@@ -94,6 +94,6 @@ def check_size(passages: Sequence[Passage], num_heads: int) -> None:
         if not any(p.is_held_out is held_out and len(p.token_ids) - p.start > num_heads for p in passages):
             raise ConfigError(
                 f"of {len(passages)} passages none is {'held out to measure on' if held_out else 'left to learn from'}; one in "
-                f"{HELD_OUT_ONE_IN} is held out, whichever its tokens say: give more text",
+                f"{HELD_OUT_ONE_IN} is held out, chosen by a hash of its tokens: give more text",
                 param="text",
             )

@@ -19,6 +19,10 @@ C = TypeVar("C")
 NO_DRAFTER: Final = "none"
 AUTO_DRAFTER: Final = "auto"
 """Values of `speculate` that name no drafter."""
+DRAFTER_FILES: Final = {
+    "draft_model": "draft_model", "spec_infer": "draft_model", "long_spec": "draft_model", "rest": "datastore",
+}  # fmt: skip
+"""Drafter -> the setting that names its files."""
 
 
 def setting(

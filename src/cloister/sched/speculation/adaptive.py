@@ -1,9 +1,9 @@
 """As many drafts as pay: draft length, tree size and drafter from measured acceptance and measured time. Pure.
 
-A step with drafts brings n + sum(gains) expected tokens for n sequences and takes T(rows) + attention + drafting. What is
-maximised is their ratio, tokens per second of the whole step: drafts of all sequences are lined up by what they bring beyond
-their own cost, and the line is cut where the ratio is best, or before the first one. Compare Leviathan et al. 2023, section
-3.4, who choose one length from one rate.
+A step with drafts brings each of its sequences 1 + sum(gains) expected tokens and takes T(rows) + attention + drafting. What is
+maximised is the geometric mean of the sequences' tokens per second (`allocation`): drafts of all sequences are lined up by what
+they bring beyond their own cost, and the line is cut where that mean is best, or before the first one. Compare Leviathan et
+al. 2023, section 3.4, who choose one length from one rate.
 
 What would lose is tried from time to time: each sequence saves a hundredth of its time, and a trial may cost what it saved.
 Where nothing is known of earlier requests, what a prior promises is believed only as far as a sequence can bear to lose it.
@@ -11,7 +11,7 @@ Where nothing is known of earlier requests, what a prior promises is believed on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -244,7 +244,7 @@ class AdaptiveSpeculation:
         self._idle_s = 0.0 if self._num_asked else self._idle_s + plain_s * since
         if self._idle_s * TRIAL_SHARE > MOST_SAVED * plain_s:
             self._idle_s = 0.0
-            self._doubt_all()
+            self._doubt(self._drafters)  # answers may be too short to save for a trial
         return [record.choice for record in records]
 
     def _plan_decisions(self, num: int, plain_s: float) -> None:
@@ -372,15 +372,14 @@ class AdaptiveSpeculation:
                 record.trial, record.trial_size = name, size
                 return self._hold_trial(record, is_watched=now.is_watched) - now.num_drafts
         if record.saved_s >= MOST_SAVED * self._plain_s:  # it will never be tried at that price
-            self._draft_times[name].doubt(DOUBTED)
-            self._times.drafting.doubt(DOUBTED)
+            self._doubt((name,))
         return 0
 
-    def _doubt_all(self) -> None:
-        """Believes less of all costs: nothing was drafted for long, and answers may be too short to save for a trial."""
+    def _doubt(self, names: Iterable[str]) -> None:
+        """Believes less of what drafting costs with these drafters, and steps that verify."""
         self._times.drafting.doubt(DOUBTED)
-        for times in self._draft_times.values():
-            times.doubt(DOUBTED)
+        for name in names:
+            self._draft_times[name].doubt(DOUBTED)
 
     def _step_row_s(self, num_rows: int, num_more: int, attention: Attention) -> float:
         """Returns what each row costs that makes a step of so many rows larger, where the step of kernels' tiles counts."""
