@@ -8,7 +8,6 @@ engines' run on the same prompts.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +16,6 @@ from benchmarks.inflated import open_inflated
 from benchmarks.speculation_report import interval
 from benchmarks.speculation_runs import AUTO, PLAIN, Arm, open_arms, share_weights
 from benchmarks.speculation_workloads import Prompts, Workload
-from cloister.types.events import Submit
 
 NUM_AT_ONCE: Final = 16
 PREDICTION: Final = "the mean answer ends sooner, the last one later: whose drafts are never right waits for others'"
@@ -48,22 +46,9 @@ def main() -> int:
 
 def measure(arm: Arm, workload: Workload, turn: int) -> tuple[float, float]:
     """Returns the seconds until the mean answer ended, and the last one."""
-    requests = [arm._request(workload, (turn * NUM_AT_ONCE + place) % len(workload.prompts)) for place in range(NUM_AT_ONCE)]
-    for request in requests:
-        arm.core.inbox.put(Submit(request))
-    began: set[str] = set()
-    ends: list[float] = []
-    since_s = 0.0
-    while len(ends) < NUM_AT_ONCE:
-        outputs = arm.core.step()
-        now = time.perf_counter()
-        assert outputs is not None, "answers are missing"
-        began |= {output.request_id for output in outputs.outputs if output.token_ids}
-        since_s = since_s or (now if len(began) == NUM_AT_ONCE else 0.0)
-        ends += [now for output in outputs.outputs if output.finish_reason is not None]
-    while arm.core.step() is not None:  # what the end leaves to do
-        pass
-    return sum(ends) / len(ends) - since_s, max(ends) - since_s
+    numbers = [(turn * NUM_AT_ONCE + place) % len(workload.prompts) for place in range(NUM_AT_ONCE)]
+    run = arm.answer(workload, numbers, NUM_AT_ONCE)
+    return run.ends_s / NUM_AT_ONCE, run.decode_s
 
 
 if __name__ == "__main__":

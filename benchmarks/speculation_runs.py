@@ -38,6 +38,7 @@ class Run:
         tokens: of all answers, after the step in which the last one of them began.
         decode_s: what those took.
         full_tokens, full_s: of these, before the step in which the first answer of a batch ended: all sequences run.
+        ends_s: when answers ended after all of a batch had begun, added up over them.
         all_tokens, whole_s: prompts and first tokens included.
         samples: how often a sequence was at its turn; accepted drafts and one more token each time.
         drafted, accepted: drafts that were verified, and kept.
@@ -49,6 +50,7 @@ class Run:
     decode_s: float = 0.0
     full_tokens: int = 0
     full_s: float = 0.0
+    ends_s: float = 0.0
     all_tokens: int = 0
     whole_s: float = 0.0
     samples: int = 0
@@ -127,6 +129,7 @@ class Arm:
             if all_began:
                 run.tokens += num_tokens
                 run.decode_s += took_s
+                run.ends_s += run.decode_s * sum(output.finish_reason is not None for output in outputs.outputs)
                 if num_left == len(numbers):
                     run.full_tokens += num_tokens
                     run.full_s += took_s

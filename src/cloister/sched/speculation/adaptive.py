@@ -21,6 +21,7 @@ from cloister.sched.speculation.allocation import Allocation, Bid
 from cloister.sched.speculation.choice import NO_DRAFTS, Choice, DrafterLimits
 from cloister.sched.speculation.draft_times import DraftTimes
 from cloister.sched.speculation.rates import Rates
+from cloister.sched.speculation.record import MOST_SAVED, TRIAL_SHARE, WATCHED, Record
 from cloister.sched.speculation.step_times import NUM_UNSURE, Attention, StepTimes
 from cloister.types.step import Sample
 from cloister.types.threat import Requirement, ThreatProfile
@@ -37,7 +38,6 @@ SPECULATION_THREAT = ThreatProfile(
     ),
 )
 
-WATCHED: Final = Choice(is_watched=True)
 FIRST_PLACE: Final = 0.4
 FOLLOWING: Final = 0.75
 """What is expected of a drafter of which nothing is known: how often its first draft is accepted, and each further one where
@@ -46,19 +46,11 @@ SHARED_PAST: Final = 0.99
 """Weight that the counts of all sequences keep: about a hundred drafts are remembered."""
 MARGIN: Final = 1.02
 """Drafts must be expected to bring this ratio, else noise would decide."""
-TRIAL_SHARE: Final = 0.008
-"""Of a sequence's time that may go into trials of what is expected to lose."""
-MOST_SAVED: Final = 1.0
-"""Steps' time that a sequence saves for trials at most."""
 DOUBTED: Final = 0.8
 """Of a drafter's cost, and of what few steps said, that is believed each time when a sequence cannot pay for a trial with all
 that it saves."""
 FIRST_DRAFT: Final = 0.5
 """Steps' time that a drafter's first calls are believed to take at most."""
-MOST_LOST: Final = 0.4
-"""Of a sequence's part of a step's time: what its drafts may take before the first one is accepted."""
-LOST_SHARE: Final = 0.008
-"""Of a sequence's time that they may take besides."""
 TRIAL_SIZES: Final = (4, 1)
 SLEEPER_MEMORY: Final = 3.0
 """Drafts that a sleeping drafter's past counts as once it is tried again."""
@@ -105,38 +97,6 @@ class SpeculationConfig:
     """
 
     shares_rates: bool = False
-
-
-class _Record:
-    """What is kept of one sequence: counts.
-
-    Attributes:
-        choice: in force.
-        rates: by drafter.
-        saved_s: time for trials.
-        is_proven: a draft was accepted, or the prior is what others' drafts were worth.
-        lost_s: time that drafts took while none was accepted.
-        num_misses: drafts in a row that brought nothing.
-        trial: the drafter on trial in the next step, for `trial_size` drafts.
-        is_for_more: the last trial was for more drafts of the same drafter.
-        tried: drafter -> step of its last trial or use.
-    """
-
-    __slots__ = (
-        "choice", "is_for_more", "is_proven", "lost_s", "num_misses", "rates", "saved_s", "trial", "trial_size", "tried"
-    )  # fmt: skip
-
-    def __init__(self, *, is_proven: bool) -> None:
-        self.choice = WATCHED  # the step that ends a prompt is
-        self.rates: dict[str, Rates] = {}
-        self.saved_s = 0.0
-        self.is_proven = is_proven
-        self.lost_s = 0.0
-        self.num_misses = 0
-        self.is_for_more = False
-        self.trial = ""
-        self.trial_size = 0
-        self.tried: dict[str, int] = {}
 
 
 class AdaptiveSpeculation:
@@ -196,7 +156,7 @@ class AdaptiveSpeculation:
             choices = []
             for sequence in sequences:
                 record = sequence.drafting
-                if not isinstance(record, _Record):
+                if not isinstance(record, Record):
                     break
                 choices.append(record.choice)
             else:
@@ -214,10 +174,8 @@ class AdaptiveSpeculation:
         since = self._num_steps - self._last_decision
         self._last_decision = self._num_steps
         self._share_s = plain_s / num
-        took_s = self._share_s * since
         for record in records:
-            record.saved_s = min(record.saved_s + TRIAL_SHARE * took_s, MOST_SAVED * plain_s)
-            record.lost_s = max(0.0, record.lost_s - LOST_SHARE * took_s)
+            record.go_on(self._share_s * since, plain_s)
         if plain_s <= 0.0 or self._wants_plain(num):
             return self._rest(records)
         self._num_since_plain += since
@@ -262,12 +220,10 @@ class AdaptiveSpeculation:
                 least = 1
             self._next_decision = self._news_decision = self._num_steps + least
 
-    def _bid(self, record: _Record, sequence: Running, attention: Attention, most: int) -> Bid | None:
+    def _bid(self, record: Record, sequence: Running, attention: Attention, most: int) -> Bid | None:
         """Returns what the drafter that promises most offers for one sequence."""
         row_s = _row_s(sequence, attention)
-        if not record.is_proven:
-            left_s = max(0.0, MOST_LOST * self._share_s - record.lost_s)
-            most = min(most, int(left_s / max(self._row_s, 1e-9)))
+        most = record.bound(most, self._share_s, self._row_s)
         best: Bid | None = None
         for name in self._drafters:
             room = min(most, sequence.max_drafts, self._most(name))
@@ -282,7 +238,7 @@ class AdaptiveSpeculation:
         most = self._drafters[name].max_drafts
         return most if self._draft_times[name].is_known else min(most, FIRST_SIZE)
 
-    def _offer(self, record: _Record, name: str, room: int, row_s: float, step_row_s: float | None = None) -> Bid:
+    def _offer(self, record: Record, name: str, room: int, row_s: float, step_row_s: float | None = None) -> Bid:
         """Returns one drafter's offer, worth what its drafts bring beyond their cost, in tokens.
 
         Args:
@@ -305,7 +261,7 @@ class AdaptiveSpeculation:
             value += net
         return Bid(name, gains, found, room, row_s, draft, value)
 
-    def _apply(self, records: list[_Record], bids: list[Bid]) -> int:
+    def _apply(self, records: list[Record], bids: list[Bid]) -> int:
         """Turns bids into choices; returns drafts that are asked for. A drafter that must watch is asked a step later."""
         watched = [record.choice.is_watched for record in records]
         num_asked = 0
@@ -321,7 +277,7 @@ class AdaptiveSpeculation:
                 self._num_users[bid.drafter] = self._num_users.get(bid.drafter, 0) + 1
         return num_asked
 
-    def _ask(self, record: _Record, name: str, num_drafts: int, *, is_watched: bool) -> int:
+    def _ask(self, record: Record, name: str, num_drafts: int, *, is_watched: bool) -> int:
         """Asks a drafter, or lets it watch first; returns drafts that are asked for."""
         record.tried[name] = self._num_steps
         if self._drafters[name].watches and not is_watched:
@@ -331,7 +287,7 @@ class AdaptiveSpeculation:
         record.choice = self._choices[name][num_drafts]
         return num_drafts
 
-    def _try(self, sequences: Sequence[Running], records: list[_Record], num_left: int, attention: Attention) -> int:
+    def _try(self, sequences: Sequence[Running], records: list[Record], num_left: int, attention: Attention) -> int:
         """Puts drafters on trial for some sequences that saved enough for that; returns drafts that are asked for."""
         if self._num_steps < self._next_trial:
             return 0
@@ -346,7 +302,7 @@ class AdaptiveSpeculation:
             self._next_trial = self._num_steps + max(TRIAL_GAP, 2 * self._interval)
         return num_asked
 
-    def _try_one(self, sequence: Running, record: _Record, num_left: int, num_rows: int, attention: Attention) -> int:
+    def _try_one(self, sequence: Running, record: Record, num_left: int, num_rows: int, attention: Attention) -> int:
         """Puts a drafter on trial that was not heard of for long, or more drafts of the one that is asked."""
         now, row_s = record.choice, _row_s(sequence, attention)
         name = min((n for n in self._drafters if n != now.drafter), key=lambda n: record.tried.get(n, -1), default="")
@@ -389,7 +345,7 @@ class AdaptiveSpeculation:
         before_s = times.drafting_s(num_rows, attention) if num_rows > self._num_last else self._plain_s
         return max(self._row_s, (times.drafting_s(num_rows + num_more, attention) - before_s) / num_more)
 
-    def _hold_trial(self, record: _Record, *, is_watched: bool) -> int:
+    def _hold_trial(self, record: Record, *, is_watched: bool) -> int:
         """Holds the trial of a sequence, or lets its drafter watch first; returns drafts that are asked for."""
         name = record.trial
         num_asked = self._ask(record, name, record.trial_size, is_watched=is_watched)
@@ -403,7 +359,7 @@ class AdaptiveSpeculation:
     def learn(self, sequence: Running, choice: Choice, sample: Sample) -> None:
         """Takes in which drafts were accepted (`Speculation.learn`)."""
         record = sequence.drafting
-        if not isinstance(record, _Record) or choice.drafter not in record.rates:
+        if not isinstance(record, Record) or choice.drafter not in record.rates:
             return
         num_drafted, accepted = sample.num_drafted, sample.accepted
         self._depths[choice.drafter] = max(choice.num_drafts, self._depths.get(choice.drafter, 0))
@@ -450,10 +406,10 @@ class AdaptiveSpeculation:
 
     # What is kept
 
-    def _record(self, sequence: Running) -> _Record:
+    def _record(self, sequence: Running) -> Record:
         record = sequence.drafting
-        if not isinstance(record, _Record):
-            sequence.drafting = record = _Record(is_proven=bool(self._shared))
+        if not isinstance(record, Record):
+            sequence.drafting = record = Record(is_proven=bool(self._shared))
             self._num_quick = max(self._num_quick, NUM_QUICK)
             for name, prior in self._priors.items():
                 shared = self._shared.get(name)
@@ -469,7 +425,7 @@ class AdaptiveSpeculation:
             return self._num_plain_tries % PATIENCE != 0
         return self._num_since_plain >= (PLAIN_EVERY if count >= NUM_UNSURE else PLAIN_EVERY_UNSURE)
 
-    def _rest(self, records: list[_Record]) -> list[Choice]:
+    def _rest(self, records: list[Record]) -> list[Choice]:
         """Lets everybody do without drafts for a step, and watch where they watched."""
         self._next_decision = self._news_decision = self._num_steps + 1
         self._num_asked = 0
