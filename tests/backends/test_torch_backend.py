@@ -18,6 +18,7 @@ from torch import Tensor
 from cloister.backends import BACKENDS
 from cloister.backends.base import KVLayout
 from cloister.backends.torch import attention, backend, linear
+from cloister.backends.torch.linear import Linear
 from cloister.backends.torch.team import Team
 from cloister.backends.torch.tiles import cut_rows, measure_tiles, pad_rows
 from cloister.types.errors import ConfigError
@@ -100,13 +101,21 @@ def test_a_tile_that_sums_in_another_order_is_not_used() -> None:
     weight = torch.randn(256, 64)
 
     def product(rows: Tensor) -> Tensor:
-        if len(rows) < 16:  # a kernel for few rows that adds up two halves
-            return rows[:, :128] @ weight[:128] + rows[:, 128:] @ weight[128:]
+        if len(rows) < 16:  # a kernel for few rows that adds up two parts (halves are what MKL's AVX2 kernels add up anyway)
+            return rows[:, :100] @ weight[:100] + rows[:, 100:] @ weight[100:]
         return rows @ weight
 
     tiles = measure_tiles(product, 256, torch.float32, CPU)
     assert 32 in tiles
     assert not {4, 8} & set(tiles)
+
+
+@pytest.mark.parametrize("num_outputs", [1, 5, 7, 10, 11])
+def test_a_product_with_few_outputs_gives_a_row_the_same_bits_at_every_place(num_outputs: int) -> None:
+    linear = Linear(torch.randn(num_outputs, 256), None, Team(1))
+    found = linear(torch.randn(1, 256).expand(32, 256).contiguous())
+    assert found.shape == (32, num_outputs)
+    assert torch.equal(found, found[:1].expand_as(found))
 
 
 @pytest.mark.parametrize(("num_rows", "padded"), [(1, 8), (8, 8), (9, 16), (17, 32), (33, 64), (300, 320)])

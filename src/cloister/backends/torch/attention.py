@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cloister.backends.torch.layers import cap
 from cloister.backends.torch.schedule import SPLIT, Run, UnitBatch
-from cloister.backends.torch.tiles import measure_tiles
+from cloister.backends.torch.tiles import FEWEST_COLUMNS, measure_tiles
 
 _NOTHING_YET = -1e30  # a running maximum that is finite, so that a hidden split leaves exp(0) = 1 and no NaN
 _WIDTHS = (64, 128, 192, SPLIT)
@@ -78,13 +79,22 @@ def _attend_run(rows: Tensor, found: Tensor, run: Run, state: _State, softcap: f
     sums = weights.sum(-1, keepdim=True)
     values = rows.new_empty(num_kv_heads, run.num_splits * num_units, num_rows, head_dim)
     for head in range(num_kv_heads):
-        torch.bmm(weights[head].flatten(0, 1), found[:, :, 1, head], out=values[head])
+        _mix(weights[head].flatten(0, 1), found[:, :, 1, head], values[head])
     values = values.view(num_kv_heads, run.num_splits, num_units, num_rows, head_dim)
     total, mixed = state.total[:, :num_units], state.mixed[:, :num_units]
     for split in range(run.num_splits):
         total.mul_(fading[:, split]).add_(sums[:, split])
         mixed.mul_(fading[:, split]).add_(values[:, split])
     highest.copy_(peaks[:, -1])
+
+
+def _mix(weights: Tensor, values: Tensor, out: Tensor) -> None:
+    """Writes weights [num_units, num_rows, width] times values [num_units, width, head_dim]."""
+    head_dim = values.shape[-1]
+    if head_dim >= FEWEST_COLUMNS:
+        torch.bmm(weights, values, out=out)
+    else:
+        out.copy_(torch.bmm(weights, F.pad(values, (0, FEWEST_COLUMNS - head_dim)))[..., :head_dim])
 
 
 @cache
@@ -98,7 +108,9 @@ def attention_tiles(num_kv_heads: int, head_dim: int, device: torch.device) -> t
         return torch.bmm(rows.expand(3, -1, -1).contiguous(), keys).transpose(0, 1)
 
     def mix(rows: Tensor) -> Tensor:
-        return torch.bmm(rows.expand(3, -1, -1).contiguous(), values).transpose(0, 1)
+        mixed = rows.new_empty(3, len(rows), head_dim)
+        _mix(rows.expand(3, -1, -1).contiguous(), values, mixed)
+        return mixed.transpose(0, 1)
 
     scoring = measure_tiles(score, head_dim, torch.float32, device)
     return tuple(size for size in measure_tiles(mix, SPLIT, torch.float32, device) if size in scoring)
@@ -111,6 +123,11 @@ def split_widths(num_kv_heads: int, head_dim: int, device: torch.device) -> tupl
     found = torch.randn(3, SPLIT, 2, num_kv_heads, head_dim, generator=generator).to(device)
     keys, values = found[:, :, 0, -1], found[:, :, 1, -1]
 
+    def mixed(weights: Tensor, values: Tensor) -> Tensor:
+        out = weights.new_empty(*weights.shape[:2], head_dim)
+        _mix(weights, values, out)
+        return out
+
     def agrees(width: int, size: int) -> bool:
         rows = torch.randn(3, size, head_dim, generator=torch.Generator().manual_seed(width)).to(device)
         weights = torch.bmm(rows, keys.transpose(1, 2)).abs_()
@@ -118,7 +135,7 @@ def split_widths(num_kv_heads: int, head_dim: int, device: torch.device) -> tupl
         part = weights[..., :width].contiguous()
         return (
             torch.equal(torch.bmm(rows, keys[:, :width].transpose(1, 2)).abs_(), part)
-            and torch.equal(torch.bmm(part, values[:, :width]), torch.bmm(weights, values))
+            and torch.equal(mixed(part, values[:, :width]), mixed(weights, values))
             and torch.equal(part.sum(-1), weights.sum(-1))
         )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cloister.backends.torch.team import Team
-from cloister.backends.torch.tiles import cut_rows, measure_tiles
+from cloister.backends.torch.tiles import FEWEST_COLUMNS, cut_rows, measure_tiles
 
 _PANEL = 1024  # columns in a panel; what one thread takes of a wide layer
 
@@ -23,10 +23,11 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, team: Team) -> None:
         self.num_outputs, self.num_inputs = weight.shape
+        weight = torch.nn.functional.pad(weight, (0, 0, 0, max(0, FEWEST_COLUMNS - self.num_outputs)))
         self.num_operations = 2.0 * self.num_outputs * self.num_inputs
         self.bias = bias
         self._team = team
-        self._columns = cut_columns(self.num_outputs)
+        self._columns = cut_columns(len(weight))
         self._panels = [weight[start:end].t().contiguous() for start, end in self._columns]
         self.tiles = common_tiles(*(panel_tiles(self.num_inputs, p.shape[1], p.dtype, p.device) for p in self._panels))
 
@@ -36,13 +37,14 @@ class Linear:
         The product itself is computed in the weight's own type.
         """
         rows = rows.to(self._panels[0].dtype)
-        out = rows.new_empty(rows.shape[0], self.num_outputs)
+        out = rows.new_empty(rows.shape[0], self._columns[-1][1])
         tasks = [
             partial(torch.mm, rows[top:bottom], panel, out=out[top:bottom, left:right])
             for top, bottom in cut_rows(rows.shape[0], self.tiles)
             for (left, right), panel in zip(self._columns, self._panels, strict=True)
         ]
         self._team.run(tasks, rows.shape[0] * self.num_operations)
+        out = out[:, : self.num_outputs]
         if self.bias is not None:
             out.add_(self.bias)
         return out.float()

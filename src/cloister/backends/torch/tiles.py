@@ -4,6 +4,9 @@ A product of 32 rows is the reference. Libraries pick other kernels for other ro
 order: torch's float32 product of one row differs from that of two. So every product runs on tiles of a fixed number of
 rows, and a size other than 32 is used only where it was measured, when the program is built, to give the bits of 32.
 A kernel that sums in another order is found out at once by random numbers: of thousands of sums, some round otherwise.
+
+A row's bits may depend on its place in a tile, too: with fewer than 12 columns MKL's AVX2 kernels add up some rows of a tile in
+another order than others. So products have `FEWEST_COLUMNS` or more, the surplus ones zeros.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch import Tensor
 
 REFERENCE_ROWS = 32
 CANDIDATES = (4, 8, 16, 32, 64, 128, 256)
+FEWEST_COLUMNS = 16
 _FEWEST_ROWS = 8  # so that whole vectors hold the rows of any elementwise step (`layers`)
 
 Product = Callable[[Tensor], Tensor]
