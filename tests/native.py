@@ -14,7 +14,7 @@ import pytest
 from cloister.backends import native
 from cloister.backends.base import FloatArray
 from cloister.backends.spec import DecoderSpec, MlpSpec, MoeSpec, RopeSpec
-from cloister.backends.tensors import Tensor, dequantized
+from cloister.backends.tensors import InputRounding, Tensor, dequantized, round_inputs, rounding_of
 from cloister.cli.doctor import COMPILERS
 from tests.driving import Driver, build, make_spec
 
@@ -72,9 +72,14 @@ def multiply(
 
 
 def exact_product(head: Tensor, rows: FloatArray, norm: FloatArray) -> npt.NDArray[np.float64]:
-    """`multiply` in float64."""
+    """`multiply` in float64; inputs that share a scale by groups are rounded as the head asks for."""
     wide = rows.astype(np.float64)
     normed = wide / np.sqrt(np.square(wide).mean(1, keepdims=True)) * norm
+    rounding = rounding_of(head)
+    if rounding is not None and rounding != InputRounding() and not isinstance(head, np.ndarray):
+        rounded = round_inputs(normed.astype(np.float32), rounding).astype(np.float64)
+        met: npt.NDArray[np.float64] = rounded @ head.dequantize_rotated().astype(np.float64).T
+        return met
     product: npt.NDArray[np.float64] = normed @ np.asarray(dequantized(head)).astype(np.float64).T
     return product
 

@@ -2,6 +2,7 @@
 
 python -m benchmarks.peers --peers DIR --shapes q05,l1b
 python -m benchmarks.peers --only cloister              needs no peers; makes the models itself
+python -m benchmarks.peers --isa avx2,bf16              as processors with no more than that would do, where this one has more
 python -m benchmarks.peers --peers DIR --resume         measures again what others disturbed, or what is missing
 python -m benchmarks.peers --peers DIR --report-only    writes tables and plot again from what was measured last
 """
@@ -13,39 +14,56 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress, TaskID
 
 from benchmarks.harness import ROOT, console, make_parser, make_progress
+from benchmarks.models import MODELS, ModelUnavailable
+from benchmarks.peers.isa import InstructionSet, list_usable
 from benchmarks.peers.ledger import Ledger, Run
 from benchmarks.peers.meter import NO_SESSION, await_idle
 from benchmarks.peers.process import WorkerError, run_worker
 from benchmarks.peers.report import write_report
 from benchmarks.peers.roster import Entrant, Roster
 from benchmarks.peers.shapes import KNOWN, Shape, write_checkpoint
-from benchmarks.peers.work import FIGURES, LIMITS
+from benchmarks.peers.work import BASE, FIGURES, LIMITS
 from cloister.engine.machine import read_machine
+
+_ROOM = 256
+"""Positions more than the longest sequence, for blocks that are not full."""
 
 
 def main() -> int:
     options = read_options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    roster = Roster(options.peers, options.num_threads or read_machine().num_cpus, options.formats, options.setting)
+    num_threads = options.num_threads or read_machine().num_cpus
+    roster = Roster(options.peers, num_threads, options.formats, options.setting, options.isa, options.best_isa)
     shapes = [open_shape(roster, name, options.seed) for name in options.shapes]
     ledger = Ledger.load(options.ledger) if options.report_only else Session(options, roster).measure(shapes)
-    return write_report(options, ledger, [(shape, roster.entrants(shape)) for shape in shapes])
+    return write_report(options, ledger, roster, shapes)
 
 
 def read_options() -> argparse.Namespace:
     parser = make_parser(__doc__)
     scratch = ROOT / "build" / "peers"
     parser.add_argument("--peers", type=Path, default=scratch, help="folder of the peers")
-    parser.add_argument("--shapes", type=split, default=["q05", "l1b"], help="folders of models inside it")
-    parser.add_argument("--formats", type=split, default=["bf16", "int8", "int4"], help="our number formats")
-    parser.add_argument("--only", type=split, default=[], help="measure these peers only, such as cloister")
-    parser.add_argument("--figures", type=split, default=list(FIGURES), help="measure these only; memory needs all work")
+    parser.add_argument(
+        "--shapes", type=split, default=["q05", "l1b"], help=f"folders of models inside it, or public ones: {', '.join(MODELS)}"
+    )
+    parser.add_argument(
+        "--formats",
+        type=split,
+        default=["bf16", "int8", "int4", "gguf"],
+        help="our number formats, and of peers those of as many bits; gguf is a public model's file as it is",
+    )
+    parser.add_argument("--isa", type=split, default=[], help="instruction sets; unset, the best that this processor has")
+    parser.add_argument("--only", type=split, default=[], help="measure these only, such as cloister, or 'openvino int8'")
+    parser.add_argument(
+        "--figures", type=split, default=list(FIGURES), help=f"measure these only; memory takes {', '.join(BASE)} with it"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="times that everybody's turn comes")
     parser.add_argument("--num-samples", type=int, default=1, help="of each figure in a turn, at least")
     parser.add_argument("--backend", default="native", help="our back end")
@@ -54,11 +72,19 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--patience-s", type=float, default=20.0, help="wait for an idle machine before each figure")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="longest wait for a figure")
     parser.add_argument("--ledger", type=Path, default=scratch / "ledger.json", help="file of everything measured")
+    parser.add_argument("--name", default="peers", help="of the files with tables and plot")
     parser.add_argument("--resume", action="store_true", help="measure only what the ledger lacks undisturbed")
     parser.add_argument("--report-only", action="store_true", help="measure nothing")
     options = parser.parse_args()
     if unknown := set(options.figures) - set(FIGURES):
         parser.error(f"there is no figure {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
+    if "memory" in options.figures:
+        options.figures += [name for name in BASE if name not in options.figures]
+    usable = {isa.name: isa for isa in list_usable()}
+    options.best_isa = list(usable.values())[-1]
+    if unknown := set(options.isa) - set(usable):
+        parser.error(f"this processor has no {', '.join(sorted(unknown))}; it has {', '.join(usable)}")
+    options.isa = [usable[name] for name in options.isa] or [options.best_isa]
     options.peers = options.peers.expanduser().resolve()
     options.setting = {"backend": options.backend, **dict(read_setting(text) for text in options.setting)}
     return options
@@ -77,8 +103,12 @@ def read_setting(text: str) -> tuple[str, Any]:
 
 
 def open_shape(roster: Roster, name: str, seed: int) -> Shape:
-    """Returns a shape, whose checkpoint is made if it is not there."""
-    folder = roster.model(name)
+    """Returns a shape, whose checkpoint is made, or fetched, if it is not there."""
+    try:
+        with console.status(f"opening {name}"):
+            folder = roster.files(name).checkpoint
+    except ModelUnavailable as error:
+        raise SystemExit(f"{name}: {error}") from None
     if not (folder / "config.json").exists():
         if name not in KNOWN:
             raise SystemExit(f"there is no model at {folder}, and only {', '.join(KNOWN)} can be made here")
@@ -108,19 +138,32 @@ class Session:
     def _measure_shape(self, shape: Shape) -> None:
         entrants = [entrant for entrant in self._roster.entrants(shape) if self._takes_part(entrant)]
         with make_progress() as progress:
-            task = progress.add_task(shape.name, total=self._options.rounds * (len(entrants) + 1))
+            total = self._options.rounds * (len(entrants) + len(self._roster.isas))
+            task = progress.add_task(shape.name, total=total)
             for number in range(self._options.rounds):
-                self._take_turn(shape, self._roster.limits(shape), list(LIMITS), number, progress, task)
-                # Another one begins each round, so that nobody always runs after the same neighbour.
-                start = number % max(len(entrants), 1)
-                for entrant in entrants[start:] + entrants[:start]:
-                    figures = [name for name in entrant.figures if name in self._options.figures]
-                    self._take_turn(shape, entrant, figures, number, progress, task)
+                for isa in self._roster.isas:
+                    held = [entrant for entrant in entrants if entrant.isa == isa.name]
+                    self._measure_round(shape, isa, held, number, progress, task)
                 self._measure_first_tokens(shape, entrants, number, progress, task)
+
+    def _measure_round(
+        self, shape: Shape, isa: InstructionSet, entrants: list[Entrant], number: int, progress: Progress, task: TaskID
+    ) -> None:
+        """Gives everybody on one instruction set a turn, after what sets the limits there."""
+        self._take_turn(shape, self._roster.limits(shape, isa), list(LIMITS), number, progress, task)
+        # Another one begins each round, so that nobody always runs after the same neighbour.
+        start = number % max(len(entrants), 1)
+        for entrant in entrants[start:] + entrants[:start]:
+            wanted = [name for name in entrant.figures if name in self._options.figures]
+            usual = [name for name in wanted if FIGURES[name].positions <= entrant.launch.context]
+            self._take_turn(shape, entrant, usual, number, progress, task)
+            longer = [name for name in wanted if name not in usual and FIGURES[name].positions <= shape.max_positions]
+            if longer:
+                self._take_turn(shape, _with_room(entrant, longer), longer, number, progress, task, is_turn=False)
 
     def _takes_part(self, entrant: Entrant) -> bool:
         only = self._options.only
-        return not only or any(entrant.peer == name or entrant.peer.startswith(f"{name} ") for name in only)
+        return not only or any(f"{entrant.name} ".startswith(f"{name} ") for name in only)
 
     def _measure_first_tokens(
         self, shape: Shape, entrants: Sequence[Entrant], number: int, progress: Progress, task: TaskID
@@ -170,7 +213,7 @@ class Session:
         wanted = [name for name in figures if count(shape.name, entrant.name, name) <= number]
         if "memory" not in wanted:
             return wanted
-        return figures if set(figures) == set(entrant.figures) else [name for name in wanted if name != "memory"]
+        return list(dict.fromkeys((*figures, *wanted)))
 
     def _run(
         self, shape: Shape, entrant: Entrant, figures: Sequence[str], number: int, progress: Progress, task: TaskID
@@ -196,6 +239,13 @@ class Session:
                 progress.update(task, description=f"{label}, {name} {samples[-1]:.3g}")
             elif report["kind"] == "done":
                 self._ledger.notes[f"{shape.name}/{entrant.name}"] = report["notes"]
+
+
+def _with_room(entrant: Entrant, figures: Sequence[str]) -> Entrant:
+    """Returns an engine started with room for figures that need more than is usual; the others' memory is taken without it."""
+    positions = max(FIGURES[name].positions for name in figures)
+    launch = replace(entrant.launch, context=positions, kv_tokens=max(entrant.launch.kv_tokens, positions + _ROOM))
+    return replace(entrant, launch=launch)
 
 
 if __name__ == "__main__":

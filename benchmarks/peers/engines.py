@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
 from benchmarks.peers.work import Engine
 
-CONTEXT: Final = 4096
+CONTEXT: Final = 4352
+"""Longest sequence, prompt and answer, unless a figure needs more."""
 NUM_SEQS: Final = 16
 KV_TOKENS: Final = 8192
-"""Positions that KV caches have room for, where an engine lets one say so: twice the longest figure's need."""
+"""Positions that KV caches have room for, where an engine lets one say so and no figure needs more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,8 @@ class Launch:
     Attributes:
         model: folder or file of the model.
         settings: what is only this engine's, by name.
+        context: longest sequence, prompt and answer.
+        kv_tokens: positions that the KV cache has room for.
         kv_token_bytes: KV of one position at 16 bits.
     """
 
@@ -31,6 +36,8 @@ class Launch:
     kv_token_bytes: int
     vocab_size: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    context: int = CONTEXT
+    kv_tokens: int = KV_TOKENS
 
 
 class Cloister:
@@ -47,21 +54,38 @@ class Cloister:
         answers = self._llm.generate([list(prompt) for prompt in prompts], sampling)
         check_lengths([len(answer.outputs[0].token_ids) for answer in answers], len(prompts), num_new)
 
+    def time_decode(self, prompt: Sequence[int], num_new: int) -> float:
+        sampling = self._sampling(temperature=0.0, max_tokens=num_new + 1, ignore_eos=True)
+        times = [time.perf_counter() for output in self._llm.stream(list(prompt), sampling) for _ in output.token_ids]
+        check_lengths([len(times)], 1, num_new + 1)
+        return times[-1] - times[0]
+
     def close(self) -> None:
         self._llm.close()
 
 
+def file_backend(kernels: str) -> str:
+    """Files the native back end on the kernels of one instruction set, which no setting can name; returns its name there."""
+    backends, native = import_module("cloister.backends"), import_module("cloister.backends.native")
+    name = f"native-{kernels}"
+    backends.BACKENDS.register(name, native.THREAT)(partial(native.make_native_backend, kernels=kernels))
+    return name
+
+
 def cloister_settings(launch: Launch) -> dict[str, Any]:
-    """Returns our engine's settings by name."""
+    """Returns our engine's settings by name; `kernels` among the launch's holds the native back end to an instruction set."""
+    settings = dict(launch.settings)
+    if (kernels := settings.pop("kernels", None)) is not None:
+        settings["backend"] = file_backend(kernels)
     return {
         "model": launch.model,
         "num_threads": launch.num_threads,
         "dtype": "bfloat16",
         "prefix_cache": False,
-        "max_model_len": CONTEXT,
+        "max_model_len": launch.context,
         "max_num_seqs": NUM_SEQS,
-        "kv_memory_mb": KV_TOKENS * launch.kv_token_bytes / 2**20,
-        **launch.settings,
+        "kv_memory_mb": launch.kv_tokens * launch.kv_token_bytes / 2**20,
+        **settings,
     }
 
 
@@ -99,7 +123,7 @@ class Vllm:
         self._llm = module.LLM(
             model=launch.model,
             dtype="bfloat16",
-            max_model_len=CONTEXT,
+            max_model_len=launch.context,
             max_num_seqs=NUM_SEQS,
             enable_prefix_caching=False,
             disable_log_stats=True,
@@ -127,19 +151,34 @@ class OpenVino:
         scheduler.cache_size = launch.settings["cache_gib"]
         scheduler.max_num_seqs = NUM_SEQS
         scheduler.max_num_batched_tokens = launch.settings["max_batched_tokens"]
-        properties = {"INFERENCE_NUM_THREADS": launch.num_threads}
+        properties = {"INFERENCE_NUM_THREADS": launch.num_threads, **launch.settings["properties"]}
         self._pipeline = self._genai.ContinuousBatchingPipeline(launch.model, scheduler, "CPU", properties)
 
     def generate(self, prompts: Sequence[Sequence[int]], num_new: int) -> None:
-        config = self._genai.GenerationConfig()
-        config.max_new_tokens = config.min_new_tokens = num_new
-        config.ignore_eos, config.do_sample = True, False
+        config = self._make_config(num_new)
         inputs = [self._openvino.Tensor(self._numpy.array([prompt], dtype=self._numpy.int64)) for prompt in prompts]
         answers = self._pipeline.generate(inputs, [config] * len(inputs))
         check_lengths([len(answer.m_generation_ids[0]) for answer in answers], len(prompts), num_new)
 
+    def time_decode(self, prompt: Sequence[int], num_new: int) -> float:
+        ids = self._openvino.Tensor(self._numpy.array([prompt], dtype=self._numpy.int64))
+        handle = self._pipeline.add_request(0, ids, self._make_config(num_new + 1))
+        times: list[float] = []
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+            while handle.can_read():
+                times += [time.perf_counter() for output in handle.read().values() for _ in output.generated_ids]
+        check_lengths([len(times)], 1, num_new + 1)
+        return times[-1] - times[0]
+
     def close(self) -> None:
         """There is nothing to end."""
+
+    def _make_config(self, num_new: int) -> Any:
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = num_new
+        config.ignore_eos, config.do_sample = True, False
+        return config
 
 
 class LlamaPython:
@@ -148,7 +187,7 @@ class LlamaPython:
     def __init__(self, launch: Launch) -> None:
         module = import_module("llama_cpp")
         self._llama = module.Llama(
-            launch.model, n_ctx=CONTEXT, n_threads=launch.num_threads, n_batch=512, verbose=False, logits_all=False
+            launch.model, n_ctx=launch.context, n_threads=launch.num_threads, n_batch=512, verbose=False, logits_all=False
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], num_new: int) -> None:

@@ -1,4 +1,4 @@
-"""Sets our figures beside the best peer's of equal bits, and beside what the machine allows. Pure."""
+"""Sets our figures beside the best peer's that loses as little, and beside what the machine allows. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.peers.ledger import Ledger, Result
+from benchmarks.peers.losses import Losses
 from benchmarks.peers.roster import Entrant
 from benchmarks.peers.shapes import Roof, Shape
-from benchmarks.peers.work import DECODE_PROMPT, FIGURES, NUM_NEW, Figure, spread_lengths
+from benchmarks.peers.work import FIGURES, NUM_NEW, Figure, spread_lengths
 
 OURS: Final = "cloister"
 HTTP: Final = "cloister over HTTP"
@@ -27,42 +28,60 @@ GOALS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One figure of ours in one format.
+    """One figure of ours in one format on one instruction set.
 
     Attributes:
-        best: name and median of the best peer of equal bits, None if there was none.
+        loss: of ours, in % of perplexity; None where it is unknown.
+        best: the best peer that loses about as much or less, and its median; None if there was none.
+        best_loss: of that peer.
         ratio: how many times better than the best peer, more is better whatever the figure.
-        share: of the limit that the machine sets, None where there is no limit.
+        limit: what the machine allows, in the figure's unit, None where there is no limit.
+        share: of the limit.
     """
 
     figure: Figure
     number_format: str
+    isa: str
     ours: Result
-    best: tuple[str, float] | None
+    loss: float | None
+    best: tuple[Entrant, float] | None
+    best_loss: float | None
     ratio: float | None
+    limit: float | None
     share: float | None
 
 
-def judge(ledger: Ledger, shape: Shape, entrants: Sequence[Entrant]) -> Iterator[Verdict]:
-    """Yields a verdict for each figure and format that we have."""
+def judge(ledger: Ledger, shape: Shape, entrants: Sequence[Entrant], losses: Losses) -> Iterator[Verdict]:
+    """Yields a verdict for each figure, instruction set and format that we have."""
     for figure in FIGURES.values():
         for entrant in entrants:
             if entrant.peer != OURS or (ours := ledger.result(shape.name, entrant.name, figure.name)) is None:
                 continue
-            best = find_best(ledger, shape, entrants, entrant.bits, figure)
-            ratio = None if best is None else better(figure, ours.median, best[1])
+            best = find_best(ledger, shape, entrants, entrant, losses, figure)
             limit = find_limit(ledger, shape, entrant, figure)
-            share = None if limit is None else better(figure, ours.median, limit)
-            yield Verdict(figure, entrant.number_format, ours, best, ratio, share)
+            yield Verdict(
+                figure,
+                entrant.number_format,
+                entrant.isa,
+                ours,
+                losses.of(entrant),
+                best,
+                None if best is None else losses.of(best[0]),
+                None if best is None else better(figure, ours.median, best[1]),
+                limit,
+                None if limit is None else better(figure, ours.median, limit),
+            )
 
 
-def find_best(ledger: Ledger, shape: Shape, entrants: Sequence[Entrant], bits: int, figure: Figure) -> tuple[str, float] | None:
-    """Returns the best peer of equal bits and its median."""
+def find_best(
+    ledger: Ledger, shape: Shape, entrants: Sequence[Entrant], ours: Entrant, losses: Losses, figure: Figure
+) -> tuple[Entrant, float] | None:
+    """Returns the best peer on the same instruction set that loses about as much or less, and its median."""
     medians = [
-        (entrant.name, result.median)
-        for entrant in entrants
-        if not entrant.peer.startswith(OURS) and entrant.bits == bits
-        if (result := ledger.result(shape.name, entrant.name, figure.name)) is not None
+        (peer, result.median)
+        for peer in entrants
+        if not peer.peer.startswith(OURS) and peer.isa == ours.isa and losses.are_comparable(ours, peer)
+        if (result := ledger.result(shape.name, peer.name, figure.name)) is not None
     ]
     choose = max if figure.more_is_better else min
     return choose(medians, key=lambda named: named[1], default=None)
@@ -82,7 +101,7 @@ def find_limit(ledger: Ledger, shape: Shape, entrant: Entrant, figure: Figure) -
         return None
     limits = {
         "prefill": lambda: roof.prefill(figure.size),
-        "decode": lambda: roof.decode(DECODE_PROMPT + NUM_NEW / 2),
+        "decode": lambda: roof.decode(figure.size + NUM_NEW / 2),
         "together": lambda: roof.together(figure.size, NUM_NEW),
     }
     return limits[figure.kind]() if figure.kind in limits else None
@@ -90,8 +109,9 @@ def find_limit(ledger: Ledger, shape: Shape, entrant: Entrant, figure: Figure) -
 
 def make_roof(ledger: Ledger, shape: Shape, entrant: Entrant) -> Roof | None:
     """Returns the machine as measured in the same session; four bits multiply at the pace of eight."""
-    read = ledger.result(shape.name, "limits", "read")
-    gemm = ledger.result(shape.name, "limits", "gemm_bf16" if entrant.bits == 16 else "gemm_int8")
+    limits = " ".join(filter(None, ("limits", entrant.isa)))
+    read = ledger.result(shape.name, limits, "read")
+    gemm = ledger.result(shape.name, limits, "gemm_bf16" if entrant.bits == 16 else "gemm_int8")
     if read is None or gemm is None:
         return None
     return Roof(shape, read.median * 1e9, gemm.median * 1e9, weights_read(shape, entrant))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.peers.engines import KV_TOKENS, Launch
-from benchmarks.peers.work import DECODE_PROMPT, LONG, NUM_NEW, SHORT, Figure
+from benchmarks.peers.work import LONG, NUM_NEW, SHORT, Figure
 
 _TIMEOUT_S = 900.0
 
@@ -44,7 +44,7 @@ class LlamaPrograms:
         return self._bench("-p", str(figure.size), "-n", "0", "-r", str(num_samples))
 
     def _decode(self, figure: Figure, num_samples: int) -> list[float]:
-        return self._bench("-p", "0", "-n", str(NUM_NEW), "-d", str(DECODE_PROMPT), "-r", str(num_samples))
+        return self._bench("-p", "0", "-n", str(NUM_NEW), "-d", str(figure.size), "-r", str(num_samples))
 
     def _bench(self, *flags: str) -> list[float]:
         (result,) = json.loads(self._run("llama-bench", *flags, "-o", "json"))

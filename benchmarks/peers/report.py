@@ -5,34 +5,39 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import cycle
 
 from matplotlib.axes import Axes
 
 from benchmarks.harness import Bench, console
 from benchmarks.peers.judge import GOALS, HTTP, OURS, Verdict, judge
 from benchmarks.peers.ledger import Ledger, show
-from benchmarks.peers.roster import Entrant
+from benchmarks.peers.losses import MODEL, Losses, show_loss
+from benchmarks.peers.roster import Entrant, Roster
 from benchmarks.peers.shapes import Shape
 from benchmarks.peers.work import FIGURES, LIMITS
 from cloister.bench.plots import COLOURS, GREY, draw
 
 HTTP_GOAL = 0.95
+LOSS = f"loss on {MODEL}, %"
 FIRST_TOKEN_GOALS_S = {"embedded": 1.0, "l1b": 2.0}
 
 
-def write_report(options: argparse.Namespace, ledger: Ledger, rosters: Sequence[tuple[Shape, Sequence[Entrant]]]) -> int:
+def write_report(options: argparse.Namespace, ledger: Ledger, roster: Roster, shapes: Sequence[Shape]) -> int:
     """Prints and writes everything; returns 1 if a goal was missed."""
     bench = Bench(
-        "peers",
+        options.name,
         "Cloister and its peers",
-        "against the best peer of equal bits: decode and prefill 1.3 times as fast, many at once 1.5 times, in less memory; "
-        "85, 75 and 65% of what the machine allows",
+        "against the best peer that loses about as much or less: decode and prefill 1.3 times as fast, many at once 1.5 times, "
+        "in less memory; 85, 75 and 65% of what the machine allows",
     )
+    losses = Losses.read(options.output.expanduser() / "quality.json")
     verdicts = {}
-    for shape, entrants in rosters:
-        _print_limits(bench, ledger, shape)
-        _print_all(bench, ledger, shape, entrants)
-        verdicts[shape.name] = list(judge(ledger, shape, entrants))
+    for shape in shapes:
+        entrants = roster.entrants(shape)
+        _print_limits(bench, ledger, shape, [roster.limits(shape, isa) for isa in roster.isas])
+        _print_all(bench, ledger, shape, entrants, losses)
+        verdicts[shape.name] = list(judge(ledger, shape, entrants, losses))
         _print_verdicts(bench, shape, verdicts[shape.name])
         _check_verdicts(bench, shape, verdicts[shape.name])
         _check_http(bench, ledger, shape, entrants)
@@ -46,35 +51,47 @@ def write_report(options: argparse.Namespace, ledger: Ledger, rosters: Sequence[
     return bench.finish(options)
 
 
-def _print_limits(bench: Bench, ledger: Ledger, shape: Shape) -> None:
-    results = [(limit, ledger.result(shape.name, "limits", limit.name)) for limit in LIMITS.values()]
-    rows = [(limit.title, limit.unit, str(result)) for limit, result in results if result is not None]
-    bench.print_rows(f"{shape.name}: the machine", ("limit", "unit", "median (range)"), rows)
-
-
-def _print_all(bench: Bench, ledger: Ledger, shape: Shape, entrants: Sequence[Entrant]) -> None:
+def _print_limits(bench: Bench, ledger: Ledger, shape: Shape, measured: Sequence[Entrant]) -> None:
     rows = []
-    for entrant in sorted(entrants, key=lambda entrant: -entrant.bits):
-        results = [ledger.result(shape.name, entrant.name, name) for name in FIGURES]
+    for entrant in measured:
+        notes = ledger.notes.get(f"{shape.name}/{entrant.name}", {})
+        for limit in LIMITS.values():
+            if result := ledger.result(shape.name, entrant.name, limit.name):
+                rows.append((entrant.isa, limit.title, limit.unit, str(result), notes.get(limit.name, {}).get("way", "")))
+    headers = ("instruction set", "limit", "unit", "median (range)", "fastest way")
+    bench.print_rows(f"{shape.name}: the machine", headers, rows)
+
+
+def _print_all(bench: Bench, ledger: Ledger, shape: Shape, entrants: Sequence[Entrant], losses: Losses) -> None:
+    measured = [figure for figure in FIGURES.values() if any(ledger.result(shape.name, e.name, figure.name) for e in entrants)]
+    rows = []
+    for entrant in sorted(entrants, key=lambda entrant: (entrant.isa, -entrant.bits)):
+        results = [ledger.result(shape.name, entrant.name, figure.name) for figure in measured]
         if any(results):
-            rows.append((entrant.name, *(str(result) if result else "-" for result in results)))
-    headers = [f"{figure.title}, {figure.unit}" for figure in FIGURES.values()]
-    bench.print_rows(f"{shape.name}: everybody, median (range)", ("engine", *headers), rows)
+            shown = (str(result) if result else "-" for result in results)
+            rows.append((entrant.name, show_loss(losses.of(entrant)), *shown))
+    headers = [f"{figure.title}, {figure.unit}" for figure in measured]
+    bench.print_rows(f"{shape.name}: everybody, median (range)", ("engine", LOSS, *headers), rows)
 
 
 def _print_verdicts(bench: Bench, shape: Shape, verdicts: Sequence[Verdict]) -> None:
     rows = [
         (
             f"{verdict.figure.title}, {verdict.figure.unit}",
-            verdict.number_format,
+            f"{verdict.number_format} {verdict.isa}",
+            show_loss(verdict.loss),
             str(verdict.ours),
-            f"{verdict.best[0]}: {show(verdict.best[1])}" if verdict.best else "-",
+            f"{verdict.best[0].name}: {show(verdict.best[1])}" if verdict.best else "-",
+            show_loss(verdict.best_loss),
             f"{verdict.ratio:.2f}x" if verdict.ratio else "-",
+            show(verdict.limit) if verdict.limit else "-",
             f"{verdict.share:.0%}" if verdict.share else "-",
         )
         for verdict in verdicts
     ]
-    headers = ("figure", "format", "ours", "best peer of equal bits", "times as good", "of the limit")
+    headers = (
+        "figure", "format", LOSS, "ours", "best peer of equal loss", "its loss, %", "times as good", "limit", "of the limit",
+    )  # fmt: skip
     bench.print_rows(f"{shape.name}: against the best", headers, rows)
 
 
@@ -83,7 +100,7 @@ def _check_verdicts(bench: Bench, shape: Shape, verdicts: Sequence[Verdict]) -> 
         if verdict.figure.kind not in GOALS or not _is_judged(verdict, verdicts):
             continue
         peer_goal, share_goal = GOALS[verdict.figure.kind]
-        what = f"{shape.name} {verdict.figure.title}, {verdict.number_format}"
+        what = f"{shape.name} {verdict.figure.title}, {verdict.number_format} {verdict.isa}"
         # At 16 bits a peer is at the wall already: the share says it all.
         if verdict.ratio is not None and not (verdict.figure.kind == "decode" and verdict.number_format == "bf16"):
             bench.check(f"{what}: over the best peer", verdict.ratio, low=peer_goal)
@@ -95,20 +112,22 @@ def _is_judged(verdict: Verdict, verdicts: Sequence[Verdict]) -> bool:
     """Prefill counts in the best format only."""
     if verdict.figure.kind != "prefill":
         return True
-    return all(other.ours.median <= verdict.ours.median for other in verdicts if other.figure == verdict.figure)
+    rivals = (other for other in verdicts if (other.figure, other.isa) == (verdict.figure, verdict.isa))
+    return all(other.ours.median <= verdict.ours.median for other in rivals)
 
 
 def _check_http(bench: Bench, ledger: Ledger, shape: Shape, entrants: Sequence[Entrant]) -> None:
     rows = []
     for entrant in entrants:
-        offline = ledger.result(shape.name, f"{OURS} {entrant.number_format}", "together16")
+        offline = ledger.result(shape.name, f"{OURS} {entrant.number_format} {entrant.isa}", "together16")
         http = ledger.result(shape.name, entrant.name, "http16")
         if http and offline:
             ratio = http.median / offline.median
             rows.append((entrant.name, str(http), str(offline), f"{ratio:.3f}"))
             if entrant.peer == HTTP:
                 bench.check(f"{shape.name} 16 over HTTP, {entrant.number_format}: over offline", ratio, low=HTTP_GOAL)
-    bench.print_rows(f"{shape.name}: over HTTP", ("server", "tok/s", "offline, tok/s", "ratio"), rows)
+    if rows:
+        bench.print_rows(f"{shape.name}: over HTTP", ("server", "tok/s", "offline, tok/s", "ratio"), rows)
 
 
 def _check_first_token(bench: Bench, ledger: Ledger, shape: Shape, verdicts: Sequence[Verdict]) -> None:
@@ -118,26 +137,29 @@ def _check_first_token(bench: Bench, ledger: Ledger, shape: Shape, verdicts: Seq
     if shape.name in FIRST_TOKEN_GOALS_S:
         for verdict in verdicts:
             if verdict.figure.kind == "first_token":
-                what = f"{shape.name} {verdict.number_format}, start to first token, s"
+                what = f"{shape.name} {verdict.number_format} {verdict.isa}, start to first token, s"
                 bench.check(what, verdict.ours.median, high=FIRST_TOKEN_GOALS_S[shape.name])
 
 
-def _draw(options: argparse.Namespace, bench: Bench, verdicts: dict[str, list[Verdict]]) -> None:
-    """Draws a panel for each shape, unless there was nobody to compare with."""
-    compared = {shape: [v for v in listed if v.ratio is not None] for shape, listed in verdicts.items()}
-    compared = {shape: listed for shape, listed in compared.items() if listed}
-    if not compared:
+def _draw(options: argparse.Namespace, bench: Bench, verdicts: Mapping[str, Sequence[Verdict]]) -> None:
+    """Draws a panel for each shape and instruction set, unless there was nobody to compare with."""
+    panels_of: dict[str, list[Verdict]] = {}
+    for shape, listed in verdicts.items():
+        for verdict in listed:
+            if verdict.ratio is not None:
+                panels_of.setdefault(f"{shape}, {verdict.isa}", []).append(verdict)
+    if not panels_of:
         console.print("No plot: it compares us with peers, and one side is missing", style="dim")
         return
-    formats = dict.fromkeys(verdict.number_format for listed in compared.values() for verdict in listed)
-    colours = dict(zip(formats, COLOURS, strict=False))
-    title = "Cloister over the best peer of equal bits (above 1 is better)"
-    with draw(bench.picture(options), title, len(compared), 1, (9.6, 3.4)) as panels:
-        for axes, (shape, listed) in zip(panels, compared.items(), strict=True):
-            _draw_panel(axes, shape, listed, colours)
+    formats = dict.fromkeys(verdict.number_format for listed in panels_of.values() for verdict in listed)
+    colours = dict(zip(formats, cycle(COLOURS), strict=False))
+    title = "Cloister over the best peer that loses as little (above 1 is better)"
+    with draw(bench.picture(options), title, len(panels_of), 1, (9.6, 3.4)) as panels:
+        for axes, (name, listed) in zip(panels, panels_of.items(), strict=True):
+            _draw_panel(axes, name, listed, colours)
 
 
-def _draw_panel(axes: Axes, shape: str, verdicts: Sequence[Verdict], colours: Mapping[str, str]) -> None:
+def _draw_panel(axes: Axes, name: str, verdicts: Sequence[Verdict], colours: Mapping[str, str]) -> None:
     figures = [figure for figure in FIGURES.values() if any(v.figure == figure for v in verdicts)]
     formats = list(dict.fromkeys(v.number_format for v in verdicts))
     width = 0.8 / len(formats)
@@ -152,7 +174,7 @@ def _draw_panel(axes: Axes, shape: str, verdicts: Sequence[Verdict], colours: Ma
     axes.axhline(1.0, color="black", linewidth=1)
     axes.margins(y=0.16)
     axes.set_xticks(range(len(figures)), [figure.title for figure in figures])
-    axes.set_title(f"{shape} (dotted: the goal)")
+    axes.set_title(f"{name} (dotted: the goal)")
     axes.set_ylabel("times as good")
     axes.grid(axis="x", visible=False)
     axes.legend(ncols=len(formats), loc="upper right")

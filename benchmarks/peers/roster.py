@@ -1,7 +1,7 @@
-"""Who is measured: ourselves in each format, and every peer that a folder holds.
+"""Who is measured: ourselves in each format, and every peer that a folder holds, on each instruction set.
 
-The folder: `v1`, `v2`, `v3` are virtual environments with transformers, OpenVINO GenAI and vLLM; `lb/bin` has the programs
-of llama.cpp; `m/SHAPE`, `g/SHAPE-QUANT.gguf` and `ov/SHAPE-FORMAT` are models.
+The folder: `v1`, `v2`, `v3` are virtual environments with transformers, OpenVINO GenAI and vLLM; `lb-ISA/bin` has the programs
+of llama.cpp built for one instruction set, `lb/bin` those for all that this processor has. `files` says where models are.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.peers.engines import Launch
+from benchmarks.peers.files import STORED, ModelFiles, find_files
+from benchmarks.peers.isa import UNKNOWN, InstructionSet
 from benchmarks.peers.shapes import Shape
+from benchmarks.peers.work import BASE, LONG_CONTEXT
 
-IN_PROCESS: Final = ("prefill512", "prefill2048", "decode", "together8", "together16", "memory")
-BITS: Final = {"bf16": 16, "fp16": 16, "int8": 8, "int4": 4, "qoq": 4}
-"""Which formats are compared with each other: those of equal bits per weight."""
-_GGUF: Final = (("bf16", "bf16"), ("int8", "q8_0"), ("int4", "q4_0"))
-_OPENVINO: Final = (("bf16", "fp16"), ("int8", "int8"), ("int4", "int4"))
+IN_PROCESS: Final = (*BASE, "memory", *LONG_CONTEXT)
+BITS: Final = {"bf16": 16, "int8": 8, STORED: 5, "int4": 4, "q4_k_m": 4, "qoq": 4}
+"""Bits of a weight; formats of equal bits are compared where nobody knows what they lose."""
 _OV_CACHE_GIB: Final = 1
 _OV_BATCHED_TOKENS: Final = 512
 
@@ -30,7 +32,8 @@ class Entrant:
 
     Attributes:
         peer: whose it is; "cloister" is us.
-        number_format: bf16, int8, int4, or another of ours.
+        number_format: bf16, int8, int4, gguf for a published file as it is, or another.
+        isa: name of the instruction set that it is held to; empty where that makes no difference.
         weights_bytes: of the file, or None where only the engine knows.
         first: how it starts for the time to the first token, where that differs.
     """
@@ -39,6 +42,7 @@ class Entrant:
     number_format: str
     python: str
     launch: Launch
+    isa: str = ""
     figures: Sequence[str] = IN_PROCESS
     weights_bytes: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -46,7 +50,7 @@ class Entrant:
 
     @property
     def name(self) -> str:
-        return f"{self.peer} {self.number_format}".strip()
+        return " ".join(filter(None, (self.peer, self.number_format, self.isa)))
 
     @property
     def bits(self) -> int:
@@ -58,102 +62,156 @@ class Roster:
     """Builds entrants for one folder of peers.
 
     Attributes:
+        formats: ours; peers take part in those of as many bits.
         settings: more settings of ours, by name.
+        isas: what everybody is held to in turn.
+        best: the most that this processor has: nobody is held to that.
     """
 
     folder: Path
     num_threads: int
     formats: Sequence[str]
     settings: Mapping[str, Any]
+    isas: Sequence[InstructionSet] = (UNKNOWN,)
+    best: InstructionSet = UNKNOWN
 
     def entrants(self, shape: Shape) -> list[Entrant]:
-        """Returns everybody who is there."""
-        return [
-            *self._cloister(shape),
-            *self._transformers(shape),
-            *self._vllm(shape),
-            *self._llama(shape),
-            *self._openvino(shape),
-        ]
+        """Returns everybody who is there, one instruction set after the other."""
+        return [entrant for isa in self.isas for entrant in self._list_entrants(shape, isa)]
 
     def missing(self, shape: Shape) -> list[str]:
         """Names the peers that are not there."""
         wanted = ("transformers", "vllm", "llama.cpp", "openvino")
-        present = {entrant.peer for entrant in self.entrants(shape)}
-        return [peer for peer in wanted if peer not in present]
+        present = {(entrant.peer, entrant.isa) for entrant in self.entrants(shape)}
+        return [f"{peer} {isa.name}" for isa in self.isas for peer in wanted if (peer, isa.name) not in present]
 
-    def model(self, shape: str) -> Path:
-        return self.folder / "m" / shape
+    def files(self, shape: str) -> ModelFiles:
+        """Returns where a shape's models are.
 
-    def limits(self, shape: Shape) -> Entrant:
+        Raises:
+            ModelUnavailable: it is a public model that cannot be fetched.
+        """
+        return _find_files(self.folder, shape)
+
+    def limits(self, shape: Shape, isa: InstructionSet) -> Entrant:
         """Returns what measures the machine, with a torch of the peers' or our own."""
-        python = self._python("v1") or sys.executable
-        return Entrant("limits", "", python, self._launch("limits", shape, self.model(shape.name)))
+        python = self._python_with("torch", "v2", "v1", "v3") or sys.executable  # v2 has OpenVINO's products besides
+        launch = self._launch("limits", shape, self.files(shape.name).checkpoint, **self._held(isa.openvino, isa))
+        return Entrant("limits", "", python, launch, isa.name, (), environment=self._environment(isa))
 
     def embedded(self, shape: Shape) -> Entrant:
         """Returns our embedded model, for its time to the first token."""
         launch = Launch(
             "cloister", "cloister-5m", self.num_threads, shape.kv_token_bytes, 2048, {**self.settings, "max_model_len": 2048}
         )
-        return Entrant("cloister", "embedded", sys.executable, launch, ())
+        return Entrant("cloister", "embedded", sys.executable, launch, figures=())
 
-    def _cloister(self, shape: Shape) -> Iterator[Entrant]:
+    def _list_entrants(self, shape: Shape, isa: InstructionSet) -> Iterator[Entrant]:
+        yield from self._cloister(shape, isa)
+        bits = {BITS.get(number_format) for number_format in self.formats}
+        peers = (self._transformers, self._vllm, self._llama, self._openvino)
+        yield from (entrant for list_peer in peers for entrant in list_peer(shape, isa) if entrant.bits in bits)
+
+    def _cloister(self, shape: Shape, isa: InstructionSet) -> Iterator[Entrant]:
+        files = self.files(shape.name)
+        is_native = self.settings.get("backend", "native") == "native"
+        held = self._held({"kernels": isa.name}, isa) if is_native else {}
         for number_format in self.formats:
-            quant = {} if number_format == "bf16" else {"quant": number_format}
+            is_stored = number_format == STORED
+            model = files.stored if is_stored else files.checkpoint
+            if model is None:
+                continue
+            quant = {} if is_stored or number_format == "bf16" else {"quant": number_format}
             settings = {**quant, **self.settings}
-            launch = self._launch("cloister", shape, self.model(shape.name), **settings)
-            yield Entrant("cloister", number_format, sys.executable, launch)
-            http = self._launch("cloister-http", shape, self.model(shape.name), **settings)
-            yield Entrant("cloister over HTTP", number_format, sys.executable, http, ("http16", "memory"))
+            size = model.stat().st_size if is_stored else None
+            environment = self._environment(isa)
+            launch = self._launch("cloister", shape, model, **settings, **held)
+            yield Entrant(
+                "cloister", number_format, sys.executable, launch, isa.name, weights_bytes=size, environment=environment
+            )
+            if not held:  # a server is a process of its own: no setting tells it another instruction set
+                http = self._launch("cloister-http", shape, model, **settings)
+                yield Entrant(
+                    "cloister over HTTP",
+                    number_format,
+                    sys.executable,
+                    http,
+                    isa.name,
+                    ("http16", "memory"),
+                    weights_bytes=size,
+                    environment=environment,
+                )
 
-    def _transformers(self, shape: Shape) -> Iterator[Entrant]:
-        if python := self._python("v1"):
-            model = self.model(shape.name)
+    def _transformers(self, shape: Shape, isa: InstructionSet) -> Iterator[Entrant]:
+        if python := self._python_with("transformers", "v1"):
+            model = self.files(shape.name).checkpoint
             yield Entrant(
                 "transformers",
                 "bf16",
                 python,
                 self._launch("transformers", shape, model),
+                isa.name,
                 weights_bytes=_checkpoint_bytes(model),
+                environment=self._environment(isa),
             )
 
-    def _vllm(self, shape: Shape) -> Iterator[Entrant]:
-        if (python := self._python("v3")) and list(self.folder.glob("v3/lib/python3*/site-packages/vllm")):
-            model = self.model(shape.name)
-            environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    def _vllm(self, shape: Shape, isa: InstructionSet) -> Iterator[Entrant]:
+        if python := self._python_with("vllm", "v3"):
+            model = self.files(shape.name).checkpoint
+            environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **self._environment(isa)}
             launch = self._launch("vllm", shape, model)
-            yield Entrant("vllm", "bf16", python, launch, weights_bytes=_checkpoint_bytes(model), environment=environment)
+            size = _checkpoint_bytes(model)
+            yield Entrant("vllm", "bf16", python, launch, isa.name, weights_bytes=size, environment=environment)
 
-    def _llama(self, shape: Shape) -> Iterator[Entrant]:
-        programs = self.folder / "lb" / "bin"
+    def _llama(self, shape: Shape, isa: InstructionSet) -> Iterator[Entrant]:
+        programs = self.folder / f"lb-{isa.name}" / "bin"
+        if isa == self.best and not (programs / "llama-bench").exists():
+            programs = self.folder / "lb" / "bin"
         if not (programs / "llama-bench").exists():
             return
-        for number_format, quant in _GGUF:
-            model = self.folder / "g" / f"{shape.name}-{quant}.gguf"
+        for number_format, model in self.files(shape.name).gguf.items():
             if model.exists():
                 launch = self._launch("llama", shape, model, bin=str(programs))
-                first = self._llama_python(shape, number_format, model, programs)
-                yield Entrant(
-                    "llama.cpp", number_format, sys.executable, launch, weights_bytes=model.stat().st_size, first=first
-                )
+                first = self._llama_python(shape, number_format, model, programs, isa)
+                size = model.stat().st_size
+                yield Entrant("llama.cpp", number_format, sys.executable, launch, isa.name, weights_bytes=size, first=first)
 
-    def _llama_python(self, shape: Shape, number_format: str, model: Path, programs: Path) -> Entrant | None:
-        package = next(iter(self.folder.glob("llama_cpp_python-*")), None)
+    def _llama_python(
+        self, shape: Shape, number_format: str, model: Path, programs: Path, isa: InstructionSet
+    ) -> Entrant | None:
+        package = next(iter(self.folder.glob("llama_cpp_python-*/")), None)
         python = self._python("v1")
         if package is None or python is None:
             return None
         environment = {"PYTHONPATH": str(package), "LLAMA_CPP_LIB_PATH": str(programs)}
         launch = self._launch("llama-python", shape, model)
-        return Entrant("llama.cpp", number_format, python, launch, environment=environment)
+        return Entrant("llama.cpp", number_format, python, launch, isa.name, environment=environment)
 
-    def _openvino(self, shape: Shape) -> Iterator[Entrant]:
+    def _openvino(self, shape: Shape, isa: InstructionSet) -> Iterator[Entrant]:
         python = self._python("v2")
-        for number_format, suffix in _OPENVINO if python else ():
-            model = self.folder / "ov" / f"{shape.name}-{suffix}"
+        for number_format, model in self.files(shape.name).openvino.items() if python else ():
             weights = model / "openvino_model.bin"
             if weights.exists():
-                launch = self._launch("openvino", shape, model, cache_gib=_OV_CACHE_GIB, max_batched_tokens=_OV_BATCHED_TOKENS)
-                yield Entrant("openvino", number_format, str(python), launch, weights_bytes=weights.stat().st_size)
+                launch = self._launch(
+                    "openvino",
+                    shape,
+                    model,
+                    cache_gib=_OV_CACHE_GIB,
+                    max_batched_tokens=_OV_BATCHED_TOKENS,
+                    properties=self._held(isa.openvino, isa),
+                )
+                size = weights.stat().st_size
+                environment = self._environment(isa)
+                yield Entrant(
+                    "openvino", number_format, str(python), launch, isa.name, weights_bytes=size, environment=environment
+                )
+
+    def _held(self, settings: Mapping[str, Any], isa: InstructionSet) -> dict[str, Any]:
+        """Returns settings that hold an engine to less than the processor has."""
+        return {} if isa == self.best else dict(settings)
+
+    def _environment(self, isa: InstructionSet) -> dict[str, str]:
+        return self._held(isa.environment, isa)
 
     def _launch(self, engine: str, shape: Shape, model: Path, **settings: Any) -> Launch:
         return Launch(engine, str(model), self.num_threads, shape.kv_token_bytes, shape.vocab_size, settings)
@@ -161,6 +219,17 @@ class Roster:
     def _python(self, environment: str) -> str | None:
         path = self.folder / environment / "bin" / "python"
         return str(path) if path.exists() else None
+
+    def _python_with(self, package: str, *environments: str) -> str | None:
+        """Returns the Python of the first virtual environment that has a package."""
+        having = (name for name in environments if any(self.folder.glob(f"{name}/lib/python3*/site-packages/{package}")))
+        return next(filter(None, map(self._python, having)), None)
+
+
+@cache
+def _find_files(folder: Path, shape: str) -> ModelFiles:
+    """As `files.find_files`, whose check of a published file's digest takes a while."""
+    return find_files(folder, shape)
 
 
 def _checkpoint_bytes(model: Path) -> int:

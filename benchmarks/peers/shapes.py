@@ -26,8 +26,16 @@ KNOWN: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
         "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
     },
+    "q15l8": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960,
+        "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+    },
 }  # fmt: skip
-"""Qwen2.5-0.5B and Llama-3.2-1B, both with tied embeddings."""
+"""Qwen2.5-0.5B, Llama-3.2-1B, and 8 of the 28 layers of Qwen2.5-1.5B, all with tied embeddings.
+
+q15l8 is held out: no kernel, tile or default may be chosen by it, so that it shows what the choices are worth elsewhere.
+"""
 _COMMON: Final = {
     "tie_word_embeddings": True, "max_position_embeddings": 32768, "bos_token_id": 0, "eos_token_id": 0,
     "dtype": "bfloat16", "hidden_act": "silu", "initializer_range": 0.02,
@@ -46,6 +54,7 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    max_positions: int
 
     @classmethod
     def read(cls, name: str, folder: Path) -> Shape:
@@ -60,6 +69,7 @@ class Shape:
             config.get("num_key_value_heads") or heads,
             config.get("head_dim") or config["hidden_size"] // heads,
             config["vocab_size"],
+            config["max_position_embeddings"],
         )
 
     @property

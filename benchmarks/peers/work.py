@@ -6,11 +6,10 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 NUM_NEW: Final = 128
 SHORT, LONG, WARM_UP = 128, 512, 520
-DECODE_PROMPT: Final = 512
 MIN_MEASURED_S: Final = 2.0
 """Less than this and the kernel's clock ticks (10 ms) would hide who else was running."""
 
@@ -27,6 +26,18 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Ends it."""
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """An engine that shows its first token when it is there."""
+
+    def time_decode(self, prompt: Sequence[int], num_new: int) -> float:
+        """Returns the seconds from the first token after a prompt to the last of `num_new` more.
+
+        Raises:
+            RuntimeError: the answer has another length.
+        """
 
 
 class Tokens:
@@ -60,6 +71,7 @@ class Figure:
         size: tokens of the prompt, or requests at once.
         unit: of a sample.
         more_is_better: which way is good.
+        positions: of the longest sequence, prompt and answer.
     """
 
     name: str
@@ -69,13 +81,20 @@ class Figure:
     unit: str = "tok/s"
     more_is_better: bool = True
 
+    @property
+    def positions(self) -> int:
+        return {"prefill": self.size + 1, "decode": self.size + 1 + NUM_NEW}.get(self.kind, LONG + NUM_NEW)
+
 
 FIGURES: Final = {
     figure.name: figure
     for figure in (
         Figure("prefill512", "prefill", 512, "prefill 512"),
         Figure("prefill2048", "prefill", 2048, "prefill 2048"),
-        Figure("decode", "decode", 1, "decode after 512"),
+        Figure("prefill8192", "prefill", 8192, "prefill 8192"),
+        Figure("decode", "decode", 512, "decode after 512"),
+        Figure("decode4096", "decode", 4096, "decode after 4k"),
+        Figure("decode16384", "decode", 16384, "decode after 16k"),
         Figure("together8", "together", 8, "8 at once"),
         Figure("together16", "together", 16, "16 at once"),
         Figure("http16", "http", 16, "16 over HTTP"),
@@ -84,12 +103,16 @@ FIGURES: Final = {
     )
 }
 
+BASE: Final = ("prefill512", "prefill2048", "decode", "together8", "together16")
+"""The work over which peak memory is taken."""
+LONG_CONTEXT: Final = ("decode4096", "prefill8192", "decode16384")
+
 LIMITS: Final = {
     figure.name: figure
     for figure in (
         Figure("read", "read", 0, "memory read", "GB/s"),
-        Figure("gemm_bf16", "gemm", 0, "torch GEMM, bf16", "GFLOP/s"),
-        Figure("gemm_int8", "gemm", 0, "torch GEMM, int8", "GFLOP/s"),
+        Figure("gemm_bf16", "gemm", 0, "matrix product, bf16", "GFLOP/s"),
+        Figure("gemm_int8", "gemm", 0, "matrix product, int8", "GFLOP/s"),
     )
 }
 
@@ -104,7 +127,7 @@ def measure(figure: Figure, engine: Engine, tokens: Tokens, num_samples: int) ->
     """Returns samples of one figure, `num_samples` or as many as fill two seconds, in tokens per second."""
     take: dict[str, Callable[[], float]] = {
         "prefill": lambda: _prefill(engine, tokens, figure.size),
-        "decode": lambda: _decode(engine, tokens),
+        "decode": lambda: _decode(engine, tokens, figure.size),
         "together": lambda: _together(engine, tokens, figure.size),
     }
     samples: list[float] = []
@@ -119,10 +142,16 @@ def _prefill(engine: Engine, tokens: Tokens, length: int) -> float:
     return length / _time(engine, [tokens.draw(length)], 1)
 
 
-def _decode(engine: Engine, tokens: Tokens) -> float:
-    """Tokens per second after a prompt, whose own time is taken off."""
-    first_s = _time(engine, [tokens.draw(DECODE_PROMPT)], 1)
-    return NUM_NEW / (_time(engine, [tokens.draw(DECODE_PROMPT)], NUM_NEW + 1) - first_s)
+def _decode(engine: Engine, tokens: Tokens, length: int) -> float:
+    """Tokens per second after a prompt.
+
+    The time of a call that makes one token is taken off that of another; after a long prompt that difference would be small
+    beside both, and who can shows when the first token came.
+    """
+    if length > LONG and isinstance(engine, Streaming):
+        return NUM_NEW / engine.time_decode(tokens.draw(length), NUM_NEW)
+    first_s = _time(engine, [tokens.draw(length)], 1)
+    return NUM_NEW / (_time(engine, [tokens.draw(length)], NUM_NEW + 1) - first_s)
 
 
 def _together(engine: Engine, tokens: Tokens, num_prompts: int) -> float:

@@ -29,14 +29,18 @@ def spec_of(head_dim: int) -> DecoderSpec:
 
 
 def exact_weights(head_dim: int, lowest: int, highest: int) -> GivenWeights:
-    """Weights that make keys and values of whole numbers: every head of every token has the lowest and the highest."""
+    """Weights that make keys and values of whole numbers: every group of every head has the lowest and the highest.
+
+    Keys go from -127 to 127, as they keep 8 bits; values from `lowest` to `highest`.
+    """
     rng = np.random.default_rng(head_dim)
     width = HEADS[1] * head_dim
 
-    def whole(rows: int) -> npt.NDArray[np.float32]:
-        heads = rng.integers(lowest, highest + 1, (rows // head_dim, head_dim, HIDDEN)).astype(np.float32)
-        heads[:, 0], heads[:, -1] = lowest, highest
-        return heads.reshape(rows, HIDDEN) / 8
+    def whole(low: int, high: int) -> npt.NDArray[np.float32]:
+        heads = rng.integers(low, high + 1, (HEADS[1], head_dim, HIDDEN)).astype(np.float32)
+        for first in range(0, head_dim, 64):
+            heads[:, first], heads[:, min(first + 64, head_dim) - 1] = low, high
+        return heads.reshape(width, HIDDEN) / 8
 
     def drawn(*shape: int) -> npt.NDArray[np.float32]:
         return rng.standard_normal(shape, dtype=np.float32)
@@ -48,8 +52,8 @@ def exact_weights(head_dim: int, lowest: int, highest: int) -> GivenWeights:
         "layers.0.attention_norm.weight": np.ones(HIDDEN, np.float32),
         "layers.0.mlp_norm.weight": np.ones(HIDDEN, np.float32),
         "layers.0.q.weight": drawn(HEADS[0] * head_dim, HIDDEN),
-        "layers.0.k.weight": whole(width),
-        "layers.0.v.weight": whole(width),
+        "layers.0.k.weight": whole(-127, 127),
+        "layers.0.v.weight": whole(lowest, highest),
         "layers.0.o.weight": drawn(HIDDEN, HEADS[0] * head_dim),
         "layers.0.gate.weight": drawn(16, HIDDEN),
         "layers.0.up.weight": drawn(16, HIDDEN),
@@ -67,7 +71,9 @@ def run(weights: GivenWeights, head_dim: int, kernels: str, block_size: int = 16
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("head_dim", [8, 10, 32, 64])
+@pytest.mark.parametrize(
+    "head_dim", [8, 10, 24, 100]
+)  # heads that are not rotated: codes of a rotated one are no whole numbers
 @pytest.mark.parametrize(("kv_dtype", "lowest", "highest"), [("int8", -127, 127), ("int4", -7, 8), ("int4", 1, 16)])
 def test_numbers_that_codes_can_hold_come_back_exactly(
     kv_dtype: str, lowest: int, highest: int, head_dim: int, kernels: str
@@ -75,20 +81,21 @@ def test_numbers_that_codes_can_hold_come_back_exactly(
     weights = exact_weights(head_dim, lowest, highest)
     wide = run(weights, head_dim, kernels)
     assert np.ptp(wide) > 1
-    assert relative_error(wide, run(weights, head_dim, kernels, dtype="float32")) < 0.01
+    assert relative_error(wide, run(weights, head_dim, kernels, dtype="float32")) < 0.015  # bfloat16 itself
     for block_size in (1, 7, 16):
         assert run(weights, head_dim, kernels, block_size, kv_dtype=kv_dtype).tobytes() == wide.tobytes()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize(("kv_dtype", "low", "high"), [("int8", 1e-4, 0.02), ("int4", 5e-3, 0.2)])
-def test_numbers_between_codes_are_rounded(kv_dtype: str, low: float, high: float, kernels: str) -> None:
-    weights = exact_weights(32, -127, 127)
+def test_numbers_between_codes_are_rounded(kv_dtype: str, low: float, high: float, head_dim: int, kernels: str) -> None:
+    weights = exact_weights(head_dim, -127, 127)
     for name in ("k", "v"):
         tensor = weights.read(f"layers.0.{name}.weight")
         assert isinstance(tensor, np.ndarray)
         tensor *= np.random.default_rng(2).uniform(0.4, 1, tensor.shape)
-    assert low < relative_error(run(weights, 32, kernels, kv_dtype=kv_dtype), run(weights, 32, kernels)) < high
+    assert low < relative_error(run(weights, head_dim, kernels, kv_dtype=kv_dtype), run(weights, head_dim, kernels)) < high
 
 
 def test_fewer_bits_take_fewer_bytes() -> None:
@@ -96,4 +103,4 @@ def test_fewer_bits_take_fewer_bytes() -> None:
     elements = 2 * 8 * 128 * 16
     assert sizes[:2] == [4 * elements, 2 * elements]
     assert elements < sizes[2] < 1.1 * elements
-    assert elements / 2 < sizes[3] < 0.7 * elements
+    assert 0.75 * elements < sizes[3] < 0.9 * elements  # keys in 8 bits, values in 4

@@ -9,10 +9,12 @@ import pytest
 
 from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
+from cloister.backends.tensors import GroupedTensor, Tensor
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
+from cloister.quant.weights import is_projection
 from tests.company import differing_arrangements
 from tests.driving import Driver, RandomWeights, make_spec
-from tests.native import KERNELS, NARROW, SPECS, WINDOWED, build_native
+from tests.native import KERNELS, NARROW, SPECS, WINDOWED, GivenWeights, build_native
 
 FORMS = {  # what weights, KV, and arithmetic beside them are
     "float32": ("none", "float32", None),
@@ -20,10 +22,12 @@ FORMS = {  # what weights, KV, and arithmetic beside them are
     "int8, KV int8": ("int8", "bfloat16", "int8"),
     "int4": ("int4", "bfloat16", None),
     "QoQ, KV int4": ("qoq", "bfloat16", "int4"),
+    "Q4_1": ("Q4_1", "bfloat16", None),
+    "Q8_0, KV int8": ("Q8_0", "bfloat16", "int8"),
 }
 FEW = {"chunks": (7, 90), "block_sizes": (5,), "companions": (3, 40)}
 FEWEST = {"chunks": (90,), "block_sizes": (5,), "companions": (9,)}
-SLOW = ("avx2", "scalar")
+SLOW = ("scalar",)
 WIDE = make_spec(hidden=1024, intermediate=2816, heads=(8, 2), head_dim=128, num_layers=1, vocab=1100)
 
 
@@ -37,12 +41,31 @@ def make(
 def differing(spec: DecoderSpec, form: str, kernels: str, count: int, **arrangements: tuple[int, ...]) -> list[str]:
     quant, dtype, kv_dtype = FORMS[form]
     weights: Weights = RandomWeights(spec)
-    if quant != "none":
+    if quant.startswith("Q"):
+        weights = stored(spec, weights, bits=int(quant[1]), with_offsets=quant.endswith("1"))
+    elif quant != "none":
         weights = QuantizedWeights(weights, FORMATS.get(quant)(FormatOptions()))
     tokens = np.random.default_rng(count).integers(0, spec.vocab_size, count).tolist()
     return differing_arrangements(
         partial(make, spec, weights, dtype, kv_dtype, kernels), tokens, vocab=spec.vocab_size, **arrangements
     )
+
+
+def stored(spec: DecoderSpec, weights: Weights, *, bits: int, with_offsets: bool) -> Weights:
+    """Returns weights as a GGUF file has them, where 32 divides: groups of 32, whose inputs have scales of their own."""
+    rng = np.random.default_rng(9)
+
+    def code(name: str, tensor: Tensor) -> Tensor:
+        if not is_projection(name) or tensor.shape[1] % 32:
+            return tensor
+        shape = tensor.shape[0], tensor.shape[1] // 32
+        scales = (rng.uniform(0.5, 1.5, shape) / (2**bits * tensor.shape[1] ** 0.5)).astype(np.float16).astype(np.float32)
+        codes = rng.integers(0, 2**bits, tensor.shape).astype(np.uint8)
+        offsets = -scales * np.float32(2 ** (bits - 1)) * rng.uniform(0.9, 1.1, shape).astype(np.float32)
+        zeros = np.zeros(shape, np.uint8) if with_offsets else None
+        return GroupedTensor(codes, scales, zeros, offsets if with_offsets else None, bits, 32, "int8_group")
+
+    return GivenWeights({name: code(name, weights.read(name)) for name in weights.names()})
 
 
 @pytest.mark.parametrize("form", FORMS)

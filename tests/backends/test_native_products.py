@@ -97,6 +97,45 @@ def test_an_integer_product_is_exact_but_for_the_order_of_sums(name: str, kernel
         assert relative_error(found, exact[:num_rows]) < 2e-6, f"{num_rows} rows"
 
 
+ROUNDED: dict[str, Tensor] = {
+    "8 bits in groups of 32, as their inputs": replace(grouped(352, 32, 8), activations="int8_group"),
+    "4 bits in groups of 32 with offsets, as their inputs": replace(
+        grouped(576, 32, 4, offsets=True), activations="int8_group"
+    ),
+    "4 bits in groups of 64 with zeros, as their inputs": replace(grouped(576, 64, 4, zeros=True), activations="int8_group"),
+    "4 bits in groups of 128, as their inputs": replace(grouped(1280, 128, 4), activations="int8_group"),
+    "8 bits by row, rotated": replace(grouped(576, 576, 8), rotation=64),
+    "8 bits by row, rotated in blocks of 16": replace(grouped(688, 688, 8), rotation=16),
+    "4 bits in groups of 32, rotated": replace(grouped(1024, 32, 4), rotation=64),
+    "QoQ, rotated": replace(progressive(640, 128), rotation=64),
+}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", ROUNDED)
+def test_inputs_that_stand_out_are_rounded_as_the_reference_rounds_them(name: str, kernels: str) -> None:
+    head = ROUNDED[name]
+    vocab, hidden = head.shape
+    rng = np.random.default_rng(8)
+    rows, norm = rng.standard_normal((vocab, hidden), dtype=np.float32), np.ones(hidden, np.float32)
+    rows[:, rng.choice(hidden, 3, replace=False)] *= 50
+    exact = exact_product(head, rows, norm)
+    for num_rows in NUM_ROWS:
+        found = multiply(head, rows, norm, num_rows=num_rows, kernels=kernels)
+        assert relative_error(found, exact[:num_rows]) < 2e-4, f"{num_rows} rows"  # a code that is level may round otherwise
+
+
+@pytest.mark.parametrize("rotation", [16, 64])
+def test_an_embedding_in_rotated_codes_is_looked_up_as_it_was(rotation: int) -> None:
+    embedding = replace(grouped(192, 192, 8, vocab=192), rotation=rotation)
+    norm, head = np.ones(192, np.float32), np.eye(192, dtype=np.float32)
+    wide = embedding.dequantize().astype(np.float64)
+    for kernels in KERNELS:
+        weights = GivenWeights({"embed.weight": embedding, "norm.weight": norm, "head.weight": head})
+        found = build_native(without_layers(192, 192), weights, num_blocks=16, kernels=kernels).run("a", list(range(192)))
+        assert relative_error(found, wide / np.sqrt(np.square(wide).mean(1, keepdims=True))) < 2e-6
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("hidden", [16, 40, 256, 1000])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -231,7 +270,8 @@ def test_a_row_that_is_not_finite_does_not_become_so_by_rounding(hidden: int, wr
 
 
 GIVEN: dict[str, Any] = {
-    "kind": 2, "outputs": 40, "inputs": 96, "group": 32, "zero_point": 128, "codes": np.zeros(2 * 2 * 2048, np.uint8),
+    "kind": 2, "outputs": 40, "inputs": 96, "group": 32, "zero_point": 128,
+    "group_inputs": False, "rotation": 0, "codes": np.zeros(2 * 2 * 2048, np.uint8),
     "channel_scales": None, "scales": np.zeros(64 * 3 * 2, np.uint8), "wide_scales": False, "zeros": np.zeros(64 * 3, np.uint8),
     "offsets": None, "group_scales": None, "bias": np.zeros(64, np.float32),
 }  # fmt: skip

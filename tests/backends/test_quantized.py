@@ -11,7 +11,7 @@ import torch
 
 from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
-from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor, dequantized
+from cloister.backends.tensors import GroupedTensor, InputRounding, ProgressiveTensor, Tensor, dequantized, rotate_blocks
 from cloister.backends.torch.reading import WeightReader
 from cloister.backends.torch.rounded import JoinedLinear, RoundedLinear, round_rows
 from cloister.backends.torch.team import Team
@@ -46,6 +46,7 @@ def rows_of(count: int, width: int) -> npt.NDArray[np.float32]:
 
 def integer_product(rows: npt.NDArray[np.float32], tensor: GroupedTensor | ProgressiveTensor) -> npt.NDArray[np.float64]:
     """What an integer kernel computes, group by group in whole numbers, then scales in float64."""
+    rows = rotate_blocks(rows, tensor.rotation)
     peaks = np.abs(rows).max(1, keepdims=True)
     levels = np.rint(rows * (np.float32(127) / peaks)).astype(np.int64)
     if isinstance(tensor, ProgressiveTensor):
@@ -70,14 +71,14 @@ def test_a_product_is_that_of_whole_numbers_and_scales(name: str) -> None:
 
 def test_rows_round_half_to_even_and_zeros_stay_zeros() -> None:
     levels, scales = round_rows(torch.tensor([[127.0, 0.5, 1.5, -2.5, 126.5], [0.0] * 5, [-254.0, 1.0, 3.0, 2.0, 0.0]]))
-    assert levels.tolist() == [[127, 0, 2, -2, 126], [0] * 5, [-127, 0, 2, 1, 0]]
+    assert levels.flatten(1).tolist() == [[127, 0, 2, -2, 126], [0] * 5, [-127, 0, 2, 1, 0]]
     assert scales.flatten().tolist() == [1, 0, 2]
 
 
 def test_a_bias_is_added_after_the_scales() -> None:
     bias, rows = torch.arange(24.0), torch.from_numpy(rows_of(8, 32))
     weight = torch.from_numpy(rows_of(24, 32))
-    plain, biased = (RoundedLinear(weight, offset, Team(1))(rows) for offset in (None, bias))
+    plain, biased = (RoundedLinear(weight, offset, Team(1), InputRounding())(rows) for offset in (None, bias))
     assert torch.equal(plain + bias, biased)
 
 

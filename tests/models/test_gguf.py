@@ -162,7 +162,7 @@ def test_matrices_stay_in_few_bits_and_numbers_stay_mapped(tmp_path: Path) -> No
     weights = load(make_gguf(tmp_path / "tiny", "llama", "Q4_K")).weights
     query, norm = weights.read("layers.0.q.weight"), weights.read("norm.weight")
     assert isinstance(query, GroupedTensor)
-    assert (query.bits, query.group_size, query.activations) == (4, 32, "int8")
+    assert (query.bits, query.group_size, query.activations) == (4, 32, "int8_group")
     assert isinstance(norm, np.ndarray)
     with pytest.raises(ValueError, match="read-only"):
         norm[0] = 1

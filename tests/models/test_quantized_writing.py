@@ -68,7 +68,7 @@ def test_other_readers_find_plain_safetensors(tmp_path: Path) -> None:
     write_model(
         source.path,
         tmp_path / "out",
-        quantize_on_read(source.spec, source.weights, FORMATS.get("int4")(FormatOptions())),
+        quantize_on_read(source.spec, source.weights, FORMATS.get("int4")(FormatOptions(rotates=False))),
         "rtn",
     )
     tensors = load_file(tmp_path / "out" / "model.safetensors")

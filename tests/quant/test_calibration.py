@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, dequantized
+from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, dequantized, rotate_blocks
 from cloister.quant import FORMATS, FormatOptions
 from cloister.quant.calibration import CALIBRATORS, calibrate
 from cloister.quant.calibration.gptq import choose_codes, damped, fit_inputs, inverse_factor
@@ -84,9 +84,11 @@ def test_gptq_halves_the_error_on_correlated_inputs(format_name: str) -> None:
     rows, fresh = np.split(correlated(4000, 128), 2)
     weight = np.random.default_rng(8).standard_normal((96, 128), dtype=np.float32)
     start = FORMATS.get(format_name)(FormatOptions()).quantize(weight)
-    gram = damped(rows.T @ rows, 0.01)
+    turned = rotate_blocks(rows, start.rotation)
+    gram = damped(turned.T @ turned, 0.01)
     order = np.argsort(-np.diagonal(gram))
-    found = choose_codes(weight, start, inverse_factor(gram[np.ix_(order, order)]), order)
+    turned_weight = rotate_blocks(weight, start.rotation)
+    found = choose_codes(turned_weight, start, inverse_factor(gram[np.ix_(order, order)]), order)
     before, after = (np.square(fresh @ (dequantized(tensor) - weight).T).mean() for tensor in (start, found))
     assert after < 0.5 * before
 

@@ -85,3 +85,16 @@ def test_a_text_too_short_for_a_window_is_refused(model: Path, tmp_path: Path, c
     (tmp_path / "short.txt").write_text("one two three")
     assert run("quantize", model, tmp_path / "out", "--text", tmp_path / "short.txt") == 1
     assert "give one of 512 at least" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [([], "cloister"), (["--no-rotate"], "compressed-tensors"), (["--method", "awq"], "compressed-tensors")],
+)
+def test_only_a_rotated_model_needs_this_reader(options: list[str], method: str, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("quantize", model, out, "--format", "int8", "--tokens", 512, "--measure", 0, *options) == 0
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == method
+    form = load(out).weights.form("layers.0.q.weight")
+    assert form is not None
+    assert (form.rotation > 0) == (method == "cloister")

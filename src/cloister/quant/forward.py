@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.spec import AttentionSpec, LayerSpec, RopeSpec
-from cloister.backends.tensors import Tensor, activations_of, dequantized
-from cloister.quant.base import FloatArray, KVDtype, reciprocal
-from cloister.quant.kv import round_kv
+from cloister.backends.tensors import InputRounding, Tensor, dequantized, round_inputs, rounding_of
+from cloister.quant.base import FloatArray, KVDtype
+from cloister.quant.kv import round_keys, round_values
 from cloister.quant.limits import feed_forward_of, rope_of
 
 LayerTensors: TypeAlias = Mapping[str, Tensor]
@@ -25,14 +25,20 @@ LayerTensors: TypeAlias = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A matrix ready to be multiplied many times: dequantised once, its inputs rounded if it asks for that."""
+    """A matrix ready to be multiplied many times: dequantised once; its inputs are rounded as it asks for."""
 
     weight: FloatArray
     bias: FloatArray | None
-    rounds: bool
+    rounding: InputRounding | None
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: FloatArray | None) -> _Product:
+        rounding = rounding_of(weight)
+        numbers = dequantized(weight) if rounding is None or isinstance(weight, np.ndarray) else weight.dequantize_rotated()
+        return cls(np.asarray(numbers, np.float32), bias, rounding)
 
     def __call__(self, rows: FloatArray) -> FloatArray:
-        out: FloatArray = round_rows(rows) @ self.weight.T if self.rounds else rows @ self.weight.T
+        out: FloatArray = (rows if self.rounding is None else round_inputs(rows, self.rounding)) @ self.weight.T
         if self.bias is not None:
             out += self.bias
         return out
@@ -64,7 +70,7 @@ class LayerForward:
         cos, sin = rotation(rope_of(self._spec), len(normed))
         queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
         yield "keys", keys
-        mixed = attend(queries, round_kv(keys, self._kv_dtype), round_kv(values, self._kv_dtype), spec)
+        mixed = attend(queries, round_keys(keys, self._kv_dtype), round_values(values, self._kv_dtype), spec)
         yield "o", mixed
         hidden = hidden + self._multiply("o", mixed)
         normed = rms_norm(hidden, self._vector("mlp_norm"), self._eps)
@@ -89,22 +95,15 @@ class LayerForward:
     def _product(self, name: str) -> _Product:
         weight = self._tensors[f"{name}.weight"]
         bias = self._vector(name, "bias") if f"{name}.bias" in self._tensors else None
-        return _Product(np.asarray(dequantized(weight), np.float32), bias, activations_of(weight) == "int8")
+        return _Product.of(weight, bias)
 
     def _vector(self, name: str, part: str = "weight") -> FloatArray:
         return np.asarray(dequantized(self._tensors[f"{name}.{part}"]), np.float32)
 
 
 def multiply(rows: FloatArray, weight: Tensor) -> FloatArray:
-    """Returns rows [num_rows, in] times a matrix [out, in], the rows rounded to int8 if the matrix asks for that."""
-    return _Product(np.asarray(dequantized(weight), np.float32), None, activations_of(weight) == "int8")(rows)
-
-
-def round_rows(rows: FloatArray) -> FloatArray:
-    """Returns rows [num_rows, in] as int8 with a scale each gives them back (`backends.tensors.Activations`)."""
-    peaks = np.abs(rows).max(1, keepdims=True)
-    rounded: FloatArray = np.rint(rows * (np.float32(127) * reciprocal(peaks))) * (peaks / np.float32(127))
-    return rounded
+    """Returns rows [num_rows, in] times a matrix [out, in], the rows rounded as the matrix asks for."""
+    return _Product.of(weight, None)(rows)
 
 
 def rms_norm(rows: FloatArray, weight: FloatArray, eps: float) -> FloatArray:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import Activations, GroupedTensor
+from cloister.backends.tensors import GroupedTensor
 from cloister.quant.base import (
     FORMATS,
     THREAT,
@@ -37,7 +37,7 @@ class Int4:
     """Protocol `quant.base.NumberFormat`."""
 
     group_size: int
-    activations: Activations
+    options: FormatOptions
     name: str = "int4"
     kv_dtype: KVDtype = "bfloat16"
     smooths_keys: bool = False
@@ -46,27 +46,27 @@ class Int4:
         """A matrix whose inputs 16 does not divide gets 8 bits and one scale per output."""
         group_size = fit_group_size(weight.shape[1], self.group_size, _MULTIPLE)
         if group_size is None:
-            return quantize_rows(weight, self.activations)
-        return quantize_groups(weight, group_size, self.activations, importance)
+            return quantize_rows(weight, self.options)
+        return quantize_groups(weight, group_size, self.options, importance)
 
     def quantize_vocabulary(self, weight: npt.NDArray[Any]) -> GroupedTensor:
-        return quantize_rows(weight, self.activations)
+        return quantize_rows(weight, self.options)
 
 
 @FORMATS.register("int4", THREAT)
 def make_int4(options: FormatOptions) -> Int4:
     """Makes the format; groups of 32 unless chosen otherwise."""
-    return Int4(choose_group_size(options.group_size, 32, GROUP_SIZES, "int4"), options.activations or "int8")
+    return Int4(choose_group_size(options.group_size, 32, GROUP_SIZES, "int4"), options)
 
 
 def quantize_groups(
-    weight: npt.NDArray[Any], group_size: int, activations: Activations, importance: FloatArray | None = None
+    weight: npt.NDArray[Any], group_size: int, options: FormatOptions, importance: FloatArray | None = None
 ) -> GroupedTensor:
     """Returns 4-bit codes of a matrix [out, in]; scales are numbers of float16, as kernels keep them."""
     num_out, num_in = weight.shape
-    num_groups = num_in // group_size
+    num_groups, rotation = num_in // group_size, options.rotation_of(num_in)
     codes, scales = np.empty((num_out, num_in), np.uint8), np.empty((num_out, num_groups), np.float32)
-    for rows, chunk in row_chunks(weight):
+    for rows, chunk in row_chunks(weight, rotation):
         groups = to_columns(chunk, group_size)
         costs = None if importance is None else np.tile(importance.reshape(num_groups, group_size).T, len(chunk))
         found = round_to_half(search_scales(groups, costs))
@@ -74,7 +74,8 @@ def quantize_groups(
         levels -= _LOWEST
         codes[rows] = from_columns(levels.astype(np.uint8), len(chunk))
         scales[rows] = found.reshape(len(chunk), num_groups)
-    return GroupedTensor(codes, scales, None, None, bits=4, group_size=group_size, activations=activations)
+    activations = options.activations or "int8"
+    return GroupedTensor(codes, scales, None, None, 4, group_size, activations, rotation=rotation)
 
 
 def search_scales(groups: FloatArray, costs: FloatArray | None) -> FloatArray:

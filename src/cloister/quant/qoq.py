@@ -39,6 +39,7 @@ class QoQ:
     """Protocol `quant.base.NumberFormat`."""
 
     group_size: int
+    options: FormatOptions
     name: str = "qoq"
     kv_dtype: KVDtype = "int4"
     smooths_keys: bool = True
@@ -47,11 +48,11 @@ class QoQ:
         """A matrix whose inputs 32 does not divide is written as `int4` would."""
         group_size = fit_group_size(weight.shape[1], self.group_size, _MULTIPLE)
         if group_size is None:
-            return Int4(self.group_size, "int8").quantize(weight, importance)
-        return quantize_progressively(weight, group_size, importance)
+            return Int4(self.group_size, self.options).quantize(weight, importance)
+        return quantize_progressively(weight, group_size, self.options, importance)
 
     def quantize_vocabulary(self, weight: npt.NDArray[Any]) -> GroupedTensor:
-        return quantize_rows(weight, "int8")
+        return quantize_rows(weight, self.options)
 
 
 @FORMATS.register("qoq", THREAT)
@@ -59,21 +60,21 @@ def make_qoq(options: FormatOptions) -> QoQ:
     """Makes the format; groups of 128 unless chosen otherwise."""
     if options.activations not in (None, "int8"):
         raise ConfigError("the number format qoq computes with int8 activations only", param="activations")
-    return QoQ(choose_group_size(options.group_size, 128, GROUP_SIZES, "qoq"))
+    return QoQ(choose_group_size(options.group_size, 128, GROUP_SIZES, "qoq"), options)
 
 
 def quantize_progressively(
-    weight: npt.NDArray[Any], group_size: int, importance: FloatArray | None = None
+    weight: npt.NDArray[Any], group_size: int, options: FormatOptions, importance: FloatArray | None = None
 ) -> ProgressiveTensor:
     """Returns the two levels of a matrix [out, in]: channel scales first, then groups of their int8 in 4 bits.
 
     The 4-bit codes are rounded from the weight itself, not from its int8 level: what is rounded once errs less.
     """
     num_out, num_in = weight.shape
-    shape = num_out, num_in // group_size
+    shape, rotation = (num_out, num_in // group_size), options.rotation_of(num_in)
     codes, channel_scales = np.empty((num_out, num_in), np.uint8), np.empty(num_out, np.float32)
     group_scales, zeros = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
-    for rows, chunk in row_chunks(weight):
+    for rows, chunk in row_chunks(weight, rotation):
         channel_scales[rows] = np.abs(chunk).max(1) / np.float32(PROTECTIVE_RANGE)
         groups = to_columns(chunk * reciprocal(channel_scales[rows])[:, None], group_size)
         costs = None if importance is None else np.tile(importance.reshape(-1, group_size).T, len(chunk))
@@ -81,7 +82,7 @@ def quantize_progressively(
         codes[rows] = from_columns(found.codes, len(chunk))
         group_scales[rows] = found.scales.reshape(len(chunk), -1)
         zeros[rows] = found.zeros.reshape(len(chunk), -1)
-    return ProgressiveTensor(codes, channel_scales, group_scales, zeros, group_size)
+    return ProgressiveTensor(codes, channel_scales, group_scales, zeros, group_size, rotation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ class Matrix:
         inputs: int,
         group: int,
         zero_point: int,
+        group_inputs: bool,
+        rotation: int,
         codes: _Bytes,
         channel_scales: _Floats | None,
         scales: _Bytes | None,

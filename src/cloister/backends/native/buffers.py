@@ -53,8 +53,8 @@ def _shared(mlp: MlpSpec | MoeSpec) -> MlpSpec | None:
 
 
 def _input_bytes(length: int, is_wide: bool) -> int:
-    """Bytes of one row of inputs: chunks of 64 bytes, two sums for each, a scale and a total."""
-    return -(-length // (16 if is_wide else 32)) * (64 + 8) + 8
+    """Bytes of one row of inputs: chunks of 64 bytes, two sums for each, a scale for 32 inputs at most and a total."""
+    return -(-length // (16 if is_wide else 32)) * (64 + 8) + 4 * -(-length // 32) + 8
 
 
 def _padded(length: int) -> int:

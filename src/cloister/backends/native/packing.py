@@ -13,9 +13,17 @@ import numpy.typing as npt
 
 from cloister.backends.native import _native
 from cloister.backends.native.memory import ByteArray, reserve
-from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, QuantizedTensor, Tensor, take_rows
+from cloister.backends.tensors import (
+    GroupedTensor,
+    InputRounding,
+    ProgressiveTensor,
+    QuantizedTensor,
+    Tensor,
+    rounding_of,
+    take_rows,
+)
 
-LAYOUT = 2  # raise it when packed bytes change their meaning
+LAYOUT = 3  # raise it when packed bytes change their meaning
 PANEL = 32
 _CHUNK = 1 << 18  # numbers that are dequantised at once: they stay in a core's own cache
 _SUM_LENGTH = 32  # the kernels keep sums of inputs for groups of this length and its multiples
@@ -48,6 +56,8 @@ class PackedMatrix:
     Attributes:
         group: inputs that share a scale; 0 for none.
         zero_point: what is taken off every code where there are no `zeros`.
+        group_inputs: inputs have a scale for each group, not for each token.
+        rotation: of the inputs (`backends.tensors.rotate_blocks`).
         parts: flat arrays by name: codes, channel_scales, scales, zeros, offsets, group_scales, bias.
     """
 
@@ -56,6 +66,8 @@ class PackedMatrix:
     inputs: int
     group: int
     zero_point: int
+    group_inputs: bool
+    rotation: int
     parts: Mapping[str, npt.NDArray[Any]] = field(repr=False)
 
     def bind(self) -> _native.Matrix:
@@ -68,6 +80,8 @@ class PackedMatrix:
             inputs=self.inputs,
             group=self.group,
             zero_point=self.zero_point,
+            group_inputs=self.group_inputs,
+            rotation=self.rotation,
             codes=self.parts["codes"],
             channel_scales=part("channel_scales"),
             scales=None if scales is None else scales.view(np.uint8),
@@ -129,8 +143,10 @@ class Packer:
             parts["bias"] = _by_panel(shifts, places, panels)
         grouped = kind is Kind.QOQ or "scales" in parts
         group = tensors[0].group_size if grouped and not isinstance(tensors[0], np.ndarray) else 0
-        zero_point = {Kind.INT8: 128, Kind.INT4: 8, Kind.QOQ: 128, Kind.W4A16: 8}.get(kind, 0)
-        return PackedMatrix(kind, outputs, inputs, group, zero_point, parts)
+        rounding = rounding_of(tensors[0]) or InputRounding()
+        return PackedMatrix(
+            kind, outputs, inputs, group, _zero_point(kind, tensors), rounding.group_size > 0, rounding.rotation, parts
+        )
 
     def _pack_codes(self, kind: Kind, tensor: Tensor, places: IntArray, codes: ByteArray) -> None:
         data = tensor if isinstance(tensor, np.ndarray) else tensor.codes
@@ -139,6 +155,25 @@ class Packer:
         data = np.ascontiguousarray(data)
         flat = data.reshape(-1).view(np.uint8)
         _native.pack(self._pool, int(kind), _SOURCES[data.dtype], flat, data.shape[0], data.shape[1], places, codes)
+
+
+def _zero_point(kind: Kind, tensors: Sequence[Tensor]) -> int:
+    """Returns what is taken off every code, where that is one number for all."""
+    middle = {Kind.INT8: 128, Kind.INT4: 8, Kind.QOQ: 128, Kind.W4A16: 8}.get(kind, 0)
+    common = _common_zero([t for t in tensors if isinstance(t, GroupedTensor)])
+    return middle if common is None else common
+
+
+def _common_zero(tensors: Sequence[GroupedTensor]) -> int | None:
+    """Returns the zero point that all groups of tensors with offsets have, as those of GGUF do; None where they differ.
+
+    Of tensors without offsets kernels expect the middle of the codes, or one for each group.
+    """
+    if not any(t.offsets is not None for t in tensors):
+        return None
+    found = {2 ** (t.bits - 1) if t.zeros is None else int(t.zeros.flat[0]) for t in tensors}
+    same = all(t.zeros is None or np.all(t.zeros == t.zeros.flat[0]) for t in tensors)
+    return found.pop() if same and len(found) == 1 else None
 
 
 def _places(start: int, end: int) -> IntArray:
@@ -181,6 +216,8 @@ def _has_kernel(tensor: GroupedTensor | ProgressiveTensor) -> bool:
         return whole_groups
     if tensor.order is not None:
         return False
+    if tensor.activations == "int8_group":
+        return whole_groups and not tensor.rotation
     if tensor.activations == "bfloat16":
         return tensor.bits == 4 and whole_groups
     return whole_groups or _scaled_by_row(tensor)
@@ -195,7 +232,7 @@ def _scaled_by_row(tensor: Tensor) -> bool:
 
 def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns tensors that can stand in one matrix: themselves, or all as numbers."""
-    kinds = {(type(t), None) if isinstance(t, np.ndarray) else (_kind_of(t), t.group_size) for t in tensors}
+    kinds = {(type(t),) if isinstance(t, np.ndarray) else (_kind_of(t), t.group_size, rounding_of(t)) for t in tensors}
     if len(kinds) == 1:
         return tensors
     return [t if isinstance(t, np.ndarray) else _as_numbers(t) for t in tensors]
@@ -206,7 +243,7 @@ def _kind_of(tensor: GroupedTensor | ProgressiveTensor) -> Kind:
         return Kind.QOQ
     if tensor.bits == 8:
         return Kind.INT8
-    return Kind.INT4 if tensor.activations == "int8" else Kind.W4A16
+    return Kind.W4A16 if tensor.activations == "bfloat16" else Kind.INT4
 
 
 def _metadata(tensors: Sequence[Tensor]) -> dict[str, list[npt.NDArray[Any]]]:
@@ -227,7 +264,7 @@ def _metadata(tensors: Sequence[Tensor]) -> dict[str, list[npt.NDArray[Any]]]:
     found: dict[str, list[npt.NDArray[Any]]] = {
         "scales": [t.scales.astype(np.float16 if exact else np.float32) for t in grouped]
     }
-    if any(t.zeros is not None for t in grouped):
+    if any(t.zeros is not None for t in grouped) and _common_zero(grouped) is None:
         middle = [np.full(t.scales.shape, 2 ** (t.bits - 1), np.uint8) if t.zeros is None else t.zeros for t in grouped]
         found["zeros"] = middle
     if any(t.offsets is not None for t in grouped):

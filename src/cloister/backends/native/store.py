@@ -28,6 +28,7 @@ from cloister.backends.native.packing import LAYOUT, Kind, PackedMatrix
 
 READER: Final = 2
 """Raise it when reading a checkpoint, or packing it, comes to other bytes: files of the old number are then not used."""
+_SHAPE: Final = ("outputs", "inputs", "group", "zero_point", "group_inputs", "rotation")  # of a matrix, after its kind
 MOST_BYTES: Final = 64 << 30
 _OURS: Final = re.compile(r"[0-9a-f]{32}\.(packed|[0-9]+)")
 _MAGIC: Final = b"cloister packed\n"
@@ -151,8 +152,7 @@ def _take_room(descriptor: int, num_bytes: int) -> None:
 
 def _describe(model: PackedModel) -> dict[str, Any]:
     matrices = {
-        name: [int(matrix.kind), matrix.outputs, matrix.inputs, matrix.group, matrix.zero_point]
-        for name, matrix in model.matrices.items()
+        name: [int(matrix.kind), *(int(getattr(matrix, field)) for field in _SHAPE)] for name, matrix in model.matrices.items()
     }
     return {"matrices": matrices, "vectors": list(model.vectors)}
 
@@ -211,8 +211,8 @@ def _assemble(header: Mapping[str, Any], arrays: Mapping[str, Array]) -> PackedM
         parts[name][part] = array
 
     def matrix(name: str, described: list[int]) -> PackedMatrix:
-        kind, outputs, inputs, group, zero_point = described
-        packed = PackedMatrix(Kind(kind), outputs, inputs, group, zero_point, parts[name])
+        kind, outputs, inputs, group, zero_point, group_inputs, rotation = described
+        packed = PackedMatrix(Kind(kind), outputs, inputs, group, zero_point, bool(group_inputs), rotation, parts[name])
         packed.bind()  # refuses parts that are shorter than the shape asks for
         return packed
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
-from cloister.backends.tensors import Activations, activations_of, dequantized
+from cloister.backends.tensors import InputRounding, dequantized, rounding_of
 from cloister.backends.tensors import Tensor as AnyTensor
 from cloister.backends.torch.layers import Norm
 from cloister.backends.torch.linear import Linear
@@ -50,18 +50,18 @@ class WeightReader:
         """
         tensors = {name: self._weights.read(f"{name}.weight") for name in names}
         parts = [
-            self._join({name: tensors[name] for name in run}, bias, activations, wide)
-            for activations, run in groupby(names, lambda name: activations_of(tensors[name]))
+            self._join({name: tensors[name] for name in run}, bias, rounding, wide)
+            for rounding, run in groupby(names, lambda name: rounding_of(tensors[name]))
         ]
         return parts[0] if len(parts) == 1 else JoinedLinear(parts)
 
     def _join(
-        self, tensors: Mapping[str, AnyTensor], bias: bool, activations: Activations, wide: bool
+        self, tensors: Mapping[str, AnyTensor], bias: bool, rounding: InputRounding | None, wide: bool
     ) -> Linear | RoundedLinear:
-        dtype = torch.float32 if wide or activations == "int8" else self._dtype
+        dtype = torch.float32 if wide or rounding else self._dtype
         weight = torch.cat([to_torch(dequantized(tensor)).to(self._device, dtype) for tensor in tensors.values()])
         offset = torch.cat([self.read(f"{name}.bias", dtype) for name in tensors]) if bias else None
-        return (RoundedLinear if activations == "int8" else Linear)(weight, offset, self._team)
+        return RoundedLinear(weight, offset, self._team, rounding) if rounding else Linear(weight, offset, self._team)
 
 
 def to_torch(array: npt.NDArray[Any]) -> Tensor:

@@ -85,7 +85,7 @@ class GGUFEntry:
             offsets=np.concatenate(offsets) if offsets else None,
             bits=kind.bits,
             group_size=kind.group_size,
-            activations="int8",
+            activations="int8_group",
         )
 
     def _check_finite(self, *arrays: npt.NDArray[np.float32]) -> None:

@@ -130,6 +130,7 @@ def form_row(
     *,
     has_zeros: bool,
     order: npt.NDArray[np.int32] | None = None,
+    rotation: int = 0,
 ) -> GroupedTensor:
     """Returns a row of the kind that a matrix of groups is (`Stored.form`); scales that no float16 may hold count as wide."""
     shape = 1, num_in // group_size
@@ -143,7 +144,18 @@ def form_row(
         group_size=group_size,
         activations=activations,
         order=order,
+        rotation=rotation,
     )
+
+
+def check_rotation(rotation: int, module: str, num_inputs: int) -> None:
+    """Refuses a matrix whose inputs are no whole blocks.
+
+    Raises:
+        ModelError: it says which.
+    """
+    if rotation and num_inputs % rotation:
+        raise ModelError(f"{module} has {num_inputs} inputs, which are no whole blocks of {rotation}", param="rotation")
 
 
 def read_order(indexes: npt.NDArray[Any], group_size: int, module: str) -> npt.NDArray[np.int32] | None:

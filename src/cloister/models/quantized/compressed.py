@@ -3,6 +3,8 @@
 pack-quantized: `weight_packed [out, in * bits / 32]`, codes plus 2 ** (bits - 1); `weight_scale [out, groups]`; where
 asymmetric, `weight_zero_point [out * bits / 32, groups]`, packed along outputs; with act-order `weight_g_idx [in]`.
 int-quantized: `weight [out, in]` int8, `weight_scale [out, 1]` or of one number. float-quantized: `fp8`.
+A config group with `rotation` has codes of the weight with blocks of that many inputs rotated
+(`backends.tensors.rotate_blocks`).
 QoQ: `qoq_codes [out, in / 2]`, the first code in the low half; `qoq_zeros`, `qoq_group_scales [out, groups]` uint8;
 `qoq_channel_scales [out]`.
 """
@@ -15,9 +17,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import Activations, GroupedTensor, ProgressiveTensor
+from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
 from cloister.models.config import ConfigFields
-from cloister.models.quantized.base import Matrix, Parts, Stored, form_row, read_order, resolve_group_size, unless_symmetric
+from cloister.models.quantized.base import (
+    Matrix,
+    Parts,
+    Stored,
+    check_rotation,
+    form_row,
+    read_order,
+    resolve_group_size,
+    unless_symmetric,
+)
 from cloister.models.quantized.fp8 import E4M3, take_float8
 from cloister.models.quantized.groups import Groups, WeightArguments, read_groups
 from cloister.models.quantized.packing import Codes, unpack_rows
@@ -35,17 +46,18 @@ class CompressedScheme:
         parts = Parts(module, found)
         parts.drop("input_scale", "input_zero_point", "output_scale")
         if parts.has("qoq_codes"):
-            return take_progressive(parts, shape)
+            return take_progressive(parts, shape, self._arguments(module, shape).rotation)
         if parts.has("weight_packed"):
-            return take_packed(parts, shape, self._arguments(module))
+            return take_packed(parts, shape, self._arguments(module, shape))
         if parts.dtype("weight") == "I8":
-            return take_int8(parts, shape, self._arguments(module))
-        return take_float8(parts, shape, self._arguments(module).block) if parts.dtype("weight") in E4M3 else None
+            return take_int8(parts, shape, self._arguments(module, shape))
+        return take_float8(parts, shape, self._arguments(module, shape).block) if parts.dtype("weight") in E4M3 else None
 
-    def _arguments(self, module: str) -> WeightArguments:
+    def _arguments(self, module: str, shape: tuple[int, int]) -> WeightArguments:
         found = self.groups.find(module)
         if found is None:
             raise ModelError(f"{module} is quantised, but no config group of quantization_config names it")
+        check_rotation(found.rotation, module, shape[1])
         return found
 
 
@@ -71,15 +83,23 @@ def take_packed(parts: Parts, shape: tuple[int, int], arguments: WeightArguments
         return None if indexes is None else read_order(indexes.read(), group_size, parts.module)
 
     def form() -> GroupedTensor:
-        activations, has_zeros = arguments.activations, zeros is not None
-        return form_row(num_in, bits, group_size, scales, activations, has_zeros=has_zeros, order=order_of())
+        return form_row(
+            num_in,
+            bits,
+            group_size,
+            scales,
+            arguments.activations,
+            has_zeros=zeros is not None,
+            order=order_of(),
+            rotation=arguments.rotation,
+        )
 
     def assemble() -> GroupedTensor:
         order = order_of()
         codes = np.ascontiguousarray(unpack_rows(packed.read(), bits)[:, :num_in])
         found = None if zeros is None else unless_symmetric(unpack_rows(zeros.read().T, bits).T[:num_out], bits)
         codes = codes if order is None else codes[:, order]
-        return _grouped(codes, scales.read(), found, bits, group_size, arguments.activations, order)
+        return _grouped(codes, scales.read(), found, bits, group_size, arguments, order)
 
     return Matrix(shape, form, assemble)
 
@@ -96,19 +116,20 @@ def take_int8(parts: Parts, shape: tuple[int, int], arguments: WeightArguments) 
         zeros = parts.take("weight_zero_point", ("I8",), (num_out, num_groups), *(((1,), ()) if num_groups == 1 else ()))
 
     def form() -> GroupedTensor:
-        return form_row(num_in, 8, group_size, scales, arguments.activations, has_zeros=zeros is not None)
+        activations, rotation = arguments.activations, arguments.rotation
+        return form_row(num_in, 8, group_size, scales, activations, has_zeros=zeros is not None, rotation=rotation)
 
     def assemble() -> GroupedTensor:
         found = None
         if zeros is not None:
             found = np.broadcast_to(_unsigned(zeros.read()).reshape(-1, num_groups), (num_out, num_groups))
             found = unless_symmetric(found, 8)
-        return _grouped(_unsigned(weight.read()), scales.read(), found, 8, group_size, arguments.activations, None)
+        return _grouped(_unsigned(weight.read()), scales.read(), found, 8, group_size, arguments, None)
 
     return Matrix(shape, form, assemble)
 
 
-def take_progressive(parts: Parts, shape: tuple[int, int]) -> Matrix:
+def take_progressive(parts: Parts, shape: tuple[int, int], rotation: int) -> Matrix:
     """Takes a QoQ matrix; its group size follows from its shapes."""
     num_out, num_in = shape
     packed = parts.take("qoq_codes", ("U8",), (num_out, num_in // 2))
@@ -120,14 +141,14 @@ def take_progressive(parts: Parts, shape: tuple[int, int]) -> Matrix:
     def form() -> ProgressiveTensor:
         beside = np.zeros((1, num_in // group_size), np.uint8)
         return ProgressiveTensor(
-            np.zeros((1, num_in), np.uint8), np.ones(1, np.float32), beside + np.uint8(1), beside, group_size
+            np.zeros((1, num_in), np.uint8), np.ones(1, np.float32), beside + np.uint8(1), beside, group_size, rotation
         )
 
     def assemble() -> ProgressiveTensor:
         codes = np.empty(shape, np.uint8)
         codes[:, 0::2], codes[:, 1::2] = packed.read() & 15, packed.read() >> 4
         scales = np.asarray(channel_scales.read(), np.float32)
-        return ProgressiveTensor(codes, scales, group_scales.read(), zeros.read(), group_size)
+        return ProgressiveTensor(codes, scales, group_scales.read(), zeros.read(), group_size, rotation)
 
     return Matrix(shape, form, assemble)
 
@@ -138,12 +159,13 @@ def _grouped(
     zeros: Codes | None,
     bits: int,
     group_size: int,
-    activations: Activations,
+    arguments: WeightArguments,
     order: npt.NDArray[np.int32] | None,
 ) -> GroupedTensor:
     shape = len(codes), codes.shape[1] // group_size
     spread = np.ascontiguousarray(np.broadcast_to(np.asarray(scales, np.float32).reshape(-1, shape[1]), shape))
-    return GroupedTensor(codes, spread, zeros, None, bits, group_size, activations, order)
+    activations, rotation = arguments.activations, arguments.rotation
+    return GroupedTensor(codes, spread, zeros, None, bits, group_size, activations, order, rotation)
 
 
 def _unsigned(values: npt.NDArray[Any]) -> Codes:

@@ -26,17 +26,19 @@ class _Kind:
     symmetric: bool
     group_size: int | None
     activations: Activations
+    rotation: int
 
     def describe(self, targets: list[str]) -> dict[str, Any]:
         strategy = "channel" if self.group_size is None else "group"
         weights = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "strategy": strategy}
-        return {
+        described = {
             "targets": targets,
             "format": self.stored,
             "weights": {**weights, "group_size": self.group_size, "dynamic": False},
             "input_activations": _TOKEN if self.activations == "int8" else None,
             "output_activations": None,
         }
+        return {**described, "rotation": self.rotation} if self.rotation else described
 
 
 @dataclass(slots=True)
@@ -58,19 +60,24 @@ class Encoder:
         """
         module = name.removesuffix(".weight")
         if isinstance(tensor, ProgressiveTensor):
-            self._add(module, _Kind("qoq", 4, False, tensor.group_size, "int8"), _progressive_parts(tensor))
+            self._add(module, _Kind("qoq", 4, False, tensor.group_size, "int8", tensor.rotation), _progressive_parts(tensor))
         elif isinstance(tensor, GroupedTensor):
             self._add(module, *_grouped_parts(tensor))
         else:
             self.parts[name] = narrow(tensor)
 
     def describe(self, calibration: str) -> dict[str, Any]:
-        """Returns `quantization_config`; the kind that most modules have is that of every "Linear"."""
+        """Returns `quantization_config`; the kind that most modules have is that of every "Linear".
+
+        What compressed-tensors does not know, QoQ and rotated inputs, makes it a method of our own: readers that would compute
+        something else refuse it.
+        """
         common = max(self._modules, key=lambda kind: len(self._modules[kind]))
         groups = [kind.describe(["Linear"] if kind is common else names) for kind, names in self._modules.items()]
         formats = {kind.stored for kind in self._modules}
+        is_ours = "qoq" in formats or any(kind.rotation for kind in self._modules)
         return {
-            "quant_method": "cloister" if "qoq" in formats else "compressed-tensors",
+            "quant_method": "cloister" if is_ours else "compressed-tensors",
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
@@ -93,20 +100,21 @@ def narrow(tensor: Array) -> Array:
 
 
 def _grouped_parts(tensor: GroupedTensor) -> tuple[_Kind, dict[str, Array]]:
-    if tensor.order is not None or tensor.offsets is not None or tensor.zeros is not None:
-        raise ValueError("only symmetric tensors with their inputs in order can be written")
+    is_known = tensor.order is None and tensor.offsets is None and tensor.zeros is None
+    if not is_known or tensor.activations == "int8_group":
+        raise ValueError("only symmetric tensors can be written, inputs in order and rounded token by token or not at all")
     whole_rows = tensor.group_size == tensor.shape[1]
     group_size = None if whole_rows else tensor.group_size
     if tensor.bits == 8 and whole_rows and tensor.activations == "int8":
         values = (tensor.codes ^ np.uint8(128)).view(np.int8)
-        return _Kind("int-quantized", 8, True, None, "int8"), {"weight": values, "weight_scale": tensor.scales}
+        return _Kind("int-quantized", 8, True, None, "int8", tensor.rotation), {"weight": values, "weight_scale": tensor.scales}
     halves = tensor.scales.astype(np.float16)
     parts = {
         "weight_packed": pack_rows(tensor.codes, tensor.bits),
         "weight_scale": halves if np.array_equal(halves.astype(np.float32), tensor.scales) else tensor.scales,
         "weight_shape": np.array(tensor.shape, np.int64),
     }
-    return _Kind("pack-quantized", tensor.bits, True, group_size, tensor.activations), parts
+    return _Kind("pack-quantized", tensor.bits, True, group_size, tensor.activations, tensor.rotation), parts
 
 
 def _progressive_parts(tensor: ProgressiveTensor) -> dict[str, Array]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cloister.backends.tensors import Activations
+from cloister.backends.tensors import ROTATIONS, Activations
 from cloister.models.config import ConfigFields
 from cloister.models.quantized.fp8 import read_block
 from cloister.types.errors import ModelError
@@ -25,6 +25,7 @@ class WeightArguments:
     Attributes:
         group_size: -1 for one scale per output or per tensor.
         block: (outputs, inputs) that share a scale, for FP8.
+        rotation: as `backends.tensors.GroupedTensor` has it.
     """
 
     bits: int
@@ -32,6 +33,7 @@ class WeightArguments:
     group_size: int
     block: tuple[int, int] | None
     activations: Activations
+    rotation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +79,17 @@ def _read_group(group: Any) -> list[tuple[str, WeightArguments]]:
     fields.take_any("format")
     if fields.take_any("output_activations") is not None:
         raise ModelError("rounded output activations are not supported; only weights and inputs are", param="config_groups")
-    weights = fields.take_any("weights")
-    arguments = _read_weights(weights, _read_activations(fields.take_any("input_activations"))) if weights else None
+    weights, rotation = fields.take_any("weights"), fields.take("rotation", int, 0)
+    if rotation not in (0, *ROTATIONS):
+        known = ", ".join(map(str, ROTATIONS))
+        raise ModelError(f"inputs rotated in blocks of {rotation} are not supported; supported are: {known}", param="rotation")
+    activations = _read_activations(fields.take_any("input_activations"))
+    arguments = _read_weights(weights, activations, rotation) if weights else None
     fields.finish()
     return [(str(target), arguments) for target in targets] if arguments is not None else []
 
 
-def _read_weights(values: Any, activations: Activations) -> WeightArguments:
+def _read_weights(values: Any, activations: Activations, rotation: int) -> WeightArguments:
     fields = ConfigFields(values, "weights of quantization_config")
     bits, kind = fields.take("num_bits", int, 8), fields.take("type", str, "int")
     if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
@@ -100,7 +106,7 @@ def _read_weights(values: Any, activations: Activations) -> WeightArguments:
     for name in (*_NOT_OURS, "actorder", "dynamic"):  # act-order shows in the file, as weight_g_idx
         fields.take_any(name)
     fields.finish()
-    return WeightArguments(bits, symmetric, group_size if strategy == "group" else -1, block, activations)
+    return WeightArguments(bits, symmetric, group_size if strategy == "group" else -1, block, activations, rotation)
 
 
 def _read_activations(values: Any) -> Activations:

@@ -21,6 +21,7 @@ class AWQ:
     """Protocol `calibration.base.Calibrator`: factors first, then rounding that weighs errors by the inputs' squares."""
 
     name = "awq"
+    rotates = False
     uses_text = True
 
     def calibrate(self, tensors: FloatTensors, trial: LayerTrial, number_format: NumberFormat) -> dict[str, Tensor]:

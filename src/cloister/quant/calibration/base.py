@@ -24,6 +24,7 @@ class Calibrator(Protocol):
     Attributes:
         name: its name in `CALIBRATORS`.
         uses_text: whether it runs text at all.
+        rotates: whether what it finds still stands once inputs are rotated; factors for single channels do not.
     """
 
     @property
@@ -31,6 +32,9 @@ class Calibrator(Protocol):
 
     @property
     def uses_text(self) -> bool: ...
+
+    @property
+    def rotates(self) -> bool: ...
 
     def calibrate(self, tensors: FloatTensors, trial: LayerTrial, number_format: NumberFormat) -> dict[str, Tensor]:
         """Returns the layer's tensors, projections in the format; norms and biases may have taken factors in.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import ProgressiveTensor, QuantizedTensor, Tensor
+from cloister.backends.tensors import ProgressiveTensor, QuantizedTensor, Tensor, rotate_blocks
 from cloister.quant.base import THREAT, FloatArray, NumberFormat, reciprocal
 from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF
 from cloister.quant.calibration.statistics import InputStatistics
@@ -29,20 +29,24 @@ class GPTQ:
     """
 
     name = "gptq"
+    rotates = True
     uses_text = True
 
     def calibrate(self, tensors: FloatTensors, trial: LayerTrial, number_format: NumberFormat) -> dict[str, Tensor]:
         found: dict[str, Tensor] = dict(tensors)
         for inputs, names in _by_inputs():
             statistics = trial.watch(found, [inputs])[inputs]
-            hessian = damped(statistics.gram, _DAMPING)
+            rotation = number_format.options.rotation_of(len(statistics.gram))
+            gram = statistics.rotated(rotation)
+            importance = np.diagonal(gram) / np.float32(max(1, statistics.num_tokens))
+            hessian = damped(gram, _DAMPING)
             order = np.argsort(-np.diagonal(hessian), kind="stable")
             factor = inverse_factor(hessian[np.ix_(order, order)])
             correction = fit_inputs(statistics)
             for name in names:
                 weight = tensors[name] @ correction
-                start = number_format.quantize(weight, statistics.mean_squares)
-                found[name] = choose_codes(weight, start, factor, order)
+                start = number_format.quantize(weight, importance)
+                found[name] = choose_codes(rotate_blocks(weight, rotation), start, factor, order)
         return found
 
 
@@ -79,7 +83,7 @@ def choose_codes(
     """Returns `start` with other codes on the same grid (algorithm 1).
 
     Args:
-        weight: [out, in].
+        weight: [out, in], rotated as `start` is.
         factor: of the inputs in `order` (`inverse_factor`).
     """
     grid = _Grid.of(start)

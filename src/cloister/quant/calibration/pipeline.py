@@ -9,7 +9,7 @@ import numpy as np
 from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import Tensor, dequantized
-from cloister.quant.base import NumberFormat
+from cloister.quant.base import NumberFormat, without_rotation
 from cloister.quant.calibration.base import Calibrator
 from cloister.quant.calibration.trial import LayerTrial
 from cloister.quant.folding import FloatTensors, key_factors
@@ -33,6 +33,8 @@ def calibrate(
     Raises:
         ConfigError: the calibrator uses text, and the model is not of Llama's shape.
     """
+    if not calibrator.rotates:
+        number_format = without_rotation(number_format)
     if not calibrator.uses_text:
         yield from quantize_on_read(spec, weights, number_format)
         return

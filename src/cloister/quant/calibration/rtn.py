@@ -13,6 +13,7 @@ class RoundToNearest:
     """Protocol `calibration.base.Calibrator`."""
 
     name = "rtn"
+    rotates = True
     uses_text = False
 
     def calibrate(self, tensors: FloatTensors, trial: LayerTrial, number_format: NumberFormat) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ class SmoothQuant:
     """Protocol `calibration.base.Calibrator`: the norms before q, k, v and before gate and up take the factors."""
 
     name = "smoothquant"
+    rotates = False
     uses_text = True
 
     def calibrate(self, tensors: FloatTensors, trial: LayerTrial, number_format: NumberFormat) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from cloister.backends.tensors import rotate_blocks
 from cloister.quant.base import FloatArray
 
 
@@ -58,6 +59,10 @@ class InputStatistics:
     def mean_magnitudes(self) -> FloatArray:
         """[in] mean of |x|."""
         return (self.sums / max(1, self.num_tokens)).astype(np.float32)
+
+    def rotated(self, rotation: int) -> FloatArray:
+        """Returns the Gram matrix [in, in] of the inputs rotated in blocks of `rotation` (`backends.tensors.rotate_blocks`)."""
+        return rotate_blocks(np.ascontiguousarray(rotate_blocks(self.gram, rotation).T), rotation)
 
     def divided_by(self, factors: FloatArray) -> InputStatistics:
         """Returns the statistics of the inputs divided by `factors` [in]."""

@@ -5,8 +5,9 @@
 // A block of the cache holds for each KV head, with D the padded head dimension and B the block size:
 //   float32   K [D][B], V [B][D]
 //   bfloat16  K [D / 2][B][2], V [B / 2][D][2]       pairs of dimensions of K and pairs of keys of V stand together, as the
-//   int8      the same in bytes, then scales K [B], V [B]           instructions for products of pairs want them
-//   int4      K [D / 2][B] and V [B][D / 2] in bytes of two codes, then K [B] and V [B] of (scale, zero)
+//   int8      the same in bytes, then scales K [G][B], V [G][B]     instructions for products of pairs want them
+//   int4      K as int8, V [B][D / 2] in bytes of two codes, then scales K [G][B] and V [G][B] of (scale, zero)
+// G is the number of groups of 64 dimensions. Keys keep 8 bits: in 4 they cost five times what values do (docs/quantization.md).
 #pragma once
 #include <algorithm>
 
@@ -27,15 +28,16 @@ struct HeadPlace {
 };
 
 INLINE HeadPlace head_place(const Cache& cache, const AttentionShape& shape, int block, int head) {
-    size_t size = size_t(cache.block_size), even = (size + 1) / 2 * 2, dim = size_t(shape.padded_dim);
+    size_t size = size_t(cache.block_size), even = (size + 1) / 2 * 2, dim = size_t(shape.padded_dim), groups = size_t(shape.kv_groups());
     size_t keys = 0, values = 0, scales = 0;
     switch (cache.kind) {
         case KVKind::f32: keys = values = 4 * dim * size; break;
         case KVKind::bf16: keys = 2 * dim * size; values = 2 * dim * even; break;
-        case KVKind::int8: keys = dim * size; values = dim * even; scales = 4 * size; break;
-        case KVKind::int4: keys = values = dim / 2 * size; scales = 8 * size; break;
+        case KVKind::int8: keys = dim * size; values = dim * even; scales = 4 * size * groups; break;
+        case KVKind::int4: keys = dim * size; values = dim / 2 * size; scales = 4 * size * groups; break;
     }
-    uint8_t* at = cache.base + size_t(block) * cache.block_bytes + (keys + values + 2 * scales) * size_t(head);
+    size_t value_scales = cache.kind == KVKind::int4 ? 2 * scales : scales;
+    uint8_t* at = cache.base + size_t(block) * cache.block_bytes + (keys + values + scales + value_scales) * size_t(head);
     return {at, at + keys, (float*)(at + keys + values), (float*)(at + keys + values + scales)};
 }
 
@@ -45,34 +47,55 @@ INLINE float peak(const float* x, int length) {
     return most.value();
 }
 
-INLINE void put_int8_head(const float* x, int dim, int padded, float* scale, int8_t* out, size_t stride, bool pairs, int size, int slot) {
-    float most = peak(x, dim), inverse = most > 0 ? 127.0f / most : 0.0f;
+// A group of dimensions in 8 bits, its greatest magnitude 127: of keys in pairs of dimensions, of values in pairs of positions.
+INLINE void put_int8_group(const float* x, int first, int count, float* scale, int8_t* out, size_t dim, bool keys, int size, int slot) {
+    float most = peak(x, count), inverse = most > 0 ? 127.0f / most : 0.0f;
     *scale = most / 127.0f;
-    for (int d = 0; d < padded; d++) {
-        float v = d < dim ? x[d] * inverse : 0.0f;
-        int8_t q = int8_t(int32_t(__builtin_rintf(v)));
-        if (pairs) out[(size_t(d / 2) * size + slot) * 2 + d % 2] = q;
-        else out[(size_t(slot / 2) * stride + d) * 2 + slot % 2] = q;
+    for (int i = 0; i < count; i++) {
+        int8_t q = int8_t(int32_t(__builtin_rintf(x[i] * inverse)));
+        int d = first + i;
+        if (keys) out[(size_t(d / 2) * size + slot) * 2 + d % 2] = q;
+        else out[(size_t(slot / 2) * dim + d) * 2 + slot % 2] = q;
     }
 }
 
-// 4 bits with a scale and a zero point for each head and position (QServe, Lin et al. 2024, section 5.3).
-INLINE void put_int4_head(const float* x, int dim, int padded, float* scale_zero, uint8_t* out, bool keys, int size, int slot) {
+// A group of a value's dimensions in 4 bits, with a scale and a zero point (QServe, Lin et al. 2024, section 5.3). `seen` of them are
+// the head's, the others padding.
+INLINE void put_int4_group(const float* x, int first, int count, int seen, float* scale_zero, uint8_t* out, size_t dim, int slot) {
     float low = x[0], high = x[0];
-    for (int d = 1; d < dim; d++) { low = x[d] < low ? x[d] : low; high = x[d] > high ? x[d] : high; }
-    if (!std::isfinite(peak(x, dim))) low = NAN;  // comparisons pass over what is no number
+    for (int i = 1; i < seen; i++) { low = x[i] < low ? x[i] : low; high = x[i] > high ? x[i] : high; }
+    if (!std::isfinite(peak(x, seen))) low = NAN;  // comparisons pass over what is no number
     float scale = (high - low) / 15.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
     scale_zero[0] = scale;
     scale_zero[1] = low;
-    for (int d = 0; d < padded; d += 2) {
+    for (int i = 0; i < count; i += 2) {
         uint8_t byte = 0;
-        for (int i = 0; i < 2; i++) {
-            float v = d + i < dim ? (x[d + i] - low) * inverse : 0.0f;
+        for (int k = 0; k < 2; k++) {
+            float v = (x[i + k] - low) * inverse;
             v = v > 0 ? (v < 15 ? v : 15) : 0;
-            byte = uint8_t(byte | (int(__builtin_rintf(v)) << (4 * i)));
+            byte = uint8_t(byte | (int(__builtin_rintf(v)) << (4 * k)));
         }
-        if (keys) out[size_t(d / 2) * size + slot] = byte;
-        else out[size_t(slot) * (padded / 2) + d / 2] = byte;
+        out[size_t(slot) * (dim / 2) + size_t(first + i) / 2] = byte;
+    }
+}
+
+// One head's keys and values in few bits, group by group.
+INLINE void put_few_bits(const float* keys, const float* values, const AttentionShape& shape, const Cache& cache, const HeadPlace& at, int slot) {
+    int dim = shape.head_dim, padded = shape.padded_dim, size = cache.block_size, rotation = shape.kv_rotation(cache.kind);
+    for (int group = 0, first = 0; first < padded; group++, first += kv_group_dims) {
+        int count = padded - first < kv_group_dims ? padded - first : kv_group_dims;
+        f32x16 v[4];
+        float x[kv_group_dims];
+        auto read = [&](const float* from) INLINE_LAMBDA {
+            load_inputs(from + first, dim - first, rotation, v);
+            for (int k = 0; k < 4; k++) store(x + 16 * k, v[k]);
+        };
+        read(keys);
+        put_int8_group(x, first, count, at.key_scales + size_t(group) * size + slot, (int8_t*)at.keys, size_t(padded), true, size, slot);
+        read(values);
+        size_t place = size_t(group) * size + slot;
+        if (cache.kind == KVKind::int8) put_int8_group(x, first, count, at.value_scales + place, (int8_t*)at.values, size_t(padded), false, size, slot);
+        else put_int4_group(x, first, count, dim - first < count ? dim - first : count, at.value_scales + 2 * place, at.values, size_t(padded), slot);
     }
 }
 
@@ -80,14 +103,8 @@ static void put_keys(const float* keys, const float* values, const AttentionShap
     int dim = shape.head_dim, padded = shape.padded_dim, size = cache.block_size;
     for (int h = 0; h < shape.num_kv_heads; h++, keys += dim, values += dim) {
         HeadPlace at = head_place(cache, shape, block, h);
-        if (cache.kind == KVKind::int8) {
-            put_int8_head(keys, dim, padded, at.key_scales + slot, (int8_t*)at.keys, 0, true, size, slot);
-            put_int8_head(values, dim, padded, at.value_scales + slot, (int8_t*)at.values, size_t(padded), false, size, slot);
-            continue;
-        }
-        if (cache.kind == KVKind::int4) {
-            put_int4_head(keys, dim, padded, at.key_scales + 2 * slot, at.keys, true, size, slot);
-            put_int4_head(values, dim, padded, at.value_scales + 2 * slot, at.values, false, size, slot);
+        if (cache.kind == KVKind::int8 || cache.kind == KVKind::int4) {
+            put_few_bits(keys, values, shape, cache, at, slot);
             continue;
         }
         if (cache.kind == KVKind::f32) {
@@ -132,14 +149,14 @@ static void move_keys(const AttentionShape& shape, const Cache& cache, int from,
             case KVKind::int8:
                 copy_column<uint16_t>(source.keys, target.keys, a, b, size, dim / 2);
                 copy_column<uint8_t>(source.values, target.values, a_pair, b_pair, 2, dim);
-                target.key_scales[b] = source.key_scales[a];
-                target.value_scales[b] = source.value_scales[a];
+                copy_column<float>((uint8_t*)source.key_scales, (uint8_t*)target.key_scales, a, b, size, shape.kv_groups());
+                copy_column<float>((uint8_t*)source.value_scales, (uint8_t*)target.value_scales, a, b, size, shape.kv_groups());
                 break;
             case KVKind::int4:
-                copy_column<uint8_t>(source.keys, target.keys, a, b, size, dim / 2);
+                copy_column<uint16_t>(source.keys, target.keys, a, b, size, dim / 2);
                 copy_column<uint8_t>(source.values, target.values, size_t(a) * dim / 2, size_t(b) * dim / 2, 1, dim / 2);
-                copy_column<float>((uint8_t*)source.key_scales, (uint8_t*)target.key_scales, 2 * a, 2 * b, 1, 2);
-                copy_column<float>((uint8_t*)source.value_scales, (uint8_t*)target.value_scales, 2 * a, 2 * b, 1, 2);
+                copy_column<float>((uint8_t*)source.key_scales, (uint8_t*)target.key_scales, a, b, size, shape.kv_groups());
+                copy_column<uint64_t>((uint8_t*)source.value_scales, (uint8_t*)target.value_scales, a, b, size, shape.kv_groups());
         }
     }
 }
@@ -161,9 +178,10 @@ struct ValueRow {
     INLINE f32x16 number(i32x16 codes) const { return fma(to_f32(codes), set(scale), set(zero)); }
 };
 
-INLINE ValueRow value_row(const HeadPlace& at, bool wide, int key) {
-    if (wide) return {at.value_scales[key], 0.0f};
-    return {at.value_scales[2 * key], at.value_scales[2 * key + 1]};
+INLINE ValueRow value_row(const HeadPlace& at, bool wide, int size, int key, int d) {
+    size_t place = size_t(d / kv_group_dims) * size + key;
+    if (wide) return {at.value_scales[place], 0.0f};
+    return {at.value_scales[2 * place], at.value_scales[2 * place + 1]};
 }
 
 // Sixteen codes of one value, from dimension d on.
@@ -185,30 +203,18 @@ INLINE i32x16 value_codes(const HeadPlace& at, bool wide, int dim, int key, int 
 }
 
 // K of some keys, 16 at most, all of a block, to columns of the panel.
-template <bool all, bool wide>
-INLINE void gather_keys(const HeadPlace& at, int size, int dim, int from, int some, uint32_t* keys) {
-    float scales[16] = {}, zeros[16] = {};
-    for (int i = 0; i < (all ? 16 : some); i++) {
-        scales[i] = wide ? at.key_scales[from + i] : at.key_scales[2 * (from + i)];
-        zeros[i] = wide ? 0.0f : at.key_scales[2 * (from + i) + 1];
-    }
-    f32x16 scale = load<f32x16>(scales), zero = load<f32x16>(zeros);
+template <bool all> INLINE void gather_keys(const HeadPlace& at, int size, int dim, int from, int some, uint32_t* keys) {
+    f32x16 scale = {};
     for (int d = 0; d < dim / 2; d++) {
-        i32x16 low, high;
-        if constexpr (wide) {
-            u16x16 both = {};
-            memcpy(&both, at.keys + (size_t(d) * size + from) * 2, all ? 32 : size_t(some) * 2);
-            i32x16 lanes = __builtin_convertvector(both, i32x16);
-            low = (lanes << 24) >> 24;
-            high = (lanes << 16) >> 24;
-        } else {
-            u8x16 both = {};
-            memcpy(&both, at.keys + size_t(d) * size + from, all ? 16 : size_t(some));
-            i32x16 lanes = widen(both);
-            low = lanes & 15;
-            high = lanes >> 4;
+        if (d % (kv_group_dims / 2) == 0) {
+            float scales[16] = {};
+            memcpy(scales, at.key_scales + size_t(2 * d / kv_group_dims) * size + from, size_t(all ? 16 : some) * 4);
+            scale = load<f32x16>(scales);
         }
-        u32x16 pairs = pair_up(fma(to_f32(low), scale, zero), fma(to_f32(high), scale, zero));
+        u16x16 both = {};
+        memcpy(&both, at.keys + (size_t(d) * size + from) * 2, all ? 32 : size_t(some) * 2);
+        i32x16 lanes = __builtin_convertvector(both, i32x16);
+        u32x16 pairs = pair_up(to_f32((lanes << 24) >> 24) * scale, to_f32((lanes << 16) >> 24) * scale);
         memcpy(keys + size_t(d) * split_keys, &pairs, all ? 64 : size_t(some) * 4);
     }
 }
@@ -244,20 +250,19 @@ static void gather_run(const Cache& cache, const AttentionShape& shape, const He
     bool wide = cache.kind == KVKind::int8;
     for (int j = 0; j < count; j += 16) {
         int some = count - j < 16 ? count - j : 16;
-        if (some == 16) {
-            if (wide) gather_keys<true, true>(at, size, dim, from + j, 16, keys + j);
-            else gather_keys<true, false>(at, size, dim, from + j, 16, keys + j);
-        } else {
-            if (wide) gather_keys<false, true>(at, size, dim, from + j, some, keys + j);
-            else gather_keys<false, false>(at, size, dim, from + j, some, keys + j);
-        }
+        if (some == 16) gather_keys<true>(at, size, dim, from + j, 16, keys + j);
+        else gather_keys<false>(at, size, dim, from + j, some, keys + j);
     }
     if (from % 2 == 0 && column % 2 == 0) {
         for (int j = 0; j < count; j += 2) {
             int key = from + j;
-            ValueRow first = value_row(at, wide, key), second = j + 1 < count ? value_row(at, wide, key + 1) : ValueRow{0.0f, 0.0f};
+            ValueRow first = {}, second = {};
             uint16_t* out = values + size_t(column + j) * dim;
             for (int d = 0; d < dim; d += 16) {
+                if (d % kv_group_dims == 0) {
+                    first = value_row(at, wide, size, key, d);
+                    second = j + 1 < count ? value_row(at, wide, size, key + 1, d) : ValueRow{0.0f, 0.0f};
+                }
                 i32x16 one = value_codes(at, wide, dim, key, d), other = value_codes(at, wide, dim, key + (j + 1 < count), d);
                 store(out + 2 * d, pair_up(first.number(one), second.number(other)));
             }
@@ -265,10 +270,9 @@ static void gather_run(const Cache& cache, const AttentionShape& shape, const He
         return;
     }
     for (int j = 0; j < count; j++) {
-        ValueRow row = value_row(at, wide, from + j);
         uint16_t* out = values + size_t((column + j) / 2) * dim * 2 + (column + j) % 2;
         for (int d = 0; d < dim; d += 16) {
-            u16x16 v = to_bf16(row.number(value_codes(at, wide, dim, from + j, d)));
+            u16x16 v = to_bf16(value_row(at, wide, size, from + j, d).number(value_codes(at, wide, dim, from + j, d)));
             for (int i = 0; i < 16; i++) out[2 * (d + i)] = v[i];
         }
     }
@@ -311,40 +315,84 @@ static void clear_rest(const Cache& cache, int dim, int count, Panels p) {
 
 // ---- small products -----------------------------------------------------------------------------------------------------
 
-// c [rows][stride_c] = a [rows][k] b: b has rows of `columns` lanes of 4 bytes (one float32, or a pair of bfloat16 of K).
+#if defined(__AVX2__)
+constexpr int product_rows_at_once = 4;  // by two registers: eight sums, so that none waits for itself
+#else
+constexpr int product_rows_at_once = 2;
+#endif
+
+// Where no instruction multiplies bfloat16, queries and weights are widened once, so that a product has them from memory.
+#if defined(__AVX512BF16__)
+constexpr bool widens = false;
+#else
+constexpr bool widens = true;
+#endif
+template <bool floats> constexpr int a_number = floats || widens ? 4 : 2;  // bytes of a number of a
+template <bool floats> constexpr int a_step = floats ? 4 : 2 * a_number<floats>;  // bytes that meet a row of b
+
+// Calls run(R, row) for runs of rows, as many at once as there are accumulators for, and all runs about as long.
+template <class Run> INLINE void each_run(int rows, Run run) {
+    int num_runs = (rows + product_rows_at_once - 1) / product_rows_at_once;
+    for (int r = 0; num_runs > 0; num_runs--) {
+        int some = (rows - r + num_runs - 1) / num_runs;
+        switch (some) {
+#define RUN(R) case R: if constexpr (R <= product_rows_at_once) run(std::integral_constant<int, R>(), r); break;
+            RUN(1) RUN(2) RUN(3) RUN(4)
+#undef RUN
+        }
+        r += some;
+    }
+}
+
+// Adds what one row of b, two registers of it, and one number (or pair) of each of R rows of a make. bfloat16 is widened once for all.
 template <int R, bool floats>
-INLINE void product_rows(const uint8_t* a, size_t stride_a, const uint8_t* b, size_t stride_b, int depth, int columns, float* c, size_t stride_c) {
-    for (int n = 0; n < columns; n += 32) {
-        FloatSums acc[R][2] = {};
-        bool both = n + 16 < columns;
-        for (int k = 0; k < depth; k++) {
-            const uint8_t* row = b + size_t(k) * stride_b + size_t(n) * 4;
-            const uint8_t* second = both ? row + 64 : row;
+INLINE void add_products_of_row(f32p (&acc)[R][2], const uint8_t* a, size_t stride_a, const uint8_t* first, const uint8_t* second) {
+    if constexpr (floats) {
+        f32p w[2] = {load<f32p>(first), load<f32p>(second)};
+        UNROLL for (int r = 0; r < R; r++) {
+            f32p x = set_piece(load<float>(a + r * stride_a));
+            UNROLL for (int i = 0; i < 2; i++) acc[r][i] = fma_piece(x, w[i], acc[r][i]);
+        }
+    } else {
+#if defined(__AVX512BF16__)
+        __m512bh w[2] = {(__m512bh)_mm512_loadu_si512(first), (__m512bh)_mm512_loadu_si512(second)};
+        UNROLL for (int r = 0; r < R; r++) {
+            __m512bh x = (__m512bh)_mm512_set1_epi32(load<int32_t>(a + r * stride_a));
+            UNROLL for (int i = 0; i < 2; i++) acc[r][i] = (f32p)_mm512_dpbf16_ps((__m512)acc[r][i], w[i], x);
+        }
+#else
+        u32p pairs[2] = {load<u32p>(first), load<u32p>(second)};
+        UNROLL for (int half = 0; half < 2; half++) {
+            f32p w[2];
+            UNROLL for (int i = 0; i < 2; i++) w[i] = (f32p)(half ? pairs[i] & 0xffff0000u : pairs[i] << 16);
             UNROLL for (int r = 0; r < R; r++) {
-                if constexpr (floats) {
-                    float value = load<float>(a + r * stride_a + size_t(k) * 4);
-                    add_floats(acc[r][0], row, value);
-                    add_floats(acc[r][1], second, value);
-                } else {
-                    uint32_t pair = load<uint32_t>(a + r * stride_a + size_t(k) * 4);
-                    add_pairs(acc[r][0], row, pair);
-                    add_pairs(acc[r][1], second, pair);
-                }
+                f32p x = set_piece(load<float>(a + r * stride_a + 4 * half));
+                UNROLL for (int i = 0; i < 2; i++) acc[r][i] = fma_piece(x, w[i], acc[r][i]);
             }
         }
+#endif
+    }
+}
+
+// c [rows][stride_c] = a [rows][k] b: b has rows of `columns` lanes of 4 bytes (one float32, or a pair of bfloat16 of K). Columns are
+// taken as many at once as two registers hold.
+template <int R, bool floats>
+NOINLINE void product_rows(const uint8_t* a, size_t stride_a, const uint8_t* b, size_t stride_b, int depth, int columns, float* c, size_t stride_c) {
+    for (int n = 0; n < columns; n += 2 * piece_bytes / 4) {
+        f32p acc[R][2] = {};
+        const uint8_t* row = b + size_t(n) * 4;
+        size_t second = n + piece_bytes / 4 < columns ? piece_bytes : 0;
+        NO_UNROLL for (int k = 0; k < depth; k++, row += stride_b) add_products_of_row<R, floats>(acc, a + size_t(k) * a_step<floats>, stride_a, row, row + second);
         UNROLL for (int r = 0; r < R; r++) {
-            store(c + r * stride_c + n, lanes(acc[r][0]));
-            if (both) store(c + r * stride_c + n + 16, lanes(acc[r][1]));
+            store(c + r * stride_c + n, acc[r][0]);
+            if (second) store(c + r * stride_c + n + piece_bytes / 4, acc[r][1]);
         }
     }
 }
 
 template <bool floats>
 static void product_vectors(const uint8_t* a, size_t stride_a, int rows, const uint8_t* b, size_t stride_b, int depth, int columns, float* c, size_t stride_c) {
-    int r = 0;
-    for (; r + max_rows <= rows; r += max_rows) product_rows<max_rows, floats>(a + r * stride_a, stride_a, b, stride_b, depth, columns, c + r * stride_c, stride_c);
-    for (; r + 4 <= rows; r += 4) product_rows<4, floats>(a + r * stride_a, stride_a, b, stride_b, depth, columns, c + r * stride_c, stride_c);
-    for (; r < rows; r++) product_rows<1, floats>(a + r * stride_a, stride_a, b, stride_b, depth, columns, c + r * stride_c, stride_c);
+    each_run(rows, [&](auto R, int r) INLINE_LAMBDA { product_rows<R, floats>(a + r * stride_a, stride_a, b, stride_b, depth, columns, c + r * stride_c, stride_c); });
 }
 
 #if defined(__AMX_TILE__)
@@ -382,6 +430,74 @@ INLINE void product(bool floats, const uint8_t* a, size_t stride_a, int rows, co
 #else
     product_vectors<false>(a, stride_a, rows, b, stride_b, depth, columns, c, stride_c);
 #endif
+}
+
+// ---- products with a cache where it lies ----------------------------------------------------------------------------------------
+// A few query rows read keys and values where they are, in blocks of whole runs of 16 keys: gathering would copy what is read once.
+// Sums have the order of `product`, and so its bits.
+
+#if defined(__AVX2__) && !defined(__AMX_TILE__)
+constexpr bool reads_in_place = true;
+#else
+constexpr bool reads_in_place = false;
+#endif
+constexpr int run_keys = 16, most_rows_in_place = 16, registers_in_run = pieces;
+
+// Where the runs of a split lie.
+struct Runs {
+    const uint8_t *keys[split_keys / run_keys], *values[split_keys / run_keys];
+    size_t key_stride, value_stride;  // from one (pair of) dimensions to the next, and of keys
+};
+
+template <bool floats> INLINE Runs find_runs(const Cache& cache, const AttentionShape& shape, const Sequence& sequence, int head, int start, int end) {
+    Runs runs;
+    runs.key_stride = size_t(cache.block_size) * 4;
+    runs.value_stride = size_t(shape.padded_dim) * 4;
+    for (int i = 0; i < split_keys / run_keys; i++) {
+        int key = start + run_keys * i < end ? start + run_keys * i : (end - 1) / run_keys * run_keys;  // what lies past the end is masked
+        HeadPlace at = head_place(cache, shape, sequence.table[key / cache.block_size], head);
+        int place = key % cache.block_size;
+        runs.keys[i] = at.keys + place * 4;
+        runs.values[i] = at.values + size_t(floats ? place : place / 2) * runs.value_stride;
+    }
+    return runs;
+}
+
+INLINE void prefetch_rows(const uint8_t* at, size_t stride, int count, int width) {
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < width; j += 64) __builtin_prefetch(at + i * stride + j, 0, 3);
+}
+
+// Scores of R rows with `count` keys.
+template <int R, bool floats> NOINLINE void score_rows(const Runs& runs, const uint8_t* q, size_t stride_q, int depth, int count, float* c) {
+    for (int n = 0; n < count; n += 2 * run_keys / registers_in_run) {
+        f32p acc[R][2] = {};
+        int run = n / run_keys;
+        const uint8_t* first = runs.keys[run];
+        const uint8_t* second = registers_in_run == 1 ? runs.keys[run + 1] : first + piece_bytes;
+        NO_UNROLL for (int k = 0; k < depth; k++) add_products_of_row<R, floats>(acc, q + size_t(k) * a_step<floats>, stride_q, first + k * runs.key_stride, second + k * runs.key_stride);
+        UNROLL for (int r = 0; r < R; r++) {
+            store(c + r * split_keys + n, acc[r][0]);
+            store(c + r * split_keys + n + piece_bytes / 4, acc[r][1]);
+        }
+    }
+}
+
+// The values of `count` keys, mixed by the weights of R rows.
+template <int R, bool floats> NOINLINE void mix_rows(const Runs& runs, const uint8_t* weights, int padded, int count, float* c) {
+    constexpr int steps = floats ? run_keys : run_keys / 2;
+    for (int n = 0; n < padded; n += 2 * piece_bytes / 4) {
+        f32p acc[R][2] = {};
+        for (int run = 0; run < count / run_keys; run++) {
+            const uint8_t* row = runs.values[run] + size_t(n) * 4;
+            NO_UNROLL for (int k = 0; k < steps; k++, row += runs.value_stride)
+                add_products_of_row<R, floats>(acc, weights + size_t(run * steps + k) * a_step<floats>, split_keys * a_number<floats>, row, row + piece_bytes);
+        }
+        UNROLL for (int r = 0; r < R; r++) {
+            store(c + r * padded + n, acc[r][0]);
+            store(c + r * padded + n + piece_bytes / 4, acc[r][1]);
+        }
+    }
 }
 
 // ---- softmax ----------------------------------------------------------------------------------------------------------------
@@ -433,6 +549,8 @@ template <bool floats> INLINE float soften(const float* scores, int count, float
         if constexpr (floats) {
             store(weights + size_t(j) * 4, p[0]);
             store(weights + size_t(j + 16) * 4, p[1]);
+        } else if constexpr (widens) {
+            UNROLL for (int k = 0; k < 2; k++) store(weights + size_t(j + 16 * k) * 4, from_bf16(to_bf16(p[k])));
         } else {
             store_pair(weights + size_t(j) * 2, p[0], p[1]);
         }
@@ -456,10 +574,18 @@ INLINE void clear_state(float* state, int padded) {
     state[padded] = nothing_yet;
 }
 
-INLINE void write_out(const float* state, const AttentionShape& shape, const Sequence& sequence, int kv_head, int row, float* out, size_t stride) {
+INLINE void write_out(const float* state, const AttentionShape& shape, KVKind kind, const Sequence& sequence, int kv_head, int row, float* out, size_t stride) {
     int token = sequence.first_token + row / shape.group(), head = kv_head * shape.group() + row % shape.group();
     float* at = out + size_t(token) * stride + size_t(head) * shape.head_dim;
     float inverse = 1.0f / state[shape.padded_dim + 1];
+    if (int rotation = shape.kv_rotation(kind)) {
+        f32x16 v[4];
+        for (int i = 0; i < shape.head_dim; i += 64) {
+            load_inputs(state + i, shape.head_dim - i, rotation, v);
+            for (int k = 0; k < 4 && i + 16 * k < shape.head_dim; k++) store(at + i + 16 * k, v[k] * inverse);
+        }
+        return;
+    }
     for (int d = 0; d < shape.head_dim; d++) at[d] = state[d] * inverse;
 }
 
@@ -494,6 +620,7 @@ struct Attending {
     const AttentionShape& shape;
     const Cache& cache;
     AttendScratch scratch;
+    const Runs* runs = nullptr;  // of the split, where it is read in place
 
     int num_rows() const { return task.end - task.begin; }
     Panels panels() const { return {scratch.keys, scratch.values}; }
@@ -504,11 +631,11 @@ struct Attending {
 };
 
 // One split for `rows` rows of a task from `first` on, which see keys before column `end` at most: their keys are gathered.
-template <bool floats> INLINE void attend_split(const Attending& at, int split, int first, int rows, int end) {
+template <bool floats> NOINLINE void attend_split(const Attending& at, int split, int first, int rows, int end) {
     const AttentionShape& shape = at.shape;
     const AttendScratch& scratch = at.scratch;
     int padded = shape.padded_dim, start = split * split_keys, count = (end + 31) / 32 * 32;
-    size_t width = floats ? 4 : 2;
+    size_t width = a_number<floats>;
     if (count == 0) {  // this split lies wholly after these rows
         for (int r = 0; at.task.partial && r < rows; r++) clear_state(at.partial(split, first + r), padded);
         return;
@@ -517,7 +644,15 @@ template <bool floats> INLINE void attend_split(const Attending& at, int split, 
     if (!floats) configure_tiles(rows < 16 ? rows : 16, rows > 16 ? rows - 16 : 0, 16);
 #endif
     const uint8_t* q = scratch.queries + size_t(first) * padded * width;
-    product(floats, q, padded * width, rows, scratch.keys, split_keys * 4, floats ? padded : padded / 2, count, scratch.scores, split_keys);
+    int depth = floats ? padded : padded / 2;
+    if (reads_in_place && at.runs) {
+        each_run(rows, [&](auto R, int r) INLINE_LAMBDA {
+            score_rows<R, floats>(*at.runs, q + size_t(r) * padded * width, padded * width, depth, count, scratch.scores + size_t(r) * split_keys);
+        });
+        prefetch_rows(at.runs->values[0], at.runs->value_stride, floats ? run_keys : run_keys / 2, padded * 4);
+    } else {
+        product(floats, q, padded * width, rows, scratch.keys, split_keys * 4, depth, count, scratch.scores, split_keys);
+    }
     if (shape.softcap != 0)
         for (int r = 0; r < rows; r++) bend(scratch.scores + size_t(r) * split_keys, count, 1.0f, shape.softcap);
     float maxima[query_rows], totals[query_rows];
@@ -529,8 +664,14 @@ template <bool floats> INLINE void attend_split(const Attending& at, int split, 
         if (r + 1 < rows) maxima[r + 1] = maximum_of(r + 1);  // early, so that nothing waits for it
         totals[r] = soften<floats>(scratch.scores + size_t(r) * split_keys, count, maxima[r], scratch.weights + size_t(r) * split_keys * width);
     }
-    product(floats, scratch.weights, split_keys * width, rows, scratch.values, size_t(padded) * 4, floats ? count : count / 2,
-            padded, scratch.outputs, size_t(padded));
+    if (reads_in_place && at.runs) {
+        each_run(rows, [&](auto R, int r) INLINE_LAMBDA {
+            mix_rows<R, floats>(*at.runs, scratch.weights + size_t(r) * split_keys * width, padded, count, scratch.outputs + size_t(r) * padded);
+        });
+    } else {
+        product(floats, scratch.weights, split_keys * width, rows, scratch.values, size_t(padded) * 4, floats ? count : count / 2,
+                padded, scratch.outputs, size_t(padded));
+    }
     for (int r = 0; r < rows; r++) {
         const float* values = scratch.outputs + size_t(r) * padded;
         if (at.task.partial) {
@@ -581,9 +722,16 @@ static void attend_rows(const AttentionTask& task, const Sequence& sequence, con
     for (int r = 0; r < num_rows; r++) {
         int row = task.begin + r;
         size_t head = size_t(sequence.first_token + row / group) * shape.num_heads + task.kv_head * group + row % group;
-        memcpy(at.scratch.queries + r * query_bytes, queries + head * query_bytes, query_bytes);
+        if constexpr (floats || !widens) {
+            memcpy(at.scratch.queries + r * query_bytes, queries + head * query_bytes, query_bytes);
+        } else {
+            for (int d = 0; d < padded; d += 16)
+                store(at.scratch.queries + (size_t(r) * padded + d) * 4, from_bf16(load<u16x16>(queries + head * query_bytes + size_t(d) * 2)));
+        }
         if (!task.partial) clear_state(at.state(r), padded);
     }
+    bool plain = cache.kind == KVKind::f32 || cache.kind == KVKind::bf16;
+    bool in_place = reads_in_place && plain && num_rows <= most_rows_in_place && cache.block_size % run_keys == 0;
     int last_end = sequence.nodes ? sequence.first_position : sequence.position((task.end - 1) / group) + 1;
     for (int split = task.first_split; split <= task.last_split; split++) {
         int start = split * split_keys, count = std::min(last_end - start, split_keys);
@@ -591,15 +739,22 @@ static void attend_rows(const AttentionTask& task, const Sequence& sequence, con
             attend_nodes<floats>(at, split);
             continue;
         }
-        gather(cache, shape, sequence, task.kv_head, start, start + count, at.panels());
-        clear_rest(cache, padded, count, at.panels());
+        Runs runs;
+        if (in_place) {
+            runs = find_runs<floats>(cache, shape, sequence, task.kv_head, start, start + count);
+            at.runs = &runs;
+        } else {
+            gather(cache, shape, sequence, task.kv_head, start, start + count, at.panels());
+            clear_rest(cache, padded, count, at.panels());
+        }
         for (int first = 0; first < num_rows; first += query_rows) {
             int rows = std::min(num_rows - first, query_rows);
             attend_split<floats>(at, split, first, rows, view_of(shape, sequence, task.begin + first + rows - 1, start).high);
         }
+        at.runs = nullptr;
     }
     if (task.partial) return;
-    for (int r = 0; r < num_rows; r++) write_out(at.state(r), shape, sequence, task.kv_head, task.begin + r, out, out_stride);
+    for (int r = 0; r < num_rows; r++) write_out(at.state(r), shape, cache.kind, sequence, task.kv_head, task.begin + r, out, out_stride);
 }
 
 static void attend(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const Cache& cache,
@@ -608,7 +763,7 @@ static void attend(const AttentionTask& task, const Sequence& sequence, const At
     else attend_rows<false>(task, sequence, shape, cache, queries, out, out_stride, scratch);
 }
 
-static void join(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const float* partial, int num_splits,
+static void join(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, KVKind kind, const float* partial, int num_splits,
                  float* out, size_t out_stride, uint8_t* scratch) {
     int padded = shape.padded_dim, num_rows = task.end - task.begin;
     size_t length = partial_row(shape);
@@ -619,7 +774,7 @@ static void join(const AttentionTask& task, const Sequence& sequence, const Atte
             const float* from = partial + (size_t(split) * num_rows + r) * length;
             join_split(state, from, from[padded], from[padded + 1], padded, padded);
         }
-        write_out(state, shape, sequence, task.kv_head, task.begin + r, out, out_stride);
+        write_out(state, shape, kind, sequence, task.kv_head, task.begin + r, out, out_stride);
     }
 }
 

@@ -52,6 +52,7 @@ std::vector<const Kernels*> usable_kernels() {
     bool ymm = (state & 6) == 6, zmm = (state & 0xe6) == 0xe6;
     bool avx2 = ymm && has(basic.c, 12) && has(basic.c, 29) && has(extended.b, 5);
     bool avx512 = zmm && avx2 && has(extended.b, 16) && has(extended.b, 17) && has(extended.b, 30) && has(extended.b, 31);
+    bool avxvnni = avx2 && has(more.a, 4);
     bool vnni = avx512 && has(extended.c, 11);
     bool bf16 = vnni && has(more.a, 5);
     bool amx = bf16 && has(extended.d, 22) && has(extended.d, 24) && has(extended.d, 25) && (state >> 17 & 3) == 3;
@@ -60,6 +61,7 @@ std::vector<const Kernels*> usable_kernels() {
     if constexpr (CLOISTER_HAS_BF16) if (bf16) found.push_back(&kernels_bf16);
     if constexpr (CLOISTER_HAS_VNNI) if (vnni) found.push_back(&kernels_vnni);
     if constexpr (CLOISTER_HAS_AVX512) if (avx512) found.push_back(&kernels_avx512);
+    if constexpr (CLOISTER_HAS_AVXVNNI) if (avxvnni) found.push_back(&kernels_avxvnni);
     if constexpr (CLOISTER_HAS_AVX2) if (avx2) found.push_back(&kernels_avx2);
     found.push_back(&kernels_scalar);
     return found;

@@ -30,12 +30,11 @@ void Program::head_logits(const Batch& batch, float* logits) {
 template <class Read> void Program::multiply_head(int num_rows, Read&& read, float* logits) {
     if (num_rows == 0) return;
     float* normed = (float*)normed_.reserve(size_t(pool_->num_threads()) * stride_ * 4);
-    Input input = input_of(head.kind);
-    Rows rows = shape_rows(inputs_, input, num_rows, hidden_size_);
+    Rows rows = shape_rows(inputs_, head.form(), num_rows, hidden_size_);
     each_row("norm", num_rows, [&](int i, int thread) {
         float* to = normed + size_t(thread) * stride_;
         read(i, to);
-        kernels_.put_row(to, hidden_size_, input, rows, i);
+        kernels_.put_row(to, hidden_size_, rows, i);
     });
     product("head", head, rows, {Finish::store, logits, size_t(vocab_size_)});
     if (logit_scale == 1 && logit_softcap == 0) return;

@@ -18,11 +18,21 @@ struct Cache {
     KVKind kind = KVKind::bf16;
 };
 
+constexpr int kv_group_dims = 64;
+
 // What attention of one layer computes.
 struct AttentionShape {
     int num_heads = 0, num_kv_heads = 0, head_dim = 0, padded_dim = 0;
     int window = 0;  // 0: none
     float softcap = 0;  // scores become softcap * tanh(scores / softcap); 0: none
+
+    // Keys and values of few bits have a scale for each group of dimensions, and are rotated before they are rounded, as inputs of
+    // products are (rows.hpp); queries are rotated too, and outputs back.
+    int kv_groups() const { return (padded_dim + kv_group_dims - 1) / kv_group_dims; }
+    int kv_rotation(KVKind kind) const {
+        if (kind == KVKind::f32 || kind == KVKind::bf16) return 0;
+        return head_dim % 64 == 0 ? 64 : head_dim % 16 == 0 ? 16 : 0;
+    }
     int group() const { return num_heads / num_kv_heads; }
 };
 
@@ -88,8 +98,8 @@ struct Kernels {
     void (*bend)(float* values, int length, float scale, float softcap);
     // Turns one token's router outputs into scores, and finds the `count` highest: their experts and weights, the highest first.
     void (*choose)(float* scores, int num_experts, int count, bool renormalize, int32_t* experts, float* weights);
-    // Writes one row of inputs: rounds to bfloat16, or to int8 with a scale and sums. Zeros fill the last chunk.
-    void (*put_row)(const float* row, int length, Input input, Rows& rows, int index);
+    // Writes one row of inputs as `rows.form` says: rounds to bfloat16, or to int8 with scales and sums. Zeros fill the last chunk.
+    void (*put_row)(const float* row, int length, Rows& rows, int index);
     void (*put_wide_row)(const uint16_t* row, int length, Rows& rows, int index);
 
     // Rotates the first 2 * half values of each head of one row in place: pairs (d, d + half).
@@ -103,7 +113,7 @@ struct Kernels {
     void (*attend)(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const Cache& cache,
                    const uint8_t* queries, float* out, size_t out_stride, uint8_t* scratch);
     // Joins the partial results of all splits of a task's rows.
-    void (*join)(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const float* partial,
+    void (*join)(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, KVKind kind, const float* partial,
                  int num_splits, float* out, size_t out_stride, uint8_t* scratch);
     size_t (*attend_scratch)(const AttentionShape& shape);
 
@@ -134,7 +144,7 @@ constexpr int task_rows = 256;
 // The tables that this build has, best first; null-terminated. Whether the processor can run one: `cpu.hpp`.
 extern const Kernels kernels_scalar;
 #if defined(__x86_64__)
-extern const Kernels kernels_avx2, kernels_avx512, kernels_vnni, kernels_bf16, kernels_amx;
+extern const Kernels kernels_avx2, kernels_avxvnni, kernels_avx512, kernels_vnni, kernels_bf16, kernels_amx;
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon;
 #endif
@@ -149,8 +159,8 @@ inline size_t kv_block_bytes(const AttentionShape& shape, KVKind kind, int block
     switch (kind) {
         case KVKind::f32: head = 8 * dim * size_t(block_size); break;
         case KVKind::bf16: head = 2 * dim * (size_t(block_size) + even); break;
-        case KVKind::int8: head = dim * (size_t(block_size) + even) + 8 * size_t(block_size); break;
-        case KVKind::int4: head = dim / 2 * 2 * size_t(block_size) + 16 * size_t(block_size); break;
+        case KVKind::int8: head = dim * (size_t(block_size) + even) + 8 * size_t(shape.kv_groups()) * size_t(block_size); break;
+        case KVKind::int4: head = dim * size_t(block_size) + dim / 2 * size_t(block_size) + 12 * size_t(shape.kv_groups()) * size_t(block_size); break;
     }
     return (head * size_t(shape.num_kv_heads) + 63) / 64 * 64;
 }

@@ -22,6 +22,17 @@ inline Input input_of(Kind kind) {
 }
 inline int chunk_length(Input input) { return input == Input::f32 ? 16 : input == Input::bf16 ? 32 : 64; }
 inline int chunk_length(Kind kind) { return chunk_length(input_of(kind)); }
+
+// How the inputs of a product are written. In int8 they have one scale for each row, or one for each row and group of the weights;
+// blocks of them may be rotated first, as the weights were that they meet (backends/tensors.py, `rotate_blocks`).
+struct InputForm {
+    Input type = Input::bf16;
+    int group = 0;     // inputs that share a scale; 0: all of a row
+    int rotation = 0;  // 64, 16, or 0 for none
+
+    bool operator==(const InputForm& other) const { return type == other.type && group == other.group && rotation == other.rotation; }
+    bool operator!=(const InputForm& other) const { return !(*this == other); }
+};
 inline int tile_bytes(Kind kind) { return kind == Kind::w4a16 ? 256 : kind == Kind::int4 || kind == Kind::qoq ? 512 : 1024; }
 
 constexpr int panel_width = 32;
@@ -43,17 +54,22 @@ struct Matrix {
     const uint8_t* group_scales = nullptr;  // [panels][groups][32]: qoq
     const float* bias = nullptr;            // [panels][32], or null
     int zero_point = 0;
+    bool group_inputs = false;              // inputs have a scale for each group too
+    int rotation = 0;                       // of the inputs
 
+    InputForm form() const { return {input_of(kind), group_inputs ? group : 0, rotation}; }
     size_t panel_bytes() const { return size_t(chunks) * 2 * tile_bytes(kind); }
 };
 
 // The inputs of a product: blocks of 16 rows (the last has what is left), each [chunks][rows of the block][64 bytes].
 struct Rows {
     uint8_t* data = nullptr;
-    float* scales = nullptr;   // [num_rows], int8 only
+    float* scales = nullptr;   // [num_rows][num_groups], int8 only
     int32_t* totals = nullptr; // [num_rows], int8 only: sums of all codes
     int32_t* sums = nullptr;   // [num_rows][chunks * 2], int8 only: sums of 32 codes
     int num_rows = 0, chunks = 0;
+    InputForm form;
+    int num_groups = 1;  // that have scales
 
     int height(int block) const {
         int left = num_rows - block * block_rows;
@@ -67,7 +83,7 @@ struct Rows {
     int32_t* sums_of(int row) const { return sums + size_t(row) * chunks * 2; }
     // `count` rows from `first` on, in blocks of their own: what is written through them is read through them.
     Rows slice(int first, int count) const {
-        return {data + size_t(first) * chunks * 64, scales + first, totals + first, sums_of(first), count, chunks};
+        return {data + size_t(first) * chunks * 64, scales + size_t(first) * num_groups, totals + first, sums_of(first), count, chunks, form, num_groups};
     }
 };
 

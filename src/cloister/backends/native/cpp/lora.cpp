@@ -23,6 +23,7 @@ Rows rows_at(uint8_t* at, Input input, int num_rows, int length) {
     rows.data = at;
     rows.num_rows = num_rows;
     rows.chunks = (length + chunk_length(input) - 1) / chunk_length(input);
+    rows.form = {input};
     return rows;
 }
 
@@ -83,7 +84,7 @@ void Program::adapt(const Layer& layer, std::initializer_list<UpdatePlace> place
                 rows = rows_at(rows_data, input, task.count, length);
                 for (int r = 0; r < task.count; r++) {
                     read(adapter_tokens_[size_t(task.begin + r)], task.begin + r, from);
-                    kernels_.put_row(from, length, input, rows, r);
+                    kernels_.put_row(from, length, rows, r);
                 }
                 is_read = true;
             }
@@ -92,7 +93,7 @@ void Program::adapt(const Layer& layer, std::initializer_list<UpdatePlace> place
             for (int panel = 0; panel < update.a.panels; panel++)
                 kernels_.multiply(update.a, rows, 0, 1, panel, {Finish::store, low, low_stride}, nullptr);
             Rows low_rows = rows_at(low_data, input, task.count, rank);
-            for (int r = 0; r < task.count; r++) kernels_.put_row(low + size_t(r) * low_stride, rank, input, low_rows, r);
+            for (int r = 0; r < task.count; r++) kernels_.put_row(low + size_t(r) * low_stride, rank, low_rows, r);
             for (int panel = 0; panel < update.b.panels; panel++) {
                 kernels_.multiply(update.b, low_rows, 0, 1, panel, {Finish::store, gained - size_t(panel) * panel_width, panel_width}, nullptr);
                 add_gained(task, place, gained, panel, update.b.outputs, out, stride);

@@ -73,7 +73,7 @@ float* Program::run_experts(const Mixture& mixture, const Rows& inputs, const Ro
     int inner = alike.down.inputs;
     bool alone = inputs.num_rows == 1;  // then every expert reads the one row where it is
     Rows gathered = alone ? inputs : gather(mixture, inputs, routes);
-    Rows next = shape_rows(next_inputs_, input_of(alike.down.kind), routes.num_pairs, inner);
+    Rows next = shape_rows(next_inputs_, alike.down.form(), routes.num_pairs, inner);
     nexts_.resize(num_experts);
     size_t wide_stride = up_sink(alike, next, nullptr).stride;
     uint16_t* wide = nullptr;
@@ -107,15 +107,16 @@ float* Program::run_experts(const Mixture& mixture, const Rows& inputs, const Ro
 
 // Copies rows of inputs, as they were rounded, to where their experts read them.
 Rows Program::gather(const Mixture& mixture, const Rows& inputs, const Routes& routes) {
-    Input input = input_of(mixture.experts[0].up.kind);
-    Rows all = shape_rows(gathered_, input, routes.num_pairs, hidden_size_);
+    InputForm form = mixture.experts[0].up.form();
+    Rows all = shape_rows(gathered_, form, routes.num_pairs, hidden_size_);
     each_row("gather", routes.num_pairs, [&](int pair, int) {
         size_t e = size_t(routes.chosen[pair]);
         int from = pair / mixture.num_chosen, to = routes.places[pair] - routes.starts[e];
         Rows rows = all.slice(routes.starts[e], routes.count(e));
         for (int chunk = 0; chunk < rows.chunks; chunk++) memcpy(rows.at(to, chunk), inputs.at(from, chunk), 64);
-        if (input != Input::int8) return;
-        rows.scales[to] = inputs.scales[from];
+        if (form.type != Input::int8) return;
+        size_t groups = size_t(rows.num_groups);
+        memcpy(rows.scales + size_t(to) * groups, inputs.scales + size_t(from) * groups, groups * 4);
         rows.totals[to] = inputs.totals[from];
         memcpy(rows.sums_of(to), inputs.sums_of(from), size_t(rows.chunks) * 8);
     });

@@ -36,7 +36,7 @@ template <class T> const T* kept(const nb::object& o, size_t size, const char* o
 }
 
 // A matrix as Python describes it; the arrays must outlive the program.
-Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point, const Array1<const uint8_t>& codes, nb::object channel_scales,
+Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point, bool group_inputs, int rotation, const Array1<const uint8_t>& codes, nb::object channel_scales,
                    nb::object scales, bool wide_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
     const char* too_short = "a packed matrix is shorter than its shape asks for";
     require(kind >= int(Kind::f32) && kind <= int(Kind::w4a16) && outputs > 0 && inputs > 0, "a packed matrix has no such kind or shape");
@@ -50,6 +50,11 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
     m.group = group;
     m.groups = group ? inputs / group : 0;
     m.zero_point = zero_point;
+    m.group_inputs = group_inputs;
+    m.rotation = rotation;
+    bool turns = input_of(m.kind) == Input::int8 && !group_inputs && (rotation == 16 || rotation == 64) && inputs % rotation == 0;
+    require(rotation == 0 || turns, "a packed matrix has inputs that cannot be rotated");
+    require(!group_inputs || (group && input_of(m.kind) == Input::int8), "a packed matrix has no groups that its inputs could share");
     size_t rows = size_t(m.panels) * panel_width, pairs = rows * size_t(m.groups);
     m.codes = codes.data();
     m.channel_scales = kept<float>(channel_scales, rows, too_short);
@@ -128,7 +133,7 @@ void check_mixture(const Mixture& mixture, int hidden) {
             "a router does not have the size of its mixture");
     const FeedForward& first = mixture.experts[0];
     for (const FeedForward& each : mixture.experts) {
-        require(each.up.kind == first.up.kind && each.down.kind == first.down.kind && each.gated == first.gated && each.down.inputs == first.down.inputs, unlike);
+        require(each.up.kind == first.up.kind && each.down.kind == first.down.kind && each.up.form() == first.up.form() && each.down.form() == first.down.form() && each.gated == first.gated && each.down.inputs == first.down.inputs, unlike);
         check_feed_forward(each, hidden);
     }
     if (!mixture.shared) return require(!mixture.shared_gate, "a mixture has a gate for nothing shared");
@@ -183,6 +188,7 @@ NB_MODULE(_native, m) {
     m.def("kv_block_bytes", [](int kind, int num_kv_heads, int head_dim, int block_size) {
         AttentionShape shape;
         shape.num_kv_heads = num_kv_heads;
+        shape.head_dim = head_dim;
         shape.padded_dim = (head_dim + 31) / 32 * 32;
         return kv_block_bytes(shape, KVKind(kind), block_size);
     });
@@ -217,10 +223,10 @@ NB_MODULE(_native, m) {
         pack(pool, Kind(kind), Source(source), data.data(), num_rows, inputs, places.data(), codes.data());
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert());
 
-    nb::class_<Matrix>(m, "Matrix").def("__init__", [](Matrix* self, int kind, int outputs, int inputs, int group, int zero_point, Array1<const uint8_t> codes,
+    nb::class_<Matrix>(m, "Matrix").def("__init__", [](Matrix* self, int kind, int outputs, int inputs, int group, int zero_point, bool group_inputs, int rotation, Array1<const uint8_t> codes,
             nb::object channel_scales, nb::object scales, bool wide_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
-        new (self) Matrix(make_matrix(kind, outputs, inputs, group, zero_point, codes, channel_scales, scales, wide_scales, zeros, offsets, group_scales, bias));
-    }, nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("group"), nb::arg("zero_point"), nb::arg("codes").noconvert(), nb::arg("channel_scales").none(),
+        new (self) Matrix(make_matrix(kind, outputs, inputs, group, zero_point, group_inputs, rotation, codes, channel_scales, scales, wide_scales, zeros, offsets, group_scales, bias));
+    }, nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("group"), nb::arg("zero_point"), nb::arg("group_inputs"), nb::arg("rotation"), nb::arg("codes").noconvert(), nb::arg("channel_scales").none(),
        nb::arg("scales").none(), nb::arg("wide_scales"), nb::arg("zeros").none(), nb::arg("offsets").none(), nb::arg("group_scales").none(), nb::arg("bias").none());
 
     nb::class_<GivenNorm>(m, "Norm").def("__init__", [](GivenNorm* self, Array1<const float> weight, nb::object bias) {

@@ -75,7 +75,7 @@ template <class Value>
 INLINE void finish_rows(const Matrix& w, const Rows& x, int panel, const Sink& sink, int first, int count, Value value) {
     f32x16 bias_low = w.bias ? load<f32x16>(w.bias + panel * 32) : f32x16{};
     f32x16 bias_high = w.bias ? load<f32x16>(w.bias + panel * 32 + 16) : f32x16{};
-    bool scaled = input_of(w.kind) == Input::int8;
+    bool scaled = x.form.type == Input::int8 && !x.form.group;  // where groups have scales they are in the sums already
     auto outputs = [&](int i) INLINE_LAMBDA {
         Outputs y = value(i);
         if (scaled) {
@@ -168,7 +168,8 @@ template <Zeros zeros> struct Group {
             }
         }
     }
-    INLINE Outputs add(Outputs c, i32x16 first, i32x16 second, int32_t total) const {
+    // `scale` is that of the group's inputs, 1 where the row has one for all.
+    INLINE Outputs add(Outputs c, i32x16 first, i32x16 second, int32_t total, float scale) const {
         f32x16 a = to_f32(first), b = to_f32(second);
         if constexpr (zeros != Zeros::none) {
             f32x16 sum_of = set(float(total));
@@ -179,11 +180,11 @@ template <Zeros zeros> struct Group {
                 b = to_f32(second - __builtin_convertvector(high_zero, i32x16) * total);
             }
         }
-        c.low = fma(a, low, c.low);
-        c.high = fma(b, high, c.high);
+        c.low = fma(a * scale, low, c.low);
+        c.high = fma(b * scale, high, c.high);
         if constexpr (zeros == Zeros::each) {
             if (shifted) {
-                f32x16 sum_of = set(float(total));
+                f32x16 sum_of = set(float(total) * scale);
                 c.low = fma(low_offset, sum_of, c.low);
                 c.high = fma(high_offset, sum_of, c.high);
             }
@@ -191,6 +192,10 @@ template <Zeros zeros> struct Group {
         return c;
     }
 };
+
+INLINE float group_input_scale(const Rows& x, int row, int group) {
+    return x.form.group ? x.scales[size_t(row) * x.num_groups + group] : 1.0f;
+}
 
 INLINE bool is_plain(const Matrix& w) { return !w.zeros && !w.offsets; }
 
@@ -448,7 +453,7 @@ INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first
         }
         Group<zeros> scales(w, panel, group);
         UNROLL for (int r = 0; r < R; r++) {
-            Outputs y = scales.add({c[r][0], c[r][1]}, lanes(acc[r][0]), lanes(acc[r][1]), totals[r]);
+            Outputs y = scales.add({c[r][0], c[r][1]}, lanes(acc[r][0]), lanes(acc[r][1]), totals[r], group_input_scale(x, block * 16 + first + r, group));
             c[r][0] = y.low;
             c[r][1] = y.high;
         }
@@ -481,6 +486,7 @@ static void multiply_vectors(const Matrix& w, const Rows& x, int begin, int end,
     }
 }
 
+#if defined(__AMX_TILE__) || !defined(__AVX2__)
 // A panel of 4 bits as int8 or bfloat16, for many rows.
 static void unpack_panel(const Matrix& w, int panel, uint8_t middle, uint8_t* scratch) {
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
@@ -490,15 +496,39 @@ static void unpack_panel(const Matrix& w, int panel, uint8_t middle, uint8_t* sc
         else integer_tiles(w, panel, codes, chunk, tiles, middle);
     }
 }
+#endif
+
+}  // namespace cloister::CLOISTER_ISA
+
+#include "blocked.hpp"
+
+namespace cloister::CLOISTER_ISA {
 
 static size_t multiply_scratch(const Matrix& w) {
-    if (takes_nibbles && w.kind == Kind::int4) return 0;
+#if defined(__AMX_TILE__)
+    size_t panel = tile_bytes(w.kind) < 1024 ? size_t(w.chunks) * 2048 : 0;
+    return panel > BlockScratch::bytes ? panel : BlockScratch::bytes;
+#elif defined(__AVX2__)
+    return BlockScratch::bytes;
+#else
     return tile_bytes(w.kind) < 1024 ? size_t(w.chunks) * 2048 : 0;
+#endif
 }
 
 static void multiply(const Matrix& matrix, const Rows& x, int begin, int end, int panel, const Sink& sink, uint8_t* scratch) {
     Matrix w = matrix;
-    if (multiply_scratch(w) && end - begin > 1) {
+    int num_rows = (end - begin) * 16 - 16 + x.height(end - 1);
+#if defined(__AVX2__)
+#if defined(__AMX_TILE__)
+    bool has_tiles = w.kind != Kind::f32;
+#else
+    bool has_tiles = false;
+#endif
+    if (!has_tiles && scratch && num_rows >= fewest_blocked_rows && block_chunks_of(w))
+        return multiply_blocked(w, x, begin * 16, begin * 16 + num_rows, panel, sink, scratch);
+#endif
+#if defined(__AMX_TILE__) || !defined(__AVX2__)
+    if (tile_bytes(w.kind) < 1024 && end - begin > 1) {
 #if defined(__AMX_TILE__)
         uint8_t middle = int4_middle(w);  // what int4 tiles take signed is signed already
 #else
@@ -510,10 +540,10 @@ static void multiply(const Matrix& matrix, const Rows& x, int begin, int end, in
         if (w.channel_scales) w.zero_point = 128;
         if (middle) w.zero_point = 0;
     }
+#endif
 #if defined(__AMX_TILE__)
-    int rows = (end - begin) * 16 - 16 + x.height(end - 1);
     if (w.kind == Kind::bf16 || w.kind == Kind::w4a16) return multiply_float_tiles(w, x, begin, end, panel, sink);
-    if (w.kind != Kind::f32 && rows > 2) return multiply_integer_tiles(w, x, begin, end, panel, sink);
+    if (w.kind != Kind::f32 && num_rows > 2) return multiply_integer_tiles(w, x, begin, end, panel, sink);
 #endif
     multiply_vectors<max_rows>(w, x, begin, end, panel, sink);
 }

@@ -100,11 +100,12 @@ void Program::reserve_scratch(size_t size) {
 
 uint8_t* Program::scratch(int thread) const { return scratch_[size_t(thread)].get<uint8_t>(); }
 
-Rows Program::shape_rows(Buffer& buffer, Input input, int num_rows, int length) {
-    int per_chunk = chunk_length(input), chunks = (length + per_chunk - 1) / per_chunk;
-    size_t data = size_t(num_rows) * chunks * 64, scales = (size_t(num_rows) * 4 + 63) / 64 * 64, sums = size_t(num_rows) * chunks * 8;
-    uint8_t* at = buffer.reserve(data + 2 * scales + sums);
-    return {at, (float*)(at + data), (int32_t*)(at + data + scales), (int32_t*)(at + data + 2 * scales), num_rows, chunks};
+Rows Program::shape_rows(Buffer& buffer, const InputForm& form, int num_rows, int length) {
+    int per_chunk = chunk_length(form.type), chunks = (length + per_chunk - 1) / per_chunk, groups = form.group ? length / form.group : 1;
+    auto lines = [](size_t bytes) { return (bytes + 63) / 64 * 64; };
+    size_t data = size_t(num_rows) * chunks * 64, scales = lines(size_t(num_rows) * groups * 4), totals = lines(size_t(num_rows) * 4);
+    uint8_t* at = buffer.reserve(data + scales + totals + size_t(num_rows) * chunks * 8);
+    return {at, (float*)(at + data), (int32_t*)(at + data + scales), (int32_t*)(at + data + scales + totals), num_rows, chunks, form, groups};
 }
 
 // How many blocks of rows a task takes at once: an even number, whose inputs stay in a core's second-level cache.
@@ -284,7 +285,7 @@ void Program::attention(const Layer& layer, const Batch& batch) {
     if (joins_.empty()) return;
     phase("attention", int(joins_.size()), [&](int i, int thread) {
         const Join& join = joins_[size_t(i)];
-        kernels_.join(join.task, sequences_[size_t(join.task.sequence)], shape, join.partial, join.num_splits, mixed, width, scratch(thread));
+        kernels_.join(join.task, sequences_[size_t(join.task.sequence)], shape, layer.cache.kind, join.partial, join.num_splits, mixed, width, scratch(thread));
     });
 }
 
@@ -319,11 +320,11 @@ void Program::apply(const Norm& norm, const float* row, float* out) const {
 
 // The residual stream, normed, as inputs of a product with `w`, and of what else a mixture multiplies.
 Program::Normed Program::norm_rows(const char* name, const Norm& norm, const Matrix& w, int num_tokens, Buffer& buffer, const Mixture* mixture) {
-    Input input = input_of(w.kind), shared_input = mixture && mixture->shared ? input_of(mixture->shared->up.kind) : input;
+    InputForm form = w.form(), shared_form = mixture && mixture->shared ? mixture->shared->up.form() : form;
     Normed inputs;
-    inputs.rows = inputs.shared = shape_rows(buffer, input, num_tokens, hidden_size_);
-    if (mixture) inputs.exact = shape_rows(exact_, Input::f32, num_tokens, hidden_size_);
-    if (shared_input != input) inputs.shared = shape_rows(shared_inputs_, shared_input, num_tokens, hidden_size_);
+    inputs.rows = inputs.shared = shape_rows(buffer, form, num_tokens, hidden_size_);
+    if (mixture) inputs.exact = shape_rows(exact_, {Input::f32}, num_tokens, hidden_size_);
+    if (shared_form != form) inputs.shared = shape_rows(shared_inputs_, shared_form, num_tokens, hidden_size_);
     const float* x = residual_.get<float>();
     float* normed = normed_.get<float>();
     each_row(name, num_tokens, [&](int row, int thread) {
@@ -333,9 +334,9 @@ Program::Normed Program::norm_rows(const char* name, const Norm& norm, const Mat
             apply(norm, from, to);
             from = to;
         }
-        kernels_.put_row(from, hidden_size_, input, inputs.rows, row);
-        if (mixture) kernels_.put_row(from, hidden_size_, Input::f32, inputs.exact, row);
-        if (shared_input != input) kernels_.put_row(from, hidden_size_, shared_input, inputs.shared, row);
+        kernels_.put_row(from, hidden_size_, inputs.rows, row);
+        if (mixture) kernels_.put_row(from, hidden_size_, inputs.exact, row);
+        if (shared_form != form) kernels_.put_row(from, hidden_size_, inputs.shared, row);
     });
     return inputs;
 }
@@ -376,10 +377,9 @@ void Program::attention_block(const Layer& layer, const Batch& batch, const Rows
     adapt_heads(layer, qkv, stride);
     place_heads(layer, batch, qkv, stride);
     attention(layer, batch);
-    Input input = input_of(layer.output.kind);
-    Rows rows = shape_rows(inputs_, input, num_tokens, width);
+    Rows rows = shape_rows(inputs_, layer.output.form(), num_tokens, width);
     const float* mixed = mixed_.get<float>();
-    each_row("round", num_tokens, [&](int row, int) { kernels_.put_row(mixed + size_t(row) * width, width, input, rows, row); });
+    each_row("round", num_tokens, [&](int row, int) { kernels_.put_row(mixed + size_t(row) * width, width, rows, row); });
     Sink sink = branch_sink(layer, layer.attention_post_norm, num_tokens);
     product("output", layer.output, rows, sink);
     adapt_output(layer, sink);
@@ -411,7 +411,7 @@ Sink Program::up_sink(const FeedForward& mlp, Rows& next, uint16_t* wide) const 
 void Program::feed_forward(const FeedForward& mlp, const Rows& inputs, const Sink& end, const Layer* adapted) {
     int num_tokens = inputs.num_rows, inner = mlp.down.inputs;
     Input input = input_of(mlp.down.kind);
-    Rows next = shape_rows(next_inputs_, input, num_tokens, inner);
+    Rows next = shape_rows(next_inputs_, mlp.down.form(), num_tokens, inner);
     Sink sink = up_sink(mlp, next, nullptr);
     if (input == Input::int8) sink.wide = (uint16_t*)wide_.reserve(size_t(num_tokens) * sink.stride * 2);
     if (adapted && changes(*adapted, {{Site::gate}, {Site::up}})) product_adapted(*adapted, inputs, sink);

@@ -209,7 +209,7 @@ private:
     void read_normed(const Norm& norm, int token, float* to) const;
     void product(const char* name, const Matrix& w, const Rows& x, const Sink& sink);
     void run_products(const char* name);
-    Rows shape_rows(Buffer& buffer, Input input, int num_rows, int length);
+    Rows shape_rows(Buffer& buffer, const InputForm& form, int num_rows, int length);
     void reserve_scratch(size_t size);
     uint8_t* scratch(int thread) const;
 

@@ -136,39 +136,105 @@ struct Peak {
     }
 };
 
-// Symmetric, one scale a token: q = round(x * 127 / max|x|), half to even. A row that is not finite gets a scale that is not.
+// One step of a Hadamard transform: lanes `distance` apart become their sum and their difference.
+template <int distance> INLINE f32x16 cross_lanes(f32x16 v) {
+#if defined(__clang__)
+    f32x16 other;
+    for (int i = 0; i < 16; i++) other[i] = v[i ^ distance];
+#else
+    i32x16 places;
+    for (int i = 0; i < 16; i++) places[i] = i ^ distance;
+    f32x16 other = __builtin_shuffle(v, places);
+#endif
+    u32x16 sign;
+    for (int i = 0; i < 16; i++) sign[i] = i & distance ? 0x80000000u : 0u;
+    return other + as_f32(as_u32(v) ^ sign);
+}
+
+// Rotates 64 inputs, in blocks of 64 or 16 (backends/tensors.py, `rotate_blocks`; the same order of sums).
+INLINE void rotate_inputs(f32x16 (&v)[4], int rotation) {
+    UNROLL for (int k = 0; k < 4; k++) v[k] = cross_lanes<8>(cross_lanes<4>(cross_lanes<2>(cross_lanes<1>(v[k]))));
+    if (rotation == 16) {
+        UNROLL for (int k = 0; k < 4; k++) v[k] *= 0.25f;
+        return;
+    }
+    f32x16 a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
+    v[0] = (a + c) * 0.125f;
+    v[1] = (b + d) * 0.125f;
+    v[2] = (a - c) * 0.125f;
+    v[3] = (b - d) * 0.125f;
+}
+
+template <class T> INLINE void load_inputs(const T* row, int left, int rotation, f32x16 (&v)[4]) {
+    UNROLL for (int k = 0; k < 4; k++) v[k] = left >= 64 ? load_some(row + 16 * k, 16) : load_some(row + 16 * k, left - 16 * k);
+    if (rotation) rotate_inputs(v, rotation);
+}
+
+// What codes are: q = round(x * 127 / max|x|), half to even. Inputs that are not finite get a scale that is not.
+struct Scale {
+    float inverse, scale;
+    INLINE explicit Scale(float peak) : inverse(peak > 0 ? 127.0f / peak : 0.0f), scale(peak / 127.0f) {}
+    INLINE i32x16 codes(f32x16 v) const { return (i32x16)as_u32(v * inverse + 12582912.0f) - 0x4b400000; }  // adding 1.5 * 2^23 rounds
+};
+
+// Writes half a chunk, 32 codes, and their sum.
+INLINE int32_t put_half(f32x16 low, f32x16 high, const Scale& scale, uint8_t* at) {
+    i32x16 first = scale.codes(low), second = scale.codes(high);
+    store(at, narrow(first));
+    store(at + 16, narrow(second));
+    return sum_integers(first + second);
+}
+
+// Symmetric, one scale a row.
 template <class T> INLINE void put_int8(const T* row, int length, Rows& rows, int index) {
+    int rotation = rows.form.rotation;
     Peak most[4];
-    int i = 0;
-    for (; i + 64 <= length; i += 64)
-        UNROLL for (int k = 0; k < 4; k++) most[k].look(load_some(row + i + 16 * k, 16));
-    for (; i < length; i += 16) most[0].look(load_some(row + i, length - i));
+    f32x16 v[4];
+    for (int i = 0; i < length; i += 64) {
+        load_inputs(row + i, length - i, rotation, v);
+        UNROLL for (int k = 0; k < 4; k++) most[k].look(v[k]);
+    }
     for (int k = 1; k < 4; k++) most[0].look((f32x16)most[k].most);
-    float peak = most[0].value();
-    float inverse = peak > 0 ? 127.0f / peak : 0.0f;
-    rows.scales[index] = peak / 127.0f;
+    Scale scale(most[0].value());
+    rows.scales[index] = scale.scale;
     int32_t *sums = rows.sums_of(index), all = 0;
     uint8_t* at = rows.at(index, 0);
     size_t step = size_t(rows.height(index / block_rows)) * 64;
-    f32x16 magic = set(12582912.0f);  // 1.5 * 2^23: adding it rounds half to even
     for (int chunk = 0; chunk < rows.chunks; chunk++, at += step) {
-        i32x16 q[4];
-        int left = length - chunk * 64;
-        const T* from = row + chunk * 64;
-        UNROLL for (int k = 0; k < 4; k++) {
-            f32x16 v = left >= 64 ? load_some(from + 16 * k, 16) : load_some(from + 16 * k, left - 16 * k);
-            q[k] = (i32x16)as_u32(v * inverse + magic) - 0x4b400000;
-            store(at + 16 * k, narrow(q[k]));
-        }
-        int32_t first = sum_integers(q[0] + q[1]), second = sum_integers(q[2] + q[3]);
-        sums[2 * chunk] = first;
-        sums[2 * chunk + 1] = second;
-        all += first + second;
+        load_inputs(row + chunk * 64, length - chunk * 64, rotation, v);
+        sums[2 * chunk] = put_half(v[0], v[1], scale, at);
+        sums[2 * chunk + 1] = put_half(v[2], v[3], scale, at + 32);
+        all += sums[2 * chunk] + sums[2 * chunk + 1];
     }
     rows.totals[index] = all;
 }
 
-static void put_row(const float* row, int length, Input input, Rows& rows, int index) {
+// Symmetric, one scale for each group of a row; groups are halves of chunks, and several of them.
+template <class T> INLINE void put_int8_groups(const T* row, int length, Rows& rows, int index) {
+    int32_t *sums = rows.sums_of(index), all = 0;
+    int group = rows.form.group;
+    uint8_t* at = rows.at(index, 0);
+    size_t step = size_t(rows.height(index / block_rows)) * 64;
+    for (int first = 0, number = 0; first < length; first += group, number++) {
+        Peak most;
+        for (int i = first; i < first + group; i += 16) most.look(load_some(row + i, length - i));
+        Scale scale(most.value());
+        rows.scales[size_t(index) * rows.num_groups + number] = scale.scale;
+        for (int i = first; i < first + group; i += 32) {
+            sums[i / 32] = put_half(load_some(row + i, length - i), load_some(row + i + 16, length - i - 16), scale, at + size_t(i / 64) * step + i % 64);
+            all += sums[i / 32];
+        }
+    }
+    if (length % 64 != 0) {  // the half that is left of the last chunk
+        memset(at + size_t(rows.chunks - 1) * step + 32, 0, 32);
+        sums[2 * rows.chunks - 1] = 0;
+    }
+    rows.totals[index] = all;
+}
+
+static void put_row(const float* row, int length, Rows& rows, int index) {
+    Input input = rows.form.type;
+    if (rows.form.group) return put_int8_groups(row, length, rows, index);
     if (input == Input::int8) return put_int8(row, length, rows, index);
     for (int chunk = 0; chunk < rows.chunks; chunk++) {
         uint8_t* at = rows.at(index, chunk);
@@ -181,7 +247,10 @@ static void put_row(const float* row, int length, Input input, Rows& rows, int i
     }
 }
 
-static void put_wide_row(const uint16_t* row, int length, Rows& rows, int index) { put_int8(row, length, rows, index); }
+static void put_wide_row(const uint16_t* row, int length, Rows& rows, int index) {
+    if (rows.form.group) put_int8_groups(row, length, rows, index);
+    else put_int8(row, length, rows, index);
+}
 
 // Rotary embedding (Su et al. 2021), half-split; no fused multiply-add, so that it equals the oracle's two roundings.
 static void rotate(float* heads, int num_heads, int head_dim, int half, const float* cos, const float* sin) {
@@ -203,8 +272,16 @@ static void rotate(float* heads, int num_heads, int head_dim, int half, const fl
 }
 
 static void put_queries(const float* heads, const AttentionShape& shape, float scale, KVKind kind, uint8_t* out) {
-    int dim = shape.head_dim, padded = shape.padded_dim;
+    int dim = shape.head_dim, padded = shape.padded_dim, rotation = shape.kv_rotation(kind);
     for (int h = 0; h < shape.num_heads; h++) {
+        if (rotation) {
+            f32x16 v[4];
+            for (int i = 0; i < padded; i += 64) {
+                load_inputs(heads + h * dim + i, dim - i, rotation, v);
+                for (int k = 0; k < 4 && i + 16 * k < padded; k++) store(out + (size_t(h) * padded + i + 16 * k) * 2, to_bf16(v[k] * scale));
+            }
+            continue;
+        }
         for (int i = 0; i < padded; i += 16) {
             f32x16 v = load_some(heads + h * dim + i, dim - i) * scale;
             size_t at = size_t(h) * padded + i;

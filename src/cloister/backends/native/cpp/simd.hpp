@@ -20,11 +20,13 @@ typedef uint8_t u8x16 __attribute__((vector_size(16), may_alias));
 #define INLINE inline __attribute__((always_inline))
 // An array of accumulators stays in registers only where every index into it is known.
 #define INLINE_LAMBDA __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))  // once, where it is called from many places and takes long
 #define UNROLL _Pragma("GCC unroll 16")
+#define NO_UNROLL _Pragma("GCC unroll 1")  // where GCC would otherwise keep accumulators in memory
 
 template <class V> INLINE V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
 template <class V> INLINE void store(void* p, V v) { memcpy(p, &v, sizeof v); }
-INLINE f32x16 set(float x) { return f32x16{} + x; }
+INLINE f32x16 set(float x) { return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }  // 0 + x would be an addition
 INLINE i32x16 set(int32_t x) { return i32x16{} + x; }
 INLINE f32x16 as_f32(u32x16 v) { f32x16 r; memcpy(&r, &v, 64); return r; }
 INLINE u32x16 as_u32(f32x16 v) { u32x16 r; memcpy(&r, &v, 64); return r; }
@@ -102,6 +104,15 @@ INLINE f32p fma_piece(f32p a, f32p b, f32p c) {
 #endif
 }
 template <class V> INLINE V fma(V a, V b, V c) { return fma_piece(a, b, c); }
+INLINE f32p set_piece(float x) {
+#if defined(__AVX512F__)
+    return (f32p)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+    return (f32p)_mm256_set1_ps(x);
+#else
+    return f32p{x, x, x, x};
+#endif
+}
 INLINE bool any(i32p v) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)v, (__m512i)v);
@@ -164,6 +175,12 @@ INLINE f32x16 twice(f32x16 v, int half) {
     __m512i places = half ? _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15)
                           : _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     return (f32x16)_mm512_permutexvar_ps(places, (__m512)v);
+#elif defined(__AVX2__)
+    __m256 eight, both[2];
+    memcpy(&eight, (const char*)&v + 32 * half, 32);
+    both[0] = _mm256_permutevar8x32_ps(eight, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+    both[1] = _mm256_permutevar8x32_ps(eight, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7));
+    return load<f32x16>(both);
 #else
     f32x16 both;
     for (int i = 0; i < 16; i++) both[i] = v[8 * half + i / 2];
@@ -247,6 +264,9 @@ INLINE i32x16 lanes(const IntSums& sums) { return load<i32x16>(&sums); }
 INLINE void add_quads(IntSums& sums, const uint8_t* b, int32_t a) {
 #if defined(__AVX512VNNI__)
     sums.at[0] = (i32p)_mm512_dpbusd_epi32((__m512i)sums.at[0], _mm512_loadu_si512(b), _mm512_set1_epi32(a));
+#elif defined(__AVXVNNI__)
+    UNROLL for (int p = 0; p < pieces; p++)
+        sums.at[p] = (i32p)_mm256_dpbusd_avx_epi32((__m256i)sums.at[p], _mm256_loadu_si256((const __m256i*)(b + piece_bytes * p)), _mm256_set1_epi32(a));
 #elif defined(__AVX512BW__)
     __m512i w = _mm512_loadu_si512(b), low = _mm512_set1_epi16(0xff), x = _mm512_set1_epi32(a);
     __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), odd = _mm512_srai_epi16(x, 8);
@@ -277,7 +297,7 @@ INLINE void add_quads(IntSums& sums, const uint8_t* b, int32_t a) {
 
 // Adds a . b over the one float32 of each lane.
 INLINE void add_floats(FloatSums& sums, const uint8_t* b, float a) {
-    UNROLL for (int p = 0; p < pieces; p++) sums.at[p] = fma_piece(f32p{} + a, load<f32p>(b + piece_bytes * p), sums.at[p]);
+    UNROLL for (int p = 0; p < pieces; p++) sums.at[p] = fma_piece(set_piece(a), load<f32p>(b + piece_bytes * p), sums.at[p]);
 }
 
 // Adds a . b over the two bfloat16 of each lane, in float32.
@@ -291,8 +311,8 @@ INLINE void add_pairs(FloatSums& sums, const uint8_t* b, uint32_t a) {
     memcpy(&y, &high, 4);
     UNROLL for (int p = 0; p < pieces; p++) {
         u32p w = load<u32p>(b + piece_bytes * p);
-        sums.at[p] = fma_piece((f32p)(w << 16), f32p{} + x, sums.at[p]);
-        sums.at[p] = fma_piece((f32p)(w & 0xffff0000u), f32p{} + y, sums.at[p]);
+        sums.at[p] = fma_piece((f32p)(w << 16), set_piece(x), sums.at[p]);
+        sums.at[p] = fma_piece((f32p)(w & 0xffff0000u), set_piece(y), sums.at[p]);
     }
 #endif
 }
@@ -328,6 +348,20 @@ INLINE f32x16 exp2_short(f32x16 x) {
     p = fma(p, r, set(6.95116801e-01f));
     p = fma(p, r, set(1.0f));
     return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)x);
+#elif defined(__AVX2__)
+    x = max(set(-126.0f), x);  // no number stays no number
+    __m256 parts[2];
+    memcpy(parts, &x, 64);
+    for (int i = 0; i < 2; i++) {
+        __m256 whole = _mm256_floor_ps(parts[i]), r = _mm256_sub_ps(parts[i], whole);
+        __m256 p = _mm256_fmadd_ps(r, _mm256_set1_ps(7.70670633e-02f), _mm256_set1_ps(2.27644955e-01f));
+        p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(6.95116801e-01f));
+        p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
+        __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23);
+        __m256 seen = _mm256_cmp_ps(parts[i], _mm256_set1_ps(-126.0f), _CMP_NLE_UQ);  // also where it is no number
+        parts[i] = _mm256_and_ps(seen, _mm256_mul_ps(p, _mm256_castsi256_ps(power)));
+    }
+    return load<f32x16>(parts);
 #else
     return exp2(x);
 #endif

@@ -195,7 +195,7 @@ static void multiply_group_tiles(const Matrix& w, const Rows& x, int begin, int 
             for (int r = 0; r < rows.num_rows(); r++) {
                 int32_t total = zeros == Zeros::none ? 0 : sum_inputs(x, block * 16 + r, group * halves, halves);
                 const int32_t* products = sums[group % 2][r];
-                Outputs y = scales.add({load<f32x16>(c[r]), load<f32x16>(c[r] + 16)}, load<i32x16>(products), load<i32x16>(products + 16), total);
+                Outputs y = scales.add({load<f32x16>(c[r]), load<f32x16>(c[r] + 16)}, load<i32x16>(products), load<i32x16>(products + 16), total, group_input_scale(x, block * 16 + r, group));
                 store(c[r], y.low);
                 store(c[r] + 16, y.high);
             }
@@ -207,7 +207,7 @@ static void multiply_group_tiles(const Matrix& w, const Rows& x, int begin, int 
 }
 
 static void multiply_integer_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
-    if (!w.channel_scales && (int4_middle(w) || w.zero_point == 0)) return multiply_group_tiles<Zeros::none>(w, x, begin, end, panel, sink);
+    if (!w.channel_scales && is_plain(w) && (int4_middle(w) || w.zero_point == 0)) return multiply_group_tiles<Zeros::none>(w, x, begin, end, panel, sink);
     if (!w.channel_scales && is_plain(w)) return multiply_group_tiles<Zeros::one>(w, x, begin, end, panel, sink);
     if (!w.channel_scales) return multiply_group_tiles<Zeros::each>(w, x, begin, end, panel, sink);
     if (w.kind == Kind::int8) return multiply_channel_tiles(w, x, begin, end, panel, sink);

@@ -150,13 +150,14 @@ def join_tensors(parts: Sequence[tensors.Tensor]) -> tensors.Tensor | None:
             offsets=_concatenate([part.offsets for part in grouped]),
         )
     progressive = [part for part in parts if isinstance(part, ProgressiveTensor)]
-    if len(progressive) == len(parts) and len({part.group_size for part in progressive}) == 1:
+    if len(progressive) == len(parts) and len({(part.group_size, part.rotation) for part in progressive}) == 1:
         return ProgressiveTensor(
             codes=np.concatenate([part.codes for part in progressive]),
             channel_scales=np.concatenate([part.channel_scales for part in progressive]),
             group_scales=np.concatenate([part.group_scales for part in progressive]),
             zeros=np.concatenate([part.zeros for part in progressive]),
             group_size=progressive[0].group_size,
+            rotation=progressive[0].rotation,
         )
     return None
 
@@ -164,7 +165,7 @@ def join_tensors(parts: Sequence[tensors.Tensor]) -> tensors.Tensor | None:
 def _format(part: GroupedTensor) -> tuple[object, ...]:
     """What must be equal for parts to be joined; an order of the inputs must be the same order."""
     order = None if part.order is None else part.order.tobytes()
-    return part.bits, part.group_size, part.activations, part.zeros is None, part.offsets is None, order
+    return part.bits, part.group_size, part.activations, part.rotation, part.zeros is None, part.offsets is None, order
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
+from cloister.backends.torch.rounded import rotate_blocks
 from cloister.backends.torch.triton import EXACT
 from cloister.backends.torch.triton.matmul import Tile
 from cloister.backends.torch.triton.rounding import round_rows
@@ -37,7 +38,9 @@ class PackedMatrix:
         channel_scales: [outputs] float32, QoQ's first level, or None.
         order: [inputs] int64 or None: which input each column multiplies.
         depth: inputs multiplied at once, all of one group.
-        rounds_inputs: inputs are rounded to int8.
+        rounds_inputs: inputs are rounded to int8, with one scale for each token. Those that a format wants rounded with a scale
+            for each group stay as they are, and lose nothing.
+        rotation: blocks of that many inputs are rotated first (`backends.tensors.rotate_blocks`); 0 for none.
     """
 
     codes: Tensor
@@ -51,6 +54,7 @@ class PackedMatrix:
     num_inputs: int
     depth: int
     rounds_inputs: bool
+    rotation: int
 
     @property
     def num_outputs(self) -> int:
@@ -88,6 +92,7 @@ def _pack_groups(tensor: GroupedTensor, device: torch.device) -> PackedMatrix:
         num_inputs=tensor.shape[1],
         depth=depth,
         rounds_inputs=tensor.activations == "int8",
+        rotation=tensor.rotation,
     )
 
 
@@ -105,6 +110,7 @@ def _pack_levels(tensor: ProgressiveTensor, device: torch.device) -> PackedMatri
         num_inputs=tensor.shape[1],
         depth=depth,
         rounds_inputs=True,
+        rotation=tensor.rotation,
     )
 
 
@@ -222,6 +228,8 @@ def grouped_matmul(inputs: Tensor, matrix: PackedMatrix, bias: Tensor | None, ou
     """
     if matrix.order is not None:
         inputs = inputs.index_select(1, matrix.order)
+    if matrix.rotation:
+        inputs = rotate_blocks(inputs.float(), matrix.rotation)
     rows, token_scales = round_rows(inputs, torch.int8) if matrix.rounds_inputs else (inputs, inputs)
     num_rows, num_outputs = len(inputs), matrix.num_outputs
     out = inputs.new_empty(num_rows, num_outputs, dtype=out_dtype)

@@ -1,0 +1,2 @@
+#define CLOISTER_ISA avxvnni
+#include "isa.inc"
