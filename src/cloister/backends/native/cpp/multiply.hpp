@@ -504,7 +504,7 @@ static void unpack_panel(const Matrix& w, int panel, uint8_t middle, uint8_t* sc
 
 namespace cloister::CLOISTER_ISA {
 
-static size_t multiply_scratch(const Matrix& w) {
+static size_t multiply_scratch([[maybe_unused]] const Matrix& w) {
 #if defined(__AMX_TILE__)
     size_t panel = tile_bytes(w.kind) < 1024 ? size_t(w.chunks) * 2048 : 0;
     return panel > BlockScratch::bytes ? panel : BlockScratch::bytes;
@@ -517,7 +517,7 @@ static size_t multiply_scratch(const Matrix& w) {
 
 static void multiply(const Matrix& matrix, const Rows& x, int begin, int end, int panel, const Sink& sink, uint8_t* scratch) {
     Matrix w = matrix;
-    int num_rows = (end - begin) * 16 - 16 + x.height(end - 1);
+    [[maybe_unused]] int num_rows = (end - begin) * 16 - 16 + x.height(end - 1);
 #if defined(__AVX2__)
 #if defined(__AMX_TILE__)
     bool has_tiles = w.kind != Kind::f32;
