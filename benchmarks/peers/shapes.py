@@ -169,9 +169,9 @@ def _iter_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, .
 
 def _tokenizer(vocab_size: int) -> Tokenizer:
     """Bytes, and placeholders for the rest of the vocabulary: prompts are token ids, only answers become text."""
-    pieces = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pieces = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ee"]  # llama.cpp loads no vocabulary without a merge
     pieces += [f"<|{number}|>" for number in range(len(pieces), vocab_size)]
-    tokenizer = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[("e", "e")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
