@@ -13,19 +13,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.harness import MODEL, Bench, make_parser, make_progress
+from cloister.app.calibrating import cut_windows
 from cloister.backends.base import Weights
 from cloister.backends.native import _native
 from cloister.backends.native.model import pack_model
 from cloister.backends.native.packing import Kind, PackedMatrix, Packer
 from cloister.bench.plots import BLUE, GREY, ORANGE, draw
-from cloister.cli.quantize import cut_windows
 from cloister.models import LoadedModel, load, locate
-from cloister.quant import FORMATS, FormatOptions, KVDtype, QuantizedWeights, quantize_on_read
+from cloister.quant import FORMATS, FormatOptions, HeldWeights, KVDtype, QuantizedWeights, quantize_on_read
 from cloister.quant.calibration import CALIBRATORS, calibrate
 from cloister.quant.passages import CALIBRATION, HELD_OUT, read_passages
 from cloister.quant.quality import IntArray, Outcome, measure
 from tests.driving import Driver, build
-from tests.quant.named import NamedTensors
 
 BOUND = 0.3
 """Perplexity that QoQ may lose against bfloat16 (QServe, Lin et al. 2024, loses 0.2 to 0.5 on models of 7B)."""
@@ -114,7 +113,7 @@ def make_weights(model: LoadedModel, form: Form) -> Weights:
     number_format = FORMATS.get(form.quant)(form.options)
     if form.method != "rtn":  # as `cloister quantize` does by default
         text = cut_windows(model, read_passages(CALIBRATION), 32768)
-        return NamedTensors(dict(calibrate(model.spec, model.weights, text, number_format, CALIBRATORS.get(form.method))))
+        return HeldWeights(dict(calibrate(model.spec, model.weights, text, number_format, CALIBRATORS.get(form.method))))
     if form.smooth:
         return quantize_on_read(model.spec, model.weights, number_format)
     return QuantizedWeights(model.weights, number_format)

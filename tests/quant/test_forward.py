@@ -40,7 +40,21 @@ def outputs(layer: LayerSpec, tensors: FloatTensors) -> FloatArray:
     return LayerForward(layer, tensors, 1e-5)(np.random.default_rng(2).standard_normal((40, 64), dtype=np.float32))
 
 
-@pytest.mark.parametrize("spec", [PLAIN, NORMED, biased(PLAIN)], ids=["plain", "normed, window", "biases, gelu"])
+def like_gemma(spec: DecoderSpec) -> DecoderSpec:
+    """With norms after each part, soft caps, scales of its own, and layers that turn differently."""
+    first = spec.layers[0]
+    rope = first.attention.rope
+    assert rope is not None
+    turned = replace(first.attention, rope=RopeSpec(tuple(angle / 3 for angle in rope.inv_freq)), softcap=5.0, window=9)
+    layers = (replace(first, attention=turned, post_norm=True), replace(first, post_norm=True, residual_scale=0.7))
+    return replace(spec, layers=layers, embedding_scale=2.0, logit_scale=0.5, logit_softcap=4.0)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [PLAIN, NORMED, biased(PLAIN), like_gemma(NORMED)],
+    ids=["plain", "normed, window", "biases, gelu", "as Gemma 2 and 3, Granite"],
+)
 @pytest.mark.parametrize("name", ["none", "int8"])
 def test_losses_are_those_of_the_oracle(spec: DecoderSpec, name: str) -> None:
     plain = RandomWeights(spec)
@@ -98,10 +112,10 @@ def test_smoothed_keys_change_no_answer_of_other_families(spec: DecoderSpec) -> 
     "spec",
     [
         remake(PLAIN, turned=4),
-        remake(PLAIN, softcap=5.0),
+        remake(PLAIN, qk_norm=True, qk_norm_over="projection"),
         replace(PLAIN, norm="layer"),
-        replace(PLAIN, embedding_scale=2.0),
-        replace(PLAIN, layers=(replace(PLAIN.layers[0], post_norm=True),)),
+        replace(PLAIN, position_embeddings=True),
+        replace(PLAIN, layers=(replace(PLAIN.layers[0], pre_norm=False, post_norm=True),)),
         replace(PLAIN, layers=(replace(PLAIN.layers[0], mlp=MlpSpec(96, gated=False)),)),
         replace(PLAIN, layers=(replace(PLAIN.layers[0], mlp=MoeSpec(4, 2, MlpSpec(96))),)),
     ],

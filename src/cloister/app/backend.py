@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from cloister.backends import BACKENDS, native
-from cloister.backends.base import Backend, Weights
+from cloister.backends.base import Backend
 from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
 from cloister.engine.machine import Machine
 from cloister.models import LoadedModel
 from cloister.quant import FORMATS, FormatOptions, NumberFormat, choose_kv_dtype, quantize_on_read
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cloister.text import Tokenizer
 
 NO_QUANT: Final = "none"
 
@@ -30,7 +34,7 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
         kv_dtype=config.kv_dtype or (None if config.quant == NO_QUANT else choose_kv_dtype(number_format(config.quant), spec)),
         numerics=config.numerics,
         store=weights_cache(config),
-        store_bytes=round(config.weights_cache_mb * (1 << 20)),
+        store_bytes=cache_bytes(config),
     )
 
 
@@ -52,11 +56,26 @@ def number_format(name: str) -> NumberFormat:
     return FORMATS.get(name)(FormatOptions())
 
 
-def write_in_few_bits(config: EngineConfig, model: LoadedModel) -> Weights:
-    """Returns the model's weights, quantised as they are read if the settings say so."""
+def write_in_few_bits(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None = None) -> LoadedModel:
+    """Returns the model with its weights in the number format that the settings name: calibrated, or rounded as they are read.
+
+    Args:
+        tokenizer: the model's own, where one is open already.
+    """
     if config.quant == NO_QUANT:
-        return model.weights
-    return quantize_on_read(model.spec, model.weights, number_format(config.quant))
+        return model
+    from cloister.app.calibrating import calibrate_on_load, choose_method
+
+    form = number_format(config.quant)
+    if choose_method(config.quant_method, model, form) == "rtn":
+        return replace(model, weights=quantize_on_read(model.spec, model.weights, form))
+    cache, most_bytes = weights_cache(config), cache_bytes(config)
+    return calibrate_on_load(model, form, tokenizer, cache, most_bytes)
+
+
+def cache_bytes(config: EngineConfig) -> int:
+    """Returns what packed weights may take on disk, and calibrated ones as much again."""
+    return round(config.weights_cache_mb * (1 << 20))
 
 
 def weights_cache(config: EngineConfig) -> Path | None:

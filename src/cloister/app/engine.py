@@ -64,9 +64,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
     tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile))
     watch.lap("read")
     return_free_memory()  # before the weights are there, so that it does not count on top of them
-    weights = write_in_few_bits(config, model)
+    model = write_in_few_bits(config, model, tokenizer)
     backend = make_backend(config, machine, model.spec)
-    need = backend.need(model.spec, weights, block_size=config.block_size, max_batched_tokens=max_batched_tokens(config))
+    need = backend.need(model.spec, model.weights, block_size=config.block_size, max_batched_tokens=max_batched_tokens(config))
     drafters = open_drafters(config, model, backend, max_model_len=max_model_len, max_batched_tokens=max_batched_tokens(config))
     room = plan_room(config)
     budget = budget_memory(
@@ -82,7 +82,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     )
     identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
     layout = KVLayout(budget.num_blocks, config.block_size)
-    program = backend.build(model.spec, weights, layout, identity=identity)
+    program = backend.build(model.spec, model.weights, layout, identity=identity)
     drafters.allocate(program, layout)
     slots, adapters = _open_adapters(config, model.spec, program, room)
     watch.lap("build")
@@ -129,11 +129,10 @@ def build_program(config: EngineConfig, num_blocks: int) -> Program:
         ModelError: the model cannot be used.
     """
     machine = read_machine()
-    model = load(locate(config.model), None, None, config.max_model_len)
+    model = write_in_few_bits(config, load(locate(config.model), None, None, config.max_model_len))
     backend = make_backend(config, machine, model.spec)
     identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
-    weights = write_in_few_bits(config, model)
-    return backend.build(model.spec, weights, KVLayout(num_blocks, config.block_size), identity=identity)
+    return backend.build(model.spec, model.weights, KVLayout(num_blocks, config.block_size), identity=identity)
 
 
 def build_sealed_engine(config: EngineConfig) -> EngineCore:

@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cloister.cli.console import make_progress, out, print_json, print_table
-from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from cloister.backends.tensors import Tensor
     from cloister.models import LoadedModel
     from cloister.quant import KVDtype
     from cloister.quant.quality import IntArray, Outcome
-
-WINDOW = 512
-"""Tokens of a window of text, for calibration and for measuring."""
 
 
 def quantize(
@@ -39,13 +35,14 @@ def quantize(
     text: Annotated[
         Path | None, typer.Option(help="Text to calibrate on, UTF-8; unset, the one that is shipped.", metavar="FILE")
     ] = None,
-    num_tokens: Annotated[int, typer.Option("--tokens", help="Tokens of it to use at most.", min=WINDOW)] = 32768,
+    num_tokens: Annotated[int, typer.Option("--tokens", help="Tokens of it to use at most.", min=512)] = 32768,
     num_measured: Annotated[
         int, typer.Option("--measure", help="Tokens of held-out text to measure perplexity on; 0 measures nothing.", min=0)
     ] = 16384,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Write a model in few bits, and say what that costs in perplexity."""
+    from cloister.app.calibrating import cut_windows
     from cloister.models import load, locate
     from cloister.models.writing import check_place, write_model
     from cloister.quant import FORMATS, FormatOptions, read_activations
@@ -76,24 +73,6 @@ def quantize(
     if held_out is not None:
         report.update(compare(source, load(directory), held_out, number_format.kv_dtype))
     print_json(report) if as_json else _print(report)
-
-
-def cut_windows(model: LoadedModel, text: str, num_tokens: int) -> IntArray:
-    """Returns windows [num_windows, length] of a text's tokens, whole ones only, `num_tokens` of them at most.
-
-    Raises:
-        ConfigError: the text is too short for one.
-    """
-    import numpy as np
-
-    from cloister.text import Tokenizer
-
-    length = min(WINDOW, model.spec.max_positions)
-    ids = Tokenizer(model.path).encode(text, parse_special=False)[:num_tokens]
-    count = len(ids) // length
-    if not count:
-        raise ConfigError(f"the text has {len(ids)} tokens; give one of {length} at least", param="text")
-    return np.array(ids[: count * length], np.int32).reshape(count, length)
 
 
 def compare(before: LoadedModel, after: LoadedModel, windows: IntArray, kv_dtype: KVDtype) -> dict[str, object]:

@@ -9,16 +9,18 @@ from cloister.quant.int4 import make_int4
 from cloister.quant.int8 import make_int8
 from cloister.quant.kv import choose_kv_dtype
 from cloister.quant.qoq import make_qoq
-from cloister.quant.weights import QuantizedWeights, quantize_on_read
+from cloister.quant.weights import HeldWeights, QuantizedWeights, is_projection, quantize_on_read
 
 __all__ = [
     "FORMATS",
     "FormatOptions",
+    "HeldWeights",
     "KVDtype",
     "NumberFormat",
     "QuantizedTensor",
     "QuantizedWeights",
     "choose_kv_dtype",
+    "is_projection",
     "make_int4",
     "make_int8",
     "make_qoq",

@@ -57,6 +57,7 @@ class NumberFormat(Protocol):
         name: its name in `FORMATS`.
         kv_dtype: what it wants the KV cache to hold.
         smooths_keys: whether keys should be smoothed before they are written in few bits (`smooth_attention`).
+        wants_calibration: whether rounding to nearest loses so much of small models that text should choose the codes.
         options: what it was made with.
     """
 
@@ -68,6 +69,9 @@ class NumberFormat(Protocol):
 
     @property
     def smooths_keys(self) -> bool: ...
+
+    @property
+    def wants_calibration(self) -> bool: ...
 
     @property
     def options(self) -> FormatOptions: ...

@@ -37,11 +37,26 @@ class _Product:
         numbers = dequantized(weight) if rounding is None or isinstance(weight, np.ndarray) else weight.dequantize_rotated()
         return cls(np.asarray(numbers, np.float32), bias, rounding)
 
-    def __call__(self, rows: FloatArray) -> FloatArray:
-        out: FloatArray = (rows if self.rounding is None else round_inputs(rows, self.rounding)) @ self.weight.T
+    def __call__(self, inputs: _Inputs) -> FloatArray:
+        out: FloatArray = inputs.rounded(self.rounding) @ self.weight.T
         if self.bias is not None:
             out += self.bias
         return out
+
+
+class _Inputs:
+    """What several matrices read: rounded once for all that ask for it in the same way."""
+
+    def __init__(self, rows: FloatArray) -> None:
+        self._rows = rows
+        self._rounded: dict[InputRounding, FloatArray] = {}
+
+    def rounded(self, rounding: InputRounding | None) -> FloatArray:
+        if rounding is None:
+            return self._rows
+        if rounding not in self._rounded:
+            self._rounded[rounding] = round_inputs(self._rows, rounding)
+        return self._rounded[rounding]
 
 
 class LayerForward:
@@ -58,39 +73,51 @@ class LayerForward:
         return out
 
     def steps(self, hidden: FloatArray) -> Iterator[tuple[str, FloatArray]]:
-        """Yields what flows through the layer as it comes about; who has seen enough need not go on.
+        """Yields what flows through the layer as it comes about; a caller that has seen enough need not go on.
 
         That is the inputs [length, in] of `qkv`, then `keys` [length, num_kv_heads, head_dim] after rotation, the inputs of
-        `o`, `gate_up` and `down`, and the output as `out`.
+        `o`, `gate_up` and `down`, and the output as `out`. A matrix is read when its turn comes, so a caller may replace those
+        that read the inputs it was just given.
         """
         spec = self._spec.attention
         normed = rms_norm(hidden, self._vector("attention_norm"), self._eps)
         yield "qkv", normed
-        queries, keys, values = (self._heads(name, normed) for name in "qkv")
+        inputs = _Inputs(normed)
+        queries, keys, values = (self._heads(name, inputs) for name in "qkv")
         cos, sin = rotation(rope_of(self._spec), len(normed))
         queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
         yield "keys", keys
         mixed = attend(queries, round_keys(keys, self._kv_dtype), round_values(values, self._kv_dtype), spec)
+        del inputs, queries, keys, values
         yield "o", mixed
-        hidden = hidden + self._multiply("o", mixed)
+        hidden = self._add(hidden, self._multiply("o", _Inputs(mixed)), "attention")
         normed = rms_norm(hidden, self._vector("mlp_norm"), self._eps)
         yield "gate_up", normed
-        gated = ACTIVATIONS[feed_forward_of(self._spec).activation](self._multiply("gate", normed)) * self._multiply(
-            "up", normed
-        )
+        activation = ACTIVATIONS[feed_forward_of(self._spec).activation]
+        inputs = _Inputs(normed)
+        gated = activation(self._multiply("gate", inputs)) * self._multiply("up", inputs)
+        del inputs, normed
         yield "down", gated
-        yield "out", hidden + self._multiply("down", gated)
+        yield "out", self._add(hidden, self._multiply("down", _Inputs(gated)), "mlp")
 
-    def _heads(self, name: str, normed: FloatArray) -> FloatArray:
-        heads = self._multiply(name, normed).reshape(len(normed), -1, self._spec.attention.head_dim)
+    def _add(self, hidden: FloatArray, part: FloatArray, name: str) -> FloatArray:
+        """The residual sum of a part's output, normed first where the layer does so."""
+        if self._spec.post_norm:
+            part = rms_norm(part, self._vector(f"{name}_post_norm"), self._eps)
+        total: FloatArray = hidden + part * np.float32(self._spec.residual_scale)
+        return total
+
+    def _heads(self, name: str, inputs: _Inputs) -> FloatArray:
+        rows = self._multiply(name, inputs)
+        heads = rows.reshape(len(rows), -1, self._spec.attention.head_dim)
         if self._spec.attention.qk_norm and name != "v":
             return rms_norm(heads, self._vector(f"{name}_norm"), self._eps)
         return heads
 
-    def _multiply(self, name: str, rows: FloatArray) -> FloatArray:
+    def _multiply(self, name: str, inputs: _Inputs) -> FloatArray:
         if name not in self._products:
             self._products[name] = self._product(name)
-        return self._products[name](rows)
+        return self._products[name](inputs)
 
     def _product(self, name: str) -> _Product:
         weight = self._tensors[f"{name}.weight"]
@@ -103,7 +130,7 @@ class LayerForward:
 
 def multiply(rows: FloatArray, weight: Tensor) -> FloatArray:
     """Returns rows [num_rows, in] times a matrix [out, in], the rows rounded as the matrix asks for."""
-    return _Product.of(weight, None)(rows)
+    return _Product.of(weight, None)(_Inputs(rows))
 
 
 def rms_norm(rows: FloatArray, weight: FloatArray, eps: float) -> FloatArray:
@@ -131,12 +158,20 @@ def attend(queries: FloatArray, keys: FloatArray, values: FloatArray, spec: Atte
     hidden = _hidden(length, spec.window)
     mixed = np.empty_like(queries)
     for head in range(spec.num_heads):
-        scores = queries[:, head] @ keys[:, head // group].T * np.float32(spec.scale)
+        scores = soft_cap(queries[:, head] @ keys[:, head // group].T * np.float32(spec.scale), spec.softcap)
         scores[hidden] = -np.inf
         scores -= scores.max(1, keepdims=True)
         weights = np.exp(scores, out=scores)
         mixed[:, head] = weights @ values[:, head // group] / weights.sum(1, keepdims=True)
     return mixed.reshape(length, -1)
+
+
+def soft_cap(rows: FloatArray, cap: float | None) -> FloatArray:
+    """Returns cap * tanh(rows / cap), or the rows where there is no cap (Gemma 2, Riviere et al. 2024)."""
+    if cap is None:
+        return rows
+    capped: FloatArray = np.tanh(rows / np.float32(cap)) * np.float32(cap)
+    return capped
 
 
 def _hidden(length: int, window: int | None) -> npt.NDArray[np.bool_]:

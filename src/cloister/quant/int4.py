@@ -41,6 +41,7 @@ class Int4:
     name: str = "int4"
     kv_dtype: KVDtype = "bfloat16"
     smooths_keys: bool = False
+    wants_calibration: bool = True
 
     def quantize(self, weight: npt.NDArray[Any], importance: FloatArray | None = None) -> GroupedTensor:
         """A matrix whose inputs 16 does not divide gets 8 bits and one scale per output."""

@@ -22,6 +22,7 @@ class Int8:
     name: str = "int8"
     kv_dtype: KVDtype = "bfloat16"
     smooths_keys: bool = False
+    wants_calibration: bool = False
 
     def quantize(self, weight: npt.NDArray[Any], importance: FloatArray | None = None) -> GroupedTensor:
         """Importance changes nothing: the greatest weight of an output sets its scale."""

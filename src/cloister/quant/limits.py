@@ -6,8 +6,8 @@ from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.types.errors import ConfigError
 
 _FACED = (
-    "text runs through decoders of Llama's shape only; here choose a method that uses no text (--method rtn) and measure "
-    "nothing (--measure 0)"
+    "text runs through decoders of Llama's or Gemma's shape only; here choose a method that uses no text (--method rtn) and "
+    "measure nothing (--measure 0)"
 )
 
 
@@ -17,17 +17,13 @@ def check_forward(spec: DecoderSpec) -> None:
     Raises:
         ConfigError: it says what to choose instead.
     """
-    plain = DecoderSpec(
-        spec.family, spec.vocab_size, spec.hidden_size, spec.layers, spec.norm_eps, spec.max_positions, spec.tied_embeddings
-    )
-    if spec != plain:
+    if spec.norm != "rms" or spec.norm_bias or spec.position_embeddings or spec.head_bias:
         raise ConfigError(f"{_FACED}: {spec.family!r} has ends or norms of its own", param="method")
     for layer in set(spec.layers):
         feed_forward_of(layer)
         rope_of(layer)
         attention = layer.attention
-        is_plain = layer == LayerSpec(attention, layer.mlp) and attention.softcap is None and attention.qk_norm_over == "head"
-        if not is_plain:
+        if layer.parallel or not layer.pre_norm or attention.qk_norm_over != "head":
             raise ConfigError(f"{_FACED}: {spec.family!r} has blocks of its own", param="method")
 
 

@@ -43,6 +43,7 @@ class QoQ:
     name: str = "qoq"
     kv_dtype: KVDtype = "int4"
     smooths_keys: bool = True
+    wants_calibration: bool = True
 
     def quantize(self, weight: npt.NDArray[Any], importance: FloatArray | None = None) -> QuantizedTensor:
         """A matrix whose inputs 32 does not divide is written as `int4` would."""

@@ -12,7 +12,7 @@ from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import Tensor, dequantized
 from cloister.quant.base import FloatArray, KVDtype
-from cloister.quant.forward import LayerForward, multiply, rms_norm
+from cloister.quant.forward import LayerForward, multiply, rms_norm, soft_cap
 from cloister.quant.limits import check_forward
 
 Progress = Callable[[], object]
@@ -47,9 +47,10 @@ def layer_tensors(weights: Weights, number: int) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): weights.read(name) for name in weights.names() if name.startswith(prefix)}
 
 
-def embed(weights: Weights, windows: IntArray) -> FloatArray:
-    """Returns the embeddings [num_windows, length, hidden] of windows [num_windows, length]."""
-    return np.asarray(dequantized(weights.read("embed.weight"))[windows], np.float32)
+def embed(spec: DecoderSpec, weights: Weights, windows: IntArray) -> FloatArray:
+    """Returns the embeddings [num_windows, length, hidden] of windows [num_windows, length], scaled as the model does."""
+    rows = np.asarray(dequantized(weights.read("embed.weight"))[windows], np.float32)
+    return rows * np.float32(spec.embedding_scale) if spec.embedding_scale != 1 else rows
 
 
 def measure(
@@ -61,27 +62,27 @@ def measure(
         progress: called once for every layer and once for the head.
 
     Raises:
-        ConfigError: it is not of Llama's shape.
+        ConfigError: it is not of a shape that text runs through (`limits`).
     """
     check_forward(spec)
-    hidden = embed(weights, windows)
+    hidden = embed(spec, weights, windows)
     for number, layer in enumerate(spec.layers):
         run = LayerForward(layer, layer_tensors(weights, number), spec.norm_eps, kv_dtype)
         for window in range(len(windows)):
             hidden[window] = run(hidden[window])
         progress()
     normed = rms_norm(hidden, np.asarray(weights.read("norm.weight"), np.float32), spec.norm_eps)
-    outcome = _judge(normed, weights.read("embed.weight" if spec.tied_embeddings else "head.weight"), windows)
+    outcome = _judge(spec, normed, weights.read("embed.weight" if spec.tied_embeddings else "head.weight"), windows)
     progress()
     return outcome
 
 
-def _judge(normed: FloatArray, head: Tensor, windows: IntArray) -> Outcome:
+def _judge(spec: DecoderSpec, normed: FloatArray, head: Tensor, windows: IntArray) -> Outcome:
     rows, targets = normed[:, :-1].reshape(-1, normed.shape[-1]), windows[:, 1:].reshape(-1)
     losses, choices = np.empty(len(rows), np.float32), np.empty(len(rows), np.int32)
     for start in range(0, len(rows), _LOGIT_ROWS):
         part = slice(start, start + _LOGIT_ROWS)
-        logits = multiply(rows[part], head)
+        logits = soft_cap(multiply(rows[part], head) * np.float32(spec.logit_scale), spec.logit_softcap)
         choices[part] = logits.argmax(1)
         chosen = logits[np.arange(len(logits)), targets[part]]
         peaks = logits.max(1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
-from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, QuantizedTensor, Tensor
+from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, QuantizedTensor, Tensor, take_rows
 from cloister.quant.base import NumberFormat
 from cloister.quant.smooth_attention import SmoothedKeys
 
@@ -29,6 +29,29 @@ def quantize_tensor(name: str, tensor: Tensor, number_format: NumberFormat) -> T
     if is_projection(name):
         return number_format.quantize(tensor)
     return number_format.quantize_vocabulary(tensor) if name in VOCABULARY else tensor
+
+
+class HeldWeights:
+    """Tensors in memory by canonical name (protocol `backends.base.Weights`)."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def form(self, name: str) -> QuantizedTensor | None:
+        tensor = self._tensors[name]
+        return None if isinstance(tensor, np.ndarray) else take_rows(tensor, slice(0, 1))
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._tensors.items())
 
 
 class QuantizedWeights:

@@ -47,6 +47,12 @@ class EngineConfig:
         choices=("float32", "bfloat16"),
     )
     quant: str = setting("none", "Number format of matrices, made on load: none, int8, int4 or qoq.")
+    quant_method: str = setting(
+        "auto",
+        "How `quant` finds codes: `rtn` rounds to nearest, `gptq` goes by text that is shipped, once for each model (the"
+        " weights cache keeps it); `auto` is gptq for 4 bits where the model has the shape and size for it.",
+        choices=("auto", "rtn", "gptq"),
+    )
     kv_dtype: str | None = setting(
         None,
         "Number format of KV; unset, what `quant` goes with, else `dtype`.",

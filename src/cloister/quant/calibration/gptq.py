@@ -14,9 +14,9 @@ from cloister.quant.calibration.statistics import InputStatistics
 from cloister.quant.calibration.trial import LayerTrial
 from cloister.quant.folding import FloatTensors
 
-_DAMPING = 0.01  # of the mean of the diagonal (section 3.3, step 3)
-_FIT_DAMPING = 0.1  # the fit follows the text more closely than the codes do, and must not learn it by heart
-_BLOCK = 128  # inputs whose errors reach the rest at once (step 2)
+_DAMPING = 0.05  # of the mean of the diagonal (section 3.3, step 3); on 8,192 tokens the paper's 0.01 loses more
+_FIT_DAMPING = 0.5  # the fit follows the text more closely than the codes do, and must not learn it by heart
+_BLOCK = 128  # inputs that meet the errors of all before them at once (step 2)
 
 
 class GPTQ:
@@ -34,16 +34,15 @@ class GPTQ:
 
     def calibrate(self, tensors: FloatTensors, trial: LayerTrial, number_format: NumberFormat) -> dict[str, Tensor]:
         found: dict[str, Tensor] = dict(tensors)
-        for inputs, names in _by_inputs():
-            statistics = trial.watch(found, [inputs])[inputs]
+        for inputs, statistics in trial.walk(found):
             rotation = number_format.options.rotation_of(len(statistics.gram))
             gram = statistics.rotated(rotation)
             importance = np.diagonal(gram) / np.float32(max(1, statistics.num_tokens))
             hessian = damped(gram, _DAMPING)
             order = np.argsort(-np.diagonal(hessian), kind="stable")
-            factor = inverse_factor(hessian[np.ix_(order, order)])
+            factor = feedback(hessian[np.ix_(order, order)])
             correction = fit_inputs(statistics)
-            for name in names:
+            for name in (name for name, read in INPUTS_OF.items() if read == inputs):
                 weight = tensors[name] @ correction
                 start = number_format.quantize(weight, importance)
                 found[name] = choose_codes(rotate_blocks(weight, rotation), start, factor, order)
@@ -55,9 +54,9 @@ def fit_inputs(statistics: InputStatistics) -> FloatArray:
 
     It minimises |x C^T - y|^2 over the text, and stays near the identity where the text says little: C = (y^T x) (x^T x)^-1.
     """
-    gram = damped(statistics.gram, _FIT_DAMPING)
+    gram = damped(statistics.gram, _FIT_DAMPING).astype(np.float32)  # damped so much that float32 solves it
     extra = np.diag(np.diagonal(gram) - np.diagonal(statistics.gram))
-    fitted: FloatArray = np.linalg.solve(gram, (statistics.cross + extra).T).T.astype(np.float32)
+    fitted: FloatArray = np.linalg.solve(gram, (statistics.cross + extra).T).T
     return fitted
 
 
@@ -70,11 +69,15 @@ def damped(gram: FloatArray, share: float) -> npt.NDArray[np.float64]:
     return gram.astype(np.float64) + np.diag(share * diagonal.mean() + (diagonal == 0))
 
 
-def inverse_factor(gram: npt.NDArray[np.float64]) -> FloatArray:
-    """Returns the upper Cholesky factor of the inverse Hessian, [in, in] float32 (step 3)."""
-    inverse = np.linalg.inv(gram)
-    factor: FloatArray = np.linalg.cholesky((inverse + inverse.T) / 2).T.astype(np.float32)
-    return factor
+def feedback(gram: npt.NDArray[np.float64]) -> FloatArray:
+    """Returns how an input's rounding error is made up for by those after it: M [in, in] float32, upper with ones.
+
+    H = M D M^T with D diagonal. QuIP (Chee et al. 2023, theorem 6) shows that to round w_k + (w - q)[<k] M[<k, k] for k = 0, 1
+    and so on is what GPTQ does by the inverse of H, which is then never formed: one Cholesky decomposition, from the end.
+    """
+    factor = np.linalg.cholesky(gram[::-1, ::-1])[::-1, ::-1]
+    scaled: FloatArray = (factor / np.diagonal(factor)).astype(np.float32)
+    return scaled
 
 
 def choose_codes(
@@ -84,20 +87,18 @@ def choose_codes(
 
     Args:
         weight: [out, in], rotated as `start` is.
-        factor: of the inputs in `order` (`inverse_factor`).
+        factor: of the inputs in `order` (`feedback`).
     """
     grid = _Grid.of(start)
-    rest = np.ascontiguousarray(weight.T[order])  # [in, out], so that an input's weights lie side by side
-    codes = np.empty(rest.shape, np.uint8)
+    columns = np.ascontiguousarray(weight.T[order])  # [in, out], so that an input's weights lie side by side
+    errors, codes = np.empty_like(columns), np.empty(columns.shape, np.uint8)
     for begin in range(0, len(order), _BLOCK):
         end = min(begin + _BLOCK, len(order))
-        errors = np.empty((end - begin, rest.shape[1]), np.float32)
+        wanted = columns[begin:end] + factor[:begin, begin:end].T @ errors[:begin]
         for place in range(begin, end):
-            codes[order[place]], rounded = grid.round(rest[place], int(order[place]))
-            error = (rest[place] - rounded) / factor[place, place]
-            rest[place + 1 : end] -= factor[place, place + 1 : end, None] * error
-            errors[place - begin] = error
-        rest[end:] -= factor[begin:end, end:].T @ errors
+            aim = wanted[place - begin] + factor[begin:place, place] @ errors[begin:place]
+            codes[order[place]], rounded = grid.round(aim, int(order[place]))
+            np.subtract(columns[place], rounded, out=errors[place])
     return replace(start, codes=np.ascontiguousarray(codes.T))
 
 
@@ -132,11 +133,6 @@ class _Grid:
         codes = np.rint(values * self.inverse[group]) + self.zeros[group]
         np.clip(codes, self.lowest[group], self.highest[group], out=codes)
         return codes, (codes - self.zeros[group]) * self.steps[group]
-
-
-def _by_inputs() -> list[tuple[str, list[str]]]:
-    """Projections by the inputs that they share, so that a Hessian is inverted once."""
-    return [(inputs, [name for name in INPUTS_OF if INPUTS_OF[name] == inputs]) for inputs in dict.fromkeys(INPUTS_OF.values())]
 
 
 CALIBRATORS.register("gptq", THREAT)(GPTQ())

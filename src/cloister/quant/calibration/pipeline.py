@@ -31,7 +31,7 @@ def calibrate(
         windows: [num_windows, length] token ids of the calibration text.
 
     Raises:
-        ConfigError: the calibrator uses text, and the model is not of Llama's shape.
+        ConfigError: the calibrator uses text, and the model is not of a shape that text runs through (`limits`).
     """
     if not calibrator.rotates:
         number_format = without_rotation(number_format)
@@ -43,7 +43,7 @@ def calibrate(
         if not name.startswith("layers."):
             tensor = weights.read(name)
             yield name, number_format.quantize_vocabulary(dequantized(tensor)) if name in VOCABULARY else tensor
-    true_hidden, hidden = embed(weights, windows), embed(QuantizedWeights(weights, number_format), windows)
+    true_hidden, hidden = embed(spec, weights, windows), embed(spec, QuantizedWeights(weights, number_format), windows)
     for number, layer in enumerate(spec.layers):
         tensors: FloatTensors = {
             name: np.asarray(dequantized(tensor), np.float32) for name, tensor in layer_tensors(weights, number).items()
