@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.peers.ledger import Ledger, Result
-from benchmarks.peers.losses import Losses
+from benchmarks.peers.losses import Loss, Losses
 from benchmarks.peers.roster import Entrant
 from benchmarks.peers.shapes import Roof, Shape
 from benchmarks.peers.work import FIGURES, NUM_NEW, Figure, spread_lengths
@@ -31,7 +31,7 @@ class Verdict:
     """One figure of ours in one format on one instruction set.
 
     Attributes:
-        loss: of ours, in % of perplexity; None where it is unknown.
+        loss: of ours; None where it is unknown.
         best: the best peer that loses about as much or less, and its median; None if there was none.
         best_loss: of that peer.
         ratio: how many times better than the best peer, more is better whatever the figure.
@@ -43,9 +43,9 @@ class Verdict:
     number_format: str
     isa: str
     ours: Result
-    loss: float | None
+    loss: Loss | None
     best: tuple[Entrant, float] | None
-    best_loss: float | None
+    best_loss: Loss | None
     ratio: float | None
     limit: float | None
     share: float | None

@@ -1,10 +1,10 @@
-"""llama.cpp through its own measuring programs, llama-bench and llama-batched-bench."""
+"""llama.cpp and its fork ik_llama.cpp through their own measuring programs, llama-bench and llama-batched-bench."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.peers.engines import KV_TOKENS, Launch
@@ -23,6 +23,7 @@ class LlamaPrograms:
         self._model = launch.model
         self._bin = launch.settings["bin"]
         self._threads = str(launch.num_threads)
+        self._is_fork = bool(launch.settings.get("is_fork"))
         self.notes: dict[str, Any] = {}
 
     def warm_up(self) -> None:
@@ -44,21 +45,24 @@ class LlamaPrograms:
         return self._bench("-p", str(figure.size), "-n", "0", "-r", str(num_samples))
 
     def _decode(self, figure: Figure, num_samples: int) -> list[float]:
+        if self._is_fork:
+            return self._bench("-p", "0", "-n", "0", "-gp", f"{figure.size},{NUM_NEW}", "-r", str(num_samples))
         return self._bench("-p", "0", "-n", str(NUM_NEW), "-d", str(figure.size), "-r", str(num_samples))
 
     def _bench(self, *flags: str) -> list[float]:
-        (result,) = json.loads(self._run("llama-bench", *flags, "-o", "json"))
+        repack = ("-rtr", "1") if self._is_fork else ()  # what it is fast with
+        (result,) = json.loads(self._run("llama-bench", *repack, *flags, "-o", "json"))
         return [float(sample) for sample in result["samples_ts"]]
 
     def _together(self, figure: Figure, num_samples: int) -> list[float]:
         mean = (SHORT + LONG) // 2
         flags = ("-c", str(KV_TOKENS), "-b", "2048", "-ub", "512", "-tb", self._threads)
-        shape = ("-npp", str(mean), "-ntg", str(NUM_NEW), "-npl", str(figure.size), "--output-format", "jsonl")
+        shape = ("-npp", str(mean), "-ntg", str(NUM_NEW), "-npl", str(figure.size))
+        form = ("-rtr",) if self._is_fork else ("--output-format", "jsonl")
         samples = []
         for _ in range(num_samples):
-            lines = self._run("llama-batched-bench", *flags, *shape).splitlines()
-            result = next(json.loads(line) for line in lines if line.startswith("{"))
-            samples.append(figure.size * NUM_NEW / (result["t_pp"] + result["t_tg"]))
+            lines = self._run("llama-batched-bench", *flags, *shape, *form).splitlines()
+            samples.append(figure.size * NUM_NEW / (_read_row(lines) if self._is_fork else _read_json(lines)))
         return samples
 
     def _run(self, program: str, *flags: str) -> str:
@@ -67,3 +71,15 @@ class LlamaPrograms:
         if done.returncode:
             raise RuntimeError(f"{program} ended with status {done.returncode}: {done.stderr[-400:]}")
         return done.stdout
+
+
+def _read_json(lines: Sequence[str]) -> float:
+    """Returns the seconds of a batch, prompts and answers."""
+    result = next(json.loads(line) for line in lines if line.startswith("{"))
+    return float(result["t_pp"] + result["t_tg"])
+
+
+def _read_row(lines: Sequence[str]) -> float:
+    """As `_read_json`, from the table that the fork prints."""
+    table = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines if line.startswith("|")]
+    return float(table[-1][table[0].index("T s")])

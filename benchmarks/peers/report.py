@@ -19,7 +19,7 @@ from benchmarks.peers.work import FIGURES, LIMITS
 from cloister.bench.plots import COLOURS, GREY, draw
 
 HTTP_GOAL = 0.95
-LOSS = f"loss on {MODEL}, %"
+LOSS = f"loss on {MODEL}, %, rms"
 FIRST_TOKEN_GOALS_S = {"embedded": 1.0, "l1b": 2.0}
 
 
@@ -90,7 +90,7 @@ def _print_verdicts(bench: Bench, shape: Shape, verdicts: Sequence[Verdict]) -> 
         for verdict in verdicts
     ]
     headers = (
-        "figure", "format", LOSS, "ours", "best peer of equal loss", "its loss, %", "times as good", "limit", "of the limit",
+        "figure", "format", LOSS, "ours", "best peer of equal loss", "its loss", "times as good", "limit", "of the limit",
     )  # fmt: skip
     bench.print_rows(f"{shape.name}: against the best", headers, rows)
 

@@ -1,7 +1,8 @@
 """Who is measured: ourselves in each format, and every peer that a folder holds, on each instruction set.
 
 The folder: `v1`, `v2`, `v3` are virtual environments with transformers, OpenVINO GenAI and vLLM; `lb-ISA/bin` has the programs
-of llama.cpp built for one instruction set, `lb/bin` those for all that this processor has. `files` says where models are.
+of llama.cpp built for one instruction set, `lb/bin` those for all that this processor has, `ik-ISA/bin` those of its fork
+ik_llama.cpp. `files` says where models are.
 """
 
 from __future__ import annotations
@@ -164,17 +165,21 @@ class Roster:
             yield Entrant("vllm", "bf16", python, launch, isa.name, weights_bytes=size, environment=environment)
 
     def _llama(self, shape: Shape, isa: InstructionSet) -> Iterator[Entrant]:
-        programs = self.folder / f"lb-{isa.name}" / "bin"
-        if isa == self.best and not (programs / "llama-bench").exists():
-            programs = self.folder / "lb" / "bin"
-        if not (programs / "llama-bench").exists():
-            return
-        for number_format, model in self.files(shape.name).gguf.items():
-            if model.exists():
-                launch = self._launch("llama", shape, model, bin=str(programs))
-                first = self._llama_python(shape, number_format, model, programs, isa)
+        for peer, folder in (("llama.cpp", "lb"), ("ik_llama.cpp", "ik")):
+            programs = self.folder / f"{folder}-{isa.name}" / "bin"
+            if isa == self.best and not (programs / "llama-bench").exists():
+                programs = self.folder / folder / "bin"
+            if not (programs / "llama-bench").exists():
+                continue
+            is_fork = folder == "ik"
+            for number_format, model in self.files(shape.name).gguf.items():
+                if not model.exists() or (is_fork and number_format == "bf16"):
+                    continue
+                launch = self._launch("llama", shape, model, bin=str(programs), is_fork=is_fork)
+                first = None if is_fork else self._llama_python(shape, number_format, model, programs, isa)
+                figures = tuple(name for name in IN_PROCESS if name != "memory") if is_fork else IN_PROCESS
                 size = model.stat().st_size
-                yield Entrant("llama.cpp", number_format, sys.executable, launch, isa.name, weights_bytes=size, first=first)
+                yield Entrant(peer, number_format, sys.executable, launch, isa.name, figures, size, first=first)
 
     def _llama_python(
         self, shape: Shape, number_format: str, model: Path, programs: Path, isa: InstructionSet

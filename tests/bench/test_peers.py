@@ -13,23 +13,24 @@ from benchmarks.peers.engines import Launch
 from benchmarks.peers.isa import ISAS, UNKNOWN, list_usable
 from benchmarks.peers.judge import judge
 from benchmarks.peers.ledger import Ledger, Run
-from benchmarks.peers.losses import MODEL, Losses
+from benchmarks.peers.losses import MODEL, Loss, Losses
 from benchmarks.peers.roster import Entrant, Roster
 from benchmarks.peers.shapes import Shape
 from benchmarks.peers.work import Figure, Tokens, measure
 
+ROW = {"row": "llama.cpp: Q8_0", "loss, %": 0.5, "rms of log-probabilities": 0.1}
 SHAPE = Shape("tiny", 64, 128, 2, 4, 2, 16, 256, 4096)
 LOSSES = Losses(
     {
-        "native bf16: bfloat16": 0.0,
-        "native bf16: int8": 1.0,
-        "native avx2: int8": 1.1,
-        "native bf16: int4, groups of 32": 24.0,
-        "native bf16: GGUF as stored": 3.0,
-        "llama.cpp: Q8_0": 0.3,
-        "llama.cpp: Q4_0": 25.0,
-        "llama.cpp: GGUF as stored": 0.2,
-        "OpenVINO: int8": 1.3,
+        "native bf16: bfloat16": Loss(0.0, 0.02),
+        "native bf16: int8": Loss(-0.5, 0.11),
+        "native avx2: int8": Loss(-0.9, 0.12),
+        "native bf16: int4, groups of 32": Loss(1.2, 0.7),
+        "native bf16: GGUF as stored": Loss(3.0, 0.3),
+        "llama.cpp: Q8_0": Loss(0.3, 0.1),
+        "llama.cpp: Q4_0": Loss(25.0, 0.8),
+        "llama.cpp: GGUF as stored": Loss(0.2, 0.1),
+        "OpenVINO: int8": Loss(1.3, 0.13),
     }
 )
 
@@ -44,13 +45,14 @@ def llama(number_format: str, isa: str = "bf16") -> Entrant:
 
 class TestLosses:
     def test_come_from_the_row_of_the_engine_and_the_format(self) -> None:
-        assert LOSSES.of(entrant("cloister", "int8", "avx2")) == 1.1
-        assert LOSSES.of(llama("int4")) == 25.0
+        assert LOSSES.of(entrant("cloister", "int8", "avx2")) == Loss(-0.9, 0.12)
+        assert LOSSES.of(llama("int4")) == Loss(25.0, 0.8)
+        assert LOSSES.of(entrant("ik_llama.cpp", "int8", engine="llama")) == Loss(0.3, 0.1)
         assert LOSSES.of(entrant("openvino", "bf16")) is None
         assert LOSSES.of(entrant("transformers", "bf16")) is None
 
     def test_of_other_kernels_stand_in_for_what_was_not_measured(self) -> None:
-        assert LOSSES.of(entrant("cloister", "int4", "avx2")) == 24.0
+        assert LOSSES.of(entrant("cloister", "int4", "avx2")) == Loss(1.2, 0.7)
 
     @pytest.mark.parametrize(
         ("ours", "peer", "fair"),
@@ -74,8 +76,8 @@ class TestLosses:
     def test_are_read_from_what_quality_wrote(self, tmp_path: Path) -> None:
         path = tmp_path / "quality.json"
         assert Losses.read(path).by_label == {}
-        path.write_text(json.dumps({"figures": {MODELS[MODEL].title: [{"row": "llama.cpp: Q8_0", "loss, %": 0.5}]}}))
-        assert Losses.read(path).of(llama("int8")) == 0.5
+        path.write_text(json.dumps({"figures": {MODELS[MODEL].title: [ROW]}}))
+        assert Losses.read(path).of(llama("int8")) == Loss(0.5, 0.1)
 
 
 class TestJudge:
@@ -86,8 +88,8 @@ class TestJudge:
         speeds |= {"llama.cpp int8 bf16": 40.0, "llama.cpp int4 avx2": 99.0}
         runs = [Run("tiny", name, "decode", 0, [speed], 0.0) for name, speed in speeds.items()]
         least, most = judge(Ledger(tmp_path / "ledger.json", runs), SHAPE, everybody, LOSSES)
-        assert (least.isa, least.ratio, least.best_loss) == ("avx2", 3.0, 0.3)
-        assert (most.isa, most.ratio, most.loss) == ("bf16", 1.5, 1.0)
+        assert (least.isa, least.ratio, least.best_loss) == ("avx2", 3.0, Loss(0.3, 0.1))
+        assert (most.isa, most.ratio, most.loss) == ("bf16", 1.5, Loss(-0.5, 0.11))
 
 
 class TestInstructionSets:
