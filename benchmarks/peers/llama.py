@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.peers.engines import KV_TOKENS, Launch
@@ -51,7 +51,7 @@ class LlamaPrograms:
 
     def _bench(self, *flags: str) -> list[float]:
         repack = ("-rtr", "1") if self._is_fork else ()  # what it is fast with
-        (result,) = json.loads(self._run("llama-bench", *repack, *flags, "-o", "json"))
+        (result,) = json.loads(self._run("llama-bench", *repack, *flags, "-o", "json").stdout)
         return [float(sample) for sample in result["samples_ts"]]
 
     def _together(self, figure: Figure, num_samples: int) -> list[float]:
@@ -61,25 +61,28 @@ class LlamaPrograms:
         form = ("-rtr",) if self._is_fork else ("--output-format", "jsonl")
         samples = []
         for _ in range(num_samples):
-            lines = self._run("llama-batched-bench", *flags, *shape, *form).splitlines()
-            samples.append(figure.size * NUM_NEW / (_read_row(lines) if self._is_fork else _read_json(lines)))
+            done = self._run("llama-batched-bench", *flags, *shape, *form)
+            duration_s = _read_row(done.stderr) if self._is_fork else _read_json(done.stdout)
+            samples.append(figure.size * NUM_NEW / duration_s)
         return samples
 
-    def _run(self, program: str, *flags: str) -> str:
+    def _run(self, program: str, *flags: str) -> subprocess.CompletedProcess[str]:
         command = [f"{self._bin}/{program}", "-m", self._model, "-t", self._threads, *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode:
             raise RuntimeError(f"{program} ended with status {done.returncode}: {done.stderr[-400:]}")
-        return done.stdout
+        return done
 
 
-def _read_json(lines: Sequence[str]) -> float:
+def _read_json(printed: str) -> float:
     """Returns the seconds of a batch, prompts and answers."""
-    result = next(json.loads(line) for line in lines if line.startswith("{"))
+    result = next(json.loads(line) for line in printed.splitlines() if line.startswith("{"))
     return float(result["t_pp"] + result["t_tg"])
 
 
-def _read_row(lines: Sequence[str]) -> float:
+def _read_row(printed: str) -> float:
     """As `_read_json`, from the table that the fork prints."""
-    table = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines if line.startswith("|")]
+    table = [
+        [cell.strip() for cell in line.strip().strip("|").split("|")] for line in printed.splitlines() if line.startswith("|")
+    ]
     return float(table[-1][table[0].index("T s")])

@@ -83,12 +83,12 @@ def test_a_hostile_head_is_refused_at_once(name: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.gguf"
     file.write_bytes(HOSTILE[name])
     tracemalloc.start()
-    began = time.monotonic()
+    began = time.process_time()  # a busy machine makes nobody's file worse
     with pytest.raises(ModelError, match=r"bad\.gguf is .*download it again") as caught:
         read_gguf(file)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert peak < 1 << 20
     assert "\n" not in caught.value.message
 

@@ -268,16 +268,19 @@ template <class Core, int R> INLINE void add_half(i32p (&sums)[R][2], const uint
 
 // The groups of a block, `halves` halves of a chunk each: how their integer sums join those in float32 (`Group` in multiply.hpp).
 struct GroupBlock {
-    int num_groups, halves, zero_point;
+    int num_groups, halves;
     bool wide;
 };
 
-template <class Core, int R, Zeros zeros>
+// Sums of integers begin with what one zero point for all takes off. Inputs that have one scale for all are not `scaled` here.
+template <class Core, int R, Zeros zeros, bool scaled>
 NOINLINE void add_groups(const GroupBlock& block, const BlockScratch& at, const uint8_t* weights, const Tile& tile, uint8_t* out) {
     for (int strip = 0; strip < num_strips; strip++) {
         float* c = (float*)(out + strip * strip_bytes);
         for (int group = 0, half = 0; group < block.num_groups; group++) {
-            i32p sums[R][2] = {};
+            i32p sums[R][2];
+            UNROLL for (int r = 0; r < R; r++)
+                sums[r][0] = sums[r][1] = zeros == Zeros::one ? i32p{} + at.row_totals[r * most_block_groups + group] : i32p{};
             for (int end = half + block.halves; half < end; half++) {
                 const uint8_t* w = strip_of<Core>(weights + size_t(half / 2) * Core::steps * 128, strip) + half % 2 * Core::steps * 32;
                 add_half<Core, R>(sums, w, tile.inputs + size_t(half / 2) * tile.chunk_bytes + half % 2 * Core::steps * 2);
@@ -285,8 +288,8 @@ NOINLINE void add_groups(const GroupBlock& block, const BlockScratch& at, const 
             const float* place = at.scales + size_t(group) * 32 + strip * (strip_bytes / 4);
             size_t table = BlockScratch::table / 4;
             UNROLL for (int r = 0; r < R; r++) {
-                int32_t total = at.row_totals[r * most_block_groups + group];
-                float scale = at.row_scales[r * most_block_groups + group];
+                [[maybe_unused]] int32_t total = at.row_totals[r * most_block_groups + group];
+                [[maybe_unused]] float scale = scaled ? at.row_scales[r * most_block_groups + group] : 1.0f;
                 UNROLL for (int i = 0; i < 2; i++) {
                     const float* lanes_at = place + i * (piece_bytes / 4);
                     f32p a;
@@ -295,10 +298,11 @@ NOINLINE void add_groups(const GroupBlock& block, const BlockScratch& at, const 
                         if (block.wide) a = __builtin_convertvector(sums[r][i] - __builtin_convertvector(zero, i32p) * total, f32p);
                         else a = fma_piece(-zero, set_piece(float(total)), __builtin_convertvector(sums[r][i], f32p));
                     } else {
-                        a = __builtin_convertvector(sums[r][i] - block.zero_point * total, f32p);
+                        a = __builtin_convertvector(sums[r][i], f32p);
                     }
+                    if constexpr (scaled) a = a * scale;
                     float* to = c + r * 32 + i * (piece_bytes / 4);
-                    f32p sum = fma_piece(a * scale, load<f32p>(lanes_at), load<f32p>(to));
+                    f32p sum = fma_piece(a, load<f32p>(lanes_at), load<f32p>(to));
                     if constexpr (zeros == Zeros::each) sum = fma_piece(load<f32p>(lanes_at + 2 * table), set_piece(float(total) * scale), sum);
                     store(to, sum);
                 }
@@ -353,12 +357,20 @@ INLINE void read_groups(const Matrix& w, int panel, int first, int count, Zeros 
     }
 }
 
-INLINE void read_row_groups(const Rows& x, int row, int count, int first, int num_groups, int halves, const BlockScratch& at) {
+// The sums of the inputs of groups, times `factor`, and their scales where they have any: once for each tile and panel, so in loops
+// that compilers make vectors of.
+INLINE void read_row_groups(const Rows& x, int row, int count, int first, int num_groups, int halves, int factor, const BlockScratch& at) {
     for (int r = 0; r < count; r++) {
-        for (int group = 0; group < num_groups; group++) {
-            at.row_totals[r * most_block_groups + group] = sum_inputs(x, row + r, (first + group) * halves, halves);
-            at.row_scales[r * most_block_groups + group] = group_input_scale(x, row + r, first + group);
+        int32_t* totals = at.row_totals + r * most_block_groups;
+        const int32_t* sums = x.sums_of(row + r) + size_t(first) * halves;
+        if (halves == 1) {
+            for (int group = 0; group < num_groups; group++) totals[group] = factor * sums[group];
+        } else {
+            for (int group = 0; group < num_groups; group++) totals[group] = factor * sum_inputs(x, row + r, (first + group) * halves, halves);
         }
+        if (!x.form.group) continue;
+        const float* scales = x.scales + size_t(row + r) * x.num_groups + first;
+        for (int group = 0; group < num_groups; group++) at.row_scales[r * most_block_groups + group] = scales[group];
     }
 }
 
@@ -392,7 +404,7 @@ template <class Core> static void multiply_channel_blocks(const Matrix& w, const
     }
 }
 
-template <class Core, Zeros zeros>
+template <class Core, Zeros zeros, bool scaled>
 static void multiply_group_blocks(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink, uint8_t* scratch) {
     BlockScratch at(scratch);
     int per_block = block_chunks_of(w), halves = w.group / 32, block_groups = per_block * 64 / w.group;
@@ -402,11 +414,11 @@ static void multiply_group_blocks(const Matrix& w, const Rows& x, int begin, int
         for (int first = 0, group = 0; group < w.groups; first += per_block, group += block_groups) {
             int chunks = w.chunks - first < per_block ? w.chunks - first : per_block;
             const uint8_t* weights = Core::prepare(w, panel, first, chunks, at.weights);
-            GroupBlock block{w.groups - group < block_groups ? w.groups - group : block_groups, halves, w.zero_point, w.group > 512};
+            GroupBlock block{w.groups - group < block_groups ? w.groups - group : block_groups, halves, w.group > 512};
             read_groups(w, panel, group, block.num_groups, zeros, at);
             each_tile<Core>(x, row, row + num_rows, first, chunks, at.inputs, [&](auto R, int its_row, const Tile& tile) INLINE_LAMBDA {
-                read_row_groups(x, its_row, R, group, block.num_groups, halves, at);
-                add_groups<Core, R, zeros>(block, at, weights, tile, at.sums + size_t(its_row - row) * 128);
+                read_row_groups(x, its_row, R, group, block.num_groups, halves, zeros == Zeros::one ? -w.zero_point : 1, at);
+                add_groups<Core, R, zeros, scaled>(block, at, weights, tile, at.sums + size_t(its_row - row) * 128);
             });
         }
         finish_sums<false>(w, x, panel, sink, row, num_rows, at.sums);
@@ -414,8 +426,10 @@ static void multiply_group_blocks(const Matrix& w, const Rows& x, int begin, int
 }
 
 template <class Core> static void multiply_group_blocks(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink, uint8_t* scratch) {
-    if (is_plain(w)) multiply_group_blocks<Core, Zeros::one>(w, x, begin, end, panel, sink, scratch);
-    else multiply_group_blocks<Core, Zeros::each>(w, x, begin, end, panel, sink, scratch);
+    if (!is_plain(w) && x.form.group) multiply_group_blocks<Core, Zeros::each, true>(w, x, begin, end, panel, sink, scratch);
+    else if (!is_plain(w)) multiply_group_blocks<Core, Zeros::each, false>(w, x, begin, end, panel, sink, scratch);
+    else if (x.form.group) multiply_group_blocks<Core, Zeros::one, true>(w, x, begin, end, panel, sink, scratch);
+    else multiply_group_blocks<Core, Zeros::one, false>(w, x, begin, end, panel, sink, scratch);
 }
 
 // Multiplies rows [begin, end); the scratch has `BlockScratch::bytes`.
