@@ -123,7 +123,8 @@ class Session:
     def __init__(self, options: argparse.Namespace, roster: Roster) -> None:
         self._options = options
         self._roster = roster
-        self._ledger = Ledger.load(options.ledger) if options.resume else Ledger(options.ledger)
+        is_begun = options.resume and options.ledger.exists()
+        self._ledger = Ledger.load(options.ledger) if is_begun else Ledger(options.ledger)
         self._ledger.failures.clear()
         self._logs = options.ledger.parent / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)

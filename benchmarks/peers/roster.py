@@ -123,7 +123,8 @@ class Roster:
             if model is None:
                 continue
             quant = {} if is_stored or number_format == "bf16" else {"quant": number_format}
-            settings = {**quant, **self.settings}
+            # random answers repeat themselves, which drafts are good at: `benchmarks.peers.speculation` measures those
+            settings = {"speculate": "none", **quant, **self.settings}
             size = model.stat().st_size if is_stored else None
             environment = self._environment(isa)
             launch = self._launch("cloister", shape, model, **settings, **held)

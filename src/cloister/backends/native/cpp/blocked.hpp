@@ -176,17 +176,18 @@ struct BlockScratch {
     uint8_t *weights, *inputs, *sums;      // [chunks][2][steps][64], [chunks][rows][steps][4], [pass_rows][32][4]
     float *scales, *zeros, *offsets;       // [groups][32]
     float *row_scales;                     // [rows][groups]
+    float *row_shifts;                     // [rows][groups]: what offsets are multiplied by
     int32_t* row_totals;
 
     static constexpr size_t weights_bytes = size_t(most_block_chunks) * (4096 + 2048);
     static constexpr size_t inputs_bytes = size_t(tile_rows) * most_block_chunks * 128;
     static constexpr size_t table = size_t(most_block_groups) * 32 * 4;
-    static constexpr size_t bytes = weights_bytes + inputs_bytes + pass_rows * 128 + 3 * table + 2 * size_t(tile_rows) * most_block_groups * 4;
+    static constexpr size_t bytes = weights_bytes + inputs_bytes + pass_rows * 128 + 3 * table + 3 * size_t(tile_rows) * most_block_groups * 4;
 
     explicit BlockScratch(uint8_t* at)
         : weights(at), inputs(weights + weights_bytes), sums(inputs + inputs_bytes), scales((float*)(sums + pass_rows * 128)),
           zeros(scales + table / 4), offsets(zeros + table / 4), row_scales(offsets + table / 4),
-          row_totals((int32_t*)(row_scales + size_t(tile_rows) * most_block_groups)) {}
+          row_shifts(row_scales + size_t(tile_rows) * most_block_groups), row_totals((int32_t*)(row_shifts + size_t(tile_rows) * most_block_groups)) {}
 };
 
 constexpr int num_strips = pieces;        // a strip of a panel is as wide as two registers
@@ -272,7 +273,7 @@ struct GroupBlock {
     bool wide;
 };
 
-// Sums of integers begin with what one zero point for all takes off. Inputs that have one scale for all are not `scaled` here.
+// Sums of integers begin with what one zero point for all takes off; without zero points there are offsets. Inputs that have one scale for all are not `scaled` here.
 template <class Core, int R, Zeros zeros, bool scaled>
 NOINLINE void add_groups(const GroupBlock& block, const BlockScratch& at, const uint8_t* weights, const Tile& tile, uint8_t* out) {
     for (int strip = 0; strip < num_strips; strip++) {
@@ -303,7 +304,7 @@ NOINLINE void add_groups(const GroupBlock& block, const BlockScratch& at, const 
                     if constexpr (scaled) a = a * scale;
                     float* to = c + r * 32 + i * (piece_bytes / 4);
                     f32p sum = fma_piece(a, load<f32p>(lanes_at), load<f32p>(to));
-                    if constexpr (zeros == Zeros::each) sum = fma_piece(load<f32p>(lanes_at + 2 * table), set_piece(float(total) * scale), sum);
+                    if constexpr (zeros != Zeros::one) sum = fma_piece(load<f32p>(lanes_at + 2 * table), set_piece(at.row_shifts[r * most_block_groups + group]), sum);
                     store(to, sum);
                 }
             }
@@ -350,7 +351,7 @@ INLINE void read_groups(const Matrix& w, int panel, int first, int count, Zeros 
         for (int half = 0; half < 2; half++) {
             size_t from = (size_t(panel) * w.groups + first + group) * 32 + 16 * half, to = size_t(group) * 32 + 16 * half;
             store(at.scales + to, group_scale(w, from));
-            if (zeros != Zeros::each) continue;
+            if (zeros == Zeros::one) continue;
             store(at.zeros + to, w.zeros ? to_f32(widen(load<u8x16>(w.zeros + from))) : set(float(w.zero_point)));
             store(at.offsets + to, w.offsets ? load<f32x16>(w.offsets + from) : f32x16{});
         }
@@ -368,9 +369,10 @@ INLINE void read_row_groups(const Rows& x, int row, int count, int first, int nu
         } else {
             for (int group = 0; group < num_groups; group++) totals[group] = factor * sum_inputs(x, row + r, (first + group) * halves, halves);
         }
-        if (!x.form.group) continue;
-        const float* scales = x.scales + size_t(row + r) * x.num_groups + first;
-        for (int group = 0; group < num_groups; group++) at.row_scales[r * most_block_groups + group] = scales[group];
+        float *scales = at.row_scales + r * most_block_groups, *shifts = at.row_shifts + r * most_block_groups;
+        const float* given = x.scales + size_t(row + r) * x.num_groups + first;
+        for (int group = 0; group < num_groups; group++) scales[group] = x.form.group ? given[group] : 1.0f;
+        for (int group = 0; group < num_groups; group++) shifts[group] = float(totals[group]) * scales[group];
     }
 }
 
@@ -426,7 +428,9 @@ static void multiply_group_blocks(const Matrix& w, const Rows& x, int begin, int
 }
 
 template <class Core> static void multiply_group_blocks(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink, uint8_t* scratch) {
-    if (!is_plain(w) && x.form.group) multiply_group_blocks<Core, Zeros::each, true>(w, x, begin, end, panel, sink, scratch);
+    bool without_zeros = !w.zeros && w.zero_point == 0;
+    if (without_zeros && w.offsets && x.form.group) multiply_group_blocks<Core, Zeros::none, true>(w, x, begin, end, panel, sink, scratch);
+    else if (!is_plain(w) && x.form.group) multiply_group_blocks<Core, Zeros::each, true>(w, x, begin, end, panel, sink, scratch);
     else if (!is_plain(w)) multiply_group_blocks<Core, Zeros::each, false>(w, x, begin, end, panel, sink, scratch);
     else if (x.form.group) multiply_group_blocks<Core, Zeros::one, true>(w, x, begin, end, panel, sink, scratch);
     else multiply_group_blocks<Core, Zeros::one, false>(w, x, begin, end, panel, sink, scratch);

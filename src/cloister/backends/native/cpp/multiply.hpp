@@ -79,8 +79,9 @@ INLINE void finish_rows(const Matrix& w, const Rows& x, int panel, const Sink& s
     auto outputs = [&](int i) INLINE_LAMBDA {
         Outputs y = value(i);
         if (scaled) {
-            y.low *= x.scales[first + i];
-            y.high *= x.scales[first + i];
+            f32x16 scale = set(x.scales[first + i]);
+            y.low *= scale;
+            y.high *= scale;
         }
         y.low += bias_low;
         y.high += bias_high;
@@ -135,7 +136,7 @@ struct Channels {
     INLINE Channels(const Matrix& w, int panel)
         : low(load<f32x16>(w.channel_scales + panel * 32)), high(load<f32x16>(w.channel_scales + panel * 32 + 16)), zero_point(w.zero_point) {}
     INLINE Outputs operator()(i32x16 first, i32x16 second, int32_t total) const {
-        int32_t shift = zero_point * total;
+        i32x16 shift = set(zero_point * total);
         return {to_f32(first - shift) * low, to_f32(second - shift) * high};
     }
 };
@@ -144,7 +145,8 @@ INLINE f32x16 group_scale(const Matrix& w, size_t at) {
     return w.wide_scales ? load<f32x16>((const float*)w.scales + at) : from_f16(load<u16x16>((const uint16_t*)w.scales + at));
 }
 
-// How the zero points of groups come off: not at all (they are off), the same everywhere, or for each output and group.
+// How the zero points of groups come off: not at all (they are off), the same everywhere, or for each output and group. Offsets
+// may come on top of `each`, and of `none` in blocks of rows.
 enum class Zeros { none, one, each };
 
 // One group of a panel: how its integer products join the float32 sums. Integers below 2^24 are exact in float32, so for the
@@ -180,8 +182,9 @@ template <Zeros zeros> struct Group {
                 b = to_f32(second - __builtin_convertvector(high_zero, i32x16) * total);
             }
         }
-        c.low = fma(a * scale, low, c.low);
-        c.high = fma(b * scale, high, c.high);
+        f32x16 scales = set(scale);
+        c.low = fma(a * scales, low, c.low);
+        c.high = fma(b * scales, high, c.high);
         if constexpr (zeros == Zeros::each) {
             if (shifted) {
                 f32x16 sum_of = set(float(total) * scale);

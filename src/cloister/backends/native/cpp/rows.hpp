@@ -114,6 +114,13 @@ static void choose(float* scores, int num_experts, int count, bool renormalize, 
 INLINE int32_t sum_integers(i32x16 v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32((__m512i)v);
+#elif defined(__AVX2__)
+    __m256i halves[2];
+    memcpy(halves, &v, 64);
+    __m256i eight = _mm256_add_epi32(halves[0], halves[1]);
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 #else
     int32_t total = 0;
     for (int i = 0; i < 16; i++) total += v[i];
@@ -174,7 +181,7 @@ template <class T> INLINE void load_inputs(const T* row, int left, int rotation,
 struct Scale {
     float inverse, scale;
     INLINE explicit Scale(float peak) : inverse(peak > 0 ? 127.0f / peak : 0.0f), scale(peak / 127.0f) {}
-    INLINE i32x16 codes(f32x16 v) const { return (i32x16)as_u32(v * inverse + 12582912.0f) - 0x4b400000; }  // adding 1.5 * 2^23 rounds
+    INLINE i32x16 codes(f32x16 v) const { return (i32x16)as_u32(v * set(inverse) + set(12582912.0f)) - set(0x4b400000); }  // adding 1.5 * 2^23 rounds
 };
 
 // Writes half a chunk, 32 codes, and their sum.

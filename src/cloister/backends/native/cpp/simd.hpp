@@ -26,8 +26,44 @@ typedef uint8_t u8x16 __attribute__((vector_size(16), may_alias));
 
 template <class V> INLINE V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
 template <class V> INLINE void store(void* p, V v) { memcpy(p, &v, sizeof v); }
-INLINE f32x16 set(float x) { return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }  // 0 + x would be an addition
-INLINE i32x16 set(int32_t x) { return i32x16{} + x; }
+// Sixteen lanes in as many pieces as take a register each: vectors of 64 bytes that are more than one register the compiler keeps
+// in memory, which inner loops cannot have.
+#if defined(__AVX512F__)
+constexpr int pieces = 1;
+#elif defined(__AVX2__)
+constexpr int pieces = 2;
+#else
+constexpr int pieces = 4;
+#endif
+constexpr int piece_bytes = 64 / pieces;
+typedef float f32p __attribute__((vector_size(piece_bytes), may_alias));
+typedef int32_t i32p __attribute__((vector_size(piece_bytes), may_alias));
+typedef uint32_t u32p __attribute__((vector_size(piece_bytes), may_alias));
+
+// Written out for two registers: GCC 12 would write a number that is to fill 64 bytes into memory sixteen times.
+INLINE f32x16 set(float x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m256 both[2] = {_mm256_set1_ps(x), _mm256_set1_ps(x)};
+    return load<f32x16>(both);
+#else
+    return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};  // 0 + x would be an addition
+#endif
+}
+INLINE i32x16 set(int32_t x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i both[2] = {_mm256_set1_epi32(x), _mm256_set1_epi32(x)};
+    return load<i32x16>(both);
+#else
+    return i32x16{} + x;
+#endif
+}
+// A function of every piece of a vector: what it computes on the way stays in registers.
+template <class F> INLINE f32x16 by_piece(f32x16 x, F f) {
+    f32p parts[pieces];
+    memcpy(parts, &x, 64);
+    UNROLL for (int p = 0; p < pieces; p++) parts[p] = f(parts[p]);
+    return load<f32x16>(parts);
+}
 INLINE f32x16 as_f32(u32x16 v) { f32x16 r; memcpy(&r, &v, 64); return r; }
 INLINE u32x16 as_u32(f32x16 v) { u32x16 r; memcpy(&r, &v, 64); return r; }
 INLINE f32x16 to_f32(i32x16 v) { return __builtin_convertvector(v, f32x16); }
@@ -48,6 +84,13 @@ INLINE i32x16 widen(u8x16 v) {
 INLINE u8x16 narrow(i32x16 v) {
 #if defined(__AVX512F__)
     return (u8x16)_mm512_cvtepi32_epi8((__m512i)v);
+#elif defined(__AVX2__)
+    __m256i halves[2], lowest = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    memcpy(halves, &v, 64);
+    __m256i join = _mm256_setr_epi32(0, 4, 1, 1, 1, 1, 1, 1);
+    __m128i first = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(halves[0], lowest), join));
+    __m128i second = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(halves[1], lowest), join));
+    return (u8x16)_mm_unpacklo_epi64(first, second);
 #else
     return __builtin_convertvector(v, u8x16);
 #endif
@@ -78,20 +121,6 @@ INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
     return a * b + c;
 #endif
 }
-// Sixteen lanes in as many pieces as take a register each: vectors of 64 bytes that are more than one register the compiler keeps
-// in memory, which inner loops cannot have.
-#if defined(__AVX512F__)
-constexpr int pieces = 1;
-#elif defined(__AVX2__)
-constexpr int pieces = 2;
-#else
-constexpr int pieces = 4;
-#endif
-constexpr int piece_bytes = 64 / pieces;
-typedef float f32p __attribute__((vector_size(piece_bytes), may_alias));
-typedef int32_t i32p __attribute__((vector_size(piece_bytes), may_alias));
-typedef uint32_t u32p __attribute__((vector_size(piece_bytes), may_alias));
-
 INLINE f32p fma_piece(f32p a, f32p b, f32p c) {
 #if defined(__AVX512F__)
     return (f32p)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -150,6 +179,13 @@ INLINE float highest(f32x16 v) {
 INLINE int32_t highest(i32x16 v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_epi32((__m512i)v);
+#elif defined(__AVX2__)
+    __m256i halves[2];
+    memcpy(halves, &v, 64);
+    __m256i eight = _mm256_max_epi32(halves[0], halves[1]);
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 #else
     int32_t most = v[0];
     for (int i = 1; i < 16; i++) most = v[i] > most ? v[i] : most;
@@ -157,11 +193,31 @@ INLINE int32_t highest(i32x16 v) {
 #endif
 }
 
-INLINE f32x16 from_bf16(u16x16 v) { return as_f32(__builtin_convertvector(v, u32x16) << 16); }
+INLINE f32x16 from_bf16(u16x16 v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m128i codes[2];
+    memcpy(codes, &v, 32);
+    __m256i halves[2];
+    UNROLL for (int i = 0; i < 2; i++) halves[i] = _mm256_slli_epi32(_mm256_cvtepu16_epi32(codes[i]), 16);
+    return load<f32x16>(halves);
+#else
+    return as_f32(__builtin_convertvector(v, u32x16) << 16);
+#endif
+}
 // Round to nearest, ties to even; a NaN stays one.
 INLINE u16x16 to_bf16(f32x16 v) {
 #if defined(__AVX512BF16__)
     return (u16x16)_mm512_cvtneps_pbh((__m512)v);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i halves[2], one = _mm256_set1_epi32(1), magnitude = _mm256_set1_epi32(0x7fffffff), infinity = _mm256_set1_epi32(0x7f800000);
+    memcpy(halves, &v, 64);
+    UNROLL for (int i = 0; i < 2; i++) {
+        __m256i bits = halves[i], tie = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+        __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), tie), 16);
+        __m256i nan = _mm256_cmpgt_epi32(_mm256_and_si256(bits, magnitude), infinity);
+        halves[i] = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+    }
+    return (u16x16)_mm256_permute4x64_epi64(_mm256_packus_epi32(halves[0], halves[1]), 0xd8);
 #else
     u32x16 bits = as_u32(v);
     u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -318,27 +374,28 @@ INLINE void add_pairs(FloatSums& sums, const uint8_t* b, uint32_t a) {
 }
 
 // 2^x = 2^floor(x) p(x - floor(x)), with p of degree 5 fitted on [0, 1] (relative error below 1e-7, and p(0) = 1); 0 far below.
-INLINE f32x16 exp2(f32x16 x) {
+INLINE f32p exp2_piece(f32p x) {
 #if defined(__AVX512F__)
-    f32x16 r = (f32x16)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x), and 0 for minus infinity
+    f32p r = (f32p)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x), and 0 for minus infinity
 #else
-    x = max(set(-126.0f), x);  // no number stays no number
-    f32x16 whole = to_f32(__builtin_convertvector(x, i32x16));
-    whole -= whole > x ? set(1.0f) : set(0.0f);
-    f32x16 r = x - whole;
+    x = max(set_piece(-126.0f), x);  // no number stays no number
+    f32p whole = __builtin_convertvector(__builtin_convertvector(x, i32p), f32p);
+    whole -= whole > x ? set_piece(1.0f) : set_piece(0.0f);
+    f32p r = x - whole;
 #endif
-    f32x16 p = fma(r, set(1.86713e-3f), set(9.01703e-3f));
-    p = fma(p, r, set(5.579992e-2f));
-    p = fma(p, r, set(2.4016445e-1f));
-    p = fma(p, r, set(6.9315131e-1f));
-    p = fma(p, r, set(1.0f));
+    f32p p = fma_piece(r, set_piece(1.86713e-3f), set_piece(9.01703e-3f));
+    p = fma_piece(p, r, set_piece(5.579992e-2f));
+    p = fma_piece(p, r, set_piece(2.4016445e-1f));
+    p = fma_piece(p, r, set_piece(6.9315131e-1f));
+    p = fma_piece(p, r, set_piece(1.0f));
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)x);  // takes the floor itself
+    return (f32p)_mm512_scalef_ps((__m512)p, (__m512)x);  // takes the floor itself
 #else
-    u32x16 power = (u32x16)(__builtin_convertvector(whole, i32x16) + 127) << 23;
-    return x <= -126.0f ? set(0.0f) : p * as_f32(power);
+    u32p power = (u32p)(__builtin_convertvector(whole, i32p) + 127) << 23;
+    return x <= -126.0f ? set_piece(0.0f) : p * (f32p)power;
 #endif
 }
+INLINE f32x16 exp2(f32x16 x) { return by_piece(x, [](f32p v) INLINE_LAMBDA { return exp2_piece(v); }); }
 
 // The same with a polynomial of degree 3 (relative error below 9e-5): for what is rounded to bfloat16 anyway.
 INLINE f32x16 exp2_short(f32x16 x) {
@@ -370,16 +427,20 @@ INLINE f32x16 exp2_short(f32x16 x) {
 constexpr float log2_e = 1.44269504088896341f;
 
 // 1 / x for finite x of at least 1: an estimate of 14 bits, and one step of Newton's method.
-INLINE f32x16 invert(f32x16 x) {
+INLINE f32p invert(f32p x) {
 #if defined(__AVX512F__)
-    f32x16 y = (f32x16)_mm512_rcp14_ps((__m512)x);
-    return y * fma(-x, y, set(2.0f));
+    f32p y = (f32p)_mm512_rcp14_ps((__m512)x);
+    return y * fma_piece(-x, y, set_piece(2.0f));
 #else
-    return 1.0f / x;
+    return set_piece(1.0f) / x;
 #endif
 }
 
-INLINE f32x16 silu(f32x16 x) { return x * invert(1.0f + exp2(min(x * -log2_e, set(100.0f)))); }
+INLINE f32x16 silu(f32x16 x) {
+    return by_piece(x, [](f32p v) INLINE_LAMBDA {
+        return v * invert(set_piece(1.0f) + exp2_piece(min(v * set_piece(-log2_e), set_piece(100.0f))));
+    });
+}
 
 // tanh (Cephes' tanhf; relative error below 3e-7): a polynomial near zero, else 1 - 2 / (e^2|x| + 1). No number stays no number.
 INLINE f32x16 tanh(f32x16 x) {
