@@ -105,6 +105,7 @@ ROUNDED: dict[str, Tensor] = {
     "4 bits in groups of 64 with zeros, as their inputs": replace(grouped(576, 64, 4, zeros=True), activations="int8_group"),
     "4 bits in groups of 128, as their inputs": replace(grouped(1280, 128, 4), activations="int8_group"),
     "8 bits by row, rotated": replace(grouped(576, 576, 8), rotation=64),
+    "8 bits by row, rotated in blocks of 128": replace(grouped(640, 640, 8), rotation=128),
     "8 bits by row, rotated in blocks of 16": replace(grouped(688, 688, 8), rotation=16),
     "4 bits in groups of 32, rotated": replace(grouped(1024, 32, 4), rotation=64),
     "QoQ, rotated": replace(progressive(640, 128), rotation=64),
@@ -125,14 +126,14 @@ def test_inputs_that_stand_out_are_rounded_as_the_reference_rounds_them(name: st
         assert relative_error(found, exact[:num_rows]) < 2e-4, f"{num_rows} rows"  # a code that is level may round otherwise
 
 
-@pytest.mark.parametrize("rotation", [16, 64])
+@pytest.mark.parametrize("rotation", [16, 64, 128])
 def test_an_embedding_in_rotated_codes_is_looked_up_as_it_was(rotation: int) -> None:
-    embedding = replace(grouped(192, 192, 8, vocab=192), rotation=rotation)
-    norm, head = np.ones(192, np.float32), np.eye(192, dtype=np.float32)
+    embedding = replace(grouped(384, 384, 8, vocab=384), rotation=rotation)
+    norm, head = np.ones(384, np.float32), np.eye(384, dtype=np.float32)
     wide = embedding.dequantize().astype(np.float64)
     for kernels in KERNELS:
         weights = GivenWeights({"embed.weight": embedding, "norm.weight": norm, "head.weight": head})
-        found = build_native(without_layers(192, 192), weights, num_blocks=16, kernels=kernels).run("a", list(range(192)))
+        found = build_native(without_layers(384, 384), weights, num_blocks=32, kernels=kernels).run("a", list(range(384)))
         assert relative_error(found, wide / np.sqrt(np.square(wide).mean(1, keepdims=True))) < 2e-6
 
 

@@ -35,7 +35,7 @@ from cloister.types.errors import CloisterError, ConfigError
 
 WINDOW: Final = 512
 """Tokens of a window of text, for calibration and for measuring."""
-VERSION: Final = 1
+VERSION: Final = 2
 """Raise it when calibration comes to other codes for the same weights."""
 _FEWEST_TOKENS: Final = 4096
 _MOST_TOKENS: Final = 8192

@@ -19,8 +19,8 @@ token, or one for each token and group of the weights.
 Rounding inputs x that share a scale: `scale = max(|x|) / 127`, `q = round_half_to_even(x * (127 / max(|x|)))`, all in float32;
 where all are zero the scale is 0 and so are the codes.
 """
-ROTATIONS = (64, 16)
-"""Blocks that inputs are rotated in: powers of 4, so that to divide by their root is exact."""
+ROTATIONS = (128, 64, 16)
+"""Blocks that inputs are rotated in."""
 _BLOCKS_AT_ONCE = 1024  # so that they stay in a core's own cache
 
 
@@ -182,7 +182,7 @@ def rotate_blocks(rows: npt.NDArray[np.float32], size: int) -> npt.NDArray[np.fl
     Sums and differences are taken over distances 1, 2, 4 and so on, then comes the factor: kernels keep that order.
 
     Args:
-        size: 64 or 16, a divisor of `in`; 0 changes nothing.
+        size: a power of 2 that divides `in`; 0 changes nothing.
     """
     if not size:
         return rows

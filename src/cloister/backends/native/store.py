@@ -26,7 +26,7 @@ from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import PackedModel
 from cloister.backends.native.packing import LAYOUT, Kind, PackedMatrix
 
-READER: Final = 2
+READER: Final = 3
 """Raise it when reading a checkpoint, or packing it, comes to other bytes: files of the old number are then not used."""
 _SHAPE: Final = ("outputs", "inputs", "group", "zero_point", "group_inputs", "rotation")  # of a matrix, after its kind
 MOST_BYTES: Final = 64 << 30

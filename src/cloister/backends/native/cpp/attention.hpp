@@ -169,7 +169,7 @@ struct Panels {
 };
 
 INLINE u32x16 pair_up(f32x16 low, f32x16 high) {
-    return __builtin_convertvector(to_bf16(low), u32x16) | (__builtin_convertvector(to_bf16(high), u32x16) << 16);
+    return widen(to_bf16(low)) | (widen(to_bf16(high)) << 16);
 }
 
 // What the codes of one value are: code * scale + zero.
@@ -187,7 +187,7 @@ INLINE ValueRow value_row(const HeadPlace& at, bool wide, int size, int key, int
 // Sixteen codes of one value, from dimension d on.
 INLINE i32x16 value_codes(const HeadPlace& at, bool wide, int dim, int key, int d) {
     if (wide) {
-        i32x16 lanes = __builtin_convertvector(load<u16x16>(at.values + (size_t(key / 2) * dim + d) * 2), i32x16);
+        i32x16 lanes = as<int32_t>(widen(load<u16x16>(at.values + (size_t(key / 2) * dim + d) * 2)));
         return key % 2 ? (lanes << 16) >> 24 : (lanes << 24) >> 24;
     }
     const uint8_t* packed = at.values + size_t(key) * (dim / 2) + d / 2;
@@ -213,7 +213,7 @@ template <bool all> INLINE void gather_keys(const HeadPlace& at, int size, int d
         }
         u16x16 both = {};
         memcpy(&both, at.keys + (size_t(d) * size + from) * 2, all ? 32 : size_t(some) * 2);
-        i32x16 lanes = __builtin_convertvector(both, i32x16);
+        i32x16 lanes = as<int32_t>(widen(both));
         u32x16 pairs = pair_up(to_f32((lanes << 24) >> 24) * scale, to_f32((lanes << 16) >> 24) * scale);
         memcpy(keys + size_t(d) * split_keys, &pairs, all ? 64 : size_t(some) * 4);
     }
@@ -315,8 +315,13 @@ static void clear_rest(const Cache& cache, int dim, int count, Panels p) {
 
 // ---- small products -----------------------------------------------------------------------------------------------------
 
-#if defined(__AVX2__)
-constexpr int product_rows_at_once = 4;  // by two registers: eight sums, so that none waits for itself
+// By two registers each: enough sums that none waits for itself.
+#if defined(__AVX512BF16__)
+constexpr int product_rows_at_once = 4;
+#elif defined(__AVX512F__)
+constexpr int product_rows_at_once = 8;
+#elif defined(__AVX2__)
+constexpr int product_rows_at_once = 6;
 #else
 constexpr int product_rows_at_once = 2;
 #endif
@@ -329,20 +334,6 @@ constexpr bool widens = true;
 #endif
 template <bool floats> constexpr int a_number = floats || widens ? 4 : 2;  // bytes of a number of a
 template <bool floats> constexpr int a_step = floats ? 4 : 2 * a_number<floats>;  // bytes that meet a row of b
-
-// Calls run(R, row) for runs of rows, as many at once as there are accumulators for, and all runs about as long.
-template <class Run> INLINE void each_run(int rows, Run run) {
-    int num_runs = (rows + product_rows_at_once - 1) / product_rows_at_once;
-    for (int r = 0; num_runs > 0; num_runs--) {
-        int some = (rows - r + num_runs - 1) / num_runs;
-        switch (some) {
-#define RUN(R) case R: if constexpr (R <= product_rows_at_once) run(std::integral_constant<int, R>(), r); break;
-            RUN(1) RUN(2) RUN(3) RUN(4)
-#undef RUN
-        }
-        r += some;
-    }
-}
 
 // Adds what one row of b, two registers of it, and one number (or pair) of each of R rows of a make. bfloat16 is widened once for all.
 template <int R, bool floats>
@@ -374,25 +365,28 @@ INLINE void add_products_of_row(f32p (&acc)[R][2], const uint8_t* a, size_t stri
     }
 }
 
-// c [rows][stride_c] = a [rows][k] b: b has rows of `columns` lanes of 4 bytes (one float32, or a pair of bfloat16 of K). Columns are
-// taken as many at once as two registers hold.
+// R rows of a meet the columns of b that two registers hold, or one where `second` is 0: c [R][stride_c].
 template <int R, bool floats>
-NOINLINE void product_rows(const uint8_t* a, size_t stride_a, const uint8_t* b, size_t stride_b, int depth, int columns, float* c, size_t stride_c) {
-    for (int n = 0; n < columns; n += 2 * piece_bytes / 4) {
-        f32p acc[R][2] = {};
-        const uint8_t* row = b + size_t(n) * 4;
-        size_t second = n + piece_bytes / 4 < columns ? piece_bytes : 0;
-        NO_UNROLL for (int k = 0; k < depth; k++, row += stride_b) add_products_of_row<R, floats>(acc, a + size_t(k) * a_step<floats>, stride_a, row, row + second);
-        UNROLL for (int r = 0; r < R; r++) {
-            store(c + r * stride_c + n, acc[r][0]);
-            if (second) store(c + r * stride_c + n + piece_bytes / 4, acc[r][1]);
-        }
+NOINLINE void product_rows(const uint8_t* a, size_t stride_a, const uint8_t* b, size_t stride_b, size_t second, int depth, float* c, size_t stride_c) {
+    f32p acc[R][2] = {};
+    NO_UNROLL for (int k = 0; k < depth; k++, b += stride_b) add_products_of_row<R, floats>(acc, a + size_t(k) * a_step<floats>, stride_a, b, b + second);
+    UNROLL for (int r = 0; r < R; r++) {
+        store(c + r * stride_c, acc[r][0]);
+        if (second) store(c + r * stride_c + piece_bytes / 4, acc[r][1]);
     }
 }
 
+// c [rows][stride_c] = a [rows][k] b: b has rows of `columns` lanes of 4 bytes (one float32, or a pair of bfloat16 of K). All rows
+// meet some columns before the next ones are read, so that those stay in the nearest cache.
 template <bool floats>
 static void product_vectors(const uint8_t* a, size_t stride_a, int rows, const uint8_t* b, size_t stride_b, int depth, int columns, float* c, size_t stride_c) {
-    each_run(rows, [&](auto R, int r) INLINE_LAMBDA { product_rows<R, floats>(a + r * stride_a, stride_a, b, stride_b, depth, columns, c + r * stride_c, stride_c); });
+    constexpr int lanes = piece_bytes / 4;
+    for (int n = 0; n < columns; n += 2 * lanes) {
+        size_t second = n + lanes < columns ? piece_bytes : 0;
+        each_run<product_rows_at_once>(rows, [&](auto R, int r) INLINE_LAMBDA {
+            product_rows<R, floats>(a + r * stride_a, stride_a, b + size_t(n) * 4, stride_b, second, depth, c + r * stride_c + n, stride_c);
+        });
+    }
 }
 
 #if defined(__AMX_TILE__)
@@ -523,12 +517,10 @@ INLINE float find_maximum(float* scores, int count, View view) {
             UNROLL for (int k = 0; k < 2; k++) most[k] = max(load<f32x16>(scores + j + 16 * k), most[k]);
         return highest(max(most[0], most[1]));
     }
-    i32x16 lanes;
-    for (int i = 0; i < 16; i++) lanes[i] = i;
     for (int j = 0; j < count; j += 32) {
         UNROLL for (int k = 0; k < 2; k++) {
-            i32x16 column = lanes + (j + 16 * k);
-            f32x16 s = (column >= view.low) & (column < view.high) ? load<f32x16>(scores + j + 16 * k) : set(-INFINITY);
+            i32x16 column = lane_numbers() + (j + 16 * k);
+            f32x16 s = select((column >= view.low) & (column < view.high), load<f32x16>(scores + j + 16 * k), set(-INFINITY));
             store(scores + j + 16 * k, s);
             most[k] = max(s, most[k]);
         }
@@ -562,10 +554,10 @@ template <bool floats> INLINE float soften(const float* scores, int count, float
 INLINE void join_split(float* state, const float* values, float maximum, float total, int dim, int padded) {
     float highest_yet = state[padded], *sum_yet = state + padded + 1;
     float together = highest_yet > maximum ? highest_yet : maximum;
-    f32x16 both = exp2((f32x16{highest_yet, maximum} - together) * log2_e);
-    f32x16 fade = set(both[0]), rise = set(both[1]);
-    for (int d = 0; d < dim; d += 16) store(state + d, fma(load<f32x16>(values + d), rise, load<f32x16>(state + d) * fade));
-    *sum_yet = __builtin_fmaf(total, both[1], *sum_yet * both[0]);
+    f32p both = exp2_piece((f32p{highest_yet, maximum} - together) * log2_e);
+    float fade = both[0], rise = both[1];
+    for (int d = 0; d < dim; d += 16) store(state + d, fma(load<f32x16>(values + d), set(rise), load<f32x16>(state + d) * fade));
+    *sum_yet = __builtin_fmaf(total, rise, *sum_yet * fade);
     state[padded] = together;
 }
 
@@ -646,7 +638,7 @@ template <bool floats> NOINLINE void attend_split(const Attending& at, int split
     const uint8_t* q = scratch.queries + size_t(first) * padded * width;
     int depth = floats ? padded : padded / 2;
     if (reads_in_place && at.runs) {
-        each_run(rows, [&](auto R, int r) INLINE_LAMBDA {
+        each_run<product_rows_at_once>(rows, [&](auto R, int r) INLINE_LAMBDA {
             score_rows<R, floats>(*at.runs, q + size_t(r) * padded * width, padded * width, depth, count, scratch.scores + size_t(r) * split_keys);
         });
         prefetch_rows(at.runs->values[0], at.runs->value_stride, floats ? run_keys : run_keys / 2, padded * 4);
@@ -665,7 +657,7 @@ template <bool floats> NOINLINE void attend_split(const Attending& at, int split
         totals[r] = soften<floats>(scratch.scores + size_t(r) * split_keys, count, maxima[r], scratch.weights + size_t(r) * split_keys * width);
     }
     if (reads_in_place && at.runs) {
-        each_run(rows, [&](auto R, int r) INLINE_LAMBDA {
+        each_run<product_rows_at_once>(rows, [&](auto R, int r) INLINE_LAMBDA {
             mix_rows<R, floats>(*at.runs, scratch.weights + size_t(r) * split_keys * width, padded, count, scratch.outputs + size_t(r) * padded);
         });
     } else {

@@ -14,7 +14,7 @@ constexpr int tile_rows = 12, direct_rows = 8;
 #else
 constexpr int tile_rows = 6, direct_rows = 6;
 #endif
-constexpr int pass_rows = 96;
+constexpr int pass_rows = 192;
 constexpr int most_block_chunks = 16;
 constexpr int most_block_groups = 2 * most_block_chunks;
 constexpr int fewest_blocked_rows = 4;
@@ -23,12 +23,10 @@ constexpr int fewest_blocked_rows = 4;
 #if defined(__AVX512BW__)
 INLINE i32p add_pairs_of_words(i32p a, i32p b) { return (i32p)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
 INLINE i32p add_pairs_of_bytes(i32p a, i32p b) { return (i32p)_mm512_maddubs_epi16((__m512i)a, (__m512i)b); }
-INLINE i32p add_words(i32p a, i32p b) { return (i32p)_mm512_add_epi16((__m512i)a, (__m512i)b); }
 INLINE i32p ones() { return (i32p)_mm512_set1_epi16(1); }
 #else
 INLINE i32p add_pairs_of_words(i32p a, i32p b) { return (i32p)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 INLINE i32p add_pairs_of_bytes(i32p a, i32p b) { return (i32p)_mm256_maddubs_epi16((__m256i)a, (__m256i)b); }
-INLINE i32p add_words(i32p a, i32p b) { return (i32p)_mm256_add_epi16((__m256i)a, (__m256i)b); }
 INLINE i32p ones() { return (i32p)_mm256_set1_epi16(1); }
 #endif
 
@@ -236,12 +234,12 @@ NOINLINE void add_chunks(const uint8_t* weights, const Tile& tile, int chunks, u
     }
 }
 
-// Keeps GCC from making all products of a loop before it adds the first: they would go through memory.
-INLINE void in_order(i32p& value) {
+// Adds 16-bit lanes where the sum is: from intrinsics GCC makes a copy for each, or all products of a loop before the first sum.
+INLINE void add_words_to(i32p& sum, i32p words) {
 #if defined(__AVX512F__)
-    asm volatile("" : "+v"(value));
+    asm volatile("vpaddw %1, %0, %0" : "+v"(sum) : "v"(words));
 #else
-    asm volatile("" : "+x"(value));
+    asm volatile("vpaddw %1, %0, %0" : "+x"(sum) : "x"(words));
 #endif
 }
 
@@ -252,12 +250,9 @@ template <class Core, int R> INLINE void add_half(i32p (&sums)[R][2], const uint
         NO_UNROLL for (int k = 0; k < 8; k++) {
             i32p low = load<i32p>(w + 64 * k), high = load<i32p>(w + 64 * k + second_register<Core>);
             UNROLL for (int r = 0; r < R; r++) {
-                i32p both = i32p{} + load<int32_t>(x + r * Core::steps * 4 + 4 * k);
-                in_order(both);
-                words[r][0] = add_words(words[r][0], add_pairs_of_bytes(low, both));
-                words[r][1] = add_words(words[r][1], add_pairs_of_bytes(high, both));
-                in_order(words[r][0]);
-                in_order(words[r][1]);
+                i32p both = set_piece(load<int32_t>(x + r * Core::steps * 4 + 4 * k));
+                add_words_to(words[r][0], add_pairs_of_bytes(low, both));
+                add_words_to(words[r][1], add_pairs_of_bytes(high, both));
             }
         }
         UNROLL for (int r = 0; r < R; r++)
@@ -319,7 +314,7 @@ INLINE int block_chunks_of(const Matrix& w) {
     return least > most_block_chunks ? 0 : least > 8 ? least : 8 / least * least;
 }
 
-// Calls run(R, row, tile) for rows [begin, end), `begin` being the first of a block, as many at once as there are kernels for.
+// Calls run(R, row, tile) for rows [begin, end), `begin` being the first of a block.
 template <class Core, class Run> INLINE void each_tile(const Rows& x, int begin, int end, int first_chunk, int chunks, uint8_t* inputs, Run run) {
     constexpr int most = Core::direct ? direct_rows : tile_rows;
     auto run_some = [&](auto R, int row) INLINE_LAMBDA {
@@ -338,10 +333,8 @@ template <class Core, class Run> INLINE void each_tile(const Rows& x, int begin,
     };
     while (begin < end) {
         int stop = Core::direct && begin + block_rows < end ? begin + block_rows : end;
-        for (; begin + most <= stop; begin += most) run_some(std::integral_constant<int, most>(), begin);
-        for (; begin + 4 <= stop; begin += 4) run_some(std::integral_constant<int, 4>(), begin);
-        for (; begin + 2 <= stop; begin += 2) run_some(std::integral_constant<int, 2>(), begin);
-        for (; begin < stop; begin++) run_some(std::integral_constant<int, 1>(), begin);
+        each_run<most>(stop - begin, [&](auto R, int row) INLINE_LAMBDA { run_some(R, begin + row); });
+        begin = stop;
     }
 }
 

@@ -13,7 +13,6 @@
 namespace cloister::CLOISTER_ISA {
 
 constexpr float no_weight = -INFINITY;
-constexpr int piece_lanes = 16 / pieces;
 
 INLINE f32p load_or(const float* p, int count, float rest) {
     if (count >= piece_lanes) return load<f32p>(p);
@@ -160,10 +159,10 @@ struct Race {
 };
 
 static float weigh_group(const Scaled& row, int group) {
-    FloatSums total = {};
+    f32x16 total = {};
     for (int i = group * draw_group; i < (group + 1) * draw_group; i += 16)
         UNROLL for (int p = 0; p < pieces; p++) total.at[p] += exp(row.at(i + p * piece_lanes));
-    return sum(lanes(total));
+    return sum(total);
 }
 
 // A group by its whole weight, then a token inside it by its own. `peaks` are scaled; `bounds` and `noises` are scratch.

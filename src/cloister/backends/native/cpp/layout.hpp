@@ -28,7 +28,7 @@ inline int chunk_length(Kind kind) { return chunk_length(input_of(kind)); }
 struct InputForm {
     Input type = Input::bf16;
     int group = 0;     // inputs that share a scale; 0: all of a row
-    int rotation = 0;  // 64, 16, or 0 for none
+    int rotation = 0;  // 128, 64, 16, or 0 for none
 
     bool operator==(const InputForm& other) const { return type == other.type && group == other.group && rotation == other.rotation; }
     bool operator!=(const InputForm& other) const { return !(*this == other); }

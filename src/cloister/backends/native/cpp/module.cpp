@@ -52,7 +52,7 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
     m.zero_point = zero_point;
     m.group_inputs = group_inputs;
     m.rotation = rotation;
-    bool turns = input_of(m.kind) == Input::int8 && !group_inputs && (rotation == 16 || rotation == 64) && inputs % rotation == 0;
+    bool turns = input_of(m.kind) == Input::int8 && !group_inputs && (rotation == 16 || rotation == 64 || rotation == 128) && inputs % rotation == 0;
     require(rotation == 0 || turns, "a packed matrix has inputs that cannot be rotated");
     require(!group_inputs || (group && input_of(m.kind) == Input::int8), "a packed matrix has no groups that its inputs could share");
     size_t rows = size_t(m.panels) * panel_width, pairs = rows * size_t(m.groups);

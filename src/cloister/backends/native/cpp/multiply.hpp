@@ -12,6 +12,21 @@ constexpr int max_rows = 8;
 constexpr int max_rows = 2;
 #endif
 
+// Calls run(R, row) for runs of at most `most` rows that cover `rows` of them, all runs about as long: a short one would wait for
+// its few sums.
+template <int most, class Run> INLINE void each_run(int rows, Run run) {
+    static_assert(most <= 12);
+    for (int r = 0, num_runs = (rows + most - 1) / most; num_runs > 0; num_runs--) {
+        int some = (rows - r + num_runs - 1) / num_runs;
+        switch (some) {
+#define RUN(R) case R: if constexpr (R <= most) run(std::integral_constant<int, R>(), r); break;
+            RUN(1) RUN(2) RUN(3) RUN(4) RUN(5) RUN(6) RUN(7) RUN(8) RUN(9) RUN(10) RUN(11) RUN(12)
+#undef RUN
+        }
+        r += some;
+    }
+}
+
 // ---- the end of a tile: 32 outputs of some rows ---------------------------------------------------------------------------------
 
 struct Outputs { f32x16 low, high; };
@@ -178,8 +193,8 @@ template <Zeros zeros> struct Group {
             a = fma(-low_zero, sum_of, a);
             b = fma(-high_zero, sum_of, b);
             if (wide) {
-                a = to_f32(first - __builtin_convertvector(low_zero, i32x16) * total);
-                b = to_f32(second - __builtin_convertvector(high_zero, i32x16) * total);
+                a = to_f32(first - to_i32(low_zero) * total);
+                b = to_f32(second - to_i32(high_zero) * total);
             }
         }
         f32x16 scales = set(scale);
@@ -349,7 +364,7 @@ namespace cloister::CLOISTER_ISA {
 
 template <int R, Kind K>
 INLINE void multiply_floats(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
-    FloatSums c[R][2] = {};
+    f32x16 c[R][2] = {};
     int height = x.height(block);
     const uint8_t* a = x.block(block) + size_t(first) * 64;
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
@@ -372,11 +387,11 @@ INLINE void multiply_floats(const Matrix& w, const Rows& x, int block, int first
             }
         }
     }
-    finish_rows(w, x, panel, sink, block * 16 + first, R, [&](int r) INLINE_LAMBDA { return Outputs{lanes(c[r][0]), lanes(c[r][1])}; });
+    finish_rows(w, x, panel, sink, block * 16 + first, R, [&](int r) INLINE_LAMBDA { return Outputs{c[r][0], c[r][1]}; });
 }
 
 template <int R>
-INLINE void add_products(IntSums (&acc)[R][2], const uint8_t* tiles, const uint8_t* a, int first_row, int last_row) {
+INLINE void add_products(i32x16 (&acc)[R][2], const uint8_t* tiles, const uint8_t* a, int first_row, int last_row) {
     for (int k = first_row; k < last_row; k++) {
         UNROLL for (int r = 0; r < R; r++) {
             int32_t quad = load<int32_t>(a + r * 64 + k * 4);
@@ -389,7 +404,7 @@ INLINE void add_products(IntSums (&acc)[R][2], const uint8_t* tiles, const uint8
 #if defined(__AVX2__) && !defined(__AVX512BW__)
 // Int4 as it is packed, one half of a chunk (32 inputs): sums of pairs stay below 2^15, so that they widen once.
 template <int R>
-INLINE void add_nibbles(IntSums (&acc)[R][2], const uint8_t* packed, const uint8_t* a, int half) {
+INLINE void add_nibbles(i32x16 (&acc)[R][2], const uint8_t* packed, const uint8_t* a, int half) {
     const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
     UNROLL for (int part = 0; part < 2 * pieces; part++) {
         __m256i sums[R] = {};
@@ -404,7 +419,7 @@ INLINE void add_nibbles(IntSums (&acc)[R][2], const uint8_t* packed, const uint8
 }
 constexpr bool takes_nibbles = true;
 #else
-template <int R> INLINE void add_nibbles(IntSums (&)[R][2], const uint8_t*, const uint8_t*, int) {}
+template <int R> INLINE void add_nibbles(i32x16 (&)[R][2], const uint8_t*, const uint8_t*, int) {}
 constexpr bool takes_nibbles = false;
 #endif
 
@@ -412,7 +427,7 @@ constexpr bool takes_nibbles = false;
 template <int R>
 INLINE void multiply_channels(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
     alignas(64) uint8_t scratch[2048];
-    IntSums acc[R][2] = {};
+    i32x16 acc[R][2] = {};
     int height = x.height(block);
     const uint8_t* a = x.block(block) + size_t(first) * 64;
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
@@ -423,7 +438,7 @@ INLINE void multiply_channels(const Matrix& w, const Rows& x, int block, int fir
     }
     Channels channels(w, panel);
     int row = block * 16 + first;
-    finish_rows(w, x, panel, sink, row, R, [&](int r) INLINE_LAMBDA { return channels(lanes(acc[r][0]), lanes(acc[r][1]), x.totals[row + r]); });
+    finish_rows(w, x, panel, sink, row, R, [&](int r) INLINE_LAMBDA { return channels(acc[r][0], acc[r][1], x.totals[row + r]); });
 }
 
 // Groups with scales of their own. One zero point for all comes off before a group begins.
@@ -438,10 +453,10 @@ INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first
     int step = 2 * tile_bytes(w.kind);
     for (int group = 0, half = 0; group < w.groups; group++) {
         int32_t totals[R];
-        IntSums acc[R][2];
+        i32x16 acc[R][2];
         UNROLL for (int r = 0; r < R; r++) {
             totals[r] = sum_inputs(x, block * 16 + first + r, half, halves);
-            acc[r][0] = acc[r][1] = start_sums(zeros == Zeros::none ? -w.zero_point * totals[r] : 0);
+            acc[r][0] = acc[r][1] = set(zeros == Zeros::none ? -w.zero_point * totals[r] : 0);
         }
         for (int end = half + halves; half < end; half++) {
             if (half % 2 == 0) prefetch_ahead(codes + size_t(half / 2) * step + page, step);
@@ -456,7 +471,7 @@ INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first
         }
         Group<zeros> scales(w, panel, group);
         UNROLL for (int r = 0; r < R; r++) {
-            Outputs y = scales.add({c[r][0], c[r][1]}, lanes(acc[r][0]), lanes(acc[r][1]), totals[r], group_input_scale(x, block * 16 + first + r, group));
+            Outputs y = scales.add({c[r][0], c[r][1]}, acc[r][0], acc[r][1], totals[r], group_input_scale(x, block * 16 + first + r, group));
             c[r][0] = y.low;
             c[r][1] = y.high;
         }

@@ -26,10 +26,10 @@ static void norm(const float* row, const float* weight, float eps, int length, f
         squares = fma(v, v, squares);
     }
     float root = std::sqrt(sum(squares) / float(length) + eps);
-    f32x16 factor = set(1.0f / root);
+    float factor = 1.0f / root;
     int i = 0;
     for (; i + 16 <= length; i += 16) store(out + i, load<f32x16>(row + i) * factor * load<f32x16>(weight + i));
-    for (; i < length; i++) out[i] = row[i] * factor[0] * weight[i];
+    for (; i < length; i++) out[i] = row[i] * factor * weight[i];
 }
 
 // Layer norm (Ba et al. 2016): the mean first, then the squares of what is left, so that a large mean costs no digits.
@@ -37,11 +37,9 @@ static void layer_norm(const float* row, const float* weight, const float* bias,
     f32x16 total = {}, squares = {};
     for (int i = 0; i < length; i += 16) total += load_some(row + i, length - i);
     float mean = sum(total) / float(length);
-    i32x16 lanes;
-    for (int i = 0; i < 16; i++) lanes[i] = i;
     for (int i = 0; i < length; i += 16) {
         f32x16 v = load_some(row + i, length - i) - mean;
-        v = lanes < length - i ? v : set(0.0f);
+        v = select(lane_numbers() < length - i, v, set(0.0f));
         squares = fma(v, v, squares);
     }
     float factor = 1.0f / std::sqrt(sum(squares) / float(length) + eps);
@@ -90,7 +88,7 @@ static void choose(float* scores, int num_experts, int count, bool renormalize, 
         int some = num_experts - i < 16 ? num_experts - i : 16;
         f32x16 e = exp(load_some(scores + i, some) - highest_score);
         memcpy(scores + i, &e, size_t(some) * 4);
-        for (int j = 0; j < some; j++) total += e[j];
+        for (int j = i; j < i + some; j++) total += scores[j];
     }
     int found = 0;
     for (int i = 0; i < num_experts; i++) {
@@ -111,29 +109,11 @@ static void choose(float* scores, int num_experts, int count, bool renormalize, 
     for (int j = 0; j < count; j++) weights[j] /= divisor;
 }
 
-INLINE int32_t sum_integers(i32x16 v) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_epi32((__m512i)v);
-#elif defined(__AVX2__)
-    __m256i halves[2];
-    memcpy(halves, &v, 64);
-    __m256i eight = _mm256_add_epi32(halves[0], halves[1]);
-    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
-#else
-    int32_t total = 0;
-    for (int i = 0; i < 16; i++) total += v[i];
-    return total;
-#endif
-}
-
 // The largest magnitude. Compared as integers, infinity is beyond every number and no number beyond infinity: neither is lost.
 struct Peak {
     i32x16 most = {};
     INLINE void look(f32x16 v) {
-        i32x16 magnitude = (i32x16)(as_u32(v) & 0x7fffffffu);
-        most = most > magnitude ? most : magnitude;
+        most = max(as<int32_t>(v) & 0x7fffffff, most);
     }
     INLINE float value() const {
         int32_t top = highest(most);
@@ -145,43 +125,83 @@ struct Peak {
 
 // One step of a Hadamard transform: lanes `distance` apart become their sum and their difference.
 template <int distance> INLINE f32x16 cross_lanes(f32x16 v) {
+    f32x16 r;
+    if constexpr (distance >= piece_lanes) {
+        constexpr int step = distance / piece_lanes;
+        UNROLL for (int p = 0; p < pieces; p++) r.at[p] = p & step ? v.at[p ^ step] - v.at[p] : v.at[p ^ step] + v.at[p];
+        return r;
+    } else {
+        i32p places;
+        u32p signs;
+        for (int i = 0; i < piece_lanes; i++) {
+            places[i] = i ^ distance;
+            signs[i] = i & distance ? 0x80000000u : 0u;
+        }
+        UNROLL for (int p = 0; p < pieces; p++) {
 #if defined(__clang__)
-    f32x16 other;
-    for (int i = 0; i < 16; i++) other[i] = v[i ^ distance];
+            f32p other;
+            for (int i = 0; i < piece_lanes; i++) other[i] = v.at[p][i ^ distance];
 #else
-    i32x16 places;
-    for (int i = 0; i < 16; i++) places[i] = i ^ distance;
-    f32x16 other = __builtin_shuffle(v, places);
+            f32p other = __builtin_shuffle(v.at[p], places);
 #endif
-    u32x16 sign;
-    for (int i = 0; i < 16; i++) sign[i] = i & distance ? 0x80000000u : 0u;
-    return other + as_f32(as_u32(v) ^ sign);
-}
-
-// Rotates 64 inputs, in blocks of 64 or 16 (backends/tensors.py, `rotate_blocks`; the same order of sums).
-INLINE void rotate_inputs(f32x16 (&v)[4], int rotation) {
-    UNROLL for (int k = 0; k < 4; k++) v[k] = cross_lanes<8>(cross_lanes<4>(cross_lanes<2>(cross_lanes<1>(v[k]))));
-    if (rotation == 16) {
-        UNROLL for (int k = 0; k < 4; k++) v[k] *= 0.25f;
-        return;
+            r.at[p] = other + (f32p)((u32p)v.at[p] ^ signs);
+        }
+        return r;
     }
-    f32x16 a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
-    v[0] = (a + c) * 0.125f;
-    v[1] = (b + d) * 0.125f;
-    v[2] = (a - c) * 0.125f;
-    v[3] = (b - d) * 0.125f;
 }
 
+// The sums and differences of 64 inputs over distances below `rotation`, 64 or 16 (backends/tensors.py, `rotate_blocks`; the same order
+// of sums). What is left is the factor.
+INLINE void cross_inputs(f32x16 (&v)[4], int rotation) {
+    UNROLL for (int k = 0; k < 4; k++) v[k] = cross_lanes<8>(cross_lanes<4>(cross_lanes<2>(cross_lanes<1>(v[k]))));
+    if (rotation == 16) return;
+    f32x16 a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
+    v[0] = a + c;
+    v[1] = b + d;
+    v[2] = a - c;
+    v[3] = b - d;
+}
+
+// 64 inputs of a row that has `left` of them, zeros after those, rotated in blocks of 64 or 16, or not at all.
 template <class T> INLINE void load_inputs(const T* row, int left, int rotation, f32x16 (&v)[4]) {
     UNROLL for (int k = 0; k < 4; k++) v[k] = left >= 64 ? load_some(row + 16 * k, 16) : load_some(row + 16 * k, left - 16 * k);
-    if (rotation) rotate_inputs(v, rotation);
+    if (!rotation) return;
+    cross_inputs(v, rotation);
+    UNROLL for (int k = 0; k < 4; k++) v[k] *= rotation == 16 ? 0.25f : 0.125f;
+}
+
+// Calls take(v, first) for 64 inputs at a time until `padded`, zeros being after `length`, rotated in blocks of 128, 64 or 16, or not at all.
+template <class T, class Take> INLINE void each_inputs(const T* row, int length, int padded, int rotation, Take take) {
+    f32x16 v[4], w[4];
+    if (rotation != 128) {
+        for (int i = 0; i < padded; i += 64) {
+            load_inputs(row + i, length - i, rotation, v);
+            take(v, i);
+        }
+        return;
+    }
+    for (int i = 0; i < length; i += 128) {
+        UNROLL for (int k = 0; k < 4; k++) {
+            v[k] = load_some(row + i + 16 * k, 16);
+            w[k] = load_some(row + i + 64 + 16 * k, 16);
+        }
+        cross_inputs(v, 64);
+        cross_inputs(w, 64);
+        UNROLL for (int k = 0; k < 4; k++) {
+            f32x16 sum = v[k] + w[k];
+            w[k] = (v[k] - w[k]) * 0.088388347648318447f;
+            v[k] = sum * 0.088388347648318447f;
+        }
+        take(v, i);
+        take(w, i + 64);
+    }
 }
 
 // What codes are: q = round(x * 127 / max|x|), half to even. Inputs that are not finite get a scale that is not.
 struct Scale {
     float inverse, scale;
     INLINE explicit Scale(float peak) : inverse(peak > 0 ? 127.0f / peak : 0.0f), scale(peak / 127.0f) {}
-    INLINE i32x16 codes(f32x16 v) const { return (i32x16)as_u32(v * set(inverse) + set(12582912.0f)) - set(0x4b400000); }  // adding 1.5 * 2^23 rounds
+    INLINE i32x16 codes(f32x16 v) const { return as<int32_t>(v * inverse + 12582912.0f) - 0x4b400000; }  // adding 1.5 * 2^23 rounds
 };
 
 // Writes half a chunk, 32 codes, and their sum.
@@ -189,30 +209,29 @@ INLINE int32_t put_half(f32x16 low, f32x16 high, const Scale& scale, uint8_t* at
     i32x16 first = scale.codes(low), second = scale.codes(high);
     store(at, narrow(first));
     store(at + 16, narrow(second));
-    return sum_integers(first + second);
+    return sum(first + second);
 }
 
 // Symmetric, one scale a row.
 template <class T> INLINE void put_int8(const T* row, int length, Rows& rows, int index) {
-    int rotation = rows.form.rotation;
+    int rotation = rows.form.rotation, padded = rows.chunks * 64;
     Peak most[4];
-    f32x16 v[4];
-    for (int i = 0; i < length; i += 64) {
-        load_inputs(row + i, length - i, rotation, v);
+    each_inputs(row, length, padded, rotation, [&](const f32x16 (&v)[4], int) INLINE_LAMBDA {
         UNROLL for (int k = 0; k < 4; k++) most[k].look(v[k]);
-    }
-    for (int k = 1; k < 4; k++) most[0].look((f32x16)most[k].most);
+    });
+    for (int k = 1; k < 4; k++) most[0].look(as<float>(most[k].most));
     Scale scale(most[0].value());
     rows.scales[index] = scale.scale;
     int32_t *sums = rows.sums_of(index), all = 0;
     uint8_t* at = rows.at(index, 0);
     size_t step = size_t(rows.height(index / block_rows)) * 64;
-    for (int chunk = 0; chunk < rows.chunks; chunk++, at += step) {
-        load_inputs(row + chunk * 64, length - chunk * 64, rotation, v);
-        sums[2 * chunk] = put_half(v[0], v[1], scale, at);
-        sums[2 * chunk + 1] = put_half(v[2], v[3], scale, at + 32);
-        all += sums[2 * chunk] + sums[2 * chunk + 1];
-    }
+    each_inputs(row, length, padded, rotation, [&](const f32x16 (&v)[4], int) INLINE_LAMBDA {
+        sums[0] = put_half(v[0], v[1], scale, at);
+        sums[1] = put_half(v[2], v[3], scale, at + 32);
+        all += sums[0] + sums[1];
+        sums += 2;
+        at += step;
+    });
     rows.totals[index] = all;
 }
 
