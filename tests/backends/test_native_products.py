@@ -107,8 +107,8 @@ ROUNDED: dict[str, Tensor] = {
     "8 bits by row, rotated": replace(grouped(576, 576, 8), rotation=64),
     "8 bits by row, rotated in blocks of 128": replace(grouped(640, 640, 8), rotation=128),
     "8 bits by row, rotated in blocks of 16": replace(grouped(688, 688, 8), rotation=16),
-    "4 bits in groups of 32, rotated": replace(grouped(1024, 32, 4), rotation=64),
-    "QoQ, rotated": replace(progressive(640, 128), rotation=64),
+    "4 bits in groups of 32, rotated": replace(grouped(1024, 32, 4), rotation=128),
+    "QoQ, rotated": replace(progressive(640, 128), rotation=128),
 }
 
 
@@ -294,6 +294,9 @@ GIVEN: dict[str, Any] = {
         ({"outputs": 0}, "no such kind or shape"),
         ({"group": 48}, "groups"),
         ({"inputs": 80}, "groups"),
+        ({"rotation": 64}, "cannot be rotated"),
+        ({"rotation": 128}, "cannot be rotated"),
+        ({"rotation": 32}, "cannot be rotated"),
     ],
 )
 def test_kernels_refuse_arrays_that_do_not_have_the_size_of_their_shape(wrong: dict[str, object], why: str) -> None:

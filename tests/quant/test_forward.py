@@ -166,16 +166,18 @@ def test_qoq_smooths_keys_on_read_and_int4_does_not() -> None:
         assert same != smooth
 
 
+@pytest.mark.parametrize(("head_dim", "rotation"), [(32, 16), (64, 64), (128, 64)])
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
-def test_keys_and_values_come_back_within_half_a_step(kv_dtype: Any) -> None:
-    heads = np.random.default_rng(5).standard_normal((50, 2, 32), dtype=np.float32)
-    rotated = rotate_blocks(heads, 16)
+def test_keys_and_values_come_back_within_half_a_step(kv_dtype: Any, head_dim: int, rotation: int) -> None:
+    """As the native cache has them (attention.hpp): a group of dimensions never reaches beyond its rotation."""
+    heads = np.random.default_rng(5).standard_normal((50, 2, head_dim), dtype=np.float32)
+    rotated = rotate_blocks(heads, rotation).reshape(100, -1, min(head_dim, 64))
     for rounded, bits in ((round_keys, 8), (round_values, 4 if kv_dtype == "int4" else 8)):
         step = np.ptp(rotated, axis=-1) / 15 if bits == 4 else np.abs(rotated).max(-1) / 127
-        error = np.abs(rotate_blocks(rounded(heads, kv_dtype), 16) - rotated)
+        error = np.abs(rotate_blocks(rounded(heads, kv_dtype), rotation).reshape(rotated.shape) - rotated)
         assert np.all(error.max(-1) <= 0.5001 * step)
         assert error.max() > 0.45 * step.min()
-        assert not rounded(np.zeros((3, 2, 32), np.float32), kv_dtype).any()
+        assert not rounded(np.zeros((3, 2, head_dim), np.float32), kv_dtype).any()
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cloister.runner.adapters import AdapterRoom
     from cloister.text import Tokenizer
 
-QUANT_VERSION: Final = 1
+QUANT_VERSION: Final = 2
 """Raise it when a number format writes other codes for the same weights."""
 
 

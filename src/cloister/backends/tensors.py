@@ -20,8 +20,8 @@ Rounding inputs x that share a scale: `scale = max(|x|) / 127`, `q = round_half_
 where all are zero the scale is 0 and so are the codes.
 """
 ROTATIONS = (128, 64, 16)
-"""Blocks that inputs are rotated in."""
-_BLOCKS_AT_ONCE = 1024  # so that they stay in a core's own cache
+"""Blocks that inputs of products are rotated in."""
+_NUMBERS_AT_ONCE = 1 << 16  # so that they stay in a core's own cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +186,10 @@ def rotate_blocks(rows: npt.NDArray[np.float32], size: int) -> npt.NDArray[np.fl
     """
     if not size:
         return rows
-    blocks = rows.reshape(-1, size)
+    blocks, at_once = rows.reshape(-1, size), _NUMBERS_AT_ONCE // size
     rotated = np.empty(blocks.shape, np.float32)
-    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
-        part = slice(start, start + _BLOCKS_AT_ONCE)
+    for start in range(0, len(blocks), at_once):
+        part = slice(start, start + at_once)
         columns, distance = np.ascontiguousarray(blocks[part].T), 1  # an input of many blocks side by side: long vectors
         while distance < size:
             pairs = columns.reshape(size // (2 * distance), 2, distance, -1)

@@ -8,11 +8,12 @@ import ml_dtypes
 import numpy as np
 
 from cloister.backends.spec import DecoderSpec
-from cloister.backends.tensors import choose_rotation, rotate_blocks
+from cloister.backends.tensors import rotate_blocks
 from cloister.quant.base import FloatArray, KVDtype, NumberFormat, reciprocal
 
 GROUP_DIMS = 64
 """Dimensions of a head that share a scale."""
+_ROTATIONS = (64, 16)
 SHORTEST_INT4_HEAD = 64
 """In shorter heads 4-bit values save next to nothing: their scales take as much (docs/quantization.md)."""
 
@@ -48,7 +49,7 @@ def _round_numbers(heads: FloatArray) -> FloatArray:
 
 
 def _round_rotated(heads: FloatArray, rounded: Callable[[FloatArray], FloatArray]) -> FloatArray:
-    rotation = choose_rotation(heads.shape[-1])
+    rotation = next((size for size in _ROTATIONS if heads.shape[-1] % size == 0), 0)
     rotated = rotate_blocks(np.asarray(heads, np.float32), rotation)
     cuts = range(GROUP_DIMS, heads.shape[-1], GROUP_DIMS)
     groups = [rounded(group) for group in np.split(rotated, cuts, axis=-1)]

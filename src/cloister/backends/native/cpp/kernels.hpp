@@ -26,8 +26,8 @@ struct AttentionShape {
     int window = 0;  // 0: none
     float softcap = 0;  // scores become softcap * tanh(scores / softcap); 0: none
 
-    // Keys and values of few bits have a scale for each group of dimensions, and are rotated before they are rounded, as inputs of
-    // products are (rows.hpp); queries are rotated too, and outputs back.
+    // Keys and values of few bits have a scale for each group of dimensions, and are rotated in blocks of no more before they are
+    // rounded (rows.hpp); queries are rotated too, and outputs back.
     int kv_groups() const { return (padded_dim + kv_group_dims - 1) / kv_group_dims; }
     int kv_rotation(KVKind kind) const {
         if (kind == KVKind::f32 || kind == KVKind::bf16) return 0;

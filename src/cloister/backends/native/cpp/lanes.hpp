@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -352,6 +353,23 @@ INLINE bool any(i32p v) {
     u64x2 both = (u64x2)v;
     return both[0] | both[1];
 #endif
+}
+
+// ---- rows at once ---------------------------------------------------------------------------------------------------------------
+
+// Calls run(R, row) for runs of at most `most` rows that cover `rows` of them, all runs about as long: a short one would wait for
+// its few sums.
+template <int most, class Run> INLINE void each_run(int rows, Run run) {
+    static_assert(most <= 12);
+    for (int r = 0, num_runs = (rows + most - 1) / most; num_runs > 0; num_runs--) {
+        int some = (rows - r + num_runs - 1) / num_runs;
+        switch (some) {
+#define RUN(R) case R: if constexpr (R <= most) run(std::integral_constant<int, R>(), r); break;
+            RUN(1) RUN(2) RUN(3) RUN(4) RUN(5) RUN(6) RUN(7) RUN(8) RUN(9) RUN(10) RUN(11) RUN(12)
+#undef RUN
+        }
+        r += some;
+    }
 }
 
 }  // namespace cloister::CLOISTER_ISA

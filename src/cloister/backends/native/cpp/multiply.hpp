@@ -12,21 +12,6 @@ constexpr int max_rows = 8;
 constexpr int max_rows = 2;
 #endif
 
-// Calls run(R, row) for runs of at most `most` rows that cover `rows` of them, all runs about as long: a short one would wait for
-// its few sums.
-template <int most, class Run> INLINE void each_run(int rows, Run run) {
-    static_assert(most <= 12);
-    for (int r = 0, num_runs = (rows + most - 1) / most; num_runs > 0; num_runs--) {
-        int some = (rows - r + num_runs - 1) / num_runs;
-        switch (some) {
-#define RUN(R) case R: if constexpr (R <= most) run(std::integral_constant<int, R>(), r); break;
-            RUN(1) RUN(2) RUN(3) RUN(4) RUN(5) RUN(6) RUN(7) RUN(8) RUN(9) RUN(10) RUN(11) RUN(12)
-#undef RUN
-        }
-        r += some;
-    }
-}
-
 // ---- the end of a tile: 32 outputs of some rows ---------------------------------------------------------------------------------
 
 struct Outputs { f32x16 low, high; };
