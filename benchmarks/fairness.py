@@ -28,6 +28,9 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--num-requests", type=int, default=40, help="requests of the victim")
     parser.add_argument("--interval-s", type=float, default=1.5, help="between two requests of the victim")
+    parser.add_argument(
+        "--num-earlier", type=int, default=40, help="requests of the victim before the flood, on an idle engine"
+    )
     parser.add_argument("--num-flood", type=int, default=64, help="requests of the other tenant, always in the engine")
     options = parser.parse_args()
     bench = Bench(
@@ -57,6 +60,9 @@ def measure(options: argparse.Namespace, scheduler: str, *, flooded: bool) -> li
     """Returns the victim's times to first token, in seconds."""
     engine = open_engine(options, scheduler=scheduler, max_num_seqs=MAX_NUM_SEQS)
     drive(engine, [Timed(0.0, make(f"warm-up-{n}", "warm-up", FLOOD_PROMPT, FLOOD_ANSWER)) for n in range(MAX_NUM_SEQS)])
+    drive(
+        engine, [Timed(0.0, make(f"earlier-{n}", "victim", VICTIM_PROMPT, VICTIM_ANSWER)) for n in range(options.num_earlier)]
+    )
     victims = [
         Timed(1.0 + n * options.interval_s, make(f"victim-{n}", "victim", VICTIM_PROMPT, VICTIM_ANSWER))
         for n in range(options.num_requests)

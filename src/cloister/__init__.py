@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     from cloister.llm import LLM, AsyncLLM, Completion, CompletionOutput
     from cloister.types.errors import CloisterError
     from cloister.types.grammar import Grammar, GrammarKind
-    from cloister.types.request import SamplingParams
+    from cloister.types.request import BeamSearch, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearch",
     "CloisterError",
     "Completion",
     "CompletionOutput",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "BeamSearch": "cloister.types.request",
     "LLM": "cloister.llm",
     "AsyncLLM": "cloister.llm",
     "Completion": "cloister.llm",

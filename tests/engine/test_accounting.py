@@ -58,7 +58,7 @@ class Accounting(RuleBasedStateMachine):
             self.replies[output.request_id].append((output.index, output.finish_reason))
 
     @precondition(lambda self: self.desk.has_room())
-    @rule(size=st.integers(0, 90), n=st.integers(1, 5), max_tokens=st.integers(0, 20), timeout_s=st.integers(1, 30))
+    @rule(size=st.integers(0, 90), n=st.integers(1, 4), max_tokens=st.integers(0, 20), timeout_s=st.integers(1, 30))
     def submit(self, size: int, n: int, max_tokens: int, timeout_s: int) -> None:
         request = make_request([size] * size, n=n, max_tokens=max_tokens, timeout_s=float(timeout_s))
         self.requests[request.request_id] = request

@@ -14,7 +14,7 @@ from cloister.engine.inbox import Inbox
 from cloister.kv import BlockState
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import EngineError
-from cloister.types.events import Abort, FrontMessage, Outputs, Shutdown, Stepped, Submit
+from cloister.types.events import Abort, Arrived, Event, FrontMessage, Outputs, Scheduled, Shutdown, Stepped, Submit
 from cloister.types.request import FinishReason
 from cloister.types.step import StepPlan
 from tests.engine.replica import (
@@ -80,6 +80,18 @@ def test_every_step_says_how_full_the_engine_is(model_path: Path) -> None:
     assert [s.num_tokens for s in steps[:3]] == [20, 1, 1]
     assert all(s.num_total_blocks == replica.scheduler.pool.num_total for s in steps)
     assert steps[-1].num_running == steps[-1].num_used_blocks == 0
+
+
+def test_a_request_is_told_of_before_the_step_that_computes_it(model_path: Path) -> None:
+    told: list[Event] = []
+    before_step: list[list[Event]] = []
+    replica = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=lambda plan: before_step.append(list(told))))
+    request = make_request(max_tokens=1)
+    replica.core.inbox.put(Submit(request))
+    brought = replica.core.step(lambda outputs: told.extend(outputs.events))
+    assert [type(e) for e in before_step[0]] == [Arrived, Scheduled]
+    assert brought is not None
+    assert not any(isinstance(e, Arrived | Scheduled) for e in brought.events)
 
 
 class TestFaults:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from cloister.engine.door import KNOCK
@@ -14,8 +16,9 @@ from cloister.engine.process import ProcessEngine, Supervision
 from cloister.engine.restarts import Restarts
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError
-from cloister.types.events import Ended, Event, Progressed, Ready
+from cloister.types.events import Ended, Event, Progressed, Ready, Submit
 from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams
+from tests.engine.replica import TRIGGER, make_config, make_request
 
 CONFIG = EngineConfig(
     model="cloister-5m", kv_memory_mb=64, max_model_len=2048, num_threads=1, weights_cache="", profile="private"
@@ -26,10 +29,13 @@ ONCE = Supervision(restarts=Restarts(max_restarts=0))
 class House:
     """An engine process with a door, and the events that its front heard."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, entry: str = "cloister.app:build_engine", config: EngineConfig = CONFIG, supervision: Supervision = ONCE
+    ) -> None:
+        self.config = config
         self.doors: list[socket.socket] = []
         self.events: list[Event] = []
-        self.engine = ProcessEngine("cloister.app:build_engine", CONFIG, supervision=ONCE, doorkeeper=self.doors.append)
+        self.engine = ProcessEngine(entry, config, supervision=supervision, doorkeeper=self.doors.append)
         self.engine.subscribe(self.events.append)
         self.heard: list[Event] = []
         self.links: list[LinkedEngine] = []
@@ -51,7 +57,7 @@ class House:
         near, far = socket.socketpair()
         with far:
             socket.send_fds(self.doors[-1], [KNOCK], [far.fileno()])
-        engine = LinkedEngine(Ready(self.engine.model, self.engine.memory), CONFIG)
+        engine = LinkedEngine(Ready(self.engine.model, self.engine.memory), self.config)
         await engine.attach(near)
         self.links.append(engine)
         return engine
@@ -152,6 +158,44 @@ def test_a_worker_is_told_when_the_engine_dies() -> None:
         assert keeper is not None
         await wait_until(keeper.done)
         await house.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_hangs_in_the_very_first_step_for_a_worker_is_replaced(model_path: Path) -> None:
+    async def run() -> None:
+        supervision = Supervision(first_step_timeout_s=0.3, look_every_s=0.05)
+        house = House("tests.engine.replica:build_hanging", make_config(model_path), supervision)
+        await house.engine.start()
+        try:
+            first, worker = house.engine.pid, await house.link()
+            assert [o.finish_reason async for o in worker.generate(make_request([TRIGGER, 1]))] == [FinishReason.ERROR]
+            await wait_until(lambda: house.engine.health().good and house.engine.pid not in (None, first))
+            again = await house.link()
+            assert [o.finish_reason async for o in again.generate(make_request())][-1] is FinishReason.LENGTH
+        finally:
+            await house.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_sequences", [0, 17, 100_000])
+def test_a_worker_that_asks_for_more_sequences_than_run_at_once_loses_its_channel(model_path: Path, num_sequences: int) -> None:
+    async def run() -> None:
+        house = House("tests.engine.replica:build", make_config(model_path))
+        await house.engine.start()
+        try:
+            liar, worker = await house.link(), await house.link()
+            liar._desk._max_num_seqs = 10**9
+            request = make_request(n=max(1, num_sequences))
+            liar._send(
+                Submit(msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, n=num_sequences)))
+            )
+            await wait_until(lambda: not liar.health().good)
+            assert [o.finish_reason async for o in worker.generate(make_request())][-1] is FinishReason.LENGTH
+            assert not house.heard or request.request_id not in {getattr(e, "request_id", None) for e in house.heard}
+        finally:
+            await house.close()
 
     asyncio.run(run())
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,8 +19,9 @@ from typing import Any
 import pytest
 
 from cloister.engine import ProcessEngine, Supervision
+from cloister.engine.launch import Process, spawn_program
 from cloister.engine.restarts import Restarts
-from cloister.types.errors import ConfigError, EngineError, MemoryBudgetError, QueueFullError
+from cloister.types.errors import ConfigError, EngineError, InvalidRequestError, MemoryBudgetError, QueueFullError
 from cloister.types.events import Ended
 from cloister.types.request import FinishReason, Request, SequenceOutput
 from tests.engine.replica import TRIGGER, VOCAB_SIZE, make_config, make_request
@@ -112,10 +115,10 @@ def test_a_killed_engine_is_reported_and_replaced(model_path: Path, caplog: pyte
 
 
 def test_a_hung_engine_is_replaced(model_path: Path) -> None:
-    supervision = Supervision(patience_s=0.5, first_patience_s=0.5, look_every_s=0.1)
+    supervision = Supervision(first_step_timeout_s=0.5, look_every_s=0.1)
 
     async def main() -> None:
-        async with serving(model_path, "build_hanging", supervision) as engine:
+        async with serving(model_path, "build_hanging", supervision, stall_timeout_s=0.25) as engine:
             assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
             first, fine = engine.pid, asyncio.create_task(answer(engine, make_request(max_tokens=200)))
             await asyncio.sleep(0.01)
@@ -129,11 +132,62 @@ def test_a_hung_engine_is_replaced(model_path: Path) -> None:
     run(main())
 
 
-def test_an_idle_engine_is_healthy_for_as_long_as_it_likes(model_path: Path) -> None:
-    supervision = Supervision(patience_s=0.2, first_patience_s=0.2, look_every_s=0.05)
+def test_a_stopped_engine_is_unhealthy_before_it_is_replaced(model_path: Path) -> None:
+    async def main() -> None:
+        async with serving(model_path, supervision=Supervision(look_every_s=0.05), stall_timeout_s=0.5) as engine:
+            assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
+            first = engine.pid
+            assert first is not None
+            os.kill(first, signal.SIGSTOP)
+            assert engine.health().good  # nothing waits
+            waiting = asyncio.create_task(answer(engine, make_request()))
+            await until(lambda: not engine.health().good)
+            assert "no step for" in engine.health().detail
+            assert engine.pid == first
+            assert reasons(await waiting) == [FinishReason.ERROR]
+            await until(lambda: engine.health().good)
+            assert engine.pid != first
+
+    run(main())
+
+
+def test_more_sequences_than_run_at_once_are_refused_before_anything_is_made_for_them(model_path: Path) -> None:
+    async def main() -> None:
+        async with serving(model_path) as engine:
+            with pytest.raises(InvalidRequestError, match="from 1 to 16"):
+                await answer(engine, make_request(n=10**9))
+            assert reasons(await answer(engine, make_request(n=16, max_tokens=1))) == [FinishReason.LENGTH] * 16
+
+    run(main())
+
+
+@pytest.mark.parametrize("fails", ["spawn", "boot"])
+def test_an_engine_that_does_not_start_leaves_no_socket_open(model_path: Path, fails: str) -> None:
+    def spawn(far: socket.socket) -> Process:
+        if fails == "spawn":
+            raise OSError("no more processes")
+        return spawn_program(far)
 
     async def main() -> None:
-        async with serving(model_path, supervision=supervision) as engine:
+        kept: list[socket.socket] = []
+        engine = ProcessEngine(
+            "tests.engine.replica:build_broken", make_config(model_path), spawn=spawn, doorkeeper=kept.append
+        )
+        gc.collect()
+        before = set(os.listdir("/proc/self/fd"))
+        with pytest.raises((OSError, EngineError)):
+            await engine.start()
+        assert set(os.listdir("/proc/self/fd")) == before
+        assert not kept
+
+    run(main())
+
+
+def test_an_idle_engine_is_healthy_for_as_long_as_it_likes(model_path: Path) -> None:
+    supervision = Supervision(first_step_timeout_s=0.2, look_every_s=0.05)
+
+    async def main() -> None:
+        async with serving(model_path, supervision=supervision, stall_timeout_s=0.2) as engine:
             first = engine.pid
             await asyncio.sleep(1.0)
             assert engine.health().good
@@ -147,9 +201,11 @@ def test_too_many_deaths_are_the_end_and_health_says_so(model_path: Path) -> Non
 
     async def main() -> None:
         async with serving(model_path, "build_failing", supervision) as engine:
+            assert engine.fault() is None
             await until_broken(engine)
             assert not engine.health().good
-            with pytest.raises(EngineError, match="operator"):
+            assert "too often" in (engine.fault() or "")
+            with pytest.raises(EngineError, match="log says"):
                 await answer(engine, make_request())
 
     async def until_broken(engine: ProcessEngine) -> None:

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from cloister.engine.restarts import Restarts
 from cloister.engine.watchdog import Watchdog
+from cloister.types.events import Arrived, Stepped
+
+
+def step(elapsed_s: float) -> Stepped:
+    return Stepped(
+        now_s=0.0, elapsed_s=elapsed_s, num_tokens=1, num_samples=1, num_running=1, num_waiting=0,
+        num_used_blocks=1, num_cached_blocks=0, num_total_blocks=8,
+    )  # fmt: skip
 
 
 def look_for(watchdog: Watchdog, seconds: float, *, is_waited_for: bool, since_s: float = 0.0) -> None:
@@ -12,38 +20,64 @@ def look_for(watchdog: Watchdog, seconds: float, *, is_waited_for: bool, since_s
 
 
 def test_an_engine_that_nobody_waits_for_never_hangs() -> None:
-    watchdog = Watchdog(patience_s=5.0, first_patience_s=5.0)
+    watchdog = Watchdog(stall_timeout_s=5.0, first_step_timeout_s=5.0)
     look_for(watchdog, 100.0, is_waited_for=False)
     assert not watchdog.is_hung
 
 
 def test_an_engine_without_a_step_hangs_after_its_patience() -> None:
-    watchdog = Watchdog(patience_s=5.0, first_patience_s=20.0)
-    watchdog.advance()
+    watchdog = Watchdog(stall_timeout_s=5.0, first_step_timeout_s=20.0)
+    watchdog.note([step(0.01)])
     look_for(watchdog, 4.5, is_waited_for=True)
     assert not watchdog.is_hung
     look_for(watchdog, 1.0, is_waited_for=True, since_s=4.5)
+    assert watchdog.is_stalled
+    assert not watchdog.is_hung
+    look_for(watchdog, 5.0, is_waited_for=True, since_s=5.5)
     assert watchdog.is_hung
 
 
 def test_the_first_step_may_take_longer() -> None:
-    watchdog = Watchdog(patience_s=5.0, first_patience_s=20.0)
+    watchdog = Watchdog(stall_timeout_s=5.0, first_step_timeout_s=20.0)
     look_for(watchdog, 10.0, is_waited_for=True)
-    assert not watchdog.is_hung
+    assert not watchdog.is_stalled
     look_for(watchdog, 10.5, is_waited_for=True, since_s=10.0)
-    assert watchdog.is_hung
+    assert watchdog.is_stalled
 
 
 def test_a_step_is_progress() -> None:
-    watchdog = Watchdog(patience_s=5.0, first_patience_s=5.0)
+    watchdog = Watchdog(stall_timeout_s=5.0, first_step_timeout_s=5.0)
     for round_ in range(10):
         look_for(watchdog, 4.0, is_waited_for=True, since_s=round_ * 4.0)
-        watchdog.advance()
-    assert not watchdog.is_hung
+        watchdog.note([step(0.01)])
+    assert not watchdog.is_stalled
+
+
+def test_an_engine_with_long_steps_may_stand_still_for_twenty_of_them() -> None:
+    watchdog = Watchdog(stall_timeout_s=5.0, first_step_timeout_s=5.0)
+    watchdog.note([step(2.0)])
+    look_for(watchdog, 30.0, is_waited_for=True)
+    assert not watchdog.is_stalled
+    look_for(watchdog, 10.5, is_waited_for=True, since_s=30.0)
+    assert watchdog.is_stalled
+    for _ in range(500):
+        watchdog.note([step(0.01)])  # it has become quick
+    look_for(watchdog, 5.5, is_waited_for=True, since_s=40.5)
+    assert watchdog.is_stalled
+
+
+def test_an_arrival_is_no_progress_and_a_sign_of_life_is() -> None:
+    watchdog = Watchdog(stall_timeout_s=5.0, first_step_timeout_s=5.0)
+    for round_ in range(3):
+        look_for(watchdog, 2.0, is_waited_for=True, since_s=round_ * 2.0)
+        watchdog.note([Arrived("r", 0.0, 4)])
+    assert watchdog.is_stalled
+    watchdog.note([])
+    assert not watchdog.is_stalled
 
 
 def test_a_front_that_slept_does_not_blame_the_engine() -> None:
-    watchdog = Watchdog(patience_s=5.0, first_patience_s=5.0)
+    watchdog = Watchdog(stall_timeout_s=5.0, first_step_timeout_s=5.0)
     watchdog.look(0.5, is_waited_for=True)
     watchdog.look(3600.0, is_waited_for=True)
     assert not watchdog.is_hung

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import transformers
 
 from cloister.models import foreign, load
 from cloister.models.config import HARMLESS
@@ -285,19 +286,55 @@ def test_a_harmless_field_may_hold_anything(field: str, copy: Callable[[str], Pa
     assert load(path).spec == before
 
 
-def test_an_unknown_field_is_refused_by_name(copy: Callable[[str], Path]) -> None:
+def test_a_field_of_which_nothing_is_known_is_warned_of_by_name(
+    copy: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
     path = copy("llama")
-    change(path, "logit_softcapping", 30.0)
-    with pytest.raises(ModelError, match="'logit_softcapping'"):
+    before = load(path).spec
+    assert not caplog.records
+    change(path, "frobnication_depth", 30.0)
+    assert load(path).spec == before
+    assert "frobnication_depth" in caplog.text
+    with pytest.raises(ModelError, match="frobnication_depth"):
+        load(path, strict=True)
+
+
+@pytest.mark.parametrize("field", ["sliding_window", "kv_lora_rank", "vision_config"])
+def test_a_field_that_changes_models_is_refused_by_a_family_that_does_not_read_it(
+    field: str, copy: Callable[[str], Path]
+) -> None:
+    path = copy("llama")
+    change(path, field, {"depth": 3} if field == "vision_config" else 64)
+    with pytest.raises(ModelError, match=field):
         load(path)
+
+
+def test_what_every_config_of_transformers_may_carry_is_no_reason_to_refuse_or_warn(
+    copy: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = copy("llama")
+    written = {k: v for k, v in transformers.PretrainedConfig().to_dict().items() if k not in ("architectures", "model_type")}
+    for name, value in {**written, "unk_token_id": 0, "_model_name_or_path": "x", "mask_token_id": 1}.items():
+        if name not in json.loads((path / "config.json").read_text()):
+            change(path, name, str(value) if name == "dtype" else value)
+    load(path, strict=True)
+    assert not caplog.records
 
 
 def test_a_field_of_null_counts_as_absent(copy: Callable[[str], Path]) -> None:
     path = copy("llama")
-    before = load(path).spec
-    change(path, "logit_softcapping", None)
+    before = load(path, strict=True).spec
+    change(path, "frobnication_depth", None)
     change(path, "num_key_value_heads", 2)
     assert load(path).spec == before
+
+
+def test_yarn_stretches_the_context_that_the_config_still_calls_short(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    path = make_model(tmp_path, "qwen2", max_position_embeddings=32, rope_parameters=yarn)  # as Qwen documents it
+    model = load(path, max_model_len=128)
+    assert model.info.max_model_len == 128
+    assert np.abs(ours(path) - reference_logits(path, TOKENS)).max() <= 1e-4  # 90 tokens
 
 
 def test_an_unknown_architecture_gets_the_list_of_those_known(

@@ -27,7 +27,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     requests = Bundle("requests")
 
     @initialize(
-        policy=st.sampled_from(["fcfs", "static", "priority", "fair"]),
+        policy=st.sampled_from(["fcfs", "static", "priority", "fair", "lpm"]),
         num_blocks=st.integers(4, 40),
         block_size=st.sampled_from([1, 3, 4, 16]),
         max_num_seqs=st.integers(1, 6),

@@ -404,6 +404,48 @@ def test_a_flood_leaves_others_alone():
     assert len(bench.plans) - before <= 2
 
 
+def plans_until_first_token(bench, name):
+    before = len(bench.plans)
+    while not any(e.request_id == name for e in bench.of(Progressed)):
+        bench.step()
+    return len(bench.plans) - before
+
+
+FLOODED = {"max_num_seqs": 8, "num_blocks": 1024, "block_size": 16, "max_tokens": 256, "max_model_len": 1024}
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 8, 40, 200], ids=lambda n: f"after {n} steps")
+@pytest.mark.parametrize("num_earlier", [0, 1, 40], ids=lambda n: f"{n} earlier")
+def test_what_a_tenant_asked_of_an_idle_engine_does_not_count_when_a_newcomer_floods_it(num_earlier, num_steps):
+    bench = Bench(policy="fair", keys=False, **FLOODED)
+    for i in range(num_earlier):
+        bench.add(f"earlier{i}", [1] * 512, max_tokens=16, tenant="victim")
+        bench.run()
+    for i in range(200):
+        bench.add(f"flood{i}", [2] * 512, max_tokens=64, tenant="flood")
+    for _ in range(num_steps):
+        bench.step()
+    bench.add("victim", [1] * 512, max_tokens=4, tenant="victim")
+    assert plans_until_first_token(bench, "victim") <= 2 + 3  # its own chunks, and what one prompt of the flood has begun
+
+
+def test_a_tenant_that_floods_after_a_rest_goes_before_nobody_who_worked_meanwhile():
+    bench = Bench(policy="fair", keys=False, **FLOODED)
+    bench.add("long ago", 10, max_tokens=1, tenant="rested")
+    bench.run()
+    for i in range(40):
+        bench.add(f"busy{i}", [1] * 512, max_tokens=16, tenant="busy")
+        bench.run()
+    bench.add("stream", 10, max_tokens=400, tenant="busy")  # one answer on an engine with room is no flood either
+    for _ in range(200):
+        bench.step()
+    for i in range(100):
+        bench.add(f"flood{i}", [2] * 512, max_tokens=64, tenant="rested")
+    bench.step()
+    bench.add("next", [1] * 512, max_tokens=4, tenant="busy")
+    assert plans_until_first_token(bench, "next") <= 2 + 3
+
+
 def test_fair_tenants_get_equal_work():
     bench = Bench(policy="fair", max_num_seqs=4, num_blocks=512, max_tokens=64, keys=False)
     for i in range(60):
@@ -414,6 +456,31 @@ def test_fair_tenants_get_equal_work():
         bench.step()
     ends = bench.ended()
     assert sum(e.request_id.startswith("short") for e in ends) > 2 * sum(e.request_id.startswith("long") for e in ends)
+
+
+def test_what_is_in_the_cache_goes_first_and_of_equals_the_oldest():
+    bench = Bench(policy="lpm", max_num_seqs=1)
+    bench.add("first", [1] * 40, max_tokens=2)
+    bench.run()
+    bench.add("running", [9] * 8, max_tokens=4)
+    bench.step()
+    for name, prompt in (("other", [2] * 40), ("short", [1] * 12 + [3] * 20), ("long", [1] * 40), ("late", [5] * 40)):
+        bench.add(name, prompt, max_tokens=1)
+    bench.run()
+    assert [e.request_id for e in bench.ended()] == ["first", "running", "long", "short", "other", "late"]
+
+
+def test_a_request_without_hits_is_passed_a_bounded_number_of_times():
+    bench = Bench(policy="lpm", max_num_seqs=1, num_blocks=256)
+    bench.add("warm", [1] * 40, max_tokens=1)
+    bench.run()
+    bench.add("running", [9] * 8, max_tokens=4)
+    bench.step()
+    bench.add("cold", [2] * 40, max_tokens=1)
+    for i in range(200):
+        bench.add(f"hit{i}", [1] * 40, max_tokens=1)
+    bench.run()
+    assert [e.request_id for e in bench.ended()].index("cold") == 2 + 64
 
 
 def test_an_idle_scheduler_plans_nothing_and_names_no_deadline():
@@ -529,7 +596,7 @@ def test_sampling_without_meaning_is_refused_and_named(wrong):
     assert all(next(iter(wrong)) in end.error for end in bench.ended())
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "static"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "static", "lpm"])
 def test_requests_that_gave_up_waiting_do_not_pile_up(policy):
     bench = Bench(policy=policy, max_num_seqs=1)
     bench.add("first", 4, max_tokens=200)

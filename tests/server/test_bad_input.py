@@ -137,7 +137,7 @@ BAD_TEXT = [
     ({"logprobs": 21}, "logprobs"),
     ({"echo": "yes"}, "echo"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"best_of": 2}, "best_of"),
+    ({"n": 2, "best_of": 1}, "best_of"),
     ({"suffix": SECRET}, "suffix"),
     ({"messages": HELLO}, None),
 ]

@@ -123,3 +123,44 @@ def test_requests_of_one_call_share_its_scope_and_have_ids_of_their_own(model_pa
     first, second = engine.taken
     assert first.scope == second.scope
     assert first.request_id != second.request_id
+
+
+def test_the_best_of_several_are_those_with_the_likeliest_tokens(sdk):
+    drawn = complete(sdk, ["one", "two"], n=5, temperature=1, seed=7, logprobs=0).choices
+    best = complete(sdk, ["one", "two"], n=2, temperature=1, seed=7, extra_body={"best_of": 5})
+    kept = []
+    for first in (0, 5):
+        ranked = sorted(drawn[first : first + 5], key=lambda c: -sum(c.logprobs.token_logprobs) / len(c.logprobs.tokens))
+        kept += [choice.text for choice in ranked[:2]]
+    assert [choice.text for choice in best.choices] == kept
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert all(choice.logprobs is None for choice in best.choices)
+    assert best.usage.completion_tokens == 40  # of all that were drawn
+
+
+def test_beam_search_answers_with_its_best_beams_and_one_beam_is_the_greedy_answer(sdk):
+    greedy = complete(sdk, "one", max_tokens=6)
+    alone = complete(sdk, "one", max_tokens=6, extra_body={"use_beam_search": True})
+    assert alone.choices[0].text == greedy.choices[0].text
+    found = complete(sdk, ["one", "two"], max_tokens=6, n=2, extra_body={"use_beam_search": True, "best_of": 6})
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in found.choices}) == 4
+    assert found.usage.completion_tokens == 24
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"use_beam_search": True, "stream": True}, "stream"),
+        ({"use_beam_search": True, "temperature": 0.5}, "temperature"),
+        ({"use_beam_search": True, "n": 3, "best_of": 2}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 3, "stream": True}, "stream"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"use_beam_search": True, "best_of": 65}, "n"),
+    ],
+)
+def test_what_contradicts_a_search_is_refused(thinking, fields, param):
+    reply = httpx.post(f"{thinking.url}/v1/completions", json={"model": MODEL, "prompt": "x", **fields})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param

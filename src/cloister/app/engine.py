@@ -58,7 +58,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     is_local = config.model in embedded_names() or Path(config.model).expanduser().exists()
     cache = weights_cache(config)
     digests = None if cache is None else cache / "digests.json"
-    model = load(path, None if is_local else config.model, digests, config.max_model_len)
+    model = load(path, None if is_local else config.model, digests, config.max_model_len, strict=config.strict_config)
     max_model_len = _max_model_len(config, model)
     pooling = read_pooling(model.path, config.pooling)
     tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile))
@@ -129,7 +129,7 @@ def build_program(config: EngineConfig, num_blocks: int) -> Program:
         ModelError: the model cannot be used.
     """
     machine = read_machine()
-    model = write_in_few_bits(config, load(locate(config.model), None, None, config.max_model_len))
+    model = write_in_few_bits(config, load(locate(config.model), None, None, config.max_model_len, strict=config.strict_config))
     backend = make_backend(config, machine, model.spec)
     identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
     return backend.build(model.spec, model.weights, KVLayout(num_blocks, config.block_size), identity=identity)

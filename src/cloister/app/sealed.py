@@ -126,7 +126,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
         announcing.cancel()
         crew.close()
 
-    return Site(app, engine, (), close, lambda: crew.fault)
+    return Site(app, engine, (), close, lambda: crew.fault or engine.fault())
 
 
 def _tell_hardening() -> Mapping[str, str]:

@@ -15,6 +15,7 @@ from cloister.engine.machine import return_free_memory
 from cloister.privacy import Gate
 
 if TYPE_CHECKING:
+    from cloister.engine import ProcessEngine
     from cloister.server.calls import Calls
     from cloister.server.serve import Site
     from cloister.server.switch import Seat
@@ -32,10 +33,13 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     front = settings.server.config
     entries = {name: list_entry(name, engine.config.model) for name, engine in settings.models.items()}
     tracer = open_tracer(front, "several")
+    engine: ProcessEngine | None = None
 
     async def open_seat(name: str) -> Seat:
         one = replace(settings, engine=settings.models[name])
-        seat = await _open_seat(one, gate, calls, name)
+        nonlocal engine
+        engine = make_engine(one.engine.config, front)
+        seat = await _open_seat(one, engine, gate, calls, name)
         entries[name] = list_entry(name, seat.engine.model.name, seat.engine.model)
         for line in describe_start(one, seat.engine.model, seat.engine.memory, seat.engine.startup, None):
             announce(line)
@@ -51,17 +55,17 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
         announce(notice)
     announce(f"one at a time in memory: {', '.join(settings.models)}")
     app = surround(ModelSwitch(rotation, entries), calls, gate, front)
-    return Site(app, rotation, reread_sources(settings, gate), tracer.close if tracer is not None else lambda: None)
+    close = tracer.close if tracer is not None else lambda: None
+    return Site(app, rotation, reread_sources(settings, gate), close, lambda: engine.fault() if engine is not None else None)
 
 
-async def _open_seat(settings: Settings, gate: Gate, calls: Calls, name: str) -> Seat:
+async def _open_seat(settings: Settings, engine: ProcessEngine, gate: Gate, calls: Calls, name: str) -> Seat:
     """Starts the engine of one of several models, and its routes."""
     from cloister.server.app import create_routes, make_exposition
     from cloister.server.switch import Seat
     from cloister.text import ChatTemplate, Tokenizer
 
     config, front = settings.engine.config, settings.server.config
-    engine = make_engine(config, front)
     await engine.start()
     try:
         exposition = make_exposition(engine, gate, [name])

@@ -52,4 +52,4 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
     for line in describe_start(settings, engine.model, engine.memory, engine.startup, gate.notice()):
         announce(line)
     close = tracer.close if tracer is not None else lambda: None
-    return Site(app, engine, reread_sources(settings, gate), close)
+    return Site(app, engine, reread_sources(settings, gate), close, engine.fault)

@@ -1,68 +1,84 @@
-"""The command line: one file per verb. Verbs import heavy rooms when they run, so that `--help` is quick."""
+"""The command line: one file per verb. A verb's module is imported when it is named, and none waits for others' libraries."""
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command, get_group
 
 from cloister import __version__
-from cloister.cli import (
-    bench,
-    chat,
-    datastore,
-    doctor,
-    gateway,
-    issuer,
-    keys,
-    log,
-    models,
-    policy,
-    proxy,
-    quantize,
-    relay,
-    release,
-    roofline,
-    run,
-    serve,
-    train,
-    verify,
-    witness,
-)
 from cloister.cli.console import print_error
 from cloister.types.errors import CloisterError
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it (128 + SIGINT)."""
 
+GROUP: Final = "app"
+VERBS: Final[Mapping[str, str]] = {
+    "serve": "serve",
+    "run": "run",
+    "chat": "chat",
+    "models": "models",
+    "doctor": "doctor",
+    "roofline": "roofline",
+    "quantize": "quantize",
+    "relay": "relay",
+    "gateway": "gateway",
+    "issuer": "issuer",
+    "proxy": "proxy",
+    "bench": GROUP,
+    "train": GROUP,
+    "datastore": GROUP,
+    "policy": GROUP,
+    "keys": GROUP,
+    "log": GROUP,
+    "release": GROUP,
+    "witness": GROUP,
+    "verify": GROUP,
+}
+"""Verb, which is also its module here -> the function in it, or the group of verbs."""
+
+
+class _Verbs(TyperGroup):
+    """Finds verbs in the order of the table, and imports the one that is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in VERBS:
+            for name in VERBS:  # the message about a typing error suggests what is there
+                self.get_command(ctx, name)
+            return None
+        if cmd_name not in self.commands:
+            self.commands[cmd_name] = _load(cmd_name)
+        return self.commands[cmd_name]
+
+
+def _load(name: str) -> Any:
+    found = getattr(importlib.import_module(f"cloister.cli.{name}"), VERBS[name])
+    if isinstance(found, typer.Typer):
+        command: Any = get_group(found)
+    else:
+        alone = typer.Typer(add_completion=False)
+        alone.command(name)(found)
+        command = get_command(alone)
+    command.name = name
+    return command
+
+
 app = typer.Typer(
     name="cloister",
+    cls=_Verbs,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(serve.serve)
-app.command()(run.run)
-app.command()(chat.chat)
-app.command()(models.models)
-app.command()(doctor.doctor)
-app.command()(roofline.roofline)
-app.command()(quantize.quantize)
-app.command()(relay.relay)
-app.command()(gateway.gateway)
-app.command()(issuer.issuer)
-app.command()(proxy.proxy)
-app.add_typer(bench.app, name="bench")
-app.add_typer(train.app, name="train")
-app.add_typer(datastore.app, name="datastore")
-app.add_typer(policy.app, name="policy")
-app.add_typer(keys.app, name="keys")
-app.add_typer(log.app, name="log")
-app.add_typer(release.app, name="release")
-app.add_typer(witness.app, name="witness")
-app.add_typer(verify.app, name="verify")
 
 
 def _print_version(wanted: bool) -> None:

@@ -45,8 +45,8 @@ def _walk(command: Any, path: str) -> Iterator[tuple[str, Any]]:
     if not hasattr(command, "commands"):
         yield path, command
         return
-    for name, verb in command.commands.items():
-        yield from _walk(verb, f"{path} {name}")
+    for name in command.list_commands(None):
+        yield from _walk(command.get_command(None, name), f"{path} {name}")
 
 
 def _describe(verb: Any, path: str) -> str:

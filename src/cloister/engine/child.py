@@ -55,7 +55,7 @@ def main(fd: int) -> int:
     inbox = Inbox()
     threading.Thread(target=_listen, args=(sock, inbox), name="cloister-channel", daemon=True).start()
 
-    door = Door(socket.socket(fileno=doors[0]), inbox) if doors else None
+    door = Door(socket.socket(fileno=doors[0]), inbox, boot.config.max_num_seqs) if doors else None
 
     def send(message: EngineMessage) -> None:
         if door is not None and isinstance(message, Outputs):

@@ -35,6 +35,8 @@ from cloister.types.step import StepPlan, StepResult
 
 IDLE_WAIT_S: Final = 5.0
 """Longest sleep of an engine with nothing to do; a message ends it at once."""
+COMPILING_WAIT_S: Final = 1.0
+"""The same while requests wait for their grammar; a message without events then says that the engine lives."""
 MAX_FAILURES_IN_ROW: Final = 3
 STEP_FAILED: Final = "the engine failed while it computed this request; send it again"
 
@@ -116,14 +118,20 @@ class EngineCore:
             EngineError: too many steps in a row failed.
         """
         while not self.is_done:
-            outputs = self.step()
+            outputs = self.step(emit)
             if outputs is not None:
                 emit(outputs)
             elif not self.is_done:
                 self.inbox.wait(self._patience_s())
+                if self._compiling.held:
+                    emit(Outputs([], []))
 
-    def step(self) -> Outputs | None:
+    def step(self, emit: Callable[[Outputs], None] | None = None) -> Outputs | None:
         """Reads the inbox and does one step; None if there was nothing to do.
+
+        Args:
+            emit: gets arrivals and refusals before the step runs, so that others know of requests in a step that never ends;
+                None, they come with what the step brings.
 
         Raises:
             EngineError: too many steps in a row failed.
@@ -139,17 +147,28 @@ class EngineCore:
         if self._drain_by_s is not None and now >= self._drain_by_s:
             self._abort_all(now)
         plan = self._scheduler.plan(now)
-        events = self._perform(plan) if plan is not None else self._scheduler.take_events()
-        for request_id in [e.request_id for e in events if isinstance(e, Ended) and e.last]:
-            self._open.discard(request_id)
-            self.adapters.leave(request_id)
-            if self._tidier is not None:
-                self._tidier.note_end()
+        if plan is not None and emit is not None and (early := self._collect(self._scheduler.take_events())) is not None:
+            emit(early)
+        outputs = self._collect(self._perform(plan) if plan is not None else self._scheduler.take_events())
         if self._tidier is not None:
             self._tidier.tidy(now, is_idle=plan is None)
-        replies, self.adapters.replies = self.adapters.replies, []
         self.is_done = self._drain_by_s is not None and plan is None and not self._open
-        return Outputs(self._output.collect(events), events, replies) if events or replies else None
+        return outputs
+
+    def _collect(self, events: list[Event]) -> Outputs | None:
+        """Builds the message about what happened, and forgets the requests that ended; None if nothing did."""
+        for event in events:
+            if isinstance(event, Ended) and event.last:
+                self._open.discard(event.request_id)
+                self.adapters.leave(event.request_id)
+                if self._tidier is not None:
+                    self._tidier.note_end()
+        replies, self.adapters.replies = self.adapters.replies, []
+        return (
+            Outputs(self._output.collect(events, self._scheduler.take_answers()), events, replies)
+            if events or replies
+            else None
+        )
 
     def _read(self, message: FrontMessage, now: float) -> None:
         match message:
@@ -223,4 +242,5 @@ class EngineCore:
         """How long to wait for a message: until the next deadline of anybody, but never too long."""
         known = (self._scheduler.next_deadline_s, self._compiling.next_deadline_s, self._drain_by_s)
         deadlines = [d for d in known if d is not None]
-        return max(0.0, min([IDLE_WAIT_S, *(d - self._clock.now() for d in deadlines)]))
+        longest_s = COMPILING_WAIT_S if self._compiling.held else IDLE_WAIT_S
+        return max(0.0, min([longest_s, *(d - self._clock.now() for d in deadlines)]))

@@ -144,7 +144,7 @@ class Desk:
         if self.closed is not None:
             return Health(False, self.closed)
         detail = f"{self.num_in_flight} requests in flight, {self.num_waiting} of them waiting"
-        if watchdog.is_hung:
+        if watchdog.is_stalled:
             return Health(False, f"no step for {watchdog.stalled_s:.0f} s; {detail}")
         return Health(True, detail)
 
@@ -227,8 +227,8 @@ class Desk:
             )
         if request.request_id in self._tickets:
             raise InvalidRequestError("the request id is in use; choose another one", param="request_id")
-        if request.sampling.n < 1:
-            raise InvalidRequestError("n must be at least 1", param="n")
+        if not 1 <= request.sampling.n <= self._max_num_seqs:  # before anything is made for each of them
+            raise InvalidRequestError(f"n must be from 1 to {self._max_num_seqs}, the sequences that run at once", param="n")
         self._send(Submit(request))
         self._tickets[request.request_id] = Ticket(request, sink, self._clock.now())
 

@@ -79,9 +79,11 @@ class Door:
     Args:
         sock: of the door.
         inbox: gets what comes through channels, as it gets what the front says.
+        max_num_seqs: most sequences that a request may ask for.
     """
 
-    def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
+    def __init__(self, sock: socket.socket, inbox: Inbox, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
         self._sock = sock
         self._sock.setblocking(False)
         self._inbox = inbox
@@ -186,8 +188,8 @@ class Door:
         message = channel.decode_front(frame)
         if isinstance(message, Submit):
             request_id = message.request.request_id
-            if request_id in self._by_request or message.request.sampling.n < 1:
-                raise channel.ChannelError("no request of this channel can have this name, or ask for nothing")
+            if request_id in self._by_request or not 1 <= message.request.sampling.n <= self._max_num_seqs:
+                raise channel.ChannelError("no request of this channel can have this name, or ask for so many sequences")
             one.open.add(request_id)
             self._by_request[request_id] = one
             self._inbox.put(message)

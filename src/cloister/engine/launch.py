@@ -133,14 +133,20 @@ async def launch(
         EngineError: it died while it started, or took longer than `timeout_s`.
     """
     boot = channel.frame(channel.Boot(entry, config, [path for path in sys.path if path], log_format))
-    near, far = socket.socketpair()
-    with far:
-        process = spawn(far)
-    with door or contextlib.nullcontext():
+    with contextlib.ExitStack() as unused:
+        if door is not None:
+            unused.enter_context(door)
+        near, far = socket.socketpair()
+        on_failure = unused.enter_context(contextlib.ExitStack())
+        on_failure.enter_context(near)
+        with far:
+            process = spawn(far)
+        on_failure.callback(process.kill)
         socket.send_fds(near, [boot], [] if door is None else [door.fileno()])
-    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-    near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-    reader, writer = await asyncio.open_unix_connection(sock=near, limit=_READ_LIMIT_BYTES)
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+        reader, writer = await asyncio.open_unix_connection(sock=near, limit=_READ_LIMIT_BYTES)
+        on_failure.pop_all()
     child = EngineChild(process, reader, writer)
     try:
         child.ready = await asyncio.wait_for(_await_ready(child), timeout_s)

@@ -116,7 +116,7 @@ class Output:
     def check(self, plan: StepPlan, result: StepResult) -> dict[int, Stop]:
         """Reads the step's tokens; returns, by seq_id, where EOS, a stop token or a stop string ends an answer."""
         for new in plan.arrivals:
-            if new.seq_id not in self._streams:  # else it resumes, and its text so far is here
+            if new.sampling.beams is None and new.seq_id not in self._streams:  # else it resumes, and its text so far is here
                 self._streams[new.seq_id] = self._open(new, new.index)
         for fork in plan.forks:
             self._streams[fork.child_id] = self._open(self._streams[fork.parent_id].new, fork.index)
@@ -127,7 +127,9 @@ class Output:
             self._streams[seq_id].embedding = result.embeddings[seq_id]
         stops = {}
         for sample in result.samples:
-            stream = self._streams[sample.seq_id]
+            stream = self._streams.get(sample.seq_id)
+            if stream is None:
+                continue  # a beam, which has no text unless it wins
             stop = stream.take(sample)
             if stop is None and sample.seq_id in result.complete:
                 stop = Stop(len(stream.token_ids))
@@ -135,8 +137,15 @@ class Output:
                 stops[sample.seq_id] = stop
         return stops
 
-    def collect(self, events: Sequence[Event]) -> list[SequenceOutput]:
-        """Builds the outputs that belong to the events of a step, one per sequence."""
+    def collect(self, events: Sequence[Event], answers: Sequence[NewSequence] = ()) -> list[SequenceOutput]:
+        """Builds the outputs that belong to the events of a step, one per sequence.
+
+        Args:
+            answers: what beam searches found, whole.
+        """
+        for new in answers:
+            stream = self._streams[new.seq_id] = self._open(new, new.index)
+            stream.take(Sample(new.seq_id, new.token_ids[new.num_prompt_tokens :]))
         progressed: dict[int, Progressed] = {}
         outputs = []
         for event in events:

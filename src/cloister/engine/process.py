@@ -28,7 +28,7 @@ NOT_STARTED: Final = "the engine has not been started"
 DRAINING: Final = "the server is shutting down; send the request again to another one, or later"
 RESTARTING: Final = "the engine is being restarted; send the request again in a few seconds"
 DIED: Final = "the engine stopped while it held this request; send it again"
-BROKEN: Final = "the engine died too often and is not restarted any more; the operator must look at the log"
+BROKEN: Final = "the engine died too often and is not restarted any more; the log says what it died of"
 STOP_GRACE_S: Final = 5.0
 """How long past the drain's deadline the engine may take to exit by itself."""
 
@@ -41,15 +41,13 @@ class Supervision:
 
     Attributes:
         start_timeout_s: loading the model may take so long.
-        patience_s, first_patience_s: without a step for so long while requests wait, it hangs and is replaced; the first
-            step of a process may take longer.
+        first_step_timeout_s: stands for the setting `stall_timeout_s` until the first step of a process is done.
         look_every_s: how often the watchdog looks.
         restarts: how often and how soon it may be started again.
     """
 
     start_timeout_s: float = 600.0
-    patience_s: float = 60.0
-    first_patience_s: float = 180.0
+    first_step_timeout_s: float = 30.0
     look_every_s: float = 0.5
     restarts: Restarts = field(default_factory=Restarts)
 
@@ -59,7 +57,8 @@ class ProcessEngine:
 
     Args:
         entry: "module:function" that takes the configuration in the child and returns its EngineCore.
-        config: the engine's settings; `max_waiting` and `max_num_seqs` also bound the queue here.
+        config: the engine's settings; `max_waiting` and `max_num_seqs` also bound the queue here; `stall_timeout_s` says when
+            an engine that makes no step is unhealthy (it is replaced after twice that time).
         log_format: how the child writes its log.
         spawn: makes the child process; unset, by executing the interpreter, with memory that is overwritten when it is freed
             if the profile asks for that.
@@ -91,7 +90,7 @@ class ProcessEngine:
         self._log_format = log_format
         self._supervision = supervision or Supervision()
         self._clock = clock or WallClock()
-        self._watchdog = Watchdog(self._supervision.patience_s, self._supervision.first_patience_s)
+        self._watchdog = Watchdog(config.stall_timeout_s, self._supervision.first_step_timeout_s)
         self._desk = Desk(self._send, self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
         self._desk.closed = NOT_STARTED
         self.adapters = AdapterCalls(self._send)
@@ -124,6 +123,10 @@ class ProcessEngine:
     def health(self) -> Health:
         return self._desk.health(self._watchdog)
 
+    def fault(self) -> str | None:
+        """Says why no engine will be started any more; None while one runs, or will."""
+        return BROKEN if self._desk.closed == BROKEN else None
+
     async def drain(self, timeout_s: float) -> None:
         self._desk.closed = DRAINING
         self._drain_s = timeout_s
@@ -146,7 +149,12 @@ class ProcessEngine:
         begun_s = self._clock.now()
         near, far = open_door() if self._doorkeeper is not None else (None, None)
         timeout_s = self._supervision.start_timeout_s
-        child = await launch(self._entry, config, timeout_s, self._log_format, self._spawn, far)
+        try:
+            child = await launch(self._entry, config, timeout_s, self._log_format, self._spawn, far)
+        except BaseException:
+            if near is not None:
+                near.close()
+            raise
         if self._doorkeeper is not None and near is not None:
             self._doorkeeper(near)
         self._child = child
@@ -180,7 +188,7 @@ class ProcessEngine:
         watch = asyncio.create_task(self._watch(child), name="engine watchdog")
         try:
             while isinstance(message := await child.receive(), Outputs):
-                self._watchdog.advance()
+                self._watchdog.note(message.events)
                 if self._doorkeeper is not None:
                     self._note_elsewhere(message.events)
                 self._desk.deliver(message)

@@ -23,7 +23,7 @@ from cloister.types.events import Outputs, Shutdown
 from cloister.types.request import Request, SequenceOutput
 
 DIED: Final = "the engine stopped while it held this request, and in a thread it cannot be restarted; load it again"
-PATIENCE_S: Final = 60.0
+FIRST_STEP_TIMEOUT_S: Final = 30.0
 _POLL_S: Final = 0.5
 
 _logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class ThreadEngine:
 
     Args:
         core: the engine.
-        config: `max_waiting` and `max_num_seqs` bound the queue.
+        config: `max_waiting` and `max_num_seqs` bound the queue, `stall_timeout_s` says when it is unhealthy.
     """
 
     def __init__(self, core: EngineCore, config: EngineConfig) -> None:
@@ -47,7 +47,7 @@ class ThreadEngine:
         self._clock = WallClock()
         self._desk = Desk(core.inbox.put, self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
         self._desk.closed = NOT_STARTED
-        self._watchdog = Watchdog(PATIENCE_S, PATIENCE_S)
+        self._watchdog = Watchdog(config.stall_timeout_s, FIRST_STEP_TIMEOUT_S)
         self._ended = asyncio.Event()
 
     async def start(self) -> None:
@@ -96,7 +96,7 @@ class ThreadEngine:
     def _receive(self, message: Outputs | None) -> None:
         """Takes what the engine says; None is its end."""
         if message is not None:
-            self._watchdog.advance()
+            self._watchdog.note(message.events)
             self._desk.deliver(message)
             self.adapters.deliver(message.replies)
             return

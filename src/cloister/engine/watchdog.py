@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-MAX_TICK_S = 1.0
+from collections.abc import Iterable
+from typing import Final
+
+from cloister.types.events import Ended, Event, Stepped
+
+MAX_TICK_S: Final = 1.0
 """Most that one look at the engine counts, so that a front which itself stood still does not blame the engine."""
+NUM_STEPS: Final = 20
+"""An engine may stand still for so many of its own steps, however short the timeout."""
+_STEP_DECAY: Final = 0.99
 
 
 class Watchdog:
     """Measures how long an engine has made no progress although it should.
 
     Args:
-        patience_s: without progress for so long, it hangs.
-        first_patience_s: the same before its first step, which may compile or load.
+        stall_timeout_s: without progress for so long, and for 20 of its longest recent steps, it is stalled.
+        first_step_timeout_s: the same before its first step, which may compile kernels or read weights from the disk.
+
+    Attributes:
+        stalled_s: time without progress while something waited.
     """
 
-    def __init__(self, patience_s: float, first_patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._first_patience_s = first_patience_s
+    def __init__(self, stall_timeout_s: float, first_step_timeout_s: float) -> None:
+        self._stall_timeout_s = stall_timeout_s
+        self._first_step_timeout_s = first_step_timeout_s
         self.restart(0.0)
 
     def restart(self, now: float) -> None:
@@ -24,11 +35,21 @@ class Watchdog:
         self.stalled_s = 0.0
         self._seen_s = now
         self._has_stepped = False
+        self._step_s = 0.0
 
-    def advance(self) -> None:
-        """The engine made progress."""
-        self.stalled_s = 0.0
-        self._has_stepped = True
+    def note(self, events: Iterable[Event]) -> None:
+        """Counts steps and ends of requests as progress; a message without events is a sign of life."""
+        is_empty = True
+        for event in events:
+            is_empty = False
+            if isinstance(event, Stepped):
+                self._has_stepped = True
+                self._step_s = max(event.elapsed_s, self._step_s * _STEP_DECAY)
+                self.stalled_s = 0.0
+            elif isinstance(event, Ended):
+                self.stalled_s = 0.0
+        if is_empty:
+            self.stalled_s = 0.0
 
     def look(self, now: float, *, is_waited_for: bool) -> None:
         """Counts the time since the last look, if somebody waits for the engine."""
@@ -39,5 +60,15 @@ class Watchdog:
         self._seen_s = now
 
     @property
+    def is_stalled(self) -> bool:
+        """Requests wait and nothing has happened for too long: the engine is not healthy."""
+        return self.stalled_s >= self._timeout_s
+
+    @property
     def is_hung(self) -> bool:
-        return self.stalled_s >= (self._patience_s if self._has_stepped else self._first_patience_s)
+        """It has been stalled for as long again: it will not come back."""
+        return self.stalled_s >= 2 * self._timeout_s
+
+    @property
+    def _timeout_s(self) -> float:
+        return max(self._stall_timeout_s if self._has_stepped else self._first_step_timeout_s, NUM_STEPS * self._step_s)

@@ -15,16 +15,24 @@ T = TypeVar("T", int, float, bool, str)
 _MOST = 1 << 63  # of an integer that stands for a float: some configs write 1e9 as an integer
 _MOST_SIZE = 1 << 32
 
-_NAMES_AND_DATES = ("_name_or_path", "architectures", "model_type", "transformers_version", "unsloth_version")
+_NAMES_AND_DATES = (
+    "_name_or_path", "name_or_path", "_model_name_or_path", "_commit_hash", "architectures", "model_type",
+    "transformers_version", "transformers_weights", "unsloth_version",
+)  # fmt: skip
 _STORAGE = ("dtype", "torch_dtype", "unsloth_fixed")  # each tensor's own header says its type
 _TRAINING = (
     "attention_dropout", "initializer_range", "gradient_checkpointing", "use_cache", "output_attentions",
     "output_hidden_states", "return_dict", "problem_type", "id2label", "label2id", "num_labels", "finetuning_task",
     "task_specific_params", "chunk_size_feed_forward", "_attn_implementation", "tokenizer_class", "prefix", "is_decoder",
-    "cache_implementation", "auto_map", "_num_labels", "is_llama_config", "transformers.js_config",
+    "cache_implementation", "auto_map", "_num_labels", "is_llama_config", "transformers.js_config", "torchscript",
+    "use_bfloat16", "tf_legacy_loss", "loss_type", "classifier_dropout", "use_return_dict", "_output_attentions",
+    "_attn_implementation_internal", "_attn_implementation_autoset", "_experts_implementation",
+    "_experts_implementation_internal", "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan",
+    "base_model_fsdp_plan",
 )  # fmt: skip
 _GENERATION = (
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
+    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "mask_token_id", "sep_token_id", "cls_token_id",
+    "decoder_start_token_id",
     "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
     "do_sample", "early_stopping", "max_length", "min_length", "num_beams", "num_beam_groups", "diversity_penalty",
     "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
@@ -47,6 +55,18 @@ ONLY: Mapping[str, object] = {
     "partial_rotary_factor": 1.0,
     "pruned_heads": {},
 }
+
+# Fields that change the models of some families. One that does not read them is not what the config means.
+MEANINGFUL = frozenset((
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "hidden_act",
+    "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_chunk_size", "no_rope_layers",
+    "attention_bias", "mlp_bias", "qkv_bias", "lm_head_bias", "head_dim", "num_key_value_heads", "intermediate_size",
+    "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier",
+    "embedding_multiplier", "residual_multiplier", "logits_scaling", "use_qk_norm", "clip_qkv", "alibi", "parallel_attn",
+    "num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "moe_intermediate_size",
+    "first_k_dense_replace", "kv_lora_rank", "q_lora_rank", "rope_theta", "rope_scaling", "rope_parameters",
+    "rope_local_base_freq", "quantization_config", "vision_config", "use_bidirectional_attention",
+))  # fmt: skip
 
 
 class ConfigFields:
@@ -158,15 +178,29 @@ class ConfigFields:
 
     def finish(self) -> None:
         """Raises ModelError for the first field that was not taken and is not known to be harmless."""
+        for name in self.find_unknown():
+            raise ModelError(
+                f"{self.source} has a field {name!r} that is not known here; it may change the answers, so the model is "
+                "refused. Remove the field if you are sure that it does not.",
+                param=name,
+            )
+
+    def find_unknown(self) -> tuple[str, ...]:
+        """Returns the fields that were not taken and of which nothing is known.
+
+        Raises:
+            ModelError: one was not taken that changes a model.
+        """
         for name, value in self._values.items():
             if name in ONLY and value != ONLY[name]:
                 raise ModelError(f"{name!r} in {self.source} is only supported as {ONLY[name]!r}", param=name)
-            if name not in ONLY and name not in HARMLESS:
+            if name in MEANINGFUL and value is not False:
                 raise ModelError(
-                    f"{self.source} has a field {name!r} that this family does not know; it may change the answers, so "
-                    "the model is refused. Remove the field if you are sure that it does not.",
+                    f"{self.source} has a field {name!r} that changes models of other families and that this one does not read."
+                    " Remove the field if you are sure that it means nothing.",
                     param=name,
                 )
+        return tuple(name for name in self._values if name not in ONLY and name not in HARMLESS and name not in MEANINGFUL)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -55,21 +55,37 @@ def find_family(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def read_spec(family: Family, config: Mapping[str, Any], max_model_len: int | None = None) -> DecoderSpec:
+def read_spec(
+    family: Family,
+    config: Mapping[str, Any],
+    max_model_len: int | None = None,
+    on_unknown: Callable[[Sequence[str]], None] = lambda names: None,
+) -> DecoderSpec:
     """Returns the decoder that a config describes.
 
     Args:
         max_model_len: the greatest length of a sequence, which decides some kinds of rotary scaling (`rope.RopeReader`); None
             for the positions that the config names.
+        on_unknown: told which fields are ignored because nothing is known of them, if there are any.
 
     Raises:
-        ModelError: a field is missing, has no meaning, or is one that this family would have to ignore.
+        ModelError: a field is missing, has no meaning, or is one that changes models and that this family would have to ignore.
     """
-    return read_fields(family, ConfigFields(config, names=family.names, defaults=family.defaults), max_model_len)
+    fields = ConfigFields(config, names=family.names, defaults=family.defaults)
+    spec = _read_fields(family, fields, max_model_len)
+    if unknown := fields.find_unknown():
+        on_unknown(unknown)
+    return spec
 
 
 def read_fields(family: Family, fields: ConfigFields, max_model_len: int | None = None) -> DecoderSpec:
-    """As `read_spec`, from fields with the names and defaults of the family."""
+    """As `read_spec`, from fields with the names and defaults of the family, none of which may be unknown."""
+    spec = _read_fields(family, fields, max_model_len)
+    fields.finish()
+    return spec
+
+
+def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None) -> DecoderSpec:
     for name, only in family.only.items():
         fields.require(name, only)
     hidden, num_layers = fields.take_size("hidden_size"), fields.take_size("num_hidden_layers")
@@ -101,7 +117,6 @@ def read_fields(family: Family, fields: ConfigFields, max_model_len: int | None 
         logit_softcap=ends.logit_softcap,
     )
     fields.drop(family.harmless)
-    fields.finish()
     return spec
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from cloister.models.foreign import open_foreign
 from cloister.models.generation import read_generation
 from cloister.models.gguf import open_gguf
 from cloister.models.quantized import Scheme, split_config
+from cloister.types.errors import ModelError
 from cloister.types.request import ModelInfo
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,12 @@ class LoadedModel:
 
 
 def load(
-    path: Path | str, name: str | None = None, digests: Path | None = None, max_model_len: int | None = None
+    path: Path | str,
+    name: str | None = None,
+    digests: Path | None = None,
+    max_model_len: int | None = None,
+    *,
+    strict: bool = False,
 ) -> LoadedModel:
     """Opens a model directory or a GGUF file; the weights stay on disk, mapped.
 
@@ -48,6 +57,7 @@ def load(
         digests: file that remembers digests of weights, which makes a second start quick; None hashes every time.
         max_model_len: the greatest length of a sequence, which decides some kinds of rotary scaling (`rope.RopeReader`); None
             for the positions that the model names.
+        strict: refuse fields of config.json of which nothing is known; else they are ignored with a warning.
 
     Raises:
         ModelError: something is missing, unknown or contradictory; the message names it.
@@ -57,7 +67,7 @@ def load(
     return (
         _load_gguf(path, name, remembered, max_model_len)
         if path.is_file()
-        else _load_directory(path, name, remembered, max_model_len)
+        else _load_directory(path, name, remembered, max_model_len, _refuse_unknown if strict else _warn_of_unknown)
     )
 
 
@@ -76,18 +86,42 @@ def _load_gguf(path: Path, name: str | None, digests: Digests, max_model_len: in
     return LoadedModel(opened.spec, opened.weights, info, path)
 
 
+def _warn_of_unknown(names: Sequence[str]) -> None:
+    _logger.warning(
+        "config.json has fields of which nothing is known here, and which are ignored: %s (--strict-config refuses them)",
+        ", ".join(names),
+    )
+
+
+def _refuse_unknown(names: Sequence[str]) -> None:
+    raise ModelError(
+        f"config.json has fields of which nothing is known here: {', '.join(names)}; remove them, or leave --strict-config out",
+        param=names[0],
+    )
+
+
 def _open_known(
-    path: Path, config: Mapping[str, Any], scheme: Scheme | None, max_model_len: int | None
+    path: Path,
+    config: Mapping[str, Any],
+    scheme: Scheme | None,
+    max_model_len: int | None,
+    on_unknown: Callable[[Sequence[str]], None],
 ) -> tuple[DecoderSpec, Weights]:
     family = find_family(config)
-    spec = read_spec(family, config, max_model_len)
+    spec = read_spec(family, config, max_model_len, on_unknown)
     return spec, open_checkpoint(path, family, spec, scheme)
 
 
-def _load_directory(path: Path, name: str | None, digests: Digests, max_model_len: int | None) -> LoadedModel:
+def _load_directory(
+    path: Path,
+    name: str | None,
+    digests: Digests,
+    max_model_len: int | None,
+    on_unknown: Callable[[Sequence[str]], None],
+) -> LoadedModel:
     config, scheme = split_config(path, read_json(path / "config.json"))
     is_known = choose_family(config) is not None
-    spec, weights = _open_known(path, config, scheme, max_model_len) if is_known else open_foreign(path, config)
+    spec, weights = _open_known(path, config, scheme, max_model_len, on_unknown) if is_known else open_foreign(path, config)
     eos_token_ids, defaults = read_generation(path, config, spec.vocab_size)
     require_tokenizer(path)
     info = ModelInfo(

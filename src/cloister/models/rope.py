@@ -42,7 +42,8 @@ class Scaled:
 
     Attributes:
         attention_scale: multiplies cos and sin.
-        max_positions: positions that can be used, where those are more than the config says; 0 otherwise.
+        max_positions: positions that can be used, where those are more than the config says (Qwen documents YaRN with the
+            original length there); 0 otherwise.
     """
 
     inv_freq: Frequencies
@@ -192,7 +193,8 @@ def _yarn(plain: Plain, rope: ConfigFields) -> Scaled:
     low, high = max(bounds[0], 0), min(bounds[1], 2 * num_pairs - 1)
     ramp = (np.arange(num_pairs, dtype=np.float32) - np.float32(low)) / np.float32(high - low or 0.001)
     kept = 1 - np.clip(ramp, 0, 1)
-    return Scaled((inv_freq / np.float32(factor) * (1 - kept) + inv_freq * kept).astype(np.float32), scale)
+    stretched = (inv_freq / np.float32(factor) * (1 - kept) + inv_freq * kept).astype(np.float32)
+    return Scaled(stretched, scale, max_positions=int(context * factor))
 
 
 def _yarn_scale(rope: ConfigFields, factor: float) -> float:

@@ -135,6 +135,14 @@ _SHARED_CACHE = _own(
     private=_ONE_CACHE,
     paranoid=_ONE_CACHE,
 )
+_ORDER_TELLS = refuse("who waits longer learns that others' prompts were in the cache; the order must not follow content")
+_CACHE_AWARE_ORDER = _own(
+    "prefix-cache.order",
+    open=allow("hits first is quickest for all; whoever has a key here is trusted with what the order tells"),
+    team=_ORDER_TELLS,
+    private=_ORDER_TELLS,
+    paranoid=_ORDER_TELLS,
+)
 _FRESH = mitigate("every request gets a scope of its own, and the server says so at start")
 _KEYLESS_BIND = _own("prefix-cache.keyless-bind", open=_FRESH, team=_FRESH, private=_FRESH, paranoid=_FRESH)
 _TRUSTED_OPERATOR = allow("the operator is trusted with counts and times of single requests; no content, key or tenant")
@@ -174,6 +182,14 @@ SHARED_CACHE = Feature(
     _SHARED_CACHE,
     frozenset(),
     "leave the setting `cache_scopes` out, or give it the number of tenants",
+)
+CACHE_AWARE_ORDER = Feature(
+    "cache-aware-order",
+    "prefix-cache",
+    "scheduler lpm",
+    _CACHE_AWARE_ORDER,
+    frozenset(),
+    "choose another setting `scheduler`",
 )
 CLIENT_PRIORITY = Feature(
     "client-priority",
@@ -280,6 +296,7 @@ FEATURES: Mapping[str, Feature] = {
         SESSION,
         RELEASE_PREFIXES,
         SHARED_CACHE,
+        CACHE_AWARE_ORDER,
         CLIENT_PRIORITY,
         STREAMING,
         SEALED_STREAMING,

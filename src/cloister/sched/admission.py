@@ -16,16 +16,23 @@ class Limits:
         max_model_len: prompt and output of one sequence, in tokens.
         max_num_seqs: sequences that run at once.
         num_kv_tokens: KV positions of the whole pool.
+        block_size: positions in one KV block.
     """
 
     max_model_len: int
     max_num_seqs: int
     num_kv_tokens: int
+    block_size: int = 1
 
 
 def find_refusal(request: Request, limits: Limits) -> str | None:
     """Says why a request can never run on an engine, or returns None if it can."""
-    return find_wrong_sampling(request.sampling) or _find_wrong_pooling(request) or _find_misfit(request, limits)
+    return (
+        find_wrong_sampling(request.sampling)
+        or find_wrong_beams(request.sampling)
+        or _find_wrong_pooling(request)
+        or _find_misfit(request, limits)
+    )
 
 
 def find_wrong_sampling(sampling: SamplingParams) -> str | None:
@@ -45,6 +52,29 @@ def find_wrong_sampling(sampling: SamplingParams) -> str | None:
     ):
         if not holds:
             return f"{name} must be {values}"
+    return None
+
+
+def find_wrong_beams(sampling: SamplingParams) -> str | None:
+    """Names the first sampling parameter that beam search has no place for."""
+    beams = sampling.beams
+    if beams is None:
+        return None
+    if not 1 <= sampling.n <= beams.width:
+        return f"n must be from 1 to {beams.width}, the beams of the search"
+    if not math.isfinite(beams.length_penalty):
+        return "length_penalty must be a finite number"
+    for name, is_given in (
+        ("stop", bool(sampling.stop)),
+        ("min_tokens", sampling.min_tokens > 0),
+        ("logprobs", sampling.logprobs is not None or sampling.prompt_logprobs is not None),
+        ("penalties", (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)),
+        ("logit_bias", bool(sampling.logit_bias)),
+        ("a grammar", sampling.grammar is not None),
+        ("max_tokens 0", sampling.max_tokens == 0),
+    ):
+        if is_given:
+            return f"beam search goes without {name}; leave it out, or use_beam_search"
     return None
 
 
@@ -71,8 +101,18 @@ def _find_misfit(request: Request, limits: Limits) -> str | None:
         )
     if request.sampling.n > limits.max_num_seqs:
         return f"n is {request.sampling.n} and at most {limits.max_num_seqs} sequences run at once; lower n"
+    width = 1 if request.sampling.beams is None else request.sampling.beams.width
+    if width > limits.max_num_seqs:
+        return f"the search has {width} beams and at most {limits.max_num_seqs} sequences run at once; take fewer"
     num_most = limits.max_model_len if num_output is None else min(limits.max_model_len, num_prompt + num_output)
     num_positions = count_positions(num_prompt, num_most - num_prompt)
+    if width > 1:  # beams that share nothing, and a block each while one is copied
+        num_positions = width * (-(-num_positions // limits.block_size) + 1) * limits.block_size
+        if num_positions > limits.num_kv_tokens:
+            return (
+                f"{width} beams may need {num_positions} tokens of KV and the server holds {limits.num_kv_tokens}; "
+                "lower max_tokens, take fewer beams, or shorten the prompt"
+            )
     if num_positions > limits.num_kv_tokens:
         num_fitting = limits.num_kv_tokens - num_prompt + 1
         remedy = f"set max_tokens to {num_fitting} or less, or " if num_fitting > 0 else ""

@@ -13,6 +13,7 @@ from cloister.sched.sequence import RequestState, Sequence, Status
 from cloister.types.events import Arrived, Ended, Event, Preempted
 from cloister.types.request import FinishReason, Request
 from cloister.types.scope import ScopeKind
+from cloister.types.step import NewSequence
 
 
 class Roster:
@@ -30,6 +31,7 @@ class Roster:
         running: sequences that are planned.
         departures: sequences that the runner shall forget.
         events: what happened and was not taken yet.
+        answers: those of beam searches that were not taken yet, whole, as if they arrived.
     """
 
     def __init__(self, pool: BlockPool, policy: Policy, keys: PrefixKeys | None, quotas: Quotas | None = None) -> None:
@@ -41,6 +43,7 @@ class Roster:
         self.num_waiting = 0
         self.departures: list[int] = []
         self.events: list[Event] = []
+        self.answers: list[NewSequence] = []
         self._policy = policy
         self._keys = keys
         self._deadlines: list[tuple[float, int, str]] = []
@@ -72,6 +75,11 @@ class Roster:
         """Returns what happened since the last call, oldest first."""
         events, self.events = self.events, []
         return events
+
+    def take_answers(self) -> list[NewSequence]:
+        """Returns the answers of beam searches that ended since the last call, their output behind the prompt."""
+        answers, self.answers = self.answers, []
+        return answers
 
     def take_departures(self) -> list[int]:
         """Returns the sequences that left since the last call."""
@@ -143,7 +151,7 @@ class Roster:
         if self.tree is not None and is_last_use:
             # The scope ends with the request, and its residue with it; forks may know only their own end of the chain.
             self.tree.discard(sequence.keys)
-            self.tree.discard(sequence.group.sequences[0].keys)
+            self.tree.discard(sequence.group.sequences[0].keys if sequence.group.sequences else [])
         if sequence.status is Status.PREEMPTING:
             sequence.num_planned = sequence.num_committed = sequence.num_pending = sequence.num_kept = 0
             self.wait(sequence)
@@ -180,6 +188,10 @@ class Roster:
         self._extend_keys(sequence, num_blocks)
         return sequence.keys[:num_blocks]
 
+    def count_cached(self, sequence: Sequence) -> int:
+        """Returns how many tokens of a waiting sequence the prefix cache holds, and changes nothing there."""
+        return 0 if self.tree is None else self.tree.match_length(self.match_keys(sequence)) * self.pool.block_size
+
     def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
         if self._keys is not None:
             group = sequence.group
@@ -188,10 +200,38 @@ class Roster:
 
     def end_group(self, group: RequestState, reason: FinishReason, now: float, error: str | None = None) -> None:
         """Ends every open sequence of a request, those included that were still to be forked."""
+        if group.beams is not None:
+            self.drop_beams(group)
         while group.num_unforked:
             self.make_sequence(group, len(group.sequences), [], 0)
         for sequence in list(group.sequences):
             self.end(sequence, reason, now, error=error)
+
+    def carry_on(self, parent: Sequence, index: int, token_id: int) -> Sequence:
+        """Returns a new running sequence: a beam with one more token, which shares the blocks of the one that it continues."""
+        child = self.make_sequence(parent.group, index, [*parent.token_ids, token_id], parent.max_output)
+        child.table = table_of(parent).fork()
+        child.table.num_sent = 0
+        child.num_planned = child.num_committed = parent.num_committed
+        child.num_kept, child.keys = parent.num_kept, parent.keys[:]
+        child.is_unknown = True
+        self.run(child)
+        return child
+
+    def drop(self, sequence: Sequence) -> None:
+        """Ends a beam that nobody hears of."""
+        if sequence.status is Status.RUNNING:
+            self.leave(sequence, Status.ENDED)
+        elif sequence.status is Status.WAITING:
+            self.num_waiting -= 1
+        sequence.status = Status.ENDED
+        self.settle(sequence)
+
+    def drop_beams(self, group: RequestState) -> None:
+        """Ends the beams of a request, which is left without sequences."""
+        for sequence in group.sequences:
+            self.drop(sequence)
+        group.sequences, group.beams = [], None
 
     def end(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from cloister.kv import BlockTable
+from cloister.sched.beams import Beams
 from cloister.types.request import Request
 from cloister.types.step import MAX_SCORED_ROWS
 
@@ -31,10 +32,12 @@ class RequestState:
         root: start of its prefix-key chain.
         owner: whose share of the prefix cache its blocks come from; None for nobody's.
         num_open: sequences that have not ended.
+        beams: the search that its sequences are part of; None where they are answers themselves.
     """
 
     __slots__ = (
         "arrival_s",
+        "beams",
         "deadline_s",
         "first_token_s",
         "num_cached_tokens",
@@ -65,11 +68,13 @@ class RequestState:
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.sequences: list[Sequence] = []
+        self.beams: Beams | None = None
 
     @property
     def num_unforked(self) -> int:
         """Sequences that do not exist yet: they fork when the prompt is computed."""
-        return self.request.sampling.n - len(self.sequences)
+        num_sequences = self.request.sampling.n if self.beams is None else self.beams.search.width
+        return num_sequences - len(self.sequences)
 
 
 class Sequence:
@@ -85,12 +90,14 @@ class Sequence:
         drafting: what `sched.speculation` keeps of it.
         keys: prefix keys of its full blocks, as far as they were needed.
         num_kept: leading blocks that the prefix tree was offered.
+        is_unknown: it runs, and the runner was not told of it yet.
     """
 
     __slots__ = (
         "drafting",
         "group",
         "index",
+        "is_unknown",
         "keys",
         "max_output",
         "num_committed",
@@ -119,6 +126,7 @@ class Sequence:
         self.num_kept = 0
         self.num_drafts = 0
         self.drafting: object | None = None
+        self.is_unknown = False
         self.keys: list[bytes] = []
         self.table: BlockTable | None = None
 
@@ -133,6 +141,8 @@ class Sequence:
         if self.num_drafts:
             return 0
         num_coming = len(self.token_ids) + self.num_pending
+        if self.group.beams is not None:
+            num_coming = len(self.token_ids)  # what follows is chosen when all beams are computed
         if self.max_output and num_coming - self.group.num_prompt_tokens >= self.max_output:
             return 0  # the token that ends it is sampled or in flight; its own KV is never read
         return num_coming - self.num_planned
@@ -143,7 +153,7 @@ class Sequence:
 
         None before its first token: others may fork from what the model says after the prompt.
         """
-        if self.num_pending or self.num_drafts or not self.num_output:
+        if self.num_pending or self.num_drafts or not self.num_output or self.group.beams is not None:
             return 0
         return max(0, self.max_output - self.num_output - 1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -26,6 +26,11 @@ class Choice:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str = ""
 
+    @property
+    def mean_logprob(self) -> float:
+        """How likely its tokens are, on average."""
+        return sum(entry.logprob for entry in self.logprobs or ()) / max(1, len(self.logprobs or ()))
+
     def add(self, output: SequenceOutput) -> None:
         """Takes what one step added."""
         self.texts.append(output.text)
@@ -47,3 +52,14 @@ async def collect(job: Job, outputs: AsyncGenerator[Numbered, None]) -> tuple[li
             tally.add(number, output)
             choices[number * job.n + output.index].add(output)
     return choices, tally.usage()
+
+
+def choose_best(job: Job, choices: Sequence[Choice]) -> list[int]:
+    """Returns the places of the answers that the reply has, prompt by prompt: all, or the likeliest ones, the best first."""
+    if job.num_kept is None:
+        return list(range(len(choices)))
+    kept: list[int] = []
+    for first in range(0, len(choices), job.n):
+        ranked = sorted(range(first, first + job.n), key=lambda place: -choices[place].mean_logprob)
+        kept += ranked[: job.num_kept]
+    return kept

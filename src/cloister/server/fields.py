@@ -37,8 +37,6 @@ REFUSED: Final[Mapping[str, Refused]] = {
     "store": Refused("nothing is kept here, so there is nothing to store in", (False,)),
     "service_tier": Refused("a request's class comes from its API key", ("auto", "default")),
     "suffix": Refused("models here do not fill in the middle", ("",)),
-    "use_beam_search": Refused("beam search is not available", (False,)),
-    "length_penalty": Refused("beam search is not available", (1, 1.0)),
 }
 
 

@@ -37,6 +37,8 @@ class Job:
         answerless: the answer is only computed for the prompt's log-probabilities (`max_tokens` 0 with `echo`).
         form: what an answer may hold beside text; None if nothing.
         continuous_usage: every chunk of a stream has the counts so far, not only the last one.
+        num_kept: answers of each prompt that the reply has, the likeliest by mean log-probability; None for all of them.
+        shows_logprobs: the client asked for log-probabilities itself.
     """
 
     job_id: str
@@ -49,6 +51,8 @@ class Job:
     answerless: bool = False
     form: AnswerForm | None = field(default=None, repr=False)
     continuous_usage: bool = False
+    num_kept: int | None = None
+    shows_logprobs: bool = True
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -80,6 +84,8 @@ def make_job(
     answerless: bool = False,
     form: AnswerForm | None = None,
     continuous_usage: bool = False,
+    num_kept: int | None = None,
+    shows_logprobs: bool = True,
     pooling: PoolingParams | None = None,
     adapter: str | None = None,
 ) -> Job:
@@ -117,4 +123,6 @@ def make_job(
         answerless=answerless,
         form=form,
         continuous_usage=continuous_usage,
+        num_kept=num_kept,
+        shows_logprobs=shows_logprobs,
     )

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from cloister.privacy.gate import Admission, Gate
 from cloister.server.conversation import Manner
 from cloister.server.errors import invalid
@@ -77,7 +79,9 @@ class PromptReader:
         sampling = sampling_params(
             body, self.model, max_tokens=max_tokens, vocab_size=self.vocab_size, logprobs=_chat_logprobs(body)
         )
-        check_number_of_sequences(sampling.n, 1, self.max_n)
+        if body.best_of is not None and not body.use_beam_search and body.best_of != sampling.n:
+            raise invalid("`best_of` of a chat is for beam search; set `use_beam_search` too, or leave it out.", "best_of")
+        check_number_of_sequences(max(sampling.n, body.best_of or 1), 1, self.max_n)
         opening = self.manner.open(body, sampling.grammar)
         if fits:
             sampling = fit_length(len(opening.token_ids), sampling, self.model)
@@ -115,8 +119,7 @@ class PromptReader:
         answerless = max_tokens == 0
         if answerless and not echo:
             raise invalid("`max_tokens` must be at least 1 unless `echo` is set.", "max_tokens", "invalid_value")
-        if body.best_of is not None and body.best_of != (body.n or 1):
-            raise invalid("`best_of` other than `n` is not available; leave it out.", "best_of", "unsupported_parameter")
+        num_kept = _count_kept(body)
         sampling = sampling_params(
             body,
             self.model,
@@ -125,7 +128,10 @@ class PromptReader:
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if echo else None,
         )
-        check_number_of_sequences(sampling.n, len(body.prompt), self.max_n)
+        if num_kept is not None and body.best_of is not None:
+            logprobs = 0 if sampling.logprobs is None else sampling.logprobs
+            sampling = msgspec.structs.replace(sampling, n=body.best_of, logprobs=logprobs)
+        check_number_of_sequences(max(sampling.n, body.best_of or 1), len(body.prompt), self.max_n)
         prompts = [self._tokenize(prompt) for prompt in body.prompt]
         for prompt in prompts:
             check_length(len(prompt), sampling, self.model, "prompt")
@@ -138,6 +144,8 @@ class PromptReader:
             prefix="cmpl",
             echoes=echoes,
             answerless=answerless,
+            num_kept=num_kept,
+            shows_logprobs=body.logprobs is not None,
             **self._reply_fields(body),
         )
 
@@ -184,6 +192,18 @@ class PromptReader:
     def _echo(self, prompt: str | list[int], token_ids: list[int]) -> Echo:
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
         return Echo(text, self.tokenizer.token_bytes(token_ids[0]))
+
+
+def _count_kept(body: CompletionBody) -> int | None:
+    """Returns how many answers of each prompt are kept of those that are drawn for it; None where they are all kept."""
+    n = body.n or 1
+    if body.use_beam_search or body.best_of in (None, n):
+        return None
+    if body.best_of < n:
+        raise invalid("`best_of` must be at least `n`.", "best_of")
+    if body.stream:
+        raise invalid("Which answers are best is known when they end; leave `stream` or `best_of` out.", "stream")
+    return n
 
 
 def unknown_model(served: str) -> NotFoundError:

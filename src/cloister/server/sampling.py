@@ -11,7 +11,7 @@ from cloister.server.errors import invalid
 from cloister.server.schemas import GenerationBody
 from cloister.server.structured import read_grammar
 from cloister.types.errors import ContextLengthError
-from cloister.types.request import ModelInfo, SamplingParams
+from cloister.types.request import BeamSearch, ModelInfo, SamplingParams
 
 T = TypeVar("T")
 
@@ -37,6 +37,9 @@ def sampling_params(
     defaults = model.defaults
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
         raise invalid("`min_tokens` is more than the answer may have; lower it or raise `max_tokens`.", "min_tokens")
+    beams = _read_beams(body)
+    if beams is not None:
+        defaults = {"temperature": 0.0}  # the model's own are about drawing
     return SamplingParams(
         n=body.n or 1,
         temperature=float(_first(body.temperature, defaults.get("temperature"), 1.0)),
@@ -56,7 +59,25 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=read_grammar(body),
+        beams=beams,
     )
+
+
+def _read_beams(body: GenerationBody) -> BeamSearch | None:
+    if not body.use_beam_search:
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(body, name) not in (None, False, 1.0):
+                raise invalid(f"`{name}` is for beam search; set `use_beam_search` too, or leave it out.", name)
+        return None
+    if body.stream:
+        raise invalid("Beam search knows its answers when it ends; leave `stream` out.", "stream")
+    if body.temperature:
+        raise invalid("Beam search draws nothing; leave `temperature` out, or set it to 0.", "temperature")
+    width = body.best_of or body.n or 1
+    if width < (body.n or 1):
+        raise invalid("`best_of` must be at least `n`.", "best_of")
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    return BeamSearch(width=width, length_penalty=penalty, early_stopping=bool(body.early_stopping))
 
 
 def check_number_of_sequences(n: int, num_prompts: int, max_n: int) -> None:

@@ -101,6 +101,11 @@ class GenerationBody(Strict):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     priority: int | None = Field(None, ge=-INT32, lt=INT32)
 
+    use_beam_search: bool | None = None
+    best_of: int | None = Field(None, ge=1)
+    length_penalty: float | None = Field(None, ge=-10, le=10)
+    early_stopping: bool | None = None
+
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -303,4 +308,3 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(check_prompt, json_schema_input_type=PromptInput)]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    best_of: int | None = Field(None, ge=1)

@@ -58,6 +58,10 @@ class EngineConfig:
         "Number format of KV; unset, what `quant` goes with, else `dtype`.",
         choices=("float32", "bfloat16", "int8", "int4"),
     )
+    strict_config: bool = setting(
+        False,
+        "Refuse a model whose config.json has fields of which nothing is known here; else they are ignored, with a warning.",
+    )
     numerics: str = setting(
         "exact",
         "`exact`: an answer has the same bits whatever the company; `fast` (CUDA): libraries that cannot promise it.",
@@ -123,6 +127,12 @@ class EngineConfig:
     )
     datastore: str | None = setting(None, "Directory of public text that drafts are looked up in (drafter rest).")
     max_waiting: int = setting(1024, "Requests that may wait; more are answered with 429.", low=0)
+    stall_timeout_s: float = setting(
+        5.0,
+        "No step for so long (and for 20 steps' time) while a request waits, and `/health` turns bad; twice as long, and the"
+        " engine is replaced.",
+        low=0.01,
+    )
     request_timeout_s: float = setting(600.0, "Deadline of a request, from arrival to its last token.", low=0.001)
 
     @property

@@ -11,6 +11,20 @@ from cloister.types.grammar import Grammar
 from cloister.types.scope import LOCAL_SCOPE, Scope
 
 
+class BeamSearch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Searches for likely answers in place of drawing one: the `width` most likely beginnings are carried on.
+
+    Attributes:
+        width: beams; at least `n`, whose best are the answers.
+        length_penalty: an answer's score is the sum of its log-probabilities over its length to the power of this.
+        early_stopping: ends as soon as there are `width` complete answers; else when no beam can beat the worst of them.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen. Defaults are the OpenAI API's; 0 or None switches a filter off.
 
@@ -33,6 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             the model's distribution before temperature, penalties and truncation.
         prompt_logprobs: as `logprobs`, for every prompt token but the first; reads no prefix hits (rule 5).
         grammar: the form that the answer must have; once it is complete and nothing can follow, the answer ends.
+        beams: searches, and draws nothing; the answers come whole, the best one first.
     """
 
     n: int = 1
@@ -55,6 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    beams: BeamSearch | None = None
 
     def __repr__(self) -> str:
         """Says nothing of content (rule 12): stop strings and biases are a user's words too."""

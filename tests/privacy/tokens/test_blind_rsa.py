@@ -129,7 +129,9 @@ def test_blinded_messages_of_one_message_are_spread_evenly() -> None:
     drawn = [int.from_bytes(blind(small, b"always the same", salt=bytes(48))[0], "big") for _ in range(1600)]
     cells = Counter(16 * value // small.n for value in drawn)
     assert len(set(drawn)) == 1600
-    assert sum((cells[i] - 100) ** 2 / 100 for i in range(16)) < 75  # chi-square, 15 degrees: p = 5e-10, as the draws have no seed
+    assert (
+        sum((cells[i] - 100) ** 2 / 100 for i in range(16)) < 75
+    )  # chi-square, 15 degrees: p = 5e-10, as the draws have no seed
 
 
 def test_no_secret_shows_in_text() -> None:

@@ -32,6 +32,10 @@ class Policy(Protocol):
     level's decodes; decodes go before prefill inside a level (stall-free batching).
     """
 
+    def attach_cache(self, num_cached: Callable[[Sequence], int]) -> None:
+        """Called once, before the first sequence: what says how many tokens of a waiting sequence the prefix cache holds."""
+        ...
+
     def push(self, sequence: Sequence) -> None:
         """Queues a waiting sequence; one that was preempted keeps its place of arrival."""
         ...

@@ -1,13 +1,16 @@
-"""Fair share between tenants by virtual token counters (VTC, Sheng et al. 2024, algorithm 2), with bounded credit. Pure.
+"""Fair share between tenants by virtual token counters (VTC, Sheng et al. 2024, algorithm 2), with start tags. Pure.
 
-Each tenant has a counter of the work done for it. The tenant with the smallest counter goes first. A tenant that comes back
-after a rest may lag behind the others by `burst` at most: enough that one who stays below its share is served at once, not
-so much that a rest can be saved up.
+Each tenant has a counter of the work done for it. The tenant with the smallest counter goes first. A tenant that was idle
+starts at the virtual time: absence earns no credit, and neither does an engine that only one tenant used. It starts earlier
+only by work that another tenant has running on several sequences at once, up to `burst`: virtual time is then a start tag
+(start-time fair queueing, Goyal et al. 1996, section 2), so that a flood which took every slot makes room at once.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Callable
 
 from cloister.sched.policies.base import MIN_SWEEP, POLICIES, PRIORITY_THREAT
 from cloister.sched.sequence import Sequence, Status
@@ -17,13 +20,24 @@ DECODE_WEIGHT = 2.0
 
 
 class _Tenant:
-    __slots__ = ("counter", "num_running", "queue", "sweep_at")
+    """Its counter, and the counter at which each of its running sequences started, oldest first."""
+
+    __slots__ = ("counter", "queue", "starts", "sweep_at")
 
     def __init__(self, counter: float) -> None:
         self.counter = counter
-        self.num_running = 0
+        self.starts: dict[int, float] = {}
         self.queue: deque[Sequence] = deque()
         self.sweep_at = MIN_SWEEP
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.starts or self.queue)
+
+    @property
+    def crowd_start(self) -> float:
+        """Counter at which its second sequence started: what it did since then, it did beside itself."""
+        return next(itertools.islice(self.starts.values(), 1, None), self.counter)
 
 
 @POLICIES.register("fair", PRIORITY_THREAT)
@@ -31,7 +45,7 @@ class Fair:
     """Tenants share the engine; one that floods it waits for itself.
 
     Args:
-        burst: by how much work a tenant may lag behind, in prefill tokens.
+        burst: most work that a flood which is running may be set back by, in prefill tokens.
         quantum: a tenant that lags behind the one farthest ahead by more than this goes before it.
     """
 
@@ -41,6 +55,9 @@ class Fair:
         self._tenants: dict[str, _Tenant] = {}
         self._floor = 0.0
         self._ahead: float | None = None
+
+    def attach_cache(self, num_cached: Callable[[Sequence], int]) -> None:
+        """The order does not follow the cache."""
 
     def push(self, sequence: Sequence) -> None:
         tenant = self._tenant(sequence)
@@ -86,15 +103,16 @@ class Fair:
         self._ahead = None
 
     def join(self, sequence: Sequence) -> None:
-        self._tenants[sequence.group.request.tenant].num_running += 1
+        tenant = self._tenants[sequence.group.request.tenant]
+        tenant.starts[sequence.seq_id] = tenant.counter
         self._ahead = None
 
     def leave(self, sequence: Sequence) -> None:
         tenant = self._tenants[sequence.group.request.tenant]
         self._survey()  # while it still counts: who comes when all are gone must not gain from its work
-        tenant.num_running -= 1
+        del tenant.starts[sequence.seq_id]
         self._ahead = None
-        if not tenant.num_running and not tenant.queue:
+        if not tenant.is_active:
             self._forget_idle()
 
     def _tenant(self, sequence: Sequence) -> _Tenant:
@@ -102,10 +120,15 @@ class Fair:
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = _Tenant(0.0)
-        if not tenant.num_running and not tenant.queue:
-            self._survey()
-            tenant.counter = max(tenant.counter, self._floor - self._burst)
+        if not tenant.is_active:
+            tenant.counter = max(tenant.counter, self._start())
         return tenant
+
+    def _start(self) -> float:
+        """Returns the virtual time: where a tenant starts that was idle."""
+        self._survey()
+        crowds = [t.crowd_start for t in self._tenants.values() if len(t.starts) > 1]
+        return min(self._floor, max(self._floor - self._burst, min(crowds, default=self._floor)))
 
     def _counter(self, sequence: Sequence) -> float:
         return self._tenants[sequence.group.request.tenant].counter
@@ -116,14 +139,14 @@ class Fair:
     def _survey(self) -> float:
         """Returns the counter of the tenant farthest ahead, and lets the floor follow the one farthest behind."""
         if self._ahead is None:
-            active = [t.counter for t in self._tenants.values() if t.num_running or t.queue]
+            active = [t.counter for t in self._tenants.values() if t.is_active]
             self._ahead = max(active, default=0.0)
             self._floor = max(self._floor, min(active, default=0.0))
         return self._ahead
 
     def _forget_idle(self) -> None:
-        """Drops tenants whose counter the lift would replace anyway (the floor never sinks), so that names do not pile up."""
-        idle = [n for n, t in self._tenants.items() if not t.num_running and not t.queue]
+        """Drops tenants whose counter the virtual time would replace anyway (it never sinks), so that names do not pile up."""
+        idle = [n for n, t in self._tenants.items() if not t.is_active]
         for name in idle:
             if self._tenants[name].counter <= self._floor - self._burst:
                 del self._tenants[name]

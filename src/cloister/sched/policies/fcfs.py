@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cloister.sched.policies.base import BATCHING_THREAT, POLICIES, OrderedQueue
 from cloister.sched.sequence import Sequence
 
@@ -17,6 +19,9 @@ class FirstComeFirstServed:
     def __init__(self) -> None:
         queue = OrderedQueue(order_of_arrival)
         self.push, self.peek, self.pop = queue.push, queue.peek, queue.pop
+
+    def attach_cache(self, num_cached: Callable[[Sequence], int]) -> None:
+        """The order does not follow the cache."""
 
     def may_admit(self, num_running: int) -> bool:
         return True

@@ -125,9 +125,11 @@ class Crew:
                 async with self._turn, asyncio.timeout(FORK_TIMEOUT_S):
                     socket.send_fds(self._zygote, [WORK], [far.fileno()])
                     await self._hear(self._zygote)
-            except (OSError, TimeoutError):
+            except BaseException as error:
                 near.close()
-                raise EngineError("the zygote makes no workers any more; the node has to be restarted") from None
+                if isinstance(error, OSError):  # a timeout is one
+                    raise EngineError("the zygote makes no workers any more; the node has to be restarted") from None
+                raise
         return near
 
     def close(self) -> None:
@@ -137,7 +139,7 @@ class Crew:
         for process in self._processes:
             while process.poll() is None:
                 pass
-        for sock in (self._sealer, self._zygote):
+        for sock in (self._sealer, self._zygote, self._engine_door):
             if sock is not None:
                 sock.close()
 
@@ -149,19 +151,22 @@ class Crew:
 
     async def _boot(self, module: str, boot: bytes, kind: type[R]) -> tuple[socket.socket, R]:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
-        with far:
-            self._processes.append(self._start(module, far))
-        near.send(boot)
-        near.setblocking(False)
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                said = await asyncio.get_running_loop().sock_recv(near, MESSAGE_BYTES)
-        except (OSError, TimeoutError):
+        with contextlib.ExitStack() as on_failure:
+            on_failure.enter_context(near)
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+            with far:
+                self._processes.append(self._start(module, far))
             said = b""
-        if not said:
-            raise EngineError(f"{module} did not start; the log may say why")
-        return near, msgspec.msgpack.decode(said, type=kind)
+            with contextlib.suppress(OSError):  # a timeout is one
+                near.send(boot)
+                near.setblocking(False)
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    said = await asyncio.get_running_loop().sock_recv(near, MESSAGE_BYTES)
+            if not said:
+                raise EngineError(f"{module} did not start; the log may say why")
+            answer = msgspec.msgpack.decode(said, type=kind)
+            on_failure.pop_all()
+        return near, answer
 
     async def _hear(self, sock: socket.socket) -> None:
         if not await asyncio.get_running_loop().sock_recv(sock, 16):

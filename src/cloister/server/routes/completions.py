@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
-from cloister.server.choices import Choice, collect
+from cloister.server.choices import Choice, choose_best, collect
 from cloister.server.front import admission_of, front_of, json_response
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import Echo, Job
@@ -40,11 +40,14 @@ async def create_completion(request: Request) -> Response:
 async def answer_completion(job: Job, outputs: AsyncGenerator[Numbered, None]) -> Completion:
     """Returns the whole reply."""
     choices, usage = await collect(job, outputs)
-    whole = []
-    for i, choice in enumerate(choices):
-        scribe = _Scribe(job, i // job.n)
+    whole: list[CompletionChoice] = []
+    for i, number in enumerate(choose_best(job, choices)):
+        scribe = _Scribe(job, number // job.n)
+        choice = choices[number]
+        if not job.shows_logprobs:
+            choice.logprobs = None
         # Sequences of one prompt share its log-probabilities, which came with the first of them.
-        prompt_logprobs = choices[i - i % job.n].prompt_logprobs
+        prompt_logprobs = choices[number - number % job.n].prompt_logprobs
         whole.append(_whole_choice(i, choice, scribe, prompt_logprobs))
     return _completion(job, whole, usage)
 
