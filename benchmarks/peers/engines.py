@@ -68,7 +68,8 @@ def file_backend(kernels: str) -> str:
     """Files the native back end on the kernels of one instruction set, which no setting can name; returns its name there."""
     backends, native = import_module("cloister.backends"), import_module("cloister.backends.native")
     name = f"native-{kernels}"
-    backends.BACKENDS.register(name, native.THREAT)(partial(native.make_native_backend, kernels=kernels))
+    if name not in backends.BACKENDS.names():
+        backends.BACKENDS.register(name, native.THREAT)(partial(native.make_native_backend, kernels=kernels))
     return name
 
 

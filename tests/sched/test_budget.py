@@ -117,7 +117,7 @@ def test_a_chunk_fills_the_time_that_decodes_leave():
     for _ in range(10):
         budget.spend(100, 1)
     before = budget.predicted_s
-    budget.bound_by_decodes()
+    budget.bound_by_decodes(budget.size)
     chunk = budget.fit(0, 4096)
     budget.spend(0, chunk)
     assert chunk % 8 == 0
@@ -138,7 +138,7 @@ def test_a_prompt_is_never_starved_for_time_alone():
 
 def test_without_decodes_a_prompt_takes_all_tokens():
     budget = StepBudget(taught(), BudgetConfig(max_tokens=512))
-    budget.bound_by_decodes()
+    budget.bound_by_decodes(budget.size)
     assert budget.fit(0, 4096) == 512
 
 

@@ -11,11 +11,21 @@ from cloister.app.sealed import open_node
 from cloister.app.settings import Settings
 from cloister.app.several import open_rotation
 from cloister.app.site import open_plain
+from cloister.types.config import ATTESTING, ServerConfig
 from cloister.types.errors import ConfigError
 from cloister.types.logs import set_up_logging
 
 if TYPE_CHECKING:
     from cloister.server.serve import Site
+
+
+def check_attesting(front: ServerConfig) -> None:
+    """Raises ConfigError where what the settings say of evidence does not fit; loads what makes it only where they say something."""
+    unset = ServerConfig()
+    if front.sealed or any(getattr(front, name) != getattr(unset, name) for name in ATTESTING):
+        from cloister.sealed.attesting import read_attesting
+
+        read_attesting(front)
 
 
 def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
@@ -27,10 +37,9 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
     Raises:
         CloisterError: something cannot be used or does not fit; the message says what to do.
     """
-    from cloister.sealed.attesting import read_attesting
     from cloister.server.serve import serve as serve_site
 
-    read_attesting(settings.server.config)
+    check_attesting(settings.server.config)
     gate = build_gate(settings)
     if settings.server.config.gateway_secret is not None and not settings.server.config.sealed:
         raise ConfigError("gateways show their secret to sealed nodes only; add --sealed", param="gateway_secret")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,15 +21,18 @@ if TYPE_CHECKING:
 
 async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
     """Starts the engine process, and the front that talks to it."""
-    from cloister.server.app import create_app
-    from cloister.server.serve import Site
-    from cloister.server.trace_export import open_tracer
-    from cloister.text import ChatTemplate, Tokenizer
-
     config, front = settings.engine.config, settings.server.config
     engine = make_engine(config, front)
     imported_s = process_age_s()
-    await engine.start()
+    starting = asyncio.create_task(engine.start())
+    await asyncio.sleep(0)  # its process is there now, and loads while this one imports
+    try:
+        from cloister.server.app import create_app
+        from cloister.server.serve import Site
+        from cloister.server.trace_export import open_tracer
+        from cloister.text import ChatTemplate, Tokenizer
+    finally:
+        await starting
     watch = Stopwatch()
     try:
         path = Path(engine.model.path)

@@ -36,6 +36,11 @@ class StepSize(NamedTuple):
     num_attended: float = 0.0
     num_read: float = 0.0
 
+    def plus_decodes(self, starts: Sequence[int]) -> StepSize:
+        """Returns the size with one position of each of these sequences more."""
+        num_keys = sum(starts) + len(starts)
+        return StepSize(self.num_tokens + len(starts), self.num_attended + num_keys, self.num_read + num_keys)
+
     def plus(self, start: int, num_tokens: int) -> StepSize:
         """Returns the size with positions [start, start + num_tokens) of one more sequence."""
         return StepSize(
@@ -194,11 +199,26 @@ class StepBudget:
     def predicted_s(self) -> float:
         return self._cost.predict(self.size)
 
-    def bound_by_decodes(self) -> None:
-        """Says that the decodes are in: from now on they bound the time, unless a target does."""
+    def bound_by_decodes(self, plain: StepSize) -> None:
+        """Bounds the time of the step by that of its decodes, unless a target does.
+
+        Args:
+            plain: what the step does with a token of each decode and no drafts.
+        """
         if self._config.target_s is None:
-            stalled_s = max(self.predicted_s * self._config.max_stall, self._config.floor_s)
-            self._limit_s = stalled_s if self.num_tokens else None
+            stalled_s = max(self._cost.predict(plain) * self._config.max_stall, self._config.floor_s)
+            self._limit_s = stalled_s if plain.num_tokens else None
+
+    def share_for_drafts(self, plain: StepSize, drafted: StepSize) -> float:
+        """Returns the part of the drafts of a step that takes a quarter of the time by which it may grow, from 0 to 1.
+
+        Args:
+            plain, drafted: what the step does without the drafts, and with them.
+        """
+        plain_s, drafted_s = self._cost.predict(plain), self._cost.predict(drafted)
+        if self._limit_s is None or drafted_s <= plain_s:
+            return 1.0
+        return min(1.0, max(0.0, (self._limit_s - plain_s) / 4 / (drafted_s - plain_s)))
 
     def bound_by_slack(self, slack: float) -> None:
         """Says that what follows may stretch the step by the ratio `slack` at most."""

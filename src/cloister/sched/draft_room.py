@@ -30,19 +30,30 @@ class DraftRoom:
         self._cost = cost
         self._max_num_seqs = max_num_seqs
 
-    def choose(self, step: Step, decodes: list[Sequence]) -> list[Choice]:
-        """Returns what each sequence drafts. Drafts take blocks that nobody needs, and leave others half of the step: they
-        displace no one."""
-        size = step.budget.size
+    def choose(self, step: Step, decodes: list[Sequence], plain: StepSize) -> list[Choice]:
+        """Returns what each sequence drafts. Drafts take blocks that nobody needs, and leave others half of the step, in tokens and
+        in time: they displace no one.
+
+        Args:
+            plain: what the step does with a token of each decode and no drafts.
+        """
         num_left, num_spare = step.budget.num_left - len(decodes), self._pool.num_available
         for sequence in decodes:
-            size = size.plus(sequence.num_planned, 1)
             num_spare -= 1 + table_of(sequence).num_missing(sequence.num_planned + 1)
-        if self._roster.num_waiting or len(self._roster.running) > len(decodes):
+        has_others = bool(self._roster.num_waiting) or len(self._roster.running) > len(decodes)
+        if has_others:
             num_others, num_blocks = self._count_others(step, decodes, num_spare)
+            has_others = num_others > 0
             num_left = (num_left - num_others) // 2 if num_others else num_left
             num_spare -= num_blocks
-        choices = self._speculation.choose(decodes, self._cost, size, num_left)
+        choices = self._speculation.choose(decodes, self._cost, plain, num_left)
+        if has_others:
+            drafted = plain
+            for sequence, choice in zip(decodes, choices, strict=True):
+                drafted = drafted.minus(sequence.num_planned, 1).plus(sequence.num_planned, 1 + choice.num_drafts)
+            share = step.budget.share_for_drafts(plain, drafted)
+            if share < 1.0:
+                choices = [choice._replace(num_drafts=int(share * choice.num_drafts)) for choice in choices]
         for place, (sequence, choice) in enumerate(zip(decodes, choices, strict=True)):
             num_drafts = min(choice.num_drafts, sequence.max_drafts)
             table, start = table_of(sequence), sequence.num_planned + 1

@@ -265,15 +265,16 @@ class Scheduler:
         if len(decodes) > step.budget.num_left:
             decodes = sorted(decodes, key=self._policy.rank)
         choices: list[Choice] = []
-        if self._draft_room is not None and not step.is_held_up:
+        if not step.is_held_up:
             decodes = [sequence for sequence in decodes if sequence.status is Status.RUNNING]  # some may have been displaced
-            choices = self._draft_room.choose(step, decodes)
+            plain = step.budget.size.plus_decodes([sequence.num_planned for sequence in decodes])
+            step.budget.bound_by_decodes(plain)
+            if self._draft_room is not None:
+                choices = self._draft_room.choose(step, decodes, plain)
         for place, sequence in enumerate(decodes):
             if step.is_held_up and not step.budget.admits(sequence.num_planned):
                 return
             self._extend(step, sequence, 1, choices[place] if choices else NO_DRAFTS)
-        if not step.is_held_up:
-            step.budget.bound_by_decodes()
 
     def _extend_chunk(self, step: Step, sequence: Sequence) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""

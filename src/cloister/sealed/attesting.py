@@ -16,20 +16,10 @@ from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.attestation.tsm import TdxAttester
 from cloister.sealed.announcing import Announcer
 from cloister.sealed.unsealing import Unsealer
-from cloister.types.config import ServerConfig
+from cloister.types.config import ATTESTING, ServerConfig
 from cloister.types.errors import ConfigError
 
 ATTESTER_MODULE: Final = "cloister.privacy.attestation.process"
-SETTINGS: Final = (
-    "attester",
-    "attest_gpus",
-    "amd_certificates",
-    "intel_collateral",
-    "release",
-    "log_checkpoint",
-    "node_capacity",
-)
-"""Those of `ServerConfig` that only a sealed node has a use for."""
 MAX_CHECKPOINT_BYTES: Final = 16_384
 
 Spawn = Callable[[str, socket.socket], object]
@@ -76,7 +66,7 @@ def read_attesting(front: ServerConfig) -> Attesting:
     """
     if not front.sealed:
         unset = {field.name: field.default for field in fields(ServerConfig)}
-        given = next((name for name in SETTINGS if getattr(front, name) != unset[name]), None)
+        given = next((name for name in ATTESTING if getattr(front, name) != unset[name]), None)
         if given is not None:
             raise ConfigError(f"`{given}` says what a sealed node's evidence is; start one with --sealed", param=given)
     if front.attester == TdxAttester.kind and front.intel_collateral is None:
