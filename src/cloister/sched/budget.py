@@ -199,14 +199,15 @@ class StepBudget:
     def predicted_s(self) -> float:
         return self._cost.predict(self.size)
 
-    def bound_by_decodes(self, plain: StepSize) -> None:
+    def bound_by_decodes(self, plain: StepSize, floor_s: float = 0.0) -> None:
         """Bounds the time of the step by that of its decodes, unless a target does.
 
         Args:
             plain: what the step does with a token of each decode and no drafts.
+            floor_s: a step that is no longer than this is short enough for these decodes.
         """
         if self._config.target_s is None:
-            stalled_s = max(self._cost.predict(plain) * self._config.max_stall, self._config.floor_s)
+            stalled_s = max(self._cost.predict(plain) * self._config.max_stall, self._config.floor_s, floor_s)
             self._limit_s = stalled_s if plain.num_tokens else None
 
     def share_for_drafts(self, plain: StepSize, drafted: StepSize) -> float:

@@ -26,6 +26,13 @@ from cloister.types.events import Event, Progressed, Scheduled
 from cloister.types.request import FinishReason, Request
 from cloister.types.step import Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
 
+BURST_S = 0.5
+"""Requests that arrive within this time of each other came together."""
+BURST_LASTS_S = 1.0
+"""So long after its first token a request counts as one of a burst that has just come."""
+BURST_FLOOR_S = 0.2
+"""A step of this time is short enough for requests of a burst that has just come."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -255,26 +262,47 @@ class Scheduler:
             self._admit(step, before=level)
             step.enter(level)
             decodes, prefills = by_level[level]
-            self._fill_decodes(step, decodes)
+            self._fill_decodes(step, decodes, prefills)
             for sequence in sorted(prefills, key=self._policy.rank):
                 self._extend_chunk(step, sequence)
         self._admit(step, before=None)
 
-    def _fill_decodes(self, step: Step, decodes: list[Sequence]) -> None:
-        """Plans one position for each sequence, and lets them bound the time of what follows."""
+    def _fill_decodes(self, step: Step, decodes: list[Sequence], prefills: list[Sequence]) -> None:
+        """Plans one position for each sequence, and lets them bound the time of what follows.
+
+        Args:
+            prefills: what follows in this level, beside what waits.
+        """
         if len(decodes) > step.budget.num_left:
             decodes = sorted(decodes, key=self._policy.rank)
         choices: list[Choice] = []
         if not step.is_held_up:
             decodes = [sequence for sequence in decodes if sequence.status is Status.RUNNING]  # some may have been displaced
             plain = step.budget.size.plus_decodes([sequence.num_planned for sequence in decodes])
-            step.budget.bound_by_decodes(plain)
+            step.budget.bound_by_decodes(plain, BURST_FLOOR_S if self._are_of_burst(step, decodes, prefills) else 0.0)
             if self._draft_room is not None:
                 choices = self._draft_room.choose(step, decodes, plain)
         for place, sequence in enumerate(decodes):
             if step.is_held_up and not step.budget.admits(sequence.num_planned):
                 return
             self._extend(step, sequence, 1, choices[place] if choices else NO_DRAFTS)
+
+    def _are_of_burst(self, step: Step, decodes: list[Sequence], prefills: list[Sequence]) -> bool:
+        """True if all decodes have just begun and came together with prompts that are not computed yet.
+
+        Nobody has read along for long then, and the prompts of one burst are computed in a few large chunks.
+        """
+        pending = [sequence.group.arrival_s for sequence in prefills]
+        if (first := self._policy.peek()) is not None:
+            pending.append(first.group.arrival_s)
+        if not pending or not decodes:
+            return False
+        since_s, young_s = min(pending) - BURST_S, step.now - BURST_LASTS_S
+        for sequence in decodes:
+            group = sequence.group
+            if group.arrival_s < since_s or group.first_token_s is None or group.first_token_s < young_s:
+                return False
+        return True
 
     def _extend_chunk(self, step: Step, sequence: Sequence) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""

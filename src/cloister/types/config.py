@@ -84,7 +84,7 @@ class EngineConfig:
     )
     max_stall: float = setting(1.7, "How much prefill may stretch a step that also decodes, as a ratio.", low=1)
     stall_floor_ms: float = setting(
-        40.0, "A step of this time is short enough for any stream: up to it prefill may fill one, whatever `max_stall`.", low=0
+        45.0, "A step of this time is short enough for any stream: up to it prefill may fill one, whatever `max_stall`.", low=0
     )
     scheduler: str = setting("fcfs", "Who goes first.")
     prefix_cache: bool | None = setting(None, "Reuse KV of equal prefixes inside a scope; unset, as the profile says.")
