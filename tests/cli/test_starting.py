@@ -21,7 +21,7 @@ def read_drafts(drafters: tuple[str, ...], **flags: object) -> str:
 
 
 def test_the_start_says_what_was_found_to_draft() -> None:
-    assert read_drafts(("medusa", "rest", "ngram")) == "medusa, rest, ngram (auto)"
+    assert read_drafts(("medusa", "rest", "ngram"), speculate="auto") == "medusa, rest, ngram (auto)"
     assert read_drafts(("ngram",), speculate="ngram") == "ngram"
     assert read_drafts((), speculate="none") == "none"
 
@@ -34,7 +34,8 @@ def test_the_start_says_how_much_is_drafted_where_that_is_fixed() -> None:
 @pytest.mark.parametrize(
     ("flags", "drafters"),
     [
-        ({}, ("medusa", "rest", "ngram")),
+        ({}, ()),
+        ({"speculate": "auto"}, ("medusa", "rest", "ngram")),
         ({"speculate": "none"}, ()),
         ({"speculate": "recycling,ngram"}, ("recycling", "ngram")),
         ({"speculate": "recycling,ngram", "draft_tokens": 4}, ("recycling",)),
@@ -72,7 +73,9 @@ def test_auto_says_why_it_does_without_what_lies_beside_the_model(
     home = tmp_path / "model"
     shutil.copytree(locate("cloister-5m"), home)
     (home / "drafters" / name / file).write_text("{")
-    settings = resolve_settings({"model": str(home), "kv_memory_mb": 64, "max_model_len": 256, "num_threads": 1})
+    settings = resolve_settings(
+        {"model": str(home), "kv_memory_mb": 64, "max_model_len": 256, "num_threads": 1, "speculate": "auto"}
+    )
     with caplog.at_level("WARNING"):
         core = build_engine(settings.engine.config)
     assert core.model.drafters == others

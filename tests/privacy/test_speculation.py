@@ -17,13 +17,18 @@ def settle_with(profile: str, *, sealed: bool = False, **flags: object) -> Resol
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-@pytest.mark.parametrize(("profile", "chosen"), [("open", "auto"), ("team", "auto"), ("private", "none"), ("paranoid", "none")])
-def test_where_nobody_said_drafts_are_as_the_profile_has_them(profile: str, chosen: str, sealed: bool) -> None:
+@pytest.mark.parametrize("profile", Profile)
+def test_where_nobody_asked_there_are_no_drafts(profile: str, sealed: bool) -> None:
     engine = settle_with(profile, sealed=sealed)
-    assert engine.config.speculate == chosen
-    assert engine.config.speculates is (chosen == "auto")
-    why = next(reason.why for reason in engine.reasons if reason.name == "speculate")
-    assert why.startswith(f"T6.speculation.{'sealed' if sealed else 'plain'}-drafts.{profile}: ")
+    assert engine.config.speculate == "none"
+    assert not engine.config.speculates
+
+
+@pytest.mark.parametrize("flags", [{"draft_model": "cloister-5m"}, {"draft_tokens": 4}, {"datastore": "texts"}])
+def test_a_setting_of_drafters_asks_for_them(flags: dict[str, Any]) -> None:
+    engine = settle_with("open", **flags)
+    assert engine.config.speculate == "auto"
+    assert next(reason.why for reason in engine.reasons if reason.name == "speculate") == f"{next(iter(flags))} is set"
 
 
 @pytest.mark.parametrize("wanted", ["auto", "ngram", "medusa,ngram"])
@@ -52,10 +57,10 @@ def test_a_datastore_is_refused_where_nothing_is_read_but_the_request() -> None:
 def test_a_setting_of_drafters_is_refused_where_nothing_drafts(flags: dict[str, Any]) -> None:
     (name,) = flags
     settle_with("team", **flags)
-    for profile, wanted in (("team", "none"), ("private", None)):
-        with pytest.raises(ConfigError, match=name) as refusal:
+    for profile, wanted, kind in (("team", "none", ConfigError), ("private", None, PolicyError)):
+        with pytest.raises(kind, match=name) as refusal:
             settle_with(profile, speculate=wanted, **flags)
-        assert refusal.value.param == name
+        assert refusal.value.param == (name if kind is ConfigError else "speculate")
 
 
 def test_auto_and_none_name_no_drafter() -> None:

@@ -75,7 +75,9 @@ def test_who_comes_in_a_burst_is_held_up_in_its_first_second_only_and_by_a_fifth
     records, _ = run(burst(0.003), DEFAULT)
     for record in records:
         times = [time_s for time_s, _ in record.deliveries]
-        held = [(after - times[0], after - before) for before, after in pairwise(times) if after - before > 1.1 * DEFAULT.floor_s]
+        held = [
+            (after - times[0], after - before) for before, after in pairwise(times) if after - before > 1.1 * DEFAULT.floor_s
+        ]
         assert all(age_s < 1.3 and gap_s < 0.22 for age_s, gap_s in held)
 
 

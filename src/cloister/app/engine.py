@@ -170,7 +170,9 @@ def _release_prefixes(config: EngineConfig, path: Path, tokenizer: Tokenizer) ->
     from cloister.text import ChatTemplate
     from cloister.text.release_prefixes import read_release_prefixes
 
-    return read_release_prefixes(Path(config.release_prefixes).expanduser(), tokenizer, ChatTemplate.load(path))
+    return read_release_prefixes(
+        Path(config.release_prefixes).expanduser(), tokenizer, ChatTemplate.load(path, tokenizer.special)
+    )
 
 
 def build_scheduler(

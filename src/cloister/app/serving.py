@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_attesting(front: ServerConfig) -> None:
-    """Raises ConfigError where what the settings say of evidence does not fit; loads what makes it only where they say something."""
+    """Raises ConfigError where settings of evidence do not fit; loads what makes evidence only if there are some."""
     unset = ServerConfig()
     if front.sealed or any(getattr(front, name) != getattr(unset, name) for name in ATTESTING):
         from cloister.sealed.attesting import read_attesting

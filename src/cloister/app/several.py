@@ -70,10 +70,11 @@ async def _open_seat(settings: Settings, engine: ProcessEngine, gate: Gate, call
     try:
         exposition = make_exposition(engine, gate, [name])
         path = Path(engine.model.path)
+        tokenizer = Tokenizer(path)
         routes = create_routes(
             engine,
-            Tokenizer(path),
-            ChatTemplate.load(path),
+            tokenizer,
+            ChatTemplate.load(path, tokenizer.special),
             gate,
             front,
             calls,

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from cloister.server.serve import Site
 
 
+def _find_early(model: str) -> Path | None:
+    """Returns where a model lies that is on this machine, as the engine will say; None for one that has to be fetched first."""
+    from cloister.models import embedded_names, locate
+    from cloister.models.directory import find_model
+
+    if model in embedded_names() or Path(model).expanduser().exists():
+        return find_model(locate(model))
+    return None
+
+
 async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
     """Starts the engine process, and the front that talks to it."""
     config, front = settings.engine.config, settings.server.config
@@ -27,20 +37,25 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0)  # its process is there now, and loads while this one imports
     try:
-        from cloister.server.app import create_app
-        from cloister.server.serve import Site
-        from cloister.server.trace_export import open_tracer
-        from cloister.text import ChatTemplate, Tokenizer
-    finally:
-        await starting
-    watch = Stopwatch()
-    try:
+        try:
+            from cloister.server.app import create_app
+            from cloister.server.serve import Site
+            from cloister.server.trace_export import open_tracer
+            from cloister.text import ChatTemplate, Tokenizer
+
+            early = _find_early(config.model)
+            tokenizer = Tokenizer(early) if early is not None else None
+        finally:
+            await starting
+        watch = Stopwatch()
         path = Path(engine.model.path)
+        if tokenizer is None or early != path:
+            tokenizer = Tokenizer(path)
         tracer = open_tracer(front, engine.model.name)
         app = create_app(
             engine,
-            Tokenizer(path),
-            ChatTemplate.load(path),
+            tokenizer,
+            ChatTemplate.load(path, tokenizer.special),
             gate,
             front,
             listeners=[tracer.write] if tracer is not None else [],

@@ -219,7 +219,7 @@ class AsyncLLM:
         if self._template is None:
             from cloister.text import ChatTemplate  # brings jinja2, which a program that renders nothing can do without
 
-            self._template = ChatTemplate.load(Path(self._loaded.path))
+            self._template = ChatTemplate.load(Path(self._loaded.path), self.tokenizer.special)
         text = self._template.render([dict(message) for message in messages], [dict(tool) for tool in tools or ()] or None)
         return self.tokenizer.encode(text, False)
 

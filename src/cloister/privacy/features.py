@@ -220,7 +220,7 @@ SPECULATION = Feature(
     "speculation",
     "speculate",
     _PLAIN_DRAFTS,
-    frozenset({Profile.OPEN, Profile.TEAM}),
+    frozenset(),
     "leave the setting `speculate` out, or serve from a sealed node",
 )
 SEALED_SPECULATION = Feature(
@@ -228,7 +228,7 @@ SEALED_SPECULATION = Feature(
     "speculation",
     "speculate of a sealed node",
     _SEALED_DRAFTS,
-    frozenset({Profile.OPEN, Profile.TEAM}),
+    frozenset(),
     "leave the setting `speculate` out",
 )
 DATASTORE = Feature(

@@ -73,17 +73,19 @@ def _settle_speculation(policy: Policy, engine: Resolved[EngineConfig], sealed: 
     """
     feature, config = "sealed-speculation" if sealed else "speculation", engine.config
     wanted = None if config.speculate is None else config.speculates
-    is_on = policy.resolve(feature, wanted, _source_of(engine, "speculate"))
+    asking = next((name for name in ("draft_model", "draft_tokens", "datastore") if getattr(config, name) is not None), None)
+    if wanted is None and asking is not None:
+        is_on = policy.resolve(feature, True, _source_of(engine, asking))
+    else:
+        is_on = policy.resolve(feature, wanted, _source_of(engine, "speculate"))
     policy.check({"datastore": Use(config.datastore is not None, _source_of(engine, "datastore"))})
     read = {DRAFTER_FILES.get(name) for name in config.drafter_names}
     policy.check({"datastore": Use("datastore" in read, _source_of(engine, "speculate"))})
     if wanted is None:
-        ruling = policy.ruling(feature)
-        engine = engine.explain(speculate=(AUTO_DRAFTER if is_on else NO_DRAFTER, f"{ruling.rule}: {ruling.text}"))
-    if not is_on:
-        for name in ("draft_model", "draft_tokens", "datastore"):
-            if getattr(config, name) is not None:
-                raise ConfigError(f"{name} needs drafts, and there are none here; leave it out, or set speculate", param=name)
+        why = f"{asking} is set" if asking is not None else "nobody asked for drafts, which cost time where they are wrong"
+        engine = engine.explain(speculate=(AUTO_DRAFTER if is_on else NO_DRAFTER, why))
+    if not is_on and asking is not None:
+        raise ConfigError(f"{asking} needs drafts, and there are none here; leave it out, or set speculate", param=asking)
     for name in ("draft_model", "datastore"):
         if config.drafter_names and getattr(config, name) is not None and name not in read:
             able = ", ".join((AUTO_DRAFTER, *(drafter for drafter, file in DRAFTER_FILES.items() if file == name)))

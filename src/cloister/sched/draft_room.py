@@ -31,8 +31,10 @@ class DraftRoom:
         self._max_num_seqs = max_num_seqs
 
     def choose(self, step: Step, decodes: list[Sequence], plain: StepSize) -> list[Choice]:
-        """Returns what each sequence drafts. Drafts take blocks that nobody needs, and leave others half of the step, in tokens and
-        in time: they displace no one.
+        """Returns what each sequence drafts.
+
+        Drafts displace no one: they take blocks that nobody needs, and leave others half of the step's tokens and three quarters of
+        the time by which it may grow.
 
         Args:
             plain: what the step does with a token of each decode and no drafts.

@@ -49,14 +49,17 @@ class ChatTemplate:
         self._habits = {name: Habits.of(source) for name, source in sources.items()}
 
     @classmethod
-    def load(cls, path: str | Path) -> ChatTemplate:
+    def load(cls, path: str | Path, special: SpecialTokens | None = None) -> ChatTemplate:
         """Reads chat_template.jinja or tokenizer_config.json's `chat_template`, or a GGUF file's. A model may have none.
+
+        Args:
+            special: those of the model's tokenizer; None reads them anew, which takes seconds for a large vocabulary.
 
         Raises:
             ModelError: the template is not valid Jinja, or the tokenizer is missing.
         """
         source = open_source(Path(path))
-        return cls(source.templates(), SpecialTokens.parse(source.tokenizer(), source.config()))
+        return cls(source.templates(), special or SpecialTokens.parse(source.tokenizer(), source.config()))
 
     @property
     def exists(self) -> bool:

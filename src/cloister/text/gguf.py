@@ -6,12 +6,13 @@ expression with a name cuts out; "llama" is SentencePiece's BPE, whose merges fo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from cloister.text.framing import surround
 from cloister.text.sentencepiece import merges_by_score
@@ -42,7 +43,7 @@ class GGUFSource:
 
     def tokenizer_text(self) -> tuple[dict[str, Any], bytes]:
         settings = self.tokenizer()
-        return settings, json.dumps(settings).encode()
+        return settings, msgspec.json.encode(settings)
 
     def config(self) -> dict[str, Any]:
         tokens = _read_vocabulary(self._file).tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from cloister.text.framing import surround
@@ -71,7 +71,16 @@ def merges_by_score(ids: Mapping[str, int], scores: Sequence[float]) -> list[tup
     if any(len(piece) > _MOST_LETTERS for piece in ids):
         raise ModelError(f"the tokenizer has a piece of more than {_MOST_LETTERS} letters; download it again")
     pieces = sorted(ids, key=lambda piece: (-scores[ids[piece]], ids[piece]))
-    return [pair for piece in pieces for pair in _ways_to_make(piece, ids)]
+    merges: list[tuple[str, str]] = []
+    for piece in pieces:  # one loop: a vocabulary of 262,000 has two million places to cut
+        ways = []
+        for place in range(1, len(piece)):
+            first = ids.get(piece[:place])
+            if first is not None and (second := ids.get(piece[place:])) is not None:
+                ways.append((first, second, place))
+        ways.sort()
+        merges += [(piece[:place], piece[place:]) for _, _, place in ways]
+    return merges
 
 
 def _token(model: SentencePieceFile, token_id: int | None) -> list[tuple[str, int]]:
@@ -183,9 +192,3 @@ def _bpe(model: SentencePieceFile) -> dict[str, Any]:
         "fuse_unk": True,
         "byte_fallback": model.byte_fallback,
     }
-
-
-def _ways_to_make(piece: str, ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    cuts = [(piece[:place], piece[place:]) for place in range(1, len(piece))]
-    found = [(first, second) for first, second in cuts if first in ids and second in ids]
-    yield from sorted(found, key=lambda pair: (ids[pair[0]], ids[pair[1]]))

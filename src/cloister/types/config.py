@@ -115,7 +115,7 @@ class EngineConfig:
     speculate: str | None = setting(
         None,
         "What drafts tokens for the model to verify, several a step: none, auto (what is at hand, wherever it pays), or"
-        " drafters by name, with commas between several; unset, auto where the profile has it, else none.",
+        " drafters by name, with commas between several; unset, auto where a setting of drafters is given, else none.",
     )
     draft_model: str | None = setting(
         None,

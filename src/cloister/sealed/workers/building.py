@@ -40,11 +40,12 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
     )
     engine, unsealer = LinkedEngine(boot.ready, boot.engine), RemoteUnsealer()
     path = Path(boot.ready.model.path)
+    tokenizer = Tokenizer(path, remembers=False)
     server = replace(boot.server, host=NOWHERE, page=False, log_requests=False, otlp_endpoint=None, allowed_origins=None)
     inner = create_app(
         engine,
-        Tokenizer(path, remembers=False),
-        ChatTemplate.load(path),
+        tokenizer,
+        ChatTemplate.load(path, tokenizer.special),
         gate,
         server,
         request_timeout_s=boot.engine.request_timeout_s,
