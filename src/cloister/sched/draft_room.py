@@ -33,8 +33,8 @@ class DraftRoom:
     def choose(self, step: Step, decodes: list[Sequence], plain: StepSize) -> list[Choice]:
         """Returns what each sequence drafts.
 
-        Drafts displace no one: they take blocks that nobody needs, and leave others half of the step's tokens and three quarters of
-        the time by which it may grow.
+        Drafts displace no one: they take blocks that nobody needs, and leave others half of the tokens of the step and three
+        quarters of the time by which it may grow.
 
         Args:
             plain: what the step does with a token of each decode and no drafts.
