@@ -207,6 +207,8 @@ def test_too_many_deaths_are_the_end_and_health_says_so(model_path: Path) -> Non
             assert "too often" in (engine.fault() or "")
             with pytest.raises(EngineError, match="log says"):
                 await answer(engine, make_request())
+            await engine.drain(0.0)
+            assert "too often" in (engine.fault() or "")  # a server that ends for it still knows why
 
     async def until_broken(engine: ProcessEngine) -> None:
         while "too often" not in engine.health().detail:

@@ -157,12 +157,22 @@ def test_one_that_ends_early_ends_once_for_each_answer_and_gives_everything_back
         ({"width": 2, "n": 3}, "n must be from 1 to 2"),
         ({"width": 200}, "at most 64 sequences"),
         ({"width": 60, "max_tokens": 100}, "60 beams may need"),
+        ({"width": 1, "max_tokens": 1021}, "1 beams may need"),
+        ({"width": 2, "length_penalty": 1e6}, "length_penalty must be"),
+        ({"width": 2, "length_penalty": float("nan")}, "length_penalty must be"),
     ],
 )
 def test_what_can_never_run_is_refused_with_the_reason(fields, message):
-    bench = Bench()
+    bench = Bench(max_model_len=2048)
     bench.add("a", [1, 2, 3], **fields)
     bench.run()
     (first, *_) = bench.ended("a")
     assert first.reason is FinishReason.REJECTED
     assert message in first.error
+
+
+def test_a_search_whose_steps_would_hold_up_everybody_is_refused():
+    bench = Bench(ends=tuple(range(300)))
+    bench.add("a", [1, 2, 3], 16)
+    bench.run()
+    assert "16 beams with 300 tokens that end an answer" in bench.ended("a")[0].error

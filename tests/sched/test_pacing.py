@@ -100,3 +100,15 @@ def test_where_decodes_take_longer_than_the_floor_a_prompt_that_comes_while_they
         for before, after in pairwise([t for t, _ in stream.deliveries if long.due_s < t < long.due_s + long.ttft_s])
     ]
     assert 1.2 * quiet_s < max(loaded) < 1.1 * budget.max_stall * quiet_s
+
+
+def test_a_burst_of_another_class_does_not_hold_up_a_stream_either():
+    config = SchedulerConfig(8192, budget=DEFAULT, prefix_cache=False, policy="priority")
+    lessons = make_requests([WorkItem(0.0, [5] * length, length, 8) for length in (64, 520)], "lesson")
+    urgent = request("urgent", START_S, 128, 300)
+    others = [
+        Timed(START_S + 1.7, Request(request_id=f"b{i}", token_ids=[5] * n, sampling=SamplingParams(max_tokens=40), priority=5))
+        for i, n in enumerate((64, 64, 1500, 1500, 1500, 1500))
+    ]
+    done = replay(make_scheduler(config, 4000, 16), [*lessons, urgent, *others], COSTS).recorder
+    assert max(gaps([done.record_of("urgent")])) < 1.1 * DEFAULT.floor_s

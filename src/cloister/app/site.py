@@ -44,7 +44,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             from cloister.text import ChatTemplate, Tokenizer
 
             early = _find_early(config.model)
-            tokenizer = Tokenizer(early) if early is not None else None
+            tokenizer = await asyncio.to_thread(Tokenizer, early) if early is not None else None
         finally:
             await starting
         watch = Stopwatch()

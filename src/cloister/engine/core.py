@@ -164,11 +164,8 @@ class EngineCore:
                 if self._tidier is not None:
                     self._tidier.note_end()
         replies, self.adapters.replies = self.adapters.replies, []
-        return (
-            Outputs(self._output.collect(events, self._scheduler.take_answers()), events, replies)
-            if events or replies
-            else None
-        )
+        answers = self._scheduler.take_answers() if self._scheduler.answers else ()
+        return Outputs(self._output.collect(events, answers), events, replies) if events or replies else None
 
     def _read(self, message: FrontMessage, now: float) -> None:
         match message:

@@ -97,6 +97,7 @@ class ProcessEngine:
         self._child: EngineChild | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._drain_s: float | None = None
+        self._is_broken = False
         self._doorkeeper = doorkeeper
         self._elsewhere: set[str] = set()
 
@@ -125,7 +126,7 @@ class ProcessEngine:
 
     def fault(self) -> str | None:
         """Says why no engine will be started any more; None while one runs, or will."""
-        return BROKEN if self._desk.closed == BROKEN else None
+        return BROKEN if self._is_broken else None
 
     async def drain(self, timeout_s: float) -> None:
         self._desk.closed = DRAINING
@@ -181,7 +182,7 @@ class ProcessEngine:
                 self._child.kill()
                 await self._bury(self._child)
             if self._drain_s is None:
-                self._desk.closed = BROKEN
+                self._desk.closed, self._is_broken = BROKEN, True
 
     async def _serve(self, child: EngineChild) -> None:
         """Passes on what the engine says, until it is gone; kills it when it hangs."""

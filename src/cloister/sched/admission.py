@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from cloister.types.request import Request, SamplingParams
+
+MAX_LENGTH_PENALTY: Final = 10.0
+MAX_CANDIDATES: Final = 32768
+"""Next tokens that one step of a beam search may choose from, over all beams: sorting more would hold up everybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +67,8 @@ def find_wrong_beams(sampling: SamplingParams) -> str | None:
         return None
     if not 1 <= sampling.n <= beams.width:
         return f"n must be from 1 to {beams.width}, the beams of the search"
-    if not math.isfinite(beams.length_penalty):
-        return "length_penalty must be a finite number"
+    if not abs(beams.length_penalty) <= MAX_LENGTH_PENALTY:
+        return f"length_penalty must be from -{MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
     for name, is_given in (
         ("stop", bool(sampling.stop)),
         ("min_tokens", sampling.min_tokens > 0),
@@ -106,7 +111,7 @@ def _find_misfit(request: Request, limits: Limits) -> str | None:
         return f"the search has {width} beams and at most {limits.max_num_seqs} sequences run at once; take fewer"
     num_most = limits.max_model_len if num_output is None else min(limits.max_model_len, num_prompt + num_output)
     num_positions = count_positions(num_prompt, num_most - num_prompt)
-    if width > 1:  # beams that share nothing, and a block each while one is copied
+    if request.sampling.beams is not None:  # beams that share nothing, and a block each while one is copied
         num_positions = width * (-(-num_positions // limits.block_size) + 1) * limits.block_size
         if num_positions > limits.num_kv_tokens:
             return (

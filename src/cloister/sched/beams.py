@@ -6,8 +6,10 @@ The search of `transformers` (`generate(num_beams=...)`, `do_sample=False`), whi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import nsmallest
 from typing import NamedTuple
 
+from cloister.sched.admission import MAX_CANDIDATES
 from cloister.types.request import BeamSearch
 
 
@@ -54,6 +56,12 @@ class Beams:
         """Likeliest tokens that are asked of each beam: enough for `width` beams to go on if all others end."""
         return max(2, 1 + len(self._ends)) * self.search.width
 
+    def find_excess(self) -> str | None:
+        """Says why a step of the search would take too long, or returns None."""
+        if self.search.width * self.num_candidates <= MAX_CANDIDATES:
+            return None
+        return f"{self.search.width} beams with {len(self._ends)} tokens that end an answer are too many; take fewer of either"
+
     def start(self, logprobs: Mapping[int, float]) -> None:
         """Says which sequences are the beams from now on, and their log-probabilities so far."""
         self._logprobs = dict(logprobs)
@@ -72,16 +80,16 @@ class Beams:
         length = 1 + len(next(iter(outputs.values())))
         divisor = length**self.search.length_penalty
         places = {seq_id: place for place, seq_id in enumerate(self._logprobs)}
-        found = [
+        found = (
             Beam(seq_id, token_id, self._logprobs[seq_id] + logprob)
             for seq_id, candidates in self._candidates.items()
             for token_id, logprob in candidates
-        ]
-        found.sort(key=lambda beam: (-beam.logprob, places[beam.parent_id], beam.token_id))
+        )
+        best = nsmallest(self.num_candidates, found, key=lambda beam: (-beam.logprob, places[beam.parent_id], beam.token_id))
         self._candidates = {}
         kept: list[Beam] = []
         width, is_last = self.search.width, length >= self._max_output
-        for rank, beam in enumerate(found[: self.num_candidates]):
+        for rank, beam in enumerate(best):
             is_end = beam.token_id in self._ends
             if not (is_end or is_last):
                 kept.append(beam)

@@ -23,6 +23,8 @@ BUDGET_THREAT = ThreatProfile(
     mitigations=("four coefficients of step time, forgotten exponentially, that never leave the engine",),
 )
 
+MAX_STEP_S = 2.0
+"""No step need take longer, where no decodes bound it: larger ones win nothing, and a watchdog would take them for a stall."""
 _SCALE = (1.0, 1e3, 1e6, 1e4)  # one unit of each feature, so that the fit is well conditioned
 _FIRST_VARIANCE = 1e4
 _MAX_TRACE = 1e6
@@ -38,8 +40,9 @@ class StepSize(NamedTuple):
 
     def plus_decodes(self, starts: Sequence[int]) -> StepSize:
         """Returns the size with one position of each of these sequences more."""
-        num_keys = sum(starts) + len(starts)
-        return StepSize(self.num_tokens + len(starts), self.num_attended + num_keys, self.num_read + num_keys)
+        num_tokens = len(starts)
+        num_keys = sum(starts) + num_tokens
+        return StepSize(self.num_tokens + num_tokens, self.num_attended + num_keys, self.num_read + num_keys)
 
     def plus(self, start: int, num_tokens: int) -> StepSize:
         """Returns the size with positions [start, start + num_tokens) of one more sequence."""
@@ -184,7 +187,7 @@ class StepBudget:
     def __init__(self, cost: StepCost, config: BudgetConfig) -> None:
         self._cost = cost
         self._config = config
-        self._limit_s: float | None = config.target_s
+        self._limit_s = MAX_STEP_S if config.target_s is None else config.target_s
         self.num_tokens = 0
         self.num_left = config.max_tokens
         self._num_attended = 0.0
@@ -208,7 +211,7 @@ class StepBudget:
         """
         if self._config.target_s is None:
             stalled_s = max(self._cost.predict(plain) * self._config.max_stall, self._config.floor_s, floor_s)
-            self._limit_s = stalled_s if plain.num_tokens else None
+            self._limit_s = stalled_s if plain.num_tokens else MAX_STEP_S
 
     def share_for_drafts(self, plain: StepSize, drafted: StepSize) -> float:
         """Returns the part of the drafts of a step that takes a quarter of the time by which it may grow, from 0 to 1.
@@ -217,7 +220,7 @@ class StepBudget:
             plain, drafted: what the step does without the drafts, and with them.
         """
         plain_s, drafted_s = self._cost.predict(plain), self._cost.predict(drafted)
-        if self._limit_s is None or drafted_s <= plain_s:
+        if drafted_s <= plain_s:
             return 1.0
         return min(1.0, max(0.0, (self._limit_s - plain_s) / 4 / (drafted_s - plain_s)))
 
@@ -237,8 +240,6 @@ class StepBudget:
         """True if one more decode at position `start` fits."""
         if self.num_left < 1:
             return False
-        if self._limit_s is None:
-            return True
         return self._cost.predict(self.size.plus(start, 1)) <= self._limit_s
 
     def fit(self, start: int, num_wanted: int, *, strict: bool = False) -> int:
@@ -247,7 +248,7 @@ class StepBudget:
         A chunk is never refused for time alone, else a prompt could starve behind decodes; `strict` does refuse it.
         """
         num_most = min(num_wanted, self.num_left)
-        if num_most <= 0 or self._limit_s is None or not self._cost.num_learned:
+        if num_most <= 0 or not self._cost.num_learned:
             return max(0, num_most)
         chunk = self._config.chunk
         num_fit = int(self._solve(start, self._limit_s - self.predicted_s))

@@ -76,11 +76,6 @@ class Roster:
         events, self.events = self.events, []
         return events
 
-    def take_answers(self) -> list[NewSequence]:
-        """Returns the answers of beam searches that ended since the last call, their output behind the prompt."""
-        answers, self.answers = self.answers, []
-        return answers
-
     def take_departures(self) -> list[int]:
         """Returns the sequences that left since the last call."""
         departures, self.departures = self.departures, []

@@ -63,6 +63,9 @@ class Scheduler:
         pool: the KV blocks it hands out.
         keys: makes prefix keys; None switches the prefix cache off.
         speculation: says how many tokens to draft; None drafts none.
+
+    Attributes:
+        answers: those of beam searches that were not taken yet, whole, as if they arrived: their output behind the prompt.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Scheduler:
             else None
         )
         self._num_usable = num_usable * pool.block_size
+        self.answers = self._roster.answers
         self._steps: deque[Step] = deque()
         self._next_plan = 0
 
@@ -132,8 +136,10 @@ class Scheduler:
         return self._roster.take_events()
 
     def take_answers(self) -> list[NewSequence]:
-        """Returns the answers of beam searches that ended since the last call, their output behind the prompt."""
-        return self._roster.take_answers()
+        """Returns `answers` and forgets them."""
+        answers = self.answers[:]
+        self.answers.clear()
+        return answers
 
     # Coming and going
 
@@ -159,6 +165,8 @@ class Scheduler:
             group.beams.start({sequence.seq_id: 0.0})
         limits = Limits(self.config.max_model_len, self.config.max_num_seqs, self._num_usable, self.pool.block_size)
         refusal = refusal or find_refusal(request, limits)
+        if refusal is None and group.beams is not None:
+            refusal = group.beams.find_excess()
         if refusal is not None:
             self._roster.end_group(group, FinishReason.REJECTED, now, error=refusal)
         else:
@@ -279,7 +287,8 @@ class Scheduler:
         if not step.is_held_up:
             decodes = [sequence for sequence in decodes if sequence.status is Status.RUNNING]  # some may have been displaced
             plain = step.budget.size.plus_decodes([sequence.num_planned for sequence in decodes])
-            step.budget.bound_by_decodes(plain, BURST_FLOOR_S if self._are_of_burst(step, decodes, prefills) else 0.0)
+            is_burst = bool(prefills or self._roster.num_waiting) and self._are_of_burst(step, prefills)
+            step.budget.bound_by_decodes(plain, BURST_FLOOR_S if is_burst else 0.0)
             if self._draft_room is not None:
                 choices = self._draft_room.choose(step, decodes, plain)
         for place, sequence in enumerate(decodes):
@@ -287,20 +296,20 @@ class Scheduler:
                 return
             self._extend(step, sequence, 1, choices[place] if choices else NO_DRAFTS)
 
-    def _are_of_burst(self, step: Step, decodes: list[Sequence], prefills: list[Sequence]) -> bool:
-        """True if all decodes have just begun and came together with prompts that are not computed yet.
+    def _are_of_burst(self, step: Step, prefills: list[Sequence]) -> bool:
+        """True if all that decode, of any level, have just begun and came together with prompts that are not computed yet.
 
         Nobody has read along for long then, and the prompts of one burst are computed in a few large chunks.
         """
         pending = [sequence.group.arrival_s for sequence in prefills]
         if (first := self._policy.peek()) is not None:
             pending.append(first.group.arrival_s)
-        if not pending or not decodes:
+        if not pending:
             return False
         since_s, young_s = min(pending) - BURST_S, step.now - BURST_LASTS_S
-        for sequence in decodes:
+        for sequence in self._roster.running.values():
             group = sequence.group
-            if group.arrival_s < since_s or group.first_token_s is None or group.first_token_s < young_s:
+            if group.first_token_s is not None and (group.arrival_s < since_s or group.first_token_s < young_s):
                 return False
         return True
 

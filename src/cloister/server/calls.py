@@ -201,16 +201,16 @@ def fit_budget(request: Request, call: Call) -> Request:
     sampling = request.sampling
     if call.output_budget is None or sampling.max_tokens == 0:
         return request
-    most = call.output_budget // sampling.n
+    most = call.output_budget // sampling.num_sequences
     if most < max(1, sampling.min_tokens):
         raise InvalidRequestError(
             "the token that pays for this request has too few output tokens left for all of its answers; ask for fewer answers,"
             " or send several requests",
-            param="n" if sampling.n > 1 else "min_tokens",
+            param="n" if sampling.num_sequences > 1 else "min_tokens",
             code="token_budget_exceeded",
         )
     wanted = most if sampling.max_tokens is None else min(sampling.max_tokens, most)
-    call.output_budget -= wanted * sampling.n
+    call.output_budget -= wanted * sampling.num_sequences
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, max_tokens=wanted))
 
 
@@ -224,7 +224,7 @@ def most_tokens(request: Request, max_model_len: int) -> int:
     """Returns the most tokens, prompt and answers, that a request can make the engine handle."""
     room = max(0, max_model_len - len(request.token_ids))
     wanted = request.sampling.max_tokens
-    return len(request.token_ids) + request.sampling.n * (room if wanted is None else min(wanted, room))
+    return len(request.token_ids) + request.sampling.num_sequences * (room if wanted is None else min(wanted, room))
 
 
 class _CallEngine:

@@ -72,6 +72,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: Grammar | None = None
     beams: BeamSearch | None = None
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are computed at once: its answers, or the beams of a search."""
+        return self.n if self.beams is None else max(self.n, self.beams.width)
+
     def __repr__(self) -> str:
         """Says nothing of content (rule 12): stop strings and biases are a user's words too."""
         return f"SamplingParams(n={self.n}, temperature={self.temperature}, max_tokens={self.max_tokens})"

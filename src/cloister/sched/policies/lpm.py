@@ -30,7 +30,7 @@ class LongestPrefixMatch(FirstComeFirstServed):
         self.push, self.peek, self.pop = self._push, self._peek, self._pop
         self._waiting: list[Sequence] = []
         self._sweep_at = MIN_SWEEP
-        self._num_passes = 0
+        self._passes: dict[int, int] = {}
         self._chosen: Sequence | None = None
         self._num_cached: Callable[[Sequence], int] = lambda sequence: 0
 
@@ -50,14 +50,11 @@ class LongestPrefixMatch(FirstComeFirstServed):
 
     def _peek(self) -> Sequence | None:
         if self._chosen is None or self._chosen.status is not Status.WAITING:
-            self._sweep_head()
-            window = [s for s in islice(self._waiting, WINDOW) if s.status is Status.WAITING]
-            if not window:
-                self._chosen = None
-            elif self._num_passes >= MAX_PASSES:
-                self._chosen = window[0]
-            else:
-                self._chosen = max(window, key=lambda s: (self._num_cached(s), -s.group.order))
+            if any(s.status is not Status.WAITING for s in islice(self._waiting, WINDOW)):
+                self._sweep()
+            window = self._waiting[:WINDOW]
+            overdue = next((s for s in window if self._passes.get(s.seq_id, 0) >= MAX_PASSES), None)
+            self._chosen = overdue or max(window, key=lambda s: (self._num_cached(s), -s.group.order), default=None)
         return self._chosen
 
     def _pop(self) -> Sequence:
@@ -65,18 +62,14 @@ class LongestPrefixMatch(FirstComeFirstServed):
         if chosen is None:
             raise IndexError("nobody waits")
         place = next(i for i, waiting in enumerate(self._waiting) if waiting is chosen)
-        self._num_passes = 0 if place == 0 else self._num_passes + 1
+        for passed in self._waiting[:place]:
+            self._passes[passed.seq_id] = self._passes.get(passed.seq_id, 0) + 1
+        self._passes.pop(chosen.seq_id, None)
         del self._waiting[place]
         self._chosen = None
         return chosen
 
-    def _sweep_head(self) -> None:
-        """Drops those that ended from the front: who is the oldest now, was passed by nobody yet."""
-        while self._waiting and self._waiting[0].status is not Status.WAITING:
-            del self._waiting[0]
-            self._num_passes = 0
-        if any(s.status is not Status.WAITING for s in islice(self._waiting, WINDOW)):
-            self._sweep()
-
     def _sweep(self) -> None:
         self._waiting = [s for s in self._waiting if s.status is Status.WAITING]
+        left = {s.seq_id for s in self._waiting}
+        self._passes = {seq_id: num for seq_id, num in self._passes.items() if seq_id in left}

@@ -375,9 +375,21 @@ INLINE void multiply_floats(const Matrix& w, const Rows& x, int block, int first
     finish_rows(w, x, panel, sink, block * 16 + first, R, [&](int r) INLINE_LAMBDA { return Outputs{c[r][0], c[r][1]}; });
 }
 
-template <int R>
+#if defined(__AVX2__) && !defined(__AVX512BW__) && !defined(__AVXVNNI__)
+constexpr bool asks_singly = true;  // where a chunk takes long enough to multiply
+#else
+constexpr bool asks_singly = false;
+#endif
+
+// With `streams` the tiles are weights as they lie in memory: those of the next page are asked for one by one, as a burst for a
+// whole chunk fills every line buffer and the loads behind it wait.
+template <int R, bool streams = false>
 INLINE void add_products(i32x16 (&acc)[R][2], const uint8_t* tiles, const uint8_t* a, int first_row, int last_row) {
     for (int k = first_row; k < last_row; k++) {
+        if constexpr (streams) {
+            __builtin_prefetch(tiles + k * 64 + page, 0, 3);
+            __builtin_prefetch(tiles + 1024 + k * 64 + page, 0, 3);
+        }
         UNROLL for (int r = 0; r < R; r++) {
             int32_t quad = load<int32_t>(a + r * 64 + k * 4);
             add_quads(acc[r][0], tiles + k * 64, quad);
@@ -418,6 +430,10 @@ INLINE void multiply_channels(const Matrix& w, const Rows& x, int block, int fir
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
     int step = 2 * tile_bytes(w.kind);
     for (int chunk = 0; chunk < w.chunks; chunk++, a += size_t(height) * 64) {
+        if (asks_singly && w.kind == Kind::int8) {
+            add_products<R, true>(acc, codes + size_t(chunk) * step, a, 0, 16);
+            continue;
+        }
         prefetch_ahead(codes + size_t(chunk) * step + page, step);
         add_products<R>(acc, integer_tiles(w, panel, codes, chunk, scratch), a, 0, 16);
     }
