@@ -24,8 +24,8 @@ from cloister.bench.plots import BLUE, GREEN, ORANGE, draw, plot_distribution
 from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.types.events import Event, Progressed
 
-STREAM_TOKENS = 6000
-QUIET_TOKENS = 5900
+STREAM_TOKENS = 4000
+QUIET_TOKENS = 2500
 SETTLE_S = 1.0
 SHORT_ENOUGH_S = 0.05
 """A time between tokens that no reader feels, whatever it was without the prompt."""
