@@ -10,16 +10,15 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import msgspec
-
 from cloister.kv import BlockPool, BlockTable, OutOfBlocksError, PrefixKeys, PrefixTree, Quotas
 from cloister.sched.admission import Limits, count_positions, find_refusal
+from cloister.sched.beam_search import BeamSearches
 from cloister.sched.beams import Beams
 from cloister.sched.budget import BudgetConfig, StepBudget, StepCost
 from cloister.sched.draft_room import DraftRoom
 from cloister.sched.policies import POLICIES
 from cloister.sched.roster import Roster, table_of
-from cloister.sched.sequence import RequestState, Sequence, Status
+from cloister.sched.sequence import Sequence, Status, introduce
 from cloister.sched.speculation import NO_DRAFTS, Choice, Speculation
 from cloister.sched.step import Step
 from cloister.types.events import Event, Progressed, Scheduled
@@ -93,6 +92,7 @@ class Scheduler:
             else None
         )
         self._num_usable = num_usable * pool.block_size
+        self._searches = BeamSearches(self._roster)
         self.answers = self._roster.answers
         self._steps: deque[Step] = deque()
         self._next_plan = 0
@@ -362,10 +362,10 @@ class Scheduler:
         num_most = count_positions(sequence.group.num_prompt_tokens, sequence.max_output)
         needed = table_of(sequence).num_missing(min(len(sequence.token_ids) + 1, num_most))
         if sequence.group.beams is not None:
-            needed = self._count_beam_blocks(sequence.group)
+            needed = self._searches.count_blocks(sequence.group)
         while self._roster.running:
             promised = sum(table_of(s).num_missing(len(s.token_ids)) for s in self._roster.running.values())
-            promised += sum(self._count_beam_blocks(group) for group in self._searching())
+            promised += self._searches.count_promised()
             headroom = len(self._roster.running)  # a block each, so that admission does not preempt a step later
             if self.pool.num_available >= needed + promised + headroom:
                 return True
@@ -374,23 +374,6 @@ class Scheduler:
                 return False
             self._roster.preempt(victim, step.now)
         return self.pool.num_available >= needed
-
-    def _searching(self) -> list[RequestState]:
-        """Returns the requests whose beams run."""
-        groups = {s.group.order: s.group for s in self._roster.running.values() if s.group.beams is not None}
-        return list(groups.values())
-
-    def _count_beam_blocks(self, group: RequestState) -> int:
-        """Returns the blocks that the beams of a request may still need if they share nothing.
-
-        None of them is preempted: the others would wait for it with what they hold.
-        """
-        assert group.beams is not None
-        width = group.beams.search.width
-        num_positions = count_positions(group.num_prompt_tokens, group.sequences[0].max_output)
-        num_most = width * (-(-num_positions // self.pool.block_size) + 1)  # one more each, while a shared block is copied
-        held = {block for s in group.sequences if s.table is not None for block in s.table.blocks}
-        return max(0, num_most - len(held))
 
     def _start(self, step: Step, sequence: Sequence, num_hit: int) -> None:
         """Moves a waiting sequence to running and introduces it to the runner."""
@@ -416,7 +399,7 @@ class Scheduler:
                 num_queried_tokens=group.num_prompt_tokens if self._roster.reads_prefixes(group.request) else 0,
             )
         )
-        step.plan.arrivals.append(_introduce(sequence))
+        step.plan.arrivals.append(introduce(sequence))
 
     def _extend(self, step: Step, sequence: Sequence, num_tokens: int, choice: Choice = NO_DRAFTS) -> bool:
         """Puts the next `num_tokens` positions of a running sequence into the plan, and those of drafts behind them, preempting
@@ -438,7 +421,7 @@ class Scheduler:
             is_watched = is_watched or not is_decode or not sequence.num_output
         if sequence.is_unknown:
             sequence.is_unknown = False
-            step.plan.arrivals.append(_introduce(sequence))
+            step.plan.arrivals.append(introduce(sequence))
         table_start, new_blocks = table.take_unsent()
         step.plan.sequences.append(
             SequencePlan(
@@ -519,7 +502,7 @@ class Scheduler:
         sequence.num_pending -= 1
         group = sequence.group
         if group.beams is not None:
-            self._take_candidates(sequence, group.beams, sample, now)
+            self._searches.take(sequence, group.beams, sample, now)
             return
         num_left = sequence.max_output + group.num_prompt_tokens - len(sequence.token_ids)
         token_ids = sample.token_ids[: num_left if stop is None else min(num_left, stop.num_tokens)]
@@ -537,42 +520,6 @@ class Scheduler:
         elif len(token_ids) >= num_left:
             self._roster.end(sequence, FinishReason.LENGTH, now)
 
-    def _take_candidates(self, sequence: Sequence, beams: Beams, sample: Sample, now: float) -> None:
-        """Takes what may follow one beam; with those of all beams the search goes on, or ends."""
-        group = sequence.group
-        if sample.logprobs is None:
-            self._roster.end_group(group, FinishReason.ERROR, now, error="the engine gave no log-probabilities for beam search")
-            return
-        if not beams.take(sequence.seq_id, sample.logprobs[0].top):
-            return
-        parents = {s.seq_id: s for s in group.sequences}
-        kept = beams.advance({seq_id: s.token_ids[group.num_prompt_tokens :] for seq_id, s in parents.items()})
-        if beams.is_done:
-            self._end_search(group, beams, now)
-            return
-        children = [self._roster.carry_on(parents[b.parent_id], place, b.token_id) for place, b in enumerate(kept)]
-        for parent in parents.values():
-            self._roster.drop(parent)
-        group.sequences = children
-        beams.start({child.seq_id: beam.logprob for child, beam in zip(children, kept, strict=True)})
-
-    def _end_search(self, group: RequestState, beams: Beams, now: float) -> None:
-        """Ends a beam search with its best answers."""
-        prompt, group.first_token_s = group.request.token_ids, now
-        self._roster.drop_beams(group)
-        for index, found in enumerate(beams.hypotheses[: group.request.sampling.n]):
-            answer = self._roster.make_sequence(group, index, [*prompt, *found.token_ids], 0)
-            self._roster.answers.append(_introduce(answer))
-            last = found.token_ids[-1]
-            self._roster.events.append(
-                Progressed(group.request.request_id, answer.seq_id, index, now, len(found.token_ids), index == 0)
-            )
-            is_asked_for = found.is_ended and last in group.request.sampling.stop_token_ids
-            reason = FinishReason.STOP if found.is_ended else FinishReason.LENGTH
-            self._roster.end(answer, reason, now, stop_reason=last if is_asked_for else None)
-        if group.num_open:
-            self._roster.end_group(group, FinishReason.ERROR, now, error="beam search found fewer answers than n")
-
     def _after_step(self, sequence: Sequence, now: float) -> None:
         """Ends what only wanted its prompt computed, and settles who left while the step ran."""
         is_done = not sequence.max_output and sequence.num_committed >= len(sequence.token_ids)
@@ -585,22 +532,3 @@ class Scheduler:
         sequence = self._roster.sequences.get(seq_id)
         if sequence is not None and sequence.status is not Status.ENDED:
             self._roster.end_group(sequence.group, FinishReason.ERROR, now, error=message)
-
-
-def _introduce(sequence: Sequence) -> NewSequence:
-    """Returns what the runner has to know of a sequence."""
-    group = sequence.group
-    sampling = group.request.sampling
-    if group.beams is not None:
-        sampling = msgspec.structs.replace(sampling, n=1, temperature=0.0, logprobs=group.beams.num_candidates)
-    return NewSequence(
-        seq_id=sequence.seq_id,
-        token_ids=list(sequence.token_ids),
-        num_prompt_tokens=group.num_prompt_tokens,
-        sampling=sampling,
-        seed=group.seed,
-        index=sequence.index,
-        stop_token_ids=group.stop_token_ids,
-        adapter=group.request.adapter,
-        pooling=group.request.pooling,
-    )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from enum import Enum
 
+import msgspec
+
 from cloister.kv import BlockTable
 from cloister.sched.beams import Beams
 from cloister.types.request import Request
-from cloister.types.step import MAX_SCORED_ROWS
+from cloister.types.step import MAX_SCORED_ROWS, NewSequence
 
 
 class Status(Enum):
@@ -167,3 +169,22 @@ class Sequence:
     def num_slots(self) -> int:
         """Running slots that it takes: its own, and those of the sequences that will fork from it."""
         return 1 + (self.group.num_unforked if self.index == 0 else 0)
+
+
+def introduce(sequence: Sequence) -> NewSequence:
+    """Returns what the runner has to know of a sequence."""
+    group = sequence.group
+    sampling = group.request.sampling
+    if group.beams is not None:
+        sampling = msgspec.structs.replace(sampling, n=1, temperature=0.0, logprobs=group.beams.num_candidates)
+    return NewSequence(
+        seq_id=sequence.seq_id,
+        token_ids=list(sequence.token_ids),
+        num_prompt_tokens=group.num_prompt_tokens,
+        sampling=sampling,
+        seed=group.seed,
+        index=sequence.index,
+        stop_token_ids=group.stop_token_ids,
+        adapter=group.request.adapter,
+        pooling=group.request.pooling,
+    )
