@@ -7,6 +7,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PORT ?= 8000
 MODEL ?= cloister-5m
 TORCH_INDEX ?=
+GPU_PYTHON ?= 3.12
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -20,7 +21,7 @@ TAKE_TORCH := $(if $(HAS_GPU),:,$(PIP) install $(TORCH_FLAGS) "$(TORCH)+cpu" 2>/
 # Without isolation and in a folder that stays, only what changed is compiled again.
 INSTALL := $(PIP) install $(TORCH_FLAGS) --no-build-isolation --config-settings=build-dir='build/{wheel_tag}' --editable
 
-.PHONY: serve test check install docs clean
+.PHONY: serve test check install docs gpu-pack clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/cloister serve --model "$(MODEL)" --port $(PORT)
@@ -39,6 +40,10 @@ install: $(VENV)/.installed
 
 docs: $(VENV)/.installed-check
 	@$(BIN)/mkdocs serve
+
+# A folder for a GPU machine without a network; GPU_PYTHON is the version of Python there.
+gpu-pack: $(VENV)/.ready
+	@$(BIN)/python -m benchmarks.gpu.pack --python "$(GPU_PYTHON)"
 
 clean:
 	rm -rf $(VENV) build dist site

@@ -29,15 +29,21 @@ def use_interpreter() -> None:
 
 
 def _mend_interpreter() -> None:
-    """Corrects two faults of the interpreter of Triton 3.7, which a GPU does not have.
+    """Corrects faults of the interpreter of Triton 3.6 to 3.9, which a GPU does not have.
 
     It multiplies the bit patterns of bfloat16 instead of the numbers, and loses the carry where rounding to bfloat16 or FP8
-    leads to the next power of two.
+    leads to the next power of two. 3.6 takes no array of one element as the bound of a loop; 3.9 refuses masks that became
+    whole numbers by broadcasting.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
     create_dot, convert_float = interpreter.InterpreterBuilder.create_dot, interpreter._convert_float
+    create_load, create_store = (
+        interpreter.InterpreterBuilder.create_masked_load,
+        interpreter.InterpreterBuilder.create_masked_store,
+    )
+    patch_tensor = interpreter._patch_lang_tensor
     rounded = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
 
     def as_numbers(handle: Any) -> Any:
@@ -54,5 +60,21 @@ def _mend_interpreter() -> None:
         codes = torch.from_numpy(np.array(values, np.float32)).to(rounded[target])
         return codes.view(torch.uint16 if codes.itemsize == 2 else torch.uint8).numpy()
 
+    def as_booleans(mask: Any) -> Any:
+        return interpreter.TensorHandle(mask.data.astype(np.bool_), tl.int1)
+
+    def load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        return create_load(self, pointers, as_booleans(mask), *others)
+
+    def store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        return create_store(self, pointers, value, as_booleans(mask), *others)
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
     interpreter.InterpreterBuilder.create_dot = multiply
+    interpreter.InterpreterBuilder.create_masked_load = load
+    interpreter.InterpreterBuilder.create_masked_store = store
+    interpreter._patch_lang_tensor = patch
     interpreter._convert_float = convert

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -31,8 +32,13 @@ KNOWN: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
         "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
     },
+    "l8bl8": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+        "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+    },
 }  # fmt: skip
-"""Qwen2.5-0.5B, Llama-3.2-1B, and 8 of the 28 layers of Qwen2.5-1.5B, all with tied embeddings.
+"""Qwen2.5-0.5B, Llama-3.2-1B, 8 of the 28 layers of Qwen2.5-1.5B and 8 of the 32 of Llama-3.1-8B, all with tied embeddings.
 
 q15l8 is held out: no kernel, tile or default may be chosen by it, so that it shows what the choices are worth elsewhere.
 """
@@ -133,21 +139,33 @@ class Roof:
 
 def write_checkpoint(name: str, folder: Path, seed: int) -> None:
     """Writes a checkpoint of random weights (normal, 0.02, bf16) in the layout of transformers."""
-    config = {**_COMMON, **KNOWN[name]}
+    config = complete_config(name)
+    random = np.random.default_rng(seed)
+    write_tensors(config, {tensor: draw(random, tensor, size) for tensor, size in iter_tensors(config)}, folder)
+
+
+def complete_config(name: str) -> dict[str, Any]:
+    """Returns the config.json of a known shape."""
+    return {**_COMMON, **KNOWN[name]}
+
+
+def draw(random: np.random.Generator, tensor: str, size: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Returns random numbers for a tensor of that name; norms are ones."""
+    if len(size) == 1 and not tensor.endswith("bias"):
+        return np.ones(size, ml_dtypes.bfloat16)
+    return (random.standard_normal(size, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+
+
+def write_tensors(config: Mapping[str, Any], tensors: dict[str, npt.NDArray[Any]], folder: Path) -> None:
+    """Writes a checkpoint, with a tokenizer of bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    random = np.random.default_rng(seed)
-    tensors = {
-        tensor: (random.standard_normal(size, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
-        if len(size) > 1 or tensor.endswith("bias")
-        else np.ones(size, ml_dtypes.bfloat16)
-        for tensor, size in _iter_tensors(config)
-    }
     _tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _iter_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def iter_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the name and the shape of every tensor."""
     hidden, intermediate, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     query, key = heads * head_dim, config["num_key_value_heads"] * head_dim

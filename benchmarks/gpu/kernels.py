@@ -1,4 +1,4 @@
-"""Cases of `benchmarks.gpu`: each kernel with what it must move and compute, and torch doing the same."""
+"""Cases of the stages `kernels` and `hybrids`: each kernel with what it must move and compute, and torch doing the same."""
 
 from __future__ import annotations
 

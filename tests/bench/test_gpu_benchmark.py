@@ -1,0 +1,103 @@
+"""`python -m benchmarks.gpu`: where there is nothing to measure, where time runs out, and in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.__main__ import Run, Stage, main
+from benchmarks.gpu.models import FORMS, write_model
+from benchmarks.gpu.pack import THERE, is_there, list_files, list_requirements
+from benchmarks.gpu.records import Records, read_records
+from cloister.models import load
+from tests.device import HAS_GPU, needs_triton
+
+ROOT = Path(__file__).parents[2]
+STALLED = "tests.bench.stalled_stage"
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU here, which the benchmark would measure")
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--output", str(tmp_path)]) == 2
+    assert "nothing was measured" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stage_that_hangs_is_ended_at_its_limit_and_its_figures_are_on_the_page(tmp_path: Path) -> None:
+    run = Run(tmp_path, time.monotonic() + 60.0, is_real=True)
+    started_s = time.monotonic()
+    run.do(Stage("stalled", STALLED, (), limit_s=5.0))
+    assert time.monotonic() - started_s < 20.0
+    page = (tmp_path / "gpu.md").read_text()
+    assert "2,000 GB/s, 300.0 T/s in bfloat16" in page
+    assert "| stalled | cut short at its limit |" in page
+    assert [record["kind"] for record in json.loads((tmp_path / "gpu.json").read_text())] == ["peaks", "stage"]
+
+
+def test_stages_after_the_deadline_are_left_out_and_named(tmp_path: Path) -> None:
+    run = Run(tmp_path, time.monotonic(), is_real=True)
+    run.do(Stage("late", STALLED, (), limit_s=5.0))
+    assert "| late | left out: no time |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_figures_of_a_file_whose_last_line_was_cut_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+    Records(path, "tests").add("test", name="one", outcome="passed", reason="")
+    with path.open("a") as file:
+        file.write('{"stage": "tests", "kind": "te')
+    assert [record["name"] for record in read_records(path)] == ["one"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_checkpoints_of_every_format_are_read_as_that_format(form: str, tmp_path: Path) -> None:
+    write_model("l8bl8", form, tmp_path / "model", tiny=True)  # type: ignore[arg-type]
+    weights = load(tmp_path / "model").weights
+    found = weights.form("layers.0.down.weight")
+    assert (found is None) == (form == "bf16")
+    if found is not None:
+        kinds = {"W4A16": "GroupedTensor", "W4A8": "ProgressiveTensor", "W8A8": "GroupedTensor"}
+        assert type(found).__name__ == kinds[form]
+
+
+def test_the_pack_takes_every_run_time_dependency_but_what_is_there_or_only_draws_plots() -> None:
+    names = [requirement.split(">")[0] for requirement in list_requirements()]
+    assert {"msgspec", "fastapi", "pytest", "transformers"} <= set(names)
+    assert "matplotlib" not in names
+    assert is_there(Path("torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64.whl"))
+    assert is_there(Path("nvidia_cublas-1-py3-none-any.whl"))
+    assert not is_there(Path("msgspec-0.22.0-cp312-cp312-manylinux2014_x86_64.whl"))
+    assert set(THERE) & set(names) == {"numpy", "safetensors", "tokenizers"}  # pip weighs them, the pack drops them
+
+
+def test_the_pack_brings_the_tests_and_the_benchmark() -> None:
+    paths = {path.relative_to(ROOT).as_posix() for path in list_files()}
+    assert {"benchmarks/gpu/__main__.py", "tests/device.py", "tests/gpu/test_program.py", "LICENSE"} <= paths
+
+
+@needs_triton
+@pytest.mark.skipif(HAS_GPU, reason="the interpreter stands for a device only where there is none")
+def test_the_stages_run_in_the_interpreter_and_say_that_they_measure_nothing(tmp_path: Path) -> None:
+    assert main(["--interpreter", "--stages", "limits,hybrids", "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "gpu.md").read_text()
+    assert "no figure here means anything" in page
+    assert "| hybrids | whole |" in page
+    assert "By multiprocessor, over the two in sequence" in page
+
+
+@needs_triton
+@pytest.mark.skipif(HAS_GPU, reason="the interpreter stands for a device only where there is none")
+def test_a_run_that_is_told_to_end_writes_what_it_had(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--interpreter", "--stages", "limits,kernels", "--output", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT) as run:
+        page, deadline_s = tmp_path / "gpu.md", time.monotonic() + 60.0
+        while not (page.exists() and "limits | whole" in page.read_text()) and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(30) == 128 + signal.SIGTERM
+    assert "| kernels | cut short at its limit |" in page.read_text()
