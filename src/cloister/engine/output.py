@@ -61,13 +61,16 @@ class _Stream:
     def take(self, sample: Sample) -> Stop | None:
         """Reads the tokens that a step sampled, up to where the answer ends."""
         self.text = ""
-        token_ids = sample.token_ids[: self._max_output - self.num_tokens]
-        stop = None
-        for num_read, token_id in enumerate(token_ids, start=1):
+        token_ids = sample.token_ids
+        if len(token_ids) > self._max_output - self.num_tokens:
+            token_ids = token_ids[: self._max_output - self.num_tokens]
+        stop, num_read = None, 0
+        for token_id in token_ids:
+            num_read += 1
             self.num_tokens += 1
             stop = self._read(token_id, num_read)
             if stop is not None:
-                del token_ids[num_read:]
+                token_ids = token_ids[:num_read]
                 break
         self.token_ids = token_ids
         self.logprobs = None if sample.logprobs is None else sample.logprobs[: len(token_ids)]
@@ -86,11 +89,12 @@ class _Stream:
 
     def _read(self, token_id: int, num_read: int) -> Stop | None:
         """Reads one token, the `num_read`-th of this step."""
-        counts = self.num_tokens > self.new.sampling.min_tokens
-        if counts and token_id in self.new.stop_token_ids:
-            is_asked_for = token_id in self.new.sampling.stop_token_ids
+        new = self.new
+        counts = self.num_tokens > new.sampling.min_tokens
+        if counts and token_id in new.stop_token_ids:
+            is_asked_for = token_id in new.sampling.stop_token_ids
             return Stop(num_read, token_id if is_asked_for else None)
-        text = self._detokenizer.push((token_id,))
+        text = self._detokenizer.push_token(token_id)
         if not counts or self._stop_strings is None:
             self.text += text
             return None

@@ -26,6 +26,12 @@ class BlockTable:
         """Blocks to allocate before `num_positions` fit, copies on write aside."""
         return max(0, -(-num_positions // self._pool.block_size) - len(self.blocks))
 
+    def is_writable(self, start: int, end: int) -> bool:
+        """Whether positions [start, end) lie in one block that is there and that nobody else reads: nearly every decode."""
+        size = self._pool.block_size
+        first = start // size
+        return end <= min(first + 1, len(self.blocks)) * size and not self._pool.is_shared(self.blocks[first])
+
     def grow(self, start: int, end: int) -> list[tuple[int, int]]:
         """Makes positions [start, end) writable and returns the block copies (source, target) that this takes.
 
@@ -35,10 +41,10 @@ class BlockTable:
         Raises:
             OutOfBlocksError: the pool has too few blocks; the table is as before.
         """
+        if self.is_writable(start, end):
+            return []
         pool, size = self._pool, self._pool.block_size
         first = start // size
-        if end <= min(first + 1, len(self.blocks)) * size and not pool.is_shared(self.blocks[first]):
-            return []  # nearly every decode
         shared = [i for i in range(first, min(len(self.blocks), -(-end // size))) if pool.is_shared(self.blocks[i])]
         missing = self.num_missing(end)
         if not shared and not missing:

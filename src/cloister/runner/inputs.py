@@ -80,11 +80,20 @@ def forward_batch(parts: Sequence[Part], block_size: int) -> ForwardBatch:
     query_starts = array("i", (0,))
     has_adapter = has_tree = False
     for part in parts:
+        start, end, draft = part.plan.start, part.end, part.draft
+        known = part.state.tokens
+        if start == end - 1 == len(known) - 1 and part.num_rows == 1 and len(part.state.blocks) * block_size >= end:
+            # One token that is sampled from, without drafts, fits what `_check` looks for: nearly every decode.
+            token_ids.append(known[start])
+            positions.append(start)
+            context_lens.append(end)
+            logit_rows.append(query_starts[-1])
+            query_starts.append(query_starts[-1] + 1)
+            has_adapter = has_adapter or part.state.adapter >= 0
+            continue
         _check(part, block_size)
-        start, end = part.plan.start, part.end
-        token_ids += part.state.tokens[start:end]
+        token_ids += known[start:end]
         positions.extend(range(start, end))
-        draft = part.draft
         if draft is NOTHING:
             context_lens.append(end)
         else:

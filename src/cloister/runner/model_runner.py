@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from itertools import accumulate
 
 import numpy as np
 
@@ -175,9 +176,9 @@ class ModelRunner:
     def _score(self, run: list[Part], forks: list[Fork], result: StepResult) -> None:
         """Computes some sequences of a step: scores prompts, and samples as each sequence wants."""
         rows, logits = self._forward(run)
-        draws = self._draws(run, forks, rows)
+        states, places = self._draws(run, forks)
         result.prompt_logprobs |= prompt_logprobs([part for part in run if part.num_prompt_rows], rows, logits)
-        result.samples += self._sample(draws, logits)
+        result.samples += self._sample(states, places, logits)
 
     def _follow_grammars(self, states: list[SequenceState], result: StepResult) -> None:
         """Says whose grammar is complete, and starts to work out what may follow the tokens of the others."""
@@ -213,13 +214,12 @@ class ModelRunner:
         What grammars let follow is found while the program computes, so it is asked for after that.
         """
         batch = forward_batch(live, self._block_size)
-        draws = self._draws(live, forks, row_slices(live))
-        states, rows = [state for state, _ in draws], [row for _, row in draws]
+        states, rows = self._draws(live, forks)
         if self._masking is None or not self._batch.num_guided or all(state.grammar is None for state in states):
             tokens = program.forward_draw(batch, self._batch.draws(states, rows))
         else:
             tokens = self._masking.forward_masked(batch, self._batch.draws(states, rows), lambda: _stack_masks(states))
-        if tokens.shape != (len(draws),):
+        if tokens.shape != (len(states),):
             raise EngineError(f"the program returned tokens of shape {tokens.shape}")
         return _append(states, tokens.tolist())
 
@@ -253,21 +253,22 @@ class ModelRunner:
                     part.state.failure = NOT_FINITE
         return rows, logits
 
-    def _draws(self, live: list[Part], forks: list[Fork], rows: dict[int, slice]) -> list[tuple[SequenceState, int]]:
-        """Pairs each sequence that samples with its row of logits, forked children after their parents' like."""
-        sampling = {part.plan.seq_id: rows[part.plan.seq_id].stop - 1 for part in live if part.plan.num_samples}
-        draws = [(self._batch[seq_id], row) for seq_id, row in sampling.items()]
-        for fork in forks:
-            child = self._batch.fork(fork.parent_id, fork.child_id, fork.index)
-            if child.failure is None and fork.parent_id not in sampling:
-                raise EngineError(f"sequence {fork.parent_id} forks in a step in which it does not sample")
-            draws.append((child, sampling.get(fork.parent_id, -1)))
-        return [(state, row) for state, row in draws if state.failure is None]
+    def _draws(self, live: list[Part], forks: list[Fork]) -> tuple[list[SequenceState], list[int]]:
+        """Returns each sequence that samples and its row of logits, forked children after their parents' like."""
+        ends = accumulate([part.num_rows for part in live])
+        draws = [(part.state, end - 1) for part, end in zip(live, ends, strict=True) if part.plan.num_samples]
+        if forks:
+            row_of = {state.seq_id: row for state, row in draws}
+            for fork in forks:
+                child = self._batch.fork(fork.parent_id, fork.child_id, fork.index)
+                if child.failure is None and fork.parent_id not in row_of:
+                    raise EngineError(f"sequence {fork.parent_id} forks in a step in which it does not sample")
+                draws.append((child, row_of.get(fork.parent_id, -1)))
+        return [state for state, _ in draws if state.failure is None], [row for state, row in draws if state.failure is None]
 
-    def _sample(self, draws: list[tuple[SequenceState, int]], logits: FloatArray) -> list[Sample]:
-        if not draws:
+    def _sample(self, states: list[SequenceState], rows: list[int], logits: FloatArray) -> list[Sample]:
+        if not states:
             return []
-        states, rows = [state for state, _ in draws], [row for _, row in draws]
         tokens = self._sampler.choose(logits, states, self._batch.draws(states, rows))
         logprobs = sample_logprobs(states, rows, logits, tokens)
         samples = []

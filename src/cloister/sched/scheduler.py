@@ -259,10 +259,11 @@ class Scheduler:
         """Level by level: waiting sequences of more urgent levels, then decodes, then prefill in what time they leave."""
         step.may_admit = self._policy.may_admit(len(self._roster.running))
         by_level: dict[int, tuple[list[Sequence], list[Sequence]]] = {}
+        level_of = self._policy.level
         for sequence in self._roster.running.values():
             num_wanted = sequence.num_wanted
             if num_wanted > 0:
-                level = self._policy.level(sequence)
+                level = level_of(sequence)
                 if level not in by_level:
                     by_level[level] = ([], [])
                 by_level[level][num_wanted > 1].append(sequence)
@@ -411,7 +412,7 @@ class Scheduler:
         start = sequence.num_planned
         end = start + num_tokens + num_drafts
         table = table_of(sequence)
-        if not self._grow(step, sequence, table, start, end):
+        if not table.is_writable(start, end) and not self._grow(step, sequence, table, start, end):
             return False
         num_known = len(sequence.token_ids) + sequence.num_pending
         is_decode = start == num_known - 1

@@ -142,10 +142,10 @@ class Sequence:
         """Positions to compute until everything known, and everything that plans in flight will sample, is computed."""
         if self.num_drafts:
             return 0
-        num_coming = len(self.token_ids) + self.num_pending
-        if self.group.beams is not None:
-            num_coming = len(self.token_ids)  # what follows is chosen when all beams are computed
-        if self.max_output and num_coming - self.group.num_prompt_tokens >= self.max_output:
+        num_coming, group = len(self.token_ids), self.group
+        if group.beams is None:  # what follows beams is chosen when all of them are computed
+            num_coming += self.num_pending
+        if self.max_output and num_coming - group.num_prompt_tokens >= self.max_output:
             return 0  # the token that ends it is sampled or in flight; its own KV is never read
         return num_coming - self.num_planned
 

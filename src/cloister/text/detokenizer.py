@@ -59,6 +59,15 @@ class Detokenizer:
         self._open = data[num_read:]
         return self._stripped(text) if self._num_to_strip else text
 
+    def push_token(self, token_id: int) -> str:
+        """As `push`, for one token."""
+        if token_id in self._skipped:
+            return ""
+        data = self._tokenizer.token_bytes(token_id)
+        if self._open or self._num_to_strip or not data.isascii():
+            return self.push((token_id,))
+        return data.decode("ascii")
+
     def flush(self) -> str:
         """Returns what is left when no more tokens come: U+FFFD for a character cut short, else nothing."""
         rest, self._open = self._open, b""
