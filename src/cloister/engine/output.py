@@ -64,9 +64,8 @@ class _Stream:
         token_ids = sample.token_ids
         if len(token_ids) > self._max_output - self.num_tokens:
             token_ids = token_ids[: self._max_output - self.num_tokens]
-        stop, num_read = None, 0
-        for token_id in token_ids:
-            num_read += 1
+        stop = None
+        for num_read, token_id in enumerate(token_ids, start=1):
             self.num_tokens += 1
             stop = self._read(token_id, num_read)
             if stop is not None:
