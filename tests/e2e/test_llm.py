@@ -94,8 +94,9 @@ def test_sequences_of_one_request_differ_and_compute_the_prompt_once(llm):
     assert sum(isinstance(event, Scheduled) for event in events) == 1
 
 
-def test_a_stream_adds_up_to_the_answer(llm, alone):
+def test_a_stream_shows_token_by_token_and_adds_up_to_the_answer(llm, alone):
     outputs = list(llm.stream(PROMPTS[0], GREEDY))
+    assert [len(output.token_ids) for output in outputs] == [1] * 24
     assert [token for output in outputs for token in output.token_ids] == alone[0][0]
     assert outputs[-1].finish_reason == "length"
 

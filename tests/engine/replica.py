@@ -14,6 +14,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from cloister.engine.adapter_register import AdapterRegister
 from cloister.engine.core import EngineCore, Runner
 from cloister.engine.output import Output
 from cloister.kv import BlockPool, PrefixKeys
@@ -24,7 +25,7 @@ from cloister.types.clock import Clock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import MemoryBudgetError
 from cloister.types.events import Ended, Event, Outputs
-from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams, SequenceOutput
+from cloister.types.request import AdapterInfo, FinishReason, ModelInfo, Request, SamplingParams, SequenceOutput
 from cloister.types.step import Sample, StepPlan, StepResult
 from tests.history_program import HistoryProgram
 
@@ -171,6 +172,24 @@ def build_hanging(config: EngineConfig) -> EngineCore:
     return make_replica(
         Path(config.model), wrap=lambda r: SteppedRunner(r, before=lambda plan: _on_trigger(plan, lambda: time.sleep(600)))
     ).core
+
+
+class SlowHost:
+    """Takes a second to load an adapter (protocol `AdapterHost`)."""
+
+    def load(self, name: str, path: str) -> AdapterInfo:
+        time.sleep(1.0)
+        return AdapterInfo(name=name, digest=name, path=path, rank=1)
+
+    def unload(self, digest: str) -> None:
+        """Nothing is kept."""
+
+
+def build_loading(config: EngineConfig) -> EngineCore:
+    """A replica that takes a second to load an adapter."""
+    core = build(config)
+    core.adapters = AdapterRegister(SlowHost())
+    return core
 
 
 def build_failing(config: EngineConfig) -> EngineCore:

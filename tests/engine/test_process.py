@@ -151,6 +151,25 @@ def test_a_stopped_engine_is_unhealthy_before_it_is_replaced(model_path: Path) -
     run(main())
 
 
+def test_an_engine_that_loads_an_adapter_for_long_is_not_replaced(model_path: Path) -> None:
+    async def main() -> None:
+        supervision = Supervision(look_every_s=0.05)
+        async with serving(model_path, "build_loading", supervision, stall_timeout_s=0.2) as engine:
+            assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
+            first = engine.pid
+            loading = asyncio.create_task(engine.adapters.load("ann", "somewhere"))
+            await asyncio.sleep(0.1)
+            waiting = asyncio.create_task(answer(engine, make_request()))
+            while not loading.done():
+                assert engine.health().good
+                await asyncio.sleep(0.05)
+            assert (await loading).name == "ann"
+            assert reasons(await waiting) == [FinishReason.LENGTH]
+            assert engine.pid == first
+
+    run(main())
+
+
 def test_more_sequences_than_run_at_once_are_refused_before_anything_is_made_for_them(model_path: Path) -> None:
     async def main() -> None:
         async with serving(model_path) as engine:

@@ -26,10 +26,12 @@ class AdapterCalls:
 
     Attributes:
         loaded: name -> adapter, of those that a request may ask for.
+        num_loading: calls under way that keep the engine from stepping.
     """
 
     def __init__(self, send: Callable[[FrontMessage], None]) -> None:
         self.loaded: dict[str, AdapterInfo] = {}
+        self.num_loading = 0
         self._send = send
         self._has_started = False
         self._calls: dict[str, asyncio.Future[AdapterReply]] = {}
@@ -55,7 +57,11 @@ class AdapterCalls:
             EngineError: the engine went away.
         """
         check_adapter(name, path)
-        reply = await self._call(lambda call_id: LoadAdapter(call_id, name, path), timeout_s)
+        self.num_loading += 1
+        try:
+            reply = await self._call(lambda call_id: LoadAdapter(call_id, name, path), timeout_s)
+        finally:
+            self.num_loading -= 1
         if reply.adapter is None:
             raise EngineError("the engine gave no adapter back; load it again")
         self.loaded[name] = reply.adapter

@@ -108,7 +108,8 @@ class ThreadEngine:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_POLL_S)
-            self._watchdog.look(self._clock.now(), is_waited_for=self._desk.num_in_flight > 0)
+            has_work = self._desk.num_in_flight > 0
+            self._watchdog.look(self._clock.now(), is_waited_for=has_work and not self.adapters.num_loading)
 
 
 class _Post:

@@ -121,7 +121,10 @@ class AsyncLLM:
         return (await self.generate([self.render(messages, tools)], sampling))[0]
 
     async def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> AsyncGenerator[SequenceOutput, None]:
-        """Yields what each step adds to the answer; closing the iterator early gives the request up."""
+        """Yields what each step adds to the answer: a token, or several where drafts were accepted (`speculate`).
+
+        Closing the iterator early gives the request up.
+        """
         (request,) = await asyncio.to_thread(self.make_requests, [prompt], [sampling or self.default_sampling])
         async with self._room, aclosing(self._running.generate(request)) as outputs:
             async for output in outputs:

@@ -102,7 +102,10 @@ class LLM:
         return self._call(self._llm.chat(messages, sampling, tools))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[SequenceOutput]:
-        """Yields what each step adds to the answer; closing the iterator early gives the request up."""
+        """Yields what each step adds to the answer: a token, or several where drafts were accepted (`speculate`).
+
+        Closing the iterator early gives the request up.
+        """
         self._check_open()
         (request,) = self._llm.make_requests([prompt], [sampling or self.default_sampling])
         outputs: queue.SimpleQueue[SequenceOutput | Exception | None] = queue.SimpleQueue()
