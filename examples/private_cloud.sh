@@ -16,7 +16,17 @@ port=${PORT:-9000} # this one and the eight above it
 mkdir -p "$here" && cd "$here" && wheel=$(cd "$OLDPWD" && realpath "$wheel")
 
 pids=()
-trap 'kill "${pids[@]}" 2>/dev/null; wait' EXIT
+finish() { # every way out leads here, once; a shell that waits for nothing in the foreground hears signals at once
+  local status=$?
+  trap - EXIT INT TERM HUP
+  kill "${pids[@]}" 2>/dev/null || true
+  wait || true
+  exit "$status"
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'exit 129' HUP
 run() { # NAME COMMAND...: starts a program; what it says is in NAME.log
   local name=$1; shift
   "$@" >"$name.log" 2>&1 & pids+=($!)
@@ -73,4 +83,5 @@ await gateway "http://127.0.0.1:$((port + 7))/.well-known/cloister/epoch"
 
 echo "relay at http://127.0.0.1:$((port + 7)); Ctrl-C stops everything"
 cloister proxy --relay "http://127.0.0.1:$((port + 7))" --trust trust.json --api-key-file api-key --state view.json \
-  --accept-software --port "${PROXY_PORT:-8080}"
+  --accept-software --port "${PROXY_PORT:-8080}" & pids+=($!)
+wait "$!"
