@@ -84,7 +84,8 @@ def extra_modules() -> set[str]:
     """Returns the names that packages of extras are imported by."""
     names = set()
     for requirement in distribution("cloister").requires or ():
-        if "extra ==" in requirement:
+        is_for_users = "extra ==" in requirement and not requirement.endswith(("'test'", '"test"', "'check'", '"check"'))
+        if is_for_users and not requirement.startswith("cloister"):
             name = re.split(r"[^A-Za-z0-9_.-]", requirement)[0].replace("-", "_").lower()
             names.add(IMPORT_NAMES.get(name, name.split("_exporter")[0].split("_sdk")[0]))
     return names
@@ -151,10 +152,12 @@ def sealed_client(folder: Path) -> httpx.Client:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Runs a program that is ended by SIGTERM, and must then end within seconds."""
+    """Runs a program in a session of its own, which is ended by SIGTERM and must then end within seconds."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, env={**os.environ, **(environment or {}), "PATH": path}, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, env={**os.environ, **(environment or {}), "PATH": path}, stdout=log, stderr=log, start_new_session=True
+        )
         try:
             yield
         except (CheckError, httpx.HTTPError) as error:
@@ -165,7 +168,7 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 raise CheckError(f"{command[0]} did not end within 30 s of SIGTERM") from None
 
 

@@ -9,7 +9,9 @@ from a data sheet.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -28,6 +30,7 @@ HERE: Final = Path(__file__).parents[1]
 SHAPES: Final = ("q05", "l1b", "l8bl8")
 _TICK_S: Final = 0.5
 _GRACE_S: Final = 5.0
+_CUT_SHORT: Final = "cut short"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +72,17 @@ class Run:
     Args:
         output: folder of gpu.md, gpu.json and gpu.jsonl.
         deadline_s: of `time.monotonic`.
+        again: stages whose earlier figures go; those of others stay.
     """
 
-    def __init__(self, output: Path, deadline_s: float, *, is_real: bool) -> None:
+    def __init__(self, output: Path, deadline_s: float, *, is_real: bool, again: Sequence[str]) -> None:
         self.path = output / "gpu.jsonl"
         self._output, self._deadline_s, self._is_real = output, deadline_s, is_real
         self._num_written = 0
-        self.path.unlink(missing_ok=True)
+        kept = [
+            record for record in read_records(self.path) if record["stage"] not in again and record.get("name") not in again
+        ]
+        self.path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
 
     def do(self, stage: Stage) -> None:
         """Runs a stage until it ends, or ends it at its limit or at the deadline."""
@@ -91,8 +98,7 @@ class Run:
                 time.sleep(_TICK_S)
                 self.write()
         finally:
-            ended = _end(process)
-            self._note(stage, ended, time.monotonic() - started_s)
+            self._note(stage, end_group(process), time.monotonic() - started_s)
 
     def write(self) -> None:
         """Writes page and JSON again if anything is new."""
@@ -107,7 +113,7 @@ class Run:
         command = [sys.executable, "-m", stage.module, *stage.arguments, "--records", str(self.path)]
         if not self._is_real and stage.takes_interpreter:
             command.append("--interpreter")
-        return subprocess.Popen(command, cwd=HERE.parent)
+        return subprocess.Popen(command, cwd=HERE.parent, start_new_session=True)
 
     def _note(self, stage: Stage, ended: str, seconds: float) -> None:
         Records(self.path, "run").add("stage", name=stage.name, ended=ended, seconds=seconds)
@@ -124,36 +130,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--interpreter", action="store_true", help="small problems in Triton's interpreter: tries the run where there is no GPU"
     )
     options = parser.parse_args(arguments)
-    missing = find_missing(needs_gpu=not options.interpreter)
+    missing = find_missing(wants_interpreter=options.interpreter)
     if missing is not None:
         print(f"nothing was measured: {missing}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    options.output.mkdir(parents=True, exist_ok=True)
-    run = Run(options.output, time.monotonic() + 60 * options.minutes, is_real=not options.interpreter)
-    with tempfile.TemporaryDirectory() as folder:
-        stages = list_stages(Path(folder))
-        chosen = _choose(stages, options.stages)
-        writer = _start_writer(Path(folder), options.interpreter) if any("answers" in stage.name for stage in chosen) else None
-        try:
-            for stage in chosen:
-                run.do(stage)
-        finally:
-            if writer is not None:
-                _end(writer)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            run_stages(_choose(list_stages(Path(folder)), options.stages), Path(folder), options)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(f"written: {options.output / 'gpu.md'}")
     return 0
 
 
-def find_missing(*, needs_gpu: bool = True) -> str | None:
+def run_stages(stages: Sequence[Stage], folder: Path, options: argparse.Namespace) -> None:
+    """Runs stages one after another, with checkpoints being written in `folder` if any of them answers."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    deadline_s = time.monotonic() + 60 * options.minutes
+    run = Run(options.output, deadline_s, is_real=not options.interpreter, again=[stage.name for stage in stages])
+    writer = _start_writer(folder, options.interpreter) if any("answers" in stage.name for stage in stages) else None
+    try:
+        for stage in stages:
+            run.do(stage)
+    finally:
+        if writer is not None:
+            end_group(writer)
+
+
+def find_missing(*, wants_interpreter: bool = False) -> str | None:
     """Returns what a measurement lacks here, or None."""
     if find_spec("torch") is None or find_spec("triton") is None:
         return "torch and triton are needed (pip install 'cloister[gpu]')"
     import torch
 
-    if needs_gpu and not torch.cuda.is_available():
-        return "torch finds no CUDA device (--interpreter tries the run without one)"
-    return None
+    if wants_interpreter:
+        return "there is a CUDA device; leave --interpreter out" if torch.cuda.is_available() else None
+    return None if torch.cuda.is_available() else "torch finds no CUDA device (--interpreter tries the run without one)"
 
 
 def _choose(stages: Sequence[Stage], names: str | None) -> Sequence[Stage]:
@@ -169,20 +182,35 @@ def _choose(stages: Sequence[Stage], names: str | None) -> Sequence[Stage]:
 def _start_writer(folder: Path, is_interpreter: bool) -> subprocess.Popen[bytes]:
     """Writes checkpoints on the host while the first stages keep the device busy."""
     command = [sys.executable, "-m", "benchmarks.gpu.models", str(folder), *SHAPES]
-    return subprocess.Popen([*command, "--tiny"] if is_interpreter else command, cwd=HERE.parent)
+    return subprocess.Popen([*command, "--tiny"] if is_interpreter else command, cwd=HERE.parent, start_new_session=True)
 
 
-def _end(process: subprocess.Popen[bytes]) -> str:
-    """Ends a process, gently first, and says how it ended."""
+def end_group(process: subprocess.Popen[bytes]) -> str:
+    """Ends a process and all that it started, gently first, and says how it ended.
+
+    Args:
+        process: the first of its session.
+    """
+    ended = _CUT_SHORT
     if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        return "cut short at its limit"
-    return "whole" if process.returncode == 0 else f"failed with status {process.returncode}"
+        _signal_group(process.pid, signal.SIGTERM)
+        _await(process)
+    else:
+        ended = "whole" if process.returncode == 0 else f"failed with status {process.returncode}"
+    _signal_group(process.pid, signal.SIGKILL)
+    _await(process)
+    return ended
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
+
+
+def _await(process: subprocess.Popen[bytes]) -> None:
+    """Waits a little; one that a driver holds does not hear SIGKILL either."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_S)
 
 
 if __name__ == "__main__":

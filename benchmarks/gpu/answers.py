@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.gpu.models import FORMS, LAYER_BITS, PEAKS, Form
+from benchmarks.gpu.models import FORMS, LAYER_BITS, PEAKS, WRITTEN, Form
 from benchmarks.gpu.records import Record, Records
 from benchmarks.peers.engines import Cloister, Launch, Vllm, check_lengths
 from benchmarks.peers.shapes import Roof, Shape
@@ -79,12 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures = TINY_FIGURES if options.interpreter else FIGURES
     for name, form, start in _entrants(options.interpreter):
         folder = options.models / f"{options.shape}-{form}"
-        if not folder.exists():
-            records.add("failed", engine=name, form=form, reason="its checkpoint was not written in time")
+        if not _await_folder(folder):
+            records.add("failed", engine=name, form=form, reason="its checkpoint was not written")
             continue
         try:
             shape = Shape.read(options.shape, folder)
-            launch = _launch(shape, folder, options.interpreter)
+            launch = _launch(name, shape, folder, options.interpreter)
             _measure(start(launch), name, form, shape, figures, peaks, records)
         except Exception as error:
             records.add("failed", engine=name, form=form, reason=f"{type(error).__name__}: {str(error)[:300]}")
@@ -101,9 +102,16 @@ def _entrants(is_interpreter: bool) -> Iterator[tuple[str, Form, Callable[[Launc
         yield "transformers", "bf16", GenerateBatch
 
 
-def _launch(shape: Shape, folder: Path, is_interpreter: bool) -> Launch:
+def _await_folder(folder: Path) -> bool:
+    """Waits until a checkpoint is whole: its writer goes on beside the stages, and leaves a mark when it is done."""
+    while not folder.exists() and not (folder.parent / WRITTEN).exists():
+        time.sleep(0.2)  # the stage's limit ends this
+    return folder.exists()
+
+
+def _launch(name: str, shape: Shape, folder: Path, is_interpreter: bool) -> Launch:
     """On a machine without a device our torch back end answers on the CPU: the same engine, other kernels."""
-    settings: dict[str, Any] = {"device": "cuda", "max_num_seqs": 256}
+    settings: dict[str, Any] = {"max_num_seqs": 256} if name == "vllm" else {"device": "cuda", "max_num_seqs": 256}
     if is_interpreter:
         settings = {"device": "cpu", "backend": "torch", "max_num_seqs": 64}
     return Launch(
@@ -117,8 +125,8 @@ def _measure(
 ) -> None:
     """Records speeds, and of ours whether company changed a token and how long the device idled."""
     tokens = Tokens(shape.vocab_size, 0)
-    warm_up(engine, tokens)
     try:
+        warm_up(engine, tokens)
         for figure in figures:
             samples = measure(figure, engine, tokens, 2)
             rate, limit = sorted(samples)[len(samples) // 2], None

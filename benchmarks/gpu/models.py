@@ -22,6 +22,8 @@ FORMS: Final[tuple[Form, ...]] = ("bf16", "W4A16", "W4A8", "W8A8")
 LAYER_BITS: Final[Mapping[Form, float]] = {"bf16": 16.0, "W4A16": 4.125, "W4A8": 4.125, "W8A8": 8.0}
 PEAKS: Final[Mapping[Form, str]] = {"bf16": "bfloat16", "W4A16": "bfloat16", "W4A8": "int8", "W8A8": "int8"}
 """Which of the device's limits bounds the products."""
+WRITTEN: Final = "written"
+"""A file that stands beside the checkpoints when no more of them will come."""
 _GROUP: Final = 128
 TINY: Final[Mapping[str, Any]] = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -67,9 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
     jobs = [(shape, form, options.folder / f"{shape}-{form}") for shape in options.shapes for form in FORMS]
-    with ProcessPoolExecutor(max_workers=min(len(jobs), max(1, len(os.sched_getaffinity(0)) // 2))) as pool:
-        for future in [pool.submit(write_model, *job, tiny=options.tiny) for job in jobs]:
-            future.result()
+    try:
+        with ProcessPoolExecutor(max_workers=min(len(jobs), max(1, len(os.sched_getaffinity(0)) // 2))) as pool:
+            for future in [pool.submit(write_model, *job, tiny=options.tiny) for job in jobs]:
+                future.result()
+    finally:
+        (options.folder / WRITTEN).touch()
     return 0
 
 

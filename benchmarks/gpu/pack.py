@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-THERE: Final = ("torch", "triton", "numpy", "safetensors", "tokenizers")
-"""What the machine has; nothing that these need is looked for either."""
+THERE: Final = ("torch", "triton", "numpy")
+"""What the machine has and the pack leaves out; transformers wants its own safetensors and tokenizers, so these come along."""
 BESIDE: Final = ("pytest>=8.3", "transformers>=5.0")
 """What the run needs beside Cloister itself."""
 UNUSED: Final = ("matplotlib",)
@@ -73,6 +73,7 @@ def make_pack(output: Path, python: str) -> None:
         target = output / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
+    (output / "tests" / "__init__.py").touch()  # else another package of that name on the machine would be found first
     (output / "pytest.ini").write_text(_pytest_settings(), encoding="utf-8")
     if (size := folder_bytes(output)) > MOST_BYTES:
         raise PackError(f"it has {size / 2**20:.1f} MiB, more than {MOST_BYTES >> 20}; look at {wheels}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=Path, required=True)
     options = parser.parse_args(arguments)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # what else is installed there was made for another pytest
     paths = [str(ROOT / path) for path in TESTS]
     code = pytest.main(
         ["-q", "--no-header", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *paths],

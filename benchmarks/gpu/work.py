@@ -114,7 +114,7 @@ def measure_kernels(device: torch.device, sizes: Sizes, records: Records) -> Non
 
     peaks = records.find("peaks")
     if peaks is None:
-        raise SystemExit("the device's limits were not measured: run the stage `limits` first")
+        raise SystemExit("the device's limits were not measured: add `limits` to --stages")
     for case in _cases(device, sizes):
         elapsed_s = time_work(case.work)
         memory_s, compute_s = case.num_bytes / peaks["bytes"], case.num_operations / peaks[case.peak]

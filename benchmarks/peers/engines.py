@@ -116,20 +116,20 @@ class Transformers:
 
 
 class Vllm:
-    """vLLM on CPU, bf16."""
+    """vLLM, bf16."""
 
     def __init__(self, launch: Launch) -> None:
         module = import_module("vllm")
         self._sampling = module.SamplingParams
-        self._llm = module.LLM(
-            model=launch.model,
-            dtype="bfloat16",
-            max_model_len=launch.context,
-            max_num_seqs=NUM_SEQS,
-            enable_prefix_caching=False,
-            disable_log_stats=True,
-            **launch.settings,
-        )
+        settings: dict[str, Any] = {
+            "model": launch.model,
+            "dtype": "bfloat16",
+            "max_model_len": launch.context,
+            "max_num_seqs": NUM_SEQS,
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,
+        }
+        self._llm = module.LLM(**{**settings, **launch.settings})
 
     def generate(self, prompts: Sequence[Sequence[int]], num_new: int) -> None:
         sampling = self._sampling(temperature=0, max_tokens=num_new, min_tokens=num_new, ignore_eos=True, detokenize=False)

@@ -21,7 +21,14 @@ import pytest
 from cloister.engine import ProcessEngine, Supervision
 from cloister.engine.launch import Process, spawn_program
 from cloister.engine.restarts import Restarts
-from cloister.types.errors import ConfigError, EngineError, InvalidRequestError, MemoryBudgetError, QueueFullError
+from cloister.types.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    InvalidRequestError,
+    MemoryBudgetError,
+    QueueFullError,
+)
 from cloister.types.events import Ended
 from cloister.types.request import FinishReason, Request, SequenceOutput
 from tests.engine.replica import TRIGGER, VOCAB_SIZE, make_config, make_request
@@ -166,6 +173,23 @@ def test_an_engine_that_loads_an_adapter_for_long_is_not_replaced(model_path: Pa
             assert (await loading).name == "ann"
             assert reasons(await waiting) == [FinishReason.LENGTH]
             assert engine.pid == first
+
+    run(main())
+
+
+def test_an_engine_that_answers_no_call_is_replaced_though_adapters_are_asked_for_again_and_again(model_path: Path) -> None:
+    async def main() -> None:
+        supervision = Supervision(look_every_s=0.05)
+        async with serving(model_path, "build_loading", supervision, stall_timeout_s=0.2) as engine:
+            assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
+            first = engine.pid
+            assert first is not None
+            os.kill(first, signal.SIGSTOP)
+            waiting = asyncio.create_task(answer(engine, make_request()))
+            while not waiting.done():
+                with contextlib.suppress(DeadlineError, EngineError):
+                    await engine.adapters.load("ann", "somewhere", timeout_s=0.1)
+            assert reasons(await waiting) == [FinishReason.ERROR]
 
     run(main())
 

@@ -35,6 +35,18 @@ def test_random_byte_level_tokens_decode_as_the_library_says(byte_level, data, s
     assert "".join(stream(byte_level, ids, skip_special_tokens=skip)) == expected
 
 
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+@pytest.mark.parametrize("kind", ["byte_level", "sentence_piece"])
+def test_a_token_pushed_alone_has_the_text_that_it_has_in_a_list(kind, data, skip, request):
+    tokenizer = request.getfixturevalue(kind)
+    tokens = st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=20)
+    ids, prompt = data.draw(tokens), data.draw(tokens)
+    alone, listed = (Detokenizer(tokenizer, skip_special_tokens=skip, prompt_ids=prompt) for _ in range(2))
+    assert [alone.push_token(i) for i in ids] == [listed.push([i]) for i in ids]
+    assert alone.flush() == listed.flush()
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=mixed_text, cut=st.integers(1, 4))
 def test_sentence_piece_text_comes_back_whole(sentence_piece, text, cut):

@@ -26,21 +26,27 @@ class AdapterCalls:
 
     Attributes:
         loaded: name -> adapter, of those that a request may ask for.
-        num_loading: calls under way that keep the engine from stepping.
     """
 
     def __init__(self, send: Callable[[FrontMessage], None]) -> None:
         self.loaded: dict[str, AdapterInfo] = {}
-        self.num_loading = 0
         self._send = send
+        self._num_loading = 0
+        self._is_overdue = False
         self._has_started = False
         self._calls: dict[str, asyncio.Future[AdapterReply]] = {}
 
     def start(self, loaded: Sequence[AdapterInfo]) -> None:
         """An engine is there, with these adapters."""
         self._has_started = True
+        self._is_overdue = False
         self.loaded.clear()
         self.loaded.update((adapter.name, adapter) for adapter in loaded)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the engine reads an adapter and so makes no step; one that has let a call time out has no such excuse."""
+        return self._num_loading > 0 and not self._is_overdue
 
     def as_setting(self, at_first: str | None) -> str | None:
         """Returns the setting `lora` with which another engine has the same adapters; `at_first` before there was one."""
@@ -57,11 +63,14 @@ class AdapterCalls:
             EngineError: the engine went away.
         """
         check_adapter(name, path)
-        self.num_loading += 1
+        self._num_loading += 1
         try:
             reply = await self._call(lambda call_id: LoadAdapter(call_id, name, path), timeout_s)
+        except DeadlineError:
+            self._is_overdue = True
+            raise
         finally:
-            self.num_loading -= 1
+            self._num_loading -= 1
         if reply.adapter is None:
             raise EngineError("the engine gave no adapter back; load it again")
         self.loaded[name] = reply.adapter
@@ -87,6 +96,7 @@ class AdapterCalls:
     def deliver(self, replies: Sequence[AdapterReply]) -> None:
         """Passes on what the engine answered."""
         for reply in replies:
+            self._is_overdue = False
             call = self._calls.pop(reply.call_id, None)
             if call is not None and not call.done():
                 call.set_result(reply)

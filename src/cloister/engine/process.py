@@ -201,7 +201,7 @@ class ProcessEngine:
         while True:
             await asyncio.sleep(self._supervision.look_every_s)
             has_work = bool(self._desk.num_in_flight or self._elsewhere)
-            self._watchdog.look(self._clock.now(), is_waited_for=has_work and not self.adapters.num_loading)
+            self._watchdog.look(self._clock.now(), is_waited_for=has_work and not self.adapters.is_loading)
             if self._watchdog.is_hung:
                 _logger.error("the engine made no step for %.1f s; it is replaced", self._watchdog.stalled_s)
                 child.kill()

@@ -109,7 +109,7 @@ class ThreadEngine:
         while True:
             await asyncio.sleep(_POLL_S)
             has_work = self._desk.num_in_flight > 0
-            self._watchdog.look(self._clock.now(), is_waited_for=has_work and not self.adapters.num_loading)
+            self._watchdog.look(self._clock.now(), is_waited_for=has_work and not self.adapters.is_loading)
 
 
 class _Post:
