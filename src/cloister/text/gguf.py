@@ -39,14 +39,14 @@ class GGUFSource:
         kind = self._file.get("tokenizer.ggml.model", str) or "none"
         if kind not in _KINDS:
             raise ModelError(f"{self._path.name} has a tokenizer of kind {kind!r}; supported are: {', '.join(_KINDS)}")
-        return _KINDS[kind](self._file, _read_vocabulary(self._file))
+        return _KINDS[kind](self._file, self._vocabulary)
 
     def tokenizer_text(self) -> tuple[dict[str, Any], bytes]:
         settings = self.tokenizer()
         return settings, msgspec.json.encode(settings)
 
     def config(self) -> dict[str, Any]:
-        tokens = _read_vocabulary(self._file).tokens
+        tokens = self._vocabulary.tokens
         ids = {role: _token_id(self._file, name, len(tokens)) for role, name in _NAMED.items()}
         return {role: tokens[token_id] for role, token_id in ids.items() if token_id is not None}
 
@@ -59,8 +59,12 @@ class GGUFSource:
     def _file(self) -> GGUFFile:
         return read_gguf(self._path)
 
+    @cached_property
+    def _vocabulary(self) -> _Vocabulary:
+        return _read_vocabulary(self._file)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class _Vocabulary:
     """Tokens by id.
 
@@ -71,6 +75,7 @@ class _Vocabulary:
     tokens: Sequence[str]
     kinds: Sequence[int]
 
+    @cached_property
     def ids(self) -> dict[str, int]:
         """Token -> id, without the places that are only filled up."""
         pairs = zip(self.tokens, self.kinds, strict=True)
@@ -90,7 +95,7 @@ def _read_vocabulary(file: GGUFFile) -> _Vocabulary:
     tokens = file.strings("tokenizer.ggml.tokens") or []
     kinds = file.numbers("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     vocabulary = _Vocabulary(tokens, kinds)
-    if not tokens or len(kinds) != len(tokens) or len(vocabulary.ids()) != sum(map(_is_used, tokens, kinds)):
+    if not tokens or len(kinds) != len(tokens) or len(vocabulary.ids) != sum(map(_is_used, tokens, kinds)):
         raise ModelError(f"{file.path.name} has no token list, or a damaged one; download it again")
     return vocabulary
 
@@ -165,7 +170,7 @@ def _merges_of(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[s
 
 
 def _bpe(vocabulary: _Vocabulary, merges: Sequence[Sequence[str]], **options: Any) -> dict[str, Any]:
-    return {"type": "BPE", "vocab": vocabulary.ids(), "merges": [list(pair) for pair in merges], **options}
+    return {"type": "BPE", "vocab": vocabulary.ids, "merges": [list(pair) for pair in merges], **options}
 
 
 def _frame(file: GGUFFile, vocabulary: _Vocabulary, *, adds_bos: bool) -> dict[str, Any]:
