@@ -7,17 +7,23 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
+from cloister.app.sealed import loaded_beside
+from cloister.app.settings import resolve_settings
+from cloister.models import locate
 from cloister.privacy.attestation import AttestationError, read_evidence, read_statement
+from cloister.privacy.attestation.measuring import measure_model
 from cloister.privacy.attestation.process import AttesterBoot
 from cloister.privacy.attestation.tsm import TSM_REPORTS
 from cloister.privacy.sealing import NODE_KEY_LIFE_S, KeyRing, Receiver, ReplayCache
 from cloister.sealed.attesting import Attesting, check_prefixes, open_announcer, read_attesting, read_checkpoint
 from cloister.sealed.unsealing import LocalUnsealer
-from cloister.types.config import ServerConfig
+from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import ConfigError
 
 
@@ -34,7 +40,9 @@ def model(tmp_path: Path) -> Path:
     return model
 
 
-def make_evidence(attesting: Attesting, model: Path, spawn: object = None) -> bytes:
+def make_evidence(
+    attesting: Attesting, model: Path, spawn: object = None, beside: Mapping[str, Path] = MappingProxyType({})
+) -> bytes:
     async def make() -> bytes:
         unsealer = LocalUnsealer(Receiver(KeyRing(time.monotonic()), ReplayCache(NODE_KEY_LIFE_S)))
         announcer = await open_announcer(
@@ -45,6 +53,7 @@ def make_evidence(attesting: Attesting, model: Path, spawn: object = None) -> by
             time.time(),
             lambda: {"front.seccomp": "applied: on"},
             spawn,  # type: ignore[arg-type]
+            beside,
         )
         assert await announcer.renew()
         document = announcer.evidence()
@@ -52,6 +61,37 @@ def make_evidence(attesting: Attesting, model: Path, spawn: object = None) -> by
         return document
 
     return asyncio.run(make())
+
+
+def test_a_node_with_an_adapter_states_another_model_than_a_node_without(model: Path, tmp_path: Path):
+    """Else an adapter under the name that clients ask for would answer in the model's place, proved."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    beside = loaded_beside(EngineConfig(lora=f"cloister-5m={adapter}"))
+    assert beside == {"lora cloister-5m": adapter}
+    stated = [
+        read_statement(read_evidence(make_evidence(Attesting(AttesterBoot()), model, None, loaded)).statement).model
+        for loaded in ({}, beside)
+    ]
+    assert stated[0] == measure_model(model)
+    assert stated[1] != stated[0]
+
+
+def test_small_models_and_public_text_are_loaded_beside_the_model(tmp_path: Path):
+    beside = loaded_beside(EngineConfig(draft_model="cloister-draft", datastore=str(tmp_path)))
+    assert beside == {"draft model 0": locate("cloister-draft"), "datastore": tmp_path}
+
+
+def test_a_sealed_node_reads_no_packed_weights_and_takes_no_adapters_later(tmp_path: Path):
+    """Packed weights are files of another run, which no statement names: a flipped bit changed answers and no digest."""
+    settings = resolve_settings({"sealed": True})
+    assert settings.engine.config.weights_cache == ""
+    assert resolve_settings({}).engine.config.weights_cache
+    with pytest.raises(ConfigError, match="leave `weights_cache` out"):
+        resolve_settings({"sealed": True, "weights_cache": str(tmp_path)})
+    with pytest.raises(ConfigError, match="name its adapters with `lora`"):
+        resolve_settings({"sealed": True, "runtime_adapters": True})
 
 
 def test_settings_become_evidence(model: Path, tmp_path: Path):

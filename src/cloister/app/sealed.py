@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from cloister.app.backend import weights_cache
 from cloister.app.processes import make_engine, start_sealed_module
 from cloister.app.settings import Settings
 from cloister.app.starting import describe_start
@@ -39,12 +38,8 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     if settings.models:
         raise ConfigError("a sealed node serves one model; start a node for each", param="sealed")
     config, front = settings.engine.config, settings.server.config
-    adapters = [part.partition("=")[2].strip() for part in (config.lora or "").split(",") if part]
     secrets = [front.api_keys, front.certfile, front.keyfile, front.gateway_secret]
     files = [*secrets, config.release_prefixes, str(config_file) if config_file is not None else None]
-    cache = weights_cache(config)
-    if cache is not None:
-        cache.mkdir(parents=True, exist_ok=True)
     model = locate(config.model, progress=True)
     attesting = read_attesting(front)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # what forks has one thread; our kernels have threads of their own
@@ -52,10 +47,9 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
         Launch(
             profile=str(config.profile),
             read=reading(
-                [model, *map(Path, adapters), *_drafting_folders(config), *attesting.folders],
+                [model, *loaded_beside(config).values(), *attesting.folders],
                 [*(Path(file) for file in files if file is not None), *attesting.files],
             ),
-            write=(str(cache),) if cache is not None else (),
             listen=(front.port,),
             with_engine=True,
             with_attester=attesting.uses_hardware,
@@ -65,10 +59,15 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     )
 
 
-def _drafting_folders(config: EngineConfig) -> list[Path]:
-    """Returns where small models and public text lie that are not in the model's own directory."""
-    small = [locate(name.strip(), progress=True) for name in (config.draft_model or "").split(",") if name.strip()]
-    return [*small, *([Path(config.datastore).expanduser()] if config.datastore is not None else [])]
+def loaded_beside(config: EngineConfig) -> dict[str, Path]:
+    """Returns what is loaded beside the model, by what it is: adapters with their names, small models, public text."""
+    adapters = [part.strip().partition("=") for part in (config.lora or "").split(",") if part.strip()]
+    drafts = [name.strip() for name in (config.draft_model or "").split(",") if name.strip()]
+    found = {f"lora {name.strip()}": Path(path.strip()) for name, _, path in adapters}
+    found |= {f"draft model {number}": locate(name, progress=True) for number, name in enumerate(drafts)}
+    if config.datastore is not None:
+        found["datastore"] = Path(config.datastore).expanduser()
+    return found
 
 
 async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
@@ -104,6 +103,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
             started_s,
             _tell_hardening,
             None if hardening.sealed() is None else start_sealed_module,
+            loaded_beside(config),
         )
     except BaseException:
         crew.close()

@@ -104,6 +104,8 @@ def _settle(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -
     """Resolves the settings of one engine and its front from layers of settings."""
     server = resolve(ServerConfig, layers)
     engine = _settle_machine(resolve(EngineConfig, layers), read_machine())
+    if listens and server.config.sealed:
+        engine = _settle_sealed(engine)
     policy, engine = settle(
         engine,
         loopback=not listens or is_loopback(server.config.host),
@@ -152,6 +154,26 @@ def _settle_machine(engine: Resolved[EngineConfig], machine: Machine) -> Resolve
         device = str(chosen["device"][0]) if "device" in chosen else engine.config.device
         chosen["backend"] = choose_backend(device or "cpu")
     return engine.explain(**chosen)
+
+
+def _settle_sealed(engine: Resolved[EngineConfig]) -> Resolved[EngineConfig]:
+    """Leaves out what a sealed node's statement could not name: bytes that were written by nobody who vouches for them, and
+    adapters that come after it was made.
+
+    Raises:
+        ConfigError: they were asked for.
+    """
+    if engine.config.runtime_adapters:
+        raise ConfigError(
+            "a sealed node states what it runs when it starts; name its adapters with `lora`", param="runtime_adapters"
+        )
+    source = next(reason.why for reason in engine.reasons if reason.name == "weights_cache")
+    if engine.config.weights_cache and source != "default":
+        raise ConfigError(
+            "a sealed node packs weights from the files that it measured, and reads no packed ones; leave `weights_cache` out",
+            param="weights_cache",
+        )
+    return engine.explain(weights_cache=("", "a sealed node reads the files that it measured, and nothing packed from them"))
 
 
 def _read_toml(path: Path) -> dict[str, object]:

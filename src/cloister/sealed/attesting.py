@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from cloister.privacy.attestation import AttestationError, Attester
@@ -102,6 +103,7 @@ async def open_announcer(
     started_s: float,
     hardening: Callable[[], Mapping[str, str]],
     spawn: Spawn | None = None,
+    beside: Mapping[str, Path] = MappingProxyType({}),
 ) -> Announcer:
     """Measures the node, and asks the hardware once whether it can vouch for it.
 
@@ -111,12 +113,13 @@ async def open_announcer(
         started_s: Unix seconds before which no key was made.
         hardening: returns what became of each measure in each process.
         spawn: starts the attester's process where this one writes nowhere; None: it is asked from this one.
+        beside: what is loaded beside the model, and where it lies (`measure_loaded`).
 
     Raises:
         AttestationError: this is not what the release says, or the hardware cannot vouch; the message says why.
     """
     release = None if attesting.release is None else Path(attesting.release).expanduser()
-    facts = await asyncio.to_thread(gather_facts, profile, model, attesting.capacity, release)
+    facts = await asyncio.to_thread(gather_facts, profile, model, attesting.capacity, release, beside)
     attester = _open_attester(attesting, spawn)
     announcer = Announcer(
         unsealer,

@@ -16,6 +16,7 @@ from cloister.privacy.attestation.measuring import (
     encode_manifest,
     find_foreign,
     measure_file,
+    measure_loaded,
     measure_model,
     measure_profile,
     read_manifest,
@@ -76,6 +77,36 @@ def test_a_model_is_measured_with_every_file_and_name(tmp_path: Path):
     third = measure_model(tmp_path)
     assert len({first, second, third}) == 3
     assert measure_model(tmp_path / "config.json") not in {first, second, third}
+
+
+def test_files_in_folders_of_a_model_are_measured(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    bare = measure_model(tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    mean = measure_model(tmp_path)
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": false}')
+    assert len({bare, mean, measure_model(tmp_path)}) == 3
+
+
+def test_a_model_whose_folder_is_a_link_is_refused(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "model" / "1_Pooling").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(AttestationError, match="is a link to a folder"):
+        measure_model(tmp_path / "model")
+
+
+def test_whatever_is_loaded_beside_a_model_makes_another_digest(tmp_path: Path):
+    for name in ("model", "adapter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(name)
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    alone, named = measure_loaded(model, {}), measure_loaded(model, {"lora ann": adapter})
+    renamed, drafting = measure_loaded(model, {"lora base": adapter}), measure_loaded(model, {"draft model 0": adapter})
+    (adapter / "weights").write_text("others")
+    assert alone == measure_model(model)
+    assert len({alone, named, renamed, drafting, measure_loaded(model, {"lora ann": adapter})}) == 5
 
 
 def test_what_cannot_be_read_is_an_error(tmp_path: Path):

@@ -35,13 +35,43 @@ def measure_profile(profile: str) -> str:
 
 
 def measure_model(path: Path) -> str:
-    """Returns the SHA-256 digest (hex) of a GGUF file, or of all files of a model directory with their names.
+    """Returns the SHA-256 digest (hex) of a GGUF file, or of all files of a model directory and its folders with their names.
 
     Raises:
-        AttestationError: it cannot be read.
+        AttestationError: it cannot be read, or a folder in it is a link, which may lead anywhere.
     """
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
-    return hashlib.sha256(encode_manifest({file.name: measure_file(file) for file in files})).hexdigest()
+    if path.is_file():
+        return hashlib.sha256(encode_manifest({path.name: measure_file(path)})).hexdigest()
+    files: dict[str, str] = {}
+    for folder, subfolders, names in os.walk(path):
+        links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
+        if links:
+            raise AttestationError(
+                f"{Path(folder) / links[0]} is a link to a folder, which is not measured; copy the folder here"
+            )
+        for name in names:
+            file = Path(folder) / name
+            if file.is_file():
+                files[file.relative_to(path).as_posix()] = measure_file(file)
+    return hashlib.sha256(encode_manifest(files)).hexdigest()
+
+
+def measure_loaded(model: Path, beside: Mapping[str, Path]) -> str:
+    """Returns the SHA-256 digest (hex) of a model with what is loaded beside it; with nothing beside it, the model's own.
+
+    Whatever may answer in the model's place, or shape what it says, makes another digest: no list has it that does not mean it.
+
+    Args:
+        beside: what each thing is, such as "lora NAME", and where it lies.
+
+    Raises:
+        AttestationError: something cannot be read.
+    """
+    own = measure_model(model)
+    if not beside:
+        return own
+    named = {name: measure_model(path) for name, path in beside.items()}
+    return hashlib.sha256(b"cloister model and more\0" + encode_manifest({"model": own, **named})).hexdigest()
 
 
 def measure_file(path: Path) -> str:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -16,7 +17,7 @@ from cloister.privacy.attestation.measuring import (
     encode_manifest,
     find_foreign,
     measure_code,
-    measure_model,
+    measure_loaded,
     measure_package,
     measure_profile,
     read_manifest,
@@ -60,7 +61,9 @@ class Facts:
         ).encode()
 
 
-def gather_facts(profile: str, model: Path, capacity: int, release: Path | None = None) -> Facts:
+def gather_facts(
+    profile: str, model: Path, capacity: int, release: Path | None = None, beside: Mapping[str, Path] = MappingProxyType({})
+) -> Facts:
     """Measures this process, the model and the profile, and holds them against a release.
 
     Args:
@@ -69,12 +72,13 @@ def gather_facts(profile: str, model: Path, capacity: int, release: Path | None 
         capacity: the node's share when clients draw.
         release: folder with `release.json` and `manifest.json` as `cloister release` wrote them; None states the digest of what
             runs, which no log has.
+        beside: what is loaded beside the model, and where it lies (`measure_loaded`).
 
     Raises:
         AttestationError: this is not what the release says; the message names what differs.
     """
     measured = measure_code() | measure_package()  # the engine's part of the package too, which is not loaded here
-    model_digest, profile_digest = measure_model(model), measure_profile(profile)
+    model_digest, profile_digest = measure_loaded(model, beside), measure_profile(profile)
     if release is None:
         digest = hashlib.sha256(encode_manifest(measured)).hexdigest()
     else:
