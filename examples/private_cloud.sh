@@ -43,7 +43,8 @@ echo "keys, log and release in $here"
 log_key=$(cloister log key log.test --out log.key)
 release_key=$(cloister log key release.test --role release --out release.key)
 witness_keys=() ; for n in 1 2; do witness_keys+=("$(cloister log key "witness$n.test" --role witness --out "witness$n.key")"); done
-cloister log trust --log "$log_key" --release "$release_key" --witness "${witness_keys[0]}" --witness "${witness_keys[1]}" > trust.json
+cloister log trust --log "$log_key" --release "$release_key" --witness "${witness_keys[0]}" --witness "${witness_keys[1]}" \
+  --issuer "http://127.0.0.1:$((port + 3))" > trust.json
 cloister log init log --key log.key
 python -m pip freeze > lock.txt # a release that others rely on: cloister release lock WHEEL, which asks the package index
 path=$(python - "$model" <<'PY'

@@ -8,7 +8,7 @@ import hashlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,6 +149,7 @@ class Street:
         late: list[ASGIApp] = []
         program = await self._start(_late(late))
         late.append(issuer_app(issuer, program.url))
+        self.trust = replace(self.trust, issuer=program.url)
         for number in range(num_nodes):
             self.nodes.append(await self._make_node(f"node {number}"))
         await self._open_gateway(issuer, program.url)
@@ -225,7 +226,7 @@ class Street:
         self._upstreams = [upstream, to_gateway]
         book = NodeBook([node.program.url for node in self.nodes], upstream)
         await book.look()
-        issuers = tuple(IssuerEntry(issuer_url, key.encoded) for key in keys)
+        issuers = tuple(IssuerEntry(issuer_url, key.encoded, key.issues_from) for key in keys)
         settings = EpochSettings(url, self.release.digest, PROFILE)
         self.keeper = EpochKeeper(settings, self.publisher, unsealer, book, lambda: issuers, self.log.directory)
         await self.keeper.renew()

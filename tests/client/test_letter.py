@@ -35,7 +35,7 @@ NODE_ENTRY = NodeEntry("ab" * 32, 1, NODE.ring.publish(), "00" * 32)
 
 def epoch_of(profile: str) -> Epoch:
     gateway = GatewayEntry("https://gateway.example/cloud", GATEWAY.ring.publish())
-    issuers = (IssuerEntry("https://issuer.example", b"key"),)
+    issuers = (IssuerEntry("https://issuer.example", b"key", 0),)
     return Epoch(1, int(NOW), int(NOW) + 600, gateway, issuers, (NODE_ENTRY,), "00" * 32, profile, ())
 
 

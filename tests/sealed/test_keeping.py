@@ -71,7 +71,7 @@ def test_a_new_epoch_follows_when_a_key_changes_and_before_the_old_one_ends(tmp_
         ring = KeyRing(0.0, life_s=86400, overlap_s=3600)
         unsealer = LocalUnsealer(Receiver(ring, ReplayCache(600)), lambda: place.now_s)
         settings = EpochSettings("https://gateway.example", world.release.digest, world.release.profile)
-        issuers = (IssuerEntry("https://issuer.example", b"a key"),)
+        issuers = (IssuerEntry("https://issuer.example", b"a key", 0),)
         log = tmp_path / "log"
         keeper = EpochKeeper(settings, world.publisher, unsealer, book, lambda: issuers, log, lambda: world.now)
         assert await keeper.read() is None
@@ -114,7 +114,7 @@ def test_a_revocation_takes_the_epoch_back_and_a_logged_release_brings_a_new_one
         book = NodeBook([url], upstream, lambda: place.now_s)
         unsealer = LocalUnsealer(Receiver(KeyRing(0.0), ReplayCache(600)), lambda: place.now_s)
         settings = EpochSettings("https://gateway.example", world.release.digest, world.release.profile)
-        issuers = (IssuerEntry("https://issuer.example", b"a key"),)
+        issuers = (IssuerEntry("https://issuer.example", b"a key", 0),)
         keeper = EpochKeeper(settings, world.publisher, unsealer, book, lambda: issuers, tmp_path / "log", lambda: world.now)
         await book.look()
         assert await keeper.renew()
@@ -139,7 +139,7 @@ def test_an_epoch_that_clients_would_refuse_is_not_handed_out(tmp_path: Path) ->
         upstream = Upstream("node")
         unsealer = LocalUnsealer(place.receiver, lambda: place.now_s)
         settings = EpochSettings("https://gateway.example", place.world.release.digest, "private")
-        issuers = (IssuerEntry("https://issuer.example", b"a key"),)
+        issuers = (IssuerEntry("https://issuer.example", b"a key", 0),)
         book = NodeBook([], upstream)
         keeper = EpochKeeper(settings, place.world.publisher, unsealer, book, lambda: issuers, tmp_path / "log")
         with pytest.raises(TransparencyError, match="no node can stand in the epoch"):

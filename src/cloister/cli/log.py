@@ -139,6 +139,9 @@ def trust(
     log: LogKey,
     release: Releases,
     witness: Annotated[list[str], typer.Option(help="A witness's verifier key; three of them.", metavar="KEY")],
+    issuer: Annotated[
+        str, typer.Option(help="The one issuer that the API key is shown to, https://...; empty buys no tokens.", metavar="URL")
+    ] = "",
     threshold: Annotated[int, typer.Option(help="How many of them must have cosigned.", min=2)] = 2,
     profile: Annotated[list[str] | None, typer.Option(help="A profile that nodes may run under.", metavar="NAME")] = None,
 ) -> None:
@@ -147,7 +150,8 @@ def trust(
     from cloister.privacy.transparency.trust import Trust, encode_trust
 
     witnesses, releases = (tuple(map(PublicKey.parse, keys)) for keys in (witness, release))
-    believed = Trust(PublicKey.parse(log), witnesses, releases, threshold, frozenset(profile or ("private", "paranoid")))
+    profiles = frozenset(profile or ("private", "paranoid"))
+    believed = Trust(PublicKey.parse(log), witnesses, releases, issuer, threshold, profiles)
     typer.echo(encode_trust(believed).decode(), nl=False)
 
 

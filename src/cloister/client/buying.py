@@ -11,45 +11,37 @@ from cloister.client.wallet import BATCH
 from cloister.privacy.tokens import BlindSignatureError, MalformedTokenError, Token, decode_directory, request_tokens
 from cloister.privacy.tokens.issuance import BATCH_REQUEST_TYPE, DIRECTORY_PATH
 from cloister.privacy.tokens.names import challenge_between
-from cloister.privacy.transparency.epoch import Epoch, IssuerEntry
+from cloister.privacy.transparency.epoch import Epoch
 
 WHO = "the issuer"
 MOST_KEYS = 2
-"""Of one issuer in an epoch: the one that signs, and for a day the one before it. Of more, an issuer could show each client
-another one, and know its tokens by that."""
+"""Of one issuer in an epoch: the one that signs, and for a day the one before it."""
 
 
-def buy_tokens(epoch: Epoch, api_key: str, now: float, count: int = BATCH) -> Step[list[Token]]:
-    """Fetches a batch from the first issuer of the epoch that gives one.
+def buy_tokens(epoch: Epoch, url: str, api_key: str, count: int = BATCH) -> Step[list[Token]]:
+    """Fetches a batch from the issuer that the trust file names, under the key that the epoch file says signs.
 
-    A key that is not in the epoch is never used: one that this client alone was shown would mark its tokens.
+    No other issuer is asked, whatever the epoch names: the gateway writes the epoch, and would learn API keys and addresses.
+    And no other key is used: one that only some clients were given would mark their tokens.
+
+    Args:
+        url: of the issuer.
 
     Raises:
-        NoTokensError: none gives any; the message is the last one's.
+        NoTokensError: it gives none; the message says why.
     """
-    refusal = NoTokensError("The epoch names no issuer.")
-    for url in dict.fromkeys(issuer.url for issuer in epoch.issuers):
-        try:
-            return (yield from _buy(url, [i for i in epoch.issuers if i.url == url], epoch, api_key, now, count))
-        except NoTokensError as error:
-            refusal = error
-    raise refusal
-
-
-def _buy(url: str, keys: list[IssuerEntry], epoch: Epoch, api_key: str, now: float, count: int) -> Step[list[Token]]:
-    listed = {issuer.token_key for issuer in keys}
-    if len(listed) > MOST_KEYS:
-        raise NoTokensError(
-            f"The epoch names {len(listed)} keys of the issuer at {url}; with more than {MOST_KEYS} they mark tokens."
-        )
+    if not url:
+        raise NoTokensError("The trust file names no issuer to buy tokens of: write it with `cloister log trust --issuer URL`.")
+    key = signing_key(epoch, url)
     reply: Reply = yield Ask(WHO, url.rstrip("/") + DIRECTORY_PATH)
     try:
         path, directory = decode_directory(reply.body)
     except MalformedTokenError:
         raise NoTokensError(f"The issuer at {url} shows no directory of keys ({reply.status}); check its address.") from None
-    key = next((key.encoded_key for key in directory if key.not_before <= now and key.encoded_key in listed), None)
-    if key is None:
-        raise NoTokensError(f"The issuer at {url} signs with no key that the epoch file names; wait for the next epoch.")
+    if key not in {shown.encoded_key for shown in directory}:
+        raise NoTokensError(
+            f"The issuer at {url} does not sign with the key that the epoch file names; wait for the next epoch."
+        )
     pending = request_tokens(key, challenge_between(url, epoch.gateway.url), count)
     headers = {"authorization": f"Bearer {api_key}", "content-type": BATCH_REQUEST_TYPE}
     reply = yield Ask(WHO, _within(url, path), "POST", headers, pending.encode())
@@ -60,6 +52,26 @@ def _buy(url: str, keys: list[IssuerEntry], epoch: Epoch, api_key: str, now: flo
         return pending.finish(reply.body)
     except (MalformedTokenError, BlindSignatureError) as error:
         raise NoTokensError(f"The issuer's tokens are none: {error}; do not use this issuer.") from None
+
+
+def signing_key(epoch: Epoch, url: str) -> bytes:
+    """Returns the key under which everybody buys in this epoch: the issuer's newest that signed when it began.
+
+    Raises:
+        NoTokensError: the epoch does not name this issuer, or leaves open which of its keys signs.
+    """
+    keys = sorted((entry.not_before, entry.token_key) for entry in epoch.issuers if entry.url == url)
+    if not keys:
+        raise NoTokensError(f"The epoch does not name the issuer of the trust file, {url}; ask who runs the gateway why.")
+    if len(keys) > MOST_KEYS or len({not_before for not_before, _ in keys}) != len(keys):
+        raise NoTokensError(
+            f"The epoch names {len(keys)} keys of the issuer at {url}: more than one that signs and one before it, or two of "
+            "one age. They would mark tokens, so none is bought."
+        )
+    signing = [token_key for not_before, token_key in keys if not_before <= epoch.not_before]
+    if not signing:
+        raise NoTokensError(f"No key of the issuer at {url} signs yet in this epoch; wait for the next one.")
+    return signing[-1]
 
 
 def _within(url: str, path: str) -> str:

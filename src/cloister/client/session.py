@@ -180,7 +180,7 @@ class Session:
     def _take_token(self, epoch: Epoch) -> Step[Token]:
         if len(self._wallet) <= LOW:
             try:
-                self._wallet.add((yield from buy_tokens(epoch, self._api_key, self.now())))
+                self._wallet.add((yield from buy_tokens(epoch, self.trust.issuer, self._api_key)))
             except NoTokensError:
                 if not len(self._wallet):
                     raise

@@ -58,4 +58,6 @@ def accept_keys(keys: tuple[ShownKey, ...], gateway_url: str) -> tuple[AcceptedK
 
 def list_issuers(keys: tuple[ShownKey, ...], now_s: float) -> tuple[IssuerEntry, ...]:
     """Returns what stands in the epoch file: every key that signs, or signed and whose tokens are taken still."""
-    return tuple(IssuerEntry(key.url, key.token_key) for key in keys if key.not_before <= now_s < key.taken_until)
+    return tuple(
+        IssuerEntry(key.url, key.token_key, key.not_before) for key in keys if key.not_before <= now_s < key.taken_until
+    )

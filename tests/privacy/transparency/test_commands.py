@@ -123,7 +123,7 @@ async def publish(directory: Path, log_key: PublicKey, keys: dict[str, Path], re
         )
         contents = Contents(
             gateway=GatewayEntry("https://gateway.example", b"keys"),
-            issuers=(IssuerEntry("https://issuer.example", b"key"),),
+            issuers=(IssuerEntry("https://issuer.example", b"key", 0),),
             evidence=(make_evidence(release),),
             release=release.digest,
             profile=release.profile,

@@ -30,7 +30,7 @@ def make_epoch(num_nodes: int = 2, **changes: object) -> Epoch:
         "not_before": START,
         "not_after": START + 3600,
         "gateway": GatewayEntry("https://gateway.example", b"gateway keys"),
-        "issuers": [IssuerEntry("https://issuer.example", b"b"), IssuerEntry("https://issuer.example", b"a")],
+        "issuers": [IssuerEntry("https://issuer.example", b"b", 0), IssuerEntry("https://issuer.example", b"a", 0)],
         "nodes": [NodeEntry(f"{n:064x}", n + 1, b"node keys" * 5, f"{n:064x}") for n in reversed(range(num_nodes))],
         "release": "ab" * 32,
         "profile": "private",

@@ -83,7 +83,7 @@ class World:
     def contents(self, **changes: object) -> Contents:
         contents = Contents(
             gateway=GatewayEntry("https://gateway.example", b"gateway keys"),
-            issuers=(IssuerEntry("https://issuer.example", b"issuer key"),),
+            issuers=(IssuerEntry("https://issuer.example", b"issuer key", 0),),
             evidence=(make_evidence(self.release, now=self.now),),
             release=self.release.digest,
             profile=self.release.profile,

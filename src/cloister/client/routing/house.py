@@ -52,7 +52,7 @@ from cloister.sealed.unsealing import LocalUnsealer
 from cloister.sealed.upstream import Upstream
 
 EPOCH_S = 300
-RELAY, GATEWAY, ISSUER = "http://relay.test", "http://gateway.test", "http://issuer.test"
+RELAY, GATEWAY, ISSUER = "http://relay.test", "http://gateway.test", "https://issuer.test"
 PROFILE = "team"
 """Its answers have no shape, so that a trial measures routing and not the clock."""
 
@@ -242,7 +242,7 @@ class House:
         self._epochs = _Epochs(self._log.directory)
         witnesses = [Witness(self._directory / f"witness{n}", key, [self._log.key]) for n, key in enumerate(keys)]
         releases = (self._release_key.public,)
-        self.trust = Trust(self._log.key, tuple(w.key for w in witnesses), releases, profiles=frozenset({PROFILE}))
+        self.trust = Trust(self._log.key, tuple(w.key for w in witnesses), releases, ISSUER, profiles=frozenset({PROFILE}))
         self._cosigners = [NearWitness(witness, self.now) for witness in witnesses]
         self._publisher = Publisher(self._log, self.trust, self._cosigners)
         digests = dict.fromkeys(("wheel", "lock", "interpreter", "files", "model", "profile_digest"), "00" * 32)
@@ -281,7 +281,7 @@ class House:
     async def _publish(self) -> None:
         contents = Contents(
             gateway=GatewayEntry(GATEWAY, self._ring.publish()),
-            issuers=tuple(IssuerEntry(ISSUER, key.encoded) for key in self._issuer_keys),
+            issuers=tuple(IssuerEntry(ISSUER, key.encoded, key.issues_from) for key in self._issuer_keys),
             evidence=tuple(node.evidence for node in self.nodes.values()),
             release=self._release.digest,
             profile=PROFILE,

@@ -46,6 +46,7 @@ class ShownKey(msgspec.Struct, frozen=True):
 
     url: str
     token_key: bytes
+    not_before: int
 
 
 class Cloud(SealedNode):
@@ -95,7 +96,8 @@ class Cloud(SealedNode):
         command = [sys.executable, "-P", "-m", "cloister.cli", "issuer", *state, "--show-keys"]
         shown.write_bytes(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
         self._issuers = tuple(
-            IssuerEntry(key.url, key.token_key) for key in msgspec.json.decode(shown.read_bytes(), type=list[ShownKey])
+            IssuerEntry(key.url, key.token_key, key.not_before)
+            for key in msgspec.json.decode(shown.read_bytes(), type=list[ShownKey])
         )
         gateway_port = _free_port()
         self._gateway = f"http://127.0.0.1:{gateway_port}"
@@ -165,7 +167,7 @@ class CloudTransport(httpx.AsyncBaseTransport):
             return token
 
     async def _buy(self, epoch: Epoch) -> list[Token]:
-        step = buy_tokens(epoch, self._api_key, time.time(), BATCH)
+        step = buy_tokens(epoch, epoch.issuers[0].url, self._api_key, BATCH)
         try:
             ask = next(step)
             while True:

@@ -55,10 +55,12 @@ class IssuerEntry(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         url: where it is.
         token_key: its public key as RFC 9578 has it (SPKI with the RSASSA-PSS OID).
+        not_before: Unix seconds from which it signs: of several keys the newest does, for everybody.
     """
 
     url: Url
     token_key: Keys
+    not_before: Count
 
 
 class NodeEntry(Struct, frozen=True, forbid_unknown_fields=True):
