@@ -7,8 +7,10 @@ import pytest
 from cloister.client.asking import Reply
 from cloister.client.buying import MOST_KEYS, buy_tokens, signing_key
 from cloister.client.errors import NoTokensError
-from cloister.privacy.tokens import decode_directory
+from cloister.client.wallet import Wallet
+from cloister.privacy.tokens import Token, decode_directory
 from cloister.privacy.tokens.issuance import DirectoryKey, encode_directory
+from cloister.privacy.tokens.names import challenge_between
 from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry
 from cloister.types.errors import ConfigError
 from tests.privacy.transparency.world import World
@@ -51,6 +53,16 @@ def test_keys_that_could_mark_tokens_buy_none(ages: tuple[int, ...]) -> None:
         next(buy_tokens(epoch_with(*keys(*ages)), ISSUER, "sk"))
 
 
+def test_tokens_that_say_when_they_were_bought_are_dropped() -> None:
+    """A gateway that changed its own address from epoch to epoch, or kept old keys under other addresses, knew buyers by it."""
+    wallet = Wallet()
+    here, before = (challenge_between(ISSUER, f"https://gateway.example:{port}").digest() for port in (443, 444))
+    wallet.add([Token(b"n" * 32, digest, key) for digest in (here, before) for key in (b"ours", b"another")])
+    wallet.keep({b"ours"}, here)
+    assert len(wallet) == 1
+    assert challenge_between(ISSUER, "https://mark@gateway.example:443").digest() == here
+
+
 def test_an_issuer_that_shows_one_client_its_older_key_sells_it_nothing() -> None:
     """Gateway and issuer knew a client by it: the epoch names two keys, and the directory chose for each client."""
     step = buy_tokens(epoch_with(*keys(100, 200)), ISSUER, "sk")
@@ -67,6 +79,6 @@ def test_the_api_key_is_shown_over_tls_or_on_this_machine_only(tmp_path) -> None
     trust = World(tmp_path).trust
     assert replace(trust, issuer="https://issuer.example").issuer
     assert replace(trust, issuer="http://127.0.0.1:9003").issuer
-    for url in ("http://issuer.example", "ftp://127.0.0.1", "issuer.example"):
+    for url in ("http://issuer.example", "ftp://127.0.0.1", "issuer.example", "https://[", "http://127.0.0.1@evil.example"):
         with pytest.raises(ConfigError, match="https or on this machine"):
             replace(trust, issuer=url)

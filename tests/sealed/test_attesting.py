@@ -68,7 +68,7 @@ def test_a_node_with_an_adapter_states_another_model_than_a_node_without(model: 
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
-    beside = loaded_beside(EngineConfig(lora=f"cloister-5m={adapter}"))
+    beside = loaded_beside(EngineConfig(lora=f"cloister-5m={adapter}"), model)
     assert beside == {"lora cloister-5m": adapter}
     stated = [
         read_statement(read_evidence(make_evidence(Attesting(AttesterBoot()), model, None, loaded)).statement).model
@@ -79,8 +79,16 @@ def test_a_node_with_an_adapter_states_another_model_than_a_node_without(model: 
 
 
 def test_small_models_and_public_text_are_loaded_beside_the_model(tmp_path: Path):
-    beside = loaded_beside(EngineConfig(draft_model="cloister-draft", datastore=str(tmp_path)))
+    beside = loaded_beside(EngineConfig(draft_model="cloister-draft", datastore=str(tmp_path)), tmp_path)
     assert beside == {"draft model 0": locate("cloister-draft"), "datastore": tmp_path}
+
+
+def test_drafters_beside_a_gguf_file_and_adapters_at_home_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model.gguf").touch()
+    (tmp_path / "drafters").mkdir()
+    beside = loaded_beside(EngineConfig(lora="ann=~/adapter"), tmp_path / "model.gguf")
+    assert beside == {"lora ann": tmp_path / "adapter", "drafters": tmp_path / "drafters"}
 
 
 def test_a_sealed_node_reads_no_packed_weights_and_takes_no_adapters_later(tmp_path: Path):

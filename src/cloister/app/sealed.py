@@ -47,7 +47,7 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
         Launch(
             profile=str(config.profile),
             read=reading(
-                [model, *loaded_beside(config).values(), *attesting.folders],
+                [model, *loaded_beside(config, model).values(), *attesting.folders],
                 [*(Path(file) for file in files if file is not None), *attesting.files],
             ),
             listen=(front.port,),
@@ -59,14 +59,18 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     )
 
 
-def loaded_beside(config: EngineConfig) -> dict[str, Path]:
-    """Returns what is loaded beside the model, by what it is: adapters with their names, small models, public text."""
+def loaded_beside(config: EngineConfig, model: Path) -> dict[str, Path]:
+    """Returns what is loaded beside the model, by what it is: adapters with their names, small models, public text, and the
+    drafters that lie beside a GGUF file (those in a model's directory are measured with it).
+    """
     adapters = [part.strip().partition("=") for part in (config.lora or "").split(",") if part.strip()]
     drafts = [name.strip() for name in (config.draft_model or "").split(",") if name.strip()]
-    found = {f"lora {name.strip()}": Path(path.strip()) for name, _, path in adapters}
+    found = {f"lora {name.strip()}": Path(path.strip()).expanduser() for name, _, path in adapters}
     found |= {f"draft model {number}": locate(name, progress=True) for number, name in enumerate(drafts)}
     if config.datastore is not None:
         found["datastore"] = Path(config.datastore).expanduser()
+    if model.is_file() and (model.parent / "drafters").exists():
+        found["drafters"] = model.parent / "drafters"
     return found
 
 
@@ -103,7 +107,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
             started_s,
             _tell_hardening,
             None if hardening.sealed() is None else start_sealed_module,
-            loaded_beside(config),
+            loaded_beside(config, Path(engine.model.path)),
         )
     except BaseException:
         crew.close()

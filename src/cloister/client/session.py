@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from cloister.client.asking import Ask, Reply, Step
-from cloister.client.buying import buy_tokens
+from cloister.client.buying import buy_tokens, signing_key
 from cloister.client.draw import Below, draw
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, NoTokensError
 from cloister.client.judging import fill_policy, judge_node
@@ -24,6 +24,7 @@ from cloister.privacy.attestation import Findings, Outcome, Policy
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES
 from cloister.privacy.sealing import Request
 from cloister.privacy.tokens import Token, authorization
+from cloister.privacy.tokens.names import challenge_between
 from cloister.privacy.tokens.spki import key_id
 from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES
 from cloister.privacy.transparency.checks import Believed, View, believe, needed_paths
@@ -141,7 +142,9 @@ class Session:
             ) from None
         if self._believed is None or believed.epoch != self._believed.epoch:
             self._findings = yield from self._judge_nodes(believed, now)
-            self._wallet.keep({key_id(issuer.token_key) for issuer in believed.epoch.issuers})
+            issuer = self.trust.issuer
+            keys = {key_id(entry.token_key) for entry in believed.epoch.issuers if entry.url == issuer}
+            self._wallet.keep(keys, challenge_between(issuer, believed.epoch.gateway.url).digest())
         self._believed, self._believed_at, self._is_doubted = believed, now, False
         return believed
 
@@ -178,6 +181,8 @@ class Session:
         return findings
 
     def _take_token(self, epoch: Epoch) -> Step[Token]:
+        if self.trust.issuer:
+            signing_key(epoch, self.trust.issuer)  # an epoch whose keys mark tokens is not paid in, however many are left
         if len(self._wallet) <= LOW:
             try:
                 self._wallet.add((yield from buy_tokens(epoch, self.trust.issuer, self._api_key)))

@@ -14,14 +14,18 @@ issuer and gateway could otherwise compare times."""
 
 
 class Wallet:
-    """Tokens by the issuer key that signed them; a key that left the epoch takes its tokens with it."""
+    """Tokens by the issuer key that signed them; a key or a challenge that left the epoch takes its tokens with it."""
 
     def __init__(self) -> None:
         self._tokens: dict[bytes, list[Token]] = {}
 
-    def keep(self, key_ids: set[bytes]) -> None:
-        """Drops tokens of all other keys: nobody takes them any more."""
-        self._tokens = {key_id: tokens for key_id, tokens in self._tokens.items() if key_id in key_ids}
+    def keep(self, key_ids: set[bytes], challenge_digest: bytes) -> None:
+        """Drops tokens of all other keys, and those that answer another challenge: they would say when they were bought."""
+        self._tokens = {
+            key_id: [token for token in tokens if token.challenge_digest == challenge_digest]
+            for key_id, tokens in self._tokens.items()
+            if key_id in key_ids
+        }
 
     def add(self, tokens: list[Token]) -> None:
         """Takes in a batch."""

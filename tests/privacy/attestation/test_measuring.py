@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,16 @@ def test_a_model_whose_folder_is_a_link_is_refused(tmp_path: Path):
     (tmp_path / "model" / "1_Pooling").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(AttestationError, match="is a link to a folder"):
         measure_model(tmp_path / "model")
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "additional_chat_templates").mkdir()
+    os.mkfifo(tmp_path / "additional_chat_templates" / "default.jinja")
+    with pytest.raises(AttestationError, match="is no file"):
+        measure_model(tmp_path)
+    with pytest.raises(AttestationError, match="cannot measure"):
+        measure_model(tmp_path / "nowhere")
 
 
 def test_whatever_is_loaded_beside_a_model_makes_another_digest(tmp_path: Path):

@@ -38,12 +38,12 @@ def measure_model(path: Path) -> str:
     """Returns the SHA-256 digest (hex) of a GGUF file, or of all files of a model directory and its folders with their names.
 
     Raises:
-        AttestationError: it cannot be read, or a folder in it is a link, which may lead anywhere.
+        AttestationError: it cannot be read, or holds what is neither file nor folder, or a link to a folder.
     """
     if path.is_file():
         return hashlib.sha256(encode_manifest({path.name: measure_file(path)})).hexdigest()
     files: dict[str, str] = {}
-    for folder, subfolders, names in os.walk(path):
+    for folder, subfolders, names in os.walk(path, onerror=_refuse_unread):
         links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
         if links:
             raise AttestationError(
@@ -51,9 +51,14 @@ def measure_model(path: Path) -> str:
             )
         for name in names:
             file = Path(folder) / name
-            if file.is_file():
-                files[file.relative_to(path).as_posix()] = measure_file(file)
+            if not file.is_file():  # a pipe would give each reader something else
+                raise AttestationError(f"{file} is no file, so it cannot be measured; remove it")
+            files[file.relative_to(path).as_posix()] = measure_file(file)
     return hashlib.sha256(encode_manifest(files)).hexdigest()
+
+
+def _refuse_unread(error: OSError) -> None:
+    raise AttestationError(f"cannot measure {error.filename}: {error.strerror}")
 
 
 def measure_loaded(model: Path, beside: Mapping[str, Path]) -> str:

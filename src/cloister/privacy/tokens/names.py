@@ -12,4 +12,8 @@ def challenge_between(issuer_url: str, gateway_url: str) -> TokenChallenge:
 
     A challenge that the gateway sent could be another one for each client, and mark its tokens; this one cannot.
     """
-    return TokenChallenge(urlsplit(issuer_url).netloc.lower(), (urlsplit(gateway_url).netloc.lower(),))
+    return TokenChallenge(_host(issuer_url), (_host(gateway_url),))
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).netloc.rpartition("@")[2].lower()
