@@ -32,7 +32,7 @@ CHAT: Final[Mapping[str, Any]] = {
     "messages": [{"role": "user", "content": "What is the CREATE INDEX command?"}],
     "max_tokens": 12,
 }
-IMPORT_NAMES: Final = {"scikit_learn": "sklearn", "flashinfer_python": "flashinfer", "dcap_qvl": "dcap_qvl"}
+IMPORT_NAMES: Final = {"scikit_learn": "sklearn", "flashinfer_python": "flashinfer"}
 """Packages that are imported by another name than they are installed by."""
 CLOUD_PORT: Final = 9600
 

@@ -26,7 +26,7 @@ from typing import Final
 from benchmarks.gpu.page import write_page
 from benchmarks.gpu.records import Records, read_records
 
-HERE: Final = Path(__file__).parents[1]
+ROOT: Final = Path(__file__).parents[2]
 SHAPES: Final = ("q05", "l1b", "l8bl8")
 _TICK_S: Final = 0.5
 _GRACE_S: Final = 5.0
@@ -113,7 +113,7 @@ class Run:
         command = [sys.executable, "-m", stage.module, *stage.arguments, "--records", str(self.path)]
         if not self._is_real and stage.takes_interpreter:
             command.append("--interpreter")
-        return subprocess.Popen(command, cwd=HERE.parent, start_new_session=True)
+        return subprocess.Popen(command, cwd=ROOT, start_new_session=True)
 
     def _note(self, stage: Stage, ended: str, seconds: float) -> None:
         Records(self.path, "run").add("stage", name=stage.name, ended=ended, seconds=seconds)
@@ -123,7 +123,7 @@ class Run:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 when the page was written, 2 where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=HERE, help="folder of gpu.md, gpu.json and gpu.jsonl")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks", help="folder of gpu.md, gpu.json and gpu.jsonl")
     parser.add_argument("--minutes", type=float, default=8.5, help="what all of it may take")
     parser.add_argument("--stages", help="only these, commas between")
     parser.add_argument(
@@ -182,7 +182,7 @@ def _choose(stages: Sequence[Stage], names: str | None) -> Sequence[Stage]:
 def _start_writer(folder: Path, is_interpreter: bool) -> subprocess.Popen[bytes]:
     """Writes checkpoints on the host while the first stages keep the device busy."""
     command = [sys.executable, "-m", "benchmarks.gpu.models", str(folder), *SHAPES]
-    return subprocess.Popen([*command, "--tiny"] if is_interpreter else command, cwd=HERE.parent, start_new_session=True)
+    return subprocess.Popen([*command, "--tiny"] if is_interpreter else command, cwd=ROOT, start_new_session=True)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from cloister.client.asking import Reply
@@ -73,9 +76,7 @@ def test_an_issuer_that_shows_one_client_its_older_key_sells_it_nothing() -> Non
         step.send(Reply(200, "application/json", directory))
 
 
-def test_the_api_key_is_shown_over_tls_or_on_this_machine_only(tmp_path) -> None:
-    from dataclasses import replace
-
+def test_the_api_key_is_shown_over_tls_or_on_this_machine_only(tmp_path: Path) -> None:
     trust = World(tmp_path).trust
     assert replace(trust, issuer="https://issuer.example").issuer
     assert replace(trust, issuer="http://127.0.0.1:9003").issuer

@@ -17,7 +17,7 @@ from cloister.engine.machine import return_free_memory
 from cloister.models import locate
 from cloister.privacy import Gate, hardening
 from cloister.types.allocator import overwrites
-from cloister.types.config import EngineConfig
+from cloister.types.config import EngineConfig, parse_adapters
 from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,9 +63,8 @@ def loaded_beside(config: EngineConfig, model: Path) -> dict[str, Path]:
     """Returns what is loaded beside the model, by what it is: adapters with their names, small models, public text, and the
     drafters that lie beside a GGUF file (those in a model's directory are measured with it).
     """
-    adapters = [part.strip().partition("=") for part in (config.lora or "").split(",") if part.strip()]
     drafts = [name.strip() for name in (config.draft_model or "").split(",") if name.strip()]
-    found = {f"lora {name.strip()}": Path(path.strip()).expanduser() for name, _, path in adapters}
+    found = {f"lora {name}": Path(path).expanduser() for name, path in parse_adapters(config.lora or "")}
     found |= {f"draft model {number}": locate(name, progress=True) for number, name in enumerate(drafts)}
     if config.datastore is not None:
         found["datastore"] = Path(config.datastore).expanduser()

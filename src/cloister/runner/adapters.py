@@ -11,7 +11,7 @@ from cloister.backends.adapters import adapter_bytes, adapter_step_bytes
 from cloister.backends.base import AdapterProgram
 from cloister.backends.spec import DecoderSpec
 from cloister.models.adapters import Adapter, read_rank
-from cloister.types.config import EngineConfig
+from cloister.types.config import EngineConfig, parse_adapters
 from cloister.types.errors import ConfigError
 from cloister.types.request import AdapterInfo
 
@@ -45,7 +45,7 @@ def plan_room(config: EngineConfig) -> AdapterRoom | None:
         ConfigError: the setting `lora` is not a list of NAME=DIRECTORY, or does not fit the limits that were set.
         ModelError: an adapter of it cannot be read.
     """
-    given = _parse(config.lora or "")
+    given = parse_adapters(config.lora or "")
     if not given and not config.runtime_adapters:
         return None
     most = max(len(given), RUNTIME_SLOTS if config.runtime_adapters else 0)
@@ -102,11 +102,3 @@ class AdapterSlots:
                 param="max_loras",
             )
         return free[0]
-
-
-def _parse(setting: str) -> list[tuple[str, str]]:
-    given = [entry.partition("=") for entry in setting.split(",") if entry.strip()]
-    pairs = [(name.strip(), path.strip()) for name, _, path in given]
-    if any(not name or not path for name, path in pairs) or len(dict(pairs)) < len(pairs):
-        raise ConfigError("lora must be NAME=DIRECTORY, with commas between several, each name once", param="lora")
-    return pairs

@@ -287,6 +287,19 @@ def resolve(cls: type[C], layers: Iterable[tuple[str, Mapping[str, object]]]) ->
     return Resolved(cls(**values), tuple(reasons.values()))
 
 
+def parse_adapters(setting: str) -> list[tuple[str, str]]:
+    """Returns (name, directory) of each adapter that the setting `lora` names.
+
+    Raises:
+        ConfigError: an entry is not NAME=DIRECTORY, or a name stands twice.
+    """
+    given = [entry.partition("=") for entry in setting.split(",") if entry.strip()]
+    pairs = [(name.strip(), path.strip()) for name, _, path in given]
+    if any(not name or not path for name, path in pairs) or len(dict(pairs)) < len(pairs):
+        raise ConfigError("lora must be NAME=DIRECTORY, with commas between several, each name once", param="lora")
+    return pairs
+
+
 def reject_unknown(names: Iterable[str], known: Iterable[str], source: str) -> None:
     """Raises ConfigError for the first name that no configuration class has, with the nearest one that exists."""
     known = tuple(known)
