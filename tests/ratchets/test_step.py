@@ -50,16 +50,18 @@ LOGITS, DRAWN = "greedy from logits", "drawn from logits"
 PROGRAMS = {GREEDY: IdleGreedyProgram, DRAWING: IdleDrawingProgram, LOGITS: IdleProgram, DRAWN: IdleProgram}
 LIMITS = {
     #                  program  Python  C    peak KiB  kept
-    (GREEDY, 1): Limit(1, 124, 88, 6, 0.5),
-    (GREEDY, 16): Limit(1, 467, 617, 12, 3),
-    (DRAWING, 1): Limit(1, 137, 91, 8, 0.5),
-    (DRAWING, 16): Limit(1, 476, 636, 13, 3),
-    (LOGITS, 1): Limit(1, 130, 97, 10, 0.5),
-    (LOGITS, 16): Limit(1, 476, 632, 15, 3),
-    (DRAWN, 1): Limit(1, 195, 148, 142, 0.5),
-    (DRAWN, 16): Limit(1, 618, 776, 1110, 3),
+    (GREEDY, 1): Limit(1, 124, 89, 6, 1),
+    (GREEDY, 16): Limit(1, 475, 625, 12, 3.5),
+    (DRAWING, 1): Limit(1, 132, 91, 9, 1),
+    (DRAWING, 16): Limit(1, 483, 642, 14, 3.5),
+    (LOGITS, 1): Limit(1, 130, 99, 10, 1),
+    (LOGITS, 16): Limit(1, 484, 641, 15, 3.5),
+    (DRAWN, 1): Limit(1, 192, 146, 142, 1),
+    (DRAWN, 16): Limit(1, 626, 785, 1110, 3.5),
 }
-"""By how tokens are chosen and how many sequences decode; two or three percent above what was counted on Python 3.11."""
+"""By how tokens are chosen and how many sequences decode. Calls are four (one sequence) and ten (sixteen) above what was counted
+on Python 3.11: a call more for every sequence of sixteen fails, and what a busy machine adds to a step does not (waits that time
+out, samples that are due by the clock)."""
 
 
 @dataclass
@@ -138,5 +140,4 @@ def test_a_decode_step_costs_no_more_than_it_did(kind: str, num_seqs: int) -> No
         count_kept_blocks(decoding) / NUM_STEPS,
     )
     for name in Limit.__dataclass_fields__:
-        # what rises by less than a call in two steps is not the step's: on a busy machine something else came in between
-        assert getattr(found, name) < getattr(limit, name) + 0.5, f"{kind}, {num_seqs} sequences: {name} rose, {found}"
+        assert getattr(found, name) <= getattr(limit, name), f"{kind}, {num_seqs} sequences: {name} rose, {found}"
