@@ -98,7 +98,7 @@ def measure(
             eos_token_ids=opened.model.info.eos_token_ids,
             files=None,
             open_model=lambda name: OpenedModel(locate(name), num_threads, 1 << 15),
-            project=None,
+            guesser=None,
             draws=batch.draws,
         )
     )

@@ -85,7 +85,7 @@ class Answering:
                     block_size=BLOCK_SIZE,
                     eos_token_ids=self.stops,
                     **{"files": None, "open_model": lambda name: OpenedModel(locate(name), 1), **fields},
-                    project=None,
+                    guesser=None,
                     draws=self._draws,
                 )
             )

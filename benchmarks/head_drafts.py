@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from random import Random
 from typing import Final
 
@@ -21,12 +22,12 @@ import numpy as np
 from benchmarks.drafting import BLOCK_SIZE, OpenedModel
 from benchmarks.harness import MODEL, Bench, make_parser
 from cloister.backends.base import FloatArray, HeadProgram, HiddenProgram, KVLayout
+from cloister.backends.draft_heads import DraftHeads
 from cloister.llm import LLM
 from cloister.models import locate
-from cloister.runner.drafters import DRAFTERS, NOTHING, DraftAsk, Drafter, DraftingPlace, Seen
-from cloister.runner.drafters.blockwise import BlockwiseHeads
-from cloister.runner.drafters.heads import Heads, HeadsCard, open_heads
-from cloister.runner.drafters.medusa import MedusaHeads
+from cloister.runner.drafters import DRAFTERS, NOTHING, DraftAsk, Drafter, DraftingPlace, Seen, blockwise, medusa
+from cloister.runner.drafters.guessing import guess_hidden, make_guesser
+from cloister.runner.drafters.heads import HeadsCard, open_heads
 from cloister.runner.state import BatchState
 from cloister.train.answers import answer, render_questions
 from cloister.train.passages import Passage
@@ -105,7 +106,7 @@ def read_hidden(program: HiddenProgram, passages: Sequence[Passage]) -> FloatArr
     return np.concatenate([*parts, program.forward_hidden(batch_passages(some, BLOCK_SIZE))])
 
 
-def measure(heads: Heads, program: HeadProgram, hidden: FloatArray, passages: Sequence[Passage]) -> RankArray:
+def measure(heads: DraftHeads, program: HeadProgram, hidden: FloatArray, passages: Sequence[Passage]) -> RankArray:
     """Returns the rank that each head gave to what the model says, at every place of an answer that has a token behind it."""
     tables = []
     first = 0
@@ -115,7 +116,7 @@ def measure(heads: Heads, program: HeadProgram, hidden: FloatArray, passages: Se
         first = end
         said = program.project(own).argmax(1)  # behind each place; the last is what ends the answer
         ranks = np.full((len(own), heads.num_heads), NOTHING_THERE, np.int16)
-        for head, guess in enumerate(heads.guess(own, heads.num_heads)):
+        for head, guess in enumerate(guess_hidden(heads, own, heads.num_heads)):
             ahead = said[head + 1 :]
             if not len(ahead):
                 break
@@ -138,16 +139,16 @@ def make_place(opened: OpenedModel, program: HeadProgram, batch: BatchState) -> 
         eos_token_ids=(),
         files=None,
         open_model=lambda name: OpenedModel(locate(name), 1),
-        project=program.project,
+        guesser=partial(make_guesser, program=program),
         draws=batch.draws,
         fingerprint=model.info.fingerprint,
     )
 
 
-def read_heads(place: DraftingPlace, kind: str) -> tuple[HeadsCard, Heads]:
+def read_heads(place: DraftingPlace, kind: str) -> tuple[HeadsCard, DraftHeads]:
     card, tensors = open_heads(place, kind)
-    made = MedusaHeads if kind == "medusa" else BlockwiseHeads
-    return card, made.of(tensors, card.num_heads, card.hidden_size)
+    kinds = {"medusa": medusa, "blockwise": blockwise}
+    return card, kinds[kind].read_heads(tensors, card.num_heads, card.hidden_size)
 
 
 def time_draft(drafter: Drafter, batch: BatchState, hidden: FloatArray, num_seqs: int, num_drafts: int) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,7 @@ from cloister.models import LoadedModel, load
 from cloister.models.safetensors import read_header, write_tensors
 from cloister.runner import Grammars, ModelRunner
 from cloister.runner.drafters import Drafter, DraftingPlace
+from cloister.runner.drafters.guessing import make_guesser
 from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.sched.budget import StepCost, StepSize
 from cloister.sched.sequence import Sequence as Running
@@ -283,7 +285,7 @@ class Replica:
             eos_token_ids=model.info.eos_token_ids,
             files=None,
             open_model=open_small,
-            project=program.project if isinstance(program, HeadProgram) else None,
+            guesser=partial(make_guesser, program=program) if isinstance(program, HeadProgram) else None,
             draws=lambda states, rows: self.runner.draws(states, rows),
         )
 

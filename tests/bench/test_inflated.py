@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.inflated import Inflation, write_inflated
 from benchmarks.inflated_drafters import widen, write_drafters
 from cloister.models import locate
-from cloister.runner.drafters.blockwise import BlockwiseHeads
-from cloister.runner.drafters.medusa import MedusaHeads
+from cloister.runner.drafters import blockwise, medusa
+from cloister.runner.drafters.guessing import guess_hidden
 
 UNTYPED: Any = AutoModelForCausalLM  # its constructors carry no types
 LARGE = {
@@ -47,14 +47,15 @@ def test_inflated_heads_guess_what_the_small_ones_guess() -> None:
     wide = np.concatenate([hidden, np.zeros((3, 24), np.float32)], axis=1)
     up, up_bias = random.standard_normal((16, 8), np.float32), random.standard_normal(16, np.float32)
     down, down_bias = random.standard_normal((2, 8, 16), np.float32), random.standard_normal((2, 8), np.float32)
-    blockwise = {"up.weight": up, "up.bias": up_bias, "down.weight": down, "down.bias": down_bias}
-    medusa = {
+    shared = {"up.weight": up, "up.bias": up_bias, "down.weight": down, "down.bias": down_bias}
+    separate = {
         "blocks.0.up.weight": np.stack([up, -up]),
         "blocks.0.up.bias": np.stack([up_bias, -up_bias]),
         "blocks.0.down.weight": down,
     }
-    for kind, tensors in ((BlockwiseHeads, blockwise), (MedusaHeads, medusa)):
-        small, large = kind.of(tensors, 2, 8).guess(hidden, 2), kind.of(widen(tensors, 4), 2, 32).guess(wide, 2)
+    for kind, tensors in ((blockwise, shared), (medusa, separate)):
+        small = guess_hidden(kind.read_heads(tensors, 2, 8), hidden, 2)
+        large = guess_hidden(kind.read_heads(widen(tensors, 4), 2, 32), wide, 2)
         np.testing.assert_allclose(large[..., :8], small, rtol=1e-5, atol=1e-5)
         assert not large[..., 8:].any()
 

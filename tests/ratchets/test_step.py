@@ -59,9 +59,11 @@ LIMITS = {
     (DRAWN, 1): Limit(1, 192, 146, 142, 1),
     (DRAWN, 16): Limit(1, 626, 785, 1110, 3.5),
 }
-"""By how tokens are chosen and how many sequences decode. Calls are four (one sequence) and ten (sixteen) above what was counted
-on Python 3.11: a call more for every sequence of sixteen fails, and what a busy machine adds to a step does not (waits that time
-out, samples that are due by the clock)."""
+"""By how tokens are chosen and how many sequences decode.
+
+Calls are four (one sequence) and ten (sixteen) above what was counted on Python 3.11: a call more for each sequence fails, and
+what a busy machine adds to a step does not (waits that time out, samples that are due by the clock).
+"""
 
 
 @dataclass

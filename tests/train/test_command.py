@@ -17,6 +17,7 @@ from cloister.cli import main
 from cloister.models import load
 from cloister.quant.passages import HELD_OUT, read_passages
 from cloister.runner.drafters import DRAFTERS
+from cloister.runner.drafters.guessing import NumpyGuesser
 from cloister.runner.drafters.heads import heads_directory, read_card
 from cloister.train.decoder import Decoder, Shape
 from cloister.train.passages import Passage
@@ -71,7 +72,7 @@ def test_heads_lie_in_the_models_directory_and_draft_for_it(
         replace(
             place_for(model, vocab_size=opened.spec.vocab_size),
             hidden_size=opened.spec.hidden_size,
-            project=lambda hidden: hidden,
+            guesser=lambda heads: NumpyGuesser(heads, lambda hidden: hidden),
             fingerprint=opened.info.fingerprint,
         )
     )

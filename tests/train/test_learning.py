@@ -14,8 +14,8 @@ from cloister.app import build_program, resolve_settings
 from cloister.backends.base import IntArray, Program
 from cloister.models import LoadedModel, load, locate
 from cloister.quant.passages import HELD_OUT, read_passages
-from cloister.runner.drafters.blockwise import BlockwiseHeads as ServedBlockwise
-from cloister.runner.drafters.medusa import MedusaHeads as ServedMedusa
+from cloister.runner.drafters import blockwise, medusa
+from cloister.runner.drafters.guessing import guess_hidden
 from cloister.text import Tokenizer
 from cloister.train.heads import MAKERS, HeadsModule
 from cloister.train.learning import Lesson, learn
@@ -157,11 +157,11 @@ def test_what_was_trained_is_what_is_served(kind: str, places: Places) -> None:
         for weight in heads.parameters():
             weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())) * 0.05)
     tensors = {name: np.asarray(tensor, np.float32) for name, tensor in heads.tensors().items()}
-    served = (ServedMedusa if kind == "medusa" else ServedBlockwise).of(tensors, HEADS, HIDDEN)
+    served = (medusa if kind == "medusa" else blockwise).read_heads(tensors, HEADS, HIDDEN)
     hidden = read_rows(places, np.arange(20)).float()
     with torch.no_grad():
         wanted = heads(hidden).numpy()
-    assert np.abs(served.guess(hidden.numpy(), HEADS) - wanted).max() < 0.02 * np.abs(wanted).max()  # bfloat16
+    assert np.abs(guess_hidden(served, hidden.numpy(), HEADS) - wanted).max() < 0.02 * np.abs(wanted).max()  # bfloat16
 
 
 def test_training_that_was_stopped_ends_with_the_same_heads(

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from cloister.backends.base import Backend, DrawArray, FloatArray, HeadProgram, KVLayout, MemoryNeed, Program
+from cloister.backends.base import Backend, DrawArray, HeadProgram, KVLayout, MemoryNeed, Program
+from cloister.backends.draft_heads import DraftHeads
 from cloister.backends.spec import FOREIGN_FAMILY
 from cloister.models import LoadedModel, load, locate
 from cloister.privacy import Policy
@@ -18,6 +19,7 @@ from cloister.types.errors import CloisterError, ConfigError, EngineError
 
 if TYPE_CHECKING:
     from cloister.runner.drafters import Drafter, DraftingPlace
+    from cloister.runner.drafters.base import Guesser
     from cloister.runner.state import SequenceState
 
 _logger = logging.getLogger(__name__)
@@ -56,10 +58,12 @@ class _Lent:
         self.program: Program | None = None
         self.draw: Callable[[list[SequenceState], list[int]], DrawArray] | None = None
 
-    def project(self, hidden: FloatArray) -> FloatArray:
+    def guesser(self, heads: DraftHeads) -> Guesser:
+        from cloister.runner.drafters.guessing import make_guesser
+
         if not isinstance(self.program, HeadProgram):
             raise EngineError("this back end lends no head to drafters")
-        return self.program.project(hidden)
+        return make_guesser(heads, self.program)
 
     def draws(self, states: list[SequenceState], rows: list[int]) -> DrawArray:
         if self.draw is None:
@@ -213,7 +217,7 @@ def _place(
         eos_token_ids=model.info.eos_token_ids,
         files=None,
         open_model=open_model,
-        project=lent.project,
+        guesser=lent.guesser,
         draws=lent.draws,
         fingerprint=model.info.fingerprint,
     )

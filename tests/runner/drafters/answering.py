@@ -112,6 +112,6 @@ def place_for(model_path: Path, *, files: str | None = None, vocab_size: int = V
         eos_token_ids=(1,),
         files=files,
         open_model=refuse,  # type: ignore[arg-type]
-        project=None,
+        guesser=None,
         draws=refuse,  # type: ignore[arg-type]
     )

@@ -13,6 +13,7 @@ import pytest
 
 from cloister.runner.drafters import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, Seen
 from cloister.runner.drafters.base import FloatArray
+from cloister.runner.drafters.guessing import NumpyGuesser
 from cloister.runner.drafters.heads import CARD, TENSORS, HeadsCard, heads_directory, write_heads
 from cloister.runner.state import SequenceState
 from cloister.types.errors import CloisterError, ConfigError, ModelError
@@ -58,7 +59,9 @@ def make_card(kind: str, **fields: Any) -> HeadsCard:
 
 
 def make_place(path: Path, **fields: Any) -> DraftingPlace:
-    return replace(place_for(path), **{"project": project, "fingerprint": "ab" * 32, **fields})
+    return replace(
+        place_for(path), **{"guesser": lambda heads: NumpyGuesser(heads, project), "fingerprint": "ab" * 32, **fields}
+    )
 
 
 @pytest.fixture
@@ -191,7 +194,7 @@ def test_heads_of_another_model_are_refused(model: Path, kind: str) -> None:
         ({"hidden_size": 16}, "hidden size"),
         ({"vocab_size": 299}, "299"),
         ({"fingerprint": "cd" * 32}, "another model"),
-        ({"project": None}, "lends no head"),
+        ({"guesser": None}, "lends no head"),
     ):
         error = refusal(kind, make_place(model, **fields))
         assert isinstance(error, ConfigError)

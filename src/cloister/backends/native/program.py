@@ -10,8 +10,10 @@ from typing import Final
 import numpy as np
 
 from cloister.backends.base import AdapterWeights, DrawArray, FloatArray, ForwardBatch, IntArray, KVLayout, MaskArray, Span
+from cloister.backends.draft_heads import DraftHeads
 from cloister.backends.native import _native
 from cloister.backends.native.adapters import AdapterShelf
+from cloister.backends.native.heads import HeadShelf
 from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import PackedModel
 from cloister.backends.native.packing import Packer
@@ -28,7 +30,7 @@ class NativeProgram:
     Args:
         kernels: the instruction set, one of `_native.kernel_names()`.
         kv_dtype: one of `KV_KINDS`.
-        packer: packs adapters.
+        packer: packs adapters and draft heads.
 
     Raises:
         ModelError: experts of one layer are in several number formats.
@@ -48,7 +50,7 @@ class NativeProgram:
         self._model = model  # the kernels hold pointers into its arrays
         self._program = _native.Program(kernels, pool, spec.vocab_size, spec.hidden_size, spec.norm_eps)
         self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
-        self._adapters = AdapterShelf(self._program, packer)
+        self._adapters, self._heads = AdapterShelf(self._program, packer), HeadShelf(self._program, packer)
         self._set_ends(spec)
         self._caches: list[ByteArray] = []
         ropes: dict[RopeSpec, int] = {}
@@ -189,6 +191,14 @@ class NativeProgram:
         logits = np.empty((len(hidden), self._vocab_size), np.float32)
         self._program.project(hidden, logits)
         return logits
+
+    def load_heads(self, heads: DraftHeads) -> int:
+        """Packs draft heads (`backends.draft_heads.DraftHeadProgram`)."""
+        return self._heads.load(heads)
+
+    def guess(self, loaded: int, hidden: FloatArray, num_heads: int, num_top: int) -> IntArray:
+        """Returns the likeliest ids of each head, [num_heads, num_rows, num_top] (`backends.draft_heads.DraftHeadProgram`)."""
+        return self._heads.guess(loaded, hidden, num_heads, num_top)
 
     def draw(self, logits: FloatArray, draws: DrawArray) -> IntArray:
         """Chooses tokens from logits [num_rows, vocab]; -1 where there is none to choose."""

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.base import DrawArray, KVLayout, Program
+from cloister.backends.draft_heads import DraftHeads
 from cloister.runner.state import SequenceState
 from cloister.types.registry import Registry
 
@@ -156,6 +157,18 @@ class Drafter:
         """Overwrites what steps left outside of sequences' own state."""
 
 
+class Guesser(Protocol):
+    """Draft heads that are ready to guess."""
+
+    def guess(self, hidden: FloatArray, num_heads: int, num_top: int) -> IntArray:
+        """Returns the ids that the first heads think likeliest, best first, [num_heads, num_rows, num_top].
+
+        Args:
+            hidden: after the final norm, [num_rows, hidden].
+        """
+        ...
+
+
 class DraftModel(Protocol):
     """A small model that was found and read, but not built.
 
@@ -187,8 +200,7 @@ class DraftingPlace:
         files: directory or file that the settings name for this drafter (draft model, heads, datastore); None looks in
             `model_path`.
         open_model: reads a small model: an embedded model's name or a directory.
-        project: the model's own head: hidden states after the final norm [num_rows, hidden] -> logits [num_rows, vocab]; None
-            where the back end cannot.
+        guesser: readies draft heads, once the model's program is there; None where the back end cannot.
         draws: how the next token of each sequence is chosen from a row, [num_states] of `backends.base.DRAW`; its `position` is
             that of the next token, so a draft at depth d (from 0) adds d.
         fingerprint: SHA-256 of the model's files (hex), which what was trained for it names too; empty checks nothing.
@@ -203,7 +215,7 @@ class DraftingPlace:
     eos_token_ids: tuple[int, ...]
     files: str | None
     open_model: Callable[[str], DraftModel]
-    project: Callable[[FloatArray], FloatArray] | None
+    guesser: Callable[[DraftHeads], Guesser] | None
     draws: Callable[[list[SequenceState], list[int]], DrawArray]
     fingerprint: str = ""
 

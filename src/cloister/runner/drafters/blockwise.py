@@ -7,10 +7,9 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-
+from cloister.backends.draft_heads import DraftHeads, HeadBlock
 from cloister.runner.drafters.base import (
     DRAFTERS,
     NOTHING,
@@ -20,58 +19,35 @@ from cloister.runner.drafters.base import (
     DraftingPlace,
     FloatArray,
 )
-from cloister.runner.drafters.head_drafter import HeadDrafter, lent_head
-from cloister.runner.drafters.heads import Heads, multiply, open_heads, take_tensor
+from cloister.runner.drafters.head_drafter import HeadDrafter
+from cloister.runner.drafters.heads import open_heads, take_tensor
 from cloister.runner.drafters.medusa import THREAT
 from cloister.types.errors import ModelError
 
 
-class BlockwiseHeads:
-    """One feed-forward layer for all heads: x + D_k relu(U x + u) + d_k (protocol `Heads`).
-
-    Args:
-        up: [hidden, inner]. down: [num_heads, inner, hidden].
-        up_bias: [inner]. down_bias: [num_heads, 1, hidden].
-    """
-
-    def __init__(self, up: FloatArray, up_bias: FloatArray, down: FloatArray, down_bias: FloatArray) -> None:
-        self._up, self._up_bias, self._down, self._down_bias = up, up_bias, down, down_bias
-        self.num_heads = len(down)
-        self.num_bytes = sum(part.nbytes for part in (up, up_bias, down, down_bias))
-
-    @classmethod
-    def of(cls, tensors: dict[str, FloatArray], num_heads: int, hidden_size: int) -> BlockwiseHeads:
-        """Takes them from what `heads.safetensors` holds, where inputs come last (ModelError if a tensor is missing)."""
-        if "up.bias" not in tensors:
-            raise ModelError("the heads have no tensor up.bias; train these heads again")
-        inner = tensors["up.bias"].size
-        up = take_tensor(tensors, "up.weight", inner, hidden_size)
-        down = take_tensor(tensors, "down.weight", num_heads, hidden_size, inner)
-        return cls(
-            np.ascontiguousarray(up.T),
-            take_tensor(tensors, "up.bias", inner),
-            np.ascontiguousarray(down.transpose(0, 2, 1)),
-            take_tensor(tensors, "down.bias", num_heads, hidden_size)[:, None],
-        )
-
-    def guess(self, hidden: FloatArray, num_heads: int) -> FloatArray:
-        inner = np.maximum(multiply(hidden, self._up[None]) + self._up_bias, 0)
-        return hidden + multiply(inner, self._down[:num_heads]) + self._down_bias[:num_heads]
+def read_heads(tensors: Mapping[str, FloatArray], num_heads: int, hidden_size: int) -> DraftHeads:
+    """Returns the heads that `heads.safetensors` holds, whose first layer is shared (ModelError if a tensor is missing)."""
+    if "up.bias" not in tensors:
+        raise ModelError("the heads have no tensor up.bias; train these heads again")
+    inner = tensors["up.bias"].size
+    block = HeadBlock(
+        take_tensor(tensors, "up.weight", inner, hidden_size)[None],
+        take_tensor(tensors, "up.bias", inner)[None],
+        take_tensor(tensors, "down.weight", num_heads, hidden_size, inner),
+        take_tensor(tensors, "down.bias", num_heads, hidden_size),
+    )
+    return DraftHeads((block,), "relu")
 
 
 class Blockwise(HeadDrafter):
     """Drafts a chain: the likeliest token of each head.
 
-    Args:
-        project: the model's own head.
-        eos_token_ids: a chain ends with one of these, as the answer would.
+    A chain ends with a token that would end the answer.
     """
 
-    def __init__(
-        self, heads: Heads, project: Callable[[FloatArray], FloatArray], eos_token_ids: Sequence[int], num_bytes: int
-    ) -> None:
-        super().__init__(heads, project, num_bytes)
-        self._eos_token_ids = frozenset(eos_token_ids)
+    def __init__(self, heads: DraftHeads, place: DraftingPlace) -> None:
+        super().__init__(heads, place)
+        self._eos_token_ids = frozenset(place.eos_token_ids)
         self.max_drafts = heads.num_heads
 
     def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
@@ -80,8 +56,7 @@ class Blockwise(HeadDrafter):
         if not places:
             return drafts
         length = min(self.max_drafts, max(asks[place].num_drafts for place in places))
-        logits = self._project(self._heads.guess(hidden, length).reshape(length * len(places), -1))
-        chains = logits.argmax(1).reshape(length, len(places)).T.tolist()
+        chains = self._guess(hidden, length, 1)[:, :, 0].T.tolist()
         for place, chain in zip(places, chains, strict=True):
             drafts[place] = self._cut(chain[: asks[place].num_drafts], asks[place])
         return drafts
@@ -99,5 +74,4 @@ class Blockwise(HeadDrafter):
 def make_blockwise(place: DraftingPlace) -> Drafter:
     """Reads the heads of a model (`DrafterFactory` says what it raises)."""
     card, tensors = open_heads(place, "blockwise")
-    heads = BlockwiseHeads.of(tensors, card.num_heads, card.hidden_size)
-    return Blockwise(heads, lent_head(place, "blockwise"), place.eos_token_ids, heads.num_bytes)
+    return Blockwise(read_heads(tensors, card.num_heads, card.hidden_size), place)

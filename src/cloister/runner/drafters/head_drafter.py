@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from cloister.runner.drafters.base import DraftAsk, Drafter, DraftingPlace, FloatArray, Seen
-from cloister.runner.drafters.heads import Heads
+from cloister.backends.base import KVLayout
+from cloister.backends.draft_heads import DraftHeads
+from cloister.runner.drafters.base import DraftAsk, Drafter, DraftingPlace, FloatArray, Guesser, IntArray, Seen
 from cloister.types.errors import ConfigError
 
 
@@ -56,17 +57,35 @@ class HeadDrafter(Drafter):
     """Drafts from the hidden state that each sequence's last token was chosen from.
 
     Args:
-        heads: guess hidden states of later places.
-        project: the model's own head.
-        num_bytes: of the heads.
+        heads: let go when they are allocated, since what computes them may hold them in other numbers.
+
+    Raises:
+        ConfigError: the back end lends no head.
     """
 
     wants_hidden = True
 
-    def __init__(self, heads: Heads, project: Callable[[FloatArray], FloatArray], num_bytes: int) -> None:
-        self._heads, self._project = heads, project
-        self.fixed_bytes = num_bytes
+    def __init__(self, heads: DraftHeads, place: DraftingPlace) -> None:
+        if place.guesser is None:
+            raise ConfigError("this back end lends no head to drafters; choose one without heads", param="speculate")
+        self.num_heads, self.fixed_bytes = heads.num_heads, heads.num_bytes
+        self._heads: DraftHeads | None = heads
+        self._make_guesser = place.guesser
+        self._guesser: Guesser | None = None
         self._last = LastHidden()
+
+    def allocate(self, kv: KVLayout) -> None:
+        self._ready_guesser()
+
+    def _ready_guesser(self) -> Guesser:
+        if self._guesser is None:
+            assert self._heads is not None
+            self._guesser, self._heads = self._make_guesser(self._heads), None
+        return self._guesser
+
+    def _guess(self, hidden: FloatArray, num_heads: int, num_top: int) -> IntArray:
+        """Returns the likeliest ids of the first heads, best first, [num_heads, num_rows, num_top]."""
+        return self._ready_guesser().guess(hidden, num_heads, num_top)
 
     def observe(self, seen: Sequence[Seen]) -> None:
         for one in seen:
@@ -77,10 +96,3 @@ class HeadDrafter(Drafter):
 
     def fork(self, parent_id: int, child_id: int) -> None:
         self._last.copy(parent_id, child_id)
-
-
-def lent_head(place: DraftingPlace, kind: str) -> Callable[[FloatArray], FloatArray]:
-    """Returns the model's own head (ConfigError where the back end lends none)."""
-    if place.project is None:
-        raise ConfigError(f"this back end lends no head to drafters; choose another drafter than {kind}", param="speculate")
-    return place.project

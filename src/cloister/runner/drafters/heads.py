@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -20,10 +20,6 @@ from cloister.types.errors import ConfigError, ModelError
 
 VERSION: Final = 1
 CARD, TENSORS = "heads.json", "heads.safetensors"
-_SINGLE_THREAD_PRODUCTS: Final = 1 << 18
-"""Multiplications up to which BLAS stays on this thread: waking others takes longer, and far longer on a busy machine."""
-
-_FEWEST_OUTPUTS: Final = 16
 
 
 class HeadsCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,16 +42,6 @@ class HeadsCard(msgspec.Struct, frozen=True, kw_only=True):
     parents: list[int] = []
     accuracy: list[list[float]] = []
     trained: dict[str, str | int | float] = {}
-
-
-class Heads(Protocol):
-    """Trained heads in memory."""
-
-    num_heads: int
-
-    def guess(self, hidden: FloatArray, num_heads: int) -> FloatArray:
-        """Returns what the first `num_heads` make of hidden states [num_rows, hidden], [num_heads, num_rows, hidden]."""
-        ...
 
 
 def heads_directory(model_path: Path, kind: str) -> Path:
@@ -132,19 +118,3 @@ def take_tensor(tensors: Mapping[str, FloatArray], name: str, *shape: int) -> Fl
     if tensor is None or tensor.shape != shape:
         raise ModelError(f"{TENSORS} has no tensor {name} of the shape {list(shape)}; train these heads again")
     return tensor
-
-
-def multiply(rows: FloatArray, matrices: FloatArray) -> FloatArray:
-    """Returns rows [..., num_rows, inputs] times matrices [num_heads, inputs, outputs], by as many outputs as BLAS does alone.
-
-    Where a matrix is so large that this would be few, it is left to BLAS and its threads.
-    """
-    num_rows, (num_inputs, num_outputs) = rows.shape[-2], matrices.shape[1:]
-    step = _SINGLE_THREAD_PRODUCTS // (num_rows * num_inputs)
-    if step >= num_outputs or step < _FEWEST_OUTPUTS:
-        product: FloatArray = np.matmul(rows, matrices)
-        return product
-    product = np.empty((len(matrices), num_rows, num_outputs), np.float32)
-    for start in range(0, num_outputs, step):
-        np.matmul(rows, matrices[..., start : start + step], out=product[..., start : start + step])
-    return product

@@ -7,11 +7,10 @@ Which ranks of which heads make the tree was found by the trainer from measured 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
+from cloister.backends.draft_heads import DraftHeads, HeadBlock
 from cloister.runner.drafters.base import (
     DRAFTERS,
     NOTHING,
@@ -21,8 +20,8 @@ from cloister.runner.drafters.base import (
     DraftingPlace,
     FloatArray,
 )
-from cloister.runner.drafters.head_drafter import HeadDrafter, lent_head
-from cloister.runner.drafters.heads import Heads, multiply, open_heads, take_tensor
+from cloister.runner.drafters.head_drafter import HeadDrafter
+from cloister.runner.drafters.heads import open_heads, take_tensor
 from cloister.types.errors import ModelError
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -36,50 +35,16 @@ THREAT = ThreatProfile(
 )
 
 
-class Block(NamedTuple):
-    """One residual block of every head: x + D SiLU(U x + u).
-
-    Attributes:
-        up: [num_heads, hidden, inner], inputs in the second dimension. up_bias: [num_heads, 1, inner].
-        down: [num_heads, inner, hidden].
-    """
-
-    up: FloatArray
-    up_bias: FloatArray
-    down: FloatArray
-
-
-class MedusaHeads:
-    """A chain of residual blocks for each head (protocol `Heads`)."""
-
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self._blocks = tuple(blocks)
-        self.num_heads = len(blocks[0].up)
-        self.num_bytes = sum(part.nbytes for block in blocks for part in block)
-
-    @classmethod
-    def of(cls, tensors: dict[str, FloatArray], num_heads: int, hidden_size: int) -> MedusaHeads:
-        """Takes them from what `heads.safetensors` holds, where inputs come last (ModelError if a tensor is missing)."""
-        blocks = []
-        for number in range(max(1, sum(name.endswith(".up.bias") for name in tensors))):
-            name = f"blocks.{number}"
-            inner = tensors[f"{name}.up.bias"].shape[-1] if f"{name}.up.bias" in tensors else hidden_size
-            up = take_tensor(tensors, f"{name}.up.weight", num_heads, inner, hidden_size)
-            bias = take_tensor(tensors, f"{name}.up.bias", num_heads, inner)
-            down = take_tensor(tensors, f"{name}.down.weight", num_heads, hidden_size, inner)
-            blocks.append(Block(_turn(up), bias[:, None], _turn(down)))
-        return cls(blocks)
-
-    def guess(self, hidden: FloatArray, num_heads: int) -> FloatArray:
-        state: FloatArray = hidden[None]
-        for up, bias, down in self._blocks:
-            inner = multiply(state, up[:num_heads]) + bias[:num_heads]
-            state = state + multiply(inner / (1 + np.exp(-np.clip(inner, -80, None))), down[:num_heads])
-        return state
-
-
-def _turn(matrices: FloatArray) -> FloatArray:
-    return np.ascontiguousarray(matrices.transpose(0, 2, 1))
+def read_heads(tensors: Mapping[str, FloatArray], num_heads: int, hidden_size: int) -> DraftHeads:
+    """Returns the heads that `heads.safetensors` holds (ModelError if a tensor is missing)."""
+    blocks = []
+    for number in range(max(1, sum(name.endswith(".up.bias") for name in tensors))):
+        name = f"blocks.{number}"
+        inner = tensors[f"{name}.up.bias"].shape[-1] if f"{name}.up.bias" in tensors else hidden_size
+        up = take_tensor(tensors, f"{name}.up.weight", num_heads, inner, hidden_size)
+        bias = take_tensor(tensors, f"{name}.up.bias", num_heads, inner)
+        blocks.append(HeadBlock(up, bias, take_tensor(tensors, f"{name}.down.weight", num_heads, hidden_size, inner)))
+    return DraftHeads(tuple(blocks), "silu")
 
 
 class Branches(NamedTuple):
@@ -120,11 +85,10 @@ class Medusa(HeadDrafter):
 
     Args:
         shape: parents of that tree.
-        project: the model's own head.
     """
 
-    def __init__(self, heads: Heads, shape: Sequence[int], project: Callable[[FloatArray], FloatArray], num_bytes: int) -> None:
-        super().__init__(heads, project, num_bytes)
+    def __init__(self, heads: DraftHeads, shape: Sequence[int], place: DraftingPlace) -> None:
+        super().__init__(heads, place)
         self.shape = tuple(shape)
         self.max_drafts = len(self.shape)
         self._branches = {self.shape[:size]: Branches.of(self.shape[:size]) for size in range(1, len(self.shape) + 1)}
@@ -135,14 +99,10 @@ class Medusa(HeadDrafter):
         if not places:
             return drafts
         trees = [self._tree(asks[place]) for place in places]
-        depth = max(len(tree.widths) for tree in trees)
-        widths = [max(tree.widths[level] for tree in trees if level < len(tree.widths)) for level in range(depth)]
-        guesses = self._heads.guess(hidden, depth)
-        logits = self._project(guesses.reshape(depth * len(places), -1))
-        best = [find_best(logits[level * len(places) : (level + 1) * len(places)], width) for level, width in enumerate(widths)]
+        depth, width = max(len(tree.widths) for tree in trees), max(max(tree.widths) for tree in trees)
+        best = self._guess(hidden, depth, width)
         for row, (place, tree) in enumerate(zip(places, trees, strict=True)):
-            tokens = [best[level][row][rank] for level, rank in zip(tree.depths, tree.ranks, strict=True)]
-            drafts[place] = Draft(tokens, tree.parents)
+            drafts[place] = Draft(best[tree.depths, row, tree.ranks].tolist(), tree.parents)
         return drafts
 
     def _tree(self, ask: DraftAsk) -> Branches:
@@ -153,30 +113,19 @@ class Medusa(HeadDrafter):
         if known is not None:
             return known
         tree = Branches.of(parents)
-        size = next((place for place, depth in enumerate(tree.depths) if depth >= self._heads.num_heads), len(parents))
+        size = next((place for place, depth in enumerate(tree.depths) if depth >= self.num_heads), len(parents))
         return tree if size == len(parents) else Branches.of(parents[:size])
-
-
-def find_best(logits: FloatArray, count: int) -> list[list[int]]:
-    """Returns the ids of each row's `count` largest logits [num_rows, vocab], best first; writes over the logits."""
-    best = [logits.argmax(1)]
-    rows = np.arange(len(logits))
-    for _ in range(1, count):  # a few passes over a row are quicker than a partition of it
-        logits[rows, best[-1]] = -np.inf
-        best.append(logits.argmax(1))
-    found: list[list[int]] = np.stack(best, axis=1).tolist()
-    return found
 
 
 @DRAFTERS.register("medusa", THREAT)
 def make_medusa(place: DraftingPlace) -> Drafter:
     """Reads the heads of a model (`DrafterFactory` says what it raises)."""
     card, tensors = open_heads(place, "medusa")
-    heads = MedusaHeads.of(tensors, card.num_heads, card.hidden_size)
+    heads = read_heads(tensors, card.num_heads, card.hidden_size)
     tree = Branches.of(card.parents) if _is_tree(card.parents) else None
     if tree is None or len(tree.widths) > heads.num_heads or max(tree.widths) > card.vocab_size:
         raise ModelError("heads.json has no tree that these heads can fill; train these heads again")
-    return Medusa(heads, card.parents, lent_head(place, "medusa"), heads.num_bytes)
+    return Medusa(heads, card.parents, place)
 
 
 def _is_tree(parents: Sequence[int]) -> bool:

@@ -27,7 +27,7 @@ void Program::head_logits(const Batch& batch, float* logits) {
 }
 
 // Logits of `num_rows` hidden states after the final norm; `read(i, to)` writes one of them.
-template <class Read> void Program::multiply_head(int num_rows, Read&& read, float* logits) {
+void Program::multiply_head(int num_rows, const std::function<void(int row, float* to)>& read, float* logits) {
     if (num_rows == 0) return;
     float* normed = (float*)normed_.reserve(size_t(pool_->num_threads()) * stride_ * 4);
     Rows rows = shape_rows(inputs_, head.form(), num_rows, hidden_size_);

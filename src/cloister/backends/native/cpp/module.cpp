@@ -158,6 +158,21 @@ std::unique_ptr<Adapter> make_adapter(const Program& program, const std::vector<
     return adapter;
 }
 
+void check_heads(const DraftHeads& heads, int hidden) {
+    require(!heads.empty() && !heads[0].empty(), "there is no draft head");
+    for (const std::vector<FeedForward>& head : heads) {
+        require(head.size() == heads[0].size(), "draft heads do not have as many blocks");
+        for (size_t block = 0; block < head.size(); block++) {
+            const FeedForward &one = head[block], &first = heads[0][block];
+            check_feed_forward(one, hidden);
+            for (const Matrix* matrix : {&one.up, &one.down})
+                require(matrix->kind == Kind::f32 || matrix->kind == Kind::bf16, "a draft head is of a kind that no kernel has");
+            require(!one.gated && one.down.inputs == first.down.inputs && one.up.kind == first.up.kind && one.down.kind == first.down.kind,
+                    "draft heads are not of one shape and number format");
+        }
+    }
+}
+
 void check_layer(const Program& program, const Layer& layer) {
     const AttentionShape& s = layer.shape;
     int hidden = program.hidden_size();
@@ -344,6 +359,18 @@ NB_MODULE(_native, m) {
             Turn turn(self.pool());
             self.project(hidden.data(), int(hidden.shape(0)), logits.data());
         }, nb::arg(), nb::arg().noconvert())
+        .def("load_heads", [](Program& self, const DraftHeads& heads) {
+            check_heads(heads, self.hidden_size());
+            Turn turn(self.pool());
+            return self.load_heads(heads);
+        }, nb::arg())
+        .def("guess", [](Program& self, size_t loaded, Array2<const float> hidden, int num_heads, Array2<int32_t> top) {
+            require(num_heads > 0 && size_t(num_heads) <= self.num_heads(loaded), "there are no such draft heads");
+            require(int(hidden.shape(1)) == self.hidden_size(), "the hidden states do not have the size of the model's");
+            check_top(self, top, num_heads * int(hidden.shape(0)));
+            Turn turn(self.pool());
+            self.guess(loaded, hidden.data(), int(hidden.shape(0)), num_heads, int(top.shape(1)), top.data());
+        }, nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert())
         .def("move_positions", [](Program& self, Array2<const int32_t> moves) {
             require(moves.shape(1) == 2, "a move is not a source and a target");
             Turn turn(self.pool());

@@ -52,6 +52,9 @@ struct Layer {
     int num_blocks = 0;  // of the cache
 };
 
+// [head][block]: x + down(activation(up(x))), the next block after that. Float32 or bfloat16, all of one shape.
+using DraftHeads = std::vector<std::vector<FeedForward>>;
+
 struct Rope {
     std::vector<float> inv_freq;
     float scale = 1;
@@ -111,6 +114,14 @@ public:
 
     // Writes logits [num_rows][vocab_size] of hidden states after the final norm.
     void project(const float* hidden, int num_rows, float* logits);
+
+    // Keeps heads that `guess` knows by the number returned.
+    size_t load_heads(DraftHeads heads);
+    size_t num_heads(size_t loaded) const { return loaded < draft_heads_.size() ? draft_heads_[loaded].size() : 0; }
+
+    // What the first heads make of hidden states [num_rows][hidden_size] after the final norm, read by the model's head: the ids
+    // of the largest logits as `find_top` writes them, [num_heads][num_rows][num_top].
+    void guess(size_t loaded, const float* hidden, int num_rows, int num_heads, int num_top, int32_t* top);
 
     // Copies K and V of single positions from slot to slot in every layer, one move after the other. A slot is a block and a
     // position in it, as one number. Throws std::invalid_argument, before anything is written, where there is no such slot.
@@ -185,8 +196,9 @@ private:
     void join_branch(const Layer& layer, const Norm& post, int num_tokens);
     void add_branch(const Layer& layer, const Norm& post, float* branch, int row);
     void head_logits(const Batch& batch, float* logits);
-    template <class Read> void multiply_head(int num_rows, Read&& read, float* logits);
+    void multiply_head(int num_rows, const std::function<void(int row, float* to)>& read, float* logits);
     void read_hidden_row(int i, float* to) const;
+    void guess_block(const DraftHeads& heads, size_t block, float* states, int num_heads, int num_rows);
     template <class Find> float* find_in_pieces(int num_rows, Find&& find);
     const float* find_peaks(const float* logits, int num_rows, bool barred);
     bool is_finite(int row) const;
@@ -221,7 +233,8 @@ private:
 
     Buffer residual_, normed_, inputs_, next_inputs_, qkv_, queries_, mixed_, wide_, partial_, logits_, masked_, peaks_;
     Buffer branch_, parallel_, exact_, shared_inputs_, scores_, routes_, gathered_, expert_outputs_;
-    Buffer adapter_normed_, adapter_wide_;
+    Buffer adapter_normed_, adapter_wide_, guesses_;
+    std::vector<DraftHeads> draft_heads_;
     std::vector<std::unique_ptr<Adapter>> adapters_;  // by slot
     std::vector<AdapterTask> adapter_tasks_;
     std::vector<int> adapter_tokens_;  // tokens that have one, adapter after adapter
