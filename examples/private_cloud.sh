@@ -53,7 +53,8 @@ from cloister.models.location import locate
 print(locate(sys.argv[1]))
 PY
 )
-digest=$(cloister release make --number 1 --wheel "$wheel" --lock lock.txt --model "$path" --key release.key --out release)
+serving=(--max-num-seqs 4 --max-model-len 2048) # settings of nodes are part of the release
+digest=$(cloister release make --number 1 --wheel "$wheel" --lock lock.txt --model "$path" --key release.key --out release -- "${serving[@]}")
 cloister log add log release/release.entry --manifest release/manifest.json --key log.key >/dev/null
 for n in 1 2; do # the first checkpoint is cosigned by hand; the gateway asks for the others
   cloister witness cosign log --key "witness$n.key" --log "$log_key" --state "witness$n" >> cosignatures
@@ -71,7 +72,7 @@ head -c 32 /dev/urandom | base64 > relay.secret
 nodes=()
 for n in 4 5; do
   run "node$n" cloister serve --sealed --attester software --model "$model" --release release --log-checkpoint log/checkpoint \
-    --max-num-seqs 4 --max-model-len 2048 --port $((port + n))
+    "${serving[@]}" --port $((port + n))
   nodes+=(--node "http://127.0.0.1:$((port + n))")
 done
 for n in 4 5; do await "node$n" "http://127.0.0.1:$((port + n))/.well-known/cloister/evidence"; done

@@ -179,7 +179,7 @@ class Street:
         self.trust = Trust(self.log.key, tuple(w.key for w in witnesses), (release_key.public,))
         self.publisher = Publisher(self.log, self.trust, [NearWitness(witness) for witness in witnesses])
         digests = dict.fromkeys(("wheel", "lock", "interpreter", "files", "model", "profile_digest"), "00" * 32)
-        self.release = Release(number=1, version="0.1.0", profile=PROFILE, **digests)
+        self.release = Release(number=1, version="0.1.0", profile=PROFILE, configuration={"setting quant": '"none"'}, **digests)
         self.log.append([release_entry(self.release, source={}, builder="urn:test", keys=[release_key])])
         self._cosigners = [NearWitness(witness) for witness in witnesses]
 
@@ -203,6 +203,7 @@ class Street:
             model=self.release.model,
             profile=PROFILE,
             profile_digest=self.release.profile_digest,
+            configuration=self.release.configuration,
             hardening={"test.none": "applied: for a test"},
             keys=ring.publish(),
             capacity=1,

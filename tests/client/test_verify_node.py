@@ -52,6 +52,7 @@ class House(World):
             model=self.release.model,
             profile=self.release.profile,
             profile_digest=self.release.profile_digest,
+            configuration=self.release.configuration,
             hardening=HARDENING,
             keys=b"keys of the node",
             capacity=2,
@@ -180,7 +181,7 @@ def test_a_node_by_itself_is_checked_and_what_only_the_log_shows_stays_open(hous
     checked = check_url(house.find, None, policy, View(), house.now)
     assert checked.accepted
     assert slugs(checked.epoch, Outcome.NOT_PROVED) == ["epoch"]
-    assert slugs(only_node(checked), Outcome.NOT_PROVED) == ["nonce", "hardware", "model"]
+    assert slugs(only_node(checked), Outcome.NOT_PROVED) == ["nonce", "hardware", "model", "configuration"]
     with_trust = check_url(house.find, house.trust, policy, View(), house.now)
     assert "nonce" in slugs(only_node(with_trust), Outcome.PROVED)
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from cloister.privacy.attestation import AttestationError, Evidence, Outcome, Policy, read_evidence, read_statement
+from cloister.privacy.attestation.configuration_measuring import measure_configuration
 from cloister.privacy.attestation.measuring import encode_manifest, measure_model, measure_profile, read_manifest
 from cloister.privacy.attestation.node import Facts, gather_facts, with_host
 from cloister.privacy.attestation.software import SoftwareAttester
@@ -29,6 +30,7 @@ FACTS = Facts(
     model="0b" * 32,
     profile="private",
     profile_digest=measure_profile("private"),
+    configuration={"setting quant": '"none"'},
     capacity=3,
 )
 POLICY = Policy(
@@ -36,6 +38,7 @@ POLICY = Policy(
     releases=frozenset({FACTS.release}),
     models=frozenset({FACTS.model}),
     profile_digests=frozenset({FACTS.profile_digest}),
+    configuration=FACTS.configuration,
 )
 
 
@@ -211,6 +214,7 @@ def released(tmp_path: Path) -> tuple[Path, Path, Release]:
         model=measure_model(model),
         profile="private",
         profile_digest=measure_profile("private"),
+        configuration=measure_configuration({}, model, {}),
         **digests,
     )
     folder = tmp_path / "release"

@@ -75,6 +75,7 @@ def loaded_beside(config: EngineConfig, model: Path) -> dict[str, Path]:
 
 async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
     """Starts engine, sealer and zygote, and the front that carries sealed bytes between them and a gateway."""
+    from cloister.privacy.attestation.configuration import describe_settings
     from cloister.privacy.shape import shape_of
     from cloister.sealed.attesting import check_prefixes, open_announcer, read_attesting
     from cloister.sealed.secret_files import read_secret
@@ -107,6 +108,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
             _tell_hardening,
             None if hardening.sealed() is None else start_sealed_module,
             loaded_beside(config, Path(engine.model.path)),
+            describe_settings(config, front),
         )
     except BaseException:
         crew.close()

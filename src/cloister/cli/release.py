@@ -7,12 +7,16 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cloister.privacy.verdict import Profile
+from cloister.types.config import EngineConfig, ServerConfig, setting_names
 from cloister.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cloister.app.settings import Settings
 
 app = typer.Typer(help="Make releases, and revoke them.", no_args_is_help=True)
 
@@ -56,8 +60,9 @@ def lock(
     typer.echo(make_lock(done.stdout), nl=False)
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def make(
+    context: typer.Context,
     number: Annotated[int, typer.Option(help="Counts up; a revocation takes all below one.", min=1)],
     wheel: Annotated[Path, typer.Option(help="The wheel that nodes install.", metavar="FILE")],
     lock: Annotated[Path, typer.Option(help="Their lock file (`cloister release lock`).", metavar="FILE")],
@@ -74,15 +79,21 @@ def make(
 ) -> None:
     """Measure what a node is made of and sign it. Run it where the wheel and its lock file are installed, as on a node.
 
+    What nodes are started with beside the model and the profile comes last, as `cloister serve` takes it:
+    `cloister release make ... -- --quant int8 --lora claims=DIR`. Every setting is part of the release.
+
     Writes release.json (what nodes are started with), manifest.json (every file of the installation) and release.entry (for
     the log), and prints the release's digest.
     """
     from cloister import __version__
+    from cloister.app.sealed import loaded_beside
+    from cloister.privacy.attestation.configuration import describe_settings
+    from cloister.privacy.attestation.configuration_measuring import measure_configuration
     from cloister.privacy.attestation.measuring import (
         encode_manifest,
         measure_file,
         measure_installed,
-        measure_model,
+        measure_loaded,
         measure_profile,
     )
     from cloister.privacy.transparency.files import write_whole
@@ -90,9 +101,12 @@ def make(
     from cloister.privacy.transparency.release import Release, release_entry
 
     signer = read_key(key)
+    settings = _resolve(context.args, model, profile)
     for name in NODE_PARTS:
         importlib.import_module(name)
     manifest = encode_manifest(measure_installed())
+    beside = loaded_beside(settings.engine.config, model)
+    stated = describe_settings(settings.engine.config, settings.server.config)
     document = Release(
         number=number,
         version=__version__,
@@ -100,9 +114,10 @@ def make(
         lock=measure_file(lock),
         interpreter=measure_file(Path(sys.executable).resolve()),
         files=hashlib.sha256(manifest).hexdigest(),
-        model=measure_model(model),
+        model=measure_loaded(model, beside),
         profile=profile,
         profile_digest=measure_profile(profile),
+        configuration=measure_configuration(stated, model, beside),
         launch=dict(_split(one) for one in launch or ()),
     )
     source = {name: value for name, value in (("repository", repository), ("revision", revision)) if value}
@@ -124,6 +139,28 @@ def revoke(
     from cloister.privacy.transparency.release import minimum_entry
 
     write_whole(out, minimum_entry(below, [read_key(key)]))
+
+
+def _resolve(arguments: list[str], model: Path, profile: Profile) -> Settings:
+    """Returns the settings that a sealed node has which is started with these arguments.
+
+    Raises:
+        ConfigError, PolicyError: see `resolve_settings`.
+    """
+    from cloister.app import resolve_settings
+    from cloister.cli.serve import serve
+
+    verb = typer.Typer(add_completion=False)
+    verb.command()(serve)
+    given = typer.main.get_command(verb).make_context("serve", list(arguments)).params
+    names = setting_names(EngineConfig, ServerConfig)
+    flags = {name: value for name, value in given.items() if name in names and value is not None}
+    for name, value in (("model", str(model)), ("profile", str(profile)), ("sealed", True)):
+        if flags.setdefault(name, value) != value:
+            raise ConfigError(f"{name} is {flags[name]} among the arguments of nodes, and {value} of the release", param=name)
+    config_file = given["config"]
+    assert config_file is None or isinstance(config_file, Path)
+    return resolve_settings(flags, config_file)
 
 
 def _split(text: str) -> tuple[str, str]:

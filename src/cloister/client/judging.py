@@ -36,6 +36,7 @@ def fill_policy(policy: Policy, believed: Believed) -> Policy:
         releases=policy.releases or frozenset({release.digest}),
         models=policy.models or frozenset({release.model}),
         profile_digests=policy.profile_digests or frozenset({release.profile_digest}),
+        configuration=policy.configuration or release.configuration,
         measurements={**launch, **policy.measurements},
     )
 

@@ -104,6 +104,7 @@ async def open_announcer(
     hardening: Callable[[], Mapping[str, str]],
     spawn: Spawn | None = None,
     beside: Mapping[str, Path] = MappingProxyType({}),
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Announcer:
     """Measures the node, and asks the hardware once whether it can vouch for it.
 
@@ -114,12 +115,13 @@ async def open_announcer(
         hardening: returns what became of each measure in each process.
         spawn: starts the attester's process where this one writes nowhere; None: it is asked from this one.
         beside: what is loaded beside the model, and where it lies (`measure_loaded`).
+        settings: of the engine and its front (`describe_settings`).
 
     Raises:
         AttestationError: this is not what the release says, or the hardware cannot vouch; the message says why.
     """
     release = None if attesting.release is None else Path(attesting.release).expanduser()
-    facts = await asyncio.to_thread(gather_facts, profile, model, attesting.capacity, release, beside)
+    facts = await asyncio.to_thread(gather_facts, profile, model, attesting.capacity, release, beside, settings)
     attester = _open_attester(attesting, spawn)
     announcer = Announcer(
         unsealer,

@@ -29,7 +29,8 @@ def digest_of(text: str) -> str:
 def make_release(number: int = 1, profile: str = "private") -> Release:
     names = ("wheel", "lock", "interpreter", "files", "model", "profile_digest")
     digests = {name: digest_of(f"{name} {number if name == 'wheel' else ''}") for name in names}
-    return Release(number=number, version="0.1.0", profile=profile, launch={"sev-snp": "ab" * 48}, **digests)
+    launch, configuration = {"sev-snp": "ab" * 48}, {"setting quant": '"none"'}
+    return Release(number=number, version="0.1.0", profile=profile, launch=launch, configuration=configuration, **digests)
 
 
 def make_evidence(release: Release, *, name: str = "node", now: float = NOW, life_s: int = 3600, capacity: int = 1) -> bytes:
@@ -38,6 +39,7 @@ def make_evidence(release: Release, *, name: str = "node", now: float = NOW, lif
         model=release.model,
         profile=release.profile,
         profile_digest=release.profile_digest,
+        configuration=release.configuration,
         hardening={},
         keys=f"keys of {name}".encode(),
         capacity=capacity,

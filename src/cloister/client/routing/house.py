@@ -121,6 +121,7 @@ class Node:
             model=release.model,
             profile=release.profile,
             profile_digest=release.profile_digest,
+            configuration=release.configuration,
             hardening={},
             keys=self.ring.publish(),
             capacity=self.capacity,
@@ -246,7 +247,8 @@ class House:
         self._cosigners = [NearWitness(witness, self.now) for witness in witnesses]
         self._publisher = Publisher(self._log, self.trust, self._cosigners)
         digests = dict.fromkeys(("wheel", "lock", "interpreter", "files", "model", "profile_digest"), "00" * 32)
-        self._release = Release(number=1, version="0", profile=PROFILE, **digests)  # type: ignore[arg-type]
+        settings = {"setting quant": '"none"'}
+        self._release = Release(number=1, version="0", profile=PROFILE, configuration=settings, **digests)  # type: ignore[arg-type]
         self._log.append([release_entry(self._release, source={}, builder="urn:cloister:trial", keys=[self._release_key])])
 
     def _make_issuer(self) -> None:

@@ -124,6 +124,7 @@ class Policy:
         releases: release digests that may run; empty: the release is reported as unchecked.
         models: model digests that may be served; empty: any, said so.
         profile_digests: digests of `profile` that are known; empty: reported as unchecked.
+        configuration: what the node's configuration has to be, every entry; empty: any, said so.
         hardening: names of measures that must be in force in a process at least, and missing in none.
         measurements: by kind, launch measurements that may run (SNP MEASUREMENT, TDX MRTD), hex.
         rtmrs: by number, TDX run-time measurements that may run, hex; a number that is not here is not checked.
@@ -141,6 +142,7 @@ class Policy:
     releases: frozenset[str] = frozenset()
     models: frozenset[str] = frozenset()
     profile_digests: frozenset[str] = frozenset()
+    configuration: Mapping[str, str] = field(default_factory=dict)
     hardening: frozenset[str] = frozenset()
     measurements: Mapping[str, frozenset[str]] = field(default_factory=dict)
     rtmrs: Mapping[int, frozenset[str]] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from cloister.types.errors import CloisterError
 
 MAX_EVIDENCE_BYTES = 512 * 1024
 MAX_STATEMENT_BYTES = 64 * 1024
+MAX_CONFIGURATION_BYTES = 32 * 1024
 MAX_EXTRAS = 32
 MAX_LIFE_S = 3600
 """A statement lives no longer than the node's key, one hour."""
@@ -30,6 +31,7 @@ Seconds = Annotated[int, Meta(ge=0, lt=2**53)]
 KeyConfigs = Annotated[bytes, Meta(min_length=1, max_length=8192)]
 Measured = Annotated[str, Meta(pattern=r"^(applied|missing): [^\x00-\x1f]{0,500}\Z")]
 Note = Annotated[str, Meta(max_length=16_384)]
+Entry = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,512}\Z")]
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -50,6 +52,7 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         profile: name of the privacy profile in force.
         profile_digest: SHA-256 digest of what that profile rules (`measure_profile`), hex.
         hardening: each measure as `process.measure`, `applied: ...` or `missing: ...` (`privacy.hardening`), and `host`.
+        configuration: every file that shapes answers, as a digest, and every setting (`configuration`).
         keys: the node's HPKE key configuration, `application/ohttp-keys` (RFC 9458 section 3).
         capacity: the node's share when clients draw, at least 1.
         not_before, not_after: Unix seconds between which the statement holds, at most an hour apart.
@@ -62,6 +65,7 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     profile: Name
     profile_digest: Hex
     hardening: Annotated[dict[Name, Measured], Meta(max_length=256)]
+    configuration: Annotated[dict[Entry, Entry], Meta(max_length=1024)] = {}
     keys: KeyConfigs
     capacity: Capacity
     not_before: Seconds

@@ -25,6 +25,7 @@ from cloister.privacy.verdict import Profile
 MAX_MANIFEST_BYTES: Final = 16 * 2**20
 _MAPS: Final = Path("/proc/self/maps")
 _PIECE_BYTES: Final = 2**20
+PACKAGE: Final = Path(__file__).resolve().parents[2]
 _FIELDS: Final = 6  # of a line of maps: addresses, rights, offset, device, inode, path
 
 
@@ -40,8 +41,17 @@ def measure_model(path: Path) -> str:
     Raises:
         AttestationError: it cannot be read, or holds what is neither file nor folder, or a link to a folder.
     """
+    return hashlib.sha256(encode_manifest(list_files(path))).hexdigest()
+
+
+def list_files(path: Path) -> dict[str, str]:
+    """Returns name -> SHA-256 digest (hex) of a file, or of all files of a directory and its folders.
+
+    Raises:
+        AttestationError: see `measure_model`.
+    """
     if path.is_file():
-        return hashlib.sha256(encode_manifest({path.name: measure_file(path)})).hexdigest()
+        return {path.name: measure_file(path)}
     files: dict[str, str] = {}
     for folder, subfolders, names in os.walk(path, onerror=_refuse_unread):
         links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
@@ -54,7 +64,7 @@ def measure_model(path: Path) -> str:
             if not file.is_file():  # a pipe would give each reader something else
                 raise AttestationError(f"{file} is no file, so it cannot be measured; remove it")
             files[file.relative_to(path).as_posix()] = measure_file(file)
-    return hashlib.sha256(encode_manifest(files)).hexdigest()
+    return files
 
 
 def _refuse_unread(error: OSError) -> None:
@@ -111,7 +121,7 @@ def measure_package() -> dict[str, str]:
     Raises:
         AttestationError: one of them cannot be read.
     """
-    files = [path for path in Path(__file__).resolve().parents[2].rglob("*") if _is_code(path)]
+    files = [path for path in PACKAGE.rglob("*") if _is_code(path)]
     return {_name(path): measure_file(path) for path in sorted(files)}
 
 

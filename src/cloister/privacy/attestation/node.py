@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +12,8 @@ from typing import Final
 import msgspec
 
 from cloister.privacy.attestation.base import AttestationError
+from cloister.privacy.attestation.configuration import find_differences
+from cloister.privacy.attestation.configuration_measuring import measure_configuration
 from cloister.privacy.attestation.evidence import Statement
 from cloister.privacy.attestation.measuring import (
     encode_manifest,
@@ -39,6 +41,7 @@ class Facts:
     model: str
     profile: str
     profile_digest: str
+    configuration: Mapping[str, str]
     capacity: int
 
     def state(self, keys: bytes, not_before: int, not_after: int, checkpoint: str, hardening: Mapping[str, str]) -> bytes:
@@ -53,6 +56,7 @@ class Facts:
             profile=self.profile,
             profile_digest=self.profile_digest,
             hardening=dict(hardening),
+            configuration=dict(self.configuration),
             keys=keys,
             capacity=self.capacity,
             not_before=not_before,
@@ -62,9 +66,14 @@ class Facts:
 
 
 def gather_facts(
-    profile: str, model: Path, capacity: int, release: Path | None = None, beside: Mapping[str, Path] = MappingProxyType({})
+    profile: str,
+    model: Path,
+    capacity: int,
+    release: Path | None = None,
+    beside: Mapping[str, Path] = MappingProxyType({}),
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Facts:
-    """Measures this process, the model and the profile, and holds them against a release.
+    """Measures this process, the model, the profile and the configuration, and holds them against a release.
 
     Args:
         profile: name of the profile in force.
@@ -73,33 +82,46 @@ def gather_facts(
         release: folder with `release.json` and `manifest.json` as `cloister release` wrote them; None states the digest of what
             runs, which no log has.
         beside: what is loaded beside the model, and where it lies (`measure_loaded`).
+        settings: of the engine and its front (`configuration.describe_settings`).
 
     Raises:
         AttestationError: this is not what the release says; the message names what differs.
     """
     measured = measure_code() | measure_package()  # the engine's part of the package too, which is not loaded here
     model_digest, profile_digest = measure_loaded(model, beside), measure_profile(profile)
+    configuration = measure_configuration(settings, model, beside)
     if release is None:
         digest = hashlib.sha256(encode_manifest(measured)).hexdigest()
     else:
-        digest = _match_release(release, measured, model_digest, profile, profile_digest)
-    return Facts(digest, model_digest, profile, profile_digest, capacity)
+        digest = _match_release(release, measured, model_digest, profile, profile_digest, configuration)
+    return Facts(digest, model_digest, profile, profile_digest, configuration, capacity)
 
 
-def _match_release(folder: Path, measured: Mapping[str, str], model: str, profile: str, profile_digest: str) -> str:
+def _match_release(
+    folder: Path, measured: Mapping[str, str], model: str, profile: str, profile_digest: str, configuration: Mapping[str, str]
+) -> str:
     release, manifest = _read_release(folder)
     foreign = find_foreign(measured, manifest)
     if foreign:
-        more = f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else ""
         raise AttestationError(
-            f"this is not release {release.number}: {', '.join(foreign[:_NAMED])}{more} differ from its manifest; "
+            f"this is not release {release.number}: {_list_some(foreign)} differ from its manifest; "
             "install the release, or log one of what is installed"
         )
     wanted = (("model", release.model, model), ("profile", release.profile, profile))
     for what, published, found in (*wanted, ("rules of the profile", release.profile_digest, profile_digest)):
         if published != found:
             raise AttestationError(f"this is not release {release.number}: its {what} is {published}, and here it is {found}")
+    if differences := find_differences(configuration, release.configuration):
+        raise AttestationError(
+            f"this is not release {release.number}: {_list_some(differences)}; start the node as the release was made, or make "
+            "a release of this"
+        )
     return release.digest
+
+
+def _list_some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
 
 
 def _read_release(folder: Path) -> tuple[Release, dict[str, str]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from cloister.privacy.attestation.base import Findings, Policy, Verifier
+from cloister.privacy.attestation.configuration import configuration_digest, find_differences
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError, Statement, read_statement
 from cloister.privacy.attestation.nvidia import GpuVerifier
 from cloister.privacy.attestation.sev_snp import SnpVerifier
@@ -14,6 +15,8 @@ from cloister.privacy.attestation.tdx import TdxVerifier
 
 MAX_CLOCK_SKEW_S = 300
 """How far behind a client's clock may be when a statement begins; its end has no such room, for the keys are gone by then."""
+
+_MOST_NAMED = 8
 
 HOST = "host"
 """The measure that says whether the host's root is kept out too. Hardware proves that, or nobody: it is not judged here."""
@@ -84,6 +87,7 @@ def judge_statement(findings: Findings, statement: Statement, policy: Policy, no
     )
     _check_listed(findings, policy, "release", statement.release, policy.releases, "the code that runs")
     _check_model(findings, statement, policy)
+    _check_configuration(findings, statement, policy)
     _check_hardening(findings, statement, policy)
 
 
@@ -109,6 +113,21 @@ def _check_model(findings: Findings, statement: Statement, policy: Policy) -> No
             f"the model is the one that was asked for ({statement.model[:16]})",
             f"the model is another one than was asked for: {statement.model}",
         )
+
+
+def _check_configuration(findings: Findings, statement: Statement, policy: Policy) -> None:
+    digest = configuration_digest(statement.configuration)
+    if not policy.configuration:
+        findings.leave_open("configuration", f"any configuration is accepted; this one is {digest}")
+        return
+    differences = find_differences(statement.configuration, policy.configuration)
+    more = f"; and {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
+    findings.check(
+        "configuration",
+        not differences,
+        f"the configuration is what was published, all {len(statement.configuration)} entries ({digest[:16]})",
+        f"the configuration is not what was published: {'; '.join(differences[:_MOST_NAMED])}{more}",
+    )
 
 
 def _check_hardening(findings: Findings, statement: Statement, policy: Policy) -> None:

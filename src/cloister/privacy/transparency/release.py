@@ -29,6 +29,7 @@ RELEASE_SUBJECT = "release.json"
 BUILD_TYPE = "urn:cloister:build:wheel:v1"
 
 _T = TypeVar("_T")
+Entry = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,512}\Z")]
 Measurement = Annotated[str, Meta(pattern=r"^[0-9a-f]{64,128}\Z")]
 
 
@@ -45,6 +46,7 @@ class Release(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         model: the model's digest, as a node's statement has it.
         profile: the privacy profile's name.
         profile_digest: what that profile rules, as a node's statement has it.
+        configuration: every file that shapes answers and every setting, as a node's statement has it.
         launch: measurement of the machine image by kind of evidence (`sev-snp`, `tdx`), in hex; empty without such hardware.
     """
 
@@ -57,6 +59,7 @@ class Release(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: Hex
     profile: Name
     profile_digest: Hex
+    configuration: Annotated[dict[Entry, Entry], Meta(max_length=1024)] = {}
     launch: dict[Name, Measurement] = {}
 
     def encode(self) -> bytes:
