@@ -52,8 +52,8 @@ LIMITS = {
     #                  program  Python  C    peak KiB  kept
     (GREEDY, 1): Limit(1, 124, 89, 6, 1),
     (GREEDY, 16): Limit(1, 475, 625, 12, 3.5),
-    (DRAWING, 1): Limit(1, 132, 91, 9, 1),
-    (DRAWING, 16): Limit(1, 483, 642, 14, 3.5),
+    (DRAWING, 1): Limit(1, 127, 95, 9, 1),
+    (DRAWING, 16): Limit(1, 478, 632, 14, 3.5),
     (LOGITS, 1): Limit(1, 130, 99, 10, 1),
     (LOGITS, 16): Limit(1, 484, 641, 15, 3.5),
     (DRAWN, 1): Limit(1, 192, 146, 142, 1),

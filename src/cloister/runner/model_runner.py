@@ -127,19 +127,20 @@ class ModelRunner:
         parts = [self._part(part) for part in plan.sequences]
         if self._drafts:
             parts = self._drafted(parts)
+        everyone = self._batch
         live = [part for part in parts if part.state.failure is None]
-        if self._batch.num_pooled:
+        if everyone.num_pooled:
             result.embeddings = self._pool([part for part in live if part.state.pool is not None])
             live = [part for part in live if part.state.pool is None]
         if self._drafts and self._drafting.wants([part.plan for part in live]):
             self._verify(live, plan.forks, result)
-        elif live and not plan.forks and False not in [part.state.is_plain for part in live]:
+        elif live and not plan.forks and (everyone.num_not_plain == 0 or False not in [part.state.is_plain for part in live]):
             result.samples = self._take_best(live)
         elif (
             live
             and self._drawing is not None
-            and (not self._batch.num_guided or self._can_mask(live))
-            and False not in [part.state.is_bare for part in live]
+            and (not everyone.num_guided or self._can_mask(live))
+            and (everyone.num_not_bare == 0 or False not in [part.state.is_bare for part in live])
         ):
             result.samples = self._take_drawn(self._drawing, live, plan.forks)
         else:
@@ -214,11 +215,16 @@ class ModelRunner:
         What grammars let follow is found while the program computes, so it is asked for after that.
         """
         batch = forward_batch(live, self._block_size)
-        states, rows = self._draws(live, forks)
-        if self._masking is None or not self._batch.num_guided or all(state.grammar is None for state in states):
-            tokens = program.forward_draw(batch, self._batch.draws(states, rows))
+        if not forks and len(batch.logit_rows) == len(live):  # each samples from one row, and they stand in order
+            states = [part.state for part in live]
+            draws = self._batch.draws(states, np.arange(len(live)), batch.context_lens)
         else:
-            tokens = self._masking.forward_masked(batch, self._batch.draws(states, rows), lambda: _stack_masks(states))
+            states, rows = self._draws(live, forks)
+            draws = self._batch.draws(states, rows)
+        if self._masking is None or not self._batch.num_guided or all(state.grammar is None for state in states):
+            tokens = program.forward_draw(batch, draws)
+        else:
+            tokens = self._masking.forward_masked(batch, draws, lambda: _stack_masks(states))
         if tokens.shape != (len(states),):
             raise EngineError(f"the program returned tokens of shape {tokens.shape}")
         return _append(states, tokens.tolist())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.backends.base import DRAW, DrawArray
+from cloister.backends.base import DRAW, DrawArray, IntArray
 from cloister.runner.bias import Bias
 from cloister.runner.grammar import Grammars, GrammarState
 from cloister.runner.penalties import Penalties, TokenCounts
@@ -97,6 +97,7 @@ class BatchState:
     Attributes:
         num_pooled: sequences whose prompt becomes a vector.
         num_guided: sequences that follow a grammar.
+        num_not_plain, num_not_bare: sequences that are not (`SequenceState.is_plain`, `is_bare`).
     """
 
     def __init__(
@@ -109,6 +110,8 @@ class BatchState:
         self._sequences: dict[int, SequenceState] = {}
         self.num_pooled = 0
         self.num_guided = 0
+        self.num_not_plain = 0
+        self.num_not_bare = 0
         self._columns = np.zeros(16, DRAW)
         self._free_slots = list(range(16))[::-1]
 
@@ -121,11 +124,15 @@ class BatchState:
         except KeyError:
             raise EngineError(f"the step plan names sequence {seq_id}, which the runner does not hold") from None
 
-    def draws(self, states: list[SequenceState], rows: list[int]) -> DrawArray:
-        """Says how the next token of each sequence is chosen from its row of logits, [len(states)] of `DRAW`."""
-        draws = self._columns[[state.slot for state in states]]
+    def draws(self, states: list[SequenceState], rows: list[int] | IntArray, positions: IntArray | None = None) -> DrawArray:
+        """Says how the next token of each sequence is chosen from its row of logits, [len(states)] of `DRAW`.
+
+        Args:
+            positions: of the next tokens, where somebody has them already.
+        """
+        draws = self._columns.take([state.slot for state in states])
         draws["row"] = rows
-        draws["position"] = [len(state.tokens) for state in states]
+        draws["position"] = [len(state.tokens) for state in states] if positions is None else positions
         return draws
 
     def arrive(self, new: NewSequence) -> None:
@@ -157,6 +164,7 @@ class BatchState:
             self.num_guided += state.grammar is not None
             state.is_bare = _is_bare(state)
             state.is_plain = state.is_bare and sampling.temperature == 0 and state.grammar is None
+        self._count(state, 1)
 
     def fork(self, parent_id: int, child_id: int, index: int) -> SequenceState:
         """Makes `child_id` a copy of `parent_id` that draws with noise of its own."""
@@ -183,6 +191,7 @@ class BatchState:
         )
         self._file(child)
         self.num_guided += child.grammar is not None
+        self._count(child, 1)
         self._columns[child.slot] = self._columns[parent.slot]
         self._columns["index"][child.slot] = index
         return child
@@ -200,8 +209,13 @@ class BatchState:
             state.pool.wipe()
             self.num_pooled -= 1
         self.num_guided -= state.grammar is not None
+        self._count(state, -1)
         self._columns[state.slot] = 0
         self._free_slots.append(state.slot)
+
+    def _count(self, state: SequenceState, change: int) -> None:
+        self.num_not_plain += change * (not state.is_plain)
+        self.num_not_bare += change * (not state.is_bare)
 
     def _file(self, state: SequenceState) -> None:
         if state.seq_id in self._sequences:
