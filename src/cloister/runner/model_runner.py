@@ -217,7 +217,7 @@ class ModelRunner:
         batch = forward_batch(live, self._block_size)
         if not forks and len(batch.logit_rows) == len(live):  # each samples from one row, and they stand in order
             states = [part.state for part in live]
-            draws = self._batch.draws(states, np.arange(len(live)), batch.context_lens)
+            draws = self._batch.draws(states, np.arange(len(live), dtype=np.int32), batch.context_lens)
         else:
             states, rows = self._draws(live, forks)
             draws = self._batch.draws(states, rows)
