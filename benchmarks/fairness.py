@@ -9,10 +9,14 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import Bench, make_parser, make_progress, open_engine
+from benchmarks.harness import MODEL, Bench, make_parser, make_progress, open_engine
+from benchmarks.models import MODELS, dequantize, find_model
+from benchmarks.peers.engines import file_backend
 from cloister.bench.drive import SteppingEngine, Timed, abort, drive
 from cloister.bench.plots import BLUE, GREEN, ORANGE, draw, plot_distribution
 from cloister.bench.workloads import make_tokens
@@ -21,7 +25,7 @@ from cloister.types.request import Request, SamplingParams
 
 VICTIM_PROMPT, VICTIM_ANSWER = 512, 16
 FLOOD_PROMPT, FLOOD_ANSWER = 512, 64
-MAX_NUM_SEQS = 16
+MAX_NUM_SEQS, MAX_MODEL_LEN = 16, 1024
 
 
 def main() -> int:
@@ -32,6 +36,10 @@ def main() -> int:
         "--num-earlier", type=int, default=40, help="requests of the victim before the flood, on an idle engine"
     )
     parser.add_argument("--num-flood", type=int, default=64, help="requests of the other tenant, always in the engine")
+    parser.add_argument("--models", default=MODEL, help="models, with commas: names, directories, or smollm2")
+    parser.add_argument("--kernels", default="best", help="instruction sets, with commas; best is the processor's own")
+    parser.add_argument("--quant", default="none", help="number format of matrices, made on load")
+    parser.add_argument("--runs", type=int, default=1, help="runs of each model and instruction set")
     options = parser.parse_args()
     bench = Bench(
         "fairness",
@@ -39,26 +47,58 @@ def main() -> int:
         "under fcfs the victim waits behind the whole flood; under fair its prompt goes before the flood's work, so its P99 "
         "TTFT stays within 1.5x of alone",
     )
-    alone = measure(options, "fair", flooded=False)
-    flooded = {scheduler: measure(options, scheduler, flooded=True) for scheduler in ("fcfs", "fair")}
+    for model in options.models.split(","):
+        for kernels, run in itertools.product(options.kernels.split(","), range(options.runs)):
+            compare(bench, options, Case(find_path(model), kernels), is_first=run == 0)
+    return bench.finish(options)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model on an instruction set."""
+
+    model: str
+    kernels: str
+
+    @property
+    def name(self) -> str:
+        return f"{Path(self.model).name} {self.kernels}"
+
+
+def find_path(model: str) -> str:
+    stored = find_model(model) if model in MODELS else None
+    return model if stored is None else str(dequantize(stored, stored.parent / "float32"))
+
+
+def compare(bench: Bench, options: argparse.Namespace, case: Case, *, is_first: bool) -> None:
+    """Measures the victim alone and flooded; under `fcfs` and for the picture the first time only."""
+    alone = measure(options, case, "fair", flooded=False)
+    schedulers = ("fcfs", "fair") if is_first else ("fair",)
+    flooded = {scheduler: measure(options, case, scheduler, flooded=True) for scheduler in schedulers}
     base = float(np.percentile(alone, 99))
     rows: list[tuple[object, ...]] = [("alone", *spread(alone), 1.0)]
     rows += [(f"flooded, {name}", *spread(ttfts), float(np.percentile(ttfts, 99)) / base) for name, ttfts in flooded.items()]
-    bench.print_rows("TTFT of the victim", ("run", "P50, ms", "P90, ms", "P99, ms", "P99 over alone"), rows)
-    bench.check("P99 TTFT under a flood, fair over alone", float(np.percentile(flooded["fair"], 99)) / base, high=1.5)
-    bench.check("P99 TTFT under a flood, fcfs over alone", float(np.percentile(flooded["fcfs"], 99)) / base, low=1.5)
+    bench.print_rows(f"TTFT of the victim, {case.name}", ("run", "P50, ms", "P90, ms", "P99, ms", "P99 over alone"), rows)
+    for name, ttfts in flooded.items():
+        ratio = float(np.percentile(ttfts, 99)) / base
+        bound = {"high": 1.5} if name == "fair" else {"low": 1.5}
+        bench.check(f"{case.name}: P99 TTFT under a flood, {name} over alone", ratio, **bound)
+    if not is_first:
+        return
     with draw(bench.picture(options), bench.title, size=(7.2, 4.2)) as (axes,):
         plot_distribution(axes, alone, GREEN, "alone")
         plot_distribution(axes, flooded["fair"], BLUE, "flooded, fair")
         plot_distribution(axes, flooded["fcfs"], ORANGE, "flooded, fcfs")
         axes.set_xlabel("victim's time to first token, ms")
         axes.legend(loc="center")
-    return bench.finish(options)
 
 
-def measure(options: argparse.Namespace, scheduler: str, *, flooded: bool) -> list[float]:
+def measure(options: argparse.Namespace, case: Case, scheduler: str, *, flooded: bool) -> list[float]:
     """Returns the victim's times to first token, in seconds."""
-    engine = open_engine(options, scheduler=scheduler, max_num_seqs=MAX_NUM_SEQS)
+    settings: dict[str, object] = {"model": case.model, "quant": options.quant, "max_model_len": MAX_MODEL_LEN}
+    if case.kernels != "best":
+        settings["backend"] = file_backend(case.kernels)
+    engine = open_engine(options, scheduler=scheduler, max_num_seqs=MAX_NUM_SEQS, **settings)
     drive(engine, [Timed(0.0, make(f"warm-up-{n}", "warm-up", FLOOD_PROMPT, FLOOD_ANSWER)) for n in range(MAX_NUM_SEQS)])
     drive(
         engine, [Timed(0.0, make(f"earlier-{n}", "victim", VICTIM_PROMPT, VICTIM_ANSWER)) for n in range(options.num_earlier)]

@@ -105,6 +105,13 @@ def test_an_honest_list_is_proved_and_software_is_said_to_be_not_proved(house: H
     assert {"expiry", "profile", "profile-digest", "release", "model", "hardening"} <= set(proved)
 
 
+def test_a_node_that_was_started_with_another_setting_is_refused_and_the_setting_is_named(house: House):
+    house.serve(house.state(configuration={"setting quant": '"int4"'}))
+    (step,) = only_node(house.check()).of(Outcome.FAILED)
+    assert step.slug == "configuration"
+    assert 'setting quant is "int4" and was published as "none"' in step.text
+
+
 def test_without_accept_software_the_same_list_is_refused(house: House):
     checked = house.check(Policy())
     assert not checked.accepted
