@@ -78,5 +78,11 @@ def cache_bytes(config: EngineConfig) -> int:
     return round(config.weights_cache_mb * (1 << 20))
 
 
+def kept_tokenizers(config: EngineConfig) -> Path | None:
+    """Returns the directory of tokenizers that took long to make; None keeps none."""
+    cache = weights_cache(config)
+    return None if cache is None else cache / "tokenizers"
+
+
 def weights_cache(config: EngineConfig) -> Path | None:
     return Path(config.weights_cache).expanduser() if config.weights_cache else None

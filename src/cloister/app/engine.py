@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from cloister.app.backend import make_backend, weights_cache, write_in_few_bits
+from cloister.app.backend import kept_tokenizers, make_backend, weights_cache, write_in_few_bits
 from cloister.app.closing import close_engine
 from cloister.app.drafters import open_drafters
 from cloister.backends.base import AdapterProgram, Backend, KVLayout, Program
@@ -61,7 +61,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     model = load(path, None if is_local else config.model, digests, config.max_model_len, strict=config.strict_config)
     max_model_len = _max_model_len(config, model)
     pooling = read_pooling(model.path, config.pooling)
-    tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile))
+    tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile), kept=kept_tokenizers(config))
     watch.lap("read")
     return_free_memory()  # before the weights are there, so that it does not count on top of them
     model = write_in_few_bits(config, model, tokenizer)

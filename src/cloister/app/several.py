@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cloister.app.backend import kept_tokenizers
 from cloister.app.gate import reread_sources
 from cloister.app.processes import make_engine
 from cloister.app.settings import Settings
@@ -70,7 +71,7 @@ async def _open_seat(settings: Settings, engine: ProcessEngine, gate: Gate, call
     try:
         exposition = make_exposition(engine, gate, [name])
         path = Path(engine.model.path)
-        tokenizer = Tokenizer(path)
+        tokenizer = Tokenizer(path, kept=kept_tokenizers(config))
         routes = create_routes(
             engine,
             tokenizer,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cloister.app.backend import kept_tokenizers
 from cloister.app.gate import reread_sources
 from cloister.app.processes import make_engine
 from cloister.app.settings import Settings
@@ -44,13 +46,14 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             from cloister.text import ChatTemplate, Tokenizer
 
             early = _find_early(config.model)
-            tokenizer = await asyncio.to_thread(Tokenizer, early) if early is not None else None
+            read = partial(Tokenizer, kept=kept_tokenizers(config))
+            tokenizer = await asyncio.to_thread(read, early) if early is not None else None
         finally:
             await starting
         watch = Stopwatch()
         path = Path(engine.model.path)
         if tokenizer is None or early != path:
-            tokenizer = Tokenizer(path)
+            tokenizer = read(path)
         tracer = open_tracer(front, engine.model.name)
         app = create_app(
             engine,

@@ -6,6 +6,7 @@ expression with a name cuts out; "llama" is SentencePiece's BPE, whose merges fo
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,10 +16,11 @@ from typing import Any, Final
 import msgspec
 
 from cloister.text.framing import surround
+from cloister.text.kept import Made, TokenizerStore
 from cloister.text.sentencepiece import merges_by_score
 from cloister.text.splits import SPLITS
 from cloister.types.errors import ModelError
-from cloister.types.gguf import GGUFFile, read_gguf
+from cloister.types.gguf import GGUFArray, GGUFFile, read_gguf
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 _TEMPLATE = "tokenizer.chat_template"
@@ -30,10 +32,14 @@ _NAMED: Final[Mapping[str, str]] = {
 
 
 class GGUFSource:
-    """A GGUF file (protocol `text.source.TextSource`)."""
+    """A GGUF file (protocol `text.source.TextSource`).
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Args:
+        store: keeps what is made of its vocabulary.
+    """
+
+    def __init__(self, path: Path, store: TokenizerStore | None = None) -> None:
+        self._path, self._store = path, store
 
     def tokenizer(self) -> dict[str, Any]:
         kind = self._file.get("tokenizer.ggml.model", str) or "none"
@@ -42,10 +48,35 @@ class GGUFSource:
         return _KINDS[kind](self._file, self._vocabulary)
 
     def tokenizer_text(self) -> tuple[dict[str, Any], bytes]:
-        settings = self.tokenizer()
-        return settings, msgspec.json.encode(settings)
+        return self._made.head, self._made.content
 
     def config(self) -> dict[str, Any]:
+        return self._made.config
+
+    @cached_property
+    def _made(self) -> Made:
+        identity = self._identity() if self._store is not None else ""
+        made = self._store.load(identity) if self._store is not None else None
+        if made is None:
+            settings = self.tokenizer()
+            head = {name: value for name, value in settings.items() if name != "model"}
+            made = Made(head, self._config(), msgspec.json.encode(settings))
+            if self._store is not None:
+                self._store.save(identity, made)
+        return made
+
+    def _identity(self) -> str:
+        """Returns a digest (hex) of all metadata that a tokenizer is made of."""
+        digest = hashlib.sha256()
+        for key, value in sorted(self._file.metadata.items()):
+            if key.startswith("tokenizer.") and not key.startswith(_TEMPLATE):
+                told, raw = (
+                    (f"{value.kind} {value.num_items}", value.raw) if isinstance(value, GGUFArray) else (repr(value), b"")
+                )
+                digest.update(f"{key}\0{told}\0{len(raw)}\0".encode() + raw)
+        return digest.hexdigest()
+
+    def _config(self) -> dict[str, Any]:
         tokens = self._vocabulary.tokens
         ids = {role: _token_id(self._file, name, len(tokens)) for role, name in _NAMED.items()}
         return {role: tokens[token_id] for role, token_id in ids.items() if token_id is not None}

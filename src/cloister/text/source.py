@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from cloister.text.gguf import GGUFSource
+from cloister.text.kept import TokenizerStore
 from cloister.text.sentencepiece import convert_model, named_tokens
 from cloister.types.errors import ModelError
 
@@ -95,9 +96,13 @@ class DirectorySource:
         return found
 
 
-def open_source(path: Path) -> TextSource:
-    """Returns the source at a path: a GGUF file, or else a model directory."""
-    return GGUFSource(path) if path.is_file() else DirectorySource(path)
+def open_source(path: Path, store: TokenizerStore | None = None) -> TextSource:
+    """Returns the source at a path: a GGUF file, or else a model directory.
+
+    Args:
+        store: keeps what takes long to make.
+    """
+    return GGUFSource(path, store) if path.is_file() else DirectorySource(path)
 
 
 def _read_bytes(path: Path) -> bytes:

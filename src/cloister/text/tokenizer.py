@@ -14,6 +14,7 @@ import tokenizers
 
 from cloister.text.detokenizer import Detokenizer
 from cloister.text.guard import MARK, NOTHING
+from cloister.text.kept import TokenizerStore
 from cloister.text.source import open_source
 from cloister.text.special import SpecialTokens
 from cloister.text.spelling import Spelling, read_spelling
@@ -30,6 +31,7 @@ class Tokenizer:
         path: model directory with tokenizer.json, and tokenizer_config.json if there is one; or a GGUF file.
         remembers: keep the bytes of tokens that occurred, which is quicker. Which ones did, and in what order they came for the
             first time, is then to be read in memory.
+        kept: directory where what is made of a GGUF file's vocabulary is kept for the next start; None keeps nothing.
 
     Attributes:
         special: the added tokens, and which of them control the model.
@@ -40,10 +42,10 @@ class Tokenizer:
         ModelError: the tokenizer is missing, cannot be read, or is of a kind that is not supported.
     """
 
-    def __init__(self, path: str | Path, *, remembers: bool = True) -> None:
+    def __init__(self, path: str | Path, *, remembers: bool = True, kept: Path | None = None) -> None:
         self._path = Path(path)
         self._remembers = remembers
-        source = open_source(self._path)
+        source = open_source(self._path, None if kept is None else TokenizerStore(kept))
         (head, content), config = source.tokenizer_text(), source.config()
         self.special = SpecialTokens.parse(head, config)
         self.spelling: Spelling = read_spelling(head.get("decoder"))
