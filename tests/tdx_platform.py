@@ -28,6 +28,7 @@ def make_body(**changes: bytes | int) -> bytes:
     """The body of the real quote with other attributes, measurement or report data."""
     body = bytearray(BODY)
     places = {"seam_attributes": 112, "attributes": 120, "mrtd": 136, "report_data": 520}
+    places |= {"mrconfigid": 184, "mrowner": 232, "mrownerconfig": 280}
     for name, value in changes.items():
         encoded = value.to_bytes(8, "little") if isinstance(value, int) else value
         body[places[name] : places[name] + len(encoded)] = encoded

@@ -25,6 +25,7 @@ STATEMENT = b"a statement"
 GUIDS = {
     "vcek": "63da758d-e664-4564-adc5-f4b93be8accd",
     "ask": "4ab7b379-bbac-4fe4-a02f-05aef327c782",
+    "vlek": "a8074bc2-a25a-483e-aae6-39c045a0b8a1",
     "ark": "c0b406a4-a803-4952-9743-3fb6014cd0ae",
 }
 
@@ -52,7 +53,7 @@ def check(evidence: Evidence, platform: SnpPlatform) -> Findings:
 def test_a_report_of_the_kernel_becomes_evidence_that_verifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: SnpPlatform
 ):
-    chain = {name: platform.extra[name] for name in GUIDS}
+    chain = {name: platform.extra[name] for name in GUIDS if name in platform.extra}
     configfs = FakeConfigfs(tmp_path / "report", "sev_guest", lambda data: platform.sign(make_report(data)), make_table(chain))
     configfs.install(monkeypatch)
     evidence = SnpAttester(folder=configfs.folder).attest(STATEMENT)
@@ -75,6 +76,21 @@ def test_certificates_that_the_host_does_not_give_come_from_a_folder(
     evidence = SnpAttester(tmp_path / "certificates", configfs.folder).attest(STATEMENT)
     assert evidence.extra == platform.extra
     assert check(evidence, platform).accepted
+
+
+def test_a_host_that_gives_a_provider_key_lacks_its_intermediate_until_the_folder_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cloud = SnpPlatform(provider="Example Cloud")
+    table = make_table({name: cloud.extra[name] for name in ("vlek", "ark")})
+    signed = FakeConfigfs(tmp_path / "report", "sev_guest", lambda data: cloud.sign(make_report(data, flags=1 << 2)), table)
+    signed.install(monkeypatch)
+    with pytest.raises(AttestationError, match=r"asvk.*--amd-certificates"):
+        SnpAttester(folder=signed.folder).attest(STATEMENT)
+    (tmp_path / "asvk").write_bytes(cloud.extra["asvk"])
+    evidence = SnpAttester(tmp_path, signed.folder).attest(STATEMENT)
+    policy = Policy(profile="team", snp_providers=frozenset({"Example Cloud"}))
+    assert SnpVerifier(cloud.roots).verify(evidence, policy, NOW).accepted
 
 
 def test_a_quote_of_the_kernel_becomes_evidence_with_its_collateral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -125,8 +125,8 @@ class Policy:
         models: model digests that may be served; empty: any, said so.
         profile_digests: digests of `profile` that are known; empty: reported as unchecked.
         hardening: names of measures that must be in force in a process at least, and missing in none.
-        measurements: by kind, launch measurements that may run (SNP MEASUREMENT, TDX MRTD), hex.
-        rtmrs: by number, TDX run-time measurements that may run, hex; a number that is not here is not checked.
+        measurements: by register (`registers.REGISTERS`), the values that may run, hex; other registers are unchecked.
+        snp_providers: cloud providers whose own key (VLEK) may sign for the chip, as AMD's certificate calls them.
         snp_floor: see `SnpFloor`; None: reported as unchecked.
         tdx_statuses: Intel's names of TCB states that are good enough.
         gpu: whether a GPU with proved identity must be there.
@@ -143,7 +143,7 @@ class Policy:
     profile_digests: frozenset[str] = frozenset()
     hardening: frozenset[str] = frozenset()
     measurements: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    rtmrs: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    snp_providers: frozenset[str] = frozenset()
     snp_floor: SnpFloor | None = None
     tdx_statuses: frozenset[str] = frozenset({"UpToDate"})
     gpu: bool = False

@@ -10,9 +10,9 @@ import struct
 from dataclasses import dataclass
 
 from cloister.privacy.attestation.evidence import EvidenceError
+from cloister.privacy.attestation.registers import NUM_RTMRS
 
 VERSION = 4
-NUM_RTMRS = 4
 _TDX = 0x81
 _HEADER_BYTES = 48
 _BODY_BYTES = 584
@@ -33,12 +33,16 @@ class TdReport:
         attributes: TDATTRIBUTES.
         seam_attributes: attributes of the TDX module, 0 in production.
         mrtd: measurement of the image that the domain was built from.
+        mrconfigid, mrowner, mrownerconfig: what the host said of configuration and owner when it built the domain.
         rtmrs: the four run-time measurements.
     """
 
     attributes: int
     seam_attributes: int
     mrtd: bytes
+    mrconfigid: bytes
+    mrowner: bytes
+    mrownerconfig: bytes
     rtmrs: tuple[bytes, ...]
     report_data: bytes
 
@@ -108,6 +112,9 @@ def _read_report(body: bytes) -> TdReport:
         seam_attributes=int.from_bytes(body[112:120], "little"),
         attributes=int.from_bytes(body[120:128], "little"),
         mrtd=body[136:184],
+        mrconfigid=body[184:232],
+        mrowner=body[232:280],
+        mrownerconfig=body[280:328],
         rtmrs=tuple(body[328 + 48 * number : 376 + 48 * number] for number in range(NUM_RTMRS)),
         report_data=body[520:584],
     )
