@@ -51,6 +51,7 @@ def test_an_empty_policy_demands_what_the_default_demands():
         b'{"measurements": {"tdx-rtmr4": ["00"]}}',
         b'{"measurements": {"tdx-mrtd": ["00"]}}',
         b'{"gpu": "yes"}',
+        b'{"kinds": ["snp"]}',
     ],
 )
 def test_a_slip_is_an_error(content: bytes):

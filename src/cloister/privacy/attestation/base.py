@@ -12,6 +12,9 @@ import msgspec
 from cloister.privacy.attestation.evidence import Evidence
 from cloister.types.errors import CloisterError
 
+MAX_CLOCK_SKEW_S = 300
+"""How far behind a client's clock may be when something begins; an end has no such room, for the keys are gone by then."""
+
 STRICT_PROFILES = frozenset({"private", "paranoid"})
 """Profiles in which what cannot be checked is refused."""
 
@@ -119,7 +122,7 @@ class Policy:
 
     Attributes:
         profile: the privacy profile that the client wants; another one is a downgrade, refused.
-        kinds: the kinds of evidence accepted beside `software`.
+        kinds: the kinds of evidence accepted beside `software`; `nitro` only where it is named, for AWS both vouches and hosts.
         accept_software: whether evidence without hardware is let through, as not proved.
         releases: release digests that may run; empty: the release is reported as unchecked.
         models: model digests that may be served; empty: any, said so.

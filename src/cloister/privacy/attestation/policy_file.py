@@ -11,6 +11,7 @@ import msgspec
 
 from cloister.privacy.attestation.base import Policy
 from cloister.privacy.attestation.registers import REGISTERS
+from cloister.privacy.attestation.verify import VERIFIERS
 from cloister.types.errors import ConfigError
 
 _HEX = re.compile(r"[0-9a-f]+\Z")
@@ -45,6 +46,11 @@ def parse_policy(data: bytes) -> Policy:
         raise ConfigError(f"the policy cannot be read: {error}", param="policy") from None
     if not all(map(_HEX.match, _digests(policy))):
         raise ConfigError("a digest or measurement of the policy is not in lower-case hex", param="policy")
+    strange = policy.kinds - VERIFIERS.keys()
+    if strange:
+        raise ConfigError(
+            f"the policy accepts the kind {min(strange)}; there are {', '.join(sorted(VERIFIERS))}", param="policy"
+        )
     foreign = policy.measurements.keys() - REGISTERS
     if foreign:
         raise ConfigError(
