@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import struct
 import uuid
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cloister.privacy.attestation import AttestationError, Evidence, Findings, Outcome, Policy, gpu_nonce, report_data
+from cloister.privacy.attestation.certificates import digest_key
+from cloister.privacy.attestation.gpu_report import read_gpu_report
 from cloister.privacy.attestation.nvidia import GpuVerifier, chain_extra, report_extra
 from cloister.privacy.attestation.nvml import GpuAttester, Nvml
 from cloister.privacy.attestation.sev_snp import SnpVerifier
@@ -19,6 +22,7 @@ from cloister.privacy.attestation.tdx import COLLATERAL
 from cloister.privacy.attestation.tsm import SnpAttester, TdxAttester, fetch_report, read_table
 from tests import attestation_vectors as real
 from tests.fake_configfs import FakeConfigfs
+from tests.gpu_platform import MAKER
 from tests.snp_platform import NOW, SnpPlatform, make_report
 
 STATEMENT = b"a statement"
@@ -182,6 +186,40 @@ def test_a_gpu_is_asked_with_the_hash_of_the_processors_report_data():
         evidence.extra[report_extra(0)], evidence.extra[chain_extra(0)], nonce, Policy(profile="team"), real.NOW
     )
     assert checked.accepted
+
+
+class OurGpus:
+    """One GPU of our own maker."""
+
+    def fetch(self, nonce: bytes) -> list[tuple[bytes, bytes]]:
+        return [(MAKER.report(nonce), MAKER.signer.pem)]
+
+
+def test_what_nvidia_signed_is_stapled_from_a_folder_and_proves_the_gpu(tmp_path: Path):
+    report = read_gpu_report(MAKER.report(bytes(32)))
+    for name, version, indexes in (("driver.xml", report.driver, range(14, 65)), ("vbios.swidtag", report.vbios, range(1, 14))):
+        (tmp_path / name).write_bytes(MAKER.rim(version, {index: [report.measurements[index]] for index in indexes}))
+    for chain in (MAKER.gpu.chain, MAKER.rim_signer.chain):
+        for number, (one, issuer) in enumerate(pairwise(chain)):
+            name = f"{digest_key(issuer.key.public_key())[:8]}-{number}"
+            if number:
+                (tmp_path / f"{name}.crl").write_bytes(issuer.list_revoked(real.NOW))
+            else:
+                (tmp_path / f"{name}.ocsp").write_bytes(issuer.answer(one.certificate, real.NOW))
+    (tmp_path / "notes.txt").write_text("not read")
+    evidence = GpuAttester(SoftwareAttester(), OurGpus(), tmp_path).attest(STATEMENT)
+    findings = GpuVerifier(MAKER.root.roots, MAKER.rim_root.roots).verify(evidence, Policy(gpu=True), real.NOW)
+    assert findings.proved, [step.text for step in findings.of(Outcome.FAILED)]
+    assert len(evidence.encode()) < 100_000
+
+
+def test_a_folder_of_collateral_that_is_not_there_or_too_full_says_so(tmp_path: Path):
+    with pytest.raises(AttestationError, match="cannot read"):
+        GpuAttester(SoftwareAttester(), OurGpus(), tmp_path / "absent").attest(STATEMENT)
+    for number in range(9):
+        (tmp_path / f"{number}.xml").write_bytes(b"")
+    with pytest.raises(AttestationError, match="9 RIM files"):
+        GpuAttester(SoftwareAttester(), OurGpus(), tmp_path).attest(STATEMENT)
 
 
 def test_a_gpu_that_is_not_in_confidential_mode_says_so():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -133,7 +133,8 @@ class Policy:
         snp_floor: see `SnpFloor`; None: reported as unchecked.
         tdx_statuses: Intel's names of TCB states that are good enough.
         gpu: whether a GPU with proved identity must be there.
-        gpu_measurements: NVIDIA's reference values by index of the measurement, hex; empty: unchecked.
+        gpu_measurements: reference values by index of the measurement, hex; empty: those that NVIDIA signed (RIM files).
+        revocation_max_age_s: how old the newest word on a GPU's certificates may be, seconds.
 
     What is unchecked is refused when `profile` is strict, and told as not proved otherwise.
     """
@@ -151,6 +152,7 @@ class Policy:
     tdx_statuses: frozenset[str] = frozenset({"UpToDate"})
     gpu: bool = False
     gpu_measurements: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    revocation_max_age_s: Annotated[int, msgspec.Meta(gt=0)] = 86_400
 
     @property
     def strict(self) -> bool:

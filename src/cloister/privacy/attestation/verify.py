@@ -48,10 +48,11 @@ def verify_evidence(
     verifier = verifiers.get(evidence.kind)
     is_software = evidence.kind == SoftwareVerifier.kind
     if verifier is None or not (is_software or evidence.kind in policy.kinds):
+        accepted = ", ".join(sorted(policy.kinds))
         findings.fail(
             "kind",
-            f"evidence of kind {evidence.kind} is not accepted; accepted are {', '.join(sorted(policy.kinds))}: take a node with "
-            "one of these, or name another in the policy (kinds)",
+            f"evidence of kind {evidence.kind} is not accepted; accepted are {accepted}: take a node with one of these, or "
+            "name another in the policy (kinds)",
         )
         return findings
     findings.extend(verifier.verify(evidence, policy, now))
