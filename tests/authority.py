@@ -25,6 +25,7 @@ class Authority:
         issuer: who certifies it; None: itself.
         is_authority: whether it may certify.
         answers: whether it may sign OCSP responses for its issuer.
+        path_length: how many authorities may stand below it; None: any number.
         extension: one more, as another certificate has it.
     """
 
@@ -35,6 +36,7 @@ class Authority:
         *,
         is_authority: bool = True,
         answers: bool = False,
+        path_length: int | None = None,
         extension: x509.Extension[x509.ExtensionType] | None = None,
     ) -> None:
         self.key = ec.generate_private_key(ec.SECP384R1())
@@ -48,7 +50,7 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(MADE)
             .not_valid_after(ENDS)
-            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=path_length), critical=True)
             .add_extension(usage, critical=True)
         )
         if answers:

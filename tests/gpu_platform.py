@@ -38,11 +38,11 @@ class GpuMaker:
         self.rim_root = Authority("reference root")
         self.rim_signer = Authority("reference signer", Authority("reference values", self.rim_root), is_authority=False)
 
-    def report(self, nonce: bytes) -> bytes:
+    def report(self, nonce: bytes, signer: Authority | None = None) -> bytes:
         """The real report of an H100, made for another nonce and signed by this GPU."""
         report, _, _ = real.gpu_evidence()
         signed = report[:4] + nonce + report[36:-96]
-        r, s = decode_dss_signature(self.signer.key.sign(signed, ECDSA(SHA384())))
+        r, s = decode_dss_signature((signer or self.signer).key.sign(signed, ECDSA(SHA384())))
         return signed + r.to_bytes(48, "big") + s.to_bytes(48, "big")
 
     def statuses(self, since: float, *, without: str = "") -> bytes:

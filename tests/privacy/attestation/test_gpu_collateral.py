@@ -158,5 +158,15 @@ def test_what_the_maker_revoked_is_refused_by_every_profile(who: str):
     assert f"revoked the certificate {who}" in findings.of(Outcome.FAILED)[0].text
 
 
+def test_a_revoked_chip_that_signs_reports_itself_is_refused():
+    """The key of a chip makes the certificates of its firmware; whoever has it can leave those out."""
+    data = MAKER.report(gpu_nonce(report_data(STATEMENT)), MAKER.gpu)
+    answer = MAKER.identity.answer(MAKER.gpu.certificate, NOW - 3600, status=ocsp.OCSPCertStatus.REVOKED)
+    statuses = MAKER.statuses(NOW - 3600) + encode_statuses([answer], [])
+    changes = {report_extra(0): data, chain_extra(0): MAKER.gpu.pem, REVOCATION: statuses}
+    findings = VERIFIER.verify(Evidence("tdx", STATEMENT, b"", EXTRA | changes), Policy(profile="open"), NOW)
+    assert "gpu-revocation" in failures(findings)
+
+
 def test_statuses_that_cannot_be_read_are_refused_by_every_profile():
     assert "gpu-revocation" in failures(verify(Policy(profile="open"), gpu_revocation=b"nonsense"))

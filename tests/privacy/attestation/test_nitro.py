@@ -1,6 +1,6 @@
 """AWS Nitro Enclaves: a good document is proved in every step, and each thing that is wrong with one is refused for its reason.
 
-Documents here are of a hypervisor of our own. `python -m benchmarks.attestation` verifies real ones.
+Documents here are of a hypervisor of our own. `python -m benchmarks.mutated_evidence --nitro FILE` verifies real ones.
 """
 
 from __future__ import annotations

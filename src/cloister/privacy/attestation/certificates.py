@@ -82,11 +82,10 @@ def check_chain(findings: Findings, chain: Sequence[x509.Certificate], roots: fr
         )
         return False
     issuers = [*chain[1:], chain[-1]]  # the root signs itself
-    for certificate, issuer in zip(chain, issuers, strict=True):
-        if not _is_authority(issuer):
-            findings.fail(
-                "chain-authority", f"{name_subject(issuer)} may not sign certificates, but signed {name_subject(certificate)}"
-            )
+    for below, (certificate, issuer) in enumerate(zip(chain, issuers, strict=True)):
+        if not is_authority(issuer, below if certificate is not issuer else 0):
+            text = f"{name_subject(issuer)} may not sign certificates of this kind, but signed {name_subject(certificate)}"
+            findings.fail("chain-authority", text)
             return False
         try:
             certificate.verify_directly_issued_by(issuer)
@@ -105,20 +104,25 @@ def check_chain(findings: Findings, chain: Sequence[x509.Certificate], roots: fr
     return True
 
 
+def is_authority(certificate: x509.Certificate, below: int = 0) -> bool:
+    """Returns whether a certificate may sign others (RFC 5280 section 4.2.1.9).
+
+    Args:
+        below: how many authorities stand between it and the end of the chain.
+    """
+    try:
+        constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
+        usage = certificate.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
+    except x509.ExtensionNotFound:
+        return False
+    return constraints.ca and usage and (constraints.path_length is None or below <= constraints.path_length)
+
+
 def name_subject(certificate: x509.Certificate) -> str:
     """Returns a certificate's common name, fit for a person to read."""
     names = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
     shown = str(names[0].value) if names else "a certificate without a name"
     return "".join(letter for letter in shown[:64] if letter.isprintable())
-
-
-def _is_authority(certificate: x509.Certificate) -> bool:
-    try:
-        authority = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-        usage = certificate.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
-    except x509.ExtensionNotFound:
-        return False
-    return authority and usage
 
 
 def _parse_whole(certificate: x509.Certificate) -> None:

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 
 from cloister.privacy.attestation.base import Findings, Policy
-from cloister.privacy.attestation.certificates import check_chain, elliptic_key, load_certificates
+from cloister.privacy.attestation.certificates import check_chain, elliptic_key, is_authority, load_certificates
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError, gpu_nonce
 from cloister.privacy.attestation.gpu_collateral import NO_COLLATERAL, GpuCollateral, check_measurements, verify_collateral
 from cloister.privacy.attestation.gpu_report import GpuReport, read_gpu_report
@@ -123,8 +123,9 @@ class GpuVerifier:
                 "the GPU runs the firmware that its certificate was made for",
                 "the GPU runs another firmware than its certificate was made for (FWID)",
             )
-        # The GPU itself makes the first certificate, with the key of the second; of the others NVIDIA keeps account.
-        check_revocation(findings, policy, chain[1:], collateral.statuses, now, "gpu-revocation")
+        # The GPU itself makes the certificate of its firmware, with the key of the second; of the others NVIDIA keeps account.
+        issued = chain if is_authority(chain[0]) else chain[1:]
+        check_revocation(findings, policy, issued, collateral.statuses, now, "gpu-revocation")
         check_measurements(findings, report, collateral.rims, policy)
         return findings
 
