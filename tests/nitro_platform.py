@@ -47,9 +47,11 @@ class NitroPlatform:
 
     Attributes:
         hours: how long the enclave's certificate holds.
+        made: when certificates and documents were made.
     """
 
     hours: int = 3
+    made: datetime = MADE
     _keys: list[ec.EllipticCurvePrivateKey] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class NitroPlatform:
         encoded: dict[str, bytes | None] = {
             "module_id": encode_text("i-0-enc0"),
             "digest": encode_text("SHA384"),
-            "timestamp": encode_uint(int(MADE.timestamp() * 1000)),
+            "timestamp": encode_uint(int(self.made.timestamp() * 1000)),
             "pcrs": encode_map({encode_uint(number): encode_bytes(value) for number, value in pcrs.items()}),
             "certificate": encode_bytes(self.chain[-1]),
             "cabundle": encode_array([encode_bytes(certificate) for certificate in self.chain[:-1]]),
@@ -101,8 +103,8 @@ class NitroPlatform:
             .issuer_name(_name(names[max(0, place - 1)]))
             .public_key(self._keys[place].public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(MADE - timedelta(minutes=1))
-            .not_valid_after(MADE + life)
+            .not_valid_before(self.made - timedelta(minutes=1))
+            .not_valid_after(self.made + life)
             .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
             .add_extension(usage, critical=True)
         )

@@ -29,6 +29,7 @@ def make_report(
     guest_policy: int = GOOD_POLICY,
     vmpl: int = 0,
     measurement: bytes = b"\x4d" * 48,
+    host_data: bytes = bytes(32),
     report_id_ma: bytes = b"\xff" * 32,
     tcb: bytes = TCB,
     launch_tcb: bytes = TCB,
@@ -45,6 +46,7 @@ def make_report(
     struct.pack_into("<I", report, 0x48, flags)
     report[0x50:0x90] = report_data
     report[0x90:0xC0] = measurement
+    report[0xC0:0xE0] = host_data
     report[0x160:0x180] = report_id_ma
     report[0x180:0x188] = tcb
     report[0x1A0:0x1E0] = chip_id

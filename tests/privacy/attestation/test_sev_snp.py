@@ -133,6 +133,14 @@ def test_each_wrong_thing_in_a_signed_report_is_refused_for_its_reason(verify: C
     assert failures(verify(**fields)) == [slug]
 
 
+def test_what_the_host_gave_a_guest_is_refused_until_it_is_named(verify: Callable[..., Findings]):
+    given = b"\x5a" * 32
+    assert failures(verify(host_data=given)) == ["host-data"]
+    named = replace(POLICY, measurements={**POLICY.measurements, "sev-snp-host-data": frozenset({given.hex()})})
+    assert verify(named, host_data=given).proved
+    assert failures(verify(named)) == ["host-data"], "zeros are not what was named"
+
+
 @pytest.mark.parametrize("part", ["boot_loader", "tee", "snp", "microcode"])
 def test_firmware_below_the_floor_is_refused_in_every_part(verify: Callable[..., Findings], part: str):
     tcb = read_report(SnpPlatform().sign(make_report(DATA, tcb=TCB))).reported_tcb

@@ -16,6 +16,7 @@ NUM_PCRS: Final = 32
 REGISTERS: Final = frozenset(
     {
         "sev-snp",  # MEASUREMENT
+        "sev-snp-host-data",
         "tdx",  # MRTD
         *(f"tdx-rtmr{number}" for number in range(NUM_RTMRS)),
         "tdx-mrconfigid",

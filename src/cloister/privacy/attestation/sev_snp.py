@@ -98,10 +98,13 @@ def judge_report(findings: Findings, report: SnpReport, expected: bytes, policy:
         f"the report was asked for at VMPL {report.vmpl}; whoever sits at VMPL 0 was not measured by it",
     )
     _check_floor(findings, report, policy)
-    kind = SnpVerifier.kind
-    check_register(
-        findings, policy, "measurement", kind, report.measurement, "the measurement of the started image (MEASUREMENT)"
+    kind, image, given = (
+        SnpVerifier.kind,
+        "the measurement of the started image (MEASUREMENT)",
+        "what the host gave as HOST_DATA",
     )
+    check_register(findings, policy, "measurement", kind, report.measurement, image)
+    check_register(findings, policy, "host-data", f"{kind}-host-data", report.host_data, given, may_be_zero=True)
 
 
 def _check_floor(findings: Findings, report: SnpReport, policy: Policy) -> None:
