@@ -171,6 +171,39 @@ def test_a_signed_quote_of_a_platform_of_our_own_is_proved_under_its_root_only(p
     assert failures(verify(collateral=platform.collateral)) == ["report-signature"]
 
 
+def verify_version_5(platform: TdxPlatform, body: bytes, body_type: int = 3, policy: Policy = POLICY) -> list[str]:
+    quote = platform.quote(body, body_type=body_type)
+    return failures(TdxVerifier(platform.root).verify_quote(quote, platform.collateral, REPORT.report_data, policy, real.NOW))
+
+
+TDX_1_5 = make_body() + make_body()[:16] + bytes(48)  # its second TCB like its first, and no service domain
+
+
+def test_a_quote_of_version_5_is_proved_with_either_body(platform: TdxPlatform):
+    assert verify_version_5(platform, make_body(), body_type=2) == []
+    assert verify_version_5(platform, TDX_1_5) == []
+
+
+def test_a_domain_that_service_domains_are_bound_to_is_refused_for_that_reason(platform: TdxPlatform):
+    assert verify_version_5(platform, TDX_1_5[:-48] + b"\x5a" * 48) == ["service-td"]
+
+
+@pytest.mark.parametrize("length", [0, 583, 585, 647, 649])
+def test_a_body_of_another_length_than_its_type_is_refused(platform: TdxPlatform, length: int):
+    assert verify_version_5(platform, bytes(length)) == ["report-form"]
+    assert verify_version_5(platform, TDX_1_5, body_type=1) == ["report-form"]
+
+
+@pytest.mark.parametrize("where", [*range(54), *range(54, 702, 29), *range(702, 2000, 61)])
+def test_a_quote_of_version_5_with_one_bit_changed_is_refused(platform: TdxPlatform, where: int):
+    quote = bytearray(platform.quote(TDX_1_5, body_type=3))
+    quote[where] ^= 0x04
+    verifier = TdxVerifier(platform.root)
+    findings = verifier.verify_quote(bytes(quote), platform.collateral, REPORT.report_data, POLICY, real.NOW)
+    assert not findings.accepted
+    assert "debug" not in failures(findings)
+
+
 SIGNED: dict[str, tuple[dict[str, bytes | int], list[str]]] = {
     "debug": ({"attributes": 1 << 28 | 1}, ["debug"]),
     "migration": ({"attributes": 1 << 28 | 1 << 29}, ["migration"]),

@@ -23,7 +23,7 @@ INTEL_ROOTS = frozenset({"a0af031289f5d5d4132f9186068a7fc13628633ba235777472e29b
 COLLATERAL = "collateral"
 """Name of the extra: JSON as dcap-qvl reads it."""
 
-_ATTRIBUTES = ("Debug mode", "SEPT_VE_DISABLE", "TD migration")
+_ATTRIBUTES = ("Debug mode", "SEPT_VE_DISABLE", "TD migration", "service TD")
 """What dcap-qvl refuses of a quote whose signatures it has checked; the reason is then given in our words."""
 
 _STATES = {
@@ -123,6 +123,12 @@ def judge_td(findings: Findings, report: TdReport, expected: bytes, policy: Poli
         not report.allows_migration,
         "no migration domain can carry the trust domain away",
         "the trust domain allows migration, which could carry its memory to another machine",
+    )
+    findings.check(
+        "service-td",
+        not any(report.mrservicetd),
+        "no service domain is bound to the trust domain",
+        f"service domains are bound to the trust domain and may reach into it (MRSERVICETD is {report.mrservicetd.hex()})",
     )
     findings.check(
         "module",
