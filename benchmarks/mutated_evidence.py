@@ -1,7 +1,8 @@
 """Damages real evidence at random and lets the verifiers judge it: `python -m benchmarks.mutated_evidence --seconds 60`.
 
 `--nitro FILE` adds a document of an AWS Nitro enclave, as its hypervisor gave it; none is among the vectors. It is judged at
-the time that it names, for its certificate holds three hours. `--every-bit` flips each bit once instead: minutes.
+the time that it names, for its certificate holds three hours. `--snp DIR` adds a report of SEV-SNP: the file `report`, beside
+`vlek` and `asvk` or `vcek` and `ask`, and `ark`. `--every-bit` flips each bit once instead: minutes.
 
 Exit status 1 if a verifier raises anything, or accepts evidence whose signed bytes are not those of the original. What may
 differ: white space of PEM, the case of hex digits, copies of chains in Intel's collateral that nothing relies on.
@@ -25,6 +26,7 @@ from cloister.privacy.attestation.nitro_document import read_document
 from cloister.privacy.attestation.nvidia import GpuVerifier
 from cloister.privacy.attestation.rim import RIM_ROOTS, Rim, verify_rim
 from cloister.privacy.attestation.sev_snp import SnpVerifier
+from cloister.privacy.attestation.snp_keys import CHAINS
 from cloister.privacy.attestation.snp_report import read_report
 from cloister.privacy.attestation.td_quote import read_quote
 from cloister.privacy.attestation.tdx import TdxVerifier
@@ -35,6 +37,8 @@ HEX = ("root_ca_crl", "pck_crl", "tcb_info_signature", "qe_identity_signature")
 
 Case = tuple[bytes, Callable[[bytes], Findings], Callable[[bytes], object]]
 """The original, what judges a damaged one, and what of it is signed."""
+UNSIGNED = {"report-form", "report-signature", "chain-root", "chain-authority", "chain-signature", "chain-expired"}
+"""Steps that fail where nobody who is trusted signed a report."""
 FLAWS = {"debug"}
 """What is wrong with the vectors themselves: the guest of the SNP report allows it."""
 
@@ -81,6 +85,22 @@ def judge_rim(damaged: bytes) -> tuple[Findings, Rim | None]:
 def to_read(rim: Rim | None) -> object:
     """What is relied on of reference measurements."""
     return rim and (rim.product, rim.version, rim.measurements, [one.tbs_certificate_bytes for one in rim.chain])
+
+
+def open_snp(folder: Path) -> Case:
+    """A real report of SEV-SNP with its certificates; who signed it is judged, and not what it says."""
+    extra = {path.name: path.read_bytes() for path in folder.iterdir()}
+    original = extra.pop("report")
+    leaf = load_certificates(extra[CHAINS[read_report(original).signing_key][0]])[0]
+    now = leaf.not_valid_before_utc.timestamp() + 1
+
+    def judge(damaged: bytes) -> Findings:
+        judged = SnpVerifier().verify_report(damaged, extra, read_report(original).report_data, POLICY, now)
+        return Findings(step for step in judged if step.slug in UNSIGNED or step.outcome is not Outcome.FAILED)
+
+    if not judge(original).accepted:
+        raise SystemExit(f"{folder} is refused as it is: {judge(original).of(Outcome.FAILED)[0].text}")
+    return original, judge, bytes
 
 
 def open_nitro(path: Path) -> Case:
@@ -146,10 +166,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nitro", type=Path, action="append", default=[], metavar="FILE")
+    parser.add_argument("--snp", type=Path, action="append", default=[], metavar="DIR")
     parser.add_argument("--every-bit", action="store_true")
     parser.add_argument("--only", metavar="CASE", help="a part of the name of the cases to try")
     given = parser.parse_args()
     cases = list_cases() | {f"Nitro {path.name}": open_nitro(path) for path in given.nitro}
+    cases |= {f"SNP {folder.name}": open_snp(folder) for folder in given.snp}
     cases = {name: case for name, case in cases.items() if (given.only or "") in name}
     counts: Counter[tuple[str, str]] = Counter()
     wrong: list[str] = []

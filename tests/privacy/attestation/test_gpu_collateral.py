@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,10 @@ from cloister.privacy.attestation import Evidence, Findings, Outcome, Policy, gp
 from cloister.privacy.attestation.gpu_collateral import REVOCATION, rim_extra
 from cloister.privacy.attestation.gpu_report import GpuReport, read_gpu_report
 from cloister.privacy.attestation.nvidia import GpuVerifier, chain_extra, report_extra
+from cloister.privacy.attestation.policy_file import parse_policy
 from cloister.privacy.attestation.revocation import encode_statuses
 from cloister.privacy.attestation.rim import RIM_ROOTS
+from cloister.types.errors import ConfigError
 from tests import attestation_vectors as real
 from tests.gpu_platform import MAKER
 
@@ -166,6 +169,33 @@ def test_a_revoked_chip_that_signs_reports_itself_is_refused():
     changes = {report_extra(0): data, chain_extra(0): MAKER.gpu.pem, REVOCATION: statuses}
     findings = VERIFIER.verify(Evidence("tdx", STATEMENT, b"", EXTRA | changes), Policy(profile="open"), NOW)
     assert "gpu-revocation" in failures(findings)
+
+
+FLOORS = {
+    "older than the driver": ({"driver": "590.11.99"}, True),
+    "the driver": ({"driver": "590.12"}, True),
+    "newer than the driver": ({"driver": "590.12.1"}, False),
+    "newer, with more digits": ({"driver": "1000.1"}, False),
+    "older than the VBIOS": ({"vbios": "96.00.A4.FF.FF"}, True),
+    "the VBIOS": ({"vbios": "96.00.A5.00.01"}, True),
+    "newer than the VBIOS": ({"vbios": "96.00.A5.00.02"}, False),
+}
+
+
+@pytest.mark.parametrize("case", FLOORS)
+def test_a_driver_or_vbios_below_the_floor_is_refused_though_its_maker_signed_for_it(case: str):
+    floor, accepted = FLOORS[case]
+    assert (MEASURED.driver, MEASURED.vbios) == ("590.12", "96.00.A5.00.01")
+    policy = parse_policy(json.dumps({"gpu": True, "gpu_floor": floor}).encode())
+    findings = verify(policy)
+    assert failures(findings) == ([] if accepted else ["gpu-floor"])
+    assert accepted or next(iter(floor.values())) in failed_text(findings)
+
+
+@pytest.mark.parametrize("floor", [{"driver": "new"}, {"driver": "550."}, {"vbios": "96.0G"}, {"firmware": "1"}])
+def test_a_floor_with_a_slip_is_an_error(floor: dict[str, str]):
+    with pytest.raises(ConfigError):
+        parse_policy(json.dumps({"gpu_floor": floor}).encode())
 
 
 def test_statuses_that_cannot_be_read_are_refused_by_every_profile():

@@ -116,6 +116,13 @@ class SnpFloor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     microcode: int = 0
 
 
+class GpuFloor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The oldest driver (such as 550.90.07) and VBIOS (such as 96.00.9F.00.01) of a GPU that a client accepts."""
+
+    driver: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})*\Z")] = "0"
+    vbios: Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Fa-f]{2}(\.[0-9A-Fa-f]{2})*\Z")] = "00"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """What a client accepts of a node.
@@ -133,6 +140,7 @@ class Policy:
         snp_floor: see `SnpFloor`; None: reported as unchecked.
         tdx_statuses: Intel's names of TCB states that are good enough.
         gpu: whether a GPU with proved identity must be there.
+        gpu_floor: see `GpuFloor`; None: any that NVIDIA signed for.
         gpu_measurements: reference values by index of the measurement, hex; empty: those that NVIDIA signed (RIM files).
         revocation_max_age_s: how old the newest word on a GPU's certificates may be, seconds.
 
@@ -151,6 +159,7 @@ class Policy:
     snp_floor: SnpFloor | None = None
     tdx_statuses: frozenset[str] = frozenset({"UpToDate"})
     gpu: bool = False
+    gpu_floor: GpuFloor | None = None
     gpu_measurements: Mapping[int, frozenset[str]] = field(default_factory=dict)
     revocation_max_age_s: Annotated[int, msgspec.Meta(gt=0)] = 86_400
 

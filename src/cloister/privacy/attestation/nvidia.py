@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 
-from cloister.privacy.attestation.base import Findings, Policy
+from cloister.privacy.attestation.base import Findings, GpuFloor, Policy
 from cloister.privacy.attestation.certificates import check_chain, elliptic_key, is_authority, load_certificates
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError, gpu_nonce
 from cloister.privacy.attestation.gpu_collateral import NO_COLLATERAL, GpuCollateral, check_measurements, verify_collateral
@@ -123,11 +123,31 @@ class GpuVerifier:
                 "the GPU runs the firmware that its certificate was made for",
                 "the GPU runs another firmware than its certificate was made for (FWID)",
             )
+        if policy.gpu_floor is not None:
+            _check_floor(findings, report, policy.gpu_floor)
         # The GPU itself makes the certificate of its firmware, with the key of the second; of the others NVIDIA keeps account.
         issued = chain if is_authority(chain[0]) else chain[1:]
         check_revocation(findings, policy, issued, collateral.statuses, now, "gpu-revocation")
         check_measurements(findings, report, collateral.rims, policy)
         return findings
+
+
+def _check_floor(findings: Findings, report: GpuReport, floor: GpuFloor) -> None:
+    is_new = _order(report.driver, 10) >= _order(floor.driver, 10) and _order(report.vbios, 16) >= _order(floor.vbios, 16)
+    findings.check(
+        "gpu-floor",
+        is_new,
+        f"driver {report.driver} and VBIOS {report.vbios} are new enough",
+        f"the GPU has driver {report.driver} and VBIOS {report.vbios}; wanted are at least {floor.driver} and {floor.vbios}",
+    )
+
+
+def _order(version: str, base: int) -> list[int]:
+    """Returns a version as numbers to compare; one that is none is older than all."""
+    try:
+        return [int(part, base) for part in version.split(".")]
+    except ValueError:
+        return []
 
 
 def _check_signature(findings: Findings, report: GpuReport, leaf: x509.Certificate) -> bool:
