@@ -26,7 +26,7 @@ from cloister.privacy.attestation.nitro_document import read_document
 from cloister.privacy.attestation.nvidia import GpuVerifier
 from cloister.privacy.attestation.rim import RIM_ROOTS, Rim, verify_rim
 from cloister.privacy.attestation.sev_snp import SnpVerifier
-from cloister.privacy.attestation.snp_keys import CHAINS
+from cloister.privacy.attestation.snp_keys import name_chain
 from cloister.privacy.attestation.snp_report import read_report
 from cloister.privacy.attestation.td_quote import read_quote
 from cloister.privacy.attestation.tdx import TdxVerifier
@@ -91,7 +91,7 @@ def open_snp(folder: Path) -> Case:
     """A real report of SEV-SNP with its certificates; who signed it is judged, and not what it says."""
     extra = {path.name: path.read_bytes() for path in folder.iterdir()}
     original = extra.pop("report")
-    leaf = load_certificates(extra[CHAINS[read_report(original).signing_key][0]])[0]
+    leaf = load_certificates(extra[name_chain(read_report(original).signing_key)[0]])[0]
     now = leaf.not_valid_before_utc.timestamp() + 1
 
     def judge(damaged: bytes) -> Findings:
@@ -175,6 +175,7 @@ def main() -> int:
     cases = {name: case for name, case in cases.items() if (given.only or "") in name}
     counts: Counter[tuple[str, str]] = Counter()
     wrong: list[str] = []
+    work: Iterator[tuple[str, bytes]]
     if given.every_bit:
         work = ((name, damaged) for name, (original, _, _) in cases.items() for damaged in flip_each_bit(original))
     else:

@@ -97,6 +97,19 @@ def test_a_host_that_gives_a_provider_key_lacks_its_intermediate_until_the_folde
     assert SnpVerifier(cloud.roots).verify(evidence, policy, NOW).accepted
 
 
+@pytest.mark.parametrize(
+    "report", [b"short", SnpPlatform().sign(make_report(bytes(64), flags=7 << 2))], ids=["broken", "not signed"]
+)
+def test_a_report_that_no_client_would_read_stops_the_attester(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: SnpPlatform, report: bytes
+):
+    table = make_table({name: platform.extra[name] for name in GUIDS if name in platform.extra})
+    configfs = FakeConfigfs(tmp_path / "report", "sev_guest", lambda data: report, table)
+    configfs.install(monkeypatch)
+    with pytest.raises(AttestationError, match="report"):
+        SnpAttester(folder=configfs.folder).attest(STATEMENT)
+
+
 def test_a_quote_of_the_kernel_becomes_evidence_with_its_collateral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked: list[bytes] = []
     configfs = FakeConfigfs(tmp_path / "report", "tdx_guest", lambda data: (asked.append(data), real.td_quote())[1])

@@ -136,6 +136,12 @@ def test_who_started_an_enclave_is_compared_where_it_is_named(verify: Callable[.
     assert failures(verify(replace(POLICY, measurements=named))) == ["pcr-4"]
 
 
+def test_a_register_that_is_named_and_not_in_the_document_is_refused(verify: Callable[..., Findings]):
+    named = {**POLICY.measurements, "nitro-pcr8": frozenset({"5a" * 48})}
+    without = {number: value for number, value in PCRS.items() if number != 8}
+    assert failures(verify(replace(POLICY, measurements=named), pcrs=without)) == ["pcr-8"]
+
+
 def test_an_enclave_in_debug_mode_is_refused_even_if_its_zeros_were_published(verify: Callable[..., Findings]):
     zeros = {f"nitro-pcr{number}": frozenset({"00" * 48}) for number in range(3)}
     findings = verify(replace(POLICY, measurements=zeros), pcrs=PCRS | dict.fromkeys(range(3), bytes(48)))

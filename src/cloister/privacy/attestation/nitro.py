@@ -20,7 +20,7 @@ from cloister.privacy.attestation.base import MAX_CLOCK_SKEW_S, Findings, Policy
 from cloister.privacy.attestation.certificates import check_chain, elliptic_key, load_certificates
 from cloister.privacy.attestation.evidence import MAX_LIFE_S, Evidence, EvidenceError, Statement, read_statement
 from cloister.privacy.attestation.nitro_document import NitroDocument, read_document
-from cloister.privacy.attestation.registers import check_register
+from cloister.privacy.attestation.registers import NUM_PCRS, check_register
 
 AWS_ROOTS: Final = frozenset({"f2caf5ecc6190b4a8399b78bc58a2bbcd0382375db8a1bfd78a82743874fd225"})
 """SHA-256 of the key of the root "aws.nitro-enclaves" (G1) as SubjectPublicKeyInfo. AWS publishes the SHA-256 of its
@@ -101,11 +101,11 @@ def judge_document(findings: Findings, document: NitroDocument, policy: Policy, 
 
 
 def _check_pcrs(findings: Findings, pcrs: Mapping[int, bytes], policy: Policy) -> None:
-    named = {number for number in pcrs if f"{NitroVerifier.kind}-pcr{number}" in policy.measurements}
+    named = {number for number in range(NUM_PCRS) if f"{NitroVerifier.kind}-pcr{number}" in policy.measurements}
     used = {number for number, value in pcrs.items() if any(value)}
     for number in sorted(_IMAGE.keys() | named | used - _PARENT.keys()):
         label = (_IMAGE | _PARENT).get(number, f"PCR{number}")
-        check_register(findings, policy, f"pcr-{number}", f"{NitroVerifier.kind}-pcr{number}", pcrs[number], label)
+        check_register(findings, policy, f"pcr-{number}", f"{NitroVerifier.kind}-pcr{number}", pcrs.get(number, b""), label)
     if not _PARENT.keys() <= named:
         findings.prove(
             "pcr-parent", "PCR3 and PCR4 say who started the enclave, not what runs in it: compared where they are named"

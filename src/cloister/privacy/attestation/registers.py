@@ -49,7 +49,7 @@ def check_register(
             slug,
             value.hex() in allowed,
             f"{label} is the published one",
-            f"{label} is {value.hex()}, and the release or the policy names {wanted} ({name})",
+            f"{label} is {value.hex() or 'not there'}, and the release or the policy names {wanted} ({name})",
         )
     elif may_be_zero and not any(value):
         findings.prove(slug, f"{label} is not used (zeros)")

@@ -119,7 +119,7 @@ def _read_tag(signed: Any, chain: Sequence[x509.Certificate]) -> Rim:
     measurements: dict[int, frozenset[str]] = {}
     for resource in payload.iterfind(f"{_SWID}Resource"):
         if resource.get("type") != "Measurement" or resource.get("active") not in ("True", "False"):
-            raise EvidenceError("the reference measurements have a value that is neither active nor inactive")
+            raise EvidenceError("the reference measurements have an entry of a kind that is not known here")
         index = int(resource.get("index", "")) + _FIRST_INDEX
         if index in measurements:
             raise EvidenceError(f"the reference measurements have index {index} twice")

@@ -39,15 +39,24 @@ _DER_TEXTS = (0x0C, 0x13, 0x16)  # UTF8String, PrintableString, IA5String
 _MAX_NAME = 64
 
 
+def name_chain(signing_key: int) -> tuple[str, str, str]:
+    """Returns the names of the certificates for a report, from the one that signs to the root.
+
+    Raises:
+        EvidenceError: no key signed the report, or one that is not known.
+    """
+    if signing_key not in CHAINS:
+        raise EvidenceError(f"the report says that neither VCEK nor VLEK signed it (SIGNING_KEY is {signing_key})")
+    return CHAINS[signing_key]
+
+
 def load_chain(extra: Mapping[str, bytes], signing_key: int) -> list[x509.Certificate]:
     """Returns the certificates for a report, from the one that signs to the root.
 
     Raises:
         EvidenceError: one is missing or broken, or no key signed the report.
     """
-    if signing_key not in CHAINS:
-        raise EvidenceError(f"the report says that neither VCEK nor VLEK signed it (SIGNING_KEY is {signing_key})")
-    return [_load_one(extra, name) for name in CHAINS[signing_key]]
+    return [_load_one(extra, name) for name in name_chain(signing_key)]
 
 
 def check_key(findings: Findings, report: SnpReport, leaf: x509.Certificate, policy: Policy) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cloister.privacy.attestation.base import AttestationError
-from cloister.privacy.attestation.evidence import Evidence, report_data
-from cloister.privacy.attestation.snp_keys import ARK, ASK, ASVK, CHAINS, CRL, VCEK, VLEK
+from cloister.privacy.attestation.evidence import Evidence, EvidenceError, report_data
+from cloister.privacy.attestation.snp_keys import ARK, ASK, ASVK, CRL, VCEK, VLEK, name_chain
 from cloister.privacy.attestation.snp_report import read_report
 from cloister.privacy.attestation.tdx import COLLATERAL
 
@@ -93,7 +93,7 @@ class SnpAttester:
         """See `Attester.attest`."""
         given = _fetch_from(self._folder, "sev_guest", statement)
         extra = read_table(given.auxiliary) | self._read_certificates()
-        missing = [name for name in CHAINS.get(read_report(given.report).signing_key, ()) if name not in extra]
+        missing = [name for name in _name_chain(given.report) if name not in extra]
         if missing:
             raise AttestationError(
                 f"the host gives no certificates for {', '.join(missing)}; put them as files of these names into a folder and "
@@ -155,6 +155,14 @@ def _fetch_from(folder: Path, provider: str, statement: bytes) -> TsmReport:
     if given.provider != provider:
         raise AttestationError(f"this machine's reports come from {given.provider!r}, not from {provider!r}")
     return given
+
+
+def _name_chain(report: bytes) -> tuple[str, ...]:
+    """The certificates that a report needs."""
+    try:
+        return name_chain(read_report(report).signing_key)
+    except EvidenceError as error:
+        raise AttestationError(f"the kernel gives a report that no client would accept: {error.message}") from None
 
 
 def _read_auxiliary(entry: Path) -> bytes:
