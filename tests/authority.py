@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 from cryptography import x509
@@ -83,6 +84,7 @@ class Authority:
         days: float | None = 7,
         status: ocsp.OCSPCertStatus = ocsp.OCSPCertStatus.GOOD,
         signer: Authority | None = None,
+        beside: Sequence[Authority] = (),
         algorithm: HashAlgorithm | None = None,
     ) -> bytes:
         """An OCSP response about a certificate that this authority issued, DER.
@@ -91,6 +93,7 @@ class Authority:
             since: Unix seconds from which it holds.
             days: how long; None: it names no end.
             signer: who signs it, with its own certificate beside; this authority unless given.
+            beside: whose certificates stand before that one.
             algorithm: of the certificate's identifier, SHA-1 as everybody uses unless given.
         """
         moment = datetime.fromtimestamp(since, UTC)
@@ -108,7 +111,7 @@ class Authority:
         signing = signer or self
         builder = builder.responder_id(ocsp.OCSPResponderEncoding.HASH, signing.certificate)
         if signer is not None:
-            builder = builder.certificates([signer.certificate])
+            builder = builder.certificates([*(one.certificate for one in beside), signer.certificate])
         return builder.sign(signing.key, SHA256()).public_bytes(Encoding.DER)
 
     def list_revoked(

@@ -99,6 +99,11 @@ def test_an_answer_of_a_responder_that_the_issuer_named_is_believed():
     assert check(about_leaf(signer=Authority("responder", MIDDLE, is_authority=False, answers=True))).proved
 
 
+def test_a_responder_may_send_other_certificates_too():
+    responder = Authority("responder", MIDDLE, is_authority=False, answers=True)
+    assert check(about_leaf(signer=responder, beside=(MIDDLE, ROOT, Authority("other", answers=True)))).proved
+
+
 STRANGERS = {
     "nobody's": Authority("responder", answers=True),
     "the root's": Authority("responder", ROOT, is_authority=False, answers=True),
@@ -137,6 +142,14 @@ def test_an_answer_with_one_bit_changed_is_never_believed():
         findings = Findings()
         check_revocation(findings, Policy(), LEAF.certificates, statuses, NOW, "revocation")
         assert not findings.accepted, where
+
+
+def test_a_list_whose_parts_are_broken_is_refused_by_every_profile():
+    """The library reads the parts of a list when they are asked for."""
+    broken = MIDDLE.list_revoked(NOW - HOUR_S).replace(b"middle", b"\xff\xfeddle")  # no UTF-8
+    findings = check(lists=(broken,), policy=Policy(profile="open"))
+    assert not findings.accepted
+    assert "cannot be read" in findings.of(Outcome.FAILED)[0].text
 
 
 @pytest.mark.parametrize("data", [b"x", b"-----BEGIN OCSP RESPONSE-----\nAAAA\n-----END OCSP RESPONSE-----\n", ABOUT_MIDDLE])

@@ -25,7 +25,7 @@ from cryptography.x509 import ocsp
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from cloister.privacy.attestation.base import MAX_CLOCK_SKEW_S, Findings, Policy
-from cloister.privacy.attestation.certificates import name_subject
+from cloister.privacy.attestation.certificates import MAX_CHAIN, name_subject
 from cloister.privacy.attestation.evidence import EvidenceError
 
 MAX_STATUSES: Final = 64
@@ -109,7 +109,11 @@ def check_revocation(
     oldest = moment - timedelta(seconds=policy.revocation_max_age_s)
     lacking: list[str] = []
     for certificate, issuer in pairwise(chain):
-        known = list(_find(certificate, issuer, statuses, moment))
+        try:
+            known = list(_find(certificate, issuer, statuses, moment))
+        except Exception as error:  # parsed only now; a dozen kinds, by what is broken
+            findings.fail(slug, f"a revocation status cannot be read ({type(error).__name__}); have the node fetch it again")
+            return
         if any(status.is_revoked for status in known):  # an old "revoked" counts: nobody comes back from that unseen
             findings.fail(slug, f"{name_subject(issuer)} revoked the certificate {name_subject(certificate)}")
             return
@@ -143,19 +147,20 @@ def _is_about(single: ocsp.OCSPSingleResponse, certificate: x509.Certificate, is
 
 def _is_signed_for(response: ocsp.OCSPResponse, issuer: x509.Certificate, moment: datetime) -> bool:
     try:
-        delegates = [certificate for certificate in response.certificates if _is_delegate(certificate, issuer, moment)]
-    except ValueError:  # broken certificates beside the response
+        beside = response.certificates[:MAX_CHAIN]
+    except ValueError:  # broken ones
         return False
+    delegates = [certificate for certificate in beside if _is_delegate(certificate, issuer, moment)]
     return any(_verifies_response(response, signer) for signer in (issuer, *delegates))
 
 
 def _is_delegate(certificate: x509.Certificate, issuer: x509.Certificate, moment: datetime) -> bool:
     try:
         usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        holds = certificate.not_valid_before_utc <= moment <= certificate.not_valid_after_utc
         certificate.verify_directly_issued_by(issuer)
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, TypeError, InvalidSignature, UnsupportedAlgorithm):
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
         return False
-    holds = certificate.not_valid_before_utc <= moment <= certificate.not_valid_after_utc
     return holds and ExtendedKeyUsageOID.OCSP_SIGNING in usage
 
 
