@@ -1,5 +1,9 @@
 """Damages real evidence at random and lets the verifiers judge it: `python -m benchmarks.mutated_evidence --seconds 60`.
 
+`--nitro FILE` adds a document of an AWS Nitro enclave, as its hypervisor gave it; none is among the vectors. It is judged at
+the time that it names, for its certificate holds three hours. `--snp DIR` adds a report of SEV-SNP: the file `report`, beside
+`vlek` and `asvk` or `vcek` and `ask`, and `ark`. `--every-bit` flips each bit once instead: minutes.
+
 Exit status 1 if a verifier raises anything, or accepts evidence whose signed bytes are not those of the original. What may
 differ: white space of PEM, the case of hex digits, copies of chains in Intel's collateral that nothing relies on.
 """
@@ -12,12 +16,17 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from cloister.privacy.attestation import Findings, Outcome, Policy
 from cloister.privacy.attestation.certificates import load_certificates
+from cloister.privacy.attestation.nitro import NitroVerifier
+from cloister.privacy.attestation.nitro_document import read_document
 from cloister.privacy.attestation.nvidia import GpuVerifier
+from cloister.privacy.attestation.rim import RIM_ROOTS, Rim, verify_rim
 from cloister.privacy.attestation.sev_snp import SnpVerifier
+from cloister.privacy.attestation.snp_keys import name_chain
 from cloister.privacy.attestation.snp_report import read_report
 from cloister.privacy.attestation.td_quote import read_quote
 from cloister.privacy.attestation.tdx import TdxVerifier
@@ -28,6 +37,8 @@ HEX = ("root_ca_crl", "pck_crl", "tcb_info_signature", "qe_identity_signature")
 
 Case = tuple[bytes, Callable[[bytes], Findings], Callable[[bytes], object]]
 """The original, what judges a damaged one, and what of it is signed."""
+UNSIGNED = {"report-form", "report-signature", "chain-root", "chain-authority", "chain-signature", "chain-expired"}
+"""Steps that fail where nobody who is trusted signed a report."""
 FLAWS = {"debug"}
 """What is wrong with the vectors themselves: the guest of the SNP report allows it."""
 
@@ -61,7 +72,50 @@ def list_cases() -> dict[str, Case]:
             lambda damaged: GpuVerifier().verify_report(gpu, damaged, nonce, POLICY, real.NOW),
             to_signed_parts,
         ),
+        "RIM": (real.vbios_rim(), lambda damaged: judge_rim(damaged)[0], lambda damaged: to_read(judge_rim(damaged)[1])),
     }
+
+
+def judge_rim(damaged: bytes) -> tuple[Findings, Rim | None]:
+    """Judges reference measurements of NVIDIA."""
+    findings = Findings()
+    return findings, verify_rim(findings, damaged, RIM_ROOTS, real.RIM_NOW)
+
+
+def to_read(rim: Rim | None) -> object:
+    """What is relied on of reference measurements."""
+    return rim and (rim.product, rim.version, rim.measurements, [one.tbs_certificate_bytes for one in rim.chain])
+
+
+def open_snp(folder: Path) -> Case:
+    """A real report of SEV-SNP with its certificates; who signed it is judged, and not what it says."""
+    extra = {path.name: path.read_bytes() for path in folder.iterdir()}
+    original = extra.pop("report")
+    leaf = load_certificates(extra[name_chain(read_report(original).signing_key)[0]])[0]
+    now = leaf.not_valid_before_utc.timestamp() + 1
+
+    def judge(damaged: bytes) -> Findings:
+        judged = SnpVerifier().verify_report(damaged, extra, read_report(original).report_data, POLICY, now)
+        return Findings(step for step in judged if step.slug in UNSIGNED or step.outcome is not Outcome.FAILED)
+
+    if not judge(original).accepted:
+        raise SystemExit(f"{folder} is refused as it is: {judge(original).of(Outcome.FAILED)[0].text}")
+    return original, judge, bytes
+
+
+def open_nitro(path: Path) -> Case:
+    """A real Nitro document; who signed it is judged, and not for whom it was made."""
+    original = path.read_bytes()
+    now = read_document(original).timestamp_ms / 1000 + 1
+
+    def judge(damaged: bytes) -> Findings:
+        findings = Findings()
+        NitroVerifier().verify_document(findings, damaged, now)
+        return findings
+
+    if not judge(original).accepted:
+        raise SystemExit(f"{path} is refused as it is: {judge(original).of(Outcome.FAILED)[0].text}")
+    return original, judge, bytes
 
 
 def to_signed_parts(chain: bytes) -> list[tuple[bytes, bytes]]:
@@ -88,30 +142,55 @@ def damage(original: bytes, source: random.Random) -> bytes:
     return bytes(damaged)
 
 
+def flip_each_bit(original: bytes) -> Iterator[bytes]:
+    """Yields the original with one bit changed, for each bit."""
+    for where in range(len(original) * 8):
+        damaged = bytearray(original)
+        damaged[where // 8] ^= 1 << where % 8
+        yield bytes(damaged)
+
+
+def list_damaged(cases: dict[str, Case], source: random.Random, seconds: float) -> Iterator[tuple[str, bytes]]:
+    """Yields damaged evidence of each case in turn until the time is over."""
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        for name, (original, _, _) in cases.items():
+            damaged = damage(original, source)
+            if damaged != original:
+                yield name, damaged
+
+
 def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nitro", type=Path, action="append", default=[], metavar="FILE")
+    parser.add_argument("--snp", type=Path, action="append", default=[], metavar="DIR")
+    parser.add_argument("--every-bit", action="store_true")
+    parser.add_argument("--only", metavar="CASE", help="a part of the name of the cases to try")
     given = parser.parse_args()
-    source, cases = random.Random(given.seed), list_cases()
+    cases = list_cases() | {f"Nitro {path.name}": open_nitro(path) for path in given.nitro}
+    cases |= {f"SNP {folder.name}": open_snp(folder) for folder in given.snp}
+    cases = {name: case for name, case in cases.items() if (given.only or "") in name}
     counts: Counter[tuple[str, str]] = Counter()
     wrong: list[str] = []
-    end_s = time.monotonic() + given.seconds
-    while time.monotonic() < end_s:
-        for name, (original, judge, signed) in cases.items():
-            damaged = damage(original, source)
-            if damaged == original:
-                continue
-            try:
-                failed = {step.slug for step in judge(damaged).of(Outcome.FAILED)} - FLAWS
-                outcome = "refused" if failed else "accepted"
-                if outcome == "accepted" and signed(damaged) != signed(original):
-                    wrong.append(f"{name}: accepted with other signed bytes")
-            except Exception as error:
-                outcome = "raised"
-                wrong.append(f"{name}: {type(error).__name__}")
-            counts[name, outcome] += 1
+    work: Iterator[tuple[str, bytes]]
+    if given.every_bit:
+        work = ((name, damaged) for name, (original, _, _) in cases.items() for damaged in flip_each_bit(original))
+    else:
+        work = list_damaged(cases, random.Random(given.seed), given.seconds)
+    for name, damaged in work:
+        original, judge, signed = cases[name]
+        try:
+            failed = {step.slug for step in judge(damaged).of(Outcome.FAILED)} - FLAWS
+            outcome = "refused" if failed else "accepted"
+            if outcome == "accepted" and signed(damaged) != signed(original):
+                wrong.append(f"{name}: accepted with other signed bytes")
+        except Exception as error:
+            outcome = "raised"
+            wrong.append(f"{name}: {type(error).__name__}")
+        counts[name, outcome] += 1
     for (name, outcome), count in sorted(counts.items()):
         print(f"{name:15} {outcome:8} {count:7,}")
     for line in sorted(set(wrong)):

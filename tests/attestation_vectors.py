@@ -38,6 +38,15 @@ def td_collateral() -> bytes:
     return (_FOLDER / "tdx" / "tdx_quote_collateral.json").read_bytes()
 
 
+RIM_NOW = 1_704_067_200
+"""A moment at which `vbios_rim` holds, Unix seconds: 2024."""
+
+
+def vbios_rim() -> bytes:
+    """NVIDIA's reference measurements of the VBIOS that `old_gpu_evidence` runs."""
+    return (_FOLDER / "nvidia" / "1010_0200_882_96005E0001_PROD.swidtag").read_bytes()
+
+
 def gpu_evidence() -> tuple[bytes, bytes, bytes]:
     """A report of an H100 with a new driver, its certificates, and the nonce that it was asked with."""
     (evidence,) = json.loads((_FOLDER / "nvidia" / "hopper_evidence.json").read_bytes())

@@ -29,6 +29,7 @@ def make_report(
     guest_policy: int = GOOD_POLICY,
     vmpl: int = 0,
     measurement: bytes = b"\x4d" * 48,
+    host_data: bytes = bytes(32),
     report_id_ma: bytes = b"\xff" * 32,
     tcb: bytes = TCB,
     launch_tcb: bytes = TCB,
@@ -45,6 +46,7 @@ def make_report(
     struct.pack_into("<I", report, 0x48, flags)
     report[0x50:0x90] = report_data
     report[0x90:0xC0] = measurement
+    report[0xC0:0xE0] = host_data
     report[0x160:0x180] = report_id_ma
     report[0x180:0x188] = tcb
     report[0x1A0:0x1E0] = chip_id
@@ -57,6 +59,7 @@ class SnpPlatform:
     """Certificates, and the key that signs reports."""
 
     chip_id: bytes = CHIP_ID
+    provider: str | None = None  # whose key (VLEK) signs instead of the chip's
     days: int = 365
     revokes_ask: bool = False
     crl_days: int = 365
@@ -67,8 +70,10 @@ class SnpPlatform:
         self._ark, ask = (rsa.generate_private_key(65537, 2048) for _ in range(2))
         self._vcek = ec.generate_private_key(ec.SECP384R1())
         self._ark_certificate = self._certify("ARK", self._ark, "ARK", self._ark, days=7300)
-        self._ask_certificate = self._certify("ASK", ask, "ARK", self._ark, days=7300)
-        self._vcek_certificate = self._certify("VCEK", self._vcek, "ASK", ask, days=self.days, is_chip=True)
+        middle, leaf = ("ASK", "VCEK") if self.provider is None else ("ASVK", "VLEK")
+        self._names = leaf.lower(), middle.lower(), "ark"
+        self._ask_certificate = self._certify(middle, ask, "ARK", self._ark, days=7300)
+        self._vcek_certificate = self._certify(leaf, self._vcek, middle, ask, days=self.days, is_chip=True)
         self._crl = self._revoke()
 
     @property
@@ -78,8 +83,9 @@ class SnpPlatform:
     @property
     def extra(self) -> dict[str, bytes]:
         """What evidence carries beside the report."""
-        certificates = {"vcek": self._vcek_certificate, "ask": self._ask_certificate, "ark": self._ark_certificate}
-        return {name: c.public_bytes(Encoding.DER) for name, c in certificates.items()} | {"crl": self._crl}
+        chain = self._vcek_certificate, self._ask_certificate, self._ark_certificate
+        named = zip(self._names, (c.public_bytes(Encoding.DER) for c in chain), strict=True)
+        return dict(named) | {"crl": self._crl}
 
     def sign(self, report: bytes) -> bytes:
         """Returns the whole report."""
@@ -108,7 +114,11 @@ class SnpPlatform:
         if is_chip:
             for part, number in _SPL.items():
                 builder = builder.add_extension(_extension(f"3.{part}", _number(number)), critical=False)
-            builder = builder.add_extension(_extension("4", self.chip_id), critical=False)
+            if self.provider is None:
+                builder = builder.add_extension(_extension("4", self.chip_id), critical=False)
+            else:
+                text = self.provider.encode()
+                builder = builder.add_extension(_extension("5", bytes((0x16, len(text))) + text), critical=False)
         else:
             usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
             builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)

@@ -28,6 +28,7 @@ def make_body(**changes: bytes | int) -> bytes:
     """The body of the real quote with other attributes, measurement or report data."""
     body = bytearray(BODY)
     places = {"seam_attributes": 112, "attributes": 120, "mrtd": 136, "report_data": 520}
+    places |= {"mrconfigid": 184, "mrowner": 232, "mrownerconfig": 280}
     for name, value in changes.items():
         encoded = value.to_bytes(8, "little") if isinstance(value, int) else value
         body[places[name] : places[name] + len(encoded)] = encoded
@@ -74,13 +75,15 @@ class TdxPlatform:
             }
         ).encode()
 
-    def quote(self, body: bytes) -> bytes:
-        """Returns a quote with this body."""
+    def quote(self, body: bytes, *, body_type: int | None = None) -> bytes:
+        """Returns a quote with this body: of version 4, or of version 5 with a type of body (2: TDX 1.0, 3: TDX 1.5)."""
         key = ec.generate_private_key(ec.SECP256R1())
         public = key.public_key().public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)[1:]
         enclave = bytearray(real.td_quote()[_ENCLAVE_AT : _ENCLAVE_AT + 384])
         enclave[320:384] = hashlib.sha256(public + _AUTHENTICATION).digest() + bytes(32)
         signed = real.td_quote()[:48] + body
+        if body_type is not None:
+            signed = struct.pack("<H", 5) + real.td_quote()[2:48] + struct.pack("<HI", body_type, len(body)) + body
         chain = struct.pack("<HI", 5, len(self._chain)) + self._chain
         authentication = struct.pack("<H", len(_AUTHENTICATION)) + _AUTHENTICATION
         inner = bytes(enclave) + _sign(self._pck, bytes(enclave)) + authentication + chain

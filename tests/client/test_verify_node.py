@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -19,14 +20,27 @@ from typer.testing import CliRunner
 from cloister.cli import app
 from cloister.client.errors import RelayUnreachableError
 from cloister.client.verify_node import Checked, cannot_check, check_url, fetch_from
-from cloister.privacy.attestation import Evidence, Findings, Outcome, Policy, Statement, read_evidence
+from cloister.privacy.attestation import (
+    Evidence,
+    Findings,
+    Outcome,
+    Policy,
+    Statement,
+    read_evidence,
+    read_statement,
+    report_data,
+)
+from cloister.privacy.attestation.cbor import encode_bytes
 from cloister.privacy.attestation.measuring import measure_profile
+from cloister.privacy.attestation.nitro import nitro_nonce
 from cloister.privacy.attestation.software import SoftwareAttester
+from cloister.privacy.attestation.verify import VERIFIERS
 from cloister.privacy.transparency.bundle import parse_bundle
 from cloister.privacy.transparency.checks import View
 from cloister.privacy.transparency.trust import encode_trust
 from cloister.types.errors import ConfigError
 from tests import attestation_vectors as real
+from tests.nitro_platform import PCRS, NitroPlatform
 from tests.privacy.transparency.world import World, make_release
 
 SOFTWARE = Policy(accept_software=True)
@@ -116,6 +130,44 @@ def test_without_accept_software_the_same_list_is_refused(house: House):
     checked = house.check(Policy())
     assert not checked.accepted
     assert slugs(only_node(checked), Outcome.FAILED) == ["hardware"]
+
+
+@pytest.fixture
+def enclave(house: House, monkeypatch: pytest.MonkeyPatch) -> NitroPlatform:
+    """A hypervisor that is trusted, and a release that names what it measures."""
+    platform = NitroPlatform(made=datetime.fromtimestamp(house.now, UTC))
+    monkeypatch.setattr(VERIFIERS["nitro"], "_roots", platform.roots)
+    launch = {f"nitro-pcr{number}": PCRS[number].hex() for number in range(3)}
+    house.release = msgspec.structs.replace(house.release, number=house.release.number + 1, launch=launch)
+    house.log_release(house.release)
+    return platform
+
+
+def serve_enclave(house: House, platform: NitroPlatform, **changes: object) -> None:
+    """Publishes an epoch with one node, which is a Nitro enclave."""
+    statement = read_evidence(house.state()).statement
+    read = read_statement(statement)
+    bound = {"user_data": report_data(statement), "public_key": read.keys, "nonce": nitro_nonce(read)}
+    document = platform.document(**({name: encode_bytes(value) for name, value in bound.items()} | changes))
+    house.serve(Evidence("nitro", statement, document).encode())
+
+
+def test_an_enclave_is_proved_by_the_registers_that_its_release_names(house: House, enclave: NitroPlatform):
+    serve_enclave(house, enclave)
+    checked = house.check(Policy(kinds=frozenset({"nitro"})))
+    assert checked.proved, slugs(only_node(checked), Outcome.FAILED)
+
+
+def test_an_enclave_of_another_image_than_its_release_is_refused(house: House, enclave: NitroPlatform):
+    serve_enclave(house, enclave, pcrs=PCRS | {1: b"\x5a" * 48})
+    assert slugs(only_node(house.check(Policy(kinds=frozenset({"nitro"})))), Outcome.FAILED) == ["pcr-1"]
+
+
+def test_an_enclave_is_refused_where_the_user_did_not_ask_for_one(house: House, enclave: NitroPlatform):
+    serve_enclave(house, enclave)
+    findings = only_node(house.check(Policy()))
+    (step,) = findings.of(Outcome.FAILED)
+    assert "accepted are sev-snp, tdx" in step.text
 
 
 def test_what_was_seen_of_the_log_is_remembered(house: House):

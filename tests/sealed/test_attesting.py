@@ -166,6 +166,7 @@ def test_settings_of_the_server_say_what_evidence_is_made_of():
         {"attest_gpus": True},
         {"amd_certificates": "c"},
         {"intel_collateral": "c"},
+        {"nvidia_collateral": "c"},
         {"release": "r"},
         {"log_checkpoint": "l"},
         {"node_capacity": 2},
@@ -175,6 +176,14 @@ def test_settings_of_the_server_say_what_evidence_is_made_of():
 def test_what_only_a_sealed_node_has_a_use_for_is_refused_by_another_server(given: dict[str, object]):
     with pytest.raises(ConfigError, match="--sealed"):
         read_attesting(ServerConfig(**given))
+
+
+def test_collateral_of_nvidia_is_read_where_gpus_vouch_and_refused_elsewhere():
+    attesting = read_attesting(ServerConfig(sealed=True, attest_gpus=True, nvidia_collateral="/c"))
+    assert attesting.boot == AttesterBoot(gpus=True, gpu_collateral="/c")
+    assert attesting.folders == (Path("/c"),), "the node may read it"
+    with pytest.raises(ConfigError, match="--attest-gpus"):
+        read_attesting(ServerConfig(sealed=True, nvidia_collateral="/c"))
 
 
 def test_tdx_without_collateral_is_refused_at_once():

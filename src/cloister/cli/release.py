@@ -71,7 +71,8 @@ def make(
     out: Annotated[Path, typer.Option(help="Directory for what is made.", metavar="DIR")],
     profile: Annotated[Profile, typer.Option(help="The privacy profile that nodes run under.")] = Profile.PRIVATE,
     launch: Annotated[
-        list[str] | None, typer.Option(help="Launch measurement by kind of hardware, such as sev-snp=HEX.", metavar="KIND=HEX")
+        list[str] | None,
+        typer.Option(help="Launch measurement by register, such as sev-snp=HEX or tdx-rtmr0=HEX.", metavar="NAME=HEX"),
     ] = None,
     repository: Annotated[str, typer.Option(help="Where the source is.", metavar="URL")] = "",
     revision: Annotated[str, typer.Option(help="Its commit.", metavar="COMMIT")] = "",
@@ -100,6 +101,7 @@ def make(
     from cloister.privacy.transparency.keyfiles import read_key
     from cloister.privacy.transparency.release import Release, release_entry
 
+    measurements = dict(_split(one) for one in launch or ())
     signer = read_key(key)
     settings = _resolve(context.args, model, profile)
     for name in NODE_PARTS:
@@ -118,7 +120,7 @@ def make(
         profile=profile,
         profile_digest=measure_profile(profile),
         configuration=measure_configuration(stated, model, beside),
-        launch=dict(_split(one) for one in launch or ()),
+        launch=measurements,
     )
     source = {name: value for name, value in (("repository", repository), ("revision", revision)) if value}
     entry = release_entry(document, source=source, builder=builder, keys=[signer])
@@ -164,7 +166,9 @@ def _resolve(arguments: list[str], model: Path, profile: Profile) -> Settings:
 
 
 def _split(text: str) -> tuple[str, str]:
-    kind, equals, measurement = text.partition("=")
-    if not equals:
-        raise typer.BadParameter("--launch is KIND=HEX, such as sev-snp=...")
-    return kind, measurement.lower()
+    from cloister.privacy.attestation.registers import REGISTERS
+
+    name, equals, measurement = text.partition("=")
+    if not equals or name not in REGISTERS:
+        raise typer.BadParameter(f"--launch is NAME=HEX, such as sev-snp=...; names are {', '.join(sorted(REGISTERS))}")
+    return name, measurement.lower()

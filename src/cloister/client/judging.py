@@ -29,7 +29,7 @@ def fill_policy(policy: Policy, believed: Believed) -> Policy:
         believed: an epoch that everybody was shown, and the release that it names.
     """
     release = believed.release
-    launch = {kind: frozenset({measurement}) for kind, measurement in release.launch.items()}
+    launch = {register: frozenset({value}) for register, value in release.launch.items()}
     return replace(
         policy,
         profile=believed.epoch.profile,

@@ -51,7 +51,8 @@ class Attesting:
     @property
     def folders(self) -> tuple[Path, ...]:
         """Folders that the node reads."""
-        return tuple(Path(path).expanduser() for path in (self.release, self.boot.certificates) if path is not None)
+        named = (self.release, self.boot.certificates, self.boot.gpu_collateral)
+        return tuple(Path(path).expanduser() for path in named if path is not None)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -72,7 +73,10 @@ def read_attesting(front: ServerConfig) -> Attesting:
             raise ConfigError(f"`{given}` says what a sealed node's evidence is; start one with --sealed", param=given)
     if front.attester == TdxAttester.kind and front.intel_collateral is None:
         raise ConfigError("evidence of TDX needs Intel's collateral; name its file", param="intel_collateral")
-    boot = AttesterBoot(front.attester, front.attest_gpus, front.amd_certificates, front.intel_collateral)
+    if front.nvidia_collateral is not None and not front.attest_gpus:
+        raise ConfigError("NVIDIA's collateral is for evidence of GPUs; add --attest-gpus", param="nvidia_collateral")
+    makers = front.amd_certificates, front.intel_collateral, front.nvidia_collateral
+    boot = AttesterBoot(front.attester, front.attest_gpus, *makers)
     return Attesting(boot, front.release, front.log_checkpoint, front.node_capacity)
 
 

@@ -201,10 +201,17 @@ class ServerConfig:
     )
     attest_gpus: bool = setting(False, "NVIDIA GPUs in confidential mode have to vouch for a sealed node too.")
     amd_certificates: str | None = setting(
-        None, "Directory with AMD's certificates of this processor (vcek, ask, ark, crl), where the host has no table of them."
+        None,
+        "Directory with AMD's certificates of this processor (vcek and ask, or vlek and asvk; ark, crl), where the host has no"
+        " table of them.",
     )
     intel_collateral: str | None = setting(
         None, "File with Intel's collateral for this processor, JSON; read for each key of a sealed node."
+    )
+    nvidia_collateral: str | None = setting(
+        None,
+        "Directory with what NVIDIA signed for the GPUs: RIM files (*.swidtag, *.xml), OCSP responses (*.ocsp) and CRLs"
+        " (*.crl); read for each key of a sealed node.",
     )
     release: str | None = setting(
         None,
@@ -233,6 +240,7 @@ ATTESTING: Final = (
     "attest_gpus",
     "amd_certificates",
     "intel_collateral",
+    "nvidia_collateral",
     "release",
     "log_checkpoint",
     "node_capacity",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import struct
 import uuid
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cloister.privacy.attestation import AttestationError, Evidence, Findings, Outcome, Policy, gpu_nonce, report_data
+from cloister.privacy.attestation.certificates import digest_key
+from cloister.privacy.attestation.gpu_report import read_gpu_report
 from cloister.privacy.attestation.nvidia import GpuVerifier, chain_extra, report_extra
 from cloister.privacy.attestation.nvml import GpuAttester, Nvml
 from cloister.privacy.attestation.sev_snp import SnpVerifier
@@ -19,12 +22,14 @@ from cloister.privacy.attestation.tdx import COLLATERAL
 from cloister.privacy.attestation.tsm import SnpAttester, TdxAttester, fetch_report, read_table
 from tests import attestation_vectors as real
 from tests.fake_configfs import FakeConfigfs
+from tests.gpu_platform import MAKER
 from tests.snp_platform import NOW, SnpPlatform, make_report
 
 STATEMENT = b"a statement"
 GUIDS = {
     "vcek": "63da758d-e664-4564-adc5-f4b93be8accd",
     "ask": "4ab7b379-bbac-4fe4-a02f-05aef327c782",
+    "vlek": "a8074bc2-a25a-483e-aae6-39c045a0b8a1",
     "ark": "c0b406a4-a803-4952-9743-3fb6014cd0ae",
 }
 
@@ -52,7 +57,7 @@ def check(evidence: Evidence, platform: SnpPlatform) -> Findings:
 def test_a_report_of_the_kernel_becomes_evidence_that_verifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: SnpPlatform
 ):
-    chain = {name: platform.extra[name] for name in GUIDS}
+    chain = {name: platform.extra[name] for name in GUIDS if name in platform.extra}
     configfs = FakeConfigfs(tmp_path / "report", "sev_guest", lambda data: platform.sign(make_report(data)), make_table(chain))
     configfs.install(monkeypatch)
     evidence = SnpAttester(folder=configfs.folder).attest(STATEMENT)
@@ -75,6 +80,34 @@ def test_certificates_that_the_host_does_not_give_come_from_a_folder(
     evidence = SnpAttester(tmp_path / "certificates", configfs.folder).attest(STATEMENT)
     assert evidence.extra == platform.extra
     assert check(evidence, platform).accepted
+
+
+def test_a_host_that_gives_a_provider_key_lacks_its_intermediate_until_the_folder_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cloud = SnpPlatform(provider="Example Cloud")
+    table = make_table({name: cloud.extra[name] for name in ("vlek", "ark")})
+    signed = FakeConfigfs(tmp_path / "report", "sev_guest", lambda data: cloud.sign(make_report(data, flags=1 << 2)), table)
+    signed.install(monkeypatch)
+    with pytest.raises(AttestationError, match=r"asvk.*--amd-certificates"):
+        SnpAttester(folder=signed.folder).attest(STATEMENT)
+    (tmp_path / "asvk").write_bytes(cloud.extra["asvk"])
+    evidence = SnpAttester(tmp_path, signed.folder).attest(STATEMENT)
+    policy = Policy(profile="team", snp_providers=frozenset({"Example Cloud"}))
+    assert SnpVerifier(cloud.roots).verify(evidence, policy, NOW).accepted
+
+
+@pytest.mark.parametrize(
+    "report", [b"short", SnpPlatform().sign(make_report(bytes(64), flags=7 << 2))], ids=["broken", "not signed"]
+)
+def test_a_report_that_no_client_would_read_stops_the_attester(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: SnpPlatform, report: bytes
+):
+    table = make_table({name: platform.extra[name] for name in GUIDS if name in platform.extra})
+    configfs = FakeConfigfs(tmp_path / "report", "sev_guest", lambda data: report, table)
+    configfs.install(monkeypatch)
+    with pytest.raises(AttestationError, match="report"):
+        SnpAttester(folder=configfs.folder).attest(STATEMENT)
 
 
 def test_a_quote_of_the_kernel_becomes_evidence_with_its_collateral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -166,6 +199,40 @@ def test_a_gpu_is_asked_with_the_hash_of_the_processors_report_data():
         evidence.extra[report_extra(0)], evidence.extra[chain_extra(0)], nonce, Policy(profile="team"), real.NOW
     )
     assert checked.accepted
+
+
+class OurGpus:
+    """One GPU of our own maker."""
+
+    def fetch(self, nonce: bytes) -> list[tuple[bytes, bytes]]:
+        return [(MAKER.report(nonce), MAKER.signer.pem)]
+
+
+def test_what_nvidia_signed_is_stapled_from_a_folder_and_proves_the_gpu(tmp_path: Path):
+    report = read_gpu_report(MAKER.report(bytes(32)))
+    for name, version, indexes in (("driver.xml", report.driver, range(14, 65)), ("vbios.swidtag", report.vbios, range(1, 14))):
+        (tmp_path / name).write_bytes(MAKER.rim(version, {index: [report.measurements[index]] for index in indexes}))
+    for chain in (MAKER.gpu.chain, MAKER.rim_signer.chain):
+        for number, (one, issuer) in enumerate(pairwise(chain)):
+            name = f"{digest_key(issuer.key.public_key())[:8]}-{number}"
+            if number:
+                (tmp_path / f"{name}.crl").write_bytes(issuer.list_revoked(real.NOW))
+            else:
+                (tmp_path / f"{name}.ocsp").write_bytes(issuer.answer(one.certificate, real.NOW))
+    (tmp_path / "notes.txt").write_text("not read")
+    evidence = GpuAttester(SoftwareAttester(), OurGpus(), tmp_path).attest(STATEMENT)
+    findings = GpuVerifier(MAKER.root.roots, MAKER.rim_root.roots).verify(evidence, Policy(gpu=True), real.NOW)
+    assert findings.proved, [step.text for step in findings.of(Outcome.FAILED)]
+    assert len(evidence.encode()) < 100_000
+
+
+def test_a_folder_of_collateral_that_is_not_there_or_too_full_says_so(tmp_path: Path):
+    with pytest.raises(AttestationError, match="cannot read"):
+        GpuAttester(SoftwareAttester(), OurGpus(), tmp_path / "absent").attest(STATEMENT)
+    for number in range(9):
+        (tmp_path / f"{number}.xml").write_bytes(b"")
+    with pytest.raises(AttestationError, match="9 RIM files"):
+        GpuAttester(SoftwareAttester(), OurGpus(), tmp_path).attest(STATEMENT)
 
 
 def test_a_gpu_that_is_not_in_confidential_mode_says_so():

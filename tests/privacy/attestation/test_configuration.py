@@ -19,7 +19,7 @@ from cloister.privacy.attestation.configuration_measuring import measure_configu
 from cloister.privacy.attestation.evidence import EvidenceError, read_statement
 from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.attestation.verify import verify_evidence
-from cloister.types.config import EngineConfig, ServerConfig
+from cloister.types.config import ATTESTING, EngineConfig, ServerConfig
 
 NOW = 1_790_000_000
 
@@ -153,6 +153,7 @@ def test_a_client_is_told_which_setting_differs(cls: type[object], name: str) ->
 def test_what_is_left_out_of_a_configuration_is_a_setting_that_exists() -> None:
     names = {field.name for cls in (EngineConfig, ServerConfig) for field in fields(cls)}
     assert LEFT_OUT.keys() <= names
+    assert LEFT_OUT.keys() >= {*ATTESTING}
 
 
 def test_a_configuration_that_nobody_published_is_said_to_be_not_proved() -> None:

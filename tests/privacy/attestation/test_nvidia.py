@@ -14,6 +14,7 @@ from tests import attestation_vectors as real
 REPORT, CHAIN, NONCE = real.gpu_evidence()
 VALUES = {index: frozenset({value.hex()}) for index, value in read_gpu_report(REPORT).measurements.items()}
 POLICY = Policy(gpu=True, gpu_measurements=VALUES)
+TEAM = replace(POLICY, profile="team")
 
 
 def failures(findings: Findings) -> list[str]:
@@ -24,31 +25,33 @@ def verify(report: bytes = REPORT, chain: bytes = CHAIN, nonce: bytes = NONCE, p
     return GpuVerifier().verify_report(report, chain, nonce, policy, real.NOW)
 
 
-def test_a_real_report_with_reference_values_is_proved_in_every_step():
+def test_a_real_report_is_proved_but_for_the_revocation_that_nobody_answered_for():
     findings = verify()
-    assert failures(findings) == []
-    assert findings.proved
+    assert failures(findings) == ["gpu-revocation"]
+    relaxed = verify(policy=replace(POLICY, profile="team"))
+    assert relaxed.accepted
+    assert [step.slug for step in relaxed.of(Outcome.NOT_PROVED)] == ["gpu-revocation"]
     assert len(VALUES) == 64
 
 
 def test_without_reference_values_the_measurement_is_unchecked_and_private_refuses_it():
     findings = verify(policy=Policy(profile="private"))
-    assert failures(findings) == ["gpu-measurement"]
-    assert "GPU measurement unchecked" in findings.of(Outcome.FAILED)[0].text
+    assert failures(findings) == ["gpu-revocation", "gpu-measurement"]
+    assert "GPU measurement unchecked" in findings.of(Outcome.FAILED)[1].text
 
 
 def test_without_reference_values_another_profile_says_so_and_goes_on():
     findings = verify(policy=Policy(profile="team"))
     assert findings.accepted
-    assert [step.slug for step in findings.of(Outcome.NOT_PROVED)] == ["gpu-measurement"]
+    assert [step.slug for step in findings.of(Outcome.NOT_PROVED)] == ["gpu-revocation", "gpu-measurement"]
 
 
 def test_another_nonce_is_refused():
-    assert failures(verify(nonce=bytes(32))) == ["gpu-nonce"]
+    assert failures(verify(nonce=bytes(32), policy=TEAM)) == ["gpu-nonce"]
 
 
 def test_another_measurement_is_refused_by_its_index():
-    policy = replace(POLICY, gpu_measurements=VALUES | {9: frozenset({"ab" * 48})})
+    policy = replace(TEAM, gpu_measurements=VALUES | {9: frozenset({"ab" * 48})})
     findings = verify(policy=policy)
     assert failures(findings) == ["gpu-measurement"]
     assert findings.of(Outcome.FAILED)[0].text.endswith("at index 9")
@@ -88,13 +91,13 @@ def test_a_gpu_whose_root_is_not_trusted_is_refused():
 def test_an_old_driver_that_says_no_firmware_id_is_refused_by_a_strict_profile():
     report, chain = real.old_gpu_evidence()
     findings = verify(report, chain, nonce=report[4:36], policy=Policy(profile="private"))
-    assert failures(findings) == ["gpu-firmware-id", "gpu-measurement"]
+    assert failures(findings) == ["gpu-firmware-id", "gpu-revocation", "gpu-measurement"]
 
 
 def test_a_gpu_report_cannot_be_carried_to_another_statement():
     evidence = Evidence("tdx", b"some statement", b"", {report_extra(0): REPORT, chain_extra(0): CHAIN})
     assert gpu_nonce(evidence.report_data) != NONCE
-    assert failures(GpuVerifier().verify(evidence, POLICY, real.NOW)) == ["gpu-nonce"]
+    assert failures(GpuVerifier().verify(evidence, TEAM, real.NOW)) == ["gpu-nonce"]
 
 
 def test_a_gpu_that_is_wanted_and_not_there_is_refused():

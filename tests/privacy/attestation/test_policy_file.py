@@ -13,7 +13,7 @@ from cloister.types.errors import ConfigError
 
 EVERYTHING = b"""{
   "profile": "paranoid", "kinds": ["tdx"], "releases": ["0a"], "models": ["0b"], "profile_digests": ["0c"],
-  "hardening": ["seccomp"], "measurements": {"tdx": ["0d"]}, "rtmrs": {"0": ["0e"], "3": ["0f"]},
+  "hardening": ["seccomp"], "measurements": {"tdx": ["0d"], "tdx-rtmr0": ["0e"], "tdx-rtmr3": ["0f"]},
   "snp_floor": {"snp": 23}, "tdx_statuses": ["UpToDate", "SWHardeningNeeded"], "gpu": true, "gpu_measurements": {"1": ["aa"]}
 }"""
 
@@ -26,8 +26,7 @@ def test_every_field_is_read():
         models=frozenset({"0b"}),
         profile_digests=frozenset({"0c"}),
         hardening=frozenset({"seccomp"}),
-        measurements={"tdx": frozenset({"0d"})},
-        rtmrs={0: frozenset({"0e"}), 3: frozenset({"0f"})},
+        measurements={"tdx": frozenset({"0d"}), "tdx-rtmr0": frozenset({"0e"}), "tdx-rtmr3": frozenset({"0f"})},
         snp_floor=SnpFloor(snp=23),
         tdx_statuses=frozenset({"UpToDate", "SWHardeningNeeded"}),
         gpu=True,
@@ -49,8 +48,10 @@ def test_an_empty_policy_demands_what_the_default_demands():
         b'{"releases": ["not hex"]}',
         b'{"releases": ["0A"]}',
         b'{"measurements": {"tdx": ["xx"]}}',
-        b'{"rtmrs": {"4": ["00"]}}',
+        b'{"measurements": {"tdx-rtmr4": ["00"]}}',
+        b'{"measurements": {"tdx-mrtd": ["00"]}}',
         b'{"gpu": "yes"}',
+        b'{"kinds": ["snp"]}',
     ],
 )
 def test_a_slip_is_an_error(content: bytes):

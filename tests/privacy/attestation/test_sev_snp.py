@@ -60,7 +60,7 @@ def test_a_real_report_with_one_bit_changed_is_refused(where: int):
     report = bytearray(real.snp_report())
     report[where] ^= 0x10
     findings = verify_real(bytes(report))
-    assert set(failures(findings)) & {"report-signature", "report-form", "signing-key"}
+    assert set(failures(findings)) & {"report-signature", "report-form"}
     assert "debug" not in failures(findings), "nothing is read from a report that nobody signed"
 
 
@@ -120,7 +120,8 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     "chip masked": ({"flags": 2}, "chip"),
     "other firmware than the certificate": ({"tcb": bytes((4, 0, 0, 0, 0, 0, 23, 219))}, "chip-tcb"),
     "started under old firmware": ({"launch_tcb": bytes((3, 0, 0, 0, 0, 0, 22, 219))}, "tcb"),
-    "signed by the provider": ({"flags": 1 << 2}, "signing-key"),
+    "signed by the provider": ({"flags": 1 << 2}, "report-form"),
+    "signed by nobody": ({"flags": 7 << 2}, "report-form"),
     "unknown version": ({"version": 6}, "report-form"),
     "unknown signature": ({"algorithm": 2}, "report-form"),
 }
@@ -130,6 +131,14 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
 def test_each_wrong_thing_in_a_signed_report_is_refused_for_its_reason(verify: Callable[..., Findings], case: str):
     fields, slug = REFUSALS[case]
     assert failures(verify(**fields)) == [slug]
+
+
+def test_what_the_host_gave_a_guest_is_refused_until_it_is_named(verify: Callable[..., Findings]):
+    given = b"\x5a" * 32
+    assert failures(verify(host_data=given)) == ["host-data"]
+    named = replace(POLICY, measurements={**POLICY.measurements, "sev-snp-host-data": frozenset({given.hex()})})
+    assert verify(named, host_data=given).proved
+    assert failures(verify(named)) == ["host-data"], "zeros are not what was named"
 
 
 @pytest.mark.parametrize("part", ["boot_loader", "tee", "snp", "microcode"])

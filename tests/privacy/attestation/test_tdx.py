@@ -16,8 +16,8 @@ from tests.tdx_platform import TdxPlatform, make_body
 
 REPORT = read_quote(real.td_quote()).report
 POLICY = Policy(
-    measurements={"tdx": frozenset({REPORT.mrtd.hex()})},
-    rtmrs={number: frozenset({value.hex()}) for number, value in enumerate(REPORT.rtmrs)},
+    measurements={"tdx": frozenset({REPORT.mrtd.hex()})}
+    | {f"tdx-rtmr{number}": frozenset({value.hex()}) for number, value in enumerate(REPORT.rtmrs)},
 )
 
 
@@ -35,6 +35,10 @@ def verify(
     quote = real.td_quote() if quote is None else quote
     collateral = real.td_collateral() if collateral is None else collateral
     return TdxVerifier().verify_quote(quote, collateral, expected, policy, now)
+
+
+def with_registers(named: dict[str, frozenset[str]]) -> Policy:
+    return replace(POLICY, measurements={**POLICY.measurements, **named})
 
 
 def judge(report: TdReport, policy: Policy = POLICY) -> list[str]:
@@ -106,14 +110,37 @@ def test_another_statement_is_refused():
 
 
 def test_another_image_is_refused():
-    policy = replace(POLICY, measurements={"tdx": frozenset({"00" * 48})})
-    assert failures(verify(policy=policy)) == ["measurement"]
+    assert failures(verify(policy=with_registers({"tdx": frozenset({"00" * 48})}))) == ["measurement"]
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_another_run_time_measurement_is_refused(number: int):
-    policy = replace(POLICY, rtmrs={number: frozenset({"11" * 48})})
-    assert failures(verify(policy=policy)) == [f"rtmr-{number}"]
+    findings = verify(policy=with_registers({f"tdx-rtmr{number}": frozenset({"11" * 48})}))
+    assert failures(findings) == [f"rtmr-{number}"]
+    (step,) = findings.of(Outcome.FAILED)
+    assert REPORT.rtmrs[number].hex() in step.text, "what was measured"
+    assert "11" * 48 in step.text, "what was published"
+
+
+@pytest.mark.parametrize("name", ["tdx", *(f"tdx-rtmr{number}" for number in range(4))])
+def test_a_strict_profile_refuses_a_register_that_nobody_named(name: str):
+    named = {register: values for register, values in POLICY.measurements.items() if register != name}
+    findings = verify(policy=replace(POLICY, measurements=named))
+    (step,) = findings.of(Outcome.FAILED)
+    assert f"--launch {name}=HEX" in step.text, "the message says how to name it"
+    relaxed = verify(policy=Policy(profile="team", measurements=named))
+    assert relaxed.accepted
+    assert [left.slug for left in relaxed.of(Outcome.NOT_PROVED)] == [step.slug]
+
+
+@pytest.mark.parametrize("name", ["mrconfigid", "mrowner", "mrownerconfig"])
+def test_what_the_host_gave_a_domain_is_refused_until_it_is_named(platform: TdxPlatform, name: str):
+    given = {name: b"\x5a" * 48}
+    assert verify_ours(platform, **given) == [name]
+    assert verify_ours(platform, with_registers({f"tdx-{name}": frozenset({"5a" * 48})}), **given) == []
+    assert verify_ours(platform, with_registers({f"tdx-{name}": frozenset({"5a" * 48})})) == [name], (
+        "zeros are not what was named"
+    )
 
 
 def test_a_platform_state_that_is_not_good_enough_is_refused():
@@ -122,7 +149,7 @@ def test_a_platform_state_that_is_not_good_enough_is_refused():
 
 
 def test_a_strict_profile_refuses_unknown_measurements():
-    assert failures(verify(policy=Policy())) == ["measurement", "rtmr"]
+    assert failures(verify(policy=Policy())) == ["measurement", "rtmr-0", "rtmr-1", "rtmr-2", "rtmr-3"]
     relaxed = verify(policy=Policy(profile="team"))
     assert relaxed.accepted
     assert not relaxed.proved
@@ -142,6 +169,39 @@ def test_a_signed_quote_of_a_platform_of_our_own_is_proved_under_its_root_only(p
     assert verify_ours(platform) == []
     assert failures(verify(platform.quote(make_body()), platform.collateral)) == ["chain-root"]
     assert failures(verify(collateral=platform.collateral)) == ["report-signature"]
+
+
+def verify_version_5(platform: TdxPlatform, body: bytes, body_type: int = 3, policy: Policy = POLICY) -> list[str]:
+    quote = platform.quote(body, body_type=body_type)
+    return failures(TdxVerifier(platform.root).verify_quote(quote, platform.collateral, REPORT.report_data, policy, real.NOW))
+
+
+TDX_1_5 = make_body() + make_body()[:16] + bytes(48)  # its second TCB like its first, and no service domain
+
+
+def test_a_quote_of_version_5_is_proved_with_either_body(platform: TdxPlatform):
+    assert verify_version_5(platform, make_body(), body_type=2) == []
+    assert verify_version_5(platform, TDX_1_5) == []
+
+
+def test_a_domain_that_service_domains_are_bound_to_is_refused_for_that_reason(platform: TdxPlatform):
+    assert verify_version_5(platform, TDX_1_5[:-48] + b"\x5a" * 48) == ["service-td"]
+
+
+@pytest.mark.parametrize("length", [0, 583, 585, 647, 649])
+def test_a_body_of_another_length_than_its_type_is_refused(platform: TdxPlatform, length: int):
+    assert verify_version_5(platform, bytes(length)) == ["report-form"]
+    assert verify_version_5(platform, TDX_1_5, body_type=1) == ["report-form"]
+
+
+@pytest.mark.parametrize("where", [*range(54), *range(54, 702, 29), *range(702, 2000, 61)])
+def test_a_quote_of_version_5_with_one_bit_changed_is_refused(platform: TdxPlatform, where: int):
+    quote = bytearray(platform.quote(TDX_1_5, body_type=3))
+    quote[where] ^= 0x04
+    verifier = TdxVerifier(platform.root)
+    findings = verifier.verify_quote(bytes(quote), platform.collateral, REPORT.report_data, POLICY, real.NOW)
+    assert not findings.accepted
+    assert "debug" not in failures(findings)
 
 
 SIGNED: dict[str, tuple[dict[str, bytes | int], list[str]]] = {

@@ -149,7 +149,7 @@ def test_a_gpu_of_another_node_is_refused():
     report, chain, _ = real.gpu_evidence()
     evidence = SoftwareAttester().attest(STATEMENT.encode())
     with_gpu = msgspec.structs.replace(evidence, extra={report_extra(0): report, chain_extra(0): chain})
-    assert failures(verify_evidence(with_gpu, SOFTWARE, NOW)) == ["gpu-nonce", "gpu-measurement"]
+    assert failures(verify_evidence(with_gpu, SOFTWARE, NOW)) == ["gpu-nonce", "gpu-revocation", "gpu-measurement"]
 
 
 def test_a_text_never_has_what_the_node_wrote_where_it_was_refused():

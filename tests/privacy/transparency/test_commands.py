@@ -61,6 +61,13 @@ def make_release(directory: Path, release_key: Path) -> Release:
     return release
 
 
+def test_a_launch_measurement_of_a_register_that_there_is_none_of_is_refused(tmp_path: Path) -> None:
+    files = ("--wheel", tmp_path, "--lock", tmp_path, "--model", tmp_path, "--key", tmp_path / "absent", "--out", tmp_path)
+    result = CliRunner().invoke(app, ["release", "make", "--number", "1", *map(str, files), "--launch", "tdx-mrtd=00"])
+    assert result.exit_code == 2
+    assert "tdx-rtmr0" in result.output
+
+
 def test_from_an_empty_directory_to_an_epoch_that_a_client_believes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "measure_installed", lambda: {"site/one.py": "ab" * 32})  # every file takes its time
     keys = {name: tmp_path / f"{name}.key" for name in ("log", "release", "w0", "w1", "w2")}

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
 from cloister.privacy.attestation.evidence import Evidence
 from cloister.types.errors import CloisterError
+
+MAX_CLOCK_SKEW_S = 300
+"""How far behind a client's clock may be when something begins; an end has no such room, for the keys are gone by then."""
 
 STRICT_PROFILES = frozenset({"private", "paranoid"})
 """Profiles in which what cannot be checked is refused."""
@@ -113,25 +116,34 @@ class SnpFloor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     microcode: int = 0
 
 
+class GpuFloor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The oldest driver (such as 550.90.07) and VBIOS (such as 96.00.9F.00.01) of a GPU that a client accepts."""
+
+    driver: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})*\Z")] = "0"
+    vbios: Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Fa-f]{2}(\.[0-9A-Fa-f]{2})*\Z")] = "00"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """What a client accepts of a node.
 
     Attributes:
         profile: the privacy profile that the client wants; another one is a downgrade, refused.
-        kinds: the kinds of evidence accepted beside `software`.
+        kinds: the kinds of evidence accepted beside `software`; `nitro` only where it is named, for AWS both vouches and hosts.
         accept_software: whether evidence without hardware is let through, as not proved.
         releases: release digests that may run; empty: the release is reported as unchecked.
         models: model digests that may be served; empty: any, said so.
         profile_digests: digests of `profile` that are known; empty: reported as unchecked.
         configuration: what the node's configuration has to be, every entry; empty: any, said so.
         hardening: names of measures that must be in force in a process at least, and missing in none.
-        measurements: by kind, launch measurements that may run (SNP MEASUREMENT, TDX MRTD), hex.
-        rtmrs: by number, TDX run-time measurements that may run, hex; a number that is not here is not checked.
+        measurements: by register (`registers.REGISTERS`), the values that may run, hex; other registers are unchecked.
+        snp_providers: cloud providers whose own key (VLEK) may sign for the chip, as AMD's certificate calls them.
         snp_floor: see `SnpFloor`; None: reported as unchecked.
         tdx_statuses: Intel's names of TCB states that are good enough.
         gpu: whether a GPU with proved identity must be there.
-        gpu_measurements: NVIDIA's reference values by index of the measurement, hex; empty: unchecked.
+        gpu_floor: see `GpuFloor`; None: any that NVIDIA signed for.
+        gpu_measurements: reference values by index of the measurement, hex; empty: those that NVIDIA signed (RIM files).
+        revocation_max_age_s: how old the newest word on a GPU's certificates may be, seconds.
 
     What is unchecked is refused when `profile` is strict, and told as not proved otherwise.
     """
@@ -145,11 +157,13 @@ class Policy:
     configuration: Mapping[str, str] = field(default_factory=dict)
     hardening: frozenset[str] = frozenset()
     measurements: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    rtmrs: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    snp_providers: frozenset[str] = frozenset()
     snp_floor: SnpFloor | None = None
     tdx_statuses: frozenset[str] = frozenset({"UpToDate"})
     gpu: bool = False
+    gpu_floor: GpuFloor | None = None
     gpu_measurements: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    revocation_max_age_s: Annotated[int, msgspec.Meta(gt=0)] = 86_400
 
     @property
     def strict(self) -> bool:

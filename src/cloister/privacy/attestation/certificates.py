@@ -75,39 +75,54 @@ def check_chain(findings: Findings, chain: Sequence[x509.Certificate], roots: fr
     Returns:
         Whether all of it holds.
     """
-    names = " <- ".join(_name(certificate) for certificate in chain)
+    names = " <- ".join(name_subject(certificate) for certificate in chain)
     if digest_key(chain[-1].public_key()) not in roots:
         findings.fail(
-            "chain-root", f"the certificates end in {_name(chain[-1])}, which is no root of {maker} that is known here"
+            "chain-root", f"the certificates end in {name_subject(chain[-1])}, which is no root of {maker} that is known here"
         )
         return False
     issuers = [*chain[1:], chain[-1]]  # the root signs itself
-    for certificate, issuer in zip(chain, issuers, strict=True):
-        if not _is_authority(issuer):
-            findings.fail("chain-authority", f"{_name(issuer)} may not sign certificates, but signed {_name(certificate)}")
+    for below, (certificate, issuer) in enumerate(zip(chain, issuers, strict=True)):
+        if not is_authority(issuer, below if certificate is not issuer else 0):
+            text = f"{name_subject(issuer)} may not sign certificates of this kind, but signed {name_subject(certificate)}"
+            findings.fail("chain-authority", text)
             return False
         try:
             certificate.verify_directly_issued_by(issuer)
         except (InvalidSignature, ValueError, TypeError, UnsupportedAlgorithm):
-            findings.fail("chain-signature", f"the certificate {_name(certificate)} was not signed by {_name(issuer)}")
+            findings.fail(
+                "chain-signature", f"the certificate {name_subject(certificate)} was not signed by {name_subject(issuer)}"
+            )
             return False
     moment = datetime.fromtimestamp(now, UTC)
     for certificate in chain:
         if not certificate.not_valid_before_utc <= moment <= certificate.not_valid_after_utc:
             first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-            findings.fail("chain-expired", f"{_name(certificate)} holds from {first:%Y-%m-%d} to {last:%Y-%m-%d} only")
+            findings.fail("chain-expired", f"{name_subject(certificate)} holds from {first:%Y-%m-%d} to {last:%Y-%m-%d} only")
             return False
     findings.prove("chain", f"the certificates lead to a root of {maker}: {names}")
     return True
 
 
-def _is_authority(certificate: x509.Certificate) -> bool:
+def is_authority(certificate: x509.Certificate, below: int = 0) -> bool:
+    """Returns whether a certificate may sign others (RFC 5280 section 4.2.1.9).
+
+    Args:
+        below: how many authorities stand between it and the end of the chain.
+    """
     try:
-        authority = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
         usage = certificate.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
     except x509.ExtensionNotFound:
         return False
-    return authority and usage
+    return constraints.ca and usage and (constraints.path_length is None or below <= constraints.path_length)
+
+
+def name_subject(certificate: x509.Certificate) -> str:
+    """Returns a certificate's common name, fit for a person to read."""
+    names = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+    shown = str(names[0].value) if names else "a certificate without a name"
+    return "".join(letter for letter in shown[:64] if letter.isprintable())
 
 
 def _parse_whole(certificate: x509.Certificate) -> None:
@@ -115,9 +130,3 @@ def _parse_whole(certificate: x509.Certificate) -> None:
     for field in ("subject", "issuer", "not_valid_before_utc", "not_valid_after_utc", "serial_number", "extensions"):
         getattr(certificate, field)
     certificate.public_key()
-
-
-def _name(certificate: x509.Certificate) -> str:
-    names = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
-    shown = str(names[0].value) if names else "a certificate without a name"
-    return "".join(letter for letter in shown[:64] if letter.isprintable())

@@ -37,6 +37,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "attest_gpus": "seen in the evidence",
     "amd_certificates": "seen in the evidence",
     "intel_collateral": "seen in the evidence",
+    "nvidia_collateral": "seen in the evidence",
 }
 """Settings that are not in a configuration, and why."""
 

@@ -92,7 +92,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A statement and what vouches for it.
 
     Attributes:
-        kind: `software`, `sev-snp` or `tdx`.
+        kind: `software`, `sev-snp`, `tdx` or `nitro`.
         statement: canonical JSON of a `Statement`.
         report: the hardware's signed report, in its maker's format; it carries `report_data(statement)`.
         extra: what a verifier needs beside: certificates, collateral, reports of GPUs.

@@ -16,7 +16,8 @@ _NONCE_BYTES = 32
 _GET_MEASUREMENTS = b"\x11\xe0"
 _MEASUREMENTS = b"\x11\x60"
 _DMTF = 1
-_DRIVER, _VBIOS, _FWID = 3, 6, 20
+_DRIVER, _VBIOS, _NVDEC, _FWID = 3, 6, 11, 20
+_NVDEC_DISABLED = b"\x55"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class GpuReport:
         measurements: by index from 1, SHA-384 or a bit field.
         driver, vbios: versions for a person.
         firmware_id: digest of the firmware that holds the signing key.
+        has_nvdec: whether the first video decoder is in use; without it its measurement says nothing.
         signature: r and s, 48 bytes each, big endian.
         signed: the bytes that the signature is over.
     """
@@ -37,6 +39,7 @@ class GpuReport:
     driver: str
     vbios: str
     firmware_id: bytes
+    has_nvdec: bool
     signature: bytes
     signed: bytes
 
@@ -67,6 +70,7 @@ def read_gpu_report(data: bytes) -> GpuReport:
         driver=_to_text(fields.get(_DRIVER, b"")),
         vbios=_to_version(fields.get(_VBIOS, b"")),
         firmware_id=fields.get(_FWID, b""),
+        has_nvdec=fields.get(_NVDEC) != _NVDEC_DISABLED,
         signature=data[-SIGNATURE_BYTES:],
         signed=data[:-SIGNATURE_BYTES],
     )

@@ -1,8 +1,8 @@
 """Checks that a GPU is an NVIDIA GPU in whose report our nonce stands. No I/O, no clock.
 
 A GPU's evidence stands beside that of the processor, in the extras `gpu-N-report` and `gpu-N-chain`. Its nonce is the hash of
-the processor's REPORT_DATA, so it cannot be taken from another node. What its firmware *should* measure only NVIDIA can say (in
-its RIM files); without these reference values the firmware is unchecked, and a strict profile refuses it.
+the processor's REPORT_DATA, so it cannot be taken from another node. What its firmware *should* measure, and whether
+certificates were revoked, NVIDIA says in what travels beside (`gpu_collateral`): without it a strict profile refuses the GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 
-from cloister.privacy.attestation.base import Findings, Policy
-from cloister.privacy.attestation.certificates import check_chain, elliptic_key, load_certificates
+from cloister.privacy.attestation.base import Findings, GpuFloor, Policy
+from cloister.privacy.attestation.certificates import check_chain, elliptic_key, is_authority, load_certificates
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError, gpu_nonce
+from cloister.privacy.attestation.gpu_collateral import NO_COLLATERAL, GpuCollateral, check_measurements, verify_collateral
 from cloister.privacy.attestation.gpu_report import GpuReport, read_gpu_report
+from cloister.privacy.attestation.revocation import check_revocation
+from cloister.privacy.attestation.rim import RIM_ROOTS
 
 NVIDIA_ROOTS = frozenset({"a90c4eb5acfd3e3d03a25db6a26b84f720ad0503196c627c21ddd48dd85b06a4"})
 """SHA-256 of the key of NVIDIA's Device Identity CA as SubjectPublicKeyInfo."""
@@ -44,28 +47,46 @@ def list_gpus(extra: Mapping[str, bytes]) -> Iterator[int]:
 
 
 class GpuVerifier:
-    """Checks the GPUs of evidence.
+    """Checks the GPUs of evidence, and what NVIDIA signed beside their reports.
 
     Args:
-        roots: SHA-256 of the root keys that are trusted, hex.
+        roots: SHA-256 of the root keys of devices that are trusted, hex.
+        rim_roots: those of reference measurements.
     """
 
-    def __init__(self, roots: frozenset[str] = NVIDIA_ROOTS) -> None:
+    def __init__(self, roots: frozenset[str] = NVIDIA_ROOTS, rim_roots: frozenset[str] = RIM_ROOTS) -> None:
         self._roots = roots
+        self._rim_roots = rim_roots
 
     def verify(self, evidence: Evidence, policy: Policy, now: float) -> Findings:
-        """Returns what is proved of all GPUs; nothing when there is none and none is wanted."""
+        """Returns what is proved of all GPUs; nothing when there is none and none is wanted.
+
+        Raises:
+            AttestationError: see `verify_collateral`.
+        """
         findings = Findings()
         numbers = list(list_gpus(evidence.extra))
         if policy.gpu and not numbers:
             findings.fail("gpu", "a confidential GPU is wanted, and the evidence has none")
+        collateral = NO_COLLATERAL
+        if numbers:
+            collateral = verify_collateral(findings, evidence.extra, policy, now, self._rim_roots)
         for number in numbers:
             chain = evidence.extra.get(chain_extra(number), b"")
             nonce = gpu_nonce(evidence.report_data)
-            findings.extend(self.verify_report(evidence.extra[report_extra(number)], chain, nonce, policy, now))
+            report = evidence.extra[report_extra(number)]
+            findings.extend(self.verify_report(report, chain, nonce, policy, now, collateral))
         return findings
 
-    def verify_report(self, data: bytes, encoded_chain: bytes, nonce: bytes, policy: Policy, now: float) -> Findings:
+    def verify_report(
+        self,
+        data: bytes,
+        encoded_chain: bytes,
+        nonce: bytes,
+        policy: Policy,
+        now: float,
+        collateral: GpuCollateral = NO_COLLATERAL,
+    ) -> Findings:
         """Checks one report by itself.
 
         Args:
@@ -74,6 +95,7 @@ class GpuVerifier:
             nonce: what it must have been asked with, 32 bytes.
             policy: what is accepted.
             now: Unix seconds.
+            collateral: what NVIDIA signed beside it.
         """
         findings = Findings()
         try:
@@ -101,8 +123,31 @@ class GpuVerifier:
                 "the GPU runs the firmware that its certificate was made for",
                 "the GPU runs another firmware than its certificate was made for (FWID)",
             )
-        _check_measurements(findings, report, policy)
+        if policy.gpu_floor is not None:
+            _check_floor(findings, report, policy.gpu_floor)
+        # The GPU itself makes the certificate of its firmware, with the key of the second; of the others NVIDIA keeps account.
+        issued = chain if is_authority(chain[0]) else chain[1:]
+        check_revocation(findings, policy, issued, collateral.statuses, now, "gpu-revocation")
+        check_measurements(findings, report, collateral.rims, policy)
         return findings
+
+
+def _check_floor(findings: Findings, report: GpuReport, floor: GpuFloor) -> None:
+    is_new = _order(report.driver, 10) >= _order(floor.driver, 10) and _order(report.vbios, 16) >= _order(floor.vbios, 16)
+    findings.check(
+        "gpu-floor",
+        is_new,
+        f"driver {report.driver} and VBIOS {report.vbios} are new enough",
+        f"the GPU has driver {report.driver} and VBIOS {report.vbios}; wanted are at least {floor.driver} and {floor.vbios}",
+    )
+
+
+def _order(version: str, base: int) -> list[int]:
+    """Returns a version as numbers to compare; one that is none is older than all."""
+    try:
+        return [int(part, base) for part in version.split(".")]
+    except ValueError:
+        return []
 
 
 def _check_signature(findings: Findings, report: GpuReport, leaf: x509.Certificate) -> bool:
@@ -114,27 +159,6 @@ def _check_signature(findings: Findings, report: GpuReport, leaf: x509.Certifica
         return findings.check("gpu-report-signature", False, "", "the GPU's report was altered: its signature does not fit")
     text = f"the report was signed by the GPU (driver {report.driver}, VBIOS {report.vbios})"
     return findings.check("gpu-report-signature", True, text, "")
-
-
-def _check_measurements(findings: Findings, report: GpuReport, policy: Policy) -> None:
-    if not policy.gpu_measurements:
-        findings.doubt(
-            policy,
-            "gpu-measurement",
-            "GPU measurement unchecked: without NVIDIA's reference values nobody can say whether its firmware is the right one",
-        )
-        return
-    wrong = [
-        index
-        for index, values in sorted(policy.gpu_measurements.items())
-        if report.measurements.get(index, b"").hex() not in values
-    ]
-    findings.check(
-        "gpu-measurement",
-        not wrong,
-        f"the GPU measures what NVIDIA published ({len(policy.gpu_measurements)} of {len(report.measurements)} values)",
-        f"the GPU measures something else than NVIDIA published, at index {', '.join(map(str, wrong))}",
-    )
 
 
 def _read_firmware_id(leaf: x509.Certificate) -> bytes | None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from cloister.privacy.attestation.base import AttestationError, Attester
 from cloister.privacy.attestation.evidence import Evidence, gpu_nonce
+from cloister.privacy.attestation.gpu_collateral import MAX_RIMS, REVOCATION, rim_extra
 from cloister.privacy.attestation.nvidia import MAX_GPUS, chain_extra, report_extra
+from cloister.privacy.attestation.revocation import encode_statuses
 
 LIBRARY = "libnvidia-ml.so.1"
 _SUCCESS = 0
@@ -97,20 +100,42 @@ class GpuAttester:
     Args:
         processor: makes the evidence that the reports are bound to.
         gpus: those of this machine unless given.
+        collateral: folder that `read_collateral` reads, for each report; None: nothing is stapled.
     """
 
-    def __init__(self, processor: Attester, gpus: Gpus | None = None) -> None:
+    def __init__(self, processor: Attester, gpus: Gpus | None = None, collateral: Path | None = None) -> None:
         self._processor = processor
         self._gpus = gpus or Nvml()
+        self._collateral = collateral
         self.kind = processor.kind
 
     def attest(self, statement: bytes) -> Evidence:
         """See `Attester.attest`."""
         evidence = self._processor.attest(statement)
         extra = dict(evidence.extra)
+        if self._collateral is not None:
+            extra |= read_collateral(self._collateral)
         for number, (report, chain) in enumerate(self._gpus.fetch(gpu_nonce(evidence.report_data))):
             extra |= {report_extra(number): report, chain_extra(number): chain}
         return msgspec.structs.replace(evidence, extra=extra)
+
+
+def read_collateral(folder: Path) -> dict[str, bytes]:
+    """Returns what NVIDIA signed as extras of evidence: RIM files (`*.swidtag`, `*.xml`), OCSP responses and CRLs (`*.ocsp`,
+    `*.crl`, DER).
+
+    Raises:
+        AttestationError: it cannot be read, or has more RIM files than evidence holds.
+    """
+    try:
+        found = {path: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+    except OSError as error:
+        raise AttestationError(f"cannot read NVIDIA's collateral in {folder}: {error.strerror}") from None
+    rims = [data for path, data in found.items() if path.suffix in (".swidtag", ".xml")]
+    if len(rims) > MAX_RIMS:
+        raise AttestationError(f"there are {len(rims)} RIM files in {folder}; evidence holds {MAX_RIMS}: keep those in use")
+    responses, lists = ([data for path, data in found.items() if path.suffix == suffix] for suffix in (".ocsp", ".crl"))
+    return {rim_extra(number): rim for number, rim in enumerate(rims)} | {REVOCATION: encode_statuses(responses, lists)}
 
 
 def _load() -> Any:

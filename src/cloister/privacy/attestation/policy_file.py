@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from cloister.privacy.attestation.base import Policy
-from cloister.privacy.attestation.td_quote import NUM_RTMRS
+from cloister.privacy.attestation.registers import REGISTERS
+from cloister.privacy.attestation.verify import VERIFIERS
 from cloister.types.errors import ConfigError
 
 _HEX = re.compile(r"[0-9a-f]+\Z")
@@ -45,8 +46,17 @@ def parse_policy(data: bytes) -> Policy:
         raise ConfigError(f"the policy cannot be read: {error}", param="policy") from None
     if not all(map(_HEX.match, _digests(policy))):
         raise ConfigError("a digest or measurement of the policy is not in lower-case hex", param="policy")
-    if not all(0 <= number < NUM_RTMRS for number in policy.rtmrs):
-        raise ConfigError(f"TDX has the run-time measurements 0 to {NUM_RTMRS - 1}; the policy names another", param="policy")
+    strange = policy.kinds - VERIFIERS.keys()
+    if strange:
+        raise ConfigError(
+            f"the policy accepts the kind {min(strange)}; there are {', '.join(sorted(VERIFIERS))}", param="policy"
+        )
+    foreign = policy.measurements.keys() - REGISTERS
+    if foreign:
+        raise ConfigError(
+            f"the policy's measurements name {min(foreign)}, which is no register; there are {', '.join(sorted(REGISTERS))}",
+            param="policy",
+        )
     return policy
 
 
@@ -58,6 +68,6 @@ def with_demands(policy: Policy, *, profile: str | None = None, accept_software:
 def _digests(policy: Policy) -> Iterable[str]:
     for listed in (policy.releases, policy.models, policy.profile_digests):
         yield from listed
-    for by_name in (policy.measurements, policy.rtmrs, policy.gpu_measurements):
+    for by_name in (policy.measurements, policy.gpu_measurements):
         for values in by_name.values():
             yield from values

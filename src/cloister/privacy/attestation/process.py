@@ -37,12 +37,14 @@ class AttesterBoot(msgspec.Struct, frozen=True):
         gpus: GPUs have to vouch too.
         certificates: folder with AMD's certificates (`SnpAttester`).
         collateral: file with Intel's collateral, JSON; read for each report, so it may be replaced.
+        gpu_collateral: folder with NVIDIA's (`read_collateral`), likewise.
     """
 
     kind: str = SoftwareAttester.kind
     gpus: bool = False
     certificates: str | None = None
     collateral: str | None = None
+    gpu_collateral: str | None = None
 
 
 class RemoteAttester:
@@ -92,7 +94,8 @@ def make_attester(boot: AttesterBoot) -> Attester:
         attester = TdxAttester(lambda quote: _read(path))
     else:
         raise AttestationError(f"there is no attester {boot.kind}; there are {', '.join(KINDS)}")
-    return GpuAttester(attester) if boot.gpus else attester
+    folder = None if boot.gpu_collateral is None else Path(boot.gpu_collateral).expanduser()
+    return GpuAttester(attester, collateral=folder) if boot.gpus else attester
 
 
 def open_pair() -> tuple[socket.socket, socket.socket]:

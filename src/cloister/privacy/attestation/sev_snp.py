@@ -1,8 +1,4 @@
-"""Checks evidence of AMD SEV-SNP: ARK -> ASK -> VCEK -> report, then what the report says. No I/O, no clock.
-
-The VCEK is a key that only this chip with this firmware has; its certificate names the chip and the firmware's versions (AMD's
-"VCEK Certificate and KDS Interface Specification", document 57230, table 8), and the report must say the same.
-"""
+"""Checks evidence of AMD SEV-SNP: root, intermediate and signing key (`snp_keys`), report, then what the report says. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +12,10 @@ from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 
 from cloister.privacy.attestation.base import Findings, Policy, SnpFloor
-from cloister.privacy.attestation.certificates import check_chain, elliptic_key, load_certificates
+from cloister.privacy.attestation.certificates import check_chain, elliptic_key
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError
+from cloister.privacy.attestation.registers import check_register
+from cloister.privacy.attestation.snp_keys import CRL, check_key, load_chain
 from cloister.privacy.attestation.snp_report import SnpReport, Tcb, read_report
 
 AMD_ROOTS = frozenset(
@@ -28,16 +26,6 @@ AMD_ROOTS = frozenset(
     }
 )
 """SHA-256 of AMD's root keys as SubjectPublicKeyInfo."""
-
-VCEK, ASK, ARK, CRL = "vcek", "ask", "ark", "crl"
-"""Names of the extras: DER or PEM."""
-
-_SPL = "1.3.6.1.4.1.3704.1.3."
-_BOOT_LOADER, _TEE, _SNP, _MICROCODE, _FMC = (_SPL + part for part in ("1", "2", "3", "8", "9"))
-_CHIP_ID = "1.3.6.1.4.1.3704.1.4"
-_TURIN_ID_BYTES = 8
-_DER_INTEGER = 0x02
-_DER_OCTETS = 0x04
 
 
 class SnpVerifier:
@@ -61,7 +49,7 @@ class SnpVerifier:
 
         Args:
             data: the report.
-            extra: `vcek`, `ask`, `ark`, and `crl` if there is one.
+            extra: the certificates that `snp_keys.CHAINS` names for the report's signing key, and `crl` if there is one.
             expected: the 64 bytes that its REPORT_DATA must be.
             policy: what is accepted.
             now: Unix seconds.
@@ -69,12 +57,12 @@ class SnpVerifier:
         findings = Findings()
         try:
             report = read_report(data)
-            chain = [_load_one(extra, name) for name in (VCEK, ASK, ARK)]
+            chain = load_chain(extra, report.signing_key)
             if not check_chain(findings, chain, self._roots, now, "AMD"):
                 return findings
             if not _check_signature(findings, report, chain[0]):
                 return findings  # what nobody signed is not worth reading on
-            _check_chip(findings, report, chain[0])
+            check_key(findings, report, chain[0], policy)
         except EvidenceError as error:
             findings.fail("report-form", error.message)
             return findings
@@ -110,17 +98,13 @@ def judge_report(findings: Findings, report: SnpReport, expected: bytes, policy:
         f"the report was asked for at VMPL {report.vmpl}; whoever sits at VMPL 0 was not measured by it",
     )
     _check_floor(findings, report, policy)
-    measurement = report.measurement.hex()
-    allowed = policy.measurements.get(SnpVerifier.kind, frozenset())
-    if not allowed:
-        findings.doubt(policy, "measurement", f"nobody said which launch measurement is right; this one is {measurement}")
-    else:
-        findings.check(
-            "measurement",
-            measurement in allowed,
-            "the guest was started from the published image",
-            f"the guest was started from another image than the published one: its launch measurement is {measurement}",
-        )
+    kind, image, given = (
+        SnpVerifier.kind,
+        "the measurement of the started image (MEASUREMENT)",
+        "what the host gave as HOST_DATA",
+    )
+    check_register(findings, policy, "measurement", kind, report.measurement, image)
+    check_register(findings, policy, "host-data", f"{kind}-host-data", report.host_data, given, may_be_zero=True)
 
 
 def _check_floor(findings: Findings, report: SnpReport, policy: Policy) -> None:
@@ -147,77 +131,25 @@ def _reaches(tcb: Tcb, floor: SnpFloor) -> bool:
     )
 
 
-def _load_one(extra: Mapping[str, bytes], name: str) -> x509.Certificate:
-    if name not in extra:
-        raise EvidenceError(f"the evidence has no {name.upper()} certificate")
-    certificates = load_certificates(extra[name])
-    if len(certificates) != 1:
-        raise EvidenceError(f"the evidence has {len(certificates)} certificates where its {name.upper()} should be")
-    return certificates[0]
-
-
-def _check_signature(findings: Findings, report: SnpReport, vcek: x509.Certificate) -> bool:
-    if report.signing_key != 0:
-        findings.fail("signing-key", "the report was not signed with the chip's own key (VCEK), but with one of its provider")
-        return False
-    key = elliptic_key(vcek)
+def _check_signature(findings: Findings, report: SnpReport, leaf: x509.Certificate) -> bool:
+    key = elliptic_key(leaf)
     try:
         key.verify(encode_dss_signature(report.r, report.s), report.signed, ECDSA(SHA384()))
     except InvalidSignature:
-        return findings.check("report-signature", False, "", "the report was altered: the chip's signature does not fit")
-    return findings.check("report-signature", True, f"the report was signed by the chip (version {report.version})", "")
-
-
-def _check_chip(findings: Findings, report: SnpReport, vcek: x509.Certificate) -> None:
-    length = _TURIN_ID_BYTES if report.is_turin else len(report.chip_id)
-    named = _read_extension(vcek, _CHIP_ID)
-    named = named[2:] if named[:2] == bytes((_DER_OCTETS, len(named) - 2)) else named
-    is_same = not report.is_chip_masked and any(named) and named == report.chip_id[:length]
-    findings.check(
-        "chip",
-        is_same and not any(report.chip_id[length:]),
-        "the report names the chip of the certificate",
-        "the report names another chip than its certificate (CHIP_ID)",
-    )
-    tcb = Tcb(
-        boot_loader=_read_number(vcek, _BOOT_LOADER),
-        tee=_read_number(vcek, _TEE),
-        snp=_read_number(vcek, _SNP),
-        microcode=_read_number(vcek, _MICROCODE),
-        fmc=_read_number(vcek, _FMC) if report.is_turin else None,
-    )
-    findings.check(
-        "chip-tcb",
-        tcb == report.reported_tcb,
-        "the report names the firmware of the certificate",
-        f"the report names firmware {report.reported_tcb}, but the certificate is for {tcb}",
-    )
-
-
-def _read_extension(certificate: x509.Certificate, oid: str) -> bytes:
-    try:
-        value = certificate.extensions.get_extension_for_oid(x509.ObjectIdentifier(oid)).value
-    except x509.ExtensionNotFound:
-        raise EvidenceError(f"the VCEK certificate lacks the extension {oid}") from None
-    assert isinstance(value, x509.UnrecognizedExtension)
-    return value.value
-
-
-def _read_number(certificate: x509.Certificate, oid: str) -> int:
-    value = _read_extension(certificate, oid)
-    if len(value) < 3 or value[0] != _DER_INTEGER or value[1] != len(value) - 2:
-        raise EvidenceError(f"the VCEK certificate's extension {oid} is no number")
-    return int.from_bytes(value[2:], "big", signed=True)
+        return findings.check(
+            "report-signature", False, "", "the report was altered: its signature does not fit the certificate"
+        )
+    return findings.check("report-signature", True, f"the report was signed by the processor (version {report.version})", "")
 
 
 def _check_revocation(
     findings: Findings, chain: Sequence[x509.Certificate], encoded: bytes | None, policy: Policy, now: float
 ) -> None:
-    """AMD's list is signed by the ARK and names revoked ASKs."""
+    """AMD's list is signed by the ARK and names revoked ASKs and ASVKs."""
     if encoded is None:
         findings.doubt(policy, "revocation", "nobody looked whether AMD revoked the certificates (no CRL in the evidence)")
         return
-    _, ask, ark = chain
+    _, intermediate, ark = chain
     try:
         is_pem = encoded.lstrip().startswith(b"-----BEGIN")
         crl = x509.load_pem_x509_crl(encoded) if is_pem else x509.load_der_x509_crl(encoded)
@@ -231,7 +163,7 @@ def _check_revocation(
         findings.fail("revocation", "the list of revoked certificates is not AMD's")
     elif crl.next_update_utc is None or not crl.last_update_utc <= moment <= crl.next_update_utc:
         findings.fail("revocation", "AMD's list of revoked certificates is out of date")
-    elif crl.get_revoked_certificate_by_serial_number(ask.serial_number) is not None:
-        findings.fail("revocation", "AMD revoked the key that signed the chip's certificate")
+    elif crl.get_revoked_certificate_by_serial_number(intermediate.serial_number) is not None:
+        findings.fail("revocation", "AMD revoked the key that certifies the processor's (its ASK or ASVK)")
     else:
         findings.prove("revocation", "AMD did not revoke the certificates")

@@ -43,6 +43,7 @@ class SnpReport:
     Attributes:
         signing_key: 0 VCEK (the chip's own), 1 VLEK (the cloud provider's), 7 none.
         is_chip_masked: whether the host withheld the chip's identity.
+        host_data: what the host said when it started the guest.
         report_id_ma: identity of the migration agent, all ones without one.
         family: CPU family, 0 where the report's version does not say.
         r, s: the signature's numbers.
@@ -56,6 +57,7 @@ class SnpReport:
     is_chip_masked: bool
     report_data: bytes
     measurement: bytes
+    host_data: bytes
     report_id_ma: bytes
     family: int
     current_tcb: Tcb
@@ -110,6 +112,7 @@ def read_report(data: bytes) -> SnpReport:
         is_chip_masked=bool(flags >> 1 & 1),
         report_data=data[0x50:0x90],
         measurement=data[0x90:0xC0],
+        host_data=data[0xC0:0xE0],
         report_id_ma=data[0x160:0x180],
         family=family,
         current_tcb=_read_tcb(data[0x38:0x40], family),

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cloister.privacy.attestation.base import AttestationError, Findings, Policy
 from cloister.privacy.attestation.certificates import check_chain, digest_key, load_certificates
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError
+from cloister.privacy.attestation.registers import check_register
 from cloister.privacy.attestation.td_quote import TdReport, read_quote
 
 INTEL_ROOTS = frozenset({"a0af031289f5d5d4132f9186068a7fc13628633ba235777472e29b6b6c67a49e"})
@@ -22,7 +23,7 @@ INTEL_ROOTS = frozenset({"a0af031289f5d5d4132f9186068a7fc13628633ba235777472e29b
 COLLATERAL = "collateral"
 """Name of the extra: JSON as dcap-qvl reads it."""
 
-_ATTRIBUTES = ("Debug mode", "SEPT_VE_DISABLE", "TD migration")
+_ATTRIBUTES = ("Debug mode", "SEPT_VE_DISABLE", "TD migration", "service TD")
 """What dcap-qvl refuses of a quote whose signatures it has checked; the reason is then given in our words."""
 
 _STATES = {
@@ -124,6 +125,12 @@ def judge_td(findings: Findings, report: TdReport, expected: bytes, policy: Poli
         "the trust domain allows migration, which could carry its memory to another machine",
     )
     findings.check(
+        "service-td",
+        not any(report.mrservicetd),
+        "no service domain is bound to the trust domain",
+        f"service domains are bound to the trust domain and may reach into it (MRSERVICETD is {report.mrservicetd.hex()})",
+    )
+    findings.check(
         "module",
         report.seam_attributes == 0,
         "the TDX module is one of production",
@@ -143,27 +150,16 @@ def _check_platform(findings: Findings, status: str, advisories: list[str], poli
 
 
 def _check_measurements(findings: Findings, report: TdReport, policy: Policy) -> None:
-    measurement = report.mrtd.hex()
-    allowed = policy.measurements.get(TdxVerifier.kind, frozenset())
-    if not allowed:
-        findings.doubt(policy, "measurement", f"nobody said which launch measurement is right; this one is {measurement}")
-    else:
-        findings.check(
-            "measurement",
-            measurement in allowed,
-            "the trust domain was started from the published image",
-            f"the trust domain was started from another image than the published one: its MRTD is {measurement}",
+    kind = TdxVerifier.kind
+    check_register(findings, policy, "measurement", kind, report.mrtd, "the measurement of the started image (MRTD)")
+    for number, value in enumerate(report.rtmrs):
+        check_register(
+            findings, policy, f"rtmr-{number}", f"{kind}-rtmr{number}", value, f"run-time measurement {number} (RTMR{number})"
         )
-    if not policy.rtmrs:
-        findings.doubt(policy, "rtmr", "nobody said which run-time measurements are right (what firmware and kernel loaded)")
-    for number, values in sorted(policy.rtmrs.items()):
-        measured = report.rtmrs[number].hex()
-        findings.check(
-            f"rtmr-{number}",
-            measured in values,
-            f"run-time measurement {number} is the published one",
-            f"run-time measurement {number} is another than the published one: {measured}",
-        )
+    host = {"mrconfigid": report.mrconfigid, "mrowner": report.mrowner, "mrownerconfig": report.mrownerconfig}
+    for name, value in host.items():
+        label = f"what the host gave as {name.upper()}"
+        check_register(findings, policy, name, f"{kind}-{name}", value, label, may_be_zero=True)
 
 
 def _import_library() -> Any:

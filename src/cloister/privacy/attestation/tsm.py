@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cloister.privacy.attestation.base import AttestationError
-from cloister.privacy.attestation.evidence import Evidence, report_data
-from cloister.privacy.attestation.sev_snp import ARK, ASK, CRL, VCEK
+from cloister.privacy.attestation.evidence import Evidence, EvidenceError, report_data
+from cloister.privacy.attestation.snp_keys import ARK, ASK, ASVK, CRL, VCEK, VLEK, name_chain
+from cloister.privacy.attestation.snp_report import read_report
 from cloister.privacy.attestation.tdx import COLLATERAL
 
 TSM_REPORTS = Path("/sys/kernel/config/tsm/report")
@@ -24,6 +25,7 @@ _TRIES = 3
 _ENTRY = struct.Struct("<16sII")
 _CERTIFICATES: Mapping[uuid.UUID, str] = {
     uuid.UUID("63da758d-e664-4564-adc5-f4b93be8accd"): VCEK,
+    uuid.UUID("a8074bc2-a25a-483e-aae6-39c045a0b8a1"): VLEK,
     uuid.UUID("4ab7b379-bbac-4fe4-a02f-05aef327c782"): ASK,
     uuid.UUID("c0b406a4-a803-4952-9743-3fb6014cd0ae"): ARK,
     uuid.UUID("92f81bc3-5811-4d3d-97ff-d19f88dc67ea"): CRL,
@@ -76,7 +78,8 @@ class SnpAttester:
     """Makes `sev-snp` evidence in a guest of AMD SEV-SNP.
 
     Args:
-        certificates: folder with the files `vcek`, `ask`, `ark` and `crl` (DER or PEM), which complete the host's own table.
+        certificates: folder with the files `vcek` and `ask` or `vlek` and `asvk`, `ark` and `crl` (DER or PEM), which complete
+            the host's own table.
         folder: where configfs-tsm is.
     """
 
@@ -90,7 +93,7 @@ class SnpAttester:
         """See `Attester.attest`."""
         given = _fetch_from(self._folder, "sev_guest", statement)
         extra = read_table(given.auxiliary) | self._read_certificates()
-        missing = [name for name in (VCEK, ASK, ARK) if name not in extra]
+        missing = [name for name in _name_chain(given.report) if name not in extra]
         if missing:
             raise AttestationError(
                 f"the host gives no certificates for {', '.join(missing)}; put them as files of these names into a folder and "
@@ -102,7 +105,7 @@ class SnpAttester:
         if self._certificates is None:
             return {}
         try:
-            found = {name: self._certificates / name for name in (VCEK, ASK, ARK, CRL)}
+            found = {name: self._certificates / name for name in (VCEK, ASK, VLEK, ASVK, ARK, CRL)}
             return {name: path.read_bytes() for name, path in found.items() if path.exists()}
         except OSError as error:
             raise AttestationError(f"cannot read the certificates in {self._certificates}: {error.strerror}") from None
@@ -152,6 +155,14 @@ def _fetch_from(folder: Path, provider: str, statement: bytes) -> TsmReport:
     if given.provider != provider:
         raise AttestationError(f"this machine's reports come from {given.provider!r}, not from {provider!r}")
     return given
+
+
+def _name_chain(report: bytes) -> tuple[str, ...]:
+    """The certificates that a report needs."""
+    try:
+        return name_chain(read_report(report).signing_key)
+    except EvidenceError as error:
+        raise AttestationError(f"the kernel gives a report that no client would accept: {error.message}") from None
 
 
 def _read_auxiliary(entry: Path) -> bytes:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from cloister.privacy.attestation.base import Findings, Policy, Verifier
+from cloister.privacy.attestation.base import MAX_CLOCK_SKEW_S, Findings, Policy, Verifier
 from cloister.privacy.attestation.configuration import configuration_digest, find_differences
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError, Statement, read_statement
+from cloister.privacy.attestation.nitro import NitroVerifier
 from cloister.privacy.attestation.nvidia import GpuVerifier
 from cloister.privacy.attestation.sev_snp import SnpVerifier
 from cloister.privacy.attestation.software import SoftwareVerifier
 from cloister.privacy.attestation.tdx import TdxVerifier
-
-MAX_CLOCK_SKEW_S = 300
-"""How far behind a client's clock may be when a statement begins; its end has no such room, for the keys are gone by then."""
 
 _MOST_NAMED = 8
 
@@ -22,7 +20,7 @@ HOST = "host"
 """The measure that says whether the host's root is kept out too. Hardware proves that, or nobody: it is not judged here."""
 
 VERIFIERS: Mapping[str, Verifier] = MappingProxyType(
-    {verifier.kind: verifier for verifier in (SoftwareVerifier(), SnpVerifier(), TdxVerifier())}
+    {verifier.kind: verifier for verifier in (SoftwareVerifier(), SnpVerifier(), TdxVerifier(), NitroVerifier())}
 )
 
 
@@ -53,8 +51,11 @@ def verify_evidence(
     verifier = verifiers.get(evidence.kind)
     is_software = evidence.kind == SoftwareVerifier.kind
     if verifier is None or not (is_software or evidence.kind in policy.kinds):
+        accepted = ", ".join(sorted(policy.kinds))
         findings.fail(
-            "kind", f"evidence of kind {evidence.kind} is not accepted; accepted are {', '.join(sorted(policy.kinds))}"
+            "kind",
+            f"evidence of kind {evidence.kind} is not accepted; accepted are {accepted}: take a node with one of these, or "
+            "name another in the policy (kinds)",
         )
         return findings
     findings.extend(verifier.verify(evidence, policy, now))

@@ -47,7 +47,8 @@ class Release(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         profile: the privacy profile's name.
         profile_digest: what that profile rules, as a node's statement has it.
         configuration: every file that shapes answers and every setting, as a node's statement has it.
-        launch: measurement of the machine image by kind of evidence (`sev-snp`, `tdx`), in hex; empty without such hardware.
+        launch: measurements of the machine image by register (`sev-snp`, `tdx`, `tdx-rtmr0`, `nitro-pcr0`, ...), in hex; empty
+            without such hardware.
     """
 
     number: Annotated[int, Meta(ge=1, lt=2**53)]
