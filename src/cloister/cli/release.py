@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from cloister.cli.launching import Kind, print_measurements, read_launch
 from cloister.privacy.verdict import Profile
 from cloister.types.errors import ConfigError
 
@@ -68,6 +69,9 @@ def make(
     launch: Annotated[
         list[str] | None, typer.Option(help="Launch measurement by kind of hardware, such as sev-snp=HEX.", metavar="KIND=HEX")
     ] = None,
+    launch_file: Annotated[
+        Path | None, typer.Option(help="Launch measurements, as `cloister release image` prints them.", metavar="FILE")
+    ] = None,
     repository: Annotated[str, typer.Option(help="Where the source is.", metavar="URL")] = "",
     revision: Annotated[str, typer.Option(help="Its commit.", metavar="COMMIT")] = "",
     builder: Annotated[str, typer.Option(help="Who built, as a URI.", metavar="URI")] = "urn:cloister:builder:local",
@@ -103,13 +107,28 @@ def make(
         model=measure_model(model),
         profile=profile,
         profile_digest=measure_profile(profile),
-        launch=dict(_split(one) for one in launch or ()),
+        launch=read_launch(launch or (), launch_file),
     )
     source = {name: value for name, value in (("repository", repository), ("revision", revision)) if value}
     entry = release_entry(document, source=source, builder=builder, keys=[signer])
     for name, data in (("release.json", document.encode()), ("manifest.json", manifest), ("release.entry", entry)):
         write_whole(out / name, data)
     typer.echo(document.digest)
+
+
+@app.command()
+def image(
+    firmware: Annotated[Path, typer.Option(help="OVMF: its AmdSev or IntelTdx build.", metavar="FILE")],
+    kernel: Annotated[Path, typer.Option(help="The image's kernel.", metavar="FILE")],
+    initrd: Annotated[Path, typer.Option(help="The image's initrd.", metavar="FILE")],
+    command_line: Annotated[Path, typer.Option(help="File with the kernel's command line.", metavar="FILE")],
+    kind: Annotated[Kind, typer.Option(help="The hardware.")] = Kind.SEV_SNP,
+    vcpus: Annotated[int, typer.Option(help="SEV-SNP: processors of the guest.", metavar="N")] = 1,
+    cpu: Annotated[str, typer.Option(help="SEV-SNP: the guest's processor (`-cpu` of QEMU).", metavar="NAME")] = "EPYC-v4",
+    features: Annotated[str, typer.Option(help="SEV-SNP: SEV_FEATURES that the host sets.", metavar="HEX")] = "0x1",
+) -> None:
+    """Predict what the hardware will measure when QEMU starts this image, as KIND=HEX lines for `release make`."""
+    print_measurements(firmware, kernel, initrd, command_line, kind, vcpus, cpu, features)
 
 
 @app.command()
@@ -124,10 +143,3 @@ def revoke(
     from cloister.privacy.transparency.release import minimum_entry
 
     write_whole(out, minimum_entry(below, [read_key(key)]))
-
-
-def _split(text: str) -> tuple[str, str]:
-    kind, equals, measurement = text.partition("=")
-    if not equals:
-        raise typer.BadParameter("--launch is KIND=HEX, such as sev-snp=...")
-    return kind, measurement.lower()

@@ -14,6 +14,7 @@ from cloister.privacy.attestation import (
     read_evidence,
     read_statement,
 )
+from cloister.privacy.attestation.launch.published import find_measurements, find_registers
 from cloister.privacy.attestation.verify import verify_evidence
 from cloister.privacy.transparency.checks import Believed
 from cloister.privacy.transparency.epoch import NodeEntry
@@ -29,14 +30,14 @@ def fill_policy(policy: Policy, believed: Believed) -> Policy:
         believed: an epoch that everybody was shown, and the release that it names.
     """
     release = believed.release
-    launch = {kind: frozenset({measurement}) for kind, measurement in release.launch.items()}
     return replace(
         policy,
         profile=believed.epoch.profile,
         releases=policy.releases or frozenset({release.digest}),
         models=policy.models or frozenset({release.model}),
         profile_digests=policy.profile_digests or frozenset({release.profile_digest}),
-        measurements={**launch, **policy.measurements},
+        measurements={**find_measurements(release.launch), **policy.measurements},
+        rtmrs={**find_registers(release.launch), **policy.rtmrs},
     )
 
 

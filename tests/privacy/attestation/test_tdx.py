@@ -49,6 +49,15 @@ def test_a_real_quote_is_proved_in_every_step():
     assert findings.proved
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_a_run_time_measurement_that_nobody_named_is_refused_by_a_strict_profile(number):
+    known = {one: values for one, values in POLICY.rtmrs.items() if one != number}
+    assert failures(verify(policy=replace(POLICY, rtmrs=known))) == ["rtmr"]
+    findings = verify(policy=replace(POLICY, rtmrs=known, profile="team"))
+    assert not findings.proved
+    assert f"run-time measurements {number} " in findings.of(Outcome.NOT_PROVED)[0].text
+
+
 def test_collateral_that_is_over_is_refused():
     findings = verify(now=real.NOW + 400 * 86400)
     assert failures(findings) == ["report-signature"]
@@ -112,7 +121,7 @@ def test_another_image_is_refused():
 
 @pytest.mark.parametrize("number", range(4))
 def test_another_run_time_measurement_is_refused(number: int):
-    policy = replace(POLICY, rtmrs={number: frozenset({"11" * 48})})
+    policy = replace(POLICY, rtmrs={**POLICY.rtmrs, number: frozenset({"11" * 48})})
     assert failures(verify(policy=policy)) == [f"rtmr-{number}"]
 
 

@@ -126,7 +126,7 @@ class Policy:
         profile_digests: digests of `profile` that are known; empty: reported as unchecked.
         hardening: names of measures that must be in force in a process at least, and missing in none.
         measurements: by kind, launch measurements that may run (SNP MEASUREMENT, TDX MRTD), hex.
-        rtmrs: by number, TDX run-time measurements that may run, hex; a number that is not here is not checked.
+        rtmrs: by number, TDX run-time measurements that may run, hex; a number that is not here is reported as unchecked.
         snp_floor: see `SnpFloor`; None: reported as unchecked.
         tdx_statuses: Intel's names of TCB states that are good enough.
         gpu: whether a GPU with proved identity must be there.

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cloister.privacy.attestation.base import AttestationError, Findings, Policy
 from cloister.privacy.attestation.certificates import check_chain, digest_key, load_certificates
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError
-from cloister.privacy.attestation.td_quote import TdReport, read_quote
+from cloister.privacy.attestation.td_quote import NUM_RTMRS, TdReport, read_quote
 
 INTEL_ROOTS = frozenset({"a0af031289f5d5d4132f9186068a7fc13628633ba235777472e29b6b6c67a49e"})
 """SHA-256 of the key of Intel's SGX Root CA as SubjectPublicKeyInfo; dcap-qvl brings the certificate itself."""
@@ -154,8 +154,9 @@ def _check_measurements(findings: Findings, report: TdReport, policy: Policy) ->
             "the trust domain was started from the published image",
             f"the trust domain was started from another image than the published one: its MRTD is {measurement}",
         )
-    if not policy.rtmrs:
-        findings.doubt(policy, "rtmr", "nobody said which run-time measurements are right (what firmware and kernel loaded)")
+    if unknown := [str(number) for number in range(NUM_RTMRS) if number not in policy.rtmrs]:
+        text = f"nobody said which run-time measurements {', '.join(unknown)} are right (what firmware and kernel loaded)"
+        findings.doubt(policy, "rtmr", text)
     for number, values in sorted(policy.rtmrs.items()):
         measured = report.rtmrs[number].hex()
         findings.check(
