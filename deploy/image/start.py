@@ -8,6 +8,7 @@ check themselves or what withholds service. docs/image.md says of each why.
 from __future__ import annotations
 
 import base64
+import contextlib
 import fcntl
 import ipaddress
 import json
@@ -15,6 +16,7 @@ import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,8 @@ FILES = {
     "amd/crl": (None, "amd"),
 }
 """Files that the disk may bring: the option of `serve` that each belongs to, and what that option names below RUN."""
+REFRESHED = ("checkpoint", "intel-collateral.json", "amd/crl")
+REFRESH_S = 60.0
 SERVE = ("serve", "--sealed", "--profile", "private", "--model", "cloister-5m", "--port", str(PORT))
 _SIOCADDRT, _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK = 0x890B, 0x8914, 0x8916, 0x891C
 _IFF_UP, _RTF_UP_GATEWAY = 0x1, 0x3
@@ -106,11 +110,7 @@ def write_files(files: dict[str, str], folder: Path) -> list[str]:
     """
     options = []
     for name, encoded in files.items():
-        try:
-            content = base64.b64decode(encoded, validate=True)
-        except ValueError:
-            raise ConfigurationError(f"the file {name} is not base64") from None
-        path = folder / name
+        content, path = _decode(name, encoded), folder / name
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.write_bytes(content)
         path.chmod(0o600)
@@ -118,6 +118,41 @@ def write_files(files: dict[str, str], folder: Path) -> list[str]:
         if option is not None:
             options += [f"--{option}", str(folder / place)]
     return options
+
+
+def refresh(data: bytes, folder: Path) -> list[str]:
+    """Writes those files anew that go out of date, if the disk has others than before; returns their names.
+
+    Raises:
+        ConfigurationError: the disk is not as it should be.
+    """
+    changed = []
+    for name, encoded in read_configuration(data).files.items():
+        content, path = _decode(name, encoded), folder / name
+        if name in REFRESHED and path.exists() and path.read_bytes() != content:
+            path.with_suffix(".new").write_bytes(content)
+            path.with_suffix(".new").replace(path)
+            changed.append(name)
+    return changed
+
+
+def refresh_forever(interval_s: float = REFRESH_S) -> NoReturn:
+    """Looks at the disk again and again, without a capability. A host that spoils it only lets the node's evidence grow old."""
+    from cloister.privacy.hardening.measure import Needs
+    from cloister.privacy.hardening.privileges import Capabilities, NoNewPrivileges
+
+    NoNewPrivileges().apply(Needs("refresher"))
+    Capabilities().apply(Needs("refresher"))
+    while True:
+        time.sleep(interval_s)
+        with contextlib.suppress(ConfigurationError, OSError):
+            refresh(read_disk(), RUN)
+
+
+def read_disk() -> bytes:
+    """Returns what the disk has now: once nobody has it open, the kernel keeps nothing of it."""
+    with DISK.open("rb") as disk:
+        return disk.read(MAX_BYTES)
 
 
 def set_up_network(given: Configuration, control: Callable[[int, bytes], object]) -> None:
@@ -143,18 +178,36 @@ def make_command(given: Configuration, options: list[str]) -> list[str]:
     return [sys.executable, "-I", "-B", "-m", "cloister.cli", *SERVE, *own, *options]
 
 
+def _decode(name: str, encoded: str) -> bytes:
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except ValueError:
+        raise ConfigurationError(f"the file {name} is not base64") from None
+
+
 def _socket_address(address: ipaddress.IPv4Address) -> bytes:
     return struct.pack("=HH4s8x", socket.AF_INET, 0, address.packed)
 
 
+def leave_behind(work: Callable[[], NoReturn]) -> None:
+    """Does `work` in a process of which PID 1 is the parent: this one becomes the node, which has no children but its own."""
+    child = os.fork()
+    if child == 0:
+        if os.fork() == 0:
+            work()
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
 def main() -> NoReturn:
     """Reads the disk, sets up the network, and becomes the node."""
-    with DISK.open("rb") as disk:
-        given = read_configuration(disk.read(MAX_BYTES))
+    os.umask(0o077)
+    given = read_configuration(read_disk())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as network:
         set_up_network(given, lambda request, data: fcntl.ioctl(network, request, data))
     RUN.mkdir(mode=0o700)
     command = make_command(given, write_files(given.files, RUN))
+    leave_behind(refresh_forever)
     os.execv(command[0], command)
 
 

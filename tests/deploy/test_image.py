@@ -83,6 +83,25 @@ def test_a_file_that_is_not_base64_is_refused(tmp_path: Path):
         start.write_files({"checkpoint": "cloister epoch\n"}, tmp_path)
 
 
+def test_what_goes_out_of_date_is_written_anew_and_nothing_else(tmp_path: Path):
+    def disk(checkpoint: bytes, secret: bytes) -> bytes:
+        files = {"checkpoint": checkpoint, "gateway.secret": secret}
+        encoded = {name: base64.b64encode(content).decode() for name, content in files.items()}
+        return json.dumps({**NODE, "files": encoded}).encode() + bytes(512)
+
+    start.write_files(start.read_configuration(disk(b"old", b"secret")).files, tmp_path)
+    assert start.refresh(disk(b"old", b"another"), tmp_path) == []
+    assert start.refresh(disk(b"new", b"another"), tmp_path) == ["checkpoint"]
+    assert (tmp_path / "checkpoint").read_bytes() == b"new"
+    assert (tmp_path / "gateway.secret").read_bytes() == b"secret"
+
+
+def test_a_file_that_the_node_was_not_started_with_does_not_appear_later(tmp_path: Path):
+    files = {"checkpoint": base64.b64encode(b"new").decode()}
+    assert start.refresh(json.dumps({**NODE, "files": files}).encode(), tmp_path) == []
+    assert not (tmp_path / "checkpoint").exists()
+
+
 def test_every_option_that_a_disk_can_bring_is_one_of_serve():
     from cloister.types.config import ServerConfig, setting_names
 
