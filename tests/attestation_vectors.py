@@ -9,6 +9,9 @@ from pathlib import Path
 _FOLDER = Path(__file__).parent / "vectors" / "attestation"
 _END = b"-----END CERTIFICATE-----\n"
 
+LAUNCH = _FOLDER / "launch"
+"""Ends of firmware files, and what guests with them measure."""
+
 NOW = 1_752_000_000
 """A moment at which all of it holds, Unix seconds."""
 

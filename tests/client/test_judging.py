@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from cloister.client.judging import judge_node
+from cloister.client.judging import fill_policy, judge_node
 from cloister.privacy.attestation import Policy
 from cloister.privacy.attestation.base import Outcome
 from cloister.privacy.attestation.evidence import read_evidence, read_statement
@@ -26,3 +28,13 @@ def test_evidence_that_ends_before_its_epoch_is_refused_since_it_is_judged_once_
     node = NodeEntry(statement.node_id, statement.capacity, statement.keys, hashlib.sha256(document).hexdigest())
     findings = judge_node(node, document, believed, world.trust, Policy(accept_software=True), world.now)
     assert ("life" in {step.slug for step in findings.of(Outcome.FAILED)}) is failed
+
+
+def test_the_release_says_what_hardware_may_measure_and_the_users_own_policy_says_more(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    believed = world.believe(world.publish().bundle)
+    launch = {"sev-snp": "aa" * 48, "tdx": "bb" * 48, "tdx-rtmr1": "cc" * 48}
+    release = msgspec.structs.replace(believed.release, launch=launch)
+    own = {"tdx-rtmr0": frozenset({"ee" * 48}), "tdx-rtmr1": frozenset({"ff" * 48})}
+    policy = fill_policy(Policy(measurements=own), replace(believed, release=release))
+    assert policy.measurements == {"sev-snp": {"aa" * 48}, "tdx": {"bb" * 48}, **own}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cloister.cli.launching import Kind, print_measurements, read_launch
 from cloister.privacy.verdict import Profile
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
 from cloister.types.errors import ConfigError
@@ -74,6 +75,9 @@ def make(
         list[str] | None,
         typer.Option(help="Launch measurement by register, such as sev-snp=HEX or tdx-rtmr0=HEX.", metavar="NAME=HEX"),
     ] = None,
+    launch_file: Annotated[
+        Path | None, typer.Option(help="Launch measurements, as `cloister release image` prints them.", metavar="FILE")
+    ] = None,
     repository: Annotated[str, typer.Option(help="Where the source is.", metavar="URL")] = "",
     revision: Annotated[str, typer.Option(help="Its commit.", metavar="COMMIT")] = "",
     builder: Annotated[str, typer.Option(help="Who built, as a URI.", metavar="URI")] = "urn:cloister:builder:local",
@@ -101,7 +105,7 @@ def make(
     from cloister.privacy.transparency.keyfiles import read_key
     from cloister.privacy.transparency.release import Release, release_entry
 
-    measurements = dict(_split(one) for one in launch or ())
+    measurements = read_launch(launch or (), launch_file)
     signer = read_key(key)
     settings = _resolve(context.args, model, profile)
     for name in NODE_PARTS:
@@ -127,6 +131,21 @@ def make(
     for name, data in (("release.json", document.encode()), ("manifest.json", manifest), ("release.entry", entry)):
         write_whole(out / name, data)
     typer.echo(document.digest)
+
+
+@app.command()
+def image(
+    firmware: Annotated[Path, typer.Option(help="OVMF: its AmdSev or IntelTdx build.", metavar="FILE")],
+    kernel: Annotated[Path, typer.Option(help="The image's kernel.", metavar="FILE")],
+    initrd: Annotated[Path, typer.Option(help="The image's initrd.", metavar="FILE")],
+    command_line: Annotated[Path, typer.Option(help="File with the kernel's command line.", metavar="FILE")],
+    kind: Annotated[Kind, typer.Option(help="The hardware.")] = Kind.SEV_SNP,
+    vcpus: Annotated[int, typer.Option(help="SEV-SNP: processors of the guest.", metavar="N")] = 1,
+    cpu: Annotated[str, typer.Option(help="SEV-SNP: the guest's processor (`-cpu` of QEMU).", metavar="NAME")] = "EPYC-v4",
+    features: Annotated[str, typer.Option(help="SEV-SNP: SEV_FEATURES that the host sets.", metavar="HEX")] = "0x1",
+) -> None:
+    """Predict what the hardware will measure when QEMU starts this image, as KIND=HEX lines for `release make`."""
+    print_measurements(firmware, kernel, initrd, command_line, kind, vcpus, cpu, features)
 
 
 @app.command()
@@ -163,12 +182,3 @@ def _resolve(arguments: list[str], model: Path, profile: Profile) -> Settings:
     config_file = given["config"]
     assert config_file is None or isinstance(config_file, Path)
     return resolve_settings(flags, config_file)
-
-
-def _split(text: str) -> tuple[str, str]:
-    from cloister.privacy.attestation.registers import REGISTERS
-
-    name, equals, measurement = text.partition("=")
-    if not equals or name not in REGISTERS:
-        raise typer.BadParameter(f"--launch is NAME=HEX, such as sev-snp=...; names are {', '.join(sorted(REGISTERS))}")
-    return name, measurement.lower()
