@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
+from cloister.client.key_exchange import judge_keys
 from cloister.privacy.attestation import (
     AttestationError,
     EvidenceError,
@@ -67,6 +68,7 @@ def judge_node(
         findings.fail("evidence", error.message)
         return findings
     _bind(findings, node, statement)
+    judge_keys(findings, "the node", statement.keys, policy)
     _check_life(findings, statement, believed)
     _check_nonce(findings, statement, believed, trust, policy, now)
     try:

@@ -18,6 +18,7 @@ from cloister.client.buying import buy_tokens, signing_key
 from cloister.client.draw import Below, draw
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, NoTokensError
 from cloister.client.judging import fill_policy, judge_node
+from cloister.client.key_exchange import check_gateway
 from cloister.client.letter import Letter, write_letter
 from cloister.client.wallet import LOW, Wallet
 from cloister.privacy.attestation import Findings, Outcome, Policy
@@ -140,6 +141,7 @@ class Session:
             raise EpochRefusedError(
                 f"The epoch file was refused, and nothing was sent: {error.message}.", error.reason
             ) from None
+        check_gateway(believed.epoch, self._policy)
         if self._believed is None or believed.epoch != self._believed.epoch:
             self._findings = yield from self._judge_nodes(believed, now)
             issuer = self.trust.issuer

@@ -20,7 +20,7 @@ from cloister.privacy.transparency.note import Note, Signature, parse_note
 from cloister.privacy.transparency.publisher import Publisher
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.witness import Witness
-from tests.privacy.transparency.world import World, make_evidence, make_release
+from tests.privacy.transparency.world import World, keys_of, make_evidence, make_release
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def test_an_epoch_names_the_nodes_by_what_their_evidence_says(world: World) -> N
     documents = tuple(make_evidence(world.release, name=name, capacity=capacity) for name, capacity in (("a", 3), ("b", 1)))
     published = world.publish(evidence=documents)
     nodes = {node.keys: node for node in world.believe(published.bundle).epoch.nodes}
-    assert nodes[b"keys of a"].capacity == 3
-    for document, keys in zip(documents, (b"keys of a", b"keys of b"), strict=True):
+    assert nodes[keys_of("a")].capacity == 3
+    for document, keys in zip(documents, (keys_of("a"), keys_of("b")), strict=True):
         assert nodes[keys].evidence_sha256 == hashlib.sha256(document).hexdigest()
         assert published.evidence[nodes[keys].evidence_sha256] == document
         assert nodes[keys].node_id == hashlib.sha256(keys).hexdigest()

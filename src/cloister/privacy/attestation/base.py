@@ -130,6 +130,7 @@ class Policy:
         snp_floor: see `SnpFloor`; None: reported as unchecked.
         tdx_statuses: Intel's names of TCB states that are good enough.
         gpu: whether a GPU with proved identity must be there.
+        post_quantum: whether X-Wing must be offered, by the gateway too; X25519 alone is refused then.
         gpu_measurements: NVIDIA's reference values by index of the measurement, hex; empty: unchecked.
 
     What is unchecked is refused when `profile` is strict, and told as not proved otherwise.
@@ -147,6 +148,7 @@ class Policy:
     snp_floor: SnpFloor | None = None
     tdx_statuses: frozenset[str] = frozenset({"UpToDate"})
     gpu: bool = False
+    post_quantum: bool = False
     gpu_measurements: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
     @property
