@@ -140,6 +140,29 @@ def test_a_key_that_was_swapped_in_the_epoch_is_refused_whichever_of_the_two(tmp
     assert "key" in judge(log, document, msgspec.structs.replace(honest, keys=forged)), "under the node's own name"
 
 
+def test_a_node_whose_keys_the_epoch_leaves_to_its_evidence_is_bound_to_them_by_its_name(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    document = make_evidence(log.release, now=log.now)
+    honest = msgspec.structs.replace(entry_of(document), keys=b"")
+    assert "key" not in judge(log, document, honest)
+    other = make_evidence(log.release, now=log.now, name="another node")
+    listed = msgspec.structs.replace(honest, evidence_sha256=hashlib.sha256(other).hexdigest())
+    assert "key" in judge(log, other, listed), "the evidence of another node, with keys of its own"
+
+
+def test_a_client_seals_to_the_keys_in_the_evidence_where_the_epoch_leaves_them_out(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cloister.privacy.transparency.epoch.MAX_EPOCH_BYTES", 4500)
+    world = World(directory / "house")
+    asyncio.run(world.house.enter(NODES))
+    session = world.session(policy=ASKED)
+    assert ask_once(world, session).json() == {"ok": True}
+    world.house.close()
+    assert session.believed is not None
+    assert {node.keys for node in session.believed.epoch.nodes} == {b""}
+
+
 @pytest.mark.parametrize("kem_id", [XWING.kem_id, X25519.kem_id], ids=["X-Wing", "X25519"])
 def test_a_key_that_was_swapped_in_the_statement_is_not_what_the_report_vouches_for(tmp_path: Path, kem_id: int) -> None:
     log = Log(tmp_path)

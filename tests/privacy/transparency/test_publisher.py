@@ -40,6 +40,26 @@ def test_an_epoch_names_the_nodes_by_what_their_evidence_says(world: World) -> N
     assert published.left_out == ()
 
 
+def many_nodes(world: World, num_nodes: int) -> tuple[bytes, ...]:
+    return tuple(make_evidence(world.release, name=f"node {number}") for number in range(num_nodes))
+
+
+def test_an_epoch_of_more_nodes_than_fit_with_their_keys_names_the_keys_by_their_digest(world: World) -> None:
+    few, many = (world.publish(evidence=many_nodes(world, num_nodes)) for num_nodes in (30, 200))
+    assert all(node.keys for node in few.epoch.nodes)
+    believed = world.believe(many.bundle)
+    assert len(believed.epoch.nodes) == 200
+    assert {node.keys for node in believed.epoch.nodes} == {b""}
+    assert {node.node_id for node in believed.epoch.nodes} == {
+        hashlib.sha256(keys_of(f"node {number}")).hexdigest() for number in range(200)
+    }
+
+
+def test_an_epoch_of_more_nodes_than_fit_at_all_is_refused(world: World) -> None:
+    with pytest.raises(TransparencyError, match="are the most"):
+        world.publish(evidence=many_nodes(world, 400))
+
+
 def test_an_epoch_ends_with_the_first_keys_that_end(world: World) -> None:
     documents = (make_evidence(world.release, name="a", life_s=600), make_evidence(world.release, name="b"))
     epoch = world.publish(evidence=documents).epoch
