@@ -27,7 +27,7 @@ def judge_keys(findings: Findings, whose: str, keys: bytes, policy: Policy) -> N
         findings.fail(STEP, f"{whose} offers no key that can be sealed to: {error.message}")
         return
     if kem.is_post_quantum:
-        findings.prove(STEP, f"requests to {whose} are sealed with {kem.name}: recorded ones outlast quantum computers")
+        findings.prove(STEP, f"requests to {whose} are sealed with {kem.name}: a quantum computer does not open recorded ones")
     elif policy.post_quantum:
         findings.fail(STEP, f"{whose} offers {kem.name} only, and the policy asks for post-quantum encryption; update {whose}")
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, MLKEM768X25519PrivateKey, MLKEM768X25519PublicKey
@@ -37,7 +38,7 @@ from cloister.privacy.sealing import (
     seal_chunked_request,
 )
 from cloister.privacy.sealing.hpke import set_up_receiver, set_up_sender
-from cloister.privacy.sealing.xwing import XWingKey
+from cloister.privacy.sealing.xwing import XWingKey, is_supported
 
 VECTORS = Path(__file__).parents[2] / "vectors/hpke"
 XWING_VECTORS = json.loads((VECTORS / "xwing.json").read_text())
@@ -171,6 +172,15 @@ def test_a_public_key_that_is_none_is_refused_before_anything_is_sealed() -> Non
             XWING.encapsulate(public_key)
     with pytest.raises(KeyConfigurationError):
         parse_keys(encode_keys([KeyConfiguration(1, good[:-1], kem_id=XWING.kem_id)]))
+
+
+def test_an_openssl_without_ml_kem_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise UnsupportedAlgorithm("ML-KEM-768 is not supported by this backend.")
+
+    assert is_supported()
+    monkeypatch.setattr(MLKEM768PrivateKey, "generate", refuse)
+    assert not is_supported()
 
 
 def test_a_list_without_a_kem_of_ours_names_those_that_are() -> None:
