@@ -14,8 +14,9 @@ import pytest
 
 from cloister.client import EpochRefusedError, EvidenceRefusedError
 from cloister.client.judging import judge_node
+from cloister.client.key_exchange import judge_keys
 from cloister.client.letter import write_letter
-from cloister.privacy.attestation import Outcome, Policy
+from cloister.privacy.attestation import Findings, Outcome, Policy
 from cloister.privacy.attestation.evidence import Statement, read_evidence, read_statement
 from cloister.privacy.attestation.policy_file import parse_policy
 from cloister.privacy.attestation.software import SoftwareAttester
@@ -193,6 +194,15 @@ def test_a_node_with_x25519_alone_fails_the_policy_that_asks_for_more_and_no_oth
     document = software(msgspec.structs.replace(statement, keys=KeyRing(0.0, kems=(X25519,)).publish()))
     assert "key-exchange" not in judge(log, document, entry_of(document))
     assert "key-exchange" in judge(log, document, entry_of(document), ASKED)
+
+
+def test_a_client_without_ml_kem_that_asks_for_it_is_told_that_it_lacks_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloister.client.key_exchange.KEMS", (X25519,))
+    monkeypatch.setattr("cloister.privacy.sealing.configuration.KEMS", (X25519,))
+    findings = Findings()
+    judge_keys(findings, "the node", KeyRing(0.0).publish(), ASKED)
+    [failed] = findings.of(Outcome.FAILED)
+    assert "this machine's OpenSSL has no ML-KEM" in failed.text
 
 
 def test_a_policy_file_can_ask_for_it() -> None:

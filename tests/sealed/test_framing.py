@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cloister.privacy.sealing import Fields, Request, RequestHead, Response, ResponseOpener, decode_response
+from cloister.privacy.sealing import Fields, MessageError, Request, RequestHead, Response, ResponseOpener, decode_response
 from cloister.privacy.shape import FRAMING_FIELD, Shape, Unshaper
 from tests.sealed.flow import Cloud, open_cloud, post
 
@@ -17,13 +17,15 @@ SHAPE = Shape(frame_bytes=512, tick_s=0.004, constant=True)
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """A stream of events under `/v1/stream`, and JSON elsewhere."""
-    is_stream = scope["path"] == "/v1/stream"
+    """A stream of events under `/v1/stream` and `/v1/broken`, which breaks down in its middle, and JSON elsewhere."""
+    is_stream = scope["path"] in ("/v1/stream", "/v1/broken")
     kind = b"text/event-stream" if is_stream else b"application/json"
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
     for number in range(5 if is_stream else 0):
         await asyncio.sleep(0.01)
         await send({"type": "http.response.body", "body": b"data: word %d\n\n" % number, "more_body": True})
+        if scope["path"] == "/v1/broken":
+            raise RuntimeError("the engine died")
     await send({"type": "http.response.body", "body": b"" if is_stream else b'{"whole": true}', "more_body": False})
 
 
@@ -61,6 +63,14 @@ def test_both_framings_say_the_same_in_the_same_row_of_chunks(cloud: Cloud, path
     said = [[line for line in each.content.splitlines() if line and line[:1] != b":"] for each in (mine, other)]
     assert said[0] == said[1]
     assert said[0]
+
+
+def test_an_answer_that_broke_down_looks_like_any_other_and_lacks_its_end(cloud: Cloud) -> None:
+    sizes, said = ask(cloud, "/v1/broken", b"binary-http")
+    assert sizes == ask(cloud, "/v1/stream", b"binary-http")[0]
+    assert b"word 0" in said
+    with pytest.raises(MessageError):
+        decode_response(said)
 
 
 def test_frames_are_what_a_client_gets_that_asks_for_them_or_for_nothing(cloud: Cloud) -> None:

@@ -6,10 +6,11 @@ from typing import Final
 
 from cloister.client.errors import EpochRefusedError
 from cloister.privacy.attestation import Findings, Outcome, Policy
-from cloister.privacy.sealing import KeyConfigurationError, choose_configuration, parse_keys
+from cloister.privacy.sealing import KEMS, KeyConfigurationError, choose_configuration, parse_keys
 from cloister.privacy.transparency.epoch import Epoch
 
 STEP: Final = "key-exchange"
+_REMEDY: Final = "install the wheel of `cryptography`, which brings one that does"
 
 
 def judge_keys(findings: Findings, whose: str, keys: bytes, policy: Policy) -> None:
@@ -28,6 +29,8 @@ def judge_keys(findings: Findings, whose: str, keys: bytes, policy: Policy) -> N
         return
     if kem.is_post_quantum:
         findings.prove(STEP, f"requests to {whose} are sealed with {kem.name}: a quantum computer does not open recorded ones")
+    elif policy.post_quantum and not any(one.is_post_quantum for one in KEMS):
+        findings.fail(STEP, "the policy asks for post-quantum encryption, and this machine's OpenSSL has no ML-KEM; " + _REMEDY)
     elif policy.post_quantum:
         findings.fail(STEP, f"{whose} offers {kem.name} only, and the policy asks for post-quantum encryption; update {whose}")
 
