@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from cloister.privacy.sealing import (
     CHUNKED,
-    HEADER_BYTES,
     ChunkOpener,
     Header,
     KeyConfiguration,
@@ -29,6 +27,7 @@ from cloister.privacy.sealing import (
     RequestHead,
     ResponseSealer,
     UnsealError,
+    header_bytes,
     seal_chunked_request,
 )
 from cloister.privacy.tokens import authorization
@@ -151,7 +150,8 @@ def ask_directly(url: str, request: Request) -> float:
 
 def make_failures(configuration: KeyConfiguration, replayed: bytes) -> dict[str, Callable[[], bytes]]:
     """What makes a request of each kind that does not open."""
-    stranger = KeyConfiguration(configuration.key_id, X25519PrivateKey.generate().public_key().public_bytes_raw())
+    other_key = configuration.kem.generate().public_bytes()
+    stranger = KeyConfiguration(configuration.key_id, other_key, kem_id=configuration.kem_id)
     message = bytes(1024)
 
     def seal() -> bytes:
@@ -162,8 +162,14 @@ def make_failures(configuration: KeyConfiguration, replayed: bytes) -> dict[str,
         "replay": lambda: (seal(), replayed)[1],  # the time between two requests counts too
         "changed tag": lambda: (sealed := seal())[:-1] + bytes([sealed[-1] ^ 1]),
         "sealed to another key": lambda: seal_chunked_request(stranger, message)[0],
-        "key of low order": lambda: (sealed := seal())[:7] + bytes(32) + sealed[HEADER_BYTES:],
+        "key of low order": lambda: with_low_order(seal()),
     }
+
+
+def with_low_order(sealed: bytes) -> bytes:
+    """A request whose encapsulated key ends with an X25519 point of low order."""
+    end = header_bytes(sealed)
+    return sealed[: end - 32] + bytes(32) + sealed[end:]
 
 
 def print_failures() -> None:
@@ -221,7 +227,7 @@ def time_failure(receiver: Receiver, sealed: bytes) -> float:
     try:
         exchange = receiver.begin(Header.parse(sealed), CHUNKED, 0.0)
         opener = ChunkOpener(exchange.context)
-        opener.feed(sealed[HEADER_BYTES:])
+        opener.feed(sealed[header_bytes(sealed) :])
         opener.close()
     except UnsealError:
         return time.perf_counter() - began_s

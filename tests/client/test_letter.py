@@ -19,10 +19,10 @@ from cloister.privacy.sealing import (
     decode_request,
     encode_response,
     find_field,
+    header_bytes,
 )
 from cloister.privacy.sealing.chunked import ChunkOpener
 from cloister.privacy.sealing.keys import KeyRing
-from cloister.privacy.sealing.ohttp import HEADER_BYTES
 from cloister.privacy.shape import Shaper, shape_of
 from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry
 from cloister.types.errors import RequestTooLargeError
@@ -51,11 +51,11 @@ def ask(content: bytes = b'{"model":"m"}') -> Request:
 
 
 def open_request(receiver: Receiver, sealed: bytes) -> tuple[Request, Exchange]:
-    header = Header.parse(sealed[:HEADER_BYTES])
+    header = Header.parse(sealed)
     exchange = receiver.begin(header, CHUNKED, 0.0)
     receiver.accept(header, 0.0)
     opener = ChunkOpener(exchange.context)
-    return decode_request(b"".join(opener.feed(sealed[HEADER_BYTES:])) + opener.close()), exchange
+    return decode_request(b"".join(opener.feed(sealed[header_bytes(sealed) :])) + opener.close()), exchange
 
 
 def write(profile: str = "open", request: Request | None = None) -> Letter:

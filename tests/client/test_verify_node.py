@@ -41,7 +41,7 @@ from cloister.privacy.transparency.trust import encode_trust
 from cloister.types.errors import ConfigError
 from tests import attestation_vectors as real
 from tests.nitro_platform import PCRS, NitroPlatform
-from tests.privacy.transparency.world import World, make_release
+from tests.privacy.transparency.world import World, keys_of, make_release
 
 SOFTWARE = Policy(accept_software=True)
 HARDENING = {"front.seccomp": "applied: on", "host": "missing: host not excluded"}
@@ -68,7 +68,7 @@ class House(World):
             profile_digest=self.release.profile_digest,
             configuration=self.release.configuration,
             hardening=HARDENING,
-            keys=b"keys of the node",
+            keys=keys_of("the node"),
             capacity=2,
             not_before=int(self.now),
             not_after=int(self.now) + 3600,
@@ -112,10 +112,10 @@ def test_an_honest_list_is_proved_and_software_is_said_to_be_not_proved(house: H
     checked = house.check()
     assert checked.accepted
     assert not checked.proved
-    assert slugs(checked.epoch, Outcome.PROVED) == ["epoch", "witnesses", "history", "release"]
+    assert slugs(checked.epoch, Outcome.PROVED) == ["epoch", "witnesses", "history", "release", "key-exchange"]
     assert slugs(only_node(checked), Outcome.NOT_PROVED) == ["hardware"]
     proved = slugs(only_node(checked), Outcome.PROVED)
-    assert proved[:4] == ["listed", "key", "capacity", "nonce"]
+    assert proved[:5] == ["listed", "key", "capacity", "key-exchange", "nonce"]
     assert {"expiry", "profile", "profile-digest", "release", "model", "hardening"} <= set(proved)
 
 

@@ -19,7 +19,6 @@ from cloister.privacy.sealing import (
     CHUNKED,
     GATEWAY_KEY_LIFE_S,
     GATEWAY_KEY_OVERLAP_S,
-    HEADER_BYTES,
     NODE_KEY_LIFE_S,
     ChunkOpener,
     Content,
@@ -37,6 +36,7 @@ from cloister.privacy.sealing import (
     ResponseOpener,
     bucket_bytes,
     encode_request,
+    header_bytes,
     parse_keys,
     seal_chunked_request,
 )
@@ -281,7 +281,7 @@ def open_again(receiver: Receiver, sealed: bytes) -> bytes:
     key = receiver.ring.find(header.key_id, time.monotonic())
     assert key is not None
     opener = ChunkOpener(set_up_receiver(header.enc, key.private_key, header.suite, header.info(CHUNKED)))
-    return b"".join(opener.feed(sealed[HEADER_BYTES:])) + opener.close()
+    return b"".join(opener.feed(sealed[header_bytes(sealed) :])) + opener.close()
 
 
 def known_to(cloud: Cloud, answer: bytes) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""A program that holds one private key as a sealer does: it reads the key from stdin, opens a request, then destroys the key.
+"""A program that holds one private key of X-Wing as a sealer does: it reads it from stdin, opens a request, then destroys it.
 
 It says "held", waits for a byte, destroys, says "destroyed", and waits to be killed.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from cloister.privacy.sealing import (
@@ -21,29 +22,30 @@ from cloister.privacy.sealing import (
     SealingKey,
     seal_chunked_request,
 )
-from cloister.privacy.sealing.ohttp import HEADER_BYTES
+from cloister.privacy.sealing.xwing import XWingKey
 
 LIFE_S = 100.0
 
 
-def read_key() -> X25519PrivateKey:
-    """Reads 32 bytes into memory that is overwritten at once."""
-    data = bytearray(32)
+def read_key() -> XWingKey:
+    """Reads the seed of ML-KEM (64 bytes) and the key of X25519 into memory that is overwritten at once."""
+    data = bytearray(96)
     os.readv(0, [data])
-    key = X25519PrivateKey.from_private_bytes(data)
-    data[:] = bytes(32)
+    with memoryview(data) as halves:
+        key = XWingKey(MLKEM768PrivateKey.from_seed_bytes(halves[:64]), X25519PrivateKey.from_private_bytes(halves[64:]))
+    data[:] = bytes(96)
     return key
 
 
 def main() -> None:
     ring = KeyRing(0.0, life_s=LIFE_S, overlap_s=10.0)
     key = read_key()
-    configuration = KeyConfiguration(1, key.public_key().public_bytes_raw(), SUITES)
-    ring._keys = [SealingKey(configuration, key, 0.0, LIFE_S)]
+    configuration = KeyConfiguration(1, key.public_bytes(), SUITES, key.kem_id)
+    ring._generations = [(SealingKey(configuration, key, 0.0, LIFE_S),)]
     del key
     receiver = Receiver(ring, ReplayCache(LIFE_S))
     sealed, _ = seal_chunked_request(configuration, b"secret")
-    exchange = receiver.begin(Header.parse(sealed[:HEADER_BYTES]), CHUNKED, 1.0)
+    exchange = receiver.begin(Header.parse(sealed), CHUNKED, 1.0)
     assert exchange.context.secrets.key
     os.write(1, b"held\n")
     os.read(0, 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cloister.privacy.sealing import CHUNKED, Request, RequestHead, UnsealError, bucket_bytes
+from cloister.privacy.sealing import CHUNKED, XWING, Request, RequestHead, UnsealError, bucket_bytes
 from cloister.privacy.tokens import authorization
 from tests.sealed.flow import Cloud, Opening, ask, gateway_keys, http, known_to, open_cloud
 from tests.sealed.inner import ANSWER, Inner
@@ -87,7 +87,7 @@ def test_requests_of_one_bucket_have_one_length_wherever_they_are_seen(cloud: Cl
         ask(cloud, request(content=content))
     short, long = cloud.relay.posts()[-2:]
     assert len(short.request) == len(long.request)
-    assert [len(seen.request) for seen in cloud.nodes[0].record.posts()[-2:]] == [39 + 1 + 1024 + 16] * 2
+    assert [len(seen.request) for seen in cloud.nodes[0].record.posts()[-2:]] == [7 + XWING.enc_bytes + 1 + 1024 + 16] * 2
     assert bucket_bytes(1024) == 1024
 
 

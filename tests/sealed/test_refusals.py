@@ -24,6 +24,7 @@ from cloister.privacy.sealing import (
     decode_response,
     encode_request,
     encode_response,
+    header_bytes,
     open_response,
     seal_chunked_request,
     seal_request,
@@ -62,10 +63,10 @@ DAMAGES: dict[str, Change] = {
     "unknown key": lambda sealed: bytes([sealed[0] ^ 1]) + sealed[1:],
     "unknown cipher": lambda sealed: sealed[:5] + b"\x00\x09" + sealed[7:],
     "changed encapsulated key": lambda sealed: sealed[:20] + bytes([sealed[20] ^ 1]) + sealed[21:],
-    "key of low order": lambda sealed: sealed[:7] + bytes(32) + sealed[39:],
+    "key of low order": lambda sealed: sealed[: header_bytes(sealed) - 32] + bytes(32) + sealed[header_bytes(sealed) :],
     "changed tag": lambda sealed: sealed[:-1] + bytes([sealed[-1] ^ 1]),
     "cut off": lambda sealed: sealed[:-1],
-    "header only": lambda sealed: sealed[:39],
+    "header only": lambda sealed: sealed[: header_bytes(sealed)],
     "half a header": lambda sealed: sealed[:20],
     "somebody else's": lambda sealed: seal_chunked_request(
         KeyConfiguration(sealed[0], X25519PrivateKey.generate().public_key().public_bytes_raw()), encode_request(REQUEST)

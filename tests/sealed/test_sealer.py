@@ -13,8 +13,15 @@ import msgspec
 import pytest
 
 from cloister.engine.door import KNOCK
-from cloister.privacy.sealing import CHUNKED, ChunkOpener, Header, UnsealError, parse_keys, seal_chunked_request
-from cloister.privacy.sealing.ohttp import HEADER_BYTES
+from cloister.privacy.sealing import (
+    CHUNKED,
+    ChunkOpener,
+    Header,
+    UnsealError,
+    header_bytes,
+    parse_keys,
+    seal_chunked_request,
+)
 from cloister.sealed.workers.remote import RemoteUnsealer
 from cloister.sealed.workers.sealer import Question, Sealer, SealerBoot, SealerReady
 from cloister.types.errors import EngineError
@@ -35,7 +42,7 @@ def sealed_to(sealer: Sealer, message: bytes = b"secret") -> bytes:
 
 def test_a_request_is_begun_and_taken_once() -> None:
     sealer = Sealer(SealerBoot(), Clock())
-    header = sealed_to(sealer)[:HEADER_BYTES]
+    header = Header.parse(sealed_to(sealer)).encode()
     assert sealer.answer(Question("begin", header, CHUNKED.request_type)).key
     assert sealer.answer(Question("accept", header)).error == ""
     assert sealer.answer(Question("accept", header)).error == "unseal"
@@ -44,7 +51,7 @@ def test_a_request_is_begun_and_taken_once() -> None:
 def test_a_key_opens_nothing_when_its_time_is_over() -> None:
     clock = Clock()
     sealer = Sealer(SealerBoot(life_s=100.0, overlap_s=10.0), clock)
-    header = sealed_to(sealer)[:HEADER_BYTES]
+    header = Header.parse(sealed_to(sealer)).encode()
     secrets = sealer.answer(Question("begin", header, CHUNKED.request_type))
     clock.now_s = 99.0
     assert sealer.answer(Question("begin", header, CHUNKED.request_type)) == secrets
@@ -101,9 +108,9 @@ def test_a_worker_opens_a_request_with_what_the_sealer_gives() -> None:
             unsealer = running.channel()
             keys = parse_keys(await unsealer.publish())[0]
             sealed, _ = seal_chunked_request(keys, b"secret")
-            exchange = await unsealer.begin(Header.parse(sealed[:HEADER_BYTES]), CHUNKED)
+            exchange = await unsealer.begin(Header.parse(sealed), CHUNKED)
             opener = ChunkOpener(exchange.context)
-            opener.feed(sealed[HEADER_BYTES:])
+            opener.feed(sealed[header_bytes(sealed) :])
             assert opener.close() == b"secret"
             await unsealer.accept(exchange.header)
             with pytest.raises(UnsealError):
@@ -122,7 +129,7 @@ def test_a_front_that_is_captured_gets_public_keys_of_a_sealer_and_no_secrets() 
             front = RemoteUnsealer()
             front.attach(running.control)
             keys = parse_keys(await front.publish())[0]
-            header = Header.parse(seal_chunked_request(keys, b"secret")[0][:HEADER_BYTES])
+            header = Header.parse(seal_chunked_request(keys, b"secret")[0])
             with pytest.raises(UnsealError):
                 await front.begin(header, CHUNKED)
             with pytest.raises(EngineError):  # it gave its door away when it started, and gets no other

@@ -19,10 +19,11 @@ pytestmark = pytest.mark.skipif(not can_trace(), reason="memory of other process
 
 
 def test_a_key_that_was_dropped_is_nowhere_in_memory() -> None:
-    private = os.urandom(32)
+    private = os.urandom(96)
     command = [sys.executable, "-m", "tests.sealed.leaving_key"]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **OVERWRITING})
-    finder = Finder([of_bytes("key", 0, private)])
+    halves = (private[:32], private[32:64], private[64:])  # d and z of ML-KEM, and the scalar of X25519
+    finder = Finder([of_bytes("key", place, half) for place, half in enumerate(halves)])
     process = Process(holder.pid, os.getpid(), 0, "holder", "")
     try:
         assert holder.stdin is not None
@@ -30,7 +31,7 @@ def test_a_key_that_was_dropped_is_nowhere_in_memory() -> None:
         holder.stdin.write(private)
         holder.stdin.flush()
         assert holder.stdout.readline() == b"held\n"
-        assert search_process(process, finder).finds
+        assert {find.owner for find in search_process(process, finder).finds} == {0, 1, 2}
         holder.stdin.write(b".")
         holder.stdin.flush()
         assert holder.stdout.readline() == b"destroyed\n"

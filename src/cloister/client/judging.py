@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
+from cloister.client.key_exchange import judge_keys
 from cloister.privacy.attestation import (
     AttestationError,
     EvidenceError,
@@ -68,6 +69,7 @@ def judge_node(
         findings.fail("evidence", error.message)
         return findings
     _bind(findings, node, statement)
+    judge_keys(findings, "the node", statement.keys, policy)
     _check_life(findings, statement, believed)
     _check_nonce(findings, statement, believed, trust, policy, now)
     try:
@@ -80,7 +82,7 @@ def judge_node(
 def _bind(findings: Findings, node: NodeEntry, statement: Statement) -> None:
     findings.check(
         "key",
-        statement.keys == node.keys and statement.node_id == node.node_id,
+        node.keys in (statement.keys, b"") and statement.node_id == node.node_id,
         "the key that is sealed to is the one that the evidence binds",
         "the epoch names another key for this node than its evidence binds",
     )

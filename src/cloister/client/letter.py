@@ -13,6 +13,7 @@ from cloister.privacy.sealing import (
     Request,
     RequestHead,
     bucket_bytes,
+    choose_configuration,
     encode_request,
     parse_keys,
     seal_chunked_request,
@@ -52,11 +53,15 @@ def write_letter(request: Request, node: NodeEntry, epoch: Epoch, authorization:
     """
     date = (b"date", write_date(now))
     message = encode_request(Request(request.head, request.content))
-    inner, inner_exchange = seal_chunked_request(parse_keys(node.keys)[0], message.ljust(bucket_bytes(len(message)), b"\0"))
+    inner, inner_exchange = seal_chunked_request(
+        choose_configuration(parse_keys(node.keys)), message.ljust(bucket_bytes(len(message)), b"\0")
+    )
     gateway = urlsplit(epoch.gateway.url)
     fields: Fields = ((b"authorization", authorization.encode()), (b"content-type", CHUNKED.request_type.encode()), date)
     head = RequestHead("POST", gateway.scheme, gateway.netloc, f"{gateway.path.rstrip('/')}/nodes/{node.node_id}", fields)
-    outer, outer_exchange = seal_chunked_request(parse_keys(epoch.gateway.keys)[0], encode_request(Request(head, inner)))
+    outer, outer_exchange = seal_chunked_request(
+        choose_configuration(parse_keys(epoch.gateway.keys)), encode_request(Request(head, inner))
+    )
     return Letter(outer, Answer(outer_exchange, inner_exchange, shaped=shape_of(epoch.profile) is not None))
 
 

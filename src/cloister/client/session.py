@@ -13,15 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
+
 from cloister.client.asking import Ask, Reply, Step
 from cloister.client.buying import buy_tokens, signing_key
 from cloister.client.draw import Below, draw
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, NoTokensError
 from cloister.client.judging import fill_policy, judge_node
+from cloister.client.key_exchange import check_gateway
 from cloister.client.letter import Letter, write_letter
 from cloister.client.wallet import LOW, Wallet
 from cloister.privacy.attestation import Findings, Outcome, Policy
-from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES
+from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES, read_evidence, read_statement
 from cloister.privacy.sealing import Request
 from cloister.privacy.tokens import Token, authorization
 from cloister.privacy.tokens.names import challenge_between
@@ -95,6 +98,7 @@ class Session:
         self._believed_at = 0.0
         self._is_doubted = False
         self._findings: dict[str, Findings] = {}
+        self._keys: dict[str, bytes] = {}
         self._wallet = Wallet()
 
     @property
@@ -126,6 +130,7 @@ class Session:
         """
         believed = yield from self._believe()
         node = draw(believed.epoch.nodes, self._below)
+        node = msgspec.structs.replace(node, keys=node.keys or self._keys.get(node.node_id, b""))
         findings = self._findings[node.node_id]
         token = (yield from self._take_token(believed.epoch)) if findings.accepted else None
         return Ready(believed.epoch, node, findings, token)
@@ -140,6 +145,7 @@ class Session:
             raise EpochRefusedError(
                 f"The epoch file was refused, and nothing was sent: {error.message}.", error.reason
             ) from None
+        check_gateway(believed.epoch, self._policy)
         if self._believed is None or believed.epoch != self._believed.epoch:
             self._findings = yield from self._judge_nodes(believed, now)
             issuer = self.trust.issuer
@@ -164,7 +170,7 @@ class Session:
 
     def _judge_nodes(self, believed: Believed, now: float) -> Step[dict[str, Findings]]:
         policy = fill_policy(self._policy, believed)
-        findings = {}
+        findings, keys = {}, {}
         for node in believed.epoch.nodes:
             reply = yield self._ask(f"evidence/{node.evidence_sha256}", MAX_EVIDENCE_BYTES)
             evidence = reply.body if reply.status == 200 else None
@@ -178,6 +184,9 @@ class Session:
                     [step.slug for step in failed],
                 )
             findings[node.node_id] = found
+            if found.accepted:
+                keys[node.node_id] = read_statement(read_evidence(evidence).statement).keys
+        self._keys = keys
         return findings
 
     def _take_token(self, epoch: Epoch) -> Step[Token]:

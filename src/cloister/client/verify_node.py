@@ -14,6 +14,7 @@ import httpx
 
 from cloister.client.errors import RelayUnreachableError
 from cloister.client.judging import fill_policy, judge_node
+from cloister.client.key_exchange import judge_keys
 from cloister.privacy.attestation import EvidenceError, Findings, Outcome, Policy, read_evidence, read_statement
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES
 from cloister.privacy.attestation.measuring import measure_profile
@@ -112,6 +113,7 @@ def check_url(fetch: Fetch, trust: Trust | None, policy: Policy, view: View, now
         findings.fail(error.reason, error.message)
         return Checked(findings)
     _tell_epoch(findings, believed, trust, view)
+    judge_keys(findings, "the gateway", believed.epoch.gateway.keys, policy)
     policy = fill_policy(policy, believed)
     nodes = {
         node.node_id: judge_node(
@@ -174,6 +176,7 @@ def _check_node(fetch: Fetch, trust: Trust | None, policy: Policy, now: float) -
             node.fail("nonce", f"the checkpoint that the evidence was made for is refused: {error.message}")
     else:
         node.leave_open("nonce", "nothing shows when the evidence was made: no checkpoint of a log that is trusted is in it")
+    judge_keys(node, "the node", statement.keys, policy)
     node.extend(verify_evidence(evidence, _know_profile(policy), now))
     return Checked(findings, {statement.node_id: node})
 

@@ -27,8 +27,9 @@ from cloister.privacy.sealing import (
     ResponseHead,
     UnsealError,
     decode_request,
+    find_field,
 )
-from cloister.privacy.shape import Shape
+from cloister.privacy.shape import FRAMES, FRAMING_FIELD, FRAMINGS, Shape
 from cloister.sealed.dates import check_date
 from cloister.sealed.exchange import (
     BODY_TIMEOUT_S,
@@ -122,8 +123,9 @@ class _Node:
             return
         reply = SealedReply(opened.exchange, out)
         try:
-            async with open_reply(self._config.shape, reply.emit) as shaped:
-                await self._serve(message, _read_budget(scope), reply, shaped)
+            request = _read_request(message)
+            async with open_reply(self._config.shape, reply.emit, framing=_framing_of(request)) as shaped:
+                await self._serve(request, _read_budget(scope), reply, shaped)
         except (TimeoutError, GoneError):
             return
         except Exception as error:
@@ -151,9 +153,11 @@ class _Node:
                 raise UnsealError  # no client of the format sends one; the sealed length was checked before
         return opened, bytes(message)
 
-    async def _serve(self, message: bytes, budget: int | None, reply: SealedReply, shaped: Reply) -> None:
+    async def _serve(self, request: Request | MessageError, budget: int | None, reply: SealedReply, shaped: Reply) -> None:
         try:
-            request = decode_request(message)
+            if isinstance(request, MessageError):
+                raise request
+            _check_framing(request)
             check_date(request.head.fields, self._now(), is_needed=False)
             if not request.head.path.startswith(OPEN_PATHS):
                 raise ProblemError(404, f"Only paths that begin with {OPEN_PATHS} can be asked sealed.")
@@ -169,6 +173,28 @@ class _Node:
                 raise
             _logger.error("the server inside failed before it answered (%s)", type(error).__name__)
             await _refuse(ProblemError(500, "The server made a mistake; please try again."), reply, shaped)
+
+
+def _read_request(message: bytes) -> Request | MessageError:
+    """Returns the request, or what is wrong with it, which is answered in the shape of every answer."""
+    try:
+        return decode_request(message)
+    except MessageError as error:
+        return error
+
+
+def _framing_of(request: Request | MessageError) -> str:
+    """Returns how the client wants frames written; where it asks for none that there is, as every client reads them."""
+    if isinstance(request, MessageError):
+        return FRAMES
+    asked = dict(request.head.fields).get(FRAMING_FIELD, b"").decode("latin-1")
+    return asked if asked in FRAMINGS else FRAMES
+
+
+def _check_framing(request: Request) -> None:
+    asked = find_field(request.head.fields, FRAMING_FIELD)
+    if asked is not None and asked not in FRAMINGS:
+        raise ProblemError(400, f"{FRAMING_FIELD.decode()} is one of {', '.join(FRAMINGS)}.")
 
 
 async def _refuse(problem: ProblemError, reply: SealedReply, shaped: Reply) -> None:

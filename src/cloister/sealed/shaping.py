@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Final, Protocol
 
-from cloister.privacy.shape import Shape, Shaper
+from cloister.privacy.shape import BINARY_HTTP, FRAMES, BinaryHttpShaper, Shape, Shaper
 
 WRITE_TIMEOUT_S: Final = 60.0
 """How long whoever is next on the way may leave a chunk unread before it counts as gone."""
@@ -34,17 +34,22 @@ class Reply(Protocol):
 
 
 @asynccontextmanager
-async def open_reply(shape: Shape | None, emit: Emit, write_timeout_s: float = WRITE_TIMEOUT_S) -> AsyncIterator[Reply]:
+async def open_reply(
+    shape: Shape | None, emit: Emit, write_timeout_s: float = WRITE_TIMEOUT_S, framing: str = FRAMES
+) -> AsyncIterator[Reply]:
     """Begins an answer when its request has been opened. Leaving the context waits until all of it is sent.
 
     An exception inside the context, and an answer that was not completed, end it: shaped, with a frame that says so and the
     padding that was due anyway; not shaped, without the final chunk. The exception goes on to whoever called. Cancelling stops
     at once.
 
+    Args:
+        framing: how frames are written, of `FRAMINGS`; without a shape there are none.
+
     Raises:
         TimeoutError: a chunk was left unread for `write_timeout_s`.
     """
-    reply = _PlainReply(emit, write_timeout_s) if shape is None else _ShapedReply(shape, emit, write_timeout_s)
+    reply = _PlainReply(emit, write_timeout_s) if shape is None else _ShapedReply(shape, emit, write_timeout_s, framing)
     try:
         yield reply
     except Exception:
@@ -80,10 +85,10 @@ class _PlainReply:
 
 
 class _ShapedReply:
-    def __init__(self, shape: Shape, emit: Emit, write_timeout_s: float) -> None:
+    def __init__(self, shape: Shape, emit: Emit, write_timeout_s: float, framing: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._shape = shape
-        self._shaper = Shaper(shape, self._loop.time())
+        self._shaper = (BinaryHttpShaper if framing == BINARY_HTTP else Shaper)(shape, self._loop.time())
         self._emit = emit
         self._write_timeout_s = write_timeout_s
         self._written = asyncio.Event()

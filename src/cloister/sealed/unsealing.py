@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cloister.privacy.sealing import (
-    HEADER_BYTES,
     WHOLE,
     ChunkOpener,
     Exchange,
@@ -19,6 +18,7 @@ from cloister.privacy.sealing import (
     Part,
     Receiver,
     RequestHead,
+    header_bytes,
 )
 
 
@@ -26,7 +26,7 @@ class Unsealer(Protocol):
     """Whoever holds private keys: this process, or one that does nothing else."""
 
     async def publish(self) -> bytes:
-        """Returns the current key configuration as `application/ohttp-keys`."""
+        """Returns the current key configurations as `application/ohttp-keys`."""
 
     async def begin(self, header: Header, form: Form) -> Exchange:
         """Returns what opens the request with this header.
@@ -100,11 +100,11 @@ async def open_request(unsealer: Unsealer, form: Form, pieces: AsyncIterator[byt
     head = bytearray()
     async for piece in pieces:
         head += piece
-        if len(head) >= HEADER_BYTES:
+        if len(head) >= header_bytes(head):
             break
     header = Header.parse(bytes(head))
     exchange = await unsealer.begin(header, form)
-    rest = _join(bytes(head[HEADER_BYTES:]), pieces)
+    rest = _join(bytes(head[len(header.encode()) :]), pieces)
     opening = _open_whole if form is WHOLE else _open_chunks
     return Opened(exchange, opening(unsealer, exchange, rest))
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.privacy.sealing import (
     CHUNKED,
-    HEADER_BYTES,
+    KEMS,
     MAX_CHUNK_BYTES,
     WHOLE,
     ChunkOpener,
     Exchange,
     Header,
+    Kem,
     KeyConfiguration,
     KeyRing,
     Receiver,
@@ -25,6 +25,7 @@ from cloister.privacy.sealing import (
     ResponseOpener,
     ResponseSealer,
     UnsealError,
+    header_bytes,
     open_response,
     seal_chunked_request,
     seal_request,
@@ -39,8 +40,11 @@ def make_receiver() -> Receiver:
     return Receiver(KeyRing(0.0), ReplayCache(3600.0))
 
 
-def configuration_of(receiver: Receiver) -> KeyConfiguration:
-    return receiver.ring.current.configuration
+def configuration_of(receiver: Receiver, kem: Kem = KEMS[0]) -> KeyConfiguration:
+    return next(one for one in receiver.ring.configurations if one.kem_id == kem.kem_id)
+
+
+each_kem = pytest.mark.parametrize("kem", KEMS, ids=lambda kem: kem.name)
 
 
 def open_whole(receiver: Receiver, sealed: bytes, size: int = 1 << 20) -> tuple[bytes, Exchange]:
@@ -48,7 +52,7 @@ def open_whole(receiver: Receiver, sealed: bytes, size: int = 1 << 20) -> tuple[
     exchange = receiver.begin(Header.parse(sealed), CHUNKED, 0.0)
     opener = ChunkOpener(exchange.context)
     opened = []
-    for start in range(HEADER_BYTES, len(sealed), size):
+    for start in range(header_bytes(sealed), len(sealed), size):
         opened += opener.feed(sealed[start : start + size])
     opened.append(opener.close())
     receiver.accept(exchange.header, 0.0)
@@ -67,10 +71,10 @@ def split(sealed: bytes, start: int) -> list[bytes]:
     return chunks
 
 
-def sealed_request(receiver: Receiver) -> tuple[bytes, list[bytes]]:
-    sealer = RequestSealer(configuration_of(receiver))
+def sealed_request(receiver: Receiver, kem: Kem = KEMS[0]) -> tuple[bytes, list[bytes]]:
+    sealer = RequestSealer(configuration_of(receiver, kem))
     sealed = b"".join([*(sealer.seal(piece) for piece in PIECES), sealer.finish(b"end")])
-    return sealed[:HEADER_BYTES], split(sealed, HEADER_BYTES)
+    return sealed[: header_bytes(sealed)], split(sealed, header_bytes(sealed))
 
 
 def sealed_response() -> tuple[Exchange, bytes, list[bytes]]:
@@ -136,9 +140,10 @@ def test_a_response_is_not_opened_when(damage: Damage) -> None:
     assert open_sealed_response(client, nonce + b"".join(chunks)) == b"".join(PIECES) + b"end", "the undamaged one is"
 
 
-def test_no_bit_of_a_request_can_be_changed() -> None:
+@each_kem
+def test_no_bit_of_a_request_can_be_changed(kem: Kem) -> None:
     receiver = make_receiver()
-    header, chunks = sealed_request(receiver)
+    header, chunks = sealed_request(receiver, kem)
     sealed = header + b"".join(chunks)
     # the highest bit of an X25519 key is no part of it (RFC 7748, section 5), yet it is hashed into the secret
     for bit in range(8 * len(sealed)):
@@ -180,16 +185,16 @@ def test_a_message_of_one_form_is_not_opened_as_the_other() -> None:
     receiver = make_receiver()
     sealed, _ = seal_request(configuration_of(receiver), b"a request")
     whole = receiver.begin(Header.parse(sealed), WHOLE, 0.0)
-    assert whole.context.open(sealed[HEADER_BYTES:]) == b"a request"
+    assert whole.context.open(sealed[header_bytes(sealed) :]) == b"a request"
     with pytest.raises(UnsealError):
-        open_whole(receiver, sealed[:HEADER_BYTES] + b"\0" + sealed[HEADER_BYTES:])
+        open_whole(receiver, sealed[: header_bytes(sealed)] + b"\0" + sealed[header_bytes(sealed) :])
 
 
 def test_a_whole_response_is_opened_by_who_asked_and_nobody_else() -> None:
     receiver = make_receiver()
     (sealed, client), (_, stranger) = (seal_request(configuration_of(receiver), b"a request") for _ in range(2))
     exchange = receiver.begin(Header.parse(sealed), WHOLE, 0.0)
-    exchange.context.open(sealed[HEADER_BYTES:])
+    exchange.context.open(sealed[header_bytes(sealed) :])
     response = seal_response(exchange, b"an answer")
     assert open_response(client, response) == b"an answer"
     for opener, message in [(stranger, response), (client, response[:-1]), (client, b""), (client, response[:20])]:
@@ -212,7 +217,7 @@ def test_of_two_copies_at_the_same_moment_one_is_taken() -> None:
     both = [receiver.begin(header, CHUNKED, 0.0) for _ in range(2)]
     for exchange in both:
         opener = ChunkOpener(exchange.context)
-        opener.feed(sealed[HEADER_BYTES:])
+        opener.feed(sealed[header_bytes(sealed) :])
         assert opener.close() == b"a request"
     receiver.accept(header, 0.0)
     with pytest.raises(UnsealError):
@@ -220,29 +225,34 @@ def test_of_two_copies_at_the_same_moment_one_is_taken() -> None:
 
 
 def low_order(sealed: bytes) -> bytes:
-    return sealed[:7] + bytes(32) + sealed[HEADER_BYTES:]
+    return sealed[: header_bytes(sealed) - 32] + bytes(32) + sealed[header_bytes(sealed) :]
 
 
 FAILURES: dict[str, Callable[[bytes], bytes]] = {
     "unknown key": lambda sealed: bytes([sealed[0] ^ 1]) + sealed[1:],
     "unknown KEM": lambda sealed: sealed[:1] + b"\x00\x10" + sealed[3:],
+    "the other KEM": lambda sealed: sealed[:1] + (b"\x00\x20" if sealed[1:3] == b"\x64\x7a" else b"\x64\x7a") + sealed[3:],
     "unknown KDF": lambda sealed: sealed[:3] + b"\x00\x09" + sealed[5:],
     "unknown cipher": lambda sealed: sealed[:5] + b"\xff\xff" + sealed[7:],
     "key of low order": low_order,
     "wrong tag": lambda sealed: sealed[:-1] + bytes([sealed[-1] ^ 1]),
     "broken off": lambda sealed: sealed[:-1],
-    "no more than a header": lambda sealed: sealed[:HEADER_BYTES],
-    "less than a header": lambda sealed: sealed[: HEADER_BYTES - 1],
-    "sealed to somebody else": lambda sealed: seal_chunked_request(
-        KeyConfiguration(sealed[0], X25519PrivateKey.generate().public_key().public_bytes_raw()), b"a request"
-    )[0],
+    "no more than a header": lambda sealed: sealed[: header_bytes(sealed)],
+    "less than a header": lambda sealed: sealed[: header_bytes(sealed) - 1],
+    **{
+        f"sealed to somebody else's {kem.name}": lambda sealed, kem=kem: seal_chunked_request(
+            KeyConfiguration(sealed[0], kem.generate().public_bytes(), kem_id=kem.kem_id), b"a request"
+        )[0]
+        for kem in KEMS
+    },
 }
 
 
+@each_kem
 @pytest.mark.parametrize("change", FAILURES.values(), ids=FAILURES.keys())
-def test_every_failure_is_the_same_error_and_says_nothing_about_its_cause(change: Callable[[bytes], bytes]) -> None:
+def test_every_failure_is_the_same_error_and_says_nothing_about_its_cause(change: Callable[[bytes], bytes], kem: Kem) -> None:
     receiver = make_receiver()
-    sealed, _ = seal_chunked_request(configuration_of(receiver), b"a request")
+    sealed, _ = seal_chunked_request(configuration_of(receiver, kem), b"a request")
     with pytest.raises(UnsealError) as failure:
         open_whole(receiver, change(sealed))
     error = failure.value

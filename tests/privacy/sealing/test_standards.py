@@ -32,6 +32,7 @@ from cloister.privacy.sealing import (
 )
 from cloister.privacy.sealing.chunked import ChunkOpener
 from cloister.privacy.sealing.hpke import set_up_receiver, set_up_sender
+from cloister.privacy.sealing.kem import X25519, X25519Key
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 HPKE = json.loads((VECTORS / "hpke/rfc9180-x25519.json").read_text())
@@ -53,7 +54,7 @@ def exchange_of(example: dict[str, str], form: Form) -> tuple[Exchange, bytes]:
     sealed = bytes.fromhex(example["encapsulated_request"])
     header = Header.parse(sealed)
     key = X25519PrivateKey.from_private_bytes(bytes.fromhex(example["gateway_sk"]))
-    context = set_up_receiver(header.enc, key, header.suite, header.info(form))
+    context = set_up_receiver(header.enc, X25519Key(key), header.suite, header.info(form))
     return Exchange(form, header, context), sealed[len(header.encode()) :]
 
 
@@ -67,8 +68,8 @@ def example_key(example: dict[str, str]) -> KeyConfiguration:
 def test_base_mode_vectors_of_rfc_9180_hold_in_both_directions(vector: dict) -> None:
     suite = Suite(int(vector["kdf_id"]), int(vector["aead_id"]))
     info = bytes.fromhex(vector["info"])
-    enc, sender = set_up_sender(bytes.fromhex(vector["pkRm"]), suite, info, bytes.fromhex(vector["skEm"]))
-    receiver = set_up_receiver(enc, private(vector, "skRm"), suite, info)
+    enc, sender = set_up_sender(X25519, bytes.fromhex(vector["pkRm"]), suite, info, bytes.fromhex(vector["skEm"]))
+    receiver = set_up_receiver(enc, X25519Key(private(vector, "skRm")), suite, info)
     assert enc == bytes.fromhex(vector["enc"])
     assert sender.secrets == receiver.secrets
     assert sender.secrets.key == bytes.fromhex(vector["key"])
@@ -121,10 +122,10 @@ def test_the_library_derives_what_rfc_9180_says_in_every_mode(vector: dict) -> N
 def test_another_implementation_opens_what_is_sealed_here_and_the_other_way_round(suite: Suite) -> None:
     key, info = X25519PrivateKey.generate(), b"a label"
     other = OtherSuite(KEM.X25519, KDF.HKDF_SHA256, OTHER_SUITES[suite.aead_id])
-    enc, context = set_up_sender(key.public_key().public_bytes_raw(), suite, info)
+    enc, context = set_up_sender(X25519, key.public_key().public_bytes_raw(), suite, info)
     assert other.decrypt(enc + context.seal(b"from here"), key, info) == b"from here"
     sealed = other.encrypt(b"from there", key.public_key(), info)
-    assert set_up_receiver(sealed[:32], key, suite, info).open(sealed[32:]) == b"from there"
+    assert set_up_receiver(sealed[:32], X25519Key(key), suite, info).open(sealed[32:]) == b"from there"
 
 
 def test_another_implementation_opens_a_sealed_request() -> None:

@@ -20,7 +20,7 @@ from cloister.privacy.transparency.note import Note, Signature, parse_note
 from cloister.privacy.transparency.publisher import Publisher
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.witness import Witness
-from tests.privacy.transparency.world import World, make_evidence, make_release
+from tests.privacy.transparency.world import World, keys_of, make_evidence, make_release
 
 
 @pytest.fixture
@@ -32,12 +32,32 @@ def test_an_epoch_names_the_nodes_by_what_their_evidence_says(world: World) -> N
     documents = tuple(make_evidence(world.release, name=name, capacity=capacity) for name, capacity in (("a", 3), ("b", 1)))
     published = world.publish(evidence=documents)
     nodes = {node.keys: node for node in world.believe(published.bundle).epoch.nodes}
-    assert nodes[b"keys of a"].capacity == 3
-    for document, keys in zip(documents, (b"keys of a", b"keys of b"), strict=True):
+    assert nodes[keys_of("a")].capacity == 3
+    for document, keys in zip(documents, (keys_of("a"), keys_of("b")), strict=True):
         assert nodes[keys].evidence_sha256 == hashlib.sha256(document).hexdigest()
         assert published.evidence[nodes[keys].evidence_sha256] == document
         assert nodes[keys].node_id == hashlib.sha256(keys).hexdigest()
     assert published.left_out == ()
+
+
+def many_nodes(world: World, num_nodes: int) -> tuple[bytes, ...]:
+    return tuple(make_evidence(world.release, name=f"node {number}") for number in range(num_nodes))
+
+
+def test_an_epoch_of_more_nodes_than_fit_with_their_keys_names_the_keys_by_their_digest(world: World) -> None:
+    few, many = (world.publish(evidence=many_nodes(world, num_nodes)) for num_nodes in (30, 200))
+    assert all(node.keys for node in few.epoch.nodes)
+    believed = world.believe(many.bundle)
+    assert len(believed.epoch.nodes) == 200
+    assert {node.keys for node in believed.epoch.nodes} == {b""}
+    assert {node.node_id for node in believed.epoch.nodes} == {
+        hashlib.sha256(keys_of(f"node {number}")).hexdigest() for number in range(200)
+    }
+
+
+def test_an_epoch_of_more_nodes_than_fit_at_all_is_refused(world: World) -> None:
+    with pytest.raises(TransparencyError, match="are the most"):
+        world.publish(evidence=many_nodes(world, 400))
 
 
 def test_an_epoch_ends_with_the_first_keys_that_end(world: World) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from cloister.privacy.attestation.evidence import Statement
 from cloister.privacy.attestation.software import SoftwareAttester
+from cloister.privacy.sealing import KeyRing
 from cloister.privacy.transparency.asking import NearWitness
 from cloister.privacy.transparency.checks import Believed, View, believe, needed_paths
 from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry
@@ -33,6 +35,12 @@ def make_release(number: int = 1, profile: str = "private") -> Release:
     return Release(number=number, version="0.1.0", profile=profile, launch=launch, configuration=configuration, **digests)
 
 
+@cache
+def keys_of(name: str) -> bytes:
+    """Key configurations of a node or gateway, always the same for one name."""
+    return KeyRing(0.0).publish()
+
+
 def make_evidence(release: Release, *, name: str = "node", now: float = NOW, life_s: int = 3600, capacity: int = 1) -> bytes:
     statement = Statement(
         release=release.digest,
@@ -41,7 +49,7 @@ def make_evidence(release: Release, *, name: str = "node", now: float = NOW, lif
         profile_digest=release.profile_digest,
         configuration=release.configuration,
         hardening={},
-        keys=f"keys of {name}".encode(),
+        keys=keys_of(name),
         capacity=capacity,
         not_before=int(now),
         not_after=int(now) + life_s,
@@ -84,7 +92,7 @@ class World:
 
     def contents(self, **changes: object) -> Contents:
         contents = Contents(
-            gateway=GatewayEntry("https://gateway.example", b"gateway keys"),
+            gateway=GatewayEntry("https://gateway.example", keys_of("gateway")),
             issuers=(IssuerEntry("https://issuer.example", b"issuer key", 0),),
             evidence=(make_evidence(self.release, now=self.now),),
             release=self.release.digest,

@@ -18,6 +18,7 @@ from cloister.privacy.sealing import (
     ResponseHead,
     ResponseOpener,
     bucket_bytes,
+    choose_configuration,
     encode_request,
     parse_keys,
     seal_chunked_request,
@@ -47,7 +48,7 @@ class DirectTransport(httpx.AsyncBaseTransport):
         inner = strip_request(request.method, target, fields, await request.aread(), time.time())
         message = encode_request(inner)
         sealed, exchange = seal_chunked_request(
-            parse_keys(await keys.aread())[0], message.ljust(bucket_bytes(len(message)), b"\0")
+            choose_configuration(parse_keys(await keys.aread())), message.ljust(bucket_bytes(len(message)), b"\0")
         )
         reply = await self._pass("POST", NODE_PATH, sealed, request)
         if reply.status_code != 200 or reply.headers.get("content-type") != CHUNKED.response_type:

@@ -144,6 +144,7 @@ class Policy:
         gpu_floor: see `GpuFloor`; None: any that NVIDIA signed for.
         gpu_measurements: reference values by index of the measurement, hex; empty: those that NVIDIA signed (RIM files).
         revocation_max_age_s: how old the newest word on a GPU's certificates may be, seconds.
+        post_quantum: whether X-Wing must be offered, by the gateway too; X25519 alone is refused then.
 
     What is unchecked is refused when `profile` is strict, and told as not proved otherwise.
     """
@@ -162,6 +163,7 @@ class Policy:
     tdx_statuses: frozenset[str] = frozenset({"UpToDate"})
     gpu: bool = False
     gpu_floor: GpuFloor | None = None
+    post_quantum: bool = False
     gpu_measurements: Mapping[int, frozenset[str]] = field(default_factory=dict)
     revocation_max_age_s: Annotated[int, msgspec.Meta(gt=0)] = 86_400
 

@@ -19,12 +19,15 @@ from cloister.privacy.sealing.chunked import (
 from cloister.privacy.sealing.configuration import (
     KEYS_MEDIA_TYPE,
     KeyConfiguration,
+    choose_configuration,
     encode_keys,
     parse_configuration,
     parse_keys,
 )
 from cloister.privacy.sealing.errors import KeyConfigurationError, MessageError, ReplayCacheFullError, UnsealError
-from cloister.privacy.sealing.hpke import ENC_BYTES, SUITES, Context, ContextSecrets, Suite
+from cloister.privacy.sealing.hpke import SUITES, Context, ContextSecrets, Suite
+from cloister.privacy.sealing.kem import X25519, Kem, PrivateKey
+from cloister.privacy.sealing.kems import KEMS
 from cloister.privacy.sealing.keys import (
     GATEWAY_KEY_LIFE_S,
     GATEWAY_KEY_OVERLAP_S,
@@ -47,11 +50,11 @@ from cloister.privacy.sealing.messages import (
 from cloister.privacy.sealing.ohttp import (
     CHUNKED,
     FORMS,
-    HEADER_BYTES,
     WHOLE,
     Exchange,
     Form,
     Header,
+    header_bytes,
     open_response,
     seal_request,
     seal_response,
@@ -59,15 +62,15 @@ from cloister.privacy.sealing.ohttp import (
 from cloister.privacy.sealing.padding import LARGEST_BUCKET_BYTES, bucket_bytes, most_leaked_bits
 from cloister.privacy.sealing.receiver import Receiver
 from cloister.privacy.sealing.replay import ReplayCache
+from cloister.privacy.sealing.xwing import XWING
 
 __all__ = [
     "CHUNKED",
     "DRAFT",
-    "ENC_BYTES",
     "FORMS",
     "GATEWAY_KEY_LIFE_S",
     "GATEWAY_KEY_OVERLAP_S",
-    "HEADER_BYTES",
+    "KEMS",
     "KEYS_MEDIA_TYPE",
     "LARGEST_BUCKET_BYTES",
     "MAX_CHUNK_BYTES",
@@ -76,6 +79,8 @@ __all__ = [
     "NODE_KEY_OVERLAP_S",
     "SUITES",
     "WHOLE",
+    "X25519",
+    "XWING",
     "ChunkOpener",
     "ChunkSealer",
     "Content",
@@ -85,6 +90,7 @@ __all__ = [
     "Fields",
     "Form",
     "Header",
+    "Kem",
     "KeyConfiguration",
     "KeyConfigurationError",
     "KeyRing",
@@ -92,6 +98,7 @@ __all__ = [
     "MessageReader",
     "MessageWriter",
     "Part",
+    "PrivateKey",
     "Receiver",
     "ReplayCache",
     "ReplayCacheFullError",
@@ -107,12 +114,14 @@ __all__ = [
     "Trailers",
     "UnsealError",
     "bucket_bytes",
+    "choose_configuration",
     "decode_request",
     "decode_response",
     "encode_keys",
     "encode_request",
     "encode_response",
     "find_field",
+    "header_bytes",
     "most_leaked_bits",
     "open_response",
     "parse_configuration",

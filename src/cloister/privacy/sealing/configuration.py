@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from cloister.privacy.sealing.errors import KeyConfigurationError
-from cloister.privacy.sealing.hpke import ENC_BYTES, SUITES, X25519, Suite
+from cloister.privacy.sealing.hpke import SUITES, Suite
+from cloister.privacy.sealing.kem import X25519, Kem
+from cloister.privacy.sealing.kems import KEMS, find_kem
 
 KEYS_MEDIA_TYPE: Final = "application/ohttp-keys"
 _HEAD: Final = struct.Struct(">BH")
 _LENGTH: Final = struct.Struct(">H")
 _SUITE: Final = struct.Struct(">HH")
+_NAMES: Final = " or ".join(kem.name for kem in KEMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +25,32 @@ class KeyConfiguration:
 
     Attributes:
         key_id: number from 0 to 255 by which a request names it.
-        public_key: X25519, 32 bytes.
+        public_key: of the KEM, in its length.
         suites: that its holder takes, best first; at least one.
+        kem_id: number of the KEM; one of `KEMS`.
     """
 
     key_id: int
     public_key: bytes
     suites: tuple[Suite, ...] = SUITES
+    kem_id: int = X25519.kem_id
+
+    @property
+    def kem(self) -> Kem:
+        """The mechanism that the key belongs to.
+
+        Raises:
+            KeyConfigurationError: this program does not have it.
+        """
+        kem = find_kem(self.kem_id)
+        if kem is None:
+            raise KeyConfigurationError(f"This program does not have the KEM {self.kem_id:#06x} of the key configuration.")
+        return kem
 
     def encode(self) -> bytes:
         """Returns the configuration without the length that precedes it in a list."""
         suites = b"".join(_SUITE.pack(suite.kdf_id, suite.aead_id) for suite in self.suites)
-        return _HEAD.pack(self.key_id, X25519) + self.public_key + _LENGTH.pack(len(suites)) + suites
+        return _HEAD.pack(self.key_id, self.kem_id) + self.public_key + _LENGTH.pack(len(suites)) + suites
 
     def choose_suite(self) -> Suite:
         """Returns the first of our suites that the holder takes; every client chooses alike, so the choice tells nothing.
@@ -45,6 +62,19 @@ class KeyConfiguration:
             if suite in self.suites:
                 return suite
         raise KeyConfigurationError("The key configuration offers no cipher that this program has.")
+
+
+def choose_configuration(configurations: Iterable[KeyConfiguration]) -> KeyConfiguration:
+    """Returns the configuration to seal to: the first of the best KEM; every client of this release chooses alike.
+
+    Raises:
+        KeyConfigurationError: there is none of a KEM that this program has.
+    """
+    by_kem = {one.kem_id: one for one in reversed(tuple(configurations))}
+    for kem in KEMS:
+        if kem.kem_id in by_kem:
+            return by_kem[kem.kem_id]
+    raise KeyConfigurationError(f"The key configurations offer no key of {_NAMES}.")
 
 
 def encode_keys(configurations: Iterable[KeyConfiguration]) -> bytes:
@@ -69,7 +99,7 @@ def parse_keys(data: bytes) -> tuple[KeyConfiguration, ...]:
         if configuration is not None:
             found.append(configuration)
     if not found:
-        raise KeyConfigurationError("The key configurations offer no key of DHKEM(X25519, HKDF-SHA256).")
+        raise KeyConfigurationError(f"The key configurations offer no key of {_NAMES}.")
     return tuple(found)
 
 
@@ -81,7 +111,7 @@ def parse_configuration(data: bytes) -> KeyConfiguration:
     """
     configuration = _parse(data)
     if configuration is None:
-        raise KeyConfigurationError("The key configuration is not one of DHKEM(X25519, HKDF-SHA256).")
+        raise KeyConfigurationError(f"The key configuration is not one of {_NAMES}.")
     return configuration
 
 
@@ -89,14 +119,16 @@ def _parse(data: bytes) -> KeyConfiguration | None:
     if len(data) < _HEAD.size:
         raise _malformed()
     key_id, kem_id = _HEAD.unpack_from(data)
-    if kem_id != X25519:
+    kem = find_kem(kem_id)
+    if kem is None:
         return None  # how long its public key is, is not known here
-    public_key, rest = data[_HEAD.size : _HEAD.size + ENC_BYTES], data[_HEAD.size + ENC_BYTES :]
+    end = _HEAD.size + kem.public_key_bytes
+    public_key, rest = data[_HEAD.size : end], data[end:]
     length, suites = _take_length(rest)
-    if len(public_key) != ENC_BYTES or length != len(suites) or length % _SUITE.size or not length:
+    if len(public_key) != kem.public_key_bytes or length != len(suites) or length % _SUITE.size or not length:
         raise _malformed()
     known = tuple(suite for pair in _SUITE.iter_unpack(suites) if (suite := Suite(*pair)) in SUITES)
-    return KeyConfiguration(key_id, public_key, known) if known else None
+    return KeyConfiguration(key_id, public_key, known, kem_id) if known else None
 
 
 def _take_length(data: bytes) -> tuple[int, bytes]:

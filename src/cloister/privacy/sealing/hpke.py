@@ -1,4 +1,4 @@
-"""Hybrid public key encryption, RFC 9180, in base mode: key encapsulation and derivation by pyhpke, contexts of our own.
+"""Hybrid public key encryption, RFC 9180, in base mode: key derivation by pyhpke, contexts of our own.
 
 A context is what a request is opened with. Its `ContextSecrets` are plain bytes of one request, so that a process that holds
 the private key can hand them to one that reads the content.
@@ -7,20 +7,17 @@ the private key can hand them to one that reads the content.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final, Protocol
 
-import pyhpke
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from pyhpke import AEADId, CipherSuite, KDFId, KEMId, KEMKeyPair
+from pyhpke import AEADId, KDFId
+from pyhpke.aead import AEAD
 from pyhpke.kdf import KDF
 
 from cloister.privacy.sealing.errors import UnsealError
+from cloister.privacy.sealing.kem import SHARED_SECRET_BYTES, Kem, PrivateKey
 
-X25519: Final = KEMId.DHKEM_X25519_HKDF_SHA256.value
-ENC_BYTES: Final = 32
-"""Length of an encapsulated key, and of a public key (Nenc and Npk of DHKEM(X25519))."""
 TAG_BYTES: Final = 16
 """By how much each of the ciphers here lengthens what it seals (Nt)."""
 NONCE_BYTES: Final = 12
@@ -30,25 +27,19 @@ _MODE_BASE: Final = b"\x00"
 
 @dataclass(frozen=True)
 class Suite:
-    """What is used with DHKEM(X25519, HKDF-SHA256): a key derivation and a cipher, by their numbers in RFC 9180, section 7."""
+    """What is used with a KEM: a key derivation and a cipher, by their numbers in RFC 9180, section 7."""
 
     kdf_id: int
     aead_id: int
 
     @cached_property
-    def parts(self) -> CipherSuite:
-        return CipherSuite.new(KEMId(X25519), KDFId(self.kdf_id), AEADId(self.aead_id))
-
-    @cached_property
-    def kdf(self) -> KDF:
-        """The key derivation, bound to the names of all three algorithms."""
-        suite_id = b"HPKE" + b"".join(number.to_bytes(2, "big") for number in (X25519, self.kdf_id, self.aead_id))
-        return KDF(KDFId(self.kdf_id), suite_id)
+    def aead(self) -> AEAD:
+        return AEAD(AEADId(self.aead_id))
 
     @property
     def key_bytes(self) -> int:
         """Nk."""
-        return self.parts.aead.key_size
+        return self.aead.key_size
 
     @property
     def secret_bytes(self) -> int:
@@ -68,18 +59,20 @@ class ContextSecrets:
     """What the key schedule gives (RFC 9180, section 5.1).
 
     Attributes:
+        kem_id, suite: the three algorithms, to whose names all that is derived is bound.
         key: of the cipher, `suite.key_bytes`.
         base_nonce: `NONCE_BYTES`.
         exporter: from which further secrets of this context are derived.
     """
 
+    kem_id: int
     suite: Suite
     key: bytes
     base_nonce: bytes
     exporter: bytes
 
     def __repr__(self) -> str:
-        return f"ContextSecrets({self.suite})"
+        return f"ContextSecrets({self.kem_id:#06x}, {self.suite})"
 
 
 class Cipher(Protocol):
@@ -136,63 +129,60 @@ class Context(Sequence):
 
     def export(self, label: bytes, length: int) -> bytes:
         """Returns `length` bytes that both sides can derive (RFC 9180, section 5.3)."""
-        return self.secrets.suite.kdf.labeled_expand(self.secrets.exporter, b"sec", label, length)
+        return kdf_of(self.secrets.kem_id, self.secrets.suite).labeled_expand(self.secrets.exporter, b"sec", label, length)
 
 
 def new_cipher(suite: Suite, key: bytes) -> Cipher:
     """Returns the suite's cipher with a key."""
-    return suite.parts.aead.import_key(key)
+    return suite.aead.import_key(key)
 
 
-def set_up_sender(public_key: bytes, suite: Suite, info: bytes, ephemeral: bytes | None = None) -> tuple[bytes, Context]:
+@lru_cache(maxsize=64)
+def kdf_of(kem_id: int, suite: Suite) -> KDF:
+    """Returns the key derivation, bound to the names of all three algorithms."""
+    suite_id = b"HPKE" + b"".join(number.to_bytes(2, "big") for number in (kem_id, suite.kdf_id, suite.aead_id))
+    return KDF(KDFId(suite.kdf_id), suite_id)
+
+
+def set_up_sender(
+    kem: Kem, public_key: bytes, suite: Suite, info: bytes, ephemeral: bytes | None = None
+) -> tuple[bytes, Context]:
     """Returns an encapsulated key and the context that seals for the holder of `public_key` (SetupBaseS).
 
     Args:
-        public_key: X25519, `ENC_BYTES`.
+        public_key: of `kem`, `kem.public_key_bytes`.
         ephemeral: private key to encapsulate with; for official examples only, None draws one.
 
     Raises:
         ValueError: the public key is none, or of low order.
     """
-    kem = suite.parts.kem
-    pair = None if ephemeral is None else _pair_of(ephemeral)
-    shared_secret, enc = kem.encap(kem.deserialize_public_key(public_key), eks=pair)
-    return enc, Context(derive_secrets(suite, shared_secret, info))
+    shared_secret, enc = kem.encapsulate(public_key, ephemeral)
+    return enc, Context(derive_secrets(kem.kem_id, suite, shared_secret, info))
 
 
-def set_up_receiver(enc: bytes, private_key: X25519PrivateKey, suite: Suite, info: bytes) -> Context:
+def set_up_receiver(enc: bytes, private_key: PrivateKey, suite: Suite, info: bytes) -> Context:
     """Returns the context that opens what was sealed with the encapsulated key `enc` (SetupBaseR).
 
     Raises:
-        UnsealError: `enc` is no public key, or one of low order.
+        UnsealError: `enc` is no encapsulated key, or one of low order.
     """
-    key = pyhpke.KEMKey.from_pyca_cryptography_key(private_key)
-    try:
-        shared_secret = suite.parts.kem.decap(enc, key)
-    except ValueError:
-        raise UnsealError from None
-    return Context(derive_secrets(suite, shared_secret, info))
+    return Context(derive_secrets(private_key.kem_id, suite, private_key.decapsulate(enc), info))
 
 
-def derive_decoy(suite: Suite, secret: bytes, enc: bytes) -> bytes:
+def derive_decoy(kem_id: int, suite: Suite, secret: bytes, enc: bytes) -> bytes:
     """Returns a shared secret that nobody has, in the time that the step after a key exchange takes."""
-    return suite.kdf.extract_and_expand(b"", secret, enc, ENC_BYTES)
+    return kdf_of(kem_id, suite).extract_and_expand(b"", secret, enc, SHARED_SECRET_BYTES)
 
 
-def derive_secrets(suite: Suite, shared_secret: bytes, info: bytes) -> ContextSecrets:
+def derive_secrets(kem_id: int, suite: Suite, shared_secret: bytes, info: bytes) -> ContextSecrets:
     """KeySchedule without a pre-shared key (RFC 9180, section 5.1)."""
-    kdf = suite.kdf
+    kdf = kdf_of(kem_id, suite)
     context = _MODE_BASE + kdf.labeled_extract(b"", b"psk_id_hash", b"") + kdf.labeled_extract(b"", b"info_hash", info)
     secret = kdf.labeled_extract(shared_secret, b"secret", b"")
     return ContextSecrets(
+        kem_id,
         suite,
         key=kdf.labeled_expand(secret, b"key", context, suite.key_bytes),
         base_nonce=kdf.labeled_expand(secret, b"base_nonce", context, NONCE_BYTES),
         exporter=kdf.labeled_expand(secret, b"exp", context, kdf.digest_size),
     )
-
-
-def _pair_of(private_bytes: bytes) -> KEMKeyPair:
-    private_key = X25519PrivateKey.from_private_bytes(private_bytes)
-    to_key = pyhpke.KEMKey.from_pyca_cryptography_key
-    return KEMKeyPair(to_key(private_key), to_key(private_key.public_key()))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-
 from cloister.privacy.sealing.configuration import KeyConfiguration, encode_keys
 from cloister.privacy.sealing.hpke import SUITES, Suite
+from cloister.privacy.sealing.kem import Kem, PrivateKey
+from cloister.privacy.sealing.kems import KEMS
 from cloister.types.errors import ConfigError
 
 NODE_KEY_LIFE_S: Final = 3600.0
@@ -33,7 +34,7 @@ class SealingKey:
     """
 
     configuration: KeyConfiguration
-    private_key: X25519PrivateKey
+    private_key: PrivateKey
     created_s: float
     expires_s: float
 
@@ -42,66 +43,85 @@ class SealingKey:
 
     @classmethod
     def generate(
-        cls, key_id: int, *, created_s: float = 0.0, expires_s: float = math.inf, suites: tuple[Suite, ...] = SUITES
+        cls, key_id: int, kem: Kem, *, created_s: float = 0.0, expires_s: float = math.inf, suites: tuple[Suite, ...] = SUITES
     ) -> SealingKey:
         """Draws a new key."""
-        private_key = X25519PrivateKey.generate()
-        return cls(
-            KeyConfiguration(key_id, private_key.public_key().public_bytes_raw(), suites), private_key, created_s, expires_s
-        )
+        private_key = kem.generate()
+        configuration = KeyConfiguration(key_id, private_key.public_bytes(), suites, kem.kem_id)
+        return cls(configuration, private_key, created_s, expires_s)
 
 
 class KeyRing:
-    """The keys of one receiver: a current one, and for `overlap_s` the one before it, which is then destroyed.
+    """The keys of one receiver: current ones, one for each KEM, and for `overlap_s` those before them, then destroyed.
 
     A key lives `life_s` in all: it is current for `life_s - overlap_s`, and goes on opening requests of clients that have not
     seen the next one yet for `overlap_s`.
 
     Args:
         now_s: any clock that never goes back; all other times are of the same clock.
+        kems: what is offered, best first.
     """
 
-    def __init__(self, now_s: float, *, life_s: float = NODE_KEY_LIFE_S, overlap_s: float = NODE_KEY_OVERLAP_S) -> None:
+    def __init__(
+        self,
+        now_s: float,
+        *,
+        life_s: float = NODE_KEY_LIFE_S,
+        overlap_s: float = NODE_KEY_OVERLAP_S,
+        kems: Sequence[Kem] = KEMS,
+    ) -> None:
         if not 0 <= overlap_s < life_s:
             raise ConfigError("A key's overlap must be shorter than its life.")
         self.life_s = life_s
         self.overlap_s = overlap_s
-        self._keys = [self._draw(secrets.randbelow(256), now_s)]
+        self._kems = tuple(kems)
+        self._generations = [self._draw(secrets.randbelow(256), now_s)]
 
     @property
     def current(self) -> SealingKey:
-        """The newest key; clients seal to it."""
-        return self._keys[-1]
+        """The newest key of the best KEM, to which clients seal that have it."""
+        return self._generations[-1][0]
+
+    @property
+    def configurations(self) -> tuple[KeyConfiguration, ...]:
+        """The newest key of each KEM, best first."""
+        return tuple(key.configuration for key in self._generations[-1])
 
     @property
     def num_keys(self) -> int:
-        """How many keys there are at this moment."""
-        return len(self._keys)
+        """How many keys of each KEM there are at this moment."""
+        return len(self._generations)
 
     @property
     def next_change_s(self) -> float:
         """When `rotate` next has something to do."""
-        return min(self._keys[0].expires_s, self.current.expires_s - self.overlap_s)
+        return min(self._generations[0][0].expires_s, self.current.expires_s - self.overlap_s)
 
     def rotate(self, now_s: float) -> bool:
-        """Replaces the current key when its time has come and drops what has expired; says whether it drew a new one."""
+        """Replaces the current keys when their time has come and drops what has expired; says whether it drew new ones."""
         is_due = now_s >= self.current.expires_s - self.overlap_s
         if is_due:
-            self._keys.append(self._draw((self.current.configuration.key_id + 1) % 256, now_s))
-        self._keys = [key for key in self._keys if now_s < key.expires_s]
+            last_id = self._generations[-1][-1].configuration.key_id
+            self._generations.append(self._draw(last_id + 1, now_s))
+        self._generations = [keys for keys in self._generations if now_s < keys[0].expires_s]
         return is_due
 
     def find(self, key_id: int, now_s: float) -> SealingKey | None:
         """Returns the key of that number, unless it has expired."""
-        return next((key for key in self._keys if key.configuration.key_id == key_id and now_s < key.expires_s), None)
+        keys = (key for keys in self._generations for key in keys)
+        return next((key for key in keys if key.configuration.key_id == key_id and now_s < key.expires_s), None)
 
     def publish(self) -> bytes:
-        """Returns the current key as `application/ohttp-keys`."""
-        return encode_keys([self.current.configuration])
+        """Returns the current keys as `application/ohttp-keys`, the best first; who does not know its KEM takes another."""
+        return encode_keys(self.configurations)
 
     def destroy(self) -> None:
         """Drops every key: nothing is opened any more."""
-        self._keys.clear()
+        self._generations.clear()
 
-    def _draw(self, key_id: int, now_s: float) -> SealingKey:
-        return SealingKey.generate(key_id, created_s=now_s, expires_s=now_s + self.life_s)
+    def _draw(self, first_id: int, now_s: float) -> tuple[SealingKey, ...]:
+        ends_s = now_s + self.life_s
+        return tuple(
+            SealingKey.generate((first_id + place) % 256, kem, created_s=now_s, expires_s=ends_s)
+            for place, kem in enumerate(self._kems)
+        )

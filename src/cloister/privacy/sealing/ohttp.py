@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import secrets
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cloister.privacy.sealing.configuration import KeyConfiguration
 from cloister.privacy.sealing.errors import UnsealError
-from cloister.privacy.sealing.hpke import ENC_BYTES, NONCE_BYTES, X25519, Context, Sequence, Suite, new_cipher, set_up_sender
+from cloister.privacy.sealing.hpke import NONCE_BYTES, Context, Sequence, Suite, kdf_of, new_cipher, set_up_sender
+from cloister.privacy.sealing.kem import X25519
+from cloister.privacy.sealing.kems import find_kem
 
 _NUMBERS: Final = struct.Struct(">BHHH")
-HEADER_BYTES: Final = _NUMBERS.size + ENC_BYTES
-"""Length of what a request begins with in the clear: numbers of key and algorithms, encapsulated key."""
+NUMBERS_BYTES: Final = _NUMBERS.size
+"""Length of the numbers of key and algorithms, which a request begins with; the encapsulated key follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +55,16 @@ class Header:
 
     @classmethod
     def parse(cls, data: bytes) -> Header:
-        """Reads the first `HEADER_BYTES` of a request. Says nothing about whether anybody has the key.
+        """Reads the first `header_bytes` of a request. Says nothing about whether anybody has the key.
 
         Raises:
             UnsealError: there are fewer.
         """
-        if len(data) < HEADER_BYTES:
+        num_bytes = header_bytes(data)
+        if len(data) < num_bytes:
             raise UnsealError
         key_id, kem_id, kdf_id, aead_id = _NUMBERS.unpack_from(data)
-        return cls(key_id, kem_id, Suite(kdf_id, aead_id), bytes(data[_NUMBERS.size : HEADER_BYTES]))
+        return cls(key_id, kem_id, Suite(kdf_id, aead_id), bytes(data[_NUMBERS.size : num_bytes]))
 
     @property
     def numbers(self) -> bytes:
@@ -73,6 +76,18 @@ class Header:
     def info(self, form: Form) -> bytes:
         """Returns what the request's keys are bound to (section 4.3)."""
         return form.request_label + b"\0" + self.numbers
+
+
+def header_bytes(start: bytes | bytearray) -> int:
+    """Returns the length of the header of a request that begins with `start`: at least the number of the KEM tells.
+
+    While that number is not there yet, it is the length of the numbers. A KEM that is not known here counts as X25519: such a
+    request is refused as one with an unknown key is.
+    """
+    if len(start) < NUMBERS_BYTES:
+        return NUMBERS_BYTES
+    kem = find_kem(_NUMBERS.unpack_from(start)[1]) or X25519
+    return NUMBERS_BYTES + kem.enc_bytes
 
 
 class Exchange:
@@ -98,7 +113,7 @@ class Exchange:
         """Returns what seals or opens the response that begins with `nonce` (section 4.4)."""
         suite = self.context.secrets.suite
         secret = self.context.export(self.form.response_label, suite.secret_bytes)
-        kdf = suite.kdf
+        kdf = kdf_of(self.context.secrets.kem_id, suite)
         prk = kdf.extract(self.header.enc + nonce, secret)
         return Sequence(new_cipher(suite, kdf.expand(prk, b"key", suite.key_bytes)), kdf.expand(prk, b"nonce", NONCE_BYTES))
 
@@ -117,12 +132,12 @@ def begin_request(
 
     Raises:
         KeyConfigurationError: the holder offers no suite of ours.
-        ValueError: the configuration's public key is of low order.
+        ValueError: the configuration's public key is none, or of low order.
     """
     suite = suite or configuration.choose_suite()
-    bare = Header(configuration.key_id, X25519, suite, b"")
-    enc, context = set_up_sender(configuration.public_key, suite, bare.info(form), ephemeral)
-    return Exchange(form, Header(bare.key_id, X25519, suite, enc), context)
+    bare = Header(configuration.key_id, configuration.kem_id, suite, b"")
+    enc, context = set_up_sender(configuration.kem, configuration.public_key, suite, bare.info(form), ephemeral)
+    return Exchange(form, replace(bare, enc=enc), context)
 
 
 def seal_request(

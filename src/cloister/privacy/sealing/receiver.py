@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import secrets
 
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-
 from cloister.privacy.sealing.errors import UnsealError
 from cloister.privacy.sealing.hpke import (
-    ENC_BYTES,
     HKDF_SHA256_AES_128_GCM,
     SUITES,
-    X25519,
     Context,
     derive_decoy,
     derive_secrets,
     set_up_receiver,
 )
+from cloister.privacy.sealing.kem import SHARED_SECRET_BYTES, X25519, PrivateKey
+from cloister.privacy.sealing.kems import KEMS
 from cloister.privacy.sealing.keys import KeyRing
 from cloister.privacy.sealing.ohttp import Exchange, Form, Header
 from cloister.privacy.sealing.replay import ReplayCache
@@ -27,15 +25,15 @@ class Receiver:
 
     `begin` gives a context for every header there is: for one that names an unknown key, was opened before, or is malformed, a
     context of a key that nobody seals to. So each failure shows in the same place, when the first chunk does not open, and
-    takes as long. `accept` is to be called when the first chunk has opened: only then is the request known to be more than
-    noise, which must not fill the cache.
+    takes as long as any other of its KEM, whose number its sender wrote. `accept` is to be called when the first chunk has
+    opened: only then is the request known to be more than noise, which must not fill the cache.
     """
 
     def __init__(self, ring: KeyRing, replays: ReplayCache) -> None:
         self.ring = ring
         self._replays = replays
-        self._decoy = X25519PrivateKey.generate()
-        self._decoy_secret = secrets.token_bytes(ENC_BYTES)
+        self._decoys = {kem.kem_id: kem.generate() for kem in KEMS}
+        self._decoy_secret = secrets.token_bytes(SHARED_SECRET_BYTES)
 
     def begin(self, header: Header, form: Form, now_s: float) -> Exchange:
         """Returns the exchange that opens the request with this header, if any does.
@@ -47,13 +45,14 @@ class Receiver:
         self._replays.check_room(now_s)
         key = self.ring.find(header.key_id, now_s)
         suites = key.configuration.suites if key is not None else SUITES
+        decoy = self._decoys.get(header.kem_id, self._decoys[X25519.kem_id])
         checks = (  # all of them, whichever fails
             key is not None,
-            header.kem_id == X25519,
+            key is not None and header.kem_id == key.configuration.kem_id,
             header.suite in suites,
             not self._replays.has_seen(header.enc, now_s),
         )
-        private_key = key.private_key if key is not None and all(checks) else self._decoy
+        private_key = key.private_key if key is not None and all(checks) else decoy
         return Exchange(form, header, self._context(header, private_key, form))
 
     def accept(self, header: Header, now_s: float) -> None:
@@ -65,9 +64,11 @@ class Receiver:
         """
         self._replays.remember(header.enc, now_s)
 
-    def _context(self, header: Header, private_key: X25519PrivateKey, form: Form) -> Context:
+    def _context(self, header: Header, private_key: PrivateKey, form: Form) -> Context:
         suite = header.suite if header.suite in SUITES else HKDF_SHA256_AES_128_GCM
         try:
             return set_up_receiver(header.enc, private_key, suite, header.info(form))
         except UnsealError:  # the point is of low order, which its sender knows; it takes as long all the same
-            return Context(derive_secrets(suite, derive_decoy(suite, self._decoy_secret, header.enc), header.info(form)))
+            kem_id = private_key.kem_id
+            decoy = derive_decoy(kem_id, suite, self._decoy_secret, header.enc)
+            return Context(derive_secrets(kem_id, suite, decoy, header.info(form)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from typing import Final
 
@@ -13,6 +14,8 @@ DEFAULT_CAPACITY: Final = 1_000_000
 
 class ReplayCache:
     """Remembers encapsulated keys: each is drawn anew for each message, so one that comes again is a copy (RFC 9458, 6.5.1).
+
+    It keeps their SHA-256: those of X-Wing have 1,120 bytes.
 
     Args:
         window_s: how long a message could be accepted after it was first seen; it is remembered as long.
@@ -31,7 +34,7 @@ class ReplayCache:
     def has_seen(self, enc: bytes, now_s: float) -> bool:
         """Says whether a message with this encapsulated key was opened within the window."""
         self._expire(now_s)
-        return enc in self._seen_s
+        return _digest(enc) in self._seen_s
 
     def check_room(self, now_s: float) -> None:
         """Raises `ReplayCacheFullError` when no further message could be remembered."""
@@ -49,11 +52,15 @@ class ReplayCache:
         if self.has_seen(enc, now_s):
             raise UnsealError
         self.check_room(now_s)
-        self._seen_s[enc] = now_s
+        self._seen_s[_digest(enc)] = now_s
 
     def _expire(self, now_s: float) -> None:
         while self._seen_s:
-            enc, seen_s = next(iter(self._seen_s.items()))
+            digest, seen_s = next(iter(self._seen_s.items()))
             if now_s - seen_s <= self._window_s:
                 return
-            del self._seen_s[enc]
+            del self._seen_s[digest]
+
+
+def _digest(enc: bytes) -> bytes:
+    return hashlib.sha256(enc).digest()

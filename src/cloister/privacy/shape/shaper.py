@@ -76,10 +76,7 @@ class Shaper:
         if not self._pieces and not self._shape.constant:
             self._tick = max(math.floor(now_s / self._shape.tick_s), self._tick - 1) + 1
         data, self._head = self._head + data, b""
-        if last and not self._has_written and not self._shape.constant:
-            self._make_whole(data)
-        else:
-            self._pieces.extend(_split_events(data))
+        self._queue(data, last=last)
         self._has_written = True
         if last:
             self._closing = ENDS
@@ -95,15 +92,29 @@ class Shaper:
         due_s = self.due_s
         if due_s is None or now_s < due_s:
             return None
-        payload, flags = self._take_payload(), 0
-        if self._closing and not self._pieces and self._num_wanted is None:
-            flags = self._closing
+        data = self._next_frame()
+        if self._is_done() and self._num_wanted is None:
             self._num_wanted = self._count_wanted(self._num_sent + 1)
-        data = encode_frame(payload, self._frame_bytes, first=self._num_sent == 0, flags=flags)
         self._num_sent += 1
         if not self._num_whole:
             self._tick = max(math.floor(now_s / self._shape.tick_s), self._tick) + 1
         return Frame(data, self.is_over)
+
+    def _queue(self, data: bytes, *, last: bool) -> None:
+        """Takes in what was written, in pieces that frames are made of."""
+        if last and not self._has_written and not self._shape.constant:
+            self._make_whole(data)
+        else:
+            self._pieces.extend(_split_events(data))
+
+    def _next_frame(self) -> bytes:
+        """Returns the next frame, of `_frame_bytes`, whether or not there is something to say."""
+        payload = self._take_payload()
+        flags = self._closing if self._is_done() and self._num_wanted is None else 0
+        return encode_frame(payload, self._frame_bytes, first=self._num_sent == 0, flags=flags)
+
+    def _is_done(self) -> bool:
+        return bool(self._closing) and not self._pieces
 
     def _take_payload(self) -> bytes:
         if not self._pieces:

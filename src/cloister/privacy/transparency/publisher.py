@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from cloister.privacy.attestation.evidence import read_evidence, read_statement
 from cloister.privacy.transparency.bundle import EpochBundle, encode_bundle
 from cloister.privacy.transparency.epoch import (
@@ -155,7 +157,16 @@ class Publisher:
             return Published(encode_bundle(bundle), epoch, evidence, tuple(left_out))
 
     async def _append(self, contents: Contents, nodes: list[NodeEntry], begin: int, until: int) -> _Waiting:
-        epoch = build_epoch(
+        try:
+            epoch = self._build(contents, nodes, begin, until)
+        except TransparencyError as error:
+            if error.reason is not Reason.TOO_LARGE:
+                raise
+            epoch = self._build(contents, [msgspec.structs.replace(node, keys=b"") for node in nodes], begin, until)
+        return _Waiting(contents, epoch, await asyncio.to_thread(self._log.append, [epoch_leaf(epoch)]))
+
+    def _build(self, contents: Contents, nodes: list[NodeEntry], begin: int, until: int) -> Epoch:
+        return build_epoch(
             number=self._history.epoch.epoch + 1 if self._history.epoch else 1,
             not_before=begin,
             not_after=until,
@@ -166,7 +177,6 @@ class Publisher:
             profile=contents.profile,
             witnesses=[str(witness) for witness in self._trust.witnesses],
         )
-        return _Waiting(contents, epoch, await asyncio.to_thread(self._log.append, [epoch_leaf(epoch)]))
 
     def _still_serves(self, waiting: _Waiting, contents: Contents, now: float) -> bool:
         is_newest = waiting.appended.checkpoint.size == self._history.size

@@ -34,7 +34,8 @@ class RemoteUnsealer:
     async def begin(self, header: Header, form: Form) -> Exchange:
         answer = await self._ask(Question("begin", header.encode(), form.request_type))
         suite = Suite(answer.kdf_id, answer.aead_id)
-        return Exchange(form, header, Context(ContextSecrets(suite, answer.key, answer.base_nonce, answer.exporter)))
+        secrets = ContextSecrets(answer.kem_id, suite, answer.key, answer.base_nonce, answer.exporter)
+        return Exchange(form, header, Context(secrets))
 
     async def accept(self, header: Header) -> None:
         await self._ask(Question("accept", header.encode()))

@@ -83,6 +83,7 @@ class Answer(msgspec.Struct, frozen=True):
     key: bytes = b""
     base_nonce: bytes = b""
     exporter: bytes = b""
+    kem_id: int = 0
     kdf_id: int = 0
     aead_id: int = 0
 
@@ -122,6 +123,7 @@ class Sealer:
                         key=secrets.key,
                         base_nonce=secrets.base_nonce,
                         exporter=secrets.exporter,
+                        kem_id=secrets.kem_id,
                         kdf_id=suite.kdf_id,
                         aead_id=suite.aead_id,
                     )
@@ -185,10 +187,10 @@ def serve(control: socket.socket, sealer: Sealer) -> None:
 def _rehearse(boot: SealerBoot) -> None:
     """Does once what requests will ask, with keys that are dropped, so that all code for it is loaded."""
     sealer = Sealer(boot)
-    configuration = parse_keys(sealer.answer(Question("publish")).keys)[0]
-    header = begin_request(configuration, CHUNKED).header.encode()
-    for what in ("begin", "accept"):
-        sealer.answer(Question(what, header, CHUNKED.request_type))
+    for configuration in parse_keys(sealer.answer(Question("publish")).keys):
+        header = begin_request(configuration, CHUNKED).header.encode()
+        for what in ("begin", "accept"):
+            sealer.answer(Question(what, header, CHUNKED.request_type))
 
 
 def main(descriptor: int) -> int:
