@@ -15,7 +15,7 @@ from rich.table import Table
 from cloister.privacy import PROFILING_THREAT, RUNTIME_ADAPTERS_THREAT, Entry, Profile, Ruling, Verdict, gather
 from cloister.privacy.catalogue import rows_in_build
 from cloister.privacy.document import show_letters, to_data, to_markdown
-from cloister.privacy.features import judged_apart
+from cloister.privacy.features import RECEIPT_THREAT, judged_apart
 from cloister.privacy.matrix import ROWS, row_of
 from cloister.privacy.shape import SHAPING_THREAT
 
@@ -65,6 +65,7 @@ def list_entries() -> tuple[Entry, ...]:
         "adapters at run time": RUNTIME_ADAPTERS_THREAT,
         "shaped streams": SHAPING_THREAT,
         "draw of nodes": DRAW_THREAT,
+        "receipts": RECEIPT_THREAT,
     }
     return gather((BACKENDS, POLICIES, DRAFTERS), declared)
 

@@ -11,6 +11,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Final
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from cloister.privacy.sealing.configuration import KeyConfiguration, encode_keys
@@ -19,6 +20,8 @@ from cloister.types.errors import ConfigError
 
 NODE_KEY_LIFE_S: Final = 3600.0
 NODE_KEY_OVERLAP_S: Final = 900.0
+RECEIPT_GRACE_S: Final = 600.0
+"""How long after a key the key of its receipts ends: an answer may outlast the key that opened its request by as much."""
 GATEWAY_KEY_LIFE_S: Final = 24 * 3600.0
 GATEWAY_KEY_OVERLAP_S: Final = 3600.0
 
@@ -66,6 +69,7 @@ class KeyRing:
             raise ConfigError("A key's overlap must be shorter than its life.")
         self.life_s = life_s
         self.overlap_s = overlap_s
+        self._receipt_keys: dict[int, tuple[Ed25519PrivateKey, float]] = {}
         self._keys = [self._draw(secrets.randbelow(256), now_s)]
 
     @property
@@ -81,7 +85,8 @@ class KeyRing:
     @property
     def next_change_s(self) -> float:
         """When `rotate` next has something to do."""
-        return min(self._keys[0].expires_s, self.current.expires_s - self.overlap_s)
+        ends_s = [end_s for _, end_s in self._receipt_keys.values()]
+        return min(self._keys[0].expires_s, self.current.expires_s - self.overlap_s, *ends_s)
 
     def rotate(self, now_s: float) -> bool:
         """Replaces the current key when its time has come and drops what has expired; says whether it drew a new one."""
@@ -89,6 +94,7 @@ class KeyRing:
         if is_due:
             self._keys.append(self._draw((self.current.configuration.key_id + 1) % 256, now_s))
         self._keys = [key for key in self._keys if now_s < key.expires_s]
+        self._receipt_keys = {key_id: kept for key_id, kept in self._receipt_keys.items() if now_s < kept[1]}
         return is_due
 
     def find(self, key_id: int, now_s: float) -> SealingKey | None:
@@ -99,9 +105,21 @@ class KeyRing:
         """Returns the current key as `application/ohttp-keys`."""
         return encode_keys([self.current.configuration])
 
+    def find_receipt_key(self, key_id: int, now_s: float) -> Ed25519PrivateKey | None:
+        """Returns the key that signs receipts of requests that the key of that number opened, unless it has ended too."""
+        key, end_s = self._receipt_keys.get(key_id, (None, now_s))
+        return key if now_s < end_s else None
+
+    def publish_receipt_key(self) -> bytes:
+        """Returns the public key that checks receipts of requests sealed to the current key, Ed25519, 32 bytes."""
+        key, _ = self._receipt_keys[self.current.configuration.key_id]
+        return key.public_key().public_bytes_raw()
+
     def destroy(self) -> None:
-        """Drops every key: nothing is opened any more."""
+        """Drops every key: nothing is opened or signed any more."""
         self._keys.clear()
+        self._receipt_keys.clear()
 
     def _draw(self, key_id: int, now_s: float) -> SealingKey:
+        self._receipt_keys[key_id] = Ed25519PrivateKey.generate(), now_s + self.life_s + RECEIPT_GRACE_S
         return SealingKey.generate(key_id, created_s=now_s, expires_s=now_s + self.life_s)

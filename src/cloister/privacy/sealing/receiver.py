@@ -65,6 +65,17 @@ class Receiver:
         """
         self._replays.remember(header.enc, now_s)
 
+    def sign(self, header: Header, message: bytes, now_s: float) -> bytes:
+        """Signs the receipt of a request that was taken in, with the receipt key beside the one it was sealed to (Ed25519).
+
+        Raises:
+            UnsealError: no such request was taken in, or its key is gone.
+        """
+        key = self.ring.find_receipt_key(header.key_id, now_s)
+        if key is None or not self._replays.has_seen(header.enc, now_s):
+            raise UnsealError
+        return key.sign(message)
+
     def _context(self, header: Header, private_key: X25519PrivateKey, form: Form) -> Context:
         suite = header.suite if header.suite in SUITES else HKDF_SHA256_AES_128_GCM
         try:
