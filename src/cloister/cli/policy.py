@@ -17,6 +17,7 @@ from cloister.privacy.catalogue import rows_in_build
 from cloister.privacy.document import show_letters, to_data, to_markdown
 from cloister.privacy.features import RECEIPT_THREAT, judged_apart
 from cloister.privacy.matrix import ROWS, row_of
+from cloister.privacy.noisy_windows import WINDOWS_THREAT
 from cloister.privacy.shape import SHAPING_THREAT
 
 app = typer.Typer(help="What each privacy profile allows, mitigates and refuses.", no_args_is_help=True)
@@ -66,6 +67,7 @@ def list_entries() -> tuple[Entry, ...]:
         "shaped streams": SHAPING_THREAT,
         "draw of nodes": DRAW_THREAT,
         "receipts": RECEIPT_THREAT,
+        "metrics of sealed nodes": WINDOWS_THREAT,
     }
     return gather((BACKENDS, POLICIES, DRAFTERS), declared)
 

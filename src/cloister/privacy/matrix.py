@@ -81,7 +81,10 @@ _CLASS = mitigate("the class is the credential's; content and the client's wishe
 _PUBLIC_CLASS = mitigate("the class is the credential's public class, and the engine sees no other mark of who asks")
 _PUBLIC_TRAINING = mitigate("trained on public data only; nothing is learned from prompts")
 _RANDOM_FLIP = mitigate("flips are drawn at random and logged as counts")
-_COUNTS = mitigate("counts on the allow-list only, shown anew once a threshold of further requests has ended")
+_COUNTS = mitigate(
+    "counts on the allow-list only, shown anew once a threshold of further requests has ended; on a sealed node counts by the "
+    "minute, with noise in each and none of few"
+)
 _REQUEST_STATE = mitigate("state per request, a datastore of public text, or differential privacy")
 _DRAFTS_DIE = "drafts live no longer than their request"
 _RECEIPT = mitigate("only for who asks, sealed to the client; salted digests, and no time but the epoch's hour")
