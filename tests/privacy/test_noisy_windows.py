@@ -111,6 +111,7 @@ def test_a_minute_is_shown_for_one_minute_and_nothing_adds_up() -> None:
     again = windows.last(MINUTE + 180)
     assert again is not None
     assert again.counts[0] < 600
+    fill(windows, 500, MINUTE + 180)
     assert windows.last(MINUTE + 300) is None
 
 

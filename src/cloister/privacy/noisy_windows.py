@@ -2,8 +2,8 @@
 randomness are arguments.
 
 Each request counts in one cell of one window, and every window gets noise of its own once, so whoever reads all windows for
-ever has seen each request once. With noise n of probability 2^-|n| / 3 (the two-sided geometric mechanism of Ghosh, Roughgarden and
-Sundararajan 2009) in every cell, whether a request was there at most doubles the probability of anything that is shown
+ever has seen each request once. With noise n of probability 2^-|n| / 3 (the two-sided geometric mechanism of Ghosh, Roughgarden
+and Sundararajan 2009) in every cell, whether a request was there at most doubles the probability of anything that is shown
 (differential privacy with epsilon = ln 2), and in which cell it was at most quadruples it. No knowledge of all other requests
 helps.
 """
