@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.client.receipt_folder import ReceiptFolder
 from cloister.client.verify_receipt import Shown, verify_receipt
@@ -82,3 +84,29 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_asked(tmp_pa
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="folder"):
         ReceiptFolder(tmp_path / "file" / "receipts")
+
+
+def test_a_node_that_signs_with_another_key_is_told_of_and_the_request_is_not_sent_again(world: World) -> None:
+    for node in world.house.nodes.values():
+        key_id = node.ring.current.configuration.key_id
+        node.ring._receipt_keys[key_id] = Ed25519PrivateKey.generate(), math.inf
+    kept: list[Receipt] = []
+    with pytest.raises(httpx.RemoteProtocolError, match="not one of this node"):
+        ask(world, kept.append)
+    assert kept == []
+    assert world.wire.sent == 1
+
+
+def test_receipts_go_on_in_the_next_epoch_with_its_own_evidence(world: World) -> None:
+    kept: list[Receipt] = []
+
+    async def run() -> None:
+        async with world.client(world.session(receipts=kept.append)) as client:
+            for _ in range(2):
+                await client.post(TARGET, json={"mark": "m"})
+                await world.house.enter(NODES)
+
+    asyncio.run(run())
+    assert kept[0].bundle != kept[1].bundle
+    for receipt in kept:
+        assert verify_receipt(receipt, Shown(), world.house.trust, SOFTWARE).findings.accepted

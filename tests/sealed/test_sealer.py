@@ -146,9 +146,11 @@ def test_a_worker_gets_a_receipt_signed_for_the_request_that_it_opened_and_a_fro
             with pytest.raises(UnsealError):  # it was not opened yet
                 await worker.sign(header, b"receipt")
             await worker.accept(header)
-            Ed25519PublicKey.from_public_bytes(receipt_key).verify(await worker.sign(header, b"receipt"), b"receipt")
             with pytest.raises(UnsealError):
                 await front.sign(header, b"receipt")
+            Ed25519PublicKey.from_public_bytes(receipt_key).verify(await worker.sign(header, b"receipt"), b"receipt")
+            with pytest.raises(UnsealError):  # a request has one
+                await worker.sign(header, b"another receipt")
         finally:
             running.close()
 

@@ -6,7 +6,7 @@ from cloister.privacy.policy import Policy, Use
 from cloister.privacy.receipts.claims import SIGNATURE_BYTES, encode64
 from cloister.privacy.receipts.transcript import Transcript
 from cloister.privacy.receipts.wish import FIELD, NO_WISH, Wish, read_wish
-from cloister.privacy.sealing import Exchange, MessageWriter, Request, UnsealError
+from cloister.privacy.sealing import Exchange, MessageWriter, ReplayCacheFullError, Request, UnsealError
 from cloister.sealed.unsealing import Unsealer
 from cloister.types.errors import EngineError
 
@@ -44,7 +44,7 @@ class AnswerEnding:
         claims = self._transcript.claim(status, epoch=wish.epoch, evidence=wish.evidence, profile=self._profile)
         try:
             signature = await self._unsealer.sign(self._exchange.header, claims.signing_input)
-        except (UnsealError, EngineError):  # the key ended before the answer did
+        except (UnsealError, ReplayCacheFullError, EngineError):  # the key ended long before the answer did
             signature = b""
         end = writer.end(((FIELD, encode64(signature or bytes(SIGNATURE_BYTES))),))
         return end if self._wish and signature else bytes(len(end))
