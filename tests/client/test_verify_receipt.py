@@ -25,6 +25,7 @@ from cloister.privacy.sealing.ohttp import begin_request
 from cloister.privacy.transparency.bundle import encode_bundle, parse_bundle
 from cloister.privacy.transparency.epoch import epoch_leaf
 from cloister.privacy.transparency.merkle import hash_leaf
+from cloister.privacy.transparency.note import Note, cosign, parse_note
 from cloister.privacy.transparency.trust import encode_trust
 from tests.client.test_verify_node import House
 from tests.privacy.transparency.world import make_release
@@ -169,6 +170,17 @@ def test_a_checkpoint_without_enough_witnesses_is_refused(desk: Desk) -> None:
     proof = desk.check(changed(desk.sign(), bundle=encode_bundle(bare)))
     assert slugs(proof) == ["epoch"]
     assert any("0 of 3 witnesses" in step.text for step in proof.findings)
+
+
+def test_an_epoch_that_was_cosigned_when_it_was_over_is_refused(desk: Desk) -> None:
+    bundle = parse_bundle(desk.bundle)
+    note = parse_note(bundle.checkpoint)
+    late = [cosign(note.text, key, bundle.epoch.not_after) for key in desk.house.witness_keys]
+    by_log = Note(note.text, tuple(one for one in note.signatures if one.is_by(desk.house.log_key.public)))
+    recosigned = msgspec.structs.replace(bundle, checkpoint=str(by_log.add(*late)))
+    proof = desk.check(changed(desk.sign(), bundle=encode_bundle(recosigned)))
+    assert slugs(proof) == ["epoch"]
+    assert any("was over before" in step.text for step in proof.findings)
 
 
 def test_a_release_that_nobody_trusted_signed_is_refused(desk: Desk) -> None:

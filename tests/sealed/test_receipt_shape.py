@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cloister.client.answer import Answer
+from cloister.client.answer import Answer, BrokenAnswerError
 from cloister.privacy.receipts.wish import Wish, with_wish
 from cloister.privacy.sealing import Exchange, Request, RequestHead
 from cloister.privacy.shape import Shape, shape_of
@@ -27,6 +28,9 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.start", "status": 400 if kind == "refused" else 200, "headers": []})
     for number in range(5 if kind == "stream" else 0):
         await send({"type": "http.response.body", "body": b"data: %d\n\n" % number, "more_body": True})
+    if kind == "broken":
+        await send({"type": "http.response.body", "body": b"data: a beginning\n\n", "more_body": True})
+        raise RuntimeError("the engine died")
     # a whole answer that just fills a kibibyte with its padding: 105 bytes more would be the next bucket
     body = b"x" * {"edge": 950, "stream": 0}.get(kind, 9)
     await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -65,3 +69,13 @@ def test_nobody_on_the_way_can_tell_who_asked_for_a_receipt(cloud: Cloud, kind: 
     assert no_signature is None
     assert signature is not None
     assert with_one == without
+
+
+def test_a_stream_that_breaks_off_at_the_node_ends_without_a_receipt(cloud: Cloud) -> None:
+    asked, _ = with_wish(Request(RequestHead("POST", "https", "localhost", "/v1/broken")), WISH)
+    sealed, outer, inner = cloud.letter(asked)
+    answer = Answer(outer, inner, shaped=False)
+    with pytest.raises((BrokenAnswerError, httpx.RemoteProtocolError)):  # cut on the wire, or a frame that says so
+        answer.feed(post(cloud, sealed).content)
+        answer.close()
+    assert answer.signature is None
