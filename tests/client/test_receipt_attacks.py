@@ -175,6 +175,23 @@ def test_the_end_of_an_answer_is_as_long_for_who_asks_as_for_who_does_not(profil
     assert not any(ends[1])  # zeros, which are padding
 
 
+def test_an_answer_is_signed_for_who_asks_and_for_who_does_not_so_that_times_do_not_tell() -> None:
+    signed: list[bytes] = []
+
+    class Counting(LocalUnsealer):
+        async def sign(self, header: Header, message: bytes) -> bytes:
+            signed.append(message)
+            return await super().sign(header, message)
+
+    for fields in (Conversation().request.head.fields, ()):
+        talk, writer = Conversation(), MessageWriter()
+        writer.head(ResponseHead(200))
+        request = Request(replace(talk.request.head, fields=fields), b"{}")
+        asyncio.run(AnswerEnding(Counting(NODE, lambda: 0.0), talk.exchange, request, PROFILE).end(writer, 200))
+    assert len(signed) == 2
+    assert len(signed[0]) == len(signed[1])
+
+
 def test_a_request_is_as_long_for_who_asks_as_for_who_does_not_at_every_length() -> None:
     """Around the edge of a bucket the field would else tip a request over it."""
     wanted = order()

@@ -13,12 +13,14 @@ import httpx
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from cloister.client import SealedTransport
 from cloister.client.receipt_folder import ReceiptFolder
 from cloister.client.verify_receipt import Shown, verify_receipt
 from cloister.privacy.attestation import Policy
 from cloister.privacy.receipts.claims import read_jws
 from cloister.privacy.receipts.receipt import Receipt, read_receipt
 from cloister.types.errors import ConfigError
+from tests.client.street import Street
 from tests.client.test_transport import NODES, World
 
 SOFTWARE = Policy(accept_software=True)
@@ -110,3 +112,16 @@ def test_receipts_go_on_in_the_next_epoch_with_its_own_evidence(world: World) ->
     assert kept[0].bundle != kept[1].bundle
     for receipt in kept:
         assert verify_receipt(receipt, Shown(), world.house.trust, SOFTWARE).findings.accepted
+
+
+def test_a_blocking_client_is_told_too_and_does_not_ask_again(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Ed25519PrivateKey.generate(), math.inf
+    for node in street.nodes:
+        monkeypatch.setitem(node.ring._receipt_keys, node.ring.current.configuration.key_id, other)
+    before = sum(len(node.opened) for node in street.nodes)
+    with (
+        httpx.Client(transport=SealedTransport(street.session(receipts=[].append))) as client,
+        pytest.raises(httpx.RemoteProtocolError, match="not one of this node"),
+    ):
+        client.get("http://cloister/v1/models")
+    assert sum(len(node.opened) for node in street.nodes) == before + 1
