@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -88,10 +87,12 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_asked(tmp_pa
         ReceiptFolder(tmp_path / "file" / "receipts")
 
 
-def test_a_node_that_signs_with_another_key_is_told_of_and_the_request_is_not_sent_again(world: World) -> None:
+def test_a_node_that_signs_with_another_key_is_told_of_and_the_request_is_not_sent_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Ed25519PrivateKey.generate()
     for node in world.house.nodes.values():
-        key_id = node.ring.current.configuration.key_id
-        node.ring._receipt_keys[key_id] = Ed25519PrivateKey.generate(), math.inf
+        monkeypatch.setattr(node.ring, "find_receipt_key", lambda key_id, now_s: other)
     kept: list[Receipt] = []
     with pytest.raises(httpx.RemoteProtocolError, match="not one of this node"):
         ask(world, kept.append)
@@ -115,9 +116,9 @@ def test_receipts_go_on_in_the_next_epoch_with_its_own_evidence(world: World) ->
 
 
 def test_a_blocking_client_is_told_too_and_does_not_ask_again(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = Ed25519PrivateKey.generate(), math.inf
+    other = Ed25519PrivateKey.generate()
     for node in street.nodes:
-        monkeypatch.setitem(node.ring._receipt_keys, node.ring.current.configuration.key_id, other)
+        monkeypatch.setattr(node.ring, "find_receipt_key", lambda key_id, now_s: other)
     before = sum(len(node.opened) for node in street.nodes)
     with (
         httpx.Client(transport=SealedTransport(street.session(receipts=[].append))) as client,
