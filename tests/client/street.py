@@ -210,6 +210,7 @@ class Street:
             not_before=int(time.time()),
             not_after=int(time.time()) + 3600,
             checkpoint=str(note),
+            receipt_key=ring.publish_receipt_key(),
         )
         document = SoftwareAttester().attest(statement.encode()).encode()
         config = NodeConfig(shape=shape_of(PROFILE), evidence=lambda: document)

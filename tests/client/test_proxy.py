@@ -14,7 +14,11 @@ import pytest
 
 from cloister.client import AsyncSealedTransport, Session
 from cloister.client.proxy import Proxy, proxy_app
+from cloister.client.receipt_folder import ReceiptFolder
+from cloister.client.verify_receipt import Shown, verify_receipt
 from cloister.privacy.attestation import Policy
+from cloister.privacy.receipts.claims import read_jws
+from cloister.privacy.receipts.receipt import read_receipt
 from cloister.types.errors import ConfigError
 from tests.client.street import Program, Street, start
 from tests.client.test_sdk import ASK, LONG, MODEL
@@ -133,3 +137,29 @@ def test_an_api_key_comes_from_a_file_and_never_from_the_command_line(tmp_path: 
         read_api_key(tmp_path / "empty")
     with pytest.raises(ConfigError, match="cannot read"):
         read_api_key(tmp_path / "missing")
+
+
+def test_a_proxy_keeps_receipts_of_answers_that_were_read_and_of_none_that_was_left(street: Street, tmp_path: Path) -> None:
+    local = Local(street, street.session(receipts=ReceiptFolder(tmp_path)))
+    try:
+        body = {"model": MODEL, "messages": ASK, "max_tokens": 8, "stream": True}
+        with httpx.Client(base_url=local.program.url, timeout=30) as client:
+            answer = client.post("/v1/chat/completions", json=body)
+            (file,) = tmp_path.iterdir()
+            with client.stream("POST", "/v1/chat/completions", json={**body, "max_tokens": 900, "ignore_eos": True}) as left:
+                next(left.iter_raw())
+            refused = client.post("/v1/chat/completions", json={**body, "model": "another"})
+    finally:
+        local.close()
+    receipt = read_receipt(file.read_bytes())
+    policy = Policy(accept_software=True)
+    shown, other = Shown(answer.request.content, answer.content), Shown(refused.request.content)
+    assert verify_receipt(receipt, shown, street.trust, policy).findings.accepted
+    assert not verify_receipt(receipt, other, street.trust, policy).findings.accepted
+    assert refused.status_code == 404
+    assert sorted(_status(kept) for kept in tmp_path.iterdir()) == [200, 404]
+    assert not any(b"Python" in kept.read_bytes() for kept in tmp_path.iterdir())
+
+
+def _status(file: Path) -> int:
+    return read_jws(read_receipt(file.read_bytes()).jws)[0].status

@@ -21,6 +21,7 @@ from cloister.client import (
     SealedTransport,
 )
 from cloister.privacy.attestation import Policy
+from cloister.privacy.receipts.receipt import Receipt
 from tests.client.street import Street
 
 MODEL = "cloister-5m"
@@ -198,3 +199,12 @@ def test_an_sdk_that_repeats_what_took_too_long_is_stopped(street: Street) -> No
     ):
         client.chat.completions.create(model=MODEL, messages=LONG, max_tokens=900, extra_body={"ignore_eos": True})
     assert sum(len(node.opened) for node in street.nodes) <= before + 1, "the node may not have come to it in so short a time"
+
+
+def test_an_sdk_that_hangs_up_after_the_last_event_has_its_receipt(street: Street) -> None:
+    kept: list[Receipt] = []
+    with connect(street, receipts=kept.append) as client:
+        for number in range(2):
+            stream = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=8, stream=True)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+            assert len(kept) == number + 1

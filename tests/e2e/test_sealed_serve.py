@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -25,6 +26,9 @@ from cloister.privacy.attestation import Policy, read_evidence, read_statement
 from cloister.privacy.attestation.measuring import measure_model
 from cloister.privacy.attestation.tsm import TSM_REPORTS
 from cloister.privacy.hardening import MEASURES
+from cloister.privacy.receipts.claims import is_signed
+from cloister.privacy.receipts.transcript import Transcript
+from cloister.privacy.receipts.wish import Wish, read_signature, with_wish
 from cloister.privacy.sealing import (
     WHOLE,
     Request,
@@ -231,6 +235,26 @@ def test_its_evidence_states_its_key_its_model_and_every_measure_of_every_proces
         fetch = fetch_from(node.url, client)
         assert check_url(fetch, None, policy, View(), time.time()).accepted
         assert not check_url(fetch, None, replace(policy, accept_software=False), View(), time.time()).accepted
+
+
+def test_its_closed_sealer_signs_a_receipt_with_the_key_in_its_evidence(node: Node) -> None:
+    evidence = httpx.get(node.url + EVIDENCE_PATH, timeout=30, verify=False).content
+    statement = read_statement(read_evidence(evidence).statement)
+    body = json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 4}).encode()
+    head = RequestHead("POST", "https", "node", "/v1/completions", ((b"content-type", b"application/json"),))
+    wish = Wish("ab" * 32, hashlib.sha256(evidence).hexdigest())
+    request, _ = with_wish(Request(head, body), wish)
+    sealed, exchange = seal_request(parse_keys(statement.keys)[0], encode_request(request))
+    answer = httpx.post(
+        node.url + NODE_PATH, content=sealed, headers={"content-type": WHOLE.request_type}, timeout=60, verify=False
+    )
+    opened = decode_response(Unshaper(required=True).feed(open_response(exchange, answer.content)))
+    transcript = Transcript(exchange, request)
+    transcript.add(opened.content)
+    claims = transcript.claim(200, epoch=wish.epoch, evidence=wish.evidence, profile="private")
+    signature = read_signature(opened.trailers)
+    assert signature is not None
+    assert is_signed(claims, signature, statement.receipt_key)
 
 
 def test_every_process_that_reads_requests_is_closed(node: Node) -> None:

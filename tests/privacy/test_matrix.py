@@ -30,6 +30,7 @@ THREATS = {
     "adaptive tuning of the optimisations": "ST",
     "key held by the whole system": "ET",
     "closed source": "V",
+    "receipts of answers": "T",
 }
 STRICTNESS = [Verdict.ALLOWED, Verdict.MITIGATED, Verdict.REFUSED]
 EVERY_RULING = [*(row.rulings for row in ROWS), *(feature.rulings for feature in FEATURES.values())]

@@ -11,6 +11,7 @@ import sys
 
 import msgspec
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from cloister.engine.door import KNOCK
 from cloister.privacy.sealing import (
@@ -135,6 +136,29 @@ def test_a_front_that_is_captured_gets_public_keys_of_a_sealer_and_no_secrets() 
             with pytest.raises(EngineError):  # it gave its door away when it started, and gets no other
                 await running.channel(running.control).begin(header, CHUNKED)
             assert (await running.channel().begin(header, CHUNKED)).header == header
+        finally:
+            running.close()
+
+    asyncio.run(run())
+
+
+def test_a_worker_gets_a_receipt_signed_for_the_request_that_it_opened_and_a_front_for_none() -> None:
+    async def run() -> None:
+        running = Running()
+        try:
+            front, worker = RemoteUnsealer(), running.channel()
+            front.attach(running.control)
+            keys, receipt_key = await front.publish_all()
+            sealed, _ = seal_chunked_request(parse_keys(keys)[0], b"secret")
+            header = Header.parse(sealed[: header_bytes(sealed)])
+            with pytest.raises(UnsealError):  # it was not opened yet
+                await worker.sign(header, b"receipt")
+            await worker.accept(header)
+            with pytest.raises(UnsealError):
+                await front.sign(header, b"receipt")
+            Ed25519PublicKey.from_public_bytes(receipt_key).verify(await worker.sign(header, b"receipt"), b"receipt")
+            with pytest.raises(UnsealError):  # a request has one
+                await worker.sign(header, b"another receipt")
         finally:
             running.close()
 

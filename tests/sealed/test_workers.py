@@ -79,6 +79,15 @@ def test_a_stream_that_is_left_ends_its_worker(node: Node) -> None:
         time.sleep(0.05)
 
 
+def test_two_readings_of_its_metrics_show_nothing_of_the_request_between_them(node: Node) -> None:
+    before = httpx.get(f"{node.address}/metrics")
+    node.ask(BODY)
+    assert httpx.get(f"{node.address}/metrics").content == before.content
+    assert before.headers["content-type"].startswith("text/plain")
+    assert "cloister_engine_healthy 1" in before.text.splitlines()
+    assert "cloister_minute_requests" not in before.text  # a handful of requests is never shown
+
+
 def test_a_node_without_its_sealer_ends_and_says_so_by_its_status(node: Node) -> None:
     assert httpx.get(f"{node.address}/health").status_code == 200
     os.kill(node.pids("sealer")[0], signal.SIGKILL)

@@ -15,8 +15,9 @@ from rich.table import Table
 from cloister.privacy import PROFILING_THREAT, RUNTIME_ADAPTERS_THREAT, Entry, Profile, Ruling, Verdict, gather
 from cloister.privacy.catalogue import rows_in_build
 from cloister.privacy.document import show_letters, to_data, to_markdown
-from cloister.privacy.features import judged_apart
+from cloister.privacy.features import RECEIPT_THREAT, judged_apart
 from cloister.privacy.matrix import ROWS, row_of
+from cloister.privacy.noisy_windows import WINDOWS_THREAT
 from cloister.privacy.shape import SHAPING_THREAT
 
 app = typer.Typer(help="What each privacy profile allows, mitigates and refuses.", no_args_is_help=True)
@@ -65,6 +66,8 @@ def list_entries() -> tuple[Entry, ...]:
         "adapters at run time": RUNTIME_ADAPTERS_THREAT,
         "shaped streams": SHAPING_THREAT,
         "draw of nodes": DRAW_THREAT,
+        "receipts": RECEIPT_THREAT,
+        "metrics of sealed nodes": WINDOWS_THREAT,
     }
     return gather((BACKENDS, POLICIES, DRAFTERS), declared)
 

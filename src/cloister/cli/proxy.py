@@ -29,6 +29,10 @@ def proxy(
     accept_software: Annotated[
         bool, typer.Option("--accept-software", help="Send to nodes that no hardware vouches for: NOT PROVED.")
     ] = False,
+    receipts: Annotated[
+        Path | None,
+        typer.Option(help="Folder in which a receipt of every answer is kept; unset, none is asked for.", metavar="FOLDER"),
+    ] = None,
     state: Annotated[Path, typer.Option(help="What was seen of the log, kept between runs.", metavar="FILE")] = DEFAULT_STATE,
     host: Annotated[str, typer.Option(help="Loopback address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8080,
@@ -39,6 +43,7 @@ def proxy(
     tokens, so it listens on loopback only.
     """
     from cloister.client import Session
+    from cloister.client.receipt_folder import ReceiptFolder
     from cloister.privacy import is_loopback
     from cloister.privacy.attestation import Policy
     from cloister.privacy.attestation.policy_file import read_policy, with_demands
@@ -46,7 +51,8 @@ def proxy(
     if not is_loopback(host):
         raise ConfigError("the proxy listens on loopback only; give --host 127.0.0.1 or ::1", param="host")
     wanted = with_demands(Policy() if policy is None else read_policy(policy), accept_software=accept_software)
-    session = Session(relay, trust=trust, api_key=read_api_key(api_key_file), policy=wanted, state=state)
+    keep = None if receipts is None else ReceiptFolder(receipts)
+    session = Session(relay, trust=trust, api_key=read_api_key(api_key_file), policy=wanted, state=state, receipts=keep)
     raise typer.Exit(_serve(session, host, port))
 
 

@@ -80,20 +80,21 @@ def _check(
 
 
 def _print(url: str, checked: Checked) -> None:
-    _say(f"{url}")
-    _print_steps(checked.epoch)
+    say(f"{url}")
+    print_steps(checked.epoch)
     for node_id, findings in checked.nodes.items():
-        _say(f"\nnode {node_id[:16]}")
-        _print_steps(findings)
+        say(f"\nnode {node_id[:16]}")
+        print_steps(findings)
     if not checked.accepted:
-        _say("\nREFUSED: a client would send nothing", "bold red")
+        say("\nREFUSED: a client would send nothing", "bold red")
     elif checked.proved:
-        _say("\nPROVED: everything that was asked for", "bold green")
+        say("\nPROVED: everything that was asked for", "bold green")
     else:
-        _say("\nNOT PROVED in full: a client would send, and what is not proved stands above", "bold yellow")
+        say("\nNOT PROVED in full: a client would send, and what is not proved stands above", "bold yellow")
 
 
-def _print_steps(findings: Findings) -> None:
+def print_steps(findings: Findings) -> None:
+    """Prints every step with what became of it."""
     from cloister.privacy.attestation import Outcome
 
     marks = {
@@ -103,10 +104,11 @@ def _print_steps(findings: Findings) -> None:
     }
     for step in findings:
         word, style = marks[step.outcome]
-        _say(f"  {word} {step.text}", style)
+        say(f"  {word} {step.text}", style)
 
 
-def _say(line: str, style: str = "") -> None:
+def say(line: str, style: str = "") -> None:
+    """Prints a line as it is."""
     out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -114,10 +116,11 @@ def _to_data(checked: Checked) -> dict[str, object]:
     return {
         "accepted": checked.accepted,
         "proved": checked.proved,
-        "epoch": _steps(checked.epoch),
-        "nodes": {node_id: _steps(findings) for node_id, findings in checked.nodes.items()},
+        "epoch": steps_to_data(checked.epoch),
+        "nodes": {node_id: steps_to_data(findings) for node_id, findings in checked.nodes.items()},
     }
 
 
-def _steps(findings: Findings) -> list[dict[str, str]]:
+def steps_to_data(findings: Findings) -> list[dict[str, str]]:
+    """Returns the steps for `--json`."""
     return [{"step": step.slug, "outcome": step.outcome.value, "text": step.text} for step in findings]

@@ -9,6 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from cloister.client.errors import FailedTryError, FinalRefusalError
+from cloister.client.receipts import ReceiptReader
+from cloister.privacy.receipts.claims import ReceiptError
+from cloister.privacy.receipts.wish import read_signature
 from cloister.privacy.sealing import (
     CHUNKED,
     Content,
@@ -18,6 +21,7 @@ from cloister.privacy.sealing import (
     Part,
     ResponseHead,
     ResponseOpener,
+    Trailers,
     UnsealError,
     find_field,
 )
@@ -40,18 +44,23 @@ class Answer:
         outer: the exchange with the gateway.
         inner: the exchange with the node.
         shaped: whether the node's profile promises a shape; then nothing else is taken.
+        receipt: follows the answer where a receipt was asked for; then an answer without one is broken.
 
     Attributes:
         head: status and fields of the node's response, once they are there. From then on the request is never sent again.
+        receipt: see above.
+        signature: at the end of the answer; the receipt checks it, where one was asked for.
     """
 
-    def __init__(self, outer: Exchange, inner: Exchange, *, shaped: bool) -> None:
+    def __init__(self, outer: Exchange, inner: Exchange, *, shaped: bool, receipt: ReceiptReader | None = None) -> None:
         self.head: ResponseHead | None = None
         self._outer_chunks, self._outer = ResponseOpener(outer), MessageReader()
         self._inner_chunks, self._inner = ResponseOpener(inner), MessageReader()
         self._unshaper = Unshaper(required=shaped)
         self._gateway: ResponseHead | None = None
         self._refusal = bytearray()
+        self.receipt = receipt
+        self.signature: bytes | None = None
 
     def feed(self, data: bytes) -> bytes:
         """Takes the next bytes from the relay and returns the content that they complete.
@@ -62,7 +71,7 @@ class Answer:
         """
         try:
             return b"".join(self._open_outer(plain) for plain in self._outer_chunks.feed(data))
-        except (UnsealError, MessageError, ShapeError) as error:
+        except (UnsealError, MessageError, ShapeError, ReceiptError) as error:
             raise BrokenAnswerError(_describe(error)) from None
 
     @property
@@ -77,8 +86,8 @@ class Answer:
             BrokenAnswerError: what the node said is not a whole response.
         """
         try:
-            return self._take(self._inner.close())
-        except MessageError as error:
+            return self._end()
+        except (MessageError, ReceiptError) as error:
             raise BrokenAnswerError(_describe(error)) from None
 
     def close(self) -> bytes:
@@ -89,7 +98,7 @@ class Answer:
         """
         try:
             return self._close()
-        except (UnsealError, MessageError, ShapeError) as error:
+        except (UnsealError, MessageError, ShapeError, ReceiptError) as error:
             raise BrokenAnswerError(_describe(error)) from None
 
     def _close(self) -> bytes:
@@ -99,7 +108,13 @@ class Answer:
             self._raise_refusal()
         content += self._open_inner(self._inner_chunks.close())
         self._unshaper.close()
-        return content + self._take(self._inner.close())
+        return content + self._end()
+
+    def _end(self) -> bytes:
+        content = self._take(self._inner.close())
+        if self.receipt is not None and self.receipt.receipt is None and self.head is not None:
+            self.receipt.finish(self.head.status, None)
+        return content
 
     def _open_outer(self, plain: bytes) -> bytes:
         content = b""
@@ -131,7 +146,17 @@ class Answer:
                 self.head = part
             elif isinstance(part, Content):
                 content += part.data
+                if self.receipt is not None:
+                    self.receipt.add(part.data)
+            elif isinstance(part, Trailers):
+                self._take_signature(read_signature(part.fields))
         return content
+
+    def _take_signature(self, signature: bytes | None) -> None:
+        """Checks a receipt as soon as it is there: programs that saw the last event hang up without reading the end."""
+        self.signature = signature
+        if self.receipt is not None and self.head is not None and signature is not None:
+            self.receipt.finish(self.head.status, signature)
 
     def _raise_refusal(self) -> None:
         status = 0 if self._gateway is None else self._gateway.status
@@ -157,6 +182,6 @@ def read_message(body: bytes) -> str:
 
 
 def _describe(error: Exception) -> str:
-    if isinstance(error, ShapeError):
+    if isinstance(error, ShapeError | ReceiptError):
         return str(error)
     return "the sealed answer broke off, or was changed on its way"

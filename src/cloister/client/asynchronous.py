@@ -128,6 +128,8 @@ class _Opened(httpx.AsyncByteStream):
             while self._answer.head is None and not self._is_over:
                 self._first += await self._read()
         except BrokenAnswerError as error:
+            if self._answer.head is not None:  # it began, so it is not sent again
+                raise httpx.RemoteProtocolError(f"{error}; {CUT_OFF}") from None
             raise FailedTryError(str(error)) from None
         except httpx.TimeoutException:
             raise

@@ -7,6 +7,8 @@ from email.utils import formatdate
 from urllib.parse import urlsplit
 
 from cloister.client.answer import Answer
+from cloister.client.receipts import ReceiptOrder, ReceiptReader
+from cloister.privacy.receipts.wish import with_wish
 from cloister.privacy.sealing import (
     CHUNKED,
     Fields,
@@ -37,7 +39,9 @@ class Letter:
     answer: Answer
 
 
-def write_letter(request: Request, node: NodeEntry, epoch: Epoch, authorization: str, now: float) -> Letter:
+def write_letter(
+    request: Request, node: NodeEntry, epoch: Epoch, authorization: str, now: float, order: ReceiptOrder | None = None
+) -> Letter:
     """Seals a request to a node and, around it, to the gateway.
 
     Args:
@@ -46,15 +50,17 @@ def write_letter(request: Request, node: NodeEntry, epoch: Epoch, authorization:
         epoch: names the gateway, and the profile that the answer's shape follows from.
         authorization: spends one token.
         now: Unix seconds; the date of both layers, which their receivers hold against their clocks.
+        order: for a receipt; None asks for none, in a letter of the same length.
 
     Raises:
         RequestTooLargeError: it is longer than the largest bucket.
         KeyConfigurationError: a key of the epoch cannot be sealed to.
     """
     date = (b"date", write_date(now))
-    message = encode_request(Request(request.head, request.content))
+    asked, room = with_wish(request, order.wish if order else None)
+    message = encode_request(asked)
     inner, inner_exchange = seal_chunked_request(
-        choose_configuration(parse_keys(node.keys)), message.ljust(bucket_bytes(len(message)), b"\0")
+        choose_configuration(parse_keys(node.keys)), message.ljust(bucket_bytes(room), b"\0")
     )
     gateway = urlsplit(epoch.gateway.url)
     fields: Fields = ((b"authorization", authorization.encode()), (b"content-type", CHUNKED.request_type.encode()), date)
@@ -62,7 +68,8 @@ def write_letter(request: Request, node: NodeEntry, epoch: Epoch, authorization:
     outer, outer_exchange = seal_chunked_request(
         choose_configuration(parse_keys(epoch.gateway.keys)), encode_request(Request(head, inner))
     )
-    return Letter(outer, Answer(outer_exchange, inner_exchange, shaped=shape_of(epoch.profile) is not None))
+    receipt = ReceiptReader(order, asked, inner_exchange) if order else None
+    return Letter(outer, Answer(outer_exchange, inner_exchange, shaped=shape_of(epoch.profile) is not None, receipt=receipt))
 
 
 def strip_request(method: str, target: bytes, fields: Fields, content: bytes, now: float) -> Request:

@@ -22,6 +22,7 @@ from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, NoTo
 from cloister.client.judging import fill_policy, judge_node
 from cloister.client.key_exchange import check_gateway
 from cloister.client.letter import Letter, write_letter
+from cloister.client.receipts import Keep, ReceiptOrder, order_receipt
 from cloister.client.wallet import LOW, Wallet
 from cloister.privacy.attestation import Findings, Outcome, Policy
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES, read_evidence, read_statement
@@ -49,17 +50,19 @@ class Ready:
 
     Attributes:
         token: None where the node is refused; nothing is spent on it.
+        order: for a receipt; None asks for none.
     """
 
     epoch: Epoch
     node: NodeEntry
     findings: Findings
     token: Token | None
+    order: ReceiptOrder | None = None
 
     def seal(self, request: Request, now: float) -> Letter:
         """Seals a request to the node, and around that to the gateway."""
         assert self.token is not None, "nothing is sealed to a node that was refused"
-        return write_letter(request, self.node, self.epoch, authorization(self.token), now)
+        return write_letter(request, self.node, self.epoch, authorization(self.token), now, self.order)
 
 
 class Session:
@@ -71,6 +74,7 @@ class Session:
         api_key: shown to the issuer alone, for tokens; nothing of it goes to relay, gateway or node.
         policy: what is asked of nodes; what it leaves open is filled from the log.
         state: file in which the client remembers what it saw of the log, so that a restart does not forget it.
+        receipts: takes a receipt of every answer (docs/receipts.md); None asks for none.
         below: random source of the draw; the system's.
         now: Unix seconds.
     """
@@ -83,6 +87,7 @@ class Session:
         api_key: str,
         policy: Policy | None = None,
         state: Path | None = None,
+        receipts: Keep | None = None,
         below: Below = secrets.randbelow,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -99,6 +104,9 @@ class Session:
         self._is_doubted = False
         self._findings: dict[str, Findings] = {}
         self._keys: dict[str, bytes] = {}
+        self._receipts = receipts
+        self._bundle = b""
+        self._evidence: dict[str, bytes] = {}
         self._wallet = Wallet()
 
     @property
@@ -132,15 +140,19 @@ class Session:
         node = draw(believed.epoch.nodes, self._below)
         node = msgspec.structs.replace(node, keys=node.keys or self._keys.get(node.node_id, b""))
         findings = self._findings[node.node_id]
-        token = (yield from self._take_token(believed.epoch)) if findings.accepted else None
-        return Ready(believed.epoch, node, findings, token)
+        if not findings.accepted:
+            return Ready(believed.epoch, node, findings, None)
+        order = None
+        if self._receipts is not None:
+            order = order_receipt(believed.epoch, self._bundle, self._evidence[node.node_id], self._receipts)
+        return Ready(believed.epoch, node, findings, (yield from self._take_token(believed.epoch)), order)
 
     def _believe(self) -> Step[Believed]:
         now = self.now()
         if self._believed is not None and now < self._believed.epoch.not_after and not self._is_doubtful(now):
             return self._believed
         try:
-            believed = yield from self._fetch_epoch(now)
+            believed, bundle = yield from self._fetch_epoch(now)
         except TransparencyError as error:
             raise EpochRefusedError(
                 f"The epoch file was refused, and nothing was sent: {error.message}.", error.reason
@@ -148,6 +160,7 @@ class Session:
         check_gateway(believed.epoch, self._policy)
         if self._believed is None or believed.epoch != self._believed.epoch:
             self._findings = yield from self._judge_nodes(believed, now)
+            self._bundle = bundle
             issuer = self.trust.issuer
             keys = {key_id(entry.token_key) for entry in believed.epoch.issuers if entry.url == issuer}
             self._wallet.keep(keys, challenge_between(issuer, believed.epoch.gateway.url).digest())
@@ -157,7 +170,7 @@ class Session:
     def _is_doubtful(self, now: float) -> bool:
         return self._is_doubted and now - self._believed_at >= DOUBT_AFTER_S
 
-    def _fetch_epoch(self, now: float) -> Step[Believed]:
+    def _fetch_epoch(self, now: float) -> Step[tuple[Believed, bytes]]:
         bundle = yield from self._fetch("epoch", MAX_BUNDLE_BYTES)
         fetched = {}
         for path in needed_paths(bundle, self.trust, self._view):
@@ -166,11 +179,11 @@ class Session:
         self._view = believed.view
         if self._memory is not None:
             self._memory.save(believed.view)
-        return believed
+        return believed, bundle
 
     def _judge_nodes(self, believed: Believed, now: float) -> Step[dict[str, Findings]]:
         policy = fill_policy(self._policy, believed)
-        findings, keys = {}, {}
+        findings, keys, documents = {}, {}, {}
         for node in believed.epoch.nodes:
             reply = yield self._ask(f"evidence/{node.evidence_sha256}", MAX_EVIDENCE_BYTES)
             evidence = reply.body if reply.status == 200 else None
@@ -186,7 +199,9 @@ class Session:
             findings[node.node_id] = found
             if found.accepted:
                 keys[node.node_id] = read_statement(read_evidence(evidence).statement).keys
+            documents[node.node_id] = evidence
         self._keys = keys
+        self._evidence = documents if self._receipts is not None else {}
         return findings
 
     def _take_token(self, epoch: Epoch) -> Step[Token]:

@@ -123,10 +123,13 @@ def read_timeouts(request: httpx.Request) -> dict[str, float]:
 def to_response(
     answer: Answer, stream: httpx.SyncByteStream | httpx.AsyncByteStream, ready: Ready, tries: Tries
 ) -> httpx.Response:
-    """Returns the node's response. `extensions["cloister"]` names the epoch and the nodes that were drawn; the last answers."""
+    """Returns the node's response. `extensions["cloister"]` names the epoch and the nodes that were drawn; the last answers.
+
+    Where receipts are asked for, its `receipt` has this answer's (`ReceiptReader.receipt`) once all of it was read.
+    """
     assert answer.head is not None, "the head was read"
     fields = [(name, value) for name, value in answer.head.fields if name not in HOP_BY_HOP]
     if answer.head.status >= 400:
         fields.append((SHOULD_RETRY, b"false"))
-    about = {"epoch": ready.epoch.epoch, "drawn": tuple(tries.drawn)}
+    about = {"epoch": ready.epoch.epoch, "drawn": tuple(tries.drawn), "receipt": answer.receipt}
     return httpx.Response(answer.head.status, headers=fields, stream=stream, extensions={"cloister": about})

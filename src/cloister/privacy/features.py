@@ -263,6 +263,23 @@ TRACES = Feature(
     frozenset(),
     "leave the setting `otlp_endpoint` out",
 )
+RECEIPT = Feature(
+    "receipt",
+    "receipts",
+    "request field `cloister-receipt` of a sealed request",
+    row_of("receipts").rulings,
+    frozenset(),
+    "ask for no receipts",
+)
+
+RECEIPT_THREAT = ThreatProfile(
+    row="receipts of answers",
+    threats=frozenset({Requirement.NON_TARGETABLE}),
+    residue="a signed statement about one answer",
+    where=("the client's disk",),
+    attack="shown to others, or taken from the client, it proves what was said, and names node and hour of the request",
+    mitigations=("only for who asks, sealed to the client", "salted digests in place of texts", "no time but the epoch's"),
+)
 
 RUNTIME_ADAPTERS = Feature(
     "runtime-adapters",
@@ -306,6 +323,7 @@ FEATURES: Mapping[str, Feature] = {
         KEYLESS_BIND,
         REQUEST_LOG,
         TRACES,
+        RECEIPT,
     )
 }
 

@@ -45,13 +45,14 @@ REQUIREMENTS = {
     ),
 }
 
-_DEVICE, _HOST, _SSD, _NODES, _NETWORK, _ROUTER = (
+_DEVICE, _HOST, _SSD, _NODES, _NETWORK, _ROUTER, _CLIENT = (
     "device memory",
     "host memory",
     "SSD",
     "several nodes",
     "network",
     "router",
+    "the client's disk",
 )
 ONE_USER = "one user on one machine: nobody else to keep it from"
 
@@ -80,9 +81,13 @@ _CLASS = mitigate("the class is the credential's; content and the client's wishe
 _PUBLIC_CLASS = mitigate("the class is the credential's public class, and the engine sees no other mark of who asks")
 _PUBLIC_TRAINING = mitigate("trained on public data only; nothing is learned from prompts")
 _RANDOM_FLIP = mitigate("flips are drawn at random and logged as counts")
-_COUNTS = mitigate("counts on the allow-list only, shown anew once a threshold of further requests has ended")
+_COUNTS = mitigate(
+    "counts on the allow-list only, shown anew once a threshold of further requests has ended; on a sealed node counts by the "
+    "minute, with noise in each and none of few"
+)
 _REQUEST_STATE = mitigate("state per request, a datastore of public text, or differential privacy")
 _DRAFTS_DIE = "drafts live no longer than their request"
+_RECEIPT = mitigate("only for who asks, sealed to the client; salted digests, and no time but the epoch's hour")
 _STEP_TIMES = mitigate("learns from token counts and step times only, keeps them in the engine, and exports nothing")
 
 ROWS: tuple[Row, ...] = (
@@ -254,6 +259,17 @@ ROWS: tuple[Row, ...] = (
         team=allow("the team trusts its operator with what runs"),
         private=refuse("what runs must be what was published"),
         paranoid=refuse("what runs must be what was published"),
+    ),
+    _row(
+        "receipts",
+        _threat(
+            "receipts of answers", "T", residue="a signed statement about one answer", where=(_CLIENT,),
+            attack="shown to others, or taken from the client, it proves what was said, and names node and hour of the request",
+            mitigation="only for who asks, sealed to the client, in an answer shaped as any other; the node keeps nothing; "
+            "salted digests in place of texts; no time but the epoch's",
+        ),
+        open=allow(ONE_USER), team=_RECEIPT, private=_RECEIPT,
+        paranoid=refuse("what can be proved can be demanded: nobody can show later what was said here"),
     ),
 )  # fmt: skip
 

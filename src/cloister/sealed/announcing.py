@@ -80,7 +80,7 @@ class Announcer:
             CloisterError: the hardware gives none; what there was stays.
         """
         now = self._now()
-        keys = await self._unsealer.publish()
+        keys, receipt_key = await self._unsealer.publish_all()
         if keys == self._keys:
             self._seen_s = now
             return False
@@ -89,7 +89,7 @@ class Announcer:
         ends_s = born_s + int(self._life_s)
         checkpoint = await asyncio.to_thread(self._read_checkpoint)
         hardening = with_host(self._hardening(), self._attester.kind)
-        statement = self._facts.state(keys, born_s, ends_s, checkpoint, hardening)
+        statement = self._facts.state(keys, born_s, ends_s, checkpoint, hardening, receipt_key)
         evidence = await asyncio.to_thread(self._attester.attest, statement)
         self._document, self._ends_s = evidence.encode(), ends_s
         self._keys, self._seen_s = keys, now

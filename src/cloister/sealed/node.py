@@ -17,10 +17,12 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cloister.privacy.receipts.claims import ReceiptError
 from cloister.privacy.sealing import (
     FORMS,
     KEYS_MEDIA_TYPE,
     LARGEST_BUCKET_BYTES,
+    Exchange,
     Fields,
     MessageError,
     Request,
@@ -45,12 +47,13 @@ from cloister.sealed.gateway import BUDGET_FIELD, NODE_PATH
 from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
 from cloister.sealed.problems import ProblemError, problem_of
 from cloister.sealed.public import File
+from cloister.sealed.receipts import AnswerEnding
 from cloister.sealed.sealed_reply import SealedReply
 from cloister.sealed.serving import Lifespan, Post, handlers
 from cloister.sealed.shaping import Reply, open_reply
 from cloister.sealed.unsealing import Opened, Unsealer, open_request
 from cloister.server.calls import OUTPUT_BUDGET
-from cloister.types.errors import CloisterError
+from cloister.types.errors import CloisterError, PolicyError
 
 OPEN_PATHS: Final = "/v1/"
 """What begins like this can be asked sealed; metrics, the page and health cannot."""
@@ -70,11 +73,13 @@ class NodeConfig:
         shape: of its answers; None sends them as they come.
         gateway_secret: that a gateway has to show; None takes requests of whoever has one that opens.
         evidence: returns the evidence document for the current key; None while there is none.
+        profile: that the node runs under; receipts name it.
     """
 
     shape: Shape | None = None
     gateway_secret: str | None = field(default=None, repr=False)
     evidence: Callable[[], bytes | None] = lambda: None
+    profile: str = "private"
     max_request_bytes: int = MAX_REQUEST_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
 
@@ -125,7 +130,7 @@ class _Node:
         try:
             request = _read_request(message)
             async with open_reply(self._config.shape, reply.emit, framing=_framing_of(request)) as shaped:
-                await self._serve(request, _read_budget(scope), reply, shaped)
+                await self._serve(request, _read_budget(scope), opened.exchange, reply, shaped)
         except (TimeoutError, GoneError):
             return
         except Exception as error:
@@ -153,26 +158,34 @@ class _Node:
                 raise UnsealError  # no client of the format sends one; the sealed length was checked before
         return opened, bytes(message)
 
-    async def _serve(self, request: Request | MessageError, budget: int | None, reply: SealedReply, shaped: Reply) -> None:
+    async def _serve(
+        self, request: Request | MessageError, budget: int | None, exchange: Exchange, reply: SealedReply, shaped: Reply
+    ) -> None:
         try:
             if isinstance(request, MessageError):
                 raise request
+            ending = AnswerEnding(self._unsealer, exchange, request, self._config.profile)
+        except (MessageError, ReceiptError, PolicyError) as error:
+            await _refuse(problem_of(error), reply, shaped)
+            return
+        try:
             _check_framing(request)
             check_date(request.head.fields, self._now(), is_needed=False)
             if not request.head.path.startswith(OPEN_PATHS):
                 raise ProblemError(404, f"Only paths that begin with {OPEN_PATHS} can be asked sealed.")
-        except (MessageError, ProblemError) as error:
-            await _refuse(problem_of(error), reply, shaped)
+        except ProblemError as error:
+            await _refuse(error, reply, shaped, ending)
             return
         inner_scope = _scope_of(request)
         inner_scope["state"][OUTPUT_BUDGET] = budget
         try:
-            await self._inner(inner_scope, _receive_from(request.content), _send_to(reply, shaped))
+            await self._inner(inner_scope, _receive_from(request.content), _send_to(reply, shaped, ending))
         except Exception as error:
             if reply.writer.has_head:
                 raise
             _logger.error("the server inside failed before it answered (%s)", type(error).__name__)
-            await _refuse(ProblemError(500, "The server made a mistake; please try again."), reply, shaped)
+            mistake = ProblemError(500, "The server made a mistake; please try again.")
+            await _refuse(mistake, reply, shaped, ending)
 
 
 def _read_request(message: bytes) -> Request | MessageError:
@@ -197,9 +210,11 @@ def _check_framing(request: Request) -> None:
         raise ProblemError(400, f"{FRAMING_FIELD.decode()} is one of {', '.join(FRAMINGS)}.")
 
 
-async def _refuse(problem: ProblemError, reply: SealedReply, shaped: Reply) -> None:
+async def _refuse(problem: ProblemError, reply: SealedReply, shaped: Reply, ending: AnswerEnding | None = None) -> None:
     await shaped.head(reply.writer.head(ResponseHead(problem.status, problem.headers)))
-    await shaped.write(reply.writer.content(problem.body) + reply.writer.end(), last=True)
+    content = reply.writer.content(ending.add(problem.body) if ending else problem.body)
+    end = await ending.end(reply.writer, problem.status) if ending else reply.writer.end()
+    await shaped.write(content + end, last=True)
 
 
 def _read_budget(scope: Scope) -> int | None:
@@ -247,18 +262,22 @@ def _receive_from(content: bytes) -> Receive:
     return receive
 
 
-def _send_to(reply: SealedReply, shaped: Reply) -> Send:
+def _send_to(reply: SealedReply, shaped: Reply, ending: AnswerEnding) -> Send:
+    status = 0
+
     async def send(message: Message) -> None:
+        nonlocal status
         if message["type"] == "http.response.start":
+            status = message["status"]
             fields: Fields = tuple(
                 (name.lower(), value) for name, value in message.get("headers", ()) if name.lower() not in _CONNECTION_FIELDS
             )
-            await shaped.head(reply.writer.head(ResponseHead(message["status"], fields)))
+            await shaped.head(reply.writer.head(ResponseHead(status, fields)))
         elif message["type"] == "http.response.body":
-            content = reply.writer.content(message.get("body", b""))
+            content = reply.writer.content(ending.add(message.get("body", b"")))
             if message.get("more_body", False):
                 await shaped.write(content)
             else:
-                await shaped.write(content + reply.writer.end(), last=True)
+                await shaped.write(content + await ending.end(reply.writer, status), last=True)
 
     return send

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cloister.privacy.sealing import (
     WHOLE,
@@ -22,11 +22,21 @@ from cloister.privacy.sealing import (
 )
 
 
+class PublicKeys(NamedTuple):
+    """What is public of one key: `application/ohttp-keys`, and the Ed25519 key that checks its receipts, 32 bytes."""
+
+    sealing: bytes
+    receipts: bytes
+
+
 class Unsealer(Protocol):
     """Whoever holds private keys: this process, or one that does nothing else."""
 
     async def publish(self) -> bytes:
         """Returns the current key configurations as `application/ohttp-keys`."""
+
+    async def publish_all(self) -> PublicKeys:
+        """Returns all that is public of the current key."""
 
     async def begin(self, header: Header, form: Form) -> Exchange:
         """Returns what opens the request with this header.
@@ -46,6 +56,13 @@ class Unsealer(Protocol):
             ReplayCacheFullError: as `begin`.
         """
 
+    async def sign(self, header: Header, message: bytes) -> bytes:
+        """Signs the receipt of a request that was taken in (Ed25519).
+
+        Raises:
+            UnsealError: it was not taken in, or its key is gone.
+        """
+
 
 class LocalUnsealer:
     """Keys in this process.
@@ -62,11 +79,17 @@ class LocalUnsealer:
         self._receiver.ring.rotate(self._now())
         return self._receiver.ring.publish()
 
+    async def publish_all(self) -> PublicKeys:
+        return PublicKeys(await self.publish(), self._receiver.ring.publish_receipt_key())
+
     async def begin(self, header: Header, form: Form) -> Exchange:
         return self._receiver.begin(header, form, self._now())
 
     async def accept(self, header: Header) -> None:
         self._receiver.accept(header, self._now())
+
+    async def sign(self, header: Header, message: bytes) -> bytes:
+        return self._receiver.sign(header, message, self._now())
 
     async def turn_forever(self) -> None:
         """Replaces and destroys keys on time where nobody asks."""

@@ -69,6 +69,7 @@ OTHERS = {
     "not_before": 1_700_000_001,
     "not_after": 1_700_003_599,
     "checkpoint": "cloister.test/log\n8\nAAAA\n",
+    "receipt_key": bytes(32),
 }
 
 

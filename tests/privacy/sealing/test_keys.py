@@ -38,6 +38,7 @@ from cloister.privacy.sealing import (
 )
 from cloister.privacy.sealing import Request as HttpRequest
 from cloister.privacy.sealing.configuration import KEYS_MEDIA_TYPE
+from cloister.privacy.sealing.keys import RECEIPT_GRACE_S
 from cloister.types.errors import ConfigError, RequestTooLargeError
 
 PUBLIC = X25519PrivateKey.from_private_bytes(bytes(range(32))).public_key().public_bytes_raw()
@@ -207,3 +208,29 @@ def test_requests_of_one_bucket_have_one_sealed_length() -> None:
 def test_what_fits_no_bucket_is_refused() -> None:
     with pytest.raises(RequestTooLargeError, match="16 MiB"):
         bucket_bytes(LARGEST_BUCKET_BYTES + 1)
+
+
+def test_receipts_are_signed_for_an_answer_that_outlasts_its_key_and_for_none_later() -> None:
+    ring = KeyRing(0.0)
+    key_id, public = ring.current.configuration.key_id, ring.publish_receipt_key()
+    ring.rotate(NODE_KEY_LIFE_S)
+    assert ring.find(key_id, NODE_KEY_LIFE_S) is None
+    assert ring.publish_receipt_key() != public
+    late = ring.find_receipt_key(key_id, NODE_KEY_LIFE_S + RECEIPT_GRACE_S - 1)
+    assert late is not None
+    assert late.public_key().public_bytes_raw() == public
+    assert ring.find_receipt_key(key_id, NODE_KEY_LIFE_S + RECEIPT_GRACE_S) is None
+
+
+def test_a_receipt_key_whose_time_is_over_is_destroyed_though_nobody_asks() -> None:
+    ring = KeyRing(0.0)
+    key_id = ring.current.configuration.key_id
+    steps = 0
+    while (now_s := ring.next_change_s) < NODE_KEY_LIFE_S + RECEIPT_GRACE_S:
+        ring.rotate(now_s)
+        steps += 1
+        assert steps < 10
+    assert now_s == NODE_KEY_LIFE_S + RECEIPT_GRACE_S
+    ring.rotate(now_s)
+    key = ring._receipt_keys.get(key_id)
+    assert key is None

@@ -106,7 +106,7 @@ class Node:
         self.strays = 0
         self._evidence: bytes | None = None
         unsealer = LocalUnsealer(Receiver(self.ring, ReplayCache(REPLAY_WINDOW_S)), now)
-        config = NodeConfig(evidence=lambda: self._evidence)
+        config = NodeConfig(evidence=lambda: self._evidence, profile=PROFILE)
         self._app = node_app(self._count, config, unsealer, Lifespan(None), now)
 
     @property
@@ -128,6 +128,7 @@ class Node:
             not_before=int(now),
             not_after=int(now) + EPOCH_S,
             checkpoint=checkpoint,
+            receipt_key=self.ring.publish_receipt_key(),
         )
         self._evidence = SoftwareAttester().attest(self._statement.encode()).encode()
 

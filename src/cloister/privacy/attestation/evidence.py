@@ -32,6 +32,7 @@ KeyConfigs = Annotated[bytes, Meta(min_length=1, max_length=8192)]
 Measured = Annotated[str, Meta(pattern=r"^(applied|missing): [^\x00-\x1f]{0,500}\Z")]
 Note = Annotated[str, Meta(max_length=16_384)]
 Entry = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,512}\Z")]
+ReceiptKey = Annotated[bytes, Meta(max_length=32)]
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -57,6 +58,7 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         capacity: the node's share when clients draw, at least 1.
         not_before, not_after: Unix seconds between which the statement holds, at most an hour apart.
         checkpoint: the latest witnessed checkpoint of the log that the node knew, a signed note; empty when it knew none.
+        receipt_key: Ed25519 public key that checks receipts of requests sealed to `keys`; empty where the node signs none.
     """
 
     type: Annotated[str, Meta(pattern=r"^cloister statement v1\Z")] = "cloister statement v1"
@@ -71,6 +73,7 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     not_before: Seconds
     not_after: Seconds
     checkpoint: Note = ""
+    receipt_key: ReceiptKey = b""
 
     @property
     def node_id(self) -> str:

@@ -44,7 +44,15 @@ class Facts:
     configuration: Mapping[str, str]
     capacity: int
 
-    def state(self, keys: bytes, not_before: int, not_after: int, checkpoint: str, hardening: Mapping[str, str]) -> bytes:
+    def state(
+        self,
+        keys: bytes,
+        not_before: int,
+        not_after: int,
+        checkpoint: str,
+        hardening: Mapping[str, str],
+        receipt_key: bytes = b"",
+    ) -> bytes:
         """Returns the statement for a key configuration, canonical JSON.
 
         Raises:
@@ -62,6 +70,7 @@ class Facts:
             not_before=not_before,
             not_after=not_after,
             checkpoint=checkpoint,
+            receipt_key=receipt_key,
         ).encode()
 
 

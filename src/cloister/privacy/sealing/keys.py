@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from cloister.privacy.sealing.configuration import KeyConfiguration, encode_keys
 from cloister.privacy.sealing.hpke import SUITES, Suite
 from cloister.privacy.sealing.kem import Kem, PrivateKey
@@ -20,6 +22,8 @@ from cloister.types.errors import ConfigError
 
 NODE_KEY_LIFE_S: Final = 3600.0
 NODE_KEY_OVERLAP_S: Final = 900.0
+RECEIPT_GRACE_S: Final = 600.0
+"""How long after a key the key of its receipts ends: an answer may outlast the key that opened its request by as much."""
 GATEWAY_KEY_LIFE_S: Final = 24 * 3600.0
 GATEWAY_KEY_OVERLAP_S: Final = 3600.0
 
@@ -75,6 +79,7 @@ class KeyRing:
         self.life_s = life_s
         self.overlap_s = overlap_s
         self._kems = tuple(kems)
+        self._receipt_keys: dict[int, tuple[Ed25519PrivateKey, float]] = {}
         self._generations = [self._draw(secrets.randbelow(256), now_s)]
 
     @property
@@ -95,7 +100,8 @@ class KeyRing:
     @property
     def next_change_s(self) -> float:
         """When `rotate` next has something to do."""
-        return min(self._generations[0][0].expires_s, self.current.expires_s - self.overlap_s)
+        ends_s = [end_s for _, end_s in self._receipt_keys.values()]
+        return min(self._generations[0][0].expires_s, self.current.expires_s - self.overlap_s, *ends_s)
 
     def rotate(self, now_s: float) -> bool:
         """Replaces the current keys when their time has come and drops what has expired; says whether it drew new ones."""
@@ -104,6 +110,7 @@ class KeyRing:
             last_id = self._generations[-1][-1].configuration.key_id
             self._generations.append(self._draw(last_id + 1, now_s))
         self._generations = [keys for keys in self._generations if now_s < keys[0].expires_s]
+        self._receipt_keys = {key_id: kept for key_id, kept in self._receipt_keys.items() if now_s < kept[1]}
         return is_due
 
     def find(self, key_id: int, now_s: float) -> SealingKey | None:
@@ -115,13 +122,27 @@ class KeyRing:
         """Returns the current keys as `application/ohttp-keys`, the best first; who does not know its KEM takes another."""
         return encode_keys(self.configurations)
 
+    def find_receipt_key(self, key_id: int, now_s: float) -> Ed25519PrivateKey | None:
+        """Returns the key that signs receipts of requests that the key of that number opened, unless it has ended too."""
+        key, end_s = self._receipt_keys.get(key_id, (None, now_s))
+        return key if now_s < end_s else None
+
+    def publish_receipt_key(self) -> bytes:
+        """Returns the public key that checks receipts of requests sealed to the current key, Ed25519, 32 bytes."""
+        key, _ = self._receipt_keys[self.current.configuration.key_id]
+        return key.public_key().public_bytes_raw()
+
     def destroy(self) -> None:
-        """Drops every key: nothing is opened any more."""
+        """Drops every key: nothing is opened or signed any more."""
         self._generations.clear()
+        self._receipt_keys.clear()
 
     def _draw(self, first_id: int, now_s: float) -> tuple[SealingKey, ...]:
         ends_s = now_s + self.life_s
-        return tuple(
+        keys = tuple(
             SealingKey.generate((first_id + place) % 256, kem, created_s=now_s, expires_s=ends_s)
             for place, kem in enumerate(self._kems)
         )
+        receipt_key = Ed25519PrivateKey.generate(), ends_s + RECEIPT_GRACE_S
+        self._receipt_keys.update({key.configuration.key_id: receipt_key for key in keys})
+        return keys

@@ -15,7 +15,7 @@ from cloister.privacy.sealing.hpke import (
 )
 from cloister.privacy.sealing.kem import SHARED_SECRET_BYTES, X25519, PrivateKey
 from cloister.privacy.sealing.kems import KEMS
-from cloister.privacy.sealing.keys import KeyRing
+from cloister.privacy.sealing.keys import NODE_KEY_LIFE_S, RECEIPT_GRACE_S, KeyRing
 from cloister.privacy.sealing.ohttp import Exchange, Form, Header
 from cloister.privacy.sealing.replay import ReplayCache
 
@@ -32,6 +32,7 @@ class Receiver:
     def __init__(self, ring: KeyRing, replays: ReplayCache) -> None:
         self.ring = ring
         self._replays = replays
+        self._signed = ReplayCache(NODE_KEY_LIFE_S + RECEIPT_GRACE_S)
         self._decoys = {kem.kem_id: kem.generate() for kem in KEMS}
         self._decoy_secret = secrets.token_bytes(SHARED_SECRET_BYTES)
 
@@ -63,6 +64,21 @@ class Receiver:
             ReplayCacheFullError: there is no room.
         """
         self._replays.remember(header.enc, now_s)
+
+    def sign(self, header: Header, message: bytes, now_s: float) -> bytes:
+        """Signs the receipt of a request that was taken in, with the receipt key beside the one it was sealed to (Ed25519).
+
+        Each request has one, so that a worker which its request took over signs no more than that.
+
+        Raises:
+            UnsealError: no such request was taken in, it has its receipt, or its key is gone.
+            ReplayCacheFullError: it could not be remembered.
+        """
+        key = self.ring.find_receipt_key(header.key_id, now_s)
+        if key is None or not self._replays.has_seen(header.enc, now_s):
+            raise UnsealError
+        self._signed.remember(header.enc, now_s)
+        return key.sign(message)
 
     def _context(self, header: Header, private_key: PrivateKey, form: Form) -> Context:
         suite = header.suite if header.suite in SUITES else HKDF_SHA256_AES_128_GCM

@@ -96,15 +96,20 @@ def believe(data: bytes, trust: Trust, view: View, fetched: Mapping[str, bytes],
     """
     bundle = parse_bundle(data)
     checkpoint, _ = trust.open_checkpoint(bundle.checkpoint, now)
-    _check_inclusion(bundle, checkpoint)
+    check_inclusion(bundle, checkpoint)
     _check_epoch(bundle.epoch, trust, now)
     _check_history(checkpoint, bundle, view)
     after = _read_on(checkpoint, bundle, view, fetched, trust)
-    release = _check_release(bundle, trust, after)
+    release = check_release(bundle, trust, after)
     return Believed(bundle.epoch, release, checkpoint, bundle.checkpoint, after)
 
 
-def _check_inclusion(bundle: EpochBundle, checkpoint: Checkpoint) -> None:
+def check_inclusion(bundle: EpochBundle, checkpoint: Checkpoint) -> None:
+    """Checks that all entries of a bundle are in the tree, and that the epoch is its newest one.
+
+    Raises:
+        TransparencyError: one is not.
+    """
     epoch = LoggedEntry(epoch_leaf(bundle.epoch), bundle.index, bundle.proof)
     for logged in (epoch, bundle.release, bundle.minimum):
         if logged:
@@ -169,7 +174,12 @@ def _unpack(begin: int, size: int, fetched: Mapping[str, bytes]) -> Iterator[byt
         yield from unpack_entries(data, tile.width)[max(begin - tile.index * WIDTH, 0) :]
 
 
-def _check_release(bundle: EpochBundle, trust: Trust, view: View) -> Release:
+def check_release(bundle: EpochBundle, trust: Trust, view: View) -> Release:
+    """Returns the release that the epoch names.
+
+    Raises:
+        TransparencyError: it is signed by nobody who is trusted, another one, or revoked.
+    """
     release = read_release(bundle.release.entry, trust.releases)
     if release.digest != bundle.epoch.release:
         raise TransparencyError(Reason.WRONG_RELEASE, "the release that came with the epoch is not the one that it names")

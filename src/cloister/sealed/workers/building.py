@@ -50,7 +50,7 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
         server,
         request_timeout_s=boot.engine.request_timeout_s,
     )
-    config = NodeConfig(shape=boot.shape)
+    config = NodeConfig(shape=boot.shape, profile=str(boot.engine.profile))
     node = node_app(inner, config, unsealer, Lifespan(None))
     receiver = Receiver(KeyRing(0.0), ReplayCache(NODE_KEY_LIFE_S))
     rehearsal = node_app(inner, config, LocalUnsealer(receiver, lambda: 0.0), Lifespan(None))

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -19,6 +20,7 @@ from cloister.engine.launch import Process
 from cloister.sealed.exchange import Body, GoneError, Outgoing
 from cloister.sealed.gateway import BUDGET_FIELD
 from cloister.sealed.problems import ProblemError, problem_of
+from cloister.sealed.workers.figures import Figures
 from cloister.sealed.workers.remote import RemoteUnsealer
 from cloister.sealed.workers.sealer import SealerBoot, SealerReady
 from cloister.sealed.workers.wire import Gone, Head, Part, Piece, Start, frame, receive_for_front, to_asgi
@@ -178,13 +180,22 @@ class WorkerFront:
 
     Args:
         check: raises `ProblemError` for who may not ask.
+        figures: counts what was handed to a worker.
         max_workers: at once; more are told to come again.
     """
 
     def __init__(
-        self, crew: Crew, check: Callable[[Scope], None], *, max_request_bytes: int, body_timeout_s: float, max_workers: int
+        self,
+        crew: Crew,
+        check: Callable[[Scope], None],
+        figures: Figures,
+        *,
+        max_request_bytes: int,
+        body_timeout_s: float,
+        max_workers: int,
     ) -> None:
         self._crew = crew
+        self._figures = figures
         self._check = check
         self._max_request_bytes = max_request_bytes
         self._body_timeout_s = body_timeout_s
@@ -202,8 +213,12 @@ class WorkerFront:
             self.num_workers += 1
             try:
                 pieces = [piece async for piece in body.pieces()]
-                near = await self._crew.fork()
-                await self._carry(scope, pieces, near, receive, send)
+                begun_s, is_whole = time.monotonic(), False
+                try:
+                    near = await self._crew.fork()
+                    is_whole = await self._carry(scope, pieces, near, receive, send)
+                finally:
+                    self._figures.count(time.monotonic() - begun_s, answered=is_whole)
             finally:
                 self.num_workers -= 1
         except GoneError:
@@ -211,7 +226,8 @@ class WorkerFront:
         except CloisterError as error:
             await out.refuse(problem_of(error))
 
-    async def _carry(self, scope: Scope, pieces: list[bytes], near: socket.socket, receive: Receive, send: Send) -> None:
+    async def _carry(self, scope: Scope, pieces: list[bytes], near: socket.socket, receive: Receive, send: Send) -> bool:
+        """Returns whether all of an answer was sent."""
         reader, writer = await asyncio.open_unix_connection(sock=near, limit=_LIMIT_BYTES)
         watching = asyncio.create_task(_tell_when_gone(receive, writer))
         has_begun = False
@@ -227,9 +243,10 @@ class WorkerFront:
                 has_begun = has_begun or isinstance(message, Start)
                 await send(to_asgi(message))
                 if isinstance(message, Part) and not message.more:
-                    return
+                    return True
             if not has_begun and not watching.done():
                 raise ProblemError(503, _FAILED)
+            return False
         finally:
             watching.cancel()
             writer.close()

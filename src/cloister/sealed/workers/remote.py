@@ -10,6 +10,7 @@ import msgspec
 
 from cloister.privacy.sealing import Exchange, Form, Header, ReplayCacheFullError, UnsealError
 from cloister.privacy.sealing.hpke import Context, ContextSecrets, Suite
+from cloister.sealed.unsealing import PublicKeys
 from cloister.sealed.workers.sealer import CACHE_FULL, MESSAGE_BYTES, Answer, Question
 from cloister.types.errors import EngineError
 
@@ -31,6 +32,10 @@ class RemoteUnsealer:
     async def publish(self) -> bytes:
         return (await self._ask(Question("publish"))).keys
 
+    async def publish_all(self) -> PublicKeys:
+        answer = await self._ask(Question("publish"))
+        return PublicKeys(answer.keys, answer.receipt_key)
+
     async def begin(self, header: Header, form: Form) -> Exchange:
         answer = await self._ask(Question("begin", header.encode(), form.request_type))
         suite = Suite(answer.kdf_id, answer.aead_id)
@@ -39,6 +44,9 @@ class RemoteUnsealer:
 
     async def accept(self, header: Header) -> None:
         await self._ask(Question("accept", header.encode()))
+
+    async def sign(self, header: Header, message: bytes) -> bytes:
+        return (await self._ask(Question("sign", header.encode(), message=message))).signature
 
     async def _ask(self, question: Question) -> Answer:
         loop = asyncio.get_running_loop()

@@ -5,7 +5,7 @@ time. It never sees a body. Its memory is locked, so that no key reaches swap; i
 
 Its socket is the front's, which gets public keys and nothing else. Once, at the start, a descriptor of a door comes through it,
 which the front hands on to the zygote and forgets; through the door come channels of workers (`engine.door`). Questions are
-datagrams: publish, begin, accept.
+datagrams: publish, begin, accept, sign.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ class SealerReady(msgspec.Struct, frozen=True):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """What a channel asks: publish, begin or accept, with the header of a request and its media type."""
+    """What a channel asks: publish, begin, accept or sign, with the header of a request, its media type, and what to sign."""
 
     what: str
     header: bytes = b""
     media_type: str = ""
+    message: bytes = b""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -80,6 +81,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     error: str = ""
     keys: bytes = b""
+    receipt_key: bytes = b""
+    signature: bytes = b""
     key: bytes = b""
     base_nonce: bytes = b""
     exporter: bytes = b""
@@ -114,7 +117,8 @@ class Sealer:
             match question.what:
                 case "publish":
                     self.turn()
-                    return Answer(keys=self._receiver.ring.publish())
+                    ring = self._receiver.ring
+                    return Answer(keys=ring.publish(), receipt_key=ring.publish_receipt_key())
                 case "begin":
                     header = Header.parse(question.header)
                     secrets = self._receiver.begin(header, FORMS[question.media_type], self._now()).context.secrets
@@ -130,6 +134,8 @@ class Sealer:
                 case "accept":
                     self._receiver.accept(Header.parse(question.header), self._now())
                     return Answer()
+                case "sign":
+                    return Answer(signature=self._receiver.sign(Header.parse(question.header), question.message, self._now()))
         except ReplayCacheFullError:
             return Answer(error=CACHE_FULL)
         except (UnsealError, KeyError):
@@ -189,7 +195,7 @@ def _rehearse(boot: SealerBoot) -> None:
     sealer = Sealer(boot)
     for configuration in parse_keys(sealer.answer(Question("publish")).keys):
         header = begin_request(configuration, CHUNKED).header.encode()
-        for what in ("begin", "accept"):
+        for what in ("begin", "accept", "sign"):
             sealer.answer(Question(what, header, CHUNKED.request_type))
 
 

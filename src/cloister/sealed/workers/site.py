@@ -1,4 +1,4 @@
-"""The front of a sealed node as an application: the sealed exchange, keys, evidence and health. It never holds content."""
+"""The front of a sealed node as an application: sealed exchange, keys, evidence, health, figures. It never holds content."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from cloister.sealed.problems import ProblemError
 from cloister.sealed.public import File
 from cloister.sealed.serving import Post, handlers
 from cloister.sealed.workers.crew import Crew, WorkerFront
+from cloister.sealed.workers.figures import CONTENT_TYPE, Figures
 
 WORKER_ENTRY: Final = "cloister.sealed.workers.building:build_worker"
+STALLED: Final = "requests wait and the engine makes no progress; it is replaced if that goes on"
+"""Why a node is unavailable, where its processes run. The engine's own words have numbers of requests in them."""
 WAITING_WORKERS: Final = 64
 """Workers that may wait for the engine, beside those whose sequences run."""
 
@@ -54,17 +57,27 @@ def worker_site(
     async def read_evidence() -> bytes | None:
         return evidence()
 
-    async def tell_health(_: Request) -> Response:
-        is_good = health().good and crew.fault is None
-        return JSONResponse({"status": "ok" if is_good else "unavailable"}, 200 if is_good else 503)
+    def find_fault() -> str | None:
+        return crew.fault or (None if health().good else STALLED)
 
+    async def tell_health(_: Request) -> Response:
+        fault = find_fault()
+        if fault is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "unavailable", "reason": fault}, 503)
+
+    async def tell_figures(_: Request) -> Response:
+        return Response(figures.render(is_healthy=find_fault() is None), media_type=CONTENT_TYPE)
+
+    figures = Figures()
     front = WorkerFront(
-        crew, check, max_request_bytes=MAX_REQUEST_BYTES, body_timeout_s=BODY_TIMEOUT_S, max_workers=max_workers
+        crew, check, figures, max_request_bytes=MAX_REQUEST_BYTES, body_timeout_s=BODY_TIMEOUT_S, max_workers=max_workers
     )
     routes = [
         Route(NODE_PATH, Post(front)),
         Route(KEYS_PATH, File(crew.unsealer.publish, KEYS_MEDIA_TYPE)),
         Route(EVIDENCE_PATH, File(read_evidence, "application/json")),
         Route("/health", tell_health, methods=["GET"]),
+        Route("/metrics", tell_figures, methods=["GET"]),
     ]
     return Starlette(routes=routes, exception_handlers=handlers())

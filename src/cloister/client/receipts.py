@@ -1,0 +1,100 @@
+"""Asks for receipts, and holds each one against what this client knows before anything believes it. No I/O, no clock."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cloister.privacy.attestation import EvidenceError, read_evidence, read_statement
+from cloister.privacy.policy import Policy, Use
+from cloister.privacy.receipts.claims import ReceiptError, is_signed
+from cloister.privacy.receipts.receipt import Receipt
+from cloister.privacy.receipts.transcript import Transcript
+from cloister.privacy.receipts.wish import Wish
+from cloister.privacy.sealing import Exchange, Request
+from cloister.privacy.transparency.epoch import Epoch, epoch_leaf
+from cloister.privacy.transparency.merkle import hash_leaf
+
+Keep = Callable[[Receipt], None]
+"""Takes each receipt, verified, when its answer is complete."""
+
+
+@dataclass(frozen=True)
+class ReceiptOrder:
+    """What a receipt from one node is asked with, and checked against.
+
+    Attributes:
+        epoch: that the node was drawn from.
+        bundle: the same with its proofs, as it came.
+        evidence: the node's evidence document.
+        key: that the evidence binds for receipts, Ed25519, 32 bytes.
+        keep: takes the receipt.
+    """
+
+    epoch: Epoch
+    bundle: bytes
+    evidence: bytes
+    key: bytes
+    keep: Keep
+
+    @property
+    def wish(self) -> Wish:
+        """What the sealed request says."""
+        return Wish(hash_leaf(epoch_leaf(self.epoch)).hex(), hashlib.sha256(self.evidence).hexdigest())
+
+
+def order_receipt(epoch: Epoch, bundle: bytes, evidence: bytes, keep: Keep) -> ReceiptOrder:
+    """Returns the order, if there can be one.
+
+    Raises:
+        PolicyError: the profile of the epoch has no receipts.
+        ReceiptError: the evidence binds no key for them.
+    """
+    Policy(epoch.profile).check({"receipt": Use(True, "this client")})
+    try:
+        key = read_statement(read_evidence(evidence).statement).receipt_key
+    except EvidenceError:
+        key = b""
+    if not key:
+        raise ReceiptError("this node's evidence binds no key for receipts; ask for none, or wait for nodes of a newer release")
+    return ReceiptOrder(epoch, bundle, evidence, key, keep)
+
+
+class ReceiptReader:
+    """Follows one answer on its way in.
+
+    Args:
+        request: as it was sealed.
+        exchange: with the node.
+
+    Attributes:
+        receipt: None until the answer is complete.
+    """
+
+    def __init__(self, order: ReceiptOrder, request: Request, exchange: Exchange) -> None:
+        self.receipt: Receipt | None = None
+        self._order = order
+        self._transcript = Transcript(exchange, request)
+
+    def add(self, content: bytes) -> None:
+        """Takes the next piece of the answer's content."""
+        self._transcript.add(content)
+
+    def finish(self, status: int, signature: bytes | None) -> None:
+        """Says that the answer is complete, and hands its receipt on.
+
+        Raises:
+            ReceiptError: there is none, or the attested key did not sign just this.
+        """
+        order = self._order
+        wish = order.wish
+        claims = self._transcript.claim(status, epoch=wish.epoch, evidence=wish.evidence, profile=order.epoch.profile)
+        if signature is None:
+            raise ReceiptError("the answer came without the receipt that was asked for")
+        if not is_signed(claims, signature, order.key):
+            raise ReceiptError("the answer's receipt is not one of this node about this request and answer")
+        self.receipt = Receipt(
+            jws=claims.to_jws(signature), salt=self._transcript.salt, evidence=order.evidence, bundle=order.bundle
+        )
+        order.keep(self.receipt)
