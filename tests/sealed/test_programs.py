@@ -37,6 +37,7 @@ from cloister.privacy.sealing import (
 from cloister.privacy.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook, authorization, challenge_between, request_tokens
 from cloister.privacy.tokens.issuance import encode_answers
 from cloister.privacy.transparency.keyfiles import write_key
+from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.trust import encode_trust
 from cloister.sealed.node import NodeConfig, node_app
 from cloister.sealed.serving import Lifespan
@@ -93,8 +94,10 @@ def issuer_key(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 def test_relay_and_gateway_carry_a_request_and_end_when_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_key(tmp_path / "issuer.key", PrivateKey.generate("issuer.example", Kind.NOTE))
+    shelf = ["--state", str(tmp_path / "issuer"), "--key", str(tmp_path / "issuer.key")]
     with pytest.raises(SystemExit, match="0"):
-        main(["issuer", "--url", ISSUER, "--state", str(tmp_path / "issuer"), "--show-keys"])
+        main(["issuer", "--url", ISSUER, *shelf, "--show-keys"])
     (tmp_path / "issuer.json").write_text(capfd.readouterr().out)
     (tmp_path / "relay.secret").write_text(f"# this relay's\n{RELAY_SECRET}\n")
     (tmp_path / "relays").write_text(f"{'a' * 32}\n{RELAY_SECRET}\n")

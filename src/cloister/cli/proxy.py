@@ -30,6 +30,9 @@ def proxy(
         bool, typer.Option("--accept-software", help="Send to nodes that no hardware vouches for: NOT PROVED.")
     ] = False,
     state: Annotated[Path, typer.Option(help="What was seen of the log, kept between runs.", metavar="FILE")] = DEFAULT_STATE,
+    buy_directly: Annotated[
+        bool, typer.Option("--buy-directly", help="Ask the issuer itself for tokens: it sees your address beside the API key.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Loopback address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8080,
 ) -> None:
@@ -46,7 +49,9 @@ def proxy(
     if not is_loopback(host):
         raise ConfigError("the proxy listens on loopback only; give --host 127.0.0.1 or ::1", param="host")
     wanted = with_demands(Policy() if policy is None else read_policy(policy), accept_software=accept_software)
-    session = Session(relay, trust=trust, api_key=read_api_key(api_key_file), policy=wanted, state=state)
+    session = Session(
+        relay, trust=trust, api_key=read_api_key(api_key_file), policy=wanted, state=state, buys_directly=buy_directly
+    )
     raise typer.Exit(_serve(session, host, port))
 
 

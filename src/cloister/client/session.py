@@ -14,9 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from cloister.client.asking import Ask, Reply, Step
-from cloister.client.buying import buy_tokens, signing_key
+from cloister.client.buying import Buyer, signing_key
 from cloister.client.draw import Below, draw
-from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, NoTokensError
+from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, IssuerContradictionError, NoTokensError
+from cloister.client.issuer_record import IssuerRecord, beside
 from cloister.client.judging import fill_policy, judge_node
 from cloister.client.letter import Letter, write_letter
 from cloister.client.wallet import LOW, Wallet
@@ -29,6 +30,7 @@ from cloister.privacy.tokens.spki import key_id
 from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES
 from cloister.privacy.transparency.checks import Believed, View, believe, needed_paths
 from cloister.privacy.transparency.epoch import Epoch, NodeEntry
+from cloister.privacy.transparency.issuer_keys import OVERLAP_S
 from cloister.privacy.transparency.memory import Memory
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.privacy.transparency.trust import Trust, read_trust
@@ -63,11 +65,12 @@ class Session:
     """Where to ask, whom to believe, and what with.
 
     Args:
-        relay: URL of the relay, the only program besides the issuer that this client speaks with.
+        relay: URL of the relay, the only program that this client speaks with.
         trust: keys of log, witnesses and releases, or the path of the file that has them.
-        api_key: shown to the issuer alone, for tokens; nothing of it goes to relay, gateway or node.
+        api_key: shown to the issuer alone, for tokens, sealed on its way; nothing of it goes to relay, gateway or node.
         policy: what is asked of nodes; what it leaves open is filled from the log.
         state: file in which the client remembers what it saw of the log, so that a restart does not forget it.
+        buys_directly: asks the issuer itself for tokens, which then sees this machine's address beside the API key.
         below: random source of the draw; the system's.
         now: Unix seconds.
     """
@@ -80,13 +83,13 @@ class Session:
         api_key: str,
         policy: Policy | None = None,
         state: Path | None = None,
+        buys_directly: bool = False,
         below: Below = secrets.randbelow,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.relay = relay.rstrip("/") + "/"
         self.now = now
         self.trust = trust if isinstance(trust, Trust) else read_trust(Path(trust))
-        self._api_key = api_key
         self._policy = policy or Policy()
         self._memory = None if state is None else Memory(state)
         self._below = below
@@ -96,6 +99,11 @@ class Session:
         self._is_doubted = False
         self._findings: dict[str, Findings] = {}
         self._wallet = Wallet()
+        issuer = self.trust.issuer
+        self._record = IssuerRecord(issuer, None if self._memory is None else beside(self._memory.path))
+        self._buyer = Buyer(
+            issuer, self.relay, api_key, is_direct=buys_directly, see=lambda keys: self._record.see(keys, self.now())
+        )
 
     @property
     def believed(self) -> Believed | None:
@@ -142,11 +150,18 @@ class Session:
             ) from None
         if self._believed is None or believed.epoch != self._believed.epoch:
             self._findings = yield from self._judge_nodes(believed, now)
-            issuer = self.trust.issuer
-            keys = {key_id(entry.token_key) for entry in believed.epoch.issuers if entry.url == issuer}
-            self._wallet.keep(keys, challenge_between(issuer, believed.epoch.gateway.url).digest())
+            self._drop_tokens(believed.epoch)
         self._believed, self._believed_at, self._is_doubted = believed, now, False
         return believed
+
+    def _drop_tokens(self, epoch: Epoch) -> None:
+        issuer = self.trust.issuer
+        if issuer is not None:
+            taken = [
+                entry for entry in epoch.issuers if entry.url == issuer.url and epoch.not_before < entry.not_after + OVERLAP_S
+            ]
+            keys = {key_id(entry.token_key) for entry in taken}
+            self._wallet.keep(keys, challenge_between(issuer.url, epoch.gateway.url).digest())
 
     def _is_doubtful(self, now: float) -> bool:
         return self._is_doubted and now - self._believed_at >= DOUBT_AFTER_S
@@ -154,9 +169,13 @@ class Session:
     def _fetch_epoch(self, now: float) -> Step[Believed]:
         bundle = yield from self._fetch("epoch", MAX_BUNDLE_BYTES)
         fetched = {}
-        for path in needed_paths(bundle, self.trust, self._view):
+        begin = self._record.begin(self._view)
+        for path in needed_paths(bundle, self.trust, begin):
             fetched[path] = yield from self._fetch(f"log/{path}", MOST_LOG_BYTES)
         believed = believe(bundle, self.trust, self._view, fetched, now)
+        if begin != self._view:  # what this client knew already has to be verified again, since it is read again
+            believe(bundle, self.trust, begin, fetched, now)
+        self._record.read_log(begin, believed, fetched, now)
         self._view = believed.view
         if self._memory is not None:
             self._memory.save(believed.view)
@@ -181,13 +200,14 @@ class Session:
         return findings
 
     def _take_token(self, epoch: Epoch) -> Step[Token]:
-        if self.trust.issuer:
-            signing_key(epoch, self.trust.issuer)  # an epoch whose keys mark tokens is not paid in, however many are left
+        if self.trust.issuer is not None:  # an epoch whose keys mark tokens is not paid in, however many are left
+            self._record.check()
+            signing_key(epoch, self.trust.issuer)
         if len(self._wallet) <= LOW:
             try:
-                self._wallet.add((yield from buy_tokens(epoch, self.trust.issuer, self._api_key)))
-            except NoTokensError:
-                if not len(self._wallet):
+                self._wallet.add((yield from self._buyer.buy(epoch, self.now())))
+            except NoTokensError as error:
+                if isinstance(error, IssuerContradictionError) or not len(self._wallet):
                     raise
         token = self._wallet.take()
         assert token is not None, "a batch has tokens"

@@ -1,6 +1,7 @@
 """The issuer's book: how many tokens each API key had under each issuer key. SQLite, counts only.
 
-It holds no blinded message, no time and nothing of what became of a token.
+A batch that comes a second time, since its answer was lost or somebody sent a copy, is counted once: it is known by a digest,
+and blind signatures of one message are equal. The book holds no blinded message, no time and nothing of what became of a token.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ CREATE TABLE IF NOT EXISTS issued (
     epoch INTEGER NOT NULL, holder BLOB NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (epoch, holder)
 ) WITHOUT ROWID
 """
+_BATCHES = (
+    "CREATE TABLE IF NOT EXISTS batches (epoch INTEGER NOT NULL, batch BLOB NOT NULL, PRIMARY KEY (epoch, batch)) WITHOUT ROWID"
+)
 _TAKE = """
 INSERT INTO issued SELECT :epoch, :holder, :count WHERE :count <= :most
 ON CONFLICT DO UPDATE SET count = count + excluded.count WHERE count + excluded.count <= :most
@@ -36,12 +40,14 @@ class QuotaBook:
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
         self._database = connect(path, _TABLE)
+        self._database.execute(_BATCHES)
 
-    def take(self, epoch: int, holder: bytes, count: int, *, most: int, retry_after_s: float) -> None:
-        """Counts `count` more tokens, before they are signed: a crash in between costs the holder, and gives nothing away.
+    def take(self, epoch: int, holder: bytes, count: int, *, batch: bytes, most: int, retry_after_s: float) -> None:
+        """Counts `count` more tokens, before they are signed: a crash in between gives nothing away.
 
         Args:
             holder: digest of the API key.
+            batch: digest of the holder and all that is to be signed; one that was counted before is not counted again.
             most: tokens of one holder in one epoch.
             retry_after_s: until the next epoch.
 
@@ -52,7 +58,7 @@ class QuotaBook:
         values = {"epoch": epoch, "holder": holder, "count": count, "most": most}
         with self._lock:
             try:
-                taken = self._database.execute(_TAKE, values).rowcount == 1
+                taken = self._take_once(epoch, batch, values)
             except sqlite3.Error as error:
                 raise _unavailable(error) from None
         if not taken:
@@ -67,9 +73,22 @@ class QuotaBook:
         """
         with self._lock:
             try:
-                self._database.execute("DELETE FROM issued WHERE epoch < ?", (epoch,))
+                for table in ("issued", "batches"):
+                    self._database.execute(f"DELETE FROM {table} WHERE epoch < ?", (epoch,))
             except sqlite3.Error as error:
                 raise _unavailable(error) from None
+
+    def _take_once(self, epoch: int, batch: bytes, values: dict[str, object]) -> bool:
+        """Counts the batch and remembers it, both or neither; a thread and a process of the same book wait meanwhile."""
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            is_new = self._database.execute("INSERT OR IGNORE INTO batches VALUES (?, ?)", (epoch, batch)).rowcount == 1
+            is_taken = not is_new or self._database.execute(_TAKE, values).rowcount == 1
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT" if is_taken else "ROLLBACK")
+        return is_taken
 
     def close(self) -> None:
         with self._lock:
