@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -89,12 +88,10 @@ class World:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        world = World(Path(name))
-        yield world
-        world.house.close()
+def world(directory: Path) -> Iterator[World]:
+    world = World(directory)
+    yield world
+    world.house.close()
 
 
 def test_an_issuer_with_a_key_of_its_own_for_each_epoch_is_refused_and_the_proof_is_kept(world: World) -> None:

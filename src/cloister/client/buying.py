@@ -85,12 +85,15 @@ class Buyer:
             )
         pending = self._begin(signing_key(epoch, self._issuer), epoch, self._issuer, count)
         ask = self._ask_directly(self._issuer, pending) if self._is_direct else self._ask_sealed(self._issuer, pending, now)
-        status, body = yield from ask
+        try:
+            status, body = yield from ask
+        except BaseException:  # also where the carrier gave up: who is asked next may have counted it
+            self._pending = pending
+            raise
         if status != 200:
             self._pending = None if 400 <= status < 500 else pending
             message = read_message(body) or "it gave no reason"
             raise NoTokensError(f"There is no token left, and the issuer gave none ({status}): {message}")
-        self._pending = None
         try:
             return pending.finish(body)
         except (MalformedTokenError, BlindSignatureError) as error:
@@ -99,9 +102,10 @@ class Buyer:
     def _begin(self, key: bytes, epoch: Epoch, issuer: IssuerIdentity, count: int) -> Pending:
         challenge = challenge_between(issuer.url, epoch.gateway.url)
         kept, wanted = self._pending, (key, challenge.digest(), count)
+        self._pending = None  # it is this purchase's now; another may begin meanwhile
         if kept is None or (kept.encoded_key, kept.tokens[0].challenge_digest, len(kept.tokens)) != wanted:
             try:
-                self._pending = kept = request_tokens(key, challenge, count)
+                kept = request_tokens(key, challenge, count)
             except ValueError as error:
                 raise NoTokensError(f"The key of the issuer at {issuer.url} in the epoch cannot be used: {error}.") from None
         return kept

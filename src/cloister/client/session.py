@@ -16,11 +16,12 @@ from types import MappingProxyType
 from cloister.client.asking import Ask, Reply, Step
 from cloister.client.buying import Buyer, signing_key
 from cloister.client.draw import Below, draw
-from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, IssuerContradictionError, NoTokensError
+from cloister.client.errors import EpochRefusedError, EvidenceRefusedError
 from cloister.client.issuer_record import IssuerRecord, beside
 from cloister.client.judging import fill_policy, judge_node
 from cloister.client.letter import Letter, write_letter
-from cloister.client.wallet import LOW, Wallet
+from cloister.client.restocking import PurchasePlan
+from cloister.client.wallet import Wallet
 from cloister.privacy.attestation import Findings, Outcome, Policy
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES
 from cloister.privacy.sealing import Request
@@ -99,6 +100,7 @@ class Session:
         self._is_doubted = False
         self._findings: dict[str, Findings] = {}
         self._wallet = Wallet()
+        self._plan = PurchasePlan()
         issuer = self.trust.issuer
         self._record = IssuerRecord(issuer, None if self._memory is None else beside(self._memory.path))
         self._buyer = Buyer(
@@ -123,6 +125,24 @@ class Session:
         """Takes a token back that was never sent."""
         if ready.token is not None:
             self._wallet.add([ready.token])
+            if self._believed is not None:
+                self._drop_tokens(self._believed.epoch)
+
+    @property
+    def restock_in_s(self) -> float | None:
+        """Seconds until the moment that was drawn for the next purchase; None while there are tokens enough."""
+        return self._plan.wait_s(self.now())
+
+    def restock(self) -> Step[None]:
+        """Buys a batch ahead of need. Where none can be bought another moment is drawn: whoever needs one is told why."""
+        believed, now = self._believed, self.now()
+        self._plan.postpone(now)
+        if believed is None or now >= believed.epoch.not_after:
+            return
+        self._record.check()
+        self._wallet.add((yield from self._buyer.buy(believed.epoch, now)))
+        self._drop_tokens((self._believed or believed).epoch)  # another one may have come meanwhile
+        self._plan.see(len(self._wallet), now)
 
     def prepare(self) -> Step[Ready]:
         """Makes sure of the epoch, of every node's evidence and of a token, and draws one node.
@@ -203,14 +223,12 @@ class Session:
         if self.trust.issuer is not None:  # an epoch whose keys mark tokens is not paid in, however many are left
             self._record.check()
             signing_key(epoch, self.trust.issuer)
-        if len(self._wallet) <= LOW:
-            try:
-                self._wallet.add((yield from self._buyer.buy(epoch, self.now())))
-            except NoTokensError as error:
-                if isinstance(error, IssuerContradictionError) or not len(self._wallet):
-                    raise
+        if not len(self._wallet):
+            self._plan.run_out()
+            self._wallet.add((yield from self._buyer.buy(epoch, self.now())))
         token = self._wallet.take()
         assert token is not None, "a batch has tokens"
+        self._plan.see(len(self._wallet), self.now())
         return token
 
     def _fetch(self, path: str, most_bytes: int) -> Step[bytes]:
