@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cloister.cli import app
-from cloister.client import AsyncSealedTransport, NoTokensError, Session
+from cloister.client import AsyncSealedTransport, EpochRefusedError, NoTokensError, Session
 from cloister.client.errors import IssuerContradictionError
 from cloister.client.issuer_record import MOST_KEYS, IssuerRecord, beside
 from cloister.client.routing.house import ISSUER, RELAY, House
@@ -46,12 +46,16 @@ class Wire(httpx.AsyncBaseTransport):
         self._inner = house.carrier()
         self.posted = 0
         self.instead: dict[str, Callable[[], bytes]] = {}
+        self.edit_log: Callable[[bytes], bytes] = lambda content: content
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         self.posted += request.method == "POST"
         if request.url.path in self.instead:
             return httpx.Response(200, content=self.instead[request.url.path]())
-        return await self._inner.handle_async_request(request)
+        response = await self._inner.handle_async_request(request)
+        if "/tile/entries/" not in request.url.path:
+            return response
+        return httpx.Response(response.status_code, content=self.edit_log(await response.aread()))
 
 
 class World:
@@ -128,6 +132,19 @@ def test_a_client_that_lost_its_record_reads_the_log_again(world: World) -> None
         world.prepare(world.session(world.state))
 
 
+def test_a_client_that_lost_its_record_is_shown_no_other_log_than_the_one_it_saw(world: World) -> None:
+    """Who carries the log could leave out the key that contradicts the newest; the client saw only its size since."""
+    world.publish()
+    world.prepare(world.session(world.state))
+    beside(world.state).unlink()
+    world.publish(world.key())
+    hidden = ISSUER.encode()
+    world.wire.edit_log = lambda content: content.replace(hidden, hidden[::-1], 1)
+    with pytest.raises(EpochRefusedError) as caught:
+        world.prepare(world.session(world.state))
+    assert caught.value.reason == "not_consistent"
+
+
 def test_keys_that_are_followed_week_by_week_are_bought_under(world: World) -> None:
     session = world.session(world.state)
     seen = []
@@ -195,10 +212,24 @@ def test_a_gateway_cannot_accuse_an_issuer(world: World) -> None:
 
 
 def test_an_issuer_of_many_keys_is_refused_however_well_they_follow(world: World) -> None:
-    record = IssuerRecord(world.house.trust.issuer, None)
-    keys = [IssuerEntry(ISSUER, b"%d" % n, n * EPOCH_S, (n + 1) * EPOCH_S) for n in range(4000, 4000 + MOST_KEYS)]
+    record = IssuerRecord(world.house.trust.issuer, beside(world.state))
+    keys = [IssuerEntry(ISSUER, b"%d" % n, n * EPOCH_S, (n + 1) * EPOCH_S) for n in range(4000, 4000 + 2 * MOST_KEYS)]
     with pytest.raises(NoTokensError, match=f"{MOST_KEYS} keys or more"):
         record.see([sign_entry(entry, world.signer) for entry in keys], world.house.time)
+    again = IssuerRecord(world.house.trust.issuer, beside(world.state))
+    assert len(again.seen) == MOST_KEYS, "and no more is kept of them"
+    with pytest.raises(NoTokensError, match=f"{MOST_KEYS} keys or more"):
+        again.check()
+
+
+def test_the_record_of_another_issuer_is_not_read_as_this_ones(world: World) -> None:
+    issuer = world.house.trust.issuer
+    assert issuer is not None
+    IssuerRecord(issuer, beside(world.state)).see((world.key(),), world.house.time)
+    assert IssuerRecord(issuer, beside(world.state)).seen
+    stranger = PrivateKey.generate("stranger.test", Kind.NOTE).public
+    for other in (IssuerIdentity(ISSUER, stranger), IssuerIdentity("https://other.test", issuer.key)):
+        assert not IssuerRecord(other, beside(world.state)).seen
 
 
 def test_a_broken_record_is_not_passed_over(world: World) -> None:

@@ -154,7 +154,7 @@ def test_tokens_that_come_when_their_epoch_is_over_are_dropped(world: World) -> 
 
     async def run() -> None:
         transport = AsyncSealedTransport(session, world.wire)
-        await transport.prepare()
+        ready = await transport.prepare()
         assert tokens(session) == BATCH - 1
         purchase = session.restock()
         answer = await transport._ask(next(purchase))
@@ -164,6 +164,8 @@ def test_tokens_that_come_when_their_epoch_is_over_are_dropped(world: World) -> 
         session._believed = replace(believed, epoch=msgspec.structs.replace(believed.epoch, gateway=moved))
         with pytest.raises(StopIteration):
             purchase.send(answer)
+        assert tokens(session) == 0
+        session.give_back(ready)
+        assert tokens(session) == 0
 
     asyncio.run(run())
-    assert tokens(session) == 0

@@ -78,9 +78,13 @@ class Market:
         return Buyer(IssuerIdentity(ISSUER_URL, shop.identity.public), f"{self.cloud.relay_url}/", api_key or shop.api_key)
 
     def buy(
-        self, buyer: Buyer, count: int = COUNT, carry: Callable[[Ask, Callable[[Ask], Reply]], Reply] | None = None
+        self,
+        buyer: Buyer,
+        count: int = COUNT,
+        carry: Callable[[Ask, Callable[[Ask], Reply]], Reply] | None = None,
+        late_s: float = 0.0,
     ) -> list[Token]:
-        step = buyer.buy(self.epoch, self.cloud.clock(), count)
+        step = buyer.buy(self.epoch, self.cloud.clock() - late_s, count)
         try:
             given = next(step)
             while True:
@@ -190,6 +194,12 @@ def test_a_purchase_that_is_sent_again_is_refused_and_counted_once(market: Marke
         copy = http.post(url, content=sent.body, headers=sent.headers)
         assert (copy.status_code, copy.headers["content-type"]) == (400, "application/problem+json")
     assert market.counted() == COUNT
+
+
+def test_a_purchase_that_is_dated_otherwise_is_refused_so_that_no_copy_outlives_the_memory_of_copies(market: Market) -> None:
+    with pytest.raises(NoTokensError, match="set this machine's clock"):
+        market.buy(market.buyer(), late_s=-400)
+    assert market.counted() == 0
 
 
 def test_a_batch_whose_answer_was_lost_is_bought_once_and_given_again(market: Market) -> None:

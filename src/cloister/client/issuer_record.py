@@ -45,7 +45,7 @@ class SeenKey(Struct, frozen=True, forbid_unknown_fields=True):
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
     issuer: str = ""
     size: Count = 0
-    seen: Annotated[tuple[SeenKey, ...], Meta(max_length=2 * MOST_KEYS)] = ()
+    seen: Annotated[tuple[SeenKey, ...], Meta(max_length=MOST_KEYS)] = ()
 
 
 class IssuerRecord:
@@ -128,17 +128,14 @@ class IssuerRecord:
         )
 
     def _take(self, entries: Iterable[IssuerEntry], epoch: int) -> None:
+        """Takes in statements; what the issuer did not sign says nothing of it."""
         for entry in entries:
             before = self._seen.get(entry)
-            if before is None:
-                has_room = len(self._seen) < MOST_KEYS
-                if (
-                    has_room and self._issuer is not None and self._issuer.has_signed(entry)
-                ):  # else it says nothing of the issuer
-                    self._seen[entry] = SeenKey(entry, epoch, epoch)
-            elif epoch:
-                first = min(before.first_epoch or epoch, epoch)
+            if before is not None:
+                first = min(before.first_epoch or epoch, epoch or before.first_epoch)
                 self._seen[entry] = SeenKey(entry, first, max(before.last_epoch, epoch))
+            elif self._issuer is not None and len(self._seen) < MOST_KEYS and self._issuer.has_signed(entry):
+                self._seen[entry] = SeenKey(entry, epoch, epoch)
 
     def _load(self) -> _File:
         empty = _File(self._name)
@@ -165,7 +162,8 @@ class IssuerRecord:
             raise ConfigError(f"cannot make {self._path.parent}: {error.strerror}") from None
         with locked(self._path.parent):
             kept = self._load()
-            self._seen = {**{seen.entry: seen for seen in kept.seen}, **self._seen}
+            for seen in kept.seen[: MOST_KEYS - len(self._seen)]:
+                self._seen.setdefault(seen.entry, seen)
             self._forget(now)
             file = _File(self._name, max(self.size, kept.size), self.seen)
             if file != kept:

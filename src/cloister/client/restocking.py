@@ -21,8 +21,8 @@ SPREAD_S: Final = 300.0
 """The moment is drawn evenly from so many seconds after the wallet was low. A longer time hides better, and the wallet is empty
 before it is over more often."""
 MOST_LOW: Final = 8 * LOW
-"""How many tokens are few for somebody who asks often. 20 more come in two and a half minutes on average, so who asks every eight
-seconds never waits for a purchase; who asks more often does, in the end."""
+"""How many tokens are few for somebody who asks often. 20 more come in two and a half minutes on average, so who asks every
+eight seconds never waits for a purchase; who asks more often does, in the end."""
 CLOSE_S: Final = 5.0
 
 
