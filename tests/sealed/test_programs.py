@@ -36,9 +36,10 @@ from cloister.privacy.sealing import (
 )
 from cloister.privacy.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook, authorization, challenge_between, request_tokens
 from cloister.privacy.tokens.issuance import encode_answers
+from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.privacy.transparency.keyfiles import write_key
 from cloister.privacy.transparency.note import Kind, PrivateKey
-from cloister.privacy.transparency.trust import encode_trust
+from cloister.privacy.transparency.trust import Trust, encode_trust
 from cloister.sealed.node import NodeConfig, node_app
 from cloister.sealed.serving import Lifespan
 from cloister.sealed.unsealing import LocalUnsealer
@@ -201,6 +202,7 @@ RELAY_OPTIONS = {"--gateway": "http://127.0.0.1:1", "--secret-file": "good.secre
         ("gateway", {"--issuer-keys": "broken.json"}, "an issuer's key cannot be used"),
         ("gateway", {"--spend-store": "mysql://x"}, "a spend store is sqlite:///FILE"),
         ("gateway", {"--log": "log"}, "a log needs --log-key"),
+        ("gateway", {"--trust": "trust.json"}, "did not sign the keys in the file of issuer keys"),
     ],
 )
 def test_what_cannot_work_is_said_at_the_start(
@@ -213,6 +215,8 @@ def test_what_cannot_work_is_said_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    log, *witnesses, issuer = (PrivateKey.generate(f"{n}.example", Kind(kind)).public for n, kind in enumerate((1, 4, 4, 1)))
+    trust_of_somebody = Trust(log, tuple(witnesses), (log,), IssuerIdentity(ISSUER, issuer))
     for name, content in {
         "good.secret": "x" * 32,
         "short.secret": "x" * 31,
@@ -220,6 +224,7 @@ def test_what_cannot_work_is_said_at_the_start(
         "keys.json": json.dumps([issuer_key]),
         "none.json": "[]",
         "broken.json": json.dumps([{**issuer_key, "token_key": "AAAA"}]),
+        "trust.json": encode_trust(trust_of_somebody).decode(),
     }.items():
         (tmp_path / name).write_text(content)
     options = {**(RELAY_OPTIONS if program == "relay" else GATEWAY_OPTIONS), **changed}

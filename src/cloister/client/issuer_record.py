@@ -174,7 +174,7 @@ class IssuerRecord:
 
     def _keep_proof(self, proof: bytes) -> str:
         if self._path is None:
-            return "The error holds the proof."
+            return "Keep the proof in a file: give the client one for its state."
         path = self._path.with_name(f"issuer-proof-{hashlib.sha256(proof).hexdigest()[:16]}.json")
         if not path.exists():
             write_whole(path, proof)

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from cloister.privacy.tokens import AcceptedKey, IssuerKey
 from cloister.privacy.tokens.names import challenge_between
 from cloister.privacy.transparency.epoch import IssuerEntry
-from cloister.privacy.transparency.issuer_keys import sign_entry
+from cloister.privacy.transparency.issuer_keys import IssuerIdentity, sign_entry
 from cloister.privacy.transparency.note import PrivateKey
 from cloister.types.errors import ConfigError
 
@@ -69,6 +69,26 @@ def list_issuers(keys: tuple[ShownKey, ...], now_s: float) -> tuple[IssuerEntry,
         for key in keys
         if key.not_before <= now_s < key.taken_until
     )
+
+
+def check_signed(keys: tuple[ShownKey, ...], issuer: IssuerIdentity | None, now_s: float) -> None:
+    """Makes sure that clients with this issuer in their trust file would buy under the keys.
+
+    Args:
+        issuer: None checks nothing.
+
+    Raises:
+        ConfigError: it is not among them, or did not sign one.
+    """
+    if issuer is None:
+        return
+    entries = [entry for entry in list_issuers(keys, now_s) if entry.url == issuer.url]
+    if not entries or not all(map(issuer.has_signed, entries)):
+        raise ConfigError(
+            f"clients would buy no token: the issuer of the trust file, {issuer.url}, did not sign the keys in the file of "
+            "issuer keys; write it anew with: cloister issuer --url URL --key FILE --show-keys",
+            param="issuer_keys",
+        )
 
 
 def sign_keys(keys: Iterable[IssuerKey], url: str, identity: PrivateKey) -> tuple[IssuerEntry, ...]:

@@ -18,13 +18,22 @@ CREATE TABLE IF NOT EXISTS issued (
     epoch INTEGER NOT NULL, holder BLOB NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (epoch, holder)
 ) WITHOUT ROWID
 """
-_BATCHES = (
-    "CREATE TABLE IF NOT EXISTS batches (epoch INTEGER NOT NULL, batch BLOB NOT NULL, PRIMARY KEY (epoch, batch)) WITHOUT ROWID"
-)
+_BATCHES = """
+CREATE TABLE IF NOT EXISTS batches (
+    epoch INTEGER NOT NULL, batch BLOB NOT NULL, times INTEGER NOT NULL, PRIMARY KEY (epoch, batch)
+) WITHOUT ROWID
+"""
+_ASK = """
+INSERT INTO batches VALUES (:epoch, :batch, 1)
+ON CONFLICT DO UPDATE SET times = times + 1 WHERE times < :most_times RETURNING times
+"""
 _TAKE = """
 INSERT INTO issued SELECT :epoch, :holder, :count WHERE :count <= :most
 ON CONFLICT DO UPDATE SET count = count + excluded.count WHERE count + excluded.count <= :most
 """
+
+MOST_TIMES = 8
+"""How often one batch is signed: an answer may be lost again, but signing costs the issuer and not who asks."""
 
 
 class QuotaStoreError(CloisterError):
@@ -52,17 +61,20 @@ class QuotaBook:
             retry_after_s: until the next epoch.
 
         Raises:
-            RateLimitError: that would be more than `most`; nothing was counted.
+            RateLimitError: that would be more than `most`, or the batch came `MOST_TIMES` before; nothing was counted.
             QuotaStoreError: no answer.
         """
-        values = {"epoch": epoch, "holder": holder, "count": count, "most": most}
+        values = {"epoch": epoch, "holder": holder, "count": count, "most": most, "batch": batch, "most_times": MOST_TIMES}
         with self._lock:
             try:
-                taken = self._take_once(epoch, batch, values)
+                taken = self._take_once(values)
             except sqlite3.Error as error:
                 raise _unavailable(error) from None
         if not taken:
-            message = f"this key may have {most:,} tokens in an epoch of the issuer; ask for fewer, or wait for the next one"
+            message = (
+                f"this key may have {most:,} tokens in an epoch of the issuer, and one batch {MOST_TIMES} times; ask for "
+                "fewer, draw another batch, or wait for the next epoch"
+            )
             raise RateLimitError(message, retry_after_s=retry_after_s)
 
     def forget(self, epoch: int) -> None:
@@ -78,12 +90,13 @@ class QuotaBook:
             except sqlite3.Error as error:
                 raise _unavailable(error) from None
 
-    def _take_once(self, epoch: int, batch: bytes, values: dict[str, object]) -> bool:
+    def _take_once(self, values: dict[str, object]) -> bool:
         """Counts the batch and remembers it, both or neither; a thread and a process of the same book wait meanwhile."""
         self._database.execute("BEGIN IMMEDIATE")
         try:
-            is_new = self._database.execute("INSERT OR IGNORE INTO batches VALUES (?, ?)", (epoch, batch)).rowcount == 1
-            is_taken = not is_new or self._database.execute(_TAKE, values).rowcount == 1
+            asked = self._database.execute(_ASK, values).fetchone()
+            is_again = asked is not None and asked[0] > 1
+            is_taken = is_again or (asked is not None and self._database.execute(_TAKE, values).rowcount == 1)
         except BaseException:
             self._database.execute("ROLLBACK")
             raise
