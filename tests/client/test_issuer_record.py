@@ -248,6 +248,7 @@ def entry(name: str, begin: int, end: int) -> IssuerEntry:
     [
         ([entry("a", 0, 7), entry("b", 7, 14)], False),
         ([entry("a", 0, 7), entry("a", 0, 7)], False),
+        ([entry("a", 0, 7), msgspec.structs.replace(entry("a", 0, 7), signature=b"another of the same")], False),
         ([entry("a", 0, 7), entry("b", 9, 16), entry("c", 20, 27)], False),
         ([entry("a", 0, 7), entry("b", 6, 13)], True),
         ([entry("a", 0, 7), entry("b", 0, 7)], True),

@@ -18,7 +18,7 @@ from cloister.client.errors import IssuerContradictionError, NoTokensError
 from cloister.privacy.transparency.checks import Believed, View, unpack_fetched
 from cloister.privacy.transparency.epoch import EPOCH_PREFIX, Count, IssuerEntry, parse_epoch
 from cloister.privacy.transparency.files import SECRET, locked, write_whole
-from cloister.privacy.transparency.issuer_keys import MAX_KEY_LIFE_S, OVERLAP_S, IssuerIdentity, find_contradiction
+from cloister.privacy.transparency.issuer_keys import MAX_KEY_LIFE_S, OVERLAP_S, IssuerIdentity, content_of, find_contradiction
 from cloister.privacy.transparency.issuer_proof import encode_proof
 from cloister.types.errors import ConfigError
 
@@ -68,7 +68,7 @@ class IssuerRecord:
         self._name = "" if issuer is None else f"{issuer.url} {issuer.key}"
         kept = self._load()
         self.size = kept.size
-        self._seen = {seen.entry: seen for seen in kept.seen}
+        self._seen = {content_of(seen.entry): seen for seen in kept.seen}
 
     @property
     def seen(self) -> tuple[SeenKey, ...]:
@@ -116,11 +116,11 @@ class IssuerRecord:
             raise NoTokensError(
                 f"The issuer states {MOST_KEYS} keys or more for one month, so none is used; ask who runs it why."
             )
-        found = find_contradiction(self._seen)
+        found = find_contradiction(seen.entry for seen in self._seen.values())
         if found is None or self._issuer is None:
             return
         proof = encode_proof(self._issuer, found)
-        first, second = (_name_epochs(self._seen[entry]) for entry in found)
+        first, second = (_name_epochs(self._seen[content_of(entry)]) for entry in found)
         raise IssuerContradictionError(
             f"The issuer at {self._issuer.url} signed two keys for one time, one {first}, one {second}: it could tell by the "
             f"key whose token it is, so none is bought or spent until one of them has ended. {self._keep_proof(proof)}",
@@ -130,12 +130,13 @@ class IssuerRecord:
     def _take(self, entries: Iterable[IssuerEntry], epoch: int) -> None:
         """Takes in statements; what the issuer did not sign says nothing of it."""
         for entry in entries:
-            before = self._seen.get(entry)
-            if before is not None:
+            content = content_of(entry)
+            before = self._seen.get(content)
+            if before is not None and entry.url == before.entry.url:
                 first = min(before.first_epoch or epoch, epoch or before.first_epoch)
-                self._seen[entry] = SeenKey(entry, first, max(before.last_epoch, epoch))
+                self._seen[content] = SeenKey(before.entry, first, max(before.last_epoch, epoch))
             elif self._issuer is not None and len(self._seen) < MOST_KEYS and self._issuer.has_signed(entry):
-                self._seen[entry] = SeenKey(entry, epoch, epoch)
+                self._seen[content] = SeenKey(entry, epoch, epoch)
 
     def _load(self) -> _File:
         empty = _File(self._name)
@@ -163,14 +164,14 @@ class IssuerRecord:
         with locked(self._path.parent):
             kept = self._load()
             for seen in kept.seen[: MOST_KEYS - len(self._seen)]:
-                self._seen.setdefault(seen.entry, seen)
+                self._seen.setdefault(content_of(seen.entry), seen)
             self._forget(now)
             file = _File(self._name, max(self.size, kept.size), self.seen)
             if file != kept:
                 write_whole(self._path, msgspec.json.encode(file, order="sorted"), SECRET)
 
     def _forget(self, now: float) -> None:
-        self._seen = {entry: seen for entry, seen in self._seen.items() if now < entry.not_after + OVERLAP_S}
+        self._seen = {what: seen for what, seen in self._seen.items() if now < seen.entry.not_after + OVERLAP_S}
 
     def _keep_proof(self, proof: bytes) -> str:
         if self._path is None:

@@ -72,19 +72,25 @@ def sign_entry(entry: IssuerEntry, key: PrivateKey) -> IssuerEntry:
     return msgspec.structs.replace(entry, signature=key.sign(_message(_KEY_PREFIX, entry)))
 
 
+def content_of(entry: IssuerEntry) -> tuple[bytes, int, int]:
+    """Returns what an entry of one issuer says; of two with different signatures and the same content, one is as good."""
+    return entry.token_key, entry.not_before, entry.not_after
+
+
 def find_contradiction(entries: Iterable[IssuerEntry]) -> tuple[IssuerEntry, IssuerEntry] | None:
     """Returns two entries of one issuer that cannot both be: two keys for one time, or two times for one key.
 
     Args:
         entries: of one issuer, each signed by it; an entry may stand more than once.
     """
-    ordered = sorted(set(entries), key=lambda entry: (entry.not_before, entry.not_after, entry.token_key))
+    stated = {content_of(entry): entry for entry in entries}
+    ordered = sorted(stated.values(), key=lambda entry: (entry.not_before, entry.not_after, entry.token_key))
     for one, other in pairwise(ordered):
         if other.not_before < one.not_after:
             return one, other
     by_key: dict[bytes, IssuerEntry] = {}
     for entry in ordered:
-        if by_key.setdefault(entry.token_key, entry) != entry:
+        if by_key.setdefault(entry.token_key, entry) is not entry:
             return by_key[entry.token_key], entry
     return None
 
