@@ -43,8 +43,9 @@ echo "keys, log and release in $here"
 log_key=$(cloister log key log.test --out log.key)
 release_key=$(cloister log key release.test --role release --out release.key)
 witness_keys=() ; for n in 1 2; do witness_keys+=("$(cloister log key "witness$n.test" --role witness --out "witness$n.key")"); done
+issuer_key=$(cloister log key issuer.test --role issuer --out issuer.key)
 cloister log trust --log "$log_key" --release "$release_key" --witness "${witness_keys[0]}" --witness "${witness_keys[1]}" \
-  --issuer "http://127.0.0.1:$((port + 3))" > trust.json
+  --issuer "http://127.0.0.1:$((port + 3))" --issuer-key "$issuer_key" > trust.json
 cloister log init log --key log.key
 python -m pip freeze > lock.txt # a release that others rely on: cloister release lock WHEEL, which asks the package index
 path=$(python - "$model" <<'PY'
@@ -66,8 +67,9 @@ for n in 1 2; do
   run "witness$n" cloister witness serve --key "witness$n.key" --log "$log_key" --state "witness$n" --port $((port + n))
 done
 cloister keys add you --file api-keys.json > api-key 2>/dev/null
-cloister issuer --url "http://127.0.0.1:$((port + 3))" --state issuer --show-keys > issuer-keys.json
-run issuer cloister issuer --url "http://127.0.0.1:$((port + 3))" --state issuer --api-keys api-keys.json --port $((port + 3))
+cloister issuer --url "http://127.0.0.1:$((port + 3))" --state issuer --key issuer.key --show-keys > issuer-keys.json
+run issuer cloister issuer --url "http://127.0.0.1:$((port + 3))" --state issuer --key issuer.key \
+  --api-keys api-keys.json --port $((port + 3))
 head -c 32 /dev/urandom | base64 > relay.secret
 nodes=()
 for n in 4 5; do
@@ -80,7 +82,8 @@ run gateway cloister gateway --url "http://127.0.0.1:$((port + 6))" "${nodes[@]}
   --issuer-keys issuer-keys.json --spend-store "sqlite:///$PWD/spent.db" --log log --log-key log.key --trust trust.json \
   --release "$digest" --witness "witness1.test=http://127.0.0.1:$((port + 1))" \
   --witness "witness2.test=http://127.0.0.1:$((port + 2))" --port $((port + 6))
-run relay cloister relay --gateway "http://127.0.0.1:$((port + 6))" --secret-file relay.secret --port $((port + 7))
+run relay cloister relay --gateway "http://127.0.0.1:$((port + 6))" --secret-file relay.secret \
+  --issuer "http://127.0.0.1:$((port + 3))" --port $((port + 7))
 await gateway "http://127.0.0.1:$((port + 7))/.well-known/cloister/epoch"
 
 echo "relay at http://127.0.0.1:$((port + 7)); Ctrl-C stops everything"

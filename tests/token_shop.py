@@ -19,6 +19,7 @@ from cloister.privacy.tokens import (
     request_tokens,
 )
 from cloister.privacy.tokens.issuance import encode_answers
+from cloister.privacy.transparency.note import Kind, PrivateKey
 
 START = 2_000_000_000 // (7 * 86400) * 7 * 86400 + 3600
 """An hour into an epoch of the issuer."""
@@ -45,6 +46,7 @@ class Shop:
         self.directory = directory
         self.clock = SetClock()
         self.credentials, self.api_key = Credentials.empty().add("ann")
+        self.identity = PrivateKey.generate("issuer.example", Kind.NOTE)
         self.shelf = KeyShelf(directory / "keys", budget=budget)
         self.book = QuotaBook(directory / "issued.db")
         self.issuer = Issuer(self.shelf, self.book, lambda: self.credentials, IssuerLimits(tokens_per_epoch), now=self.clock)

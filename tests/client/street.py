@@ -35,7 +35,7 @@ from cloister.privacy.tokens import (
     open_spend_store,
 )
 from cloister.privacy.transparency.asking import NearWitness
-from cloister.privacy.transparency.epoch import IssuerEntry
+from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.privacy.transparency.log import Log
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.publisher import Publisher
@@ -46,6 +46,7 @@ from cloister.sealed.dates import REPLAY_WINDOW_S
 from cloister.sealed.epochs import EpochKeeper, EpochSettings
 from cloister.sealed.gateway import GatewayConfig, gateway_app
 from cloister.sealed.issuer import issuer_app
+from cloister.sealed.issuer_file import sign_keys
 from cloister.sealed.node import NodeConfig, node_app
 from cloister.sealed.nodes import NodeBook
 from cloister.sealed.relay import RelayConfig, relay_app
@@ -147,12 +148,13 @@ class Street:
         shelf = KeyShelf(self.directory / "keys", budget=512)
         issuer = Issuer(shelf, self._quota, lambda: credentials, IssuerLimits(1000), now=time.time)
         late: list[ASGIApp] = []
-        program = await self._start(_late(late))
-        late.append(issuer_app(issuer, program.url))
-        self.trust = replace(self.trust, issuer=program.url)
+        self.issuer = await self._start(_late(late))
+        self.issuer_key = PrivateKey.generate("issuer.test", Kind.NOTE)
+        late.append(issuer_app(issuer, self.issuer.url, self.issuer_key))
+        self.trust = replace(self.trust, issuer=IssuerIdentity(self.issuer.url, self.issuer_key.public))
         for number in range(num_nodes):
             self.nodes.append(await self._make_node(f"node {number}"))
-        await self._open_gateway(issuer, program.url)
+        await self._open_gateway(issuer, self.issuer.url)
 
     def session(self, **changes: object) -> Session:
         settings: dict[str, object] = {"trust": self.trust, "api_key": self.api_key}
@@ -224,17 +226,18 @@ class Street:
         challenge = challenge_between(issuer_url, url)
         redeemer = Redeemer([AcceptedKey(k.encoded, challenge, k.taken_until, k.budget) for k in keys], self._store, time.time)
         unsealer = LocalUnsealer(Receiver(KeyRing(time.monotonic(), life_s=86400.0), ReplayCache(REPLAY_WINDOW_S)))
-        upstream, to_gateway = Upstream("node"), Upstream("gateway")
-        self._upstreams = [upstream, to_gateway]
+        upstream, to_gateway, to_issuer = Upstream("node"), Upstream("gateway"), Upstream("issuer")
+        self._upstreams = [upstream, to_gateway, to_issuer]
         book = NodeBook([node.program.url for node in self.nodes], upstream)
         await book.look()
-        issuers = tuple(IssuerEntry(issuer_url, key.encoded, key.issues_from) for key in keys)
+        issuers = sign_keys(keys, issuer_url, self.issuer_key)
         settings = EpochSettings(url, self.release.digest, PROFILE)
         self.keeper = EpochKeeper(settings, self.publisher, unsealer, book, lambda: issuers, self.log.directory)
         await self.keeper.renew()
         config = GatewayConfig(url, (SECRET,))
         late.append(gateway_app(config, unsealer, redeemer, book, upstream, Lifespan(upstream), self.keeper))
-        self.relay = await self._start(relay_app(RelayConfig(url, SECRET), to_gateway))
+        config_of_relay = RelayConfig(url, SECRET, issuer_url=issuer_url)
+        self.relay = await self._start(relay_app(config_of_relay, to_gateway, to_issuer))
 
 
 @contextlib.asynccontextmanager

@@ -2,84 +2,159 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cloister.client.asking import Reply
-from cloister.client.buying import MOST_KEYS, buy_tokens, signing_key
+from cloister.client.asking import Ask, Reply
+from cloister.client.buying import Buyer, signing_key
 from cloister.client.errors import NoTokensError
 from cloister.client.wallet import Wallet
-from cloister.privacy.tokens import Token, decode_directory
-from cloister.privacy.tokens.issuance import DirectoryKey, encode_directory
+from cloister.privacy.tokens import Token
+from cloister.privacy.tokens.blind_rsa import generate
 from cloister.privacy.tokens.names import challenge_between
+from cloister.privacy.tokens.purchase import STATEMENT_PATH
+from cloister.privacy.tokens.spki import encode_public
 from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry
+from cloister.privacy.transparency.issuer_keys import (
+    MAX_KEY_LIFE_S,
+    MIN_KEY_LIFE_S,
+    IssuerIdentity,
+    IssuerStatement,
+    sign_entry,
+    sign_statement,
+)
+from cloister.privacy.transparency.note import Kind, PrivateKey
+from cloister.privacy.transparency.trust import encode_trust, parse_trust
 from cloister.types.errors import ConfigError
 from tests.privacy.transparency.world import World
 
 NODE = NodeEntry("ab" * 32, 1, b"keys", "00" * 32)
-ISSUER = "https://issuer.example"
+WEEK = MIN_KEY_LIFE_S
+START = 100 * WEEK
+SIGNER, STRANGER = (PrivateKey.generate(f"{name}.example", Kind.NOTE) for name in ("issuer", "stranger"))
+ISSUER = IssuerIdentity("https://issuer.example", SIGNER.public)
+RELAY = "https://relay.example/"
 
 
-def epoch_with(*issuers: IssuerEntry) -> Epoch:
+def epoch_with(*issuers: IssuerEntry, begin: int = START) -> Epoch:
     gateway = GatewayEntry("https://gateway.example", b"keys")
-    return Epoch(1, 300, 900, gateway, issuers, (NODE,), "00" * 32, "private", ())
+    return Epoch(1, begin, begin + 600, gateway, issuers, (NODE,), "00" * 32, "private", ())
 
 
-def keys(*not_before: int, url: str = ISSUER) -> tuple[IssuerEntry, ...]:
-    return tuple(IssuerEntry(url, b"key %d" % number, since) for number, since in enumerate(not_before))
+KEY = encode_public(generate().public)
+
+
+def stated(name: str, begin: int, life_s: int = WEEK, *, url: str = ISSUER.url, by: PrivateKey = SIGNER) -> IssuerEntry:
+    return sign_entry(IssuerEntry(url, name.encode(), begin, begin + life_s), by)
+
+
+def ours() -> IssuerEntry:
+    return sign_entry(IssuerEntry(ISSUER.url, KEY, START, START + WEEK), SIGNER)
+
+
+def first_ask(epoch: Epoch, issuer: IssuerIdentity | None = ISSUER, *, is_direct: bool = False) -> Ask:
+    return next(Buyer(issuer, RELAY, "sk", is_direct=is_direct).buy(epoch, START))
 
 
 def test_an_issuer_that_only_the_gateway_names_is_never_asked() -> None:
-    """It was asked for its directory, and then shown the API key: a second entry in `--issuer-keys` was enough."""
-    epoch = epoch_with(*keys(0, url="http://collector.example"), *keys(0))
-    assert next(buy_tokens(epoch, ISSUER, "sk")).url.startswith(ISSUER)
+    collector = stated("theirs", START, url="http://collector.example", by=STRANGER)
     with pytest.raises(NoTokensError, match="does not name the issuer of the trust file"):
-        next(buy_tokens(epoch_with(*keys(0, url="http://collector.example")), ISSUER, "sk"))
+        first_ask(epoch_with(collector))
+    with pytest.raises(NoTokensError, match="does not name the issuer of the trust file"):
+        first_ask(epoch_with(collector), is_direct=True)
 
 
 def test_without_an_issuer_in_the_trust_file_nobody_is_asked() -> None:
     with pytest.raises(NoTokensError, match="cloister log trust --issuer"):
-        next(buy_tokens(epoch_with(*keys(0)), "", "sk"))
+        first_ask(epoch_with(stated("ours", START)), None)
 
 
-def test_of_two_keys_everybody_buys_under_the_newest() -> None:
-    assert signing_key(epoch_with(*keys(100, 200)), ISSUER) == b"key 1"
-    assert signing_key(epoch_with(*keys(200, 100)), ISSUER) == b"key 0"
-    assert signing_key(epoch_with(*keys(100, 400)), ISSUER) == b"key 0"  # the other one signs from 400 on, in a later epoch
+def test_the_relay_is_asked_for_the_issuers_keys_first() -> None:
+    ask = first_ask(epoch_with(ours()))
+    assert (ask.method, ask.url) == ("GET", RELAY.rstrip("/") + STATEMENT_PATH)
 
 
-@pytest.mark.parametrize("ages", [(5, 5), tuple(range(MOST_KEYS + 1))], ids=["of one age", "too many"])
-def test_keys_that_could_mark_tokens_buy_none(ages: tuple[int, ...]) -> None:
-    with pytest.raises(NoTokensError, match="mark tokens"):
-        next(buy_tokens(epoch_with(*keys(*ages)), ISSUER, "sk"))
+def test_everybody_buys_under_the_one_key_that_signs() -> None:
+    weeks = stated("last", START - WEEK), stated("this", START)
+    assert signing_key(epoch_with(*weeks), ISSUER) == b"this"
+    assert signing_key(epoch_with(*weeks, begin=START - 1), ISSUER) == b"last"
+    with pytest.raises(NoTokensError, match="No key of the issuer"):
+        signing_key(epoch_with(*weeks, begin=START + WEEK), ISSUER)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (stated("short", START, WEEK - 1), "less than a week"),
+        (stated("long", START, MAX_KEY_LIFE_S + 1), "more than a month"),
+        (stated("the gateway's", START, by=STRANGER), "did not sign"),
+        (IssuerEntry(ISSUER.url, b"unsigned", START, START + WEEK), "did not sign"),
+        (stated("second", START + 1), "sign at once"),
+    ],
+    ids=lambda value: value.token_key.decode() if isinstance(value, IssuerEntry) else "",
+)
+def test_keys_that_could_mark_tokens_buy_none(entry: IssuerEntry, words: str) -> None:
+    with pytest.raises(NoTokensError, match=words):
+        first_ask(epoch_with(stated("ours", START), entry, begin=START + 2))
+
+
+def test_a_key_that_is_none_is_said_so() -> None:
+    with pytest.raises(NoTokensError, match="cannot be used"):
+        first_ask(epoch_with(stated("no key", START)))
+
+
+def statement(by: PrivateKey = SIGNER, url: str = ISSUER.url, life_s: int = 600, begin: int = START) -> bytes:
+    return sign_statement(IssuerStatement(url, b"keys", begin, begin + life_s, ()), by)
+
+
+@pytest.mark.parametrize(
+    ("brought", "words"),
+    [
+        (statement(by=STRANGER), "not signed by the issuer"),
+        (statement(url="https://other.example"), "not signed by the issuer"),
+        (statement().replace(b'"not_before":', b'"not_before":1'), "not signed by the issuer"),
+        (statement(begin=START - 600), "does not hold now"),
+        (statement(life_s=90_000), "for a day at most"),
+        (b"{}", "no statement"),
+    ],
+    ids=["another's", "of another issuer", "changed", "over", "for too long", "none"],
+)
+def test_a_relay_that_swaps_the_issuers_key_gets_no_purchase(brought: bytes, words: str) -> None:
+    step = Buyer(ISSUER, RELAY, "sk").buy(epoch_with(ours()), START)
+    next(step)
+    with pytest.raises(NoTokensError, match=words):
+        step.send(Reply(200, "application/json", brought))
+
+
+def test_a_relay_that_carries_no_purchases_is_told_from_an_issuer_that_gives_none() -> None:
+    step = Buyer(ISSUER, RELAY, "sk").buy(epoch_with(ours()), START)
+    next(step)
+    with pytest.raises(NoTokensError, match=r"starts it with --issuer.*--buy-directly"):
+        step.send(Reply(404, "application/problem+json", b""))
 
 
 def test_tokens_that_say_when_they_were_bought_are_dropped() -> None:
     """A gateway that changed its own address from epoch to epoch, or kept old keys under other addresses, knew buyers by it."""
     wallet = Wallet()
-    here, before = (challenge_between(ISSUER, f"https://gateway.example:{port}").digest() for port in (443, 444))
+    here, before = (challenge_between(ISSUER.url, f"https://gateway.example:{port}").digest() for port in (443, 444))
     wallet.add([Token(b"n" * 32, digest, key) for digest in (here, before) for key in (b"ours", b"another")])
     wallet.keep({b"ours"}, here)
     assert len(wallet) == 1
-    assert challenge_between(ISSUER, "https://mark@gateway.example:443").digest() == here
+    assert challenge_between(ISSUER.url, "https://mark@gateway.example:443").digest() == here
 
 
-def test_an_issuer_that_shows_one_client_its_older_key_sells_it_nothing() -> None:
-    """Gateway and issuer knew a client by it: the epoch names two keys, and the directory chose for each client."""
-    step = buy_tokens(epoch_with(*keys(100, 200)), ISSUER, "sk")
-    next(step)
-    directory = encode_directory("/token-request", [DirectoryKey(b"key 0", 100, 900, 512)])
-    assert decode_directory(directory)[1][0].encoded_key == b"key 0"
-    with pytest.raises(NoTokensError, match="does not sign with the key that the epoch file names"):
-        step.send(Reply(200, "application/json", directory))
-
-
-def test_the_api_key_is_shown_over_tls_or_on_this_machine_only(tmp_path: Path) -> None:
-    trust = World(tmp_path).trust
-    assert replace(trust, issuer="https://issuer.example").issuer
-    assert replace(trust, issuer="http://127.0.0.1:9003").issuer
+def test_the_issuer_of_a_trust_file_has_a_safe_url_and_a_key(tmp_path: Path) -> None:
+    assert IssuerIdentity("http://127.0.0.1:9003", SIGNER.public).url
     for url in ("http://issuer.example", "ftp://127.0.0.1", "issuer.example", "https://[", "http://127.0.0.1@evil.example"):
         with pytest.raises(ConfigError, match="https or on this machine"):
-            replace(trust, issuer=url)
+            IssuerIdentity(url, SIGNER.public)
+    with pytest.raises(ConfigError, match="kind 1"):
+        IssuerIdentity(ISSUER.url, PrivateKey.generate("w", Kind.COSIGNATURE).public)
+    trust = World(tmp_path).trust
+    written = encode_trust(trust).replace(b'"issuer": ""', b'"issuer": "https://issuer.example"')
+    with pytest.raises(ConfigError, match="--issuer-key"):
+        parse_trust(written)
+    named = written.replace(b'"issuer_key": ""', f'"issuer_key": "{SIGNER.public}"'.encode())
+    assert parse_trust(named).issuer == ISSUER
+    assert parse_trust(encode_trust(parse_trust(named))).issuer == ISSUER

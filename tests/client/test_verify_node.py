@@ -37,6 +37,9 @@ from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.attestation.verify import VERIFIERS
 from cloister.privacy.transparency.bundle import parse_bundle
 from cloister.privacy.transparency.checks import View
+from cloister.privacy.transparency.epoch import IssuerEntry
+from cloister.privacy.transparency.issuer_keys import IssuerIdentity, sign_entry
+from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.trust import encode_trust
 from cloister.types.errors import ConfigError
 from tests import attestation_vectors as real
@@ -124,6 +127,28 @@ def test_a_node_that_was_started_with_another_setting_is_refused_and_the_setting
     (step,) = only_node(house.check()).of(Outcome.FAILED)
     assert step.slug == "configuration"
     assert 'setting quant is "int4" and was published as "none"' in step.text
+
+
+def test_the_issuers_key_is_checked_as_a_client_would_that_buys(house: House):
+    signer, stranger = (PrivateKey.generate(f"{name}.example", Kind.NOTE) for name in ("issuer", "stranger"))
+    url, week = house.contents().issuers[0].url, 7 * 86400
+    house.trust = replace(house.trust, issuer=IssuerIdentity(url, signer.public))
+
+    def key(name: bytes, by: PrivateKey, begin: float) -> IssuerEntry:
+        return sign_entry(IssuerEntry(url, name, int(begin), int(begin) + week), by)
+
+    def check(*issuers: IssuerEntry) -> Checked:
+        house.files["epoch"] = house.publish(evidence=(house.state(),), issuers=issuers).bundle
+        return check_url(house.find, house.trust, SOFTWARE, View(), house.now)
+
+    assert "issuer" in slugs(check(key(b"ours", signer, house.now)).epoch, Outcome.PROVED)
+    for issuers, words in (
+        ((key(b"forged", stranger, house.now),), "did not sign"),
+        ((key(b"second", signer, house.now - 60),), "signed two keys for one time"),
+    ):
+        (step,) = check(*issuers).epoch.of(Outcome.FAILED)
+        assert step.slug == "issuer"
+        assert words in step.text
 
 
 def test_without_accept_software_the_same_list_is_refused(house: House):

@@ -48,7 +48,7 @@ from cloister.sealed.exchange import MAX_REQUEST_BYTES
 from cloister.sealed.gateway import GatewayConfig, gateway_app
 from cloister.sealed.node import NodeConfig, node_app
 from cloister.sealed.nodes import NodeBook
-from cloister.sealed.relay import RelayConfig, relay_app
+from cloister.sealed.relay import ISSUER_TIMEOUT_S, RelayConfig, relay_app
 from cloister.sealed.serving import Lifespan
 from cloister.sealed.unsealing import LocalUnsealer
 from cloister.sealed.upstream import Upstream, trust_only
@@ -199,6 +199,7 @@ class Cloud:
     book: NodeBook
     shop: Shop
     clock: Callable[[], float]
+    issuer_url: str = ""
 
     def letter(
         self,
@@ -239,8 +240,14 @@ def open_cloud(
     max_request_bytes: int = MAX_REQUEST_BYTES,
     budget: int = 512,
     certificate: tuple[Path, Path] | None = None,
+    issuer: ASGIApp | None = None,
+    issuer_timeout_s: float = ISSUER_TIMEOUT_S,
 ) -> Iterator[Cloud]:
-    """Starts a relay, a gateway and nodes around `inner`, and a shop of tokens that pay for `budget` output tokens."""
+    """Starts a relay, a gateway and nodes around `inner`, and a shop of tokens that pay for `budget` output tokens.
+
+    Args:
+        issuer: what the relay carries purchases to; None carries none.
+    """
     with contextlib.ExitStack() as stack:
         shop = Shop(directory, budget=budget)
         stack.callback(shop.close)
@@ -270,9 +277,11 @@ def open_cloud(
         )
         gateway_url = stack.enter_context(serve(gateway, certificate)).replace("127.0.0.1", "localhost")
         way = Upstream("gateway", tls=trust_only(certificate[0] if certificate else None), timeout_s=answer_timeout_s + 10)
-        relay = Recorder(relay_app(RelayConfig(gateway_url, RELAY_SECRET), way))
+        issuer_url = stack.enter_context(serve(issuer)) if issuer else ""
+        way_to_issuer = Upstream("issuer", timeout_s=issuer_timeout_s) if issuer else None
+        relay = Recorder(relay_app(RelayConfig(gateway_url, RELAY_SECRET, issuer_url=issuer_url), way, way_to_issuer))
         relay_url = stack.enter_context(serve(relay))
-        yield Cloud(relay_url, gateway_url, nodes, relay, gateway, gateway_receiver, book, shop, shop.clock)
+        yield Cloud(relay_url, gateway_url, nodes, relay, gateway, gateway_receiver, book, shop, shop.clock, issuer_url)
 
 
 def open_again(receiver: Receiver, sealed: bytes) -> bytes:

@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -26,7 +28,11 @@ from cloister.privacy.tokens.issuance import (
     REQUEST_TYPE,
     RESPONSE_TYPE,
 )
+from cloister.privacy.transparency.issuer_keys import IssuerIdentity
+from cloister.privacy.transparency.keyfiles import write_key
+from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.sealed.issuer import issuer_app
+from cloister.sealed.issuer_file import list_issuers, read_issuer_keys
 from tests.token_shop import CHALLENGE, Shop
 
 
@@ -39,7 +45,7 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
 
 @pytest.fixture
 def client(shop: Shop) -> Iterator[TestClient]:
-    with TestClient(issuer_app(shop.issuer, "https://issuer.example/")) as client:
+    with TestClient(issuer_app(shop.issuer, "https://issuer.example/", shop.identity, shop.clock)) as client:
         yield client
 
 
@@ -121,15 +127,19 @@ def test_broken_keys_are_told_to_the_operator_and_not_to_the_client(
 def test_the_verb_serves_writes_nothing_of_a_request_and_keeps_its_keys(tmp_path: Path) -> None:
     credentials, api_key = Credentials.empty().add("ann")
     write_credentials(tmp_path / "keys.json", credentials)
+    identity = PrivateKey.generate("issuer.example", Kind.NOTE)
+    write_key(tmp_path / "issuer.key", identity)
     verb = [
         sys.executable,
         "-m",
         "cloister.cli",
         "issuer",
         "--url",
-        "http://issuer.example",
+        "http://127.0.0.1:8003",
         "--state",
         str(tmp_path / "state"),
+        "--key",
+        str(tmp_path / "issuer.key"),
     ]
     process = subprocess.Popen(
         [*verb, "--api-keys", str(tmp_path / "keys.json"), "--port", "0", "--token-budget", "77"],
@@ -156,3 +166,7 @@ def test_the_verb_serves_writes_nothing_of_a_request_and_keeps_its_keys(tmp_path
     shown = json.loads(subprocess.run([*verb, "--show-keys"], check=True, capture_output=True, timeout=30).stdout)
     assert {entry["budget"] for entry in shown} == {77}
     assert {entry["taken_until"] for entry in shown} == {key.taken_until for key in keys}
+    (tmp_path / "shown.json").write_text(json.dumps(shown))
+    known = IssuerIdentity("http://127.0.0.1", identity.public)
+    for entry in list_issuers(read_issuer_keys(tmp_path / "shown.json"), time.time()):
+        assert replace(known, url=entry.url).has_signed(entry)

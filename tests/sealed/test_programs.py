@@ -36,8 +36,10 @@ from cloister.privacy.sealing import (
 )
 from cloister.privacy.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook, authorization, challenge_between, request_tokens
 from cloister.privacy.tokens.issuance import encode_answers
+from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.privacy.transparency.keyfiles import write_key
-from cloister.privacy.transparency.trust import encode_trust
+from cloister.privacy.transparency.note import Kind, PrivateKey
+from cloister.privacy.transparency.trust import Trust, encode_trust
 from cloister.sealed.node import NodeConfig, node_app
 from cloister.sealed.serving import Lifespan
 from cloister.sealed.unsealing import LocalUnsealer
@@ -93,8 +95,10 @@ def issuer_key(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 def test_relay_and_gateway_carry_a_request_and_end_when_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_key(tmp_path / "issuer.key", PrivateKey.generate("issuer.example", Kind.NOTE))
+    shelf = ["--state", str(tmp_path / "issuer"), "--key", str(tmp_path / "issuer.key")]
     with pytest.raises(SystemExit, match="0"):
-        main(["issuer", "--url", ISSUER, "--state", str(tmp_path / "issuer"), "--show-keys"])
+        main(["issuer", "--url", ISSUER, *shelf, "--show-keys"])
     (tmp_path / "issuer.json").write_text(capfd.readouterr().out)
     (tmp_path / "relay.secret").write_text(f"# this relay's\n{RELAY_SECRET}\n")
     (tmp_path / "relays").write_text(f"{'a' * 32}\n{RELAY_SECRET}\n")
@@ -198,6 +202,7 @@ RELAY_OPTIONS = {"--gateway": "http://127.0.0.1:1", "--secret-file": "good.secre
         ("gateway", {"--issuer-keys": "broken.json"}, "an issuer's key cannot be used"),
         ("gateway", {"--spend-store": "mysql://x"}, "a spend store is sqlite:///FILE"),
         ("gateway", {"--log": "log"}, "a log needs --log-key"),
+        ("gateway", {"--trust": "trust.json"}, "did not sign the keys in the file of issuer keys"),
     ],
 )
 def test_what_cannot_work_is_said_at_the_start(
@@ -210,6 +215,8 @@ def test_what_cannot_work_is_said_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    log, *witnesses, issuer = (PrivateKey.generate(f"{n}.example", Kind(kind)).public for n, kind in enumerate((1, 4, 4, 1)))
+    trust_of_somebody = Trust(log, tuple(witnesses), (log,), IssuerIdentity(ISSUER, issuer))
     for name, content in {
         "good.secret": "x" * 32,
         "short.secret": "x" * 31,
@@ -217,6 +224,7 @@ def test_what_cannot_work_is_said_at_the_start(
         "keys.json": json.dumps([issuer_key]),
         "none.json": "[]",
         "broken.json": json.dumps([{**issuer_key, "token_key": "AAAA"}]),
+        "trust.json": encode_trust(trust_of_somebody).decode(),
     }.items():
         (tmp_path / name).write_text(content)
     options = {**(RELAY_OPTIONS if program == "relay" else GATEWAY_OPTIONS), **changed}

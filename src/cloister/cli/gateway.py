@@ -59,9 +59,10 @@ def gateway(
     """
     from cloister.privacy.sealing import GATEWAY_KEY_LIFE_S, GATEWAY_KEY_OVERLAP_S, KeyRing, Receiver, ReplayCache
     from cloister.privacy.tokens import Redeemer, open_spend_store
+    from cloister.privacy.transparency.trust import read_trust
     from cloister.sealed.dates import REPLAY_WINDOW_S
     from cloister.sealed.gateway import GatewayConfig, gateway_app
-    from cloister.sealed.issuer_file import accept_keys, list_issuers, read_issuer_keys
+    from cloister.sealed.issuer_file import accept_keys, check_signed, list_issuers, read_issuer_keys
     from cloister.sealed.nodes import NodeBook
     from cloister.sealed.program import run_program
     from cloister.sealed.secret_files import read_secret, read_secrets
@@ -77,13 +78,16 @@ def gateway(
     url = check_url(url, "url")
     upstream = Upstream("node", tls=trust_only(node_ca), timeout_s=answer_timeout_s)
     book = NodeBook([check_url(one, "node") for one in node], upstream)
+    believed = read_trust(trust).issuer if trust is not None else None
     shown = read_issuer_keys(issuer_keys)
+    check_signed(shown, believed, time.time())
     store = open_spend_store(spend_store)
     redeemer = Redeemer(accept_keys(shown, url), store, time.time)
 
     def read_keys_again() -> None:
         nonlocal shown
         keys = read_issuer_keys(issuer_keys)
+        check_signed(keys, believed, time.time())
         redeemer.change_keys(accept_keys(keys, url))
         shown = keys
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import time
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +15,10 @@ DEFAULT_STATE = Path("~/.local/state/cloister/issuer")
 
 
 def issuer(
-    url: Annotated[str, typer.Option(help="Where clients reach it, such as https://issuer.example.", metavar="URL")],
+    url: Annotated[str, typer.Option(help="By which clients name it, such as https://issuer.example.", metavar="URL")],
+    key: Annotated[
+        Path, typer.Option(help="Signer key by which clients know it (`cloister log key --role issuer`).", metavar="FILE")
+    ],
     state: Annotated[Path, typer.Option(help="Directory of its keys and counts.", metavar="DIR")] = DEFAULT_STATE,
     api_keys: Annotated[Path, typer.Option(help="File of API keys (`cloister keys`).", metavar="FILE")] = DEFAULT_FILE,
     token_budget: Annotated[int, typer.Option(help="Output tokens that one token of a new key pays for.", min=1)] = 4096,
@@ -33,30 +34,25 @@ def issuer(
     """Give tokens against API keys, without seeing what becomes of them.
 
     Keys sign for seven days. --show-keys prints the public ones as JSON: `token_key` as it stands in the epoch file, from when
-    it signs, until when its tokens are taken, and their budget.
+    until when it signs, until when its tokens are taken, their budget, and the signature of --key. Clients buy through the
+    relay, sealed to a key that lives in this process alone: run one.
     """
     from cloister.privacy import read_credentials
     from cloister.privacy.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook
+    from cloister.privacy.transparency.keyfiles import read_key
     from cloister.sealed.issuer import issuer_app
+    from cloister.sealed.issuer_file import format_keys
     from cloister.sealed.program import run_program
+    from cloister.sealed.upstream import check_url
     from cloister.server.serve import address_of, bind
 
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("a certificate and its key go together: give --tls-cert and --tls-key", param="tls_cert")
+    url, identity = check_url(url, "url"), read_key(key)
     state = state.expanduser()
     shelf = KeyShelf(state / "keys", budget=token_budget)
     if show_keys:
-        shown = [
-            {
-                "url": url,
-                "token_key": base64.b64encode(key.encoded).decode(),
-                "not_before": key.issues_from,
-                "taken_until": key.taken_until,
-                "budget": key.budget,
-            }
-            for key in shelf.turn(time.time())
-        ]
-        typer.echo(json.dumps(shown, indent=2))
+        typer.echo(format_keys(shelf.turn(time.time()), url, identity), nl=False)
         return
     read_credentials(api_keys)  # a file that cannot be read is said now, not to the first client
     limits = IssuerLimits(tokens_per_epoch)
@@ -66,7 +62,7 @@ def issuer(
     listener = bind(host, port)
     typer.echo(f"Issuer at {address_of(listener, has_tls=tls_cert is not None)}, for clients {url}")
     try:
-        status = run_program(issuer_app(program, url), listener, tls_cert=tls_cert, tls_key=tls_key)
+        status = run_program(issuer_app(program, url, identity), listener, tls_cert=tls_cert, tls_key=tls_key)
     finally:
         book.close()
     raise typer.Exit(status)

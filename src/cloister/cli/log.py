@@ -25,6 +25,7 @@ class Role(StrEnum):
     LOG = "log"
     WITNESS = "witness"
     RELEASE = "release"
+    ISSUER = "issuer"
 
 
 @app.callback()
@@ -142,16 +143,17 @@ def trust(
     issuer: Annotated[
         str, typer.Option(help="The one issuer that the API key is shown to, https://...; empty buys no tokens.", metavar="URL")
     ] = "",
+    issuer_key: Annotated[str, typer.Option(help="That issuer's verifier key (--role issuer).", metavar="KEY")] = "",
     threshold: Annotated[int, typer.Option(help="How many of them must have cosigned.", min=2)] = 2,
     profile: Annotated[list[str] | None, typer.Option(help="A profile that nodes may run under.", metavar="NAME")] = None,
 ) -> None:
     """Print the file that says whom a client believes; it belongs to the client, and never comes from the gateway."""
     from cloister.privacy.transparency.note import PublicKey
-    from cloister.privacy.transparency.trust import Trust, encode_trust
+    from cloister.privacy.transparency.trust import Trust, encode_trust, identify_issuer
 
     witnesses, releases = (tuple(map(PublicKey.parse, keys)) for keys in (witness, release))
     profiles = frozenset(profile or ("private", "paranoid"))
-    believed = Trust(PublicKey.parse(log), witnesses, releases, issuer, threshold, profiles)
+    believed = Trust(PublicKey.parse(log), witnesses, releases, identify_issuer(issuer, issuer_key), threshold, profiles)
     typer.echo(encode_trust(believed).decode(), nl=False)
 
 

@@ -34,6 +34,9 @@ def proxy(
         typer.Option(help="Folder in which a receipt of every answer is kept; unset, none is asked for.", metavar="FOLDER"),
     ] = None,
     state: Annotated[Path, typer.Option(help="What was seen of the log, kept between runs.", metavar="FILE")] = DEFAULT_STATE,
+    buy_directly: Annotated[
+        bool, typer.Option("--buy-directly", help="Ask the issuer itself for tokens: it sees your address beside the API key.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Loopback address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8080,
 ) -> None:
@@ -52,7 +55,15 @@ def proxy(
         raise ConfigError("the proxy listens on loopback only; give --host 127.0.0.1 or ::1", param="host")
     wanted = with_demands(Policy() if policy is None else read_policy(policy), accept_software=accept_software)
     keep = None if receipts is None else ReceiptFolder(receipts)
-    session = Session(relay, trust=trust, api_key=read_api_key(api_key_file), policy=wanted, state=state, receipts=keep)
+    session = Session(
+        relay,
+        trust=trust,
+        api_key=read_api_key(api_key_file),
+        policy=wanted,
+        state=state,
+        receipts=keep,
+        buys_directly=buy_directly,
+    )
     raise typer.Exit(_serve(session, host, port))
 
 

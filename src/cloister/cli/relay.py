@@ -1,4 +1,4 @@
-"""`cloister relay`: carries sealed requests to one gateway."""
+"""`cloister relay`: carries sealed requests to one gateway, and purchases of tokens to one issuer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ def relay(
     secret_file: Annotated[
         Path, typer.Option(help="File whose one line shows the gateway which relay this is.", metavar="FILE")
     ],
+    issuer: Annotated[
+        str,
+        typer.Option(help="Where the issuer is, such as https://issuer.example; empty carries no purchases.", metavar="URL"),
+    ] = "",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8001,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.", metavar="FILE")] = None,
@@ -23,17 +27,21 @@ def relay(
         Path | None,
         typer.Option(help="Authorities that may vouch for the gateway, PEM; unset, those of this system.", metavar="FILE"),
     ] = None,
+    issuer_ca: Annotated[
+        Path | None,
+        typer.Option(help="Authorities that may vouch for the issuer, PEM; unset, those of this system.", metavar="FILE"),
+    ] = None,
     answer_timeout_s: Annotated[
         float, typer.Option(help="Longest silence of an answer, in seconds; longer than the gateway's.", min=1)
     ] = 630.0,
 ) -> None:
-    """Carry sealed requests to a gateway, until SIGTERM or Ctrl-C.
+    """Carry sealed requests to a gateway, and sealed purchases to an issuer, until SIGTERM or Ctrl-C.
 
     A relay sees the addresses of clients and the lengths of what they send, and can open none of it. Run it where the gateway
     is not: whoever has both knows who asks which node.
     """
     from cloister.sealed.program import run_program
-    from cloister.sealed.relay import RelayConfig, relay_app
+    from cloister.sealed.relay import ISSUER_TIMEOUT_S, RelayConfig, relay_app
     from cloister.sealed.secret_files import read_secret
     from cloister.sealed.upstream import Upstream, check_url, trust_only
     from cloister.server.serve import address_of, bind
@@ -43,8 +51,11 @@ def relay(
         raise ConfigError("a certificate and its key go together: give --tls-cert and --tls-key", param="tls_cert")
     url = check_url(gateway, "gateway")
     secret = read_secret(secret_file)
+    config = RelayConfig(url, secret, issuer_url=check_url(issuer, "issuer") if issuer else "")
     upstream = Upstream("gateway", tls=trust_only(gateway_ca), timeout_s=answer_timeout_s)
+    purchases = Upstream("issuer", tls=trust_only(issuer_ca), timeout_s=ISSUER_TIMEOUT_S) if issuer else None
     set_up_logging("text")
     listener = bind(host, port)
-    typer.echo(f"Relay at {address_of(listener, has_tls=tls_cert is not None)}, for the gateway at {url}")
-    raise typer.Exit(run_program(relay_app(RelayConfig(url, secret), upstream), listener, tls_cert=tls_cert, tls_key=tls_key))
+    also = f" and the issuer at {config.issuer_url}" if issuer else "; it carries no purchases of tokens (--issuer)"
+    typer.echo(f"Relay at {address_of(listener, has_tls=tls_cert is not None)}, for the gateway at {url}{also}")
+    raise typer.Exit(run_program(relay_app(config, upstream, purchases), listener, tls_cert=tls_cert, tls_key=tls_key))

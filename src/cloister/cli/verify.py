@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from cloister.cli import verify_node, verify_receipt, verify_routing, verify_traces
+from cloister.cli import verify_issuer, verify_node, verify_receipt, verify_routing, verify_traces
 
 app = typer.Typer(help="Check what a node claims and what it keeps.", no_args_is_help=True)
 
@@ -16,5 +16,6 @@ def verify() -> None:
 
 app.command("node")(verify_node.node)
 app.command("receipt")(verify_receipt.receipt)
+app.command("issuer")(verify_issuer.issuer)
 app.command("traces")(verify_traces.traces)
 app.command("routing")(verify_routing.routing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import TypeVar
 
 import anyio
@@ -14,9 +15,11 @@ from cloister.client.draw import MAX_DRAWS
 from cloister.client.errors import FailedTryError
 from cloister.client.letter import strip_request
 from cloister.client.padding import AsyncPaddingReader
+from cloister.client.restocking import AsyncRestocker
 from cloister.client.session import Ready, Session
 from cloister.client.tries import CUT_OFF, Tries, is_answer, read_timeouts, refuse_reply, to_fields, to_request, to_response
 from cloister.privacy.sealing import Request
+from cloister.types.errors import CloisterError
 
 T = TypeVar("T")
 
@@ -29,6 +32,7 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
         self._carrier = carrier or httpx.AsyncHTTPTransport()
         self._padding = AsyncPaddingReader()
         self._lock = anyio.Lock()
+        self._restocker = AsyncRestocker(self._restock)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         Tries.check_first(request)
@@ -47,9 +51,12 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
     async def prepare(self) -> Ready:
         """See `SealedTransport.prepare`."""
         async with self._lock:
-            return await self._run(self._session.prepare())
+            ready = await self._run(self._session.prepare())
+            self._restocker.plan(self._session.restock_in_s)
+            return ready
 
     async def aclose(self) -> None:
+        await self._restocker.close()
         await self._padding.wait()
         await self._carrier.aclose()
 
@@ -76,6 +83,10 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
                 await reply.aclose()
             raise
         return to_response(letter.answer, stream, ready, tries)
+
+    async def _restock(self) -> None:
+        with suppress(CloisterError):
+            await self._run(self._session.restock())
 
     async def _run(self, step: Step[T]) -> T:
         try:

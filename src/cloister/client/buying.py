@@ -1,82 +1,200 @@
-"""Tokens for an API key: the issuer learns who asks for how many, and never sees them again. No I/O; time is an argument."""
+"""Tokens for an API key: the issuer learns who asks for how many, and never sees them again. No I/O; time is an argument.
+
+A purchase goes through the relay, sealed to a key that the issuer signed: so the issuer learns the account and not the address,
+the relay the address and not the account, and the gateway nothing. `is_direct` shows the issuer both.
+"""
 
 from __future__ import annotations
 
-from urllib.parse import urljoin, urlsplit
+from collections.abc import Callable
 
 from cloister.client.answer import read_message
 from cloister.client.asking import Ask, Reply, Step
 from cloister.client.errors import NoTokensError
+from cloister.client.letter import write_date
 from cloister.client.wallet import BATCH
-from cloister.privacy.tokens import BlindSignatureError, MalformedTokenError, Token, decode_directory, request_tokens
-from cloister.privacy.tokens.issuance import BATCH_REQUEST_TYPE, DIRECTORY_PATH
+from cloister.privacy.sealing import (
+    KeyConfiguration,
+    KeyConfigurationError,
+    MessageError,
+    UnsealError,
+    choose_configuration,
+    parse_keys,
+)
+from cloister.privacy.tokens import BlindSignatureError, MalformedTokenError, Token, request_tokens
+from cloister.privacy.tokens.issuance import BATCH_REQUEST_TYPE, Pending
 from cloister.privacy.tokens.names import challenge_between
-from cloister.privacy.transparency.epoch import Epoch
+from cloister.privacy.tokens.purchase import (
+    PURCHASE_BYTES,
+    REQUEST_PATH,
+    REQUEST_TYPE,
+    RESPONSE_TYPE,
+    STATEMENT_PATH,
+    open_purchase_answer,
+    seal_purchase,
+)
+from cloister.privacy.transparency.epoch import MAX_CLOCK_SKEW_S, Epoch, IssuerEntry
+from cloister.privacy.transparency.issuer_keys import (
+    MAX_STATEMENT_BYTES,
+    IssuerIdentity,
+    IssuerStatement,
+    read_statement,
+)
+from cloister.privacy.transparency.refusal import TransparencyError
 
 WHO = "the issuer"
-MOST_KEYS = 2
-"""Of one issuer in an epoch: the one that signs, and for a day the one before it."""
+WHO_CARRIES = "the relay"
+MOST_ANSWER_BYTES = 2 * PURCHASE_BYTES
 
 
-def buy_tokens(epoch: Epoch, url: str, api_key: str, count: int = BATCH) -> Step[list[Token]]:
-    """Fetches a batch from the issuer that the trust file names, under the key that the epoch file says signs.
-
-    No other issuer is asked, whatever the epoch names: the gateway writes the epoch, and would learn API keys and addresses.
-    And no other key is used: one that only some clients were given would mark their tokens.
+class Buyer:
+    """Buys tokens of the one issuer that the trust file names, whatever others the epoch lists.
 
     Args:
-        url: of the issuer.
-
-    Raises:
-        NoTokensError: it gives none; the message says why.
+        issuer: None buys nothing.
+        relay: URL of what carries purchases; with a slash at the end.
+        is_direct: asks the issuer itself, which then sees this machine's address beside the API key.
+        see: takes the keys that the issuer states itself; raises if they contradict what was seen before.
+        needs_post_quantum: seals with X-Wing or not at all.
     """
-    if not url:
-        raise NoTokensError("The trust file names no issuer to buy tokens of: write it with `cloister log trust --issuer URL`.")
-    key = signing_key(epoch, url)
-    reply: Reply = yield Ask(WHO, url.rstrip("/") + DIRECTORY_PATH)
-    try:
-        path, directory = decode_directory(reply.body)
-    except MalformedTokenError:
-        raise NoTokensError(f"The issuer at {url} shows no directory of keys ({reply.status}); check its address.") from None
-    if key not in {shown.encoded_key for shown in directory}:
-        raise NoTokensError(
-            f"The issuer at {url} does not sign with the key that the epoch file names; wait for the next epoch."
-        )
-    pending = request_tokens(key, challenge_between(url, epoch.gateway.url), count)
-    headers = {"authorization": f"Bearer {api_key}", "content-type": BATCH_REQUEST_TYPE}
-    reply = yield Ask(WHO, _within(url, path), "POST", headers, pending.encode())
-    if reply.status != 200:
+
+    def __init__(
+        self,
+        issuer: IssuerIdentity | None,
+        relay: str,
+        api_key: str,
+        *,
+        is_direct: bool = False,
+        see: Callable[[tuple[IssuerEntry, ...]], None] = lambda entries: None,
+        needs_post_quantum: bool = False,
+    ) -> None:
+        self._issuer = issuer
+        self._relay = relay
+        self._api_key = api_key
+        self._is_direct = is_direct
+        self._see = see
+        self._statement: IssuerStatement | None = None
+        self._pending: Pending | None = None
+        self._needs_post_quantum = needs_post_quantum
+
+    def buy(self, epoch: Epoch, now: float, count: int = BATCH) -> Step[list[Token]]:
+        """Fetches a batch under the key that everybody buys under in this epoch.
+
+        A batch whose answer was lost is asked for again as it was, and the issuer counts it once.
+
+        Args:
+            now: Unix seconds.
+
+        Raises:
+            NoTokensError: there is none; the message says why.
+        """
+        if self._issuer is None:
+            raise NoTokensError(
+                "The trust file names no issuer to buy tokens of: write it with "
+                "`cloister log trust --issuer URL --issuer-key KEY`."
+            )
+        pending = self._begin(signing_key(epoch, self._issuer), epoch, self._issuer, count)
+        ask = self._ask_directly(self._issuer, pending) if self._is_direct else self._ask_sealed(self._issuer, pending, now)
+        try:
+            status, body = yield from ask
+        except BaseException:  # also where the carrier gave up: who is asked next may have counted it
+            self._pending = pending
+            raise
+        if status != 200:
+            self._pending = None if 400 <= status < 500 else pending
+            message = read_message(body) or "it gave no reason"
+            raise NoTokensError(f"There is no token left, and the issuer gave none ({status}): {message}")
+        try:
+            return pending.finish(body)
+        except (MalformedTokenError, BlindSignatureError) as error:
+            raise NoTokensError(f"The issuer's tokens are none: {error}; do not use this issuer.") from None
+
+    def _begin(self, key: bytes, epoch: Epoch, issuer: IssuerIdentity, count: int) -> Pending:
+        challenge = challenge_between(issuer.url, epoch.gateway.url)
+        kept, wanted = self._pending, (key, challenge.digest(), count)
+        self._pending = None  # it is this purchase's now; another may begin meanwhile
+        if kept is None or (kept.encoded_key, kept.tokens[0].challenge_digest, len(kept.tokens)) != wanted:
+            try:
+                kept = request_tokens(key, challenge, count)
+            except ValueError as error:
+                raise NoTokensError(f"The key of the issuer at {issuer.url} in the epoch cannot be used: {error}.") from None
+        return kept
+
+    def _ask_directly(self, issuer: IssuerIdentity, pending: Pending) -> Step[tuple[int, bytes]]:
+        headers = {"authorization": f"Bearer {self._api_key}", "content-type": BATCH_REQUEST_TYPE}
+        reply: Reply = yield Ask(WHO, issuer.url + REQUEST_PATH, "POST", headers, pending.encode())
+        return reply.status, reply.body
+
+    def _ask_sealed(self, issuer: IssuerIdentity, pending: Pending, now: float) -> Step[tuple[int, bytes]]:
+        for has_more in (True, False):
+            statement = yield from self._fetch_statement(issuer, now)
+            try:
+                keys = choose_configuration(parse_keys(statement.sealing_keys))
+                self._check_kem(keys)
+                sealed, exchange = seal_purchase(keys, issuer.url, self._api_key, pending.encode(), write_date(now))
+            except (KeyConfigurationError, MessageError, ValueError) as error:
+                raise NoTokensError(f"No purchase can be sealed to the issuer: {error}.") from None
+            headers = {"content-type": REQUEST_TYPE}
+            reply: Reply = yield Ask(WHO_CARRIES, f"{self._relay}issuer", "POST", headers, sealed, most_bytes=MOST_ANSWER_BYTES)
+            if reply.status == 200 and reply.media_type == RESPONSE_TYPE:
+                try:
+                    status, _, body = open_purchase_answer(exchange, reply.body)
+                except (UnsealError, MessageError):
+                    raise NoTokensError("The answer to the purchase was changed on the way; nothing of it is used.") from None
+                return status, body
+            self._statement = None  # an issuer that was started anew has another key
+            if reply.status != 400 or not has_more:
+                break
         message = read_message(reply.body) or "it gave no reason"
-        raise NoTokensError(f"There is no token left, and the issuer gave none ({reply.status}): {message}")
-    try:
-        return pending.finish(reply.body)
-    except (MalformedTokenError, BlindSignatureError) as error:
-        raise NoTokensError(f"The issuer's tokens are none: {error}; do not use this issuer.") from None
+        raise NoTokensError(f"The relay did not carry the purchase of tokens to the issuer ({reply.status}): {message}")
+
+    def _check_kem(self, keys: KeyConfiguration) -> None:
+        if self._needs_post_quantum and not keys.kem.is_post_quantum:
+            raise NoTokensError(
+                f"No token is bought: the issuer offers {keys.kem.name} only, and the policy asks for post-quantum encryption; "
+                "have the issuer updated."
+            )
+
+    def _fetch_statement(self, issuer: IssuerIdentity, now: float) -> Step[IssuerStatement]:
+        if self._statement is not None and now < self._statement.not_after:
+            return self._statement
+        reply: Reply = yield Ask(WHO_CARRIES, self._relay.rstrip("/") + STATEMENT_PATH, most_bytes=MAX_STATEMENT_BYTES)
+        if reply.status != 200:
+            raise NoTokensError(
+                f"The relay brings no statement of the issuer ({reply.status}), so no token can be bought through it: its "
+                "operator starts it with --issuer. To show the issuer your address instead, buy directly "
+                "(Session(buys_directly=True), cloister proxy --buy-directly)."
+            )
+        try:
+            statement = read_statement(reply.body, issuer, now, MAX_CLOCK_SKEW_S)
+        except TransparencyError as error:
+            raise NoTokensError(f"What the relay brought as the issuer's keys is refused: {error.message}.") from None
+        self._see(statement.token_keys)
+        self._statement = statement
+        return statement
 
 
-def signing_key(epoch: Epoch, url: str) -> bytes:
-    """Returns the key under which everybody buys in this epoch: the issuer's newest that signed when it began.
+def signing_key(epoch: Epoch, issuer: IssuerIdentity) -> bytes:
+    """Returns the key under which everybody buys in this epoch: the one that signed when it began.
 
     Raises:
-        NoTokensError: the epoch does not name this issuer, or leaves open which of its keys signs.
+        NoTokensError: the epoch does not name this issuer, names a key that it did not sign, or leaves open which one signs.
     """
-    keys = sorted((entry.not_before, entry.token_key) for entry in epoch.issuers if entry.url == url)
+    keys = [entry for entry in epoch.issuers if entry.url == issuer.url]
     if not keys:
-        raise NoTokensError(f"The epoch does not name the issuer of the trust file, {url}; ask who runs the gateway why.")
-    if len(keys) > MOST_KEYS or len({not_before for not_before, _ in keys}) != len(keys):
         raise NoTokensError(
-            f"The epoch names {len(keys)} keys of the issuer at {url}: more than one that signs and one before it, or two of "
-            "one age. They would mark tokens, so none is bought."
+            f"The epoch does not name the issuer of the trust file, {issuer.url}; ask who runs the gateway why."
         )
-    signing = [token_key for not_before, token_key in keys if not_before <= epoch.not_before]
+    if not all(map(issuer.has_signed, keys)):
+        raise NoTokensError(
+            f"The epoch names a key of the issuer at {issuer.url} that it did not sign, or that signs for less than a week or "
+            "more than a month. It would mark tokens, so none is bought."
+        )
+    signing = [entry.token_key for entry in keys if entry.not_before <= epoch.not_before < entry.not_after]
+    if len(signing) > 1:
+        raise NoTokensError(
+            f"The epoch names {len(signing)} keys of the issuer at {issuer.url} that sign at once. They would mark tokens."
+        )
     if not signing:
-        raise NoTokensError(f"No key of the issuer at {url} signs yet in this epoch; wait for the next one.")
-    return signing[-1]
-
-
-def _within(url: str, path: str) -> str:
-    """Returns the address of token requests; the API key goes to no other host than the one that the epoch names."""
-    target = urljoin(url.rstrip("/") + "/", path)
-    if urlsplit(target)[:2] != urlsplit(url)[:2]:
-        raise NoTokensError(f"The directory of the issuer at {url} leads to another host; the API key is not sent there.")
-    return target
+        raise NoTokensError(f"No key of the issuer at {issuer.url} signs in this epoch; wait for the next one.")
+    return signing[0]

@@ -55,6 +55,21 @@ class NoTokensError(SealedError):
     status = 429
 
 
+class IssuerContradictionError(NoTokensError):
+    """The issuer signed two statements that cannot both be: so it could tell tokens by their key, and none is bought or spent.
+
+    Attributes:
+        proof: both statements as JSON, for anybody to check (`cloister verify issuer`).
+    """
+
+    code = "issuer_contradicts_itself"
+    status = 502
+
+    def __init__(self, message: str, proof: bytes) -> None:
+        super().__init__(message)
+        self.proof = proof
+
+
 class NoAnswerError(SealedError):
     """Every draw failed before an answer began.
 

@@ -16,14 +16,16 @@ from types import MappingProxyType
 import msgspec
 
 from cloister.client.asking import Ask, Reply, Step
-from cloister.client.buying import buy_tokens, signing_key
+from cloister.client.buying import Buyer, signing_key
 from cloister.client.draw import Below, draw
-from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, NoTokensError
+from cloister.client.errors import EpochRefusedError, EvidenceRefusedError
+from cloister.client.issuer_record import IssuerRecord, beside
 from cloister.client.judging import fill_policy, judge_node
 from cloister.client.key_exchange import check_gateway
 from cloister.client.letter import Letter, write_letter
 from cloister.client.receipts import Keep, ReceiptOrder, order_receipt
-from cloister.client.wallet import LOW, Wallet
+from cloister.client.restocking import PurchasePlan
+from cloister.client.wallet import Wallet
 from cloister.privacy.attestation import Findings, Outcome, Policy
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES, read_evidence, read_statement
 from cloister.privacy.sealing import Request
@@ -33,6 +35,7 @@ from cloister.privacy.tokens.spki import key_id
 from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES
 from cloister.privacy.transparency.checks import Believed, View, believe, needed_paths
 from cloister.privacy.transparency.epoch import Epoch, NodeEntry
+from cloister.privacy.transparency.issuer_keys import OVERLAP_S
 from cloister.privacy.transparency.memory import Memory
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.privacy.transparency.trust import Trust, read_trust
@@ -69,12 +72,13 @@ class Session:
     """Where to ask, whom to believe, and what with.
 
     Args:
-        relay: URL of the relay, the only program besides the issuer that this client speaks with.
+        relay: URL of the relay, the only program that this client speaks with.
         trust: keys of log, witnesses and releases, or the path of the file that has them.
-        api_key: shown to the issuer alone, for tokens; nothing of it goes to relay, gateway or node.
+        api_key: shown to the issuer alone, for tokens, sealed on its way; nothing of it goes to relay, gateway or node.
         policy: what is asked of nodes; what it leaves open is filled from the log.
         state: file in which the client remembers what it saw of the log, so that a restart does not forget it.
         receipts: takes a receipt of every answer (docs/receipts.md); None asks for none.
+        buys_directly: asks the issuer itself for tokens, which then sees this machine's address beside the API key.
         below: random source of the draw; the system's.
         now: Unix seconds.
     """
@@ -88,13 +92,13 @@ class Session:
         policy: Policy | None = None,
         state: Path | None = None,
         receipts: Keep | None = None,
+        buys_directly: bool = False,
         below: Below = secrets.randbelow,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.relay = relay.rstrip("/") + "/"
         self.now = now
         self.trust = trust if isinstance(trust, Trust) else read_trust(Path(trust))
-        self._api_key = api_key
         self._policy = policy or Policy()
         self._memory = None if state is None else Memory(state)
         self._below = below
@@ -108,6 +112,17 @@ class Session:
         self._bundle = b""
         self._evidence: dict[str, bytes] = {}
         self._wallet = Wallet()
+        self._plan = PurchasePlan()
+        issuer = self.trust.issuer
+        self._record = IssuerRecord(issuer, None if self._memory is None else beside(self._memory.path))
+        self._buyer = Buyer(
+            issuer,
+            self.relay,
+            api_key,
+            is_direct=buys_directly,
+            see=lambda keys: self._record.see(keys, self.now()),
+            needs_post_quantum=self._policy.post_quantum,
+        )
 
     @property
     def believed(self) -> Believed | None:
@@ -127,6 +142,24 @@ class Session:
         """Takes a token back that was never sent."""
         if ready.token is not None:
             self._wallet.add([ready.token])
+            if self._believed is not None:
+                self._drop_tokens(self._believed.epoch)
+
+    @property
+    def restock_in_s(self) -> float | None:
+        """Seconds until the moment that was drawn for the next purchase; None while there are tokens enough."""
+        return self._plan.wait_s(self.now())
+
+    def restock(self) -> Step[None]:
+        """Buys a batch ahead of need. Where none can be bought another moment is drawn: whoever needs one is told why."""
+        believed, now = self._believed, self.now()
+        self._plan.postpone(now)
+        if believed is None or now >= believed.epoch.not_after:
+            return
+        self._record.check()
+        self._wallet.add((yield from self._buyer.buy(believed.epoch, now)))
+        self._drop_tokens((self._believed or believed).epoch)  # another one may have come meanwhile
+        self._plan.see(len(self._wallet), now)
 
     def prepare(self) -> Step[Ready]:
         """Makes sure of the epoch, of every node's evidence and of a token, and draws one node.
@@ -161,11 +194,18 @@ class Session:
         if self._believed is None or believed.epoch != self._believed.epoch:
             self._findings = yield from self._judge_nodes(believed, now)
             self._bundle = bundle
-            issuer = self.trust.issuer
-            keys = {key_id(entry.token_key) for entry in believed.epoch.issuers if entry.url == issuer}
-            self._wallet.keep(keys, challenge_between(issuer, believed.epoch.gateway.url).digest())
+            self._drop_tokens(believed.epoch)
         self._believed, self._believed_at, self._is_doubted = believed, now, False
         return believed
+
+    def _drop_tokens(self, epoch: Epoch) -> None:
+        issuer = self.trust.issuer
+        if issuer is not None:
+            taken = [
+                entry for entry in epoch.issuers if entry.url == issuer.url and epoch.not_before < entry.not_after + OVERLAP_S
+            ]
+            keys = {key_id(entry.token_key) for entry in taken}
+            self._wallet.keep(keys, challenge_between(issuer.url, epoch.gateway.url).digest())
 
     def _is_doubtful(self, now: float) -> bool:
         return self._is_doubted and now - self._believed_at >= DOUBT_AFTER_S
@@ -173,9 +213,13 @@ class Session:
     def _fetch_epoch(self, now: float) -> Step[tuple[Believed, bytes]]:
         bundle = yield from self._fetch("epoch", MAX_BUNDLE_BYTES)
         fetched = {}
-        for path in needed_paths(bundle, self.trust, self._view):
+        begin = self._record.begin(self._view)
+        for path in needed_paths(bundle, self.trust, begin):
             fetched[path] = yield from self._fetch(f"log/{path}", MOST_LOG_BYTES)
         believed = believe(bundle, self.trust, self._view, fetched, now)
+        if begin != self._view:  # what this client knew already has to be verified again, since it is read again
+            believe(bundle, self.trust, begin, fetched, now)
+        self._record.read_log(begin, believed, fetched, now)
         self._view = believed.view
         if self._memory is not None:
             self._memory.save(believed.view)
@@ -205,16 +249,15 @@ class Session:
         return findings
 
     def _take_token(self, epoch: Epoch) -> Step[Token]:
-        if self.trust.issuer:
-            signing_key(epoch, self.trust.issuer)  # an epoch whose keys mark tokens is not paid in, however many are left
-        if len(self._wallet) <= LOW:
-            try:
-                self._wallet.add((yield from buy_tokens(epoch, self.trust.issuer, self._api_key)))
-            except NoTokensError:
-                if not len(self._wallet):
-                    raise
+        if self.trust.issuer is not None:  # an epoch whose keys mark tokens is not paid in, however many are left
+            self._record.check()
+            signing_key(epoch, self.trust.issuer)
+        if not len(self._wallet):
+            self._plan.run_out()
+            self._wallet.add((yield from self._buyer.buy(epoch, self.now())))
         token = self._wallet.take()
         assert token is not None, "a batch has tokens"
+        self._plan.see(len(self._wallet), self.now())
         return token
 
     def _fetch(self, path: str, most_bytes: int) -> Step[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TypeVar
 
 import httpx
@@ -15,9 +16,11 @@ from cloister.client.draw import MAX_DRAWS
 from cloister.client.errors import FailedTryError
 from cloister.client.letter import strip_request
 from cloister.client.padding import PaddingReader
+from cloister.client.restocking import Restocker
 from cloister.client.session import Ready, Session
 from cloister.client.tries import CUT_OFF, Tries, is_answer, read_timeouts, refuse_reply, to_fields, to_request, to_response
 from cloister.privacy.sealing import Request
+from cloister.types.errors import CloisterError
 
 T = TypeVar("T")
 
@@ -42,6 +45,7 @@ class SealedTransport(httpx.BaseTransport):
         self._carrier = carrier or httpx.HTTPTransport()
         self._padding = PaddingReader()
         self._lock = threading.Lock()
+        self._restocker = Restocker(self._restock)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         Tries.check_first(request)
@@ -60,9 +64,12 @@ class SealedTransport(httpx.BaseTransport):
     def prepare(self) -> Ready:
         """Fetches and verifies everything that the next request needs, and draws its node; for programs that show it."""
         with self._lock:
-            return self._run(self._session.prepare())
+            ready = self._run(self._session.prepare())
+            self._restocker.plan(self._session.restock_in_s)
+            return ready
 
     def close(self) -> None:
+        self._restocker.close()
         self._padding.wait()
         self._carrier.close()
 
@@ -89,11 +96,20 @@ class SealedTransport(httpx.BaseTransport):
             raise
         return to_response(letter.answer, stream, ready, tries)
 
-    def _run(self, step: Step[T]) -> T:
+    def _restock(self) -> None:
+        with suppress(CloisterError):
+            self._run(self._session.restock(), self._lock)
+
+    def _run(self, step: Step[T], lock: AbstractContextManager[object] | None = None) -> T:
+        """Carries a step; `lock` is held while it works, and not while it waits."""
+        lock = lock or nullcontext()
         try:
-            ask = next(step)
+            with lock:
+                ask = next(step)
             while True:
-                ask = step.send(self._ask(ask))
+                reply = self._ask(ask)
+                with lock:
+                    ask = step.send(reply)
         except StopIteration as result:
             done: T = result.value
             return done

@@ -12,7 +12,9 @@ from typing import Final
 
 import httpx
 
-from cloister.client.errors import RelayUnreachableError
+from cloister.client.buying import signing_key
+from cloister.client.errors import NoTokensError, RelayUnreachableError
+from cloister.client.issuer_record import IssuerRecord
 from cloister.client.judging import fill_policy, judge_node
 from cloister.client.key_exchange import judge_keys
 from cloister.privacy.attestation import EvidenceError, Findings, Outcome, Policy, read_evidence, read_statement
@@ -108,12 +110,16 @@ def check_url(fetch: Fetch, trust: Trust | None, policy: Policy, view: View, now
         raise ConfigError("an epoch is there, and nobody said whom to believe; give --trust FILE", param="trust")
     findings = Findings()
     try:
-        believed = believe(bundle, trust, view, _fetch_log(fetch, bundle, trust, view), now)
+        fetched = _fetch_log(fetch, bundle, trust, view)
+        believed = believe(bundle, trust, view, fetched, now)
+        record = IssuerRecord(trust.issuer, None)
+        record.read_log(view, believed, fetched, now)
     except TransparencyError as error:
         findings.fail(error.reason, error.message)
         return Checked(findings)
     _tell_epoch(findings, believed, trust, view)
     judge_keys(findings, "the gateway", believed.epoch.gateway.keys, policy)
+    _tell_issuer(findings, believed, trust, record)
     policy = fill_policy(policy, believed)
     nodes = {
         node.node_id: judge_node(
@@ -150,6 +156,21 @@ def _tell_epoch(findings: Findings, believed: Believed, trust: Trust, view: View
         "release",
         f"the nodes have to run release {release.number} (version {release.version}, {release.digest[:16]}), which is signed, "
         "logged, and not revoked",
+    )
+
+
+def _tell_issuer(findings: Findings, believed: Believed, trust: Trust, record: IssuerRecord) -> None:
+    if trust.issuer is None:
+        return
+    try:
+        record.check()
+        signing_key(believed.epoch, trust.issuer)
+    except NoTokensError as error:
+        findings.fail("issuer", error.message)
+        return
+    findings.prove(
+        "issuer",
+        f"everybody buys tokens under one key of the issuer at {trust.issuer.url}, which it signed for at least a week",
     )
 
 

@@ -7,10 +7,9 @@ import secrets
 from cloister.privacy.tokens import Token
 
 BATCH = 20
-"""Tokens asked for at once."""
-LOW = 5
-"""More are fetched when no more than these are left, so that a token is rarely spent right after its batch was fetched:
-issuer and gateway could otherwise compare times."""
+"""Tokens asked for at once, by everybody."""
+LOW = 10
+"""More are bought, at a random moment (`restocking`), once no more than these are left."""
 
 
 class Wallet:

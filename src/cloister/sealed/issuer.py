@@ -1,6 +1,7 @@
-"""The issuer's program: its directory, and `POST /token-request` for who has an API key (RFC 9578, sections 4 and 6).
+"""The issuer's program: its directory, and token requests for who has an API key (RFC 9578, sections 4 and 6).
 
-It sees an API key, an address, a time and a number of tokens; of the tokens nothing. It writes no line about any request.
+They come sealed through a relay (`POST /ohttp`), or from a client that shows its address (`POST /token-request`). The issuer
+sees an API key, a time and a number of tokens; of the tokens nothing. It writes no line about any request.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from starlette.applications import Starlette
@@ -17,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from cloister.privacy.sealing import GATEWAY_KEY_OVERLAP_S
 from cloister.privacy.tokens import BlindSignatureError, Issuer, MalformedTokenError, TokenRequest
 from cloister.privacy.tokens.issuance import (
     BATCH_REQUEST_TYPE,
@@ -31,14 +34,20 @@ from cloister.privacy.tokens.issuance import (
     encode_answers,
 )
 from cloister.privacy.tokens.issuer import REFRESH_S
+from cloister.privacy.tokens.purchase import PURCHASE_PATH, REQUEST_PATH, STATEMENT_PATH
+from cloister.privacy.transparency.issuer_keys import IssuerStatement, sign_statement
+from cloister.privacy.transparency.note import PrivateKey
+from cloister.sealed.issuer_file import sign_keys
+from cloister.sealed.purchases import SealedPurchases
 from cloister.server.errors import error_body, error_headers
 from cloister.types.errors import CloisterError, ConfigError, DeadlineError, InvalidRequestError, RequestTooLargeError
 
-REQUEST_PATH: Final = "/token-request"
 BODY_S: Final = 10.0
 """How long a request's body may take."""
 DIRECTORY_AGE_S: Final = 3600
 """For how long a directory may be cached; far less than the day that the next key is shown before it signs."""
+STATEMENT_LIFE_S: Final = int(GATEWAY_KEY_OVERLAP_S)
+"""For how long a client may seal to a key that it was shown; that key opens as long."""
 _MAX_BODY: Final = 8 + MAX_BATCH * REQUEST_BYTES
 
 _logger = logging.getLogger(__name__)
@@ -62,46 +71,63 @@ class IssuerFaultError(CloisterError):
     """The issuer cannot work: its keys cannot be read, or a signature came out wrong and was kept back."""
 
 
-def issuer_app(issuer: Issuer, url: str) -> Starlette:
-    """Returns the ASGI application of an issuer that clients reach at `url`."""
+def issuer_app(issuer: Issuer, url: str, identity: PrivateKey, now: Callable[[], float] = time.time) -> Starlette:
+    """Returns the ASGI application of an issuer that clients know by `url` and by the verifier key of `identity`."""
+    url = url.rstrip("/")
     slots = asyncio.Semaphore(os.cpu_count() or 1)
 
-    async def directory(_: Request) -> Response:
-        body = await asyncio.to_thread(issuer.directory, url.rstrip("/") + REQUEST_PATH)
-        return Response(body, media_type=DIRECTORY_TYPE, headers={"cache-control": f"max-age={DIRECTORY_AGE_S}"})
-
-    async def token_request(request: Request) -> Response:
-        content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
-        if content_type not in (REQUEST_TYPE, BATCH_REQUEST_TYPE):
+    async def issue(content_type: str, authorization: str, body: bytes) -> tuple[str, bytes]:
+        media_type = content_type.split(";")[0].strip().lower()
+        if media_type not in (REQUEST_TYPE, BATCH_REQUEST_TYPE):
             raise UnsupportedTypeError(f"send one token request as {REQUEST_TYPE}, several as {BATCH_REQUEST_TYPE}")
-        is_batch = content_type == BATCH_REQUEST_TYPE
-        body = await _read(request)
+        is_batch = media_type == BATCH_REQUEST_TYPE
         try:
             requests = decode_batch(body) if is_batch else [TokenRequest.decode(body)]
         except MalformedTokenError as error:
             raise UnprocessableError(f"this is no token request: {error}") from None
         async with slots:
             try:
-                signatures = await asyncio.to_thread(issuer.issue, _bearer(request), requests)
+                signatures = await asyncio.to_thread(issuer.issue, _bearer(authorization), requests)
             except BlindSignatureError as error:
                 raise IssuerFaultError(str(error)) from None
             except InvalidRequestError as error:
                 raise UnprocessableError(error.message) from None
-        answer = encode_answers(signatures) if is_batch else signatures[0]
-        return Response(
-            answer, media_type=BATCH_RESPONSE_TYPE if is_batch else RESPONSE_TYPE, headers={"cache-control": "no-store"}
+        return (BATCH_RESPONSE_TYPE, encode_answers(signatures)) if is_batch else (RESPONSE_TYPE, signatures[0])
+
+    purchases = SealedPurchases(issue, _read, now)
+
+    async def directory(_: Request) -> Response:
+        body = await asyncio.to_thread(issuer.directory, url + REQUEST_PATH)
+        return Response(body, media_type=DIRECTORY_TYPE, headers={"cache-control": f"max-age={DIRECTORY_AGE_S}"})
+
+    async def statement(_: Request) -> Response:
+        keys, begin = await asyncio.to_thread(issuer.current_keys), int(now())
+        stated = IssuerStatement(
+            url, await purchases.unsealer.publish(), begin, begin + STATEMENT_LIFE_S, sign_keys(keys, url, identity)
         )
+        return Response(sign_statement(stated, identity), media_type="application/json", headers={"cache-control": "no-store"})
+
+    async def token_request(request: Request) -> Response:
+        content_type, authorization = (request.headers.get(name, "") for name in ("content-type", "authorization"))
+        media_type, answer = await issue(content_type, authorization, await _read(request, _MAX_BODY))
+        return Response(answer, media_type=media_type, headers={"cache-control": "no-store"})
 
     @contextlib.asynccontextmanager
     async def turning(_: Starlette) -> AsyncIterator[None]:
         """Turns keys on time where nobody asks: a private key must not outlive its epoch in a quiet night."""
         await asyncio.to_thread(issuer.current_keys)
-        task = asyncio.create_task(_turn_forever(issuer))
+        tasks = [asyncio.create_task(_turn_forever(issuer)), asyncio.create_task(purchases.unsealer.turn_forever())]
         yield
-        task.cancel()
-        await asyncio.wait([task])
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
-    routes = [Route(DIRECTORY_PATH, directory, methods=["GET"]), Route(REQUEST_PATH, token_request, methods=["POST"])]
+    routes = [
+        Route(DIRECTORY_PATH, directory, methods=["GET"]),
+        Route(STATEMENT_PATH, statement, methods=["GET"]),
+        Route(REQUEST_PATH, token_request, methods=["POST"]),
+        Route(PURCHASE_PATH, purchases.answer, methods=["POST"]),
+    ]
     return Starlette(routes=routes, lifespan=turning, exception_handlers={CloisterError: _refuse})
 
 
@@ -120,14 +146,14 @@ async def _refuse(_: Request, error: Exception) -> Response:
     return Response(error_body(error), error.status, media_type="application/json", headers=error_headers(error))
 
 
-async def _read(request: Request) -> bytes:
+async def _read(request: Request, most_bytes: int) -> bytes:
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
             async for piece in request.stream():
                 body += piece
-                if len(body) > _MAX_BODY:
-                    raise RequestTooLargeError(f"a batch has {MAX_BATCH} token requests at most")
+                if len(body) > most_bytes:
+                    raise RequestTooLargeError(f"a token request has {most_bytes:,} bytes here at most")
     except TimeoutError:
         raise DeadlineError(f"the request's body took longer than {BODY_S:.0f} s") from None
     except ClientDisconnect:
@@ -135,6 +161,6 @@ async def _read(request: Request) -> bytes:
     return bytes(body)
 
 
-def _bearer(request: Request) -> str | None:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+def _bearer(authorization: str) -> str | None:
+    scheme, _, key = authorization.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else None

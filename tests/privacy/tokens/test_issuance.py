@@ -17,6 +17,7 @@ from cloister.privacy.tokens.blind_rsa import PrivateKey, blind, blind_sign, fin
 from cloister.privacy.tokens.challenge import Token, TokenChallenge
 from cloister.privacy.tokens.issuance import TokenRequest, decode_batch, encode_answers, evaluate
 from cloister.privacy.tokens.issuer_keys import EPOCH_S, GRACE_S
+from cloister.privacy.tokens.quota import MOST_TIMES
 from cloister.privacy.tokens.spki import decode_public, encode_public, key_id
 from cloister.types.errors import AuthenticationError, ConfigError, InvalidRequestError, RateLimitError
 from tests.token_shop import CHALLENGE, START, Shop
@@ -118,6 +119,26 @@ def test_a_key_gets_its_quota_in_an_epoch_and_no_more(tmp_path: Path) -> None:
     again.clock.now = shop.clock.now + EPOCH_S
     again.buy(10, api_key=shop.api_key)
     again.close()
+
+
+def test_a_batch_that_comes_again_brings_the_same_tokens_costs_nothing_and_is_not_signed_for_ever(tmp_path: Path) -> None:
+    shop = Shop(tmp_path, tokens_per_epoch=5)
+    shop.credentials, other = shop.credentials.add("bob")
+    requests = list(request_tokens(shop.signing_key(), CHALLENGE, 3).requests)
+    first = shop.issuer.issue(shop.api_key, requests)
+    assert [shop.issuer.issue(shop.api_key, requests) for _ in range(MOST_TIMES - 1)] == [first] * (MOST_TIMES - 1)
+    with pytest.raises(RateLimitError, match="draw another batch"):
+        shop.issuer.issue(shop.api_key, requests)
+    shop.buy(2)
+    with pytest.raises(RateLimitError):
+        shop.buy(1)  # the first batch was counted once, and once it was
+    shop.issuer.issue(other, requests)
+    with pytest.raises(RateLimitError):
+        shop.buy(3, api_key=other)  # a copy of another's batch is another batch
+    shop.clock.now += EPOCH_S
+    shop.issuer.current_keys()
+    assert shop.book._database.execute("SELECT count(*) FROM batches").fetchone() == (0,)
+    shop.close()
 
 
 def test_a_request_larger_than_the_quota_takes_nothing(tmp_path: Path) -> None:

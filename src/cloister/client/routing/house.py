@@ -35,6 +35,7 @@ from cloister.privacy.tokens import (
 )
 from cloister.privacy.transparency.asking import NearWitness
 from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry
+from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.privacy.transparency.log import Log
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.publisher import Contents, Publisher
@@ -44,6 +45,7 @@ from cloister.privacy.transparency.witness import Witness
 from cloister.sealed.dates import REPLAY_WINDOW_S
 from cloister.sealed.gateway import GatewayConfig, gateway_app
 from cloister.sealed.issuer import issuer_app
+from cloister.sealed.issuer_file import sign_keys
 from cloister.sealed.node import NodeConfig, node_app
 from cloister.sealed.nodes import NodeBook
 from cloister.sealed.relay import RelayConfig, relay_app
@@ -178,6 +180,7 @@ class House:
     Attributes:
         time: the one clock, Unix seconds.
         nodes: those that are there now, by name.
+        issuers: what the next epoch says of the issuer's keys.
     """
 
     def __init__(self, directory: Path, make_book: MakeBook | None = None, *, time: float = 2_000_000_000.0) -> None:
@@ -232,6 +235,10 @@ class House:
         for name in spell.down:
             self._ways.close_way(self.nodes[name].url)
 
+    def honest_keys(self) -> tuple[IssuerEntry, ...]:
+        """Returns what the issuer states of its keys now."""
+        return sign_keys(self._issuer.current_keys(), ISSUER, self._issuer_key)
+
     def close(self) -> None:
         """Lets go of files."""
         self._quota.close()
@@ -244,7 +251,9 @@ class House:
         self._epochs = _Epochs(self._log.directory)
         witnesses = [Witness(self._directory / f"witness{n}", key, [self._log.key]) for n, key in enumerate(keys)]
         releases = (self._release_key.public,)
-        self.trust = Trust(self._log.key, tuple(w.key for w in witnesses), releases, ISSUER, profiles=frozenset({PROFILE}))
+        self._issuer_key = PrivateKey.generate("issuer.test", Kind.NOTE)
+        issuer = IssuerIdentity(ISSUER, self._issuer_key.public)
+        self.trust = Trust(self._log.key, tuple(w.key for w in witnesses), releases, issuer, profiles=frozenset({PROFILE}))
         self._cosigners = [NearWitness(witness, self.now) for witness in witnesses]
         self._publisher = Publisher(self._log, self.trust, self._cosigners)
         digests = dict.fromkeys(("wheel", "lock", "interpreter", "files", "model", "profile_digest"), "00" * 32)
@@ -257,22 +266,23 @@ class House:
         self._quota = QuotaBook(self._directory / "quota.db")
         shelf = KeyShelf(self._directory / "keys", budget=1)
         self._issuer = Issuer(shelf, self._quota, lambda: self.credentials, IssuerLimits(1_000_000), now=self.now)
-        self._ways.open(ISSUER, issuer_app(self._issuer, ISSUER))
+        self._ways.open(ISSUER, issuer_app(self._issuer, ISSUER, self._issuer_key, self.now))
 
     def _make_gateway(self) -> None:
         secret = secrets.token_urlsafe()
         self._store = open_spend_store(f"sqlite:///{self._directory}/spent.db")
         challenge = challenge_between(ISSUER, GATEWAY)
-        self._issuer_keys = self._issuer.current_keys()
-        accepted = [AcceptedKey(key.encoded, challenge, key.taken_until, key.budget) for key in self._issuer_keys]
+        keys = self._issuer.current_keys()
+        self.issuers = self.honest_keys()
+        accepted = [AcceptedKey(key.encoded, challenge, key.taken_until, key.budget) for key in keys]
         self._ring = KeyRing(self.time, life_s=7 * 86400.0)
         unsealer = LocalUnsealer(Receiver(self._ring, ReplayCache(REPLAY_WINDOW_S)), self.now)
         config = GatewayConfig(GATEWAY, (secret,))
         tokens = Redeemer(accepted, self._store, self.now)
         gateway = gateway_app(config, unsealer, tokens, self._book, self._upstream, Lifespan(None), self._epochs, self.now)
         self._ways.open(GATEWAY, gateway)
-        upstream = NearUpstream("gateway", self._ways)
-        self._ways.open(RELAY, relay_app(RelayConfig(GATEWAY, secret), upstream))
+        to_gateway, to_issuer = NearUpstream("gateway", self._ways), NearUpstream("issuer", self._ways)
+        self._ways.open(RELAY, relay_app(RelayConfig(GATEWAY, secret, issuer_url=ISSUER), to_gateway, to_issuer))
 
     async def _cosign(self) -> None:
         """Has witnesses cosign the log as it is, which is the nonce of the evidence to come."""
@@ -284,7 +294,7 @@ class House:
     async def _publish(self) -> None:
         contents = Contents(
             gateway=GatewayEntry(GATEWAY, self._ring.publish()),
-            issuers=tuple(IssuerEntry(ISSUER, key.encoded, key.issues_from) for key in self._issuer_keys),
+            issuers=self.issuers,
             evidence=tuple(node.evidence for node in self.nodes.values()),
             release=self._release.digest,
             profile=PROFILE,

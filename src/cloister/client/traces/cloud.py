@@ -20,33 +20,28 @@ from pathlib import Path
 from typing import Final
 
 import httpx
-import msgspec
 
 from cloister.client.answer import Answer
 from cloister.client.asking import Ask, Reply
-from cloister.client.buying import buy_tokens
+from cloister.client.buying import Buyer
 from cloister.client.letter import strip_request, write_letter
 from cloister.client.traces.node import Program, SealedNode
 from cloister.client.traces.sealing import KEYS_PATH
-from cloister.client.wallet import BATCH, LOW, Wallet
+from cloister.client.wallet import LOW, Wallet
 from cloister.privacy.credentials import Credentials
 from cloister.privacy.keyfile import write_credentials
 from cloister.privacy.residue.processes import Process
 from cloister.privacy.sealing import CHUNKED
 from cloister.privacy.tokens import Token, authorization
-from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry
+from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, NodeEntry
+from cloister.privacy.transparency.issuer_keys import IssuerIdentity
+from cloister.privacy.transparency.keyfiles import write_key
+from cloister.privacy.transparency.note import Kind, PrivateKey
+from cloister.sealed.issuer_file import list_issuers, read_issuer_keys
 from cloister.types.errors import EngineError
 
 _AT: Final = re.compile(r" at (http\S+),")
 _NOTHING: Final = "00" * 32
-
-
-class ShownKey(msgspec.Struct, frozen=True):
-    """One key of `cloister issuer --show-keys`."""
-
-    url: str
-    token_key: bytes
-    not_before: int
 
 
 class Cloud(SealedNode):
@@ -69,7 +64,7 @@ class Cloud(SealedNode):
         self.roots = (*self.roots, *(program.process.pid for _, program in self._programs))
 
     def client(self) -> httpx.AsyncClient:
-        carrier = CloudTransport(self._relay, self._make_epoch, self._api_key)
+        carrier = CloudTransport(self._relay, self._make_epoch, Buyer(self._issuer, f"{self._relay}/", self._api_key))
         return httpx.AsyncClient(base_url="https://localhost", timeout=120.0, transport=carrier)
 
     def role(self, process: Process) -> str:
@@ -91,14 +86,15 @@ class Cloud(SealedNode):
         port = _free_port()
         url = f"http://127.0.0.1:{port}"
         state = ["--url", url, "--state", str(folder / "issuer"), "--api-keys", str(keys)]
+        identity = PrivateKey.generate("issuer.test", Kind.NOTE)
+        write_key(folder / "issuer.key", identity)
+        self._issuer = IssuerIdentity(url, identity.public)
+        state += ["--key", str(folder / "issuer.key")]
         self._start("issuer", [*state, "--tokens-per-epoch", str(num_tokens), "--port", str(port)])
         shown = folder / "issuer-keys.json"
         command = [sys.executable, "-P", "-m", "cloister.cli", "issuer", *state, "--show-keys"]
         shown.write_bytes(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
-        self._issuers = tuple(
-            IssuerEntry(key.url, key.token_key, key.not_before)
-            for key in msgspec.json.decode(shown.read_bytes(), type=list[ShownKey])
-        )
+        self._issuers = list_issuers(read_issuer_keys(shown), time.time())
         gateway_port = _free_port()
         self._gateway = f"http://127.0.0.1:{gateway_port}"
         self._start(
@@ -109,7 +105,9 @@ class Cloud(SealedNode):
                 *("--profile", self._profile, "--port", str(gateway_port)),
             ],
         )
-        relay = self._start("relay", ["--gateway", self._gateway, "--secret-file", str(relay_secret), "--port", "0"])
+        relay = self._start(
+            "relay", ["--gateway", self._gateway, "--secret-file", str(relay_secret), "--issuer", url, "--port", "0"]
+        )
         self._relay = relay.address
 
     def _start(self, name: str, arguments: Sequence[str]) -> Program:
@@ -129,10 +127,10 @@ class Cloud(SealedNode):
 class CloudTransport(httpx.AsyncBaseTransport):
     """Seals every request twice, spends a token for it, and sends it to the relay."""
 
-    def __init__(self, relay: str, make_epoch: Callable[[httpx.AsyncBaseTransport], Awaitable[Epoch]], api_key: str) -> None:
+    def __init__(self, relay: str, make_epoch: Callable[[httpx.AsyncBaseTransport], Awaitable[Epoch]], buyer: Buyer) -> None:
         self._relay = relay
         self._make_epoch = make_epoch
-        self._api_key = api_key
+        self._buyer = buyer
         self._wallet = Wallet()
         self._buying = asyncio.Lock()
         self._way = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=64))
@@ -167,7 +165,7 @@ class CloudTransport(httpx.AsyncBaseTransport):
             return token
 
     async def _buy(self, epoch: Epoch) -> list[Token]:
-        step = buy_tokens(epoch, epoch.issuers[0].url, self._api_key, BATCH)
+        step = self._buyer.buy(epoch, time.time())
         try:
             ask = next(step)
             while True:

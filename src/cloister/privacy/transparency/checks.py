@@ -140,7 +140,7 @@ def _check_history(checkpoint: Checkpoint, bundle: EpochBundle, view: View) -> N
 
 
 def _read_on(checkpoint: Checkpoint, bundle: EpochBundle, view: View, fetched: Mapping[str, bytes], trust: Trust) -> View:
-    entries = list(_unpack(view.size, checkpoint.size, fetched))
+    entries = list(unpack_fetched(view.size, checkpoint.size, fetched))
     frontier = extend_frontier(view.frontier, view.size, map(hash_leaf, entries))
     if frontier_root(frontier) != checkpoint.root:
         message = (
@@ -164,7 +164,12 @@ def _read_on(checkpoint: Checkpoint, bundle: EpochBundle, view: View, fetched: M
     return View(checkpoint.size, frontier, bundle.checkpoint, number, minimum)
 
 
-def _unpack(begin: int, size: int, fetched: Mapping[str, bytes]) -> Iterator[bytes]:
+def unpack_fetched(begin: int, size: int, fetched: Mapping[str, bytes]) -> Iterator[bytes]:
+    """Yields the entries [begin, size) of a log from the files that `needed_paths` named.
+
+    Raises:
+        TransparencyError: one is missing or malformed.
+    """
     for tile in bundles_between(begin, size, size):
         data = fetched.get(tile.path)
         if data is None:

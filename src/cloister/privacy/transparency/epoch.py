@@ -55,12 +55,15 @@ class IssuerEntry(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         url: where it is.
         token_key: its public key as RFC 9578 has it (SPKI with the RSASSA-PSS OID).
-        not_before: Unix seconds from which it signs: of several keys the newest does, for everybody.
+        not_before, not_after: Unix seconds from which it signs, and at which it ends: one key at a time, for everybody.
+        signature: the issuer's, over all the rest (`issuer_keys`); clients buy under no key without one.
     """
 
     url: Url
     token_key: Keys
     not_before: Count
+    not_after: Count = 0
+    signature: Annotated[bytes, Meta(max_length=64)] = b""
 
 
 class NodeEntry(Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
 
-from cloister.privacy.profile import is_loopback
 from cloister.privacy.transparency.checkpoint import Checkpoint, open_checkpoint
 from cloister.privacy.transparency.epoch import MAX_CLOCK_SKEW_S
+from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.privacy.transparency.note import Kind, Note, PublicKey, cosigned_at
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.types.errors import ConfigError
@@ -30,7 +29,7 @@ class Trust:
         witnesses: who may cosign; no two have one key.
         threshold: how many of them must have, `MIN_WITNESSES` at least.
         releases: who may sign releases.
-        issuer: URL of the one issuer that the API key is shown to, whatever the epoch names; empty buys no tokens.
+        issuer: the one that the API key is shown to, whatever the epoch names; None buys no tokens.
         profiles: privacy profiles under which a node may run.
         max_age_s: how old those cosignatures may be, `MAX_AGE_S` at most.
     """
@@ -38,7 +37,7 @@ class Trust:
     log: PublicKey
     witnesses: tuple[PublicKey, ...]
     releases: tuple[PublicKey, ...]
-    issuer: str = ""
+    issuer: IssuerIdentity | None = None
     threshold: int = MIN_WITNESSES
     profiles: frozenset[str] = frozenset({"private", "paranoid"})
     max_age_s: float = MAX_AGE_S
@@ -56,10 +55,6 @@ class Trust:
             )
         if not self.releases:
             raise ConfigError("no key is trusted for releases, so no node could be; name one at least")
-        if self.issuer and not _is_private(self.issuer):
-            raise ConfigError(
-                f"the API key is shown to the issuer, so its URL is https or on this machine, not {self.issuer!r}"
-            )
         if not 0 < self.max_age_s <= MAX_AGE_S:
             raise ConfigError(f"a checkpoint may be {MAX_AGE_S} seconds old at most")
 
@@ -87,19 +82,12 @@ class Trust:
         return checkpoint, note
 
 
-def _is_private(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return False
-    return bool(parts.hostname) and (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(parts.hostname or "")))
-
-
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
     log: str
     witnesses: Annotated[list[str], Meta(max_length=16)]
     releases: Annotated[list[str], Meta(max_length=16)]
     issuer: str = ""
+    issuer_key: str = ""
     threshold: int = MIN_WITNESSES
     profiles: tuple[str, ...] = ("private", "paranoid")
 
@@ -110,11 +98,24 @@ def encode_trust(trust: Trust) -> bytes:
         log=str(trust.log),
         witnesses=[str(witness) for witness in trust.witnesses],
         releases=[str(key) for key in trust.releases],
-        issuer=trust.issuer,
+        issuer=trust.issuer.url if trust.issuer else "",
+        issuer_key=str(trust.issuer.key) if trust.issuer else "",
         threshold=trust.threshold,
         profiles=tuple(sorted(trust.profiles)),
     )
     return msgspec.json.format(msgspec.json.encode(file)) + b"\n"
+
+
+def identify_issuer(url: str, key: str) -> IssuerIdentity | None:
+    """Returns the issuer with this URL and verifier key; None where both are empty.
+
+    Raises:
+        ConfigError: one is there without the other, or either cannot be used.
+        TransparencyError: the key is none.
+    """
+    if bool(url) != bool(key):
+        raise ConfigError("an issuer has a URL and a verifier key: cloister log trust --issuer URL --issuer-key KEY")
+    return IssuerIdentity(url, PublicKey.parse(key)) if url else None
 
 
 def parse_trust(data: bytes) -> Trust:
@@ -129,7 +130,7 @@ def parse_trust(data: bytes) -> Trust:
             log=PublicKey.parse(file.log),
             witnesses=tuple(map(PublicKey.parse, file.witnesses)),
             releases=tuple(map(PublicKey.parse, file.releases)),
-            issuer=file.issuer,
+            issuer=identify_issuer(file.issuer, file.issuer_key),
             threshold=file.threshold,
             profiles=frozenset(file.profiles),
         )
