@@ -45,6 +45,7 @@ release_key=$(cloister log key release.test --role release --out release.key)
 witness_keys=() ; for n in 1 2; do witness_keys+=("$(cloister log key "witness$n.test" --role witness --out "witness$n.key")"); done
 cloister log trust --log "$log_key" --release "$release_key" --witness "${witness_keys[0]}" --witness "${witness_keys[1]}" \
   --issuer "http://127.0.0.1:$((port + 3))" > trust.json
+members=() ; for n in 4 5; do members+=(--member "$(cloister log key "node$n.test" --role node --out "node$n.key")"); done
 cloister log init log --key log.key
 python -m pip freeze > lock.txt # a release that others rely on: cloister release lock WHEEL, which asks the package index
 path=$(python - "$model" <<'PY'
@@ -55,6 +56,8 @@ PY
 )
 digest=$(cloister release make --number 1 --wheel "$wheel" --lock lock.txt --model "$path" --key release.key --out release)
 cloister log add log release/release.entry --manifest release/manifest.json --key log.key >/dev/null
+cloister release members --number 1 --log "$log_key" "${members[@]}" --after-s 0 --key release.key --out members.entry
+cloister log add log members.entry --key log.key >/dev/null
 for n in 1 2; do # the first checkpoint is cosigned by hand; the gateway asks for the others
   cloister witness cosign log --key "witness$n.key" --log "$log_key" --state "witness$n" >> cosignatures
 done
@@ -71,7 +74,7 @@ head -c 32 /dev/urandom | base64 > relay.secret
 nodes=()
 for n in 4 5; do
   run "node$n" cloister serve --sealed --attester software --model "$model" --release release --log-checkpoint log/checkpoint \
-    --max-num-seqs 4 --max-model-len 2048 --port $((port + n))
+    --member-key "node$n.key" --max-num-seqs 4 --max-model-len 2048 --port $((port + n))
   nodes+=(--node "http://127.0.0.1:$((port + n))")
 done
 for n in 4 5; do await "node$n" "http://127.0.0.1:$((port + n))/.well-known/cloister/evidence"; done

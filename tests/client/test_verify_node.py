@@ -18,19 +18,27 @@ from typer.testing import CliRunner
 
 from cloister.cli import app
 from cloister.client.errors import RelayUnreachableError
+from cloister.client.limits import Limits
 from cloister.client.verify_node import Checked, cannot_check, check_url, fetch_from
 from cloister.privacy.attestation import Evidence, Findings, Outcome, Policy, Statement, read_evidence
 from cloister.privacy.attestation.measuring import measure_profile
 from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.transparency.bundle import parse_bundle
 from cloister.privacy.transparency.checks import View
+from cloister.privacy.transparency.membership import sign_member
 from cloister.privacy.transparency.trust import encode_trust
 from cloister.types.errors import ConfigError
 from tests import attestation_vectors as real
-from tests.privacy.transparency.world import World, make_release
+from tests.privacy.transparency.world import World, make_evidence, make_release, member_key
 
 SOFTWARE = Policy(accept_software=True)
+HALF = Limits(least_present=0.5)
+"""One of two nodes serves."""
 HARDENING = {"front.seccomp": "applied: on", "host": "missing: host not excluded"}
+
+
+def sign(evidence: Evidence) -> bytes:
+    return sign_member(member_key("node"), evidence).encode()
 
 
 @dataclass
@@ -39,11 +47,15 @@ class House(World):
 
     files: dict[str, bytes] = field(default_factory=dict)
 
+    members: dict[str, int] = field(default_factory=lambda: {"node": 2, "b": 2})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.release = msgspec.structs.replace(make_release(), profile_digest=measure_profile("private"))
         self.log_release(self.release)
-        self.checkpoint = parse_bundle(self.publish().bundle).checkpoint
+        self.checkpoint = parse_bundle(
+            self.publish(evidence=(make_evidence(self.release, name="b", now=self.now, capacity=2),)).bundle
+        ).checkpoint
 
     def state(self, **changes: object) -> bytes:
         """Evidence of the node."""
@@ -59,7 +71,7 @@ class House(World):
             not_after=int(self.now) + 3600,
             checkpoint=self.checkpoint,
         )
-        return SoftwareAttester().attest(msgspec.structs.replace(statement, **changes).encode()).encode()
+        return sign(SoftwareAttester().attest(msgspec.structs.replace(statement, **changes).encode()))
 
     def serve(self, evidence: bytes) -> None:
         """Publishes an epoch with the node."""
@@ -74,7 +86,7 @@ class House(World):
         return self.files.get(path)
 
     def check(self, policy: Policy = SOFTWARE, view: View | None = None) -> Checked:
-        return check_url(self.find, self.trust, policy, view or View(), self.now)
+        return check_url(self.find, self.trust, policy, view or View(), self.now, HALF)
 
 
 @pytest.fixture
@@ -97,10 +109,10 @@ def test_an_honest_list_is_proved_and_software_is_said_to_be_not_proved(house: H
     checked = house.check()
     assert checked.accepted
     assert not checked.proved
-    assert slugs(checked.epoch, Outcome.PROVED) == ["epoch", "witnesses", "history", "release"]
+    assert slugs(checked.epoch, Outcome.PROVED) == ["epoch", "witnesses", "history", "membership", "release"]
     assert slugs(only_node(checked), Outcome.NOT_PROVED) == ["hardware"]
     proved = slugs(only_node(checked), Outcome.PROVED)
-    assert proved[:4] == ["listed", "key", "capacity", "nonce"]
+    assert proved[:4] == ["listed", "key", "capacity", "member"]
     assert {"expiry", "profile", "profile-digest", "release", "model", "hardening"} <= set(proved)
 
 
@@ -201,7 +213,7 @@ def test_a_node_that_runs_open_under_the_name_of_private_is_refused(house: House
 
 def test_a_check_that_cannot_be_run_here_is_no_refusal(house: House, monkeypatch: pytest.MonkeyPatch):
     statement = read_evidence(house.state()).statement
-    house.serve(Evidence("tdx", statement, real.td_quote(), {"collateral": real.td_collateral()}).encode())
+    house.serve(sign(Evidence("tdx", statement, real.td_quote(), {"collateral": real.td_collateral()})))
     assert slugs(only_node(house.check()), Outcome.FAILED) == ["report-signature"], "its collateral is over"
     assert not cannot_check(house.check())
     monkeypatch.setitem(sys.modules, "dcap_qvl", None)
@@ -261,7 +273,7 @@ def address(tmp_path: Path) -> Iterator[tuple[str, House, Path]]:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["verify", "node", *arguments])
+    result = CliRunner().invoke(app, ["verify", "node", *arguments, "--least-present", "0.5"])
     return result.exit_code, result.output
 
 

@@ -25,6 +25,7 @@ class Role(StrEnum):
     LOG = "log"
     WITNESS = "witness"
     RELEASE = "release"
+    NODE = "node"
 
 
 @app.callback()

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE, AcceptMembership, LeastPresent, MostShare
 from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from cloister.client import Session
-
-DEFAULT_STATE = Path("~/.local/state/cloister/log-view.json")
 
 
 def proxy(
@@ -29,7 +28,16 @@ def proxy(
     accept_software: Annotated[
         bool, typer.Option("--accept-software", help="Send to nodes that no hardware vouches for: NOT PROVED.")
     ] = False,
-    state: Annotated[Path, typer.Option(help="What was seen of the log, kept between runs.", metavar="FILE")] = DEFAULT_STATE,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="What was seen of the log, kept between runs; unset, in ~/.local/state/cloister.", metavar="FILE"),
+    ] = None,
+    remember: Annotated[
+        bool, typer.Option(help="Keep what was seen of the log; else each start sees the cloud as if for the first time.")
+    ] = True,
+    least_present: LeastPresent = LEAST_PRESENT,
+    most_share: MostShare = MOST_SHARE,
+    accept_membership: AcceptMembership = 0,
     host: Annotated[str, typer.Option(help="Loopback address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8080,
 ) -> None:
@@ -38,7 +46,7 @@ def proxy(
     It prints what was verified at every new epoch, and nothing about any request. Whoever can reach its port can spend its
     tokens, so it listens on loopback only.
     """
-    from cloister.client import Session
+    from cloister.client import Limits, Session
     from cloister.privacy import is_loopback
     from cloister.privacy.attestation import Policy
     from cloister.privacy.attestation.policy_file import read_policy, with_demands
@@ -46,7 +54,9 @@ def proxy(
     if not is_loopback(host):
         raise ConfigError("the proxy listens on loopback only; give --host 127.0.0.1 or ::1", param="host")
     wanted = with_demands(Policy() if policy is None else read_policy(policy), accept_software=accept_software)
-    session = Session(relay, trust=trust, api_key=read_api_key(api_key_file), policy=wanted, state=state)
+    limits = Limits(least_present=least_present, most_share=most_share, accept_membership=accept_membership)
+    api_key = read_api_key(api_key_file)
+    session = Session(relay, trust=trust, api_key=api_key, policy=wanted, limits=limits, state=state, remember=remember)
     raise typer.Exit(_serve(session, host, port))
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         RepeatedRequestError,
         SealedError,
     )
+    from cloister.client.limits import Limits
     from cloister.client.session import Session
     from cloister.client.transport import SealedTransport
 
@@ -32,6 +33,7 @@ __all__ = [
     "EpochRefusedError",
     "EvidenceRefusedError",
     "FinalRefusalError",
+    "Limits",
     "NoAnswerError",
     "NoTokensError",
     "RelayUnreachableError",
@@ -46,6 +48,7 @@ _HOME = {
     "MAX_DRAWS": "draw",
     "AsyncSealedTransport": "asynchronous",
     "SealedTransport": "transport",
+    "Limits": "limits",
     "Session": "session",
     "bound_capture": "draw",
 }

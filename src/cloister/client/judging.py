@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from cloister.privacy.attestation import (
@@ -14,9 +16,11 @@ from cloister.privacy.attestation import (
     read_evidence,
     read_statement,
 )
+from cloister.privacy.attestation.chips import name_chips
 from cloister.privacy.attestation.verify import verify_evidence
 from cloister.privacy.transparency.checks import Believed
 from cloister.privacy.transparency.epoch import NodeEntry
+from cloister.privacy.transparency.membership import find_member
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.privacy.transparency.trust import Trust
 
@@ -67,6 +71,13 @@ def judge_node(
         findings.fail("evidence", error.message)
         return findings
     _bind(findings, node, statement)
+    member = find_member(believed.membership, read)
+    findings.check(
+        "member",
+        member is not None and member.name == node.member,
+        f"{node.member} of membership {believed.membership.number} signed the statement",
+        f"the epoch calls the node {node.member}, which did not sign the statement",
+    )
     _check_life(findings, statement, believed)
     _check_nonce(findings, statement, believed, trust, policy, now)
     try:
@@ -74,6 +85,25 @@ def judge_node(
     except AttestationError as error:
         findings.fail("verifier", error.message)
     return findings
+
+
+def refuse_shared_chips(findings: Mapping[str, Findings], evidence: Mapping[str, bytes]) -> None:
+    """Adds a failed step to every node whose chip another node has too: who captures one chip must not get two shares.
+
+    Args:
+        findings: of each node, by node_id.
+        evidence: the documents, by node_id.
+    """
+    chips: dict[str, frozenset[str]] = {}
+    for node_id, found in findings.items():
+        if found.accepted:  # what a chip did not sign names no chip
+            chips[node_id] = name_chips(read_evidence(evidence[node_id]))
+    counts = Counter(chip for of_node in chips.values() for chip in of_node)
+    for node_id, of_node in chips.items():
+        if any(counts[chip] > 1 for chip in of_node):
+            findings[node_id].fail(
+                "chip", "another node of the epoch is on the same chip, so one owner would have both shares; run one node on it"
+            )
 
 
 def _bind(findings: Findings, node: NodeEntry, statement: Statement) -> None:

@@ -17,8 +17,10 @@ from cloister.client.asking import Ask, Reply, Step
 from cloister.client.buying import buy_tokens, signing_key
 from cloister.client.draw import Below, draw
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, NoTokensError
-from cloister.client.judging import fill_policy, judge_node
+from cloister.client.judging import fill_policy, judge_node, refuse_shared_chips
 from cloister.client.letter import Letter, write_letter
+from cloister.client.limits import Limits, hold_to_limits
+from cloister.client.state import state_file
 from cloister.client.wallet import LOW, Wallet
 from cloister.privacy.attestation import Findings, Outcome, Policy
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES
@@ -29,6 +31,7 @@ from cloister.privacy.tokens.spki import key_id
 from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES
 from cloister.privacy.transparency.checks import Believed, View, believe, needed_paths
 from cloister.privacy.transparency.epoch import Epoch, NodeEntry
+from cloister.privacy.transparency.membership import Member
 from cloister.privacy.transparency.memory import Memory
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.privacy.transparency.trust import Trust, read_trust
@@ -42,20 +45,23 @@ DOUBT_AFTER_S = 5.0
 
 @dataclass(frozen=True)
 class Ready:
-    """One draw: a node, what it proved, and the token for it.
+    """One draw: a member of the cloud, its node, what that proved, and the token for it.
 
     Attributes:
+        node: None where the epoch has none of this member; then a step of `findings` failed.
         token: None where the node is refused; nothing is spent on it.
     """
 
     epoch: Epoch
-    node: NodeEntry
+    member: Member
+    node: NodeEntry | None
     findings: Findings
     token: Token | None
 
     def seal(self, request: Request, now: float) -> Letter:
         """Seals a request to the node, and around that to the gateway."""
         assert self.token is not None, "nothing is sealed to a node that was refused"
+        assert self.node is not None, "nothing is sealed to a node that is not there"
         return write_letter(request, self.node, self.epoch, authorization(self.token), now)
 
 
@@ -67,7 +73,10 @@ class Session:
         trust: keys of log, witnesses and releases, or the path of the file that has them.
         api_key: shown to the issuer alone, for tokens; nothing of it goes to relay, gateway or node.
         policy: what is asked of nodes; what it leaves open is filled from the log.
-        state: file in which the client remembers what it saw of the log, so that a restart does not forget it.
+        limits: what is put up with of who is in the cloud, and how fast that changes.
+        state: file in which the client remembers what it saw of the log, mode 0600, so that a restart does not forget it; None
+            takes one in the user's state folder (`client.state`).
+        remember: False keeps it in this process's memory only, and each start sees the cloud as if for the first time.
         below: random source of the draw; the system's.
         now: Unix seconds.
     """
@@ -79,7 +88,9 @@ class Session:
         trust: Trust | Path | str,
         api_key: str,
         policy: Policy | None = None,
+        limits: Limits | None = None,
         state: Path | None = None,
+        remember: bool = True,
         below: Below = secrets.randbelow,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -88,7 +99,8 @@ class Session:
         self.trust = trust if isinstance(trust, Trust) else read_trust(Path(trust))
         self._api_key = api_key
         self._policy = policy or Policy()
-        self._memory = None if state is None else Memory(state)
+        self._limits = limits or Limits()
+        self._memory = Memory(state or state_file(self.trust.log)) if remember else None
         self._below = below
         self._view = View() if self._memory is None else self._memory.load()
         self._believed: Believed | None = None
@@ -119,16 +131,19 @@ class Session:
     def prepare(self) -> Step[Ready]:
         """Makes sure of the epoch, of every node's evidence and of a token, and draws one node.
 
-        Evidence of all nodes is fetched, whichever is drawn: fetching one would show the relay which it is.
+        The draw is over the membership, nodes that the epoch leaves out included: a gateway that could have nodes drawn around
+        by leaving them out could choose by exclusion. Evidence of all nodes is fetched, whichever is drawn: fetching one would
+        show the relay which it is.
 
         Raises:
             EpochRefusedError, EvidenceRefusedError, NoTokensError, RelayUnreachableError: nothing was sent.
         """
         believed = yield from self._believe()
-        node = draw(believed.epoch.nodes, self._below)
-        findings = self._findings[node.node_id]
+        member = draw(believed.membership.members, self._below)
+        node = next((node for node in believed.epoch.nodes if node.member == member.name), None)
+        findings = _absent(member) if node is None else self._findings[node.node_id]
         token = (yield from self._take_token(believed.epoch)) if findings.accepted else None
-        return Ready(believed.epoch, node, findings, token)
+        return Ready(believed.epoch, member, node, findings, token)
 
     def _believe(self) -> Step[Believed]:
         now = self.now()
@@ -157,14 +172,14 @@ class Session:
         for path in needed_paths(bundle, self.trust, self._view):
             fetched[path] = yield from self._fetch(f"log/{path}", MOST_LOG_BYTES)
         believed = believe(bundle, self.trust, self._view, fetched, now)
-        self._view = believed.view
+        self._view = hold_to_limits(self._limits, believed, self.trust)
         if self._memory is not None:
-            self._memory.save(believed.view)
+            self._memory.save(self._view)
         return believed
 
     def _judge_nodes(self, believed: Believed, now: float) -> Step[dict[str, Findings]]:
         policy = fill_policy(self._policy, believed)
-        findings = {}
+        findings, documents = dict[str, Findings](), dict[str, bytes]()
         for node in believed.epoch.nodes:
             reply = yield self._ask(f"evidence/{node.evidence_sha256}", MAX_EVIDENCE_BYTES)
             evidence = reply.body if reply.status == 200 else None
@@ -177,7 +192,8 @@ class Session:
                     "it could choose among them.",
                     [step.slug for step in failed],
                 )
-            findings[node.node_id] = found
+            findings[node.node_id], documents[node.node_id] = found, evidence
+        refuse_shared_chips(findings, documents)
         return findings
 
     def _take_token(self, epoch: Epoch) -> Step[Token]:
@@ -203,3 +219,9 @@ class Session:
 
     def _ask(self, path: str, most_bytes: int) -> Ask:
         return Ask("the relay", f"{self.relay.rstrip('/')}{WELL_KNOWN}/{path}", most_bytes=most_bytes)
+
+
+def _absent(member: Member) -> Findings:
+    findings = Findings()
+    findings.fail("absent", f"{member.name} is a member, and the epoch names no node of it")
+    return findings

@@ -32,6 +32,7 @@ MAX_CAPACITY = 1_000_000
 Hex = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Url = Annotated[str, Meta(pattern=r"^https?://[!-~]+\Z", max_length=512)]
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]*\Z", max_length=64)]
+MemberName = Annotated[str, Meta(pattern=r"^[!-*,-~]*\Z", max_length=128)]
 VerifierKey = Annotated[str, Meta(pattern=r"^[!-~]+\Z", max_length=256)]
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Keys = Annotated[bytes, Meta(min_length=1, max_length=8192)]
@@ -63,7 +64,7 @@ class IssuerEntry(Struct, frozen=True, forbid_unknown_fields=True):
     not_before: Count
 
 
-class NodeEntry(Struct, frozen=True, forbid_unknown_fields=True):
+class NodeEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A node that a client may draw.
 
     Attributes:
@@ -71,12 +72,14 @@ class NodeEntry(Struct, frozen=True, forbid_unknown_fields=True):
         capacity: its share of the draw, above 0.
         keys: its key configurations, `application/ohttp-keys`.
         evidence_sha256: SHA-256 of its evidence document, in hex.
+        member: name of the member that it is, of the membership that holds (`membership`).
     """
 
     node_id: Hex
     capacity: Annotated[int, Meta(gt=0, le=MAX_CAPACITY)]
     keys: Keys
     evidence_sha256: Hex
+    member: MemberName = ""
 
 
 class Epoch(Struct, frozen=True, forbid_unknown_fields=True):
