@@ -152,8 +152,8 @@ class Node:
         await self._app(scope, receive, watch)  # type: ignore[arg-type]
 
     async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
-        mark = msgspec.json.decode(await Request(scope, receive).body())["mark"]
-        self.opened[mark] += 1
+        if scope["method"] == "POST":
+            self.opened[msgspec.json.decode(await Request(scope, receive).body())["mark"]] += 1
         await JSONResponse({"ok": True})(scope, receive, send)
 
 
