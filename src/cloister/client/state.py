@@ -12,5 +12,10 @@ STATE_FOLDER: Final = Path("~/.local/state/cloister/logs")
 
 
 def state_file(log: PublicKey) -> Path:
-    """Returns the file for a log: one for each, named by its key, since two logs may call themselves alike."""
-    return STATE_FOLDER / f"{log.key_id.hex()}{log.key.hex()[:24]}.json"
+    """Returns the file for a log."""
+    return STATE_FOLDER / state_name(log)
+
+
+def state_name(log: PublicKey) -> str:
+    """Returns a file's name for a log: by its key, since two logs may call themselves alike."""
+    return f"{log.key_id.hex()}{log.key.hex()[:24]}.json"

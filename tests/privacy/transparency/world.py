@@ -39,14 +39,16 @@ def member_key(name: str) -> PrivateKey:
     return PrivateKey(name, Kind.NOTE, hashlib.sha256(name.encode()).digest())
 
 
-def make_evidence(release: Release, *, name: str = "node", now: float = NOW, life_s: int = 3600, capacity: int = 1) -> bytes:
+def make_evidence(
+    release: Release, *, name: str = "node", now: float = NOW, life_s: int = 3600, capacity: int = 1, keys: bytes = b""
+) -> bytes:
     statement = Statement(
         release=release.digest,
         model=release.model,
         profile=release.profile,
         profile_digest=release.profile_digest,
         hardening={},
-        keys=f"keys of {name}".encode(),
+        keys=keys or f"keys of {name}".encode(),
         capacity=capacity,
         not_before=int(now),
         not_after=int(now) + life_s,
