@@ -170,11 +170,15 @@ def test_one_epoch_a_minute_is_never_too_fast_but_a_gateway_key_for_each_is(worl
         at = epoch.not_before + number * EPOCH_EVERY_S
         steady = steady.after(replace(epoch, not_before=at))
         assert not steady.excess
-        gateway = replace(epoch.gateway, keys=b"keys %d" % number)
-        turning = turning.after(replace(epoch, not_before=at, gateway=gateway))
+        if number <= BURST:
+            gateway = replace(epoch.gateway, keys=b"keys %d" % number)
+            turning = turning.after(replace(epoch, not_before=at, gateway=gateway))
+            assert bool(turning.excess) is (number == BURST)
     assert "changed its keys" in turning.excess
-    later = replace(epoch, not_before=turning.begun + GATEWAY_KEYS_EVERY_S, gateway=replace(epoch.gateway, keys=b"new"))
-    assert not turning.after(later).excess
+    again = replace(epoch, not_before=turning.begun + 60, gateway=gateway)
+    assert turning.after(again).excess, "a second epoch under the same keys does not make them better"
+    later = replace(epoch, not_before=turning.begun + GATEWAY_KEYS_EVERY_S, gateway=gateway)
+    assert not turning.after(again).after(later).excess
 
 
 def test_an_epoch_that_waited_for_witnesses_longer_than_clients_take_is_made_anew(world: World) -> None:

@@ -16,8 +16,8 @@ from cloister.privacy.transparency.epoch import Count, Epoch
 
 EPOCH_EVERY_S = 60
 """Our gateway rests as long between two (`sealed.epochs`)."""
-GATEWAY_KEYS_EVERY_S = 6 * 3600
-"""A gateway's key lives for a day, and changes what is published twice: when it comes and when the one before it leaves."""
+GATEWAY_KEYS_EVERY_S = 3600
+"""A gateway's key lives for a day, but in memory only: one that is restarted has another."""
 BURST = 5
 """So many may come at once, of either."""
 
@@ -29,6 +29,7 @@ class Pace(Struct, frozen=True, forbid_unknown_fields=True):
         begun: when the newest epoch begins, Unix seconds.
         epochs_due, keys_due: when both rates are full again, Unix seconds.
         gateway: SHA-256 of the gateway's keys in it, in hex.
+        keys_from: when these keys would have been within their rate, Unix seconds.
         excess: why the newest epoch is over a rate; empty if it is not.
     """
 
@@ -36,29 +37,28 @@ class Pace(Struct, frozen=True, forbid_unknown_fields=True):
     epochs_due: Count = 0
     keys_due: Count = 0
     gateway: Annotated[str, Meta(max_length=64)] = ""
+    keys_from: Count = 0
     excess: Annotated[str, Meta(max_length=200)] = ""
 
     def after(self, epoch: Epoch) -> Pace:
         """Returns the pace with one more epoch of the log."""
         at, gateway = epoch.not_before, hashlib.sha256(epoch.gateway.keys).hexdigest()
-        epochs_due, epochs_over = _count(self.epochs_due, at, EPOCH_EVERY_S)
-        keys_due, keys_over = self.keys_due, False
+        epochs_due, epochs_from = _count(self.epochs_due, at, EPOCH_EVERY_S)
+        keys_due, keys_from = self.keys_due, self.keys_from
         if gateway != self.gateway:
-            keys_due, keys_over = _count(self.keys_due, at, GATEWAY_KEYS_EVERY_S)
+            keys_due, keys_from = _count(self.keys_due, at, GATEWAY_KEYS_EVERY_S)
         excess = ""
         if at < self.begun:
             excess = "it begins before the one that it follows"
-        elif epochs_over:
+        elif at < epochs_from:
             excess = f"more than {BURST} epochs came faster than one in {EPOCH_EVERY_S} s"
-        elif keys_over:
-            excess = (
-                f"the gateway changed its keys more than {BURST} times, faster than once in {GATEWAY_KEYS_EVERY_S // 3600} h"
-            )
-        return Pace(max(at, self.begun), epochs_due, keys_due, gateway, excess)
+        elif at < keys_from:
+            excess = f"the gateway changed its keys more than {BURST} times, faster than once in {GATEWAY_KEYS_EVERY_S} s"
+        return Pace(max(at, self.begun), epochs_due, keys_due, gateway, keys_from, excess)
 
 
-def _count(due: int, at: int, every_s: int) -> tuple[int, bool]:
-    """Returns when the rate is full again, and whether this one is over it; who rested for `every_s` gets one more."""
+def _count(due: int, at: int, every_s: int) -> tuple[int, int]:
+    """Returns when the rate is full again, and when this one is within it: now, or up to `every_s` later."""
     due = max(due, at) + every_s
     most = at + BURST * every_s
-    return min(due, most), due > most
+    return min(due, most), at + max(due - most, 0)
