@@ -54,7 +54,7 @@ class Named(httpx.AsyncBaseTransport):
         return await self._inner.handle_async_request(request)
 
 
-def audit(directory: Path, operator: Operator, requests: int, users: int = 4, limits: Limits | None = None) -> Audit:
+def audit(directory: Path, operator: Operator, requests: int, users: int = 3, limits: Limits | None = None) -> Audit:
     house = House(directory, operator.make_book)
 
     def user(number: int) -> AuditUser:
@@ -83,18 +83,18 @@ def kinds(verdict: AuditVerdict) -> set[str]:
 
 
 def test_an_honest_operator_passes(directory: Path) -> None:
-    seen = audit(directory, HONEST, 25)
+    seen = audit(directory, HONEST, 22)
     verdict = judge_audit(seen)
     assert verdict.charges == ()
     assert verdict.unfinished == ()
-    assert len(seen.sent) == 100
+    assert len(seen.sent) == 66
     assert verdict.tests > 20
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_each_dishonest_operator_is_named(directory: Path, name: str) -> None:
     operator = OPERATORS[name]
-    verdict = judge_audit(audit(directory, operator, 25 if operator.kind in STATISTICAL else 2))
+    verdict = judge_audit(audit(directory, operator, 22 if operator.kind in STATISTICAL else 2))
     assert operator.kind in kinds(verdict), verdict
     assert kinds(verdict) <= {operator.kind, "land"}, "a request that was moved lands elsewhere too; nothing else is said"
     assert len(OPERATORS) >= 10
