@@ -25,6 +25,7 @@ from cloister.privacy.attestation.chips import name_chips
 from cloister.privacy.transparency.bundle import encode_bundle, parse_bundle
 from cloister.privacy.transparency.epoch import NodeEntry
 from cloister.privacy.transparency.membership import Member, sign_member
+from cloister.privacy.transparency.memory import Memory
 from cloister.privacy.transparency.note import cosign, parse_note
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.types.errors import ConfigError
@@ -239,6 +240,12 @@ def test_a_client_remembers_by_default_in_a_file_that_only_its_user_reads(
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     asyncio.run(world.house.enter(Spell({"x": 1, "y": 1})))
     assert refusal(world, world.session(remember=True)).reason == Reason.MEMBERSHIP_CHANGED
+
+
+def test_what_an_older_version_remembered_is_not_taken_for_a_log_without_members(tmp_path: Path) -> None:
+    (tmp_path / "seen.json").write_text('{"size":7,"frontier":[],"checkpoint":"","epoch":3,"minimum":0}')
+    with pytest.raises(ConfigError, match="remove it to read the log"):
+        Memory(tmp_path / "seen.json").load()
 
 
 def test_limits_that_are_none_are_refused_and_the_command_has_the_same() -> None:
