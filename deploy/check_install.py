@@ -146,6 +146,7 @@ def sealed_client(folder: Path) -> httpx.Client:
         trust=folder / "trust.json",
         api_key=(folder / "api-key").read_text().strip(),
         policy=Policy(accept_software=True),
+        state=folder / "log-seen.json",
     )
     return httpx.Client(transport=SealedTransport(session), base_url="https://cloister/v1", timeout=60)
 

@@ -46,6 +46,7 @@ witness_keys=() ; for n in 1 2; do witness_keys+=("$(cloister log key "witness$n
 issuer_key=$(cloister log key issuer.test --role issuer --out issuer.key)
 cloister log trust --log "$log_key" --release "$release_key" --witness "${witness_keys[0]}" --witness "${witness_keys[1]}" \
   --issuer "http://127.0.0.1:$((port + 3))" --issuer-key "$issuer_key" > trust.json
+members=() ; for n in 4 5; do members+=(--member "$(cloister log key "node$n.test" --role node --out "node$n.key")"); done
 cloister log init log --key log.key
 python -m pip freeze > lock.txt # a release that others rely on: cloister release lock WHEEL, which asks the package index
 path=$(python - "$model" <<'PY'
@@ -57,6 +58,8 @@ PY
 serving=(--max-num-seqs 4 --max-model-len 2048) # settings of nodes are part of the release
 digest=$(cloister release make --number 1 --wheel "$wheel" --lock lock.txt --model "$path" --key release.key --out release -- "${serving[@]}")
 cloister log add log release/release.entry --manifest release/manifest.json --key log.key >/dev/null
+cloister release members --number 1 --log "$log_key" "${members[@]}" --after-s 0 --key release.key --out members.entry
+cloister log add log members.entry --key log.key >/dev/null
 for n in 1 2; do # the first checkpoint is cosigned by hand; the gateway asks for the others
   cloister witness cosign log --key "witness$n.key" --log "$log_key" --state "witness$n" >> cosignatures
 done
@@ -74,7 +77,7 @@ head -c 32 /dev/urandom | base64 > relay.secret
 nodes=()
 for n in 4 5; do
   run "node$n" cloister serve --sealed --attester software --model "$model" --release release --log-checkpoint log/checkpoint \
-    "${serving[@]}" --port $((port + n))
+    --member-key "node$n.key" "${serving[@]}" --port $((port + n))
   nodes+=(--node "http://127.0.0.1:$((port + n))")
 done
 for n in 4 5; do await "node$n" "http://127.0.0.1:$((port + n))/.well-known/cloister/evidence"; done

@@ -37,6 +37,7 @@ from cloister.privacy.tokens import (
 from cloister.privacy.transparency.asking import NearWitness
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.privacy.transparency.log import Log
+from cloister.privacy.transparency.membership import build_membership, membership_entry, sign_member
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.publisher import Publisher
 from cloister.privacy.transparency.release import Release, release_entry
@@ -141,6 +142,7 @@ class Street:
     running: int = 0
 
     async def open(self, num_nodes: int) -> None:
+        self._member_keys = [PrivateKey.generate(f"node{number}.test", Kind.NOTE) for number in range(num_nodes)]
         self._make_log()
         credentials, self.api_key = Credentials.empty().add("ann")
         self._quota = QuotaBook(self.directory / "quota.db")
@@ -153,12 +155,12 @@ class Street:
         late.append(issuer_app(issuer, self.issuer.url, self.issuer_key))
         self.trust = replace(self.trust, issuer=IssuerIdentity(self.issuer.url, self.issuer_key.public))
         for number in range(num_nodes):
-            self.nodes.append(await self._make_node(f"node {number}"))
+            self.nodes.append(await self._make_node(f"node {number}", self._member_keys[number]))
         await self._open_gateway(issuer, self.issuer.url)
 
     def session(self, **changes: object) -> Session:
         settings: dict[str, object] = {"trust": self.trust, "api_key": self.api_key}
-        settings["policy"] = Policy(accept_software=True)
+        settings["policy"], settings["remember"] = Policy(accept_software=True), False
         return Session(self.relay.url, **{**settings, **changes})  # type: ignore[arg-type]
 
     async def close(self) -> None:
@@ -183,9 +185,11 @@ class Street:
         digests = dict.fromkeys(("wheel", "lock", "interpreter", "files", "model", "profile_digest"), "00" * 32)
         self.release = Release(number=1, version="0.1.0", profile=PROFILE, configuration={"setting quant": '"none"'}, **digests)
         self.log.append([release_entry(self.release, source={}, builder="urn:test", keys=[release_key])])
+        members = build_membership(1, "log.test", int(time.time()), {key.public: 1 for key in self._member_keys})
+        self.log.append([membership_entry(members, [release_key])])
         self._cosigners = [NearWitness(witness) for witness in witnesses]
 
-    async def _make_node(self, name: str) -> Node:
+    async def _make_node(self, name: str, key: PrivateKey) -> Node:
         ring, opened = KeyRing(time.monotonic()), list[str]()
         unsealer = LocalUnsealer(Receiver(ring, ReplayCache(REPLAY_WINDOW_S)))
 
@@ -214,7 +218,7 @@ class Street:
             checkpoint=str(note),
             receipt_key=ring.publish_receipt_key(),
         )
-        document = SoftwareAttester().attest(statement.encode()).encode()
+        document = sign_member(key, SoftwareAttester().attest(statement.encode())).encode()
         config = NodeConfig(shape=shape_of(PROFILE), evidence=lambda: document)
         program = await self._start(node_app(count, config, unsealer, Lifespan(None)))
         return Node(name, program, ring, opened, lambda: document)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ def run(street: Street, directory: Path, *arguments: str) -> subprocess.Complete
     (directory / "trust.json").write_bytes(encode_trust(street.trust))
     (directory / "key").write_text(f"{street.api_key}\n")
     given = ["--relay", street.relay.url, "--trust", str(directory / "trust.json"), "--api-key-file", str(directory / "key")]
-    return subprocess.run([sys.executable, EXAMPLE, *given, *arguments], capture_output=True, text=True, timeout=60)
+    home = {**os.environ, "HOME": str(directory)}  # where the client remembers
+    return subprocess.run([sys.executable, EXAMPLE, *given, *arguments], capture_output=True, text=True, timeout=60, env=home)
 
 
 def test_the_first_steps_show_what_was_verified_and_the_answer(street: Street, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from cloister.cli import app
 from cloister.client import AsyncSealedTransport, EpochRefusedError, NoTokensError, Session
 from cloister.client.errors import IssuerContradictionError
 from cloister.client.issuer_record import MOST_KEYS, IssuerRecord, beside
+from cloister.client.limits import Limits
 from cloister.client.routing.house import ISSUER, RELAY, House
 from cloister.client.routing.records import Spell
 from cloister.privacy.attestation import Policy
@@ -74,7 +75,10 @@ class World:
 
     def session(self, state: Path | None = None) -> Session:
         accept = Policy(accept_software=True)
-        return Session(RELAY, trust=self.house.trust, api_key=self.api_key, now=self.house.now, policy=accept, state=state)
+        return Session(
+            RELAY, trust=self.house.trust, api_key=self.api_key, now=self.house.now, policy=accept, limits=Limits(most_share=1),
+            state=state, remember=state is not None,
+        )  # fmt: skip
 
     def prepare(self, session: Session) -> None:
         asyncio.run(AsyncSealedTransport(session, self.wire).prepare())

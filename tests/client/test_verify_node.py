@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from cloister.cli import app
 from cloister.client.errors import RelayUnreachableError
+from cloister.client.limits import Limits
 from cloister.client.verify_node import Checked, cannot_check, check_url, fetch_from
 from cloister.privacy.attestation import (
     Evidence,
@@ -39,15 +40,22 @@ from cloister.privacy.transparency.bundle import parse_bundle
 from cloister.privacy.transparency.checks import View
 from cloister.privacy.transparency.epoch import IssuerEntry
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity, sign_entry
+from cloister.privacy.transparency.membership import sign_member
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.trust import encode_trust
 from cloister.types.errors import ConfigError
 from tests import attestation_vectors as real
 from tests.nitro_platform import PCRS, NitroPlatform
-from tests.privacy.transparency.world import World, keys_of, make_release
+from tests.privacy.transparency.world import World, keys_of, make_evidence, make_release, member_key
 
 SOFTWARE = Policy(accept_software=True)
+HALF = Limits(least_present=0.5)
+"""One of two nodes serves."""
 HARDENING = {"front.seccomp": "applied: on", "host": "missing: host not excluded"}
+
+
+def sign(evidence: Evidence) -> bytes:
+    return sign_member(member_key("node"), evidence).encode()
 
 
 @dataclass
@@ -56,11 +64,15 @@ class House(World):
 
     files: dict[str, bytes] = field(default_factory=dict)
 
+    members: dict[str, int] = field(default_factory=lambda: {"node": 2, "b": 2})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.release = msgspec.structs.replace(make_release(), profile_digest=measure_profile("private"))
         self.log_release(self.release)
-        self.checkpoint = parse_bundle(self.publish().bundle).checkpoint
+        self.checkpoint = parse_bundle(
+            self.publish(evidence=(make_evidence(self.release, name="b", now=self.now, capacity=2),)).bundle
+        ).checkpoint
 
     def state(self, **changes: object) -> bytes:
         """Evidence of the node."""
@@ -77,7 +89,7 @@ class House(World):
             not_after=int(self.now) + 3600,
             checkpoint=self.checkpoint,
         )
-        return SoftwareAttester().attest(msgspec.structs.replace(statement, **changes).encode()).encode()
+        return sign(SoftwareAttester().attest(msgspec.structs.replace(statement, **changes).encode()))
 
     def serve(self, evidence: bytes) -> None:
         """Publishes an epoch with the node."""
@@ -92,7 +104,7 @@ class House(World):
         return self.files.get(path)
 
     def check(self, policy: Policy = SOFTWARE, view: View | None = None) -> Checked:
-        return check_url(self.find, self.trust, policy, view or View(), self.now)
+        return check_url(self.find, self.trust, policy, view or View(), self.now, HALF)
 
 
 @pytest.fixture
@@ -115,10 +127,10 @@ def test_an_honest_list_is_proved_and_software_is_said_to_be_not_proved(house: H
     checked = house.check()
     assert checked.accepted
     assert not checked.proved
-    assert slugs(checked.epoch, Outcome.PROVED) == ["epoch", "witnesses", "history", "release", "key-exchange"]
+    assert slugs(checked.epoch, Outcome.PROVED) == ["epoch", "witnesses", "history", "membership", "release", "key-exchange"]
     assert slugs(only_node(checked), Outcome.NOT_PROVED) == ["hardware"]
     proved = slugs(only_node(checked), Outcome.PROVED)
-    assert proved[:5] == ["listed", "key", "capacity", "key-exchange", "nonce"]
+    assert proved[:6] == ["listed", "key", "capacity", "key-exchange", "member", "nonce"]
     assert {"expiry", "profile", "profile-digest", "release", "model", "hardening"} <= set(proved)
 
 
@@ -139,7 +151,7 @@ def test_the_issuers_key_is_checked_as_a_client_would_that_buys(house: House):
 
     def check(*issuers: IssuerEntry) -> Checked:
         house.files["epoch"] = house.publish(evidence=(house.state(),), issuers=issuers).bundle
-        return check_url(house.find, house.trust, SOFTWARE, View(), house.now)
+        return house.check()
 
     assert "issuer" in slugs(check(key(b"ours", signer, house.now)).epoch, Outcome.PROVED)
     for issuers, words in (
@@ -174,7 +186,7 @@ def serve_enclave(house: House, platform: NitroPlatform, **changes: object) -> N
     read = read_statement(statement)
     bound = {"user_data": report_data(statement), "public_key": read.keys, "nonce": nitro_nonce(read)}
     document = platform.document(**({name: encode_bytes(value) for name, value in bound.items()} | changes))
-    house.serve(Evidence("nitro", statement, document).encode())
+    house.serve(sign_member(member_key("node"), Evidence("nitro", statement, document)).encode())
 
 
 def test_an_enclave_is_proved_by_the_registers_that_its_release_names(house: House, enclave: NitroPlatform):
@@ -286,7 +298,7 @@ def test_a_node_that_runs_open_under_the_name_of_private_is_refused(house: House
 
 def test_a_check_that_cannot_be_run_here_is_no_refusal(house: House, monkeypatch: pytest.MonkeyPatch):
     statement = read_evidence(house.state()).statement
-    house.serve(Evidence("tdx", statement, real.td_quote(), {"collateral": real.td_collateral()}).encode())
+    house.serve(sign(Evidence("tdx", statement, real.td_quote(), {"collateral": real.td_collateral()})))
     assert slugs(only_node(house.check()), Outcome.FAILED) == ["report-signature"], "its collateral is over"
     assert not cannot_check(house.check())
     monkeypatch.setitem(sys.modules, "dcap_qvl", None)
@@ -346,7 +358,7 @@ def address(tmp_path: Path) -> Iterator[tuple[str, House, Path]]:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["verify", "node", *arguments])
+    result = CliRunner().invoke(app, ["verify", "node", *arguments, "--least-present", "0.5"])
     return result.exit_code, result.output
 
 

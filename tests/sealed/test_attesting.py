@@ -21,6 +21,9 @@ from cloister.privacy.attestation.measuring import measure_model
 from cloister.privacy.attestation.process import AttesterBoot
 from cloister.privacy.attestation.tsm import TSM_REPORTS
 from cloister.privacy.sealing import NODE_KEY_LIFE_S, KeyRing, Receiver, ReplayCache
+from cloister.privacy.transparency.keyfiles import write_key
+from cloister.privacy.transparency.membership import build_membership, find_member
+from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.sealed.attesting import Attesting, check_prefixes, open_announcer, read_attesting, read_checkpoint
 from cloister.sealed.unsealing import LocalUnsealer
 from cloister.types.config import EngineConfig, ServerConfig
@@ -111,6 +114,23 @@ def test_settings_become_evidence(model: Path, tmp_path: Path):
 
 
 @pytest.mark.skipif(TSM_REPORTS.is_dir(), reason="this is a confidential guest")
+def test_a_node_signs_its_evidence_as_the_member_that_it_is(model: Path, tmp_path: Path):
+    key = PrivateKey.generate("node1.example", Kind.NOTE)
+    write_key(tmp_path / "member.key", key)
+    attesting = Attesting(AttesterBoot(), member_key=str(tmp_path / "member.key"))
+    assert tmp_path / "member.key" in attesting.files
+    evidence = read_evidence(make_evidence(attesting, model))
+    membership = build_membership(1, "log.example", 0, {key.public: 1})
+    member = find_member(membership, evidence)
+    assert member is not None
+    assert member.name == "node1.example"
+    imposter = PrivateKey.generate("node1.example", Kind.NOTE)
+    assert find_member(build_membership(1, "log.example", 0, {imposter.public: 1}), evidence) is None
+    (tmp_path / "member.key").chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        make_evidence(attesting, model)
+
+
 def test_hardware_is_asked_by_a_process_of_its_own_and_a_machine_without_it_does_not_start(model: Path):
     started: list[subprocess.Popen[bytes]] = []
 

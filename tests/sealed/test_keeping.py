@@ -14,6 +14,7 @@ from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.sealing import CHUNKED, Header, KeyRing, Receiver, ReplayCache, seal_chunked_request
 from cloister.privacy.transparency.bundle import parse_bundle
 from cloister.privacy.transparency.epoch import IssuerEntry
+from cloister.privacy.transparency.membership import sign_member
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.sealed.epochs import EpochKeeper, EpochSettings
 from cloister.sealed.node import NodeConfig, node_app
@@ -21,7 +22,7 @@ from cloister.sealed.nodes import NodeBook
 from cloister.sealed.serving import Lifespan
 from cloister.sealed.unsealing import LocalUnsealer
 from cloister.sealed.upstream import Upstream
-from tests.privacy.transparency.world import World, make_release
+from tests.privacy.transparency.world import World, make_release, member_key
 from tests.sealed.flow import Recorder, serve
 from tests.sealed.inner import Inner
 
@@ -46,11 +47,11 @@ class Place:
             profile_digest=release.profile_digest,
             hardening={},
             keys=self.receiver.ring.publish(),
-            capacity=3,
+            capacity=1,
             not_before=begins,
             not_after=begins + 3600,
         )
-        return SoftwareAttester().attest(statement.encode()).encode()
+        return sign_member(member_key("node"), SoftwareAttester().attest(statement.encode())).encode()
 
     @property
     def name(self) -> str:

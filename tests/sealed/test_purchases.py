@@ -292,6 +292,6 @@ def test_a_client_that_asks_for_post_quantum_encryption_shows_no_api_key_to_an_i
     asker = market.buyer()
     asker._needs_post_quantum = True
     num_before = len([given for given, _ in market.answers if given.method == "POST"])
-    with pytest.raises(NoTokensError, match="issuer offers DHKEM.* only"):
+    with pytest.raises(NoTokensError, match=r"issuer offers DHKEM.* only"):
         market.buy(asker)
     assert len([given for given, _ in market.answers if given.method == "POST"]) == num_before

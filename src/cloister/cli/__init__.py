@@ -31,6 +31,7 @@ VERBS: Final[Mapping[str, str]] = {
     "gateway": "gateway",
     "issuer": "issuer",
     "proxy": "proxy",
+    "monitor": "monitor",
     "bench": GROUP,
     "train": GROUP,
     "datastore": GROUP,

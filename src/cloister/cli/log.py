@@ -26,6 +26,7 @@ class Role(StrEnum):
     WITNESS = "witness"
     RELEASE = "release"
     ISSUER = "issuer"
+    NODE = "node"
 
 
 @app.callback()

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE, AcceptMembership, LeastPresent, MostShare
 from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from cloister.client import Session
-
-DEFAULT_STATE = Path("~/.local/state/cloister/log-view.json")
 
 
 def proxy(
@@ -33,10 +32,19 @@ def proxy(
         Path | None,
         typer.Option(help="Folder in which a receipt of every answer is kept; unset, none is asked for.", metavar="FOLDER"),
     ] = None,
-    state: Annotated[Path, typer.Option(help="What was seen of the log, kept between runs.", metavar="FILE")] = DEFAULT_STATE,
     buy_directly: Annotated[
         bool, typer.Option("--buy-directly", help="Ask the issuer itself for tokens: it sees your address beside the API key.")
     ] = False,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="What was seen of the log, kept between runs; unset, in ~/.local/state/cloister.", metavar="FILE"),
+    ] = None,
+    remember: Annotated[
+        bool, typer.Option(help="Keep what was seen of the log; else each start sees the cloud as if for the first time.")
+    ] = True,
+    least_present: LeastPresent = LEAST_PRESENT,
+    most_share: MostShare = MOST_SHARE,
+    accept_membership: AcceptMembership = 0,
     host: Annotated[str, typer.Option(help="Loopback address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8080,
 ) -> None:
@@ -45,7 +53,7 @@ def proxy(
     It prints what was verified at every new epoch, and nothing about any request. Whoever can reach its port can spend its
     tokens, so it listens on loopback only.
     """
-    from cloister.client import Session
+    from cloister.client import Limits, Session
     from cloister.client.receipt_folder import ReceiptFolder
     from cloister.privacy import is_loopback
     from cloister.privacy.attestation import Policy
@@ -60,7 +68,9 @@ def proxy(
         trust=trust,
         api_key=read_api_key(api_key_file),
         policy=wanted,
+        limits=Limits(least_present=least_present, most_share=most_share, accept_membership=accept_membership),
         state=state,
+        remember=remember,
         receipts=keep,
         buys_directly=buy_directly,
     )

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from cloister.app.settings import Settings
+    from cloister.privacy.transparency.note import PublicKey
 
 app = typer.Typer(help="Make releases, and revoke them.", no_args_is_help=True)
 
@@ -182,3 +184,47 @@ def _resolve(arguments: list[str], model: Path, profile: Profile) -> Settings:
     config_file = given["config"]
     assert config_file is None or isinstance(config_file, Path)
     return resolve_settings(flags, config_file)
+
+
+@app.command()
+def members(
+    number: Annotated[int, typer.Option(help="Counts up; clients hold each against those before.", min=1)],
+    log: Annotated[str, typer.Option(help="Verifier key of the log that it is for.", metavar="KEY")],
+    member: Annotated[
+        list[str],
+        typer.Option(
+            help="A node: the verifier key that `cloister log key --role node` printed, and its capacity, 1 unless said.",
+            metavar="KEY[=CAPACITY]",
+        ),
+    ],
+    key: Key,
+    out: Annotated[Path, typer.Option(help="The entry for the log.", metavar="FILE")],
+    after_s: Annotated[
+        float, typer.Option(help="In how many seconds it begins to hold: 0 for the first one, over 600 for others.", min=0)
+    ] = 900.0,
+) -> None:
+    """Make the entry that says which nodes belong to the cloud, and with what capacity. The gateway can change neither.
+
+    It holds from the time that it names if the log had it 600 s before, and the gateway published an epoch meanwhile;
+    else it never does. Clients refuse one that changes more than half of the capacity within a day.
+    """
+    from cloister.privacy.transparency.files import write_whole
+    from cloister.privacy.transparency.keyfiles import read_key
+    from cloister.privacy.transparency.membership import build_membership, membership_entry
+    from cloister.privacy.transparency.note import PublicKey
+
+    capacities = dict(_read_member(one) for one in member)
+    begins = int(time.time() + after_s)
+    membership = build_membership(number, PublicKey.parse(log).name, begins, capacities)
+    write_whole(out, membership_entry(membership, [read_key(key)]))
+    names = ", ".join(f"{one.name} {one.capacity / membership.capacity:.0%}" for one in membership.members)
+    typer.echo(f"membership {number}: {names}")
+
+
+def _read_member(text: str) -> tuple[PublicKey, int]:
+    from cloister.privacy.transparency.note import PublicKey
+
+    key, _, capacity = text.partition("=")  # a verifier key has none: 33 bytes need no padding
+    if capacity and not capacity.isdecimal():
+        raise ConfigError(f"--member is KEY or KEY=CAPACITY with a whole number, not ={capacity}", param="member")
+    return PublicKey.parse(key), int(capacity or 1)

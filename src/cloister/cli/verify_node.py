@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from cloister.cli.console import err, out, print_json
+from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE, AcceptMembership, LeastPresent, MostShare
 from cloister.types.errors import CloisterError
 
 if TYPE_CHECKING:
+    from cloister.client.limits import Limits
     from cloister.client.verify_node import Checked
     from cloister.privacy.attestation import Findings
 
@@ -34,16 +36,21 @@ def node(
     accept_software: Annotated[
         bool, typer.Option("--accept-software", help="Let nodes through that no hardware vouches for: NOT PROVED.")
     ] = False,
+    least_present: LeastPresent = LEAST_PRESENT,
+    most_share: MostShare = MOST_SHARE,
+    accept_membership: AcceptMembership = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check, before anything is sent, what nodes prove of themselves, and print every step.
 
     Exit status 0: nothing is refused (what is not proved is said); 1: a client would refuse; 2: it could not be checked.
     """
+    from cloister.client.limits import Limits
     from cloister.client.verify_node import cannot_check
 
     try:
-        checked = _check(url, trust, policy, profile, state, accept_software)
+        limits = Limits(least_present=least_present, most_share=most_share, accept_membership=accept_membership)
+        checked = _check(url, trust, policy, profile, state, accept_software, limits)
     except CloisterError as error:
         err.print(f"could not check: {error.message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(CANNOT_CHECK) from None
@@ -57,7 +64,13 @@ def node(
 
 
 def _check(
-    url: str, trust: Path | None, policy: Path | None, profile: str | None, state: Path | None, accept_software: bool
+    url: str,
+    trust: Path | None,
+    policy: Path | None,
+    profile: str | None,
+    state: Path | None,
+    accept_software: bool,
+    limits: Limits,
 ) -> Checked:
     import httpx
 
@@ -73,7 +86,7 @@ def _check(
     believed = None if trust is None else read_trust(trust.expanduser())
     with httpx.Client(follow_redirects=False) as client:
         view = View() if memory is None else memory.load()
-        checked = check_url(fetch_from(url, client), believed, wanted, view, time.time())
+        checked = check_url(fetch_from(url, client), believed, wanted, view, time.time(), limits)
     if memory is not None and checked.view is not None:
         memory.save(checked.view)
     return checked

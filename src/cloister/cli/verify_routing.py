@@ -6,13 +6,14 @@ import asyncio
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cloister.cli.console import err, make_progress, out, print_json, print_table
+from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE, AcceptMembership, LeastPresent, MostShare
 from cloister.client.routing.attack import Attack
-from cloister.types.errors import CloisterError
+from cloister.types.errors import CloisterError, ConfigError
 
 if TYPE_CHECKING:
     from cloister.client.routing.verdict import Verdict
@@ -25,8 +26,40 @@ VICTIM = "user-3"
 
 
 def routing(
-    users: Annotated[int, typer.Option(min=2, help="Users, each with a client of their own.")] = 10,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each user.")] = 600,
+    relay: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Audit the deployment behind this relay; again for more relays. Unset, a cloud of its own.", metavar="URL"
+        ),
+    ] = None,
+    trust: Annotated[
+        Path | None, typer.Option(help="With --relay: keys of log, witnesses and releases.", metavar="FILE")
+    ] = None,
+    api_key_file: Annotated[
+        list[Path] | None, typer.Option(help="With --relay: an API key for the issuer; again for more users.", metavar="FILE")
+    ] = None,
+    policy: Annotated[Path | None, typer.Option(help="With --relay: what is accepted of nodes, JSON.", metavar="FILE")] = None,
+    accept_software: Annotated[
+        bool, typer.Option("--accept-software", help="With --relay: send to nodes that no hardware vouches for.")
+    ] = False,
+    detect: Annotated[
+        float, typer.Option(min=0.001, max=1.0, help="With --relay: the part of one user's requests to find if it is steered.")
+    ] = 0.2,
+    state: Annotated[
+        Path | None, typer.Option(help="With --relay: what was seen of the log before, as for `proxy`.", metavar="FILE")
+    ] = None,
+    least_present: LeastPresent = LEAST_PRESENT,
+    most_share: MostShare = MOST_SHARE,
+    accept_membership: AcceptMembership = 0,
+    yes: Annotated[bool, typer.Option("--yes", help="With --relay: spend what it says without asking.")] = False,
+    users: Annotated[
+        int | None,
+        typer.Option(min=2, help="Users, each with a client of their own; 10, or 4 with --relay.", show_default=False),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests of each user; 600, or with --relay what --detect needs.", show_default=False),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Draw from a seed, to repeat a trial; unset, as clients draw.")] = None,
     attack: Annotated[
         Attack, typer.Option(help="Let the gateway do this to one user's requests, to see it found.")
@@ -37,9 +70,17 @@ def routing(
     """Test that every set of nodes gets each user's requests by its share of the capacity, and by nothing else.
 
     Runs relay, gateway, issuer and nodes in this process, nodes joining, leaving and failing, and sends the requests of many
-    users through the real client. Exit status 0: honest (Holm-corrected p > 1e-4, and requests enough to have found 5% of one
-    user's steered); 1: not honest; 2: it could not be tested, or with too few requests.
+    users through the real client. With --relay it audits a deployment by the same tests, and looks at membership, capacities,
+    the issuer's keys and times too; it says before how many tokens that costs. Exit status 0: honest (Holm-corrected p > 1e-4,
+    and requests enough to have found 5% of one user's steered, or --detect); 1: not honest; 2: it could not be tested, or with
+    too few requests.
     """
+    if relay:
+        raise typer.Exit(
+            _audit(relay, trust, api_key_file, policy, accept_software, detect, state, users, requests, yes, as_json,
+                   least_present=least_present, most_share=most_share, accept_membership=accept_membership)
+        )  # fmt: skip
+    users, requests = users or 10, requests or 600
     from cloister.client.routing.adversary import make_adversary
     from cloister.client.routing.trial import CAPTURED, Size, run_trial
     from cloister.client.routing.verdict import judge
@@ -65,6 +106,37 @@ def routing(
         raise typer.Exit(NOT_HONEST)
     if chance < CHANCE:
         raise typer.Exit(CANNOT_TEST)
+
+
+def _audit(
+    relays: list[str],
+    trust: Path | None,
+    api_key_files: list[Path] | None,
+    policy: Path | None,
+    accept_software: bool,
+    detect: float,
+    state: Path | None,
+    users: int | None,
+    requests: int | None,
+    yes: bool,
+    as_json: bool,
+    **limits: Any,
+) -> int:
+    from cloister.cli.proxy import read_api_key
+    from cloister.cli.verify_live import AuditSettings, audit_deployment
+    from cloister.client import Limits
+    from cloister.privacy.attestation import Policy
+    from cloister.privacy.attestation.policy_file import read_policy, with_demands
+
+    if trust is None or not api_key_files:
+        raise ConfigError("an audit needs to know whom to believe and what to pay with: give --trust and --api-key-file")
+    wanted = with_demands(Policy() if policy is None else read_policy(policy), accept_software=accept_software)
+    keys = tuple(read_api_key(path) for path in api_key_files)
+    return audit_deployment(
+        AuditSettings(
+            tuple(relays), trust, keys, wanted, Limits(**limits), users or 4, requests, detect, state, yes, as_json
+        )
+    )  # fmt: skip
 
 
 def _power(users: int, requests: int, tests: int) -> float:

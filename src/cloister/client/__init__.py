@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         RepeatedRequestError,
         SealedError,
     )
+    from cloister.client.limits import Limits
     from cloister.client.session import Session
     from cloister.client.transport import SealedTransport
 
@@ -34,6 +35,7 @@ __all__ = [
     "EvidenceRefusedError",
     "FinalRefusalError",
     "IssuerContradictionError",
+    "Limits",
     "NoAnswerError",
     "NoTokensError",
     "RelayUnreachableError",
@@ -48,6 +50,7 @@ _HOME = {
     "MAX_DRAWS": "draw",
     "AsyncSealedTransport": "asynchronous",
     "SealedTransport": "transport",
+    "Limits": "limits",
     "Session": "session",
     "bound_capture": "draw",
 }

@@ -20,7 +20,7 @@ DRAW_THREAT = ThreatProfile(
     threats=frozenset({Requirement.ENFORCEABLE, Requirement.NON_TARGETABLE}),
     attack="withheld or misdelivered requests, which make a client draw again: 1 - (1 - t)^3 in place of t",
     mitigations=(
-        "the client alone draws, by capacity",
+        "the client alone draws, by capacity, over a membership that a release key signed",
         "sealed to the node that was drawn",
         "two retries at most, each a new draw",
     ),

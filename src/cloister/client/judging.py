@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from cloister.client.key_exchange import judge_keys
 from cloister.privacy.attestation import (
     AttestationError,
+    Evidence,
     EvidenceError,
     Findings,
     Policy,
@@ -15,14 +18,16 @@ from cloister.privacy.attestation import (
     read_evidence,
     read_statement,
 )
+from cloister.privacy.attestation.chips import name_chips
 from cloister.privacy.attestation.verify import verify_evidence
-from cloister.privacy.transparency.checks import Believed
+from cloister.privacy.transparency.checks import Believed, Logged
 from cloister.privacy.transparency.epoch import NodeEntry
+from cloister.privacy.transparency.membership import Membership, find_member
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.privacy.transparency.trust import Trust
 
 
-def fill_policy(policy: Policy, believed: Believed) -> Policy:
+def fill_policy(policy: Policy, believed: Logged) -> Policy:
     """Returns the policy for an epoch: what is published in the log is what may run, where the user names nothing else.
 
     Args:
@@ -42,9 +47,7 @@ def fill_policy(policy: Policy, believed: Believed) -> Policy:
     )
 
 
-def judge_node(
-    node: NodeEntry, evidence: bytes | None, believed: Believed, trust: Trust, policy: Policy, now: float
-) -> Findings:
+def judge_node(node: NodeEntry, evidence: bytes | None, believed: Logged, trust: Trust, policy: Policy, now: float) -> Findings:
     """Returns every step of the verification of one node; it may be sent something if they are `accepted`.
 
     Args:
@@ -70,6 +73,8 @@ def judge_node(
         return findings
     _bind(findings, node, statement)
     judge_keys(findings, "the node", statement.keys, policy)
+    if isinstance(believed, Believed):
+        _check_member(findings, node, read, believed.membership)
     _check_life(findings, statement, believed)
     _check_nonce(findings, statement, believed, trust, policy, now)
     try:
@@ -77,6 +82,35 @@ def judge_node(
     except AttestationError as error:
         findings.fail("verifier", error.message)
     return findings
+
+
+def refuse_shared_chips(findings: Mapping[str, Findings], evidence: Mapping[str, bytes]) -> None:
+    """Adds a failed step to every node whose chip another node has too: who captures one chip must not get two shares.
+
+    Args:
+        findings: of each node, by node_id.
+        evidence: the documents, by node_id.
+    """
+    chips: dict[str, frozenset[str]] = {}
+    for node_id, found in findings.items():
+        if found.accepted:  # what a chip did not sign names no chip
+            chips[node_id] = name_chips(read_evidence(evidence[node_id]))
+    counts = Counter(chip for of_node in chips.values() for chip in of_node)
+    for node_id, of_node in chips.items():
+        if any(counts[chip] > 1 for chip in of_node):
+            findings[node_id].fail(
+                "chip", "another node of the epoch is on the same chip, so one owner would have both shares; run one node on it"
+            )
+
+
+def _check_member(findings: Findings, node: NodeEntry, evidence: Evidence, membership: Membership) -> None:
+    member = find_member(membership, evidence)
+    findings.check(
+        "member",
+        member is not None and member.name == node.member,
+        f"{node.member} of membership {membership.number} signed the statement",
+        f"the epoch calls the node {node.member}, which did not sign the statement",
+    )
 
 
 def _bind(findings: Findings, node: NodeEntry, statement: Statement) -> None:
@@ -94,15 +128,13 @@ def _bind(findings: Findings, node: NodeEntry, statement: Statement) -> None:
     )
 
 
-def _check_life(findings: Findings, statement: Statement, believed: Believed) -> None:
+def _check_life(findings: Findings, statement: Statement, believed: Logged) -> None:
     """What was judged once is relied on until the epoch ends, so evidence that ends sooner would be used when it is over."""
     if statement.not_after < believed.epoch.not_after:
         findings.fail("life", "the evidence ends before the epoch that names the node, which would be sent to afterwards")
 
 
-def _check_nonce(
-    findings: Findings, statement: Statement, believed: Believed, trust: Trust, policy: Policy, now: float
-) -> None:
+def _check_nonce(findings: Findings, statement: Statement, believed: Logged, trust: Trust, policy: Policy, now: float) -> None:
     """The nonce of evidence is a checkpoint of the log: evidence cannot be older than what witnesses saw then."""
     if not statement.checkpoint:
         findings.doubt(policy, "nonce", "the evidence names no checkpoint of the log, so nothing shows when it was made")

@@ -20,11 +20,13 @@ from cloister.client.buying import Buyer, signing_key
 from cloister.client.draw import Below, draw
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError
 from cloister.client.issuer_record import IssuerRecord, beside
-from cloister.client.judging import fill_policy, judge_node
+from cloister.client.judging import fill_policy, judge_node, refuse_shared_chips
 from cloister.client.key_exchange import check_gateway
 from cloister.client.letter import Letter, write_letter
+from cloister.client.limits import Limits, hold_to_limits
 from cloister.client.receipts import Keep, ReceiptOrder, order_receipt
 from cloister.client.restocking import PurchasePlan
+from cloister.client.state import state_file
 from cloister.client.wallet import Wallet
 from cloister.privacy.attestation import Findings, Outcome, Policy
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES, read_evidence, read_statement
@@ -36,6 +38,7 @@ from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES
 from cloister.privacy.transparency.checks import Believed, View, believe, needed_paths
 from cloister.privacy.transparency.epoch import Epoch, NodeEntry
 from cloister.privacy.transparency.issuer_keys import OVERLAP_S
+from cloister.privacy.transparency.membership import Member
 from cloister.privacy.transparency.memory import Memory
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.privacy.transparency.trust import Trust, read_trust
@@ -49,15 +52,17 @@ DOUBT_AFTER_S = 5.0
 
 @dataclass(frozen=True)
 class Ready:
-    """One draw: a node, what it proved, and the token for it.
+    """One draw: a member of the cloud, its node, what that proved, and the token for it.
 
     Attributes:
+        node: None where the epoch has none of this member; then a step of `findings` failed.
         token: None where the node is refused; nothing is spent on it.
         order: for a receipt; None asks for none.
     """
 
     epoch: Epoch
-    node: NodeEntry
+    member: Member
+    node: NodeEntry | None
     findings: Findings
     token: Token | None
     order: ReceiptOrder | None = None
@@ -65,6 +70,7 @@ class Ready:
     def seal(self, request: Request, now: float) -> Letter:
         """Seals a request to the node, and around that to the gateway."""
         assert self.token is not None, "nothing is sealed to a node that was refused"
+        assert self.node is not None, "nothing is sealed to a node that is not there"
         return write_letter(request, self.node, self.epoch, authorization(self.token), now, self.order)
 
 
@@ -76,9 +82,12 @@ class Session:
         trust: keys of log, witnesses and releases, or the path of the file that has them.
         api_key: shown to the issuer alone, for tokens, sealed on its way; nothing of it goes to relay, gateway or node.
         policy: what is asked of nodes; what it leaves open is filled from the log.
-        state: file in which the client remembers what it saw of the log, so that a restart does not forget it.
         receipts: takes a receipt of every answer (docs/receipts.md); None asks for none.
         buys_directly: asks the issuer itself for tokens, which then sees this machine's address beside the API key.
+        limits: what is put up with of who is in the cloud, and how fast that changes.
+        state: file in which the client remembers what it saw of the log, mode 0600, so that a restart does not forget it; None
+            takes one in the user's state folder (`client.state`).
+        remember: False keeps it in this process's memory only, and each start sees the cloud as if for the first time.
         below: random source of the draw; the system's.
         now: Unix seconds.
     """
@@ -90,9 +99,11 @@ class Session:
         trust: Trust | Path | str,
         api_key: str,
         policy: Policy | None = None,
+        limits: Limits | None = None,
         state: Path | None = None,
         receipts: Keep | None = None,
         buys_directly: bool = False,
+        remember: bool = True,
         below: Below = secrets.randbelow,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -100,7 +111,8 @@ class Session:
         self.now = now
         self.trust = trust if isinstance(trust, Trust) else read_trust(Path(trust))
         self._policy = policy or Policy()
-        self._memory = None if state is None else Memory(state)
+        self._limits = limits or Limits()
+        self._memory = Memory(state or state_file(self.trust.log)) if remember else None
         self._below = below
         self._view = View() if self._memory is None else self._memory.load()
         self._believed: Believed | None = None
@@ -164,21 +176,26 @@ class Session:
     def prepare(self) -> Step[Ready]:
         """Makes sure of the epoch, of every node's evidence and of a token, and draws one node.
 
-        Evidence of all nodes is fetched, whichever is drawn: fetching one would show the relay which it is.
+        The draw is over the membership, nodes that the epoch leaves out included: a gateway that could have nodes drawn around
+        by leaving them out could choose by exclusion. Evidence of all nodes is fetched, whichever is drawn: fetching one would
+        show the relay which it is.
 
         Raises:
             EpochRefusedError, EvidenceRefusedError, NoTokensError, RelayUnreachableError: nothing was sent.
         """
         believed = yield from self._believe()
-        node = draw(believed.epoch.nodes, self._below)
+        member = draw(believed.membership.members, self._below)
+        node = next((node for node in believed.epoch.nodes if node.member == member.name), None)
+        if node is None:
+            return Ready(believed.epoch, member, None, _absent(member), None)
         node = msgspec.structs.replace(node, keys=node.keys or self._keys.get(node.node_id, b""))
         findings = self._findings[node.node_id]
         if not findings.accepted:
-            return Ready(believed.epoch, node, findings, None)
+            return Ready(believed.epoch, member, node, findings, None)
         order = None
         if self._receipts is not None:
             order = order_receipt(believed.epoch, self._bundle, self._evidence[node.node_id], self._receipts)
-        return Ready(believed.epoch, node, findings, (yield from self._take_token(believed.epoch)), order)
+        return Ready(believed.epoch, member, node, findings, (yield from self._take_token(believed.epoch)), order)
 
     def _believe(self) -> Step[Believed]:
         now = self.now()
@@ -220,14 +237,14 @@ class Session:
         if begin != self._view:  # what this client knew already has to be verified again, since it is read again
             believe(bundle, self.trust, begin, fetched, now)
         self._record.read_log(begin, believed, fetched, now)
-        self._view = believed.view
+        self._view = hold_to_limits(self._limits, believed, self.trust)
         if self._memory is not None:
-            self._memory.save(believed.view)
+            self._memory.save(self._view)
         return believed, bundle
 
     def _judge_nodes(self, believed: Believed, now: float) -> Step[dict[str, Findings]]:
         policy = fill_policy(self._policy, believed)
-        findings, keys, documents = {}, {}, {}
+        findings, keys, documents = dict[str, Findings](), dict[str, bytes](), dict[str, bytes]()
         for node in believed.epoch.nodes:
             reply = yield self._ask(f"evidence/{node.evidence_sha256}", MAX_EVIDENCE_BYTES)
             evidence = reply.body if reply.status == 200 else None
@@ -240,10 +257,10 @@ class Session:
                     "it could choose among them.",
                     [step.slug for step in failed],
                 )
-            findings[node.node_id] = found
+            findings[node.node_id], documents[node.node_id] = found, evidence
             if found.accepted:
                 keys[node.node_id] = read_statement(read_evidence(evidence).statement).keys
-            documents[node.node_id] = evidence
+        refuse_shared_chips(findings, documents)
         self._keys = keys
         self._evidence = documents if self._receipts is not None else {}
         return findings
@@ -270,3 +287,9 @@ class Session:
 
     def _ask(self, path: str, most_bytes: int) -> Ask:
         return Ask("the relay", f"{self.relay.rstrip('/')}{WELL_KNOWN}/{path}", most_bytes=most_bytes)
+
+
+def _absent(member: Member) -> Findings:
+    findings = Findings()
+    findings.fail("absent", f"{member.name} is a member, and the epoch names no node of it")
+    return findings

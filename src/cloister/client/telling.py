@@ -20,10 +20,16 @@ def tell_epoch(session: Session) -> Iterator[str]:
         f"Epoch {epoch.epoch}: {len(epoch.nodes)} nodes, release {believed.release.version} ({epoch.release[:16]}), "
         f"profile {epoch.profile}; in the log at size {believed.checkpoint.size}, cosigned by enough witnesses."
     )
-    capacity = epoch.capacity
+    membership = believed.membership
+    capacity = membership.capacity
+    yield f"Membership {membership.number}, signed by a release key: {len(membership.members)} nodes, capacity {capacity}."
+    present = {node.member for node in epoch.nodes}
+    for member in membership.members:
+        if member.name not in present:
+            yield f"No node of {member.name}, drawn with chance {member.capacity}/{capacity}: such a draw fails"
     for node in epoch.nodes:
         findings = session.findings[node.node_id]
-        yield f"Node {node.node_id[:16]}, drawn with chance {node.capacity}/{capacity}: {_sum_up(findings)}"
+        yield f"Node {node.node_id[:16]} ({node.member}), drawn with chance {node.capacity}/{capacity}: {_sum_up(findings)}"
         for step in findings:
             yield f"  {_MARKS[step.outcome]}: {step.text.removeprefix('NOT PROVED: ')}"
 

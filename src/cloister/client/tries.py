@@ -34,7 +34,7 @@ class Tries:
     """What was drawn for one request and why it failed.
 
     Attributes:
-        drawn: node_ids, in order.
+        drawn: node_ids, in order; the name of a member of which the epoch has no node.
     """
 
     def __init__(self) -> None:
@@ -59,14 +59,14 @@ class Tries:
         """Counts one more draw.
 
         Raises:
-            FailedTryError: the node's evidence is refused, so nothing is sent to it.
+            FailedTryError: the node's evidence is refused, or there is no such node; nothing is sent to it.
         """
-        self.drawn.append(ready.node.node_id)
+        self.drawn.append(ready.member.name if ready.node is None else ready.node.node_id)
         failed = ready.findings.of(Outcome.FAILED)
         if failed:
             self._refused.append([step.slug for step in failed])
             steps = "; ".join(f"{step.slug}: {step.text}" for step in failed)
-            raise FailedTryError(f"the evidence of node {ready.node.node_id[:8]} is refused: {steps}")
+            raise FailedTryError(f"the node of {ready.member.name} is refused: {steps}")
 
     def fail(self, error: FailedTryError) -> None:
         """Takes in why the last one failed."""

@@ -15,8 +15,9 @@ import httpx
 from cloister.client.buying import signing_key
 from cloister.client.errors import NoTokensError, RelayUnreachableError
 from cloister.client.issuer_record import IssuerRecord
-from cloister.client.judging import fill_policy, judge_node
+from cloister.client.judging import fill_policy, judge_node, refuse_shared_chips
 from cloister.client.key_exchange import judge_keys
+from cloister.client.limits import Limits, hold_to_limits
 from cloister.privacy.attestation import EvidenceError, Findings, Outcome, Policy, read_evidence, read_statement
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES
 from cloister.privacy.attestation.measuring import measure_profile
@@ -90,7 +91,9 @@ def fetch_from(url: str, client: httpx.Client) -> Fetch:
     return fetch
 
 
-def check_url(fetch: Fetch, trust: Trust | None, policy: Policy, view: View, now: float) -> Checked:
+def check_url(
+    fetch: Fetch, trust: Trust | None, policy: Policy, view: View, now: float, limits: Limits | None = None
+) -> Checked:
     """Runs every check.
 
     Args:
@@ -98,6 +101,7 @@ def check_url(fetch: Fetch, trust: Trust | None, policy: Policy, view: View, now
         policy: what is accepted; what it leaves open is filled from the log.
         view: what was remembered of the log.
         now: Unix seconds.
+        limits: what is put up with of who is in the cloud.
 
     Raises:
         RelayUnreachableError: nothing, or too little, could be fetched.
@@ -114,6 +118,7 @@ def check_url(fetch: Fetch, trust: Trust | None, policy: Policy, view: View, now
         believed = believe(bundle, trust, view, fetched, now)
         record = IssuerRecord(trust.issuer, None)
         record.read_log(view, believed, fetched, now)
+        after = hold_to_limits(limits or Limits(), believed, trust)
     except TransparencyError as error:
         findings.fail(error.reason, error.message)
         return Checked(findings)
@@ -121,13 +126,12 @@ def check_url(fetch: Fetch, trust: Trust | None, policy: Policy, view: View, now
     judge_keys(findings, "the gateway", believed.epoch.gateway.keys, policy)
     _tell_issuer(findings, believed, trust, record)
     policy = fill_policy(policy, believed)
+    documents = {node.node_id: fetch(f"evidence/{node.evidence_sha256}", MAX_EVIDENCE_BYTES) for node in believed.epoch.nodes}
     nodes = {
-        node.node_id: judge_node(
-            node, fetch(f"evidence/{node.evidence_sha256}", MAX_EVIDENCE_BYTES), believed, trust, policy, now
-        )
-        for node in believed.epoch.nodes
+        node.node_id: judge_node(node, documents[node.node_id], believed, trust, policy, now) for node in believed.epoch.nodes
     }
-    return Checked(findings, nodes, believed.view)
+    refuse_shared_chips(nodes, {node_id: document for node_id, document in documents.items() if document is not None})
+    return Checked(findings, nodes, after)
 
 
 def cannot_check(checked: Checked) -> bool:
@@ -151,6 +155,12 @@ def _tell_epoch(findings: Findings, believed: Believed, trust: Trust, view: View
     findings.prove("witnesses", f"at least {trust.threshold} of {len(trust.witnesses)} witnesses saw that log within a day")
     since = f"since entry {view.size}, where we left it" if view.size else "from its beginning; it was never seen before"
     findings.prove("history", f"nothing in the log was changed or hidden {since}")
+    membership = believed.membership
+    findings.prove(
+        "membership",
+        f"membership {membership.number} says who is in the cloud, signed by a release key and logged before it held: "
+        f"{len(membership.members)} nodes; the epoch names {epoch.capacity} of their capacity of {membership.capacity}",
+    )
     release = believed.release
     findings.prove(
         "release",

@@ -15,7 +15,9 @@ from cloister.privacy.attestation.node import gather_facts
 from cloister.privacy.attestation.process import AttesterBoot, RemoteAttester, make_attester, open_pair
 from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.attestation.tsm import TdxAttester
+from cloister.privacy.transparency.keyfiles import read_key
 from cloister.sealed.announcing import Announcer
+from cloister.sealed.member import MemberAttester
 from cloister.sealed.unsealing import Unsealer
 from cloister.types.config import ATTESTING, ServerConfig
 from cloister.types.errors import ConfigError
@@ -36,12 +38,14 @@ class Attesting:
         release: folder of the release; None states what runs.
         log_checkpoint: file with the newest witnessed checkpoint; None states none.
         capacity: the node's share when clients draw.
+        member_key: file of the key of the member that this node is; None: it is none, and no client draws it.
     """
 
     boot: AttesterBoot
     release: str | None = None
     log_checkpoint: str | None = None
     capacity: int = 1
+    member_key: str | None = None
 
     @property
     def uses_hardware(self) -> bool:
@@ -56,8 +60,9 @@ class Attesting:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Files that the node reads again and again; they may be replaced."""
-        return tuple(Path(path).expanduser() for path in (self.log_checkpoint, self.boot.collateral) if path is not None)
+        """Files that the node reads, the first two again and again; those may be replaced."""
+        named = (self.log_checkpoint, self.boot.collateral, self.member_key)
+        return tuple(Path(path).expanduser() for path in named if path is not None)
 
 
 def read_attesting(front: ServerConfig) -> Attesting:
@@ -77,7 +82,7 @@ def read_attesting(front: ServerConfig) -> Attesting:
         raise ConfigError("NVIDIA's collateral is for evidence of GPUs; add --attest-gpus", param="nvidia_collateral")
     makers = front.amd_certificates, front.intel_collateral, front.nvidia_collateral
     boot = AttesterBoot(front.attester, front.attest_gpus, *makers)
-    return Attesting(boot, front.release, front.log_checkpoint, front.node_capacity)
+    return Attesting(boot, front.release, front.log_checkpoint, front.node_capacity, front.member_key)
 
 
 def check_prefixes(release_prefixes: str | None, model: Path) -> None:
@@ -123,13 +128,15 @@ async def open_announcer(
 
     Raises:
         AttestationError: this is not what the release says, or the hardware cannot vouch; the message says why.
+        ConfigError: the member's key cannot be read, or other users can.
     """
     release = None if attesting.release is None else Path(attesting.release).expanduser()
     facts = await asyncio.to_thread(gather_facts, profile, model, attesting.capacity, release, beside, settings)
+    key = None if attesting.member_key is None else await asyncio.to_thread(read_key, Path(attesting.member_key))
     attester = _open_attester(attesting, spawn)
     announcer = Announcer(
         unsealer,
-        attester,
+        attester if key is None else MemberAttester(attester, key),
         facts,
         started_s,
         hardening,

@@ -76,13 +76,15 @@ class EpochKeeper:
         return None if self._published is None else self._published.bundle
 
     async def renew(self) -> bool:
-        """Publishes an epoch if what belongs into it or the log has changed, or the old one ends soon; says whether it did.
+        """Publishes an epoch if what belongs into it, the log or the membership has changed, or the old one ends soon; says
+        whether it did.
 
         Raises:
             CloisterError: clients would refuse it; the old one stays, unless its release was revoked.
         """
         contents = await self._gather()
-        if contents == self._contents and not self._ends_soon() and not self._publisher.has_grown():
+        has_changed = self._publisher.has_grown() or self._publisher.has_new_members(self._now())
+        if contents == self._contents and not self._ends_soon() and not has_changed:
             return False
         try:
             self._published = await self._publisher.publish(contents, self._now())

@@ -226,6 +226,11 @@ class ServerConfig:
         None,
         "File whose one line a gateway has to show a sealed node; unset, it answers whoever seals to its key, token or not.",
     )
+    member_key: str | None = setting(
+        None,
+        "File of the key by which a sealed node shows which member of the cloud it is (`cloister log key --role node`); clients"
+        " draw members only.",
+    )
     node_capacity: int = setting(1, "Share of a sealed node when clients draw.", low=1, high=1_000_000)
     drain_timeout_s: float = setting(30.0, "After SIGTERM, how long running requests may take to end.", low=0)
 
@@ -243,6 +248,7 @@ ATTESTING: Final = (
     "nvidia_collateral",
     "release",
     "log_checkpoint",
+    "member_key",
     "node_capacity",
 )
 """Settings of `ServerConfig` that only a sealed node has a use for."""

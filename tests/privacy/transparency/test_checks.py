@@ -46,12 +46,12 @@ def test_a_client_believes_what_was_logged_and_witnessed_and_remembers_it(world:
     first = world.believe(world.publish().bundle)
     assert first.epoch.epoch == 1
     assert first.release == world.release
-    assert first.view.size == 2
+    assert first.view.size == 3
     world.now += 1800
     bundle = world.publish().bundle
     second = world.believe(bundle, first.view)
     assert second.epoch.epoch == 2
-    assert second.view.size == 3
+    assert second.view.size == 4
     again = believe(bundle, world.trust, second.view, {}, world.now)  # nothing new to fetch
     assert again.view == second.view
 
@@ -138,7 +138,7 @@ TAMPERED: dict[str, tuple[Callable[[World, EpochBundle], EpochBundle], Reason]] 
         Reason.NOT_INCLUDED,
     ),
     "the checkpoint is another size": (
-        lambda w, b: replace(b, checkpoint=b.checkpoint.replace("\n2\n", "\n3\n")),
+        lambda w, b: replace(b, checkpoint=b.checkpoint.replace("\n3\n", "\n4\n")),
         Reason.BAD_LOG_SIGNATURE,
     ),
     "the log's signature is missing": (
@@ -193,7 +193,7 @@ def test_a_log_that_shows_each_client_its_own_tree_is_refused_with_both_checkpoi
     error = refuse(world, forged, view)
     assert error.reason == Reason.SPLIT_VIEW
     assert error.evidence == (view.checkpoint, parse_bundle(forged).checkpoint)
-    assert all("\n2\n" in checkpoint for checkpoint in error.evidence)
+    assert all("\n3\n" in checkpoint for checkpoint in error.evidence)
     longer = other.publish().bundle
     fetched = other.fetch(longer, view)
     assert refuse(world, longer, view, **fetched).reason == Reason.NOT_CONSISTENT
@@ -268,8 +268,8 @@ def test_a_release_that_is_not_the_epochs_or_not_signed_is_refused(world: World)
     def logged(index: int) -> LoggedEntry:
         return LoggedEntry(world.log.entries(index, index + 1, size)[0], index, world.log.prove_inclusion(index, size))
 
-    assert refuse(world, replace(bundle, release=logged(1))).reason == Reason.WRONG_RELEASE
-    assert refuse(world, replace(bundle, release=logged(2))).reason == Reason.BAD_SIGNATURE
+    assert refuse(world, replace(bundle, release=logged(2))).reason == Reason.WRONG_RELEASE
+    assert refuse(world, replace(bundle, release=logged(3))).reason == Reason.BAD_SIGNATURE
     with pytest.raises(TransparencyError, match="no release"):
         world.publish(release=make_release(3).digest)
 
@@ -315,7 +315,7 @@ def test_a_client_that_was_away_for_300_epochs_reads_them_all(world: World) -> N
     bundle = world.publish().bundle
     assert len(needed_paths(bundle, world.trust, view)) == 2
     believed = world.believe(bundle, view)
-    assert (believed.epoch.epoch, believed.view.size) == (303, 304)
+    assert (believed.epoch.epoch, believed.view.size) == (303, 305)
 
 
 def broken_trusts(trust: Trust) -> Iterator[dict[str, Any]]:

@@ -13,12 +13,14 @@ from typer.testing import CliRunner
 
 from cloister.cli import app
 from cloister.privacy.attestation import measuring
+from cloister.privacy.attestation.evidence import read_evidence
 from cloister.privacy.transparency.asking import HttpWitness
 from cloister.privacy.transparency.checks import View, believe, needed_paths
 from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry
 from cloister.privacy.transparency.keyfiles import read_key
 from cloister.privacy.transparency.lockfile import make_lock
 from cloister.privacy.transparency.log import Log
+from cloister.privacy.transparency.membership import sign_member
 from cloister.privacy.transparency.note import PublicKey, parse_signatures
 from cloister.privacy.transparency.publisher import Contents, Publisher
 from cloister.privacy.transparency.reader import LogReader
@@ -70,8 +72,8 @@ def test_a_launch_measurement_of_a_register_that_there_is_none_of_is_refused(tmp
 
 def test_from_an_empty_directory_to_an_epoch_that_a_client_believes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "measure_installed", lambda: {"site/one.py": "ab" * 32})  # every file takes its time
-    keys = {name: tmp_path / f"{name}.key" for name in ("log", "release", "w0", "w1", "w2")}
-    roles = {"log": "log", "release": "release"}
+    keys = {name: tmp_path / f"{name}.key" for name in ("log", "release", "node", "w0", "w1", "w2")}
+    roles = {"log": "log", "release": "release", "node": "node"}
     public = {
         name: run("log", "key", f"{name}.example", "--role", roles.get(name, "witness"), "--out", path).strip()
         for name, path in keys.items()
@@ -82,6 +84,10 @@ def test_from_an_empty_directory_to_an_epoch_that_a_client_believes(tmp_path: Pa
     release = make_release(tmp_path, keys["release"])
     made = tmp_path / "made"
     run("log", "add", log, made / "release.entry", "--key", keys["log"], "--manifest", made / "manifest.json")
+    monkeypatch.setattr("time.time", lambda: NOW)
+    members = ("release", "members", "--number", 1, "--log", public["log"], "--member", f"{public['node']}=1", "--after-s", 0)
+    assert "node.example 100%" in run(*members, "--key", keys["release"], "--out", made / "members.entry")
+    run("log", "add", log, made / "members.entry", "--key", keys["log"])
     witnesses = [part for name in ("w0", "w1", "w2") for part in ("--witness", public[name])]
     trust = parse_trust(run("log", "trust", "--log", public["log"], "--release", public["release"], *witnesses).encode())
 
@@ -92,11 +98,12 @@ def test_from_an_empty_directory_to_an_epoch_that_a_client_believes(tmp_path: Pa
     assert believe(bundle, trust, View(), fetched, NOW).release == release
 
     shown = json.loads(run("log", "show", log, "--log", public["log"], "--json"))
-    assert [row["kind"] for row in shown] == ["release", "epoch"]
+    assert [row["kind"] for row in shown] == ["release", "membership", "epoch"]
+    assert "membership 1 holds: 1 nodes" in run("log", "verify", log, "--log", public["log"], "--release", public["release"])
     assert "numbered one after the other, up to 1" in run(
         "log", "verify", log, "--log", public["log"], "--release", public["release"]
     )
-    assert len(json.loads(run("log", "proof", log, "--log", public["log"], "--index", 0))["proof"]) == 1
+    assert len(json.loads(run("log", "proof", log, "--log", public["log"], "--index", 0))["proof"]) == 2
     run("release", "revoke", "--below", 2, "--key", keys["release"], "--out", tmp_path / "revoke.entry")
     run("log", "add", log, tmp_path / "revoke.entry", "--key", keys["log"])
     assert "2 is the least" in run("log", "verify", log, "--log", public["log"], "--release", public["release"])
@@ -131,7 +138,7 @@ async def publish(directory: Path, log_key: PublicKey, keys: dict[str, Path], re
         contents = Contents(
             gateway=GatewayEntry("https://gateway.example", b"keys"),
             issuers=(IssuerEntry("https://issuer.example", b"key", 0),),
-            evidence=(make_evidence(release),),
+            evidence=(sign_member(read_key(keys["node"]), read_evidence(make_evidence(release))).encode(),),
             release=release.digest,
             profile=release.profile,
         )

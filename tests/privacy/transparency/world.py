@@ -15,6 +15,7 @@ from cloister.privacy.transparency.asking import NearWitness
 from cloister.privacy.transparency.checks import Believed, View, believe, needed_paths
 from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry
 from cloister.privacy.transparency.log import Log
+from cloister.privacy.transparency.membership import build_membership, membership_entry, sign_member
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.publisher import Contents, Published, Publisher
 from cloister.privacy.transparency.release import Release, minimum_entry, release_entry
@@ -22,6 +23,7 @@ from cloister.privacy.transparency.trust import Trust
 from cloister.privacy.transparency.witness import Witness
 
 NOW = 1_790_000_000.0
+MEMBERS = {"node": 1, "a": 1, "b": 1, "captured": 1}
 
 
 def digest_of(text: str) -> str:
@@ -41,7 +43,14 @@ def keys_of(name: str) -> bytes:
     return KeyRing(0.0).publish()
 
 
-def make_evidence(release: Release, *, name: str = "node", now: float = NOW, life_s: int = 3600, capacity: int = 1) -> bytes:
+def member_key(name: str) -> PrivateKey:
+    """The same key for the same name, so that evidence and memberships agree without passing keys around."""
+    return PrivateKey(name, Kind.NOTE, hashlib.sha256(name.encode()).digest())
+
+
+def make_evidence(
+    release: Release, *, name: str = "node", now: float = NOW, life_s: int = 3600, capacity: int = 1, keys: bytes = b""
+) -> bytes:
     statement = Statement(
         release=release.digest,
         model=release.model,
@@ -49,12 +58,12 @@ def make_evidence(release: Release, *, name: str = "node", now: float = NOW, lif
         profile_digest=release.profile_digest,
         configuration=release.configuration,
         hardening={},
-        keys=keys_of(name),
+        keys=keys or keys_of(name),
         capacity=capacity,
         not_before=int(now),
         not_after=int(now) + life_s,
     )
-    return SoftwareAttester().attest(statement.encode()).encode()
+    return sign_member(member_key(name), SoftwareAttester().attest(statement.encode())).encode()
 
 
 @dataclass
@@ -69,6 +78,8 @@ class World:
         default_factory=lambda: [PrivateKey.generate(f"witness.example/{n}", Kind.COSIGNATURE) for n in range(3)]
     )
 
+    members: dict[str, int] = field(default_factory=lambda: dict(MEMBERS))
+
     def __post_init__(self) -> None:
         self.log = Log.create(self.directory / "log", self.log_key)
         self.witnesses = [
@@ -78,6 +89,8 @@ class World:
         self.publisher = self.make_publisher(self.log)
         self.release = make_release()
         self.log_release(self.release)
+        if self.members:
+            self.log_members(1, self.members)
 
     def make_publisher(self, log: Log, trust: Trust | None = None) -> Publisher:
         near = [NearWitness(witness, lambda: self.now) for witness in self.witnesses]
@@ -89,6 +102,11 @@ class World:
 
     def log_minimum(self, number: int) -> None:
         self.log.append([minimum_entry(number, [self.release_key])])
+
+    def log_members(self, number: int, capacities: dict[str, int], after_s: float = 0.0) -> None:
+        keys = {member_key(name).public: capacity for name, capacity in capacities.items()}
+        membership = build_membership(number, self.log.key.name, int(self.now + after_s), keys)
+        self.log.append([membership_entry(membership, [self.release_key])])
 
     def contents(self, **changes: object) -> Contents:
         contents = Contents(

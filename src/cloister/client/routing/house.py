@@ -37,6 +37,7 @@ from cloister.privacy.transparency.asking import NearWitness
 from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.privacy.transparency.log import Log
+from cloister.privacy.transparency.membership import NOTICE_S, build_membership, membership_entry, sign_member
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.publisher import Contents, Publisher
 from cloister.privacy.transparency.release import Release, release_entry
@@ -101,8 +102,9 @@ class Node:
         strays: requests that came and did not open.
     """
 
-    def __init__(self, name: str, capacity: int, now: Callable[[], float]) -> None:
-        self.name, self.capacity, self.url = name, capacity, f"http://node-{name}.test"
+    def __init__(self, key: PrivateKey, capacity: int, now: Callable[[], float]) -> None:
+        self.name, self.capacity, self.url = key.name, capacity, f"http://node-{key.name}.test"
+        self._key = key
         self.ring = KeyRing(now())
         self.opened: Counter[str] = Counter()
         self.strays = 0
@@ -132,7 +134,7 @@ class Node:
             checkpoint=checkpoint,
             receipt_key=self.ring.publish_receipt_key(),
         )
-        self._evidence = SoftwareAttester().attest(self._statement.encode()).encode()
+        self._evidence = sign_member(self._key, SoftwareAttester().attest(self._statement.encode())).encode()
 
     @property
     def evidence(self) -> bytes:
@@ -154,8 +156,8 @@ class Node:
         await self._app(scope, receive, watch)  # type: ignore[arg-type]
 
     async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
-        mark = msgspec.json.decode(await Request(scope, receive).body())["mark"]
-        self.opened[mark] += 1
+        if scope["method"] == "POST":
+            self.opened[msgspec.json.decode(await Request(scope, receive).body())["mark"]] += 1
         await JSONResponse({"ok": True})(scope, receive, send)
 
 
@@ -181,12 +183,16 @@ class House:
         time: the one clock, Unix seconds.
         nodes: those that are there now, by name.
         issuers: what the next epoch says of the issuer's keys.
+        members: capacity of those that the membership names.
     """
 
     def __init__(self, directory: Path, make_book: MakeBook | None = None, *, time: float = 2_000_000_000.0) -> None:
         self.time = time
         self.nodes: dict[str, Node] = {}
         self.names: dict[str, str] = {}
+        self.members: dict[str, int] = {}
+        self._member_keys: dict[str, PrivateKey] = {}
+        self._memberships = 0
         self._every: list[Node] = []
         self._directory = directory
         self._ways = Ways()
@@ -217,12 +223,18 @@ class House:
         """Requests that came to a node which could not open them."""
         return sum(node.strays for node in self._every)
 
-    async def enter(self, spell: Spell) -> None:
-        """Begins a spell: nodes with new keys, and an epoch that names them; those that are down stop answering."""
+    async def enter(self, spell: Spell, *, signed: bool = True) -> None:
+        """Begins a spell: nodes with new keys, and an epoch that names them; those that are down stop answering.
+
+        Args:
+            signed: whether a membership that says the same is logged first, and holds; else the gateway does it alone.
+        """
+        if signed and dict(spell.capacities) != self.members:
+            await self.change_members(dict(spell.capacities))
         self.time += EPOCH_S
         for node in self.nodes.values():
             self._ways.close_way(node.url)
-        self.nodes = {name: Node(name, capacity, self.now) for name, capacity in spell.capacities.items()}
+        self.nodes = {name: Node(self._member_key(name), c, self.now) for name, c in spell.capacities.items()}
         self._every += self.nodes.values()
         await self._cosign()
         for node in self.nodes.values():
@@ -238,6 +250,19 @@ class House:
     def honest_keys(self) -> tuple[IssuerEntry, ...]:
         """Returns what the issuer states of its keys now."""
         return sign_keys(self._issuer.current_keys(), ISSUER, self._issuer_key)
+
+    async def change_members(self, capacities: dict[str, int], notice_s: int = NOTICE_S) -> None:
+        """Logs a membership and waits until it holds; the first one holds at once."""
+        is_first = not self._memberships
+        self._memberships += 1
+        begins = int(self.time) + (0 if is_first else notice_s)
+        keys = {self._member_key(name).public: capacity for name, capacity in capacities.items()}
+        membership = build_membership(self._memberships, self._log.key.name, begins, keys)
+        self._log.append([membership_entry(membership, [self._release_key])])
+        self.members = capacities
+        if not is_first:
+            self._epochs.bundle = (await self._publisher.publish(self._contents, self.time, EPOCH_S)).bundle
+            self.time = begins
 
     def close(self) -> None:
         """Lets go of files."""
@@ -291,15 +316,18 @@ class House:
             note = note.add(*await witness.cosign(self._log, note))
         self._log.cosigned(note)
 
+    def _member_key(self, name: str) -> PrivateKey:
+        return self._member_keys.setdefault(name, PrivateKey.generate(name, Kind.NOTE))
+
     async def _publish(self) -> None:
-        contents = Contents(
+        self._contents = Contents(
             gateway=GatewayEntry(GATEWAY, self._ring.publish()),
             issuers=self.issuers,
             evidence=tuple(node.evidence for node in self.nodes.values()),
             release=self._release.digest,
             profile=PROFILE,
         )
-        self._epochs.bundle = (await self._publisher.publish(contents, self.time, EPOCH_S)).bundle
+        self._epochs.bundle = (await self._publisher.publish(self._contents, self.time, EPOCH_S)).bundle
 
 
 def _honest_book(house: House, upstream: Upstream) -> NodeBook:

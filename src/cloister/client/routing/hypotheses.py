@@ -21,7 +21,7 @@ from typing import Literal
 from cloister.client.routing.records import Log, Sent
 from cloister.client.routing.tails import Probabilities, add, binomial, chi_square_tail, hypergeometric, two_sided, upper_tail
 
-Family = Literal["draw", "nodes", "land", "loss"]
+Family = Literal["draw", "nodes", "land", "loss", "timing"]
 MOST_NODES_LISTED = 6
 LEAST_EXPECTED = 5.0
 EVERYBODY = "everybody"
@@ -73,6 +73,12 @@ def examine(log: Log) -> list[Finding]:
             findings.append(_loss_of_nodes(log, user, sent, captured))
     findings.extend(_loss_of_users(log))
     return findings
+
+
+def count_tests(nodes: int, users: int) -> int:
+    """Returns how many hypotheses `examine` has, and `timing.compare_times` beside it."""
+    groups = len(subsets([str(number) for number in range(nodes)]))
+    return (users + 1) * (1 + 3 * groups) + 2 * users
 
 
 def _by_spell(sent: Iterable[Sent]) -> Iterator[tuple[int, list[Sent]]]:

@@ -14,6 +14,7 @@ import httpx
 from cloister.client.asynchronous import AsyncSealedTransport
 from cloister.client.draw import Below
 from cloister.client.errors import EvidenceRefusedError, NoAnswerError
+from cloister.client.limits import Limits
 from cloister.client.routing.house import RELAY, House, MakeBook, asking
 from cloister.client.routing.records import Log, Sent, Spell
 from cloister.client.session import Session
@@ -32,6 +33,9 @@ PLAN = (
     Spell({"b": 1, "c": 2, "d": 3, "e": 2}),
 )
 """Nodes join (d, e), leave (a), change their capacity (c), and one breaks down while the epoch still names it (b)."""
+
+LIMITS = Limits(most_change=3 / 4)
+"""The plan changes within an hour what clients take in two days."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,9 @@ class _User:
         self.name = name
         house.credentials, api_key = house.credentials.add(name)
         policy = Policy(accept_software=True)
-        session = Session(RELAY, trust=house.trust, api_key=api_key, policy=policy, below=below, now=house.now)
+        session = Session(
+            RELAY, trust=house.trust, api_key=api_key, policy=policy, limits=LIMITS, below=below, now=house.now, remember=False
+        )
         self._client = httpx.AsyncClient(transport=AsyncSealedTransport(session, house.carrier()), base_url="http://cloister")
 
     async def ask(self, mark: str) -> tuple[tuple[str, ...], bool]:
@@ -121,7 +127,7 @@ async def _run(
     async def work(spell: int, due: Iterator[tuple[_User, str]]) -> None:
         for user, mark in due:
             drawn, answered = await user.ask(mark)
-            seen.append(_Seen(user.name, spell, mark, tuple(house.names[one] for one in drawn), answered))
+            seen.append(_Seen(user.name, spell, mark, tuple(house.names.get(one, one) for one in drawn), answered))
             tell(len(seen))
 
     for number, spell in enumerate(plan):

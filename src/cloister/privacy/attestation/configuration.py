@@ -33,6 +33,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "release": "is what this is compared with",
     "log_checkpoint": "stated by itself",
     "node_capacity": "stated by itself",
+    "member_key": "its signature is in the evidence",
     "attester": "the kind of the evidence",
     "attest_gpus": "seen in the evidence",
     "amd_certificates": "seen in the evidence",

@@ -6,11 +6,11 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import httpx
 
 from cloister.privacy.transparency.checkpoint import parse_checkpoint
-from cloister.privacy.transparency.log import Log
 from cloister.privacy.transparency.note import Note, PublicKey, Signature, cosigned_at, parse_signatures
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.witness import MAX_REQUEST_BYTES, SIZE_TYPE, Answer, Witness, encode_request
@@ -20,6 +20,17 @@ ATTEMPTS = 3
 """The first names the size that was cosigned last; if the witness knows another, it says so, and the second names that."""
 
 
+class HasProofs(Protocol):
+    """A log, or a reader of one from afar."""
+
+    def prove_consistency(self, old: int, new: int) -> tuple[bytes, ...]:
+        """The proof that the first `new` leaves begin with the first `old`."""
+
+
+class SplitViewError(TransparencyError):
+    """A witness cosigned another tree of this log."""
+
+
 class _Asking:
     """The protocol's turns, whatever carries them."""
 
@@ -27,10 +38,11 @@ class _Asking:
         self.key = key
         self._known = 0
 
-    async def cosign(self, log: Log, note: Note) -> Sequence[Signature]:
+    async def cosign(self, log: HasProofs, note: Note) -> Sequence[Signature]:
         """Its cosignature on a checkpoint of the log, checked.
 
         Raises:
+            SplitViewError: it knows another tree of this log.
             TransparencyError: it refused, answered nonsense, or did not answer in time.
         """
         size = parse_checkpoint(note.text).size
@@ -43,16 +55,27 @@ class _Asking:
                     raise self._refused("its answer has no cosignature of its own")
                 self._known = size
                 return signed.signatures
+            if answer.status == 422:
+                raise self._split()
             if answer.status != 409 or not answer.media_type.startswith(SIZE_TYPE):
                 raise self._refused(f"status {answer.status}")
             known = answer.body.strip()
-            if not re.fullmatch("[0-9]{1,16}", known) or int(known) == self._known or int(known) > size:
-                raise self._refused("it knows another tree of this log")
+            if not re.fullmatch("[0-9]{1,16}", known):
+                raise self._refused("its answer names no size")
+            if int(known) > size:
+                raise self._refused(f"it cosigned {known} entries before, and this checkpoint has {size}")
+            if int(known) == self._known:
+                raise self._split()
             self._known = int(known)
         raise self._refused("its state keeps changing")
 
     async def _ask(self, body: bytes) -> Answer:
         raise NotImplementedError
+
+    def _split(self) -> SplitViewError:
+        return SplitViewError(
+            Reason.TOO_FEW_WITNESSES, f"the witness {self.key.name} did not cosign: it knows another tree of this log"
+        )
 
     def _refused(self, why: str) -> TransparencyError:
         return TransparencyError(Reason.TOO_FEW_WITNESSES, f"the witness {self.key.name} did not cosign: {why}")

@@ -18,7 +18,9 @@ from msgspec import Meta, Struct
 from cloister.privacy.transparency.bundle import EpochBundle, Hash, LoggedEntry, parse_bundle
 from cloister.privacy.transparency.checkpoint import Checkpoint, open_checkpoint
 from cloister.privacy.transparency.epoch import EPOCH_PREFIX, Count, Epoch, check_epoch, check_times, epoch_leaf, parse_epoch
+from cloister.privacy.transparency.membership import MEMBERSHIP_PREFIX, Membership, Roll, check_members
 from cloister.privacy.transparency.merkle import extend_frontier, frontier_root, hash_leaf, verify_inclusion
+from cloister.privacy.transparency.pace import Pace
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.release import MINIMUM_PREFIX, Release, read_minimum, read_release
 from cloister.privacy.transparency.tiles import WIDTH, bundles_between, unpack_entries
@@ -38,6 +40,10 @@ class View(Struct, frozen=True, forbid_unknown_fields=True):
         checkpoint: that checkpoint, signed: one half of the proof if the log ever shows another.
         epoch: the number of the newest epoch; 0 before the first.
         minimum: no release with a smaller number runs.
+        roll: which membership holds, and which may follow.
+        pace: how fast epochs came.
+        baseline: the membership that later ones are held against (`client.limits`); None before the first.
+        baseline_s: since when, Unix seconds.
     """
 
     size: Count = 0
@@ -45,24 +51,39 @@ class View(Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint: str = ""
     epoch: Count = 0
     minimum: Count = 0
+    roll: Roll = Roll()
+    pace: Pace = Pace()
+    baseline: Membership | None = None
+    baseline_s: Count = 0
 
 
 @dataclass(frozen=True)
-class Believed:
-    """An epoch that passed every check.
+class Logged:
+    """An epoch that everybody was given.
 
     Attributes:
-        epoch: what to draw from.
+        epoch: which nodes serve.
         release: what its nodes run.
         checkpoint: the checkpoint that has it, and `note`, the same with its signatures.
         note: signed checkpoint, text.
-        view: what to remember now.
     """
 
     epoch: Epoch
     release: Release
     checkpoint: Checkpoint
     note: str
+
+
+@dataclass(frozen=True)
+class Believed(Logged):
+    """An epoch that passed every check.
+
+    Attributes:
+        membership: who belongs to the cloud; clients draw from it, and nodes that the epoch leaves out are in it.
+        view: what to remember now.
+    """
+
+    membership: Membership
     view: View
 
 
@@ -101,7 +122,8 @@ def believe(data: bytes, trust: Trust, view: View, fetched: Mapping[str, bytes],
     _check_history(checkpoint, bundle, view)
     after = _read_on(checkpoint, bundle, view, fetched, trust)
     release = check_release(bundle, trust, after)
-    return Believed(bundle.epoch, release, checkpoint, bundle.checkpoint, after)
+    membership = check_members(bundle.epoch, after.roll.current)
+    return Believed(bundle.epoch, release, checkpoint, bundle.checkpoint, membership, after)
 
 
 def check_inclusion(bundle: EpochBundle, checkpoint: Checkpoint) -> None:
@@ -147,21 +169,23 @@ def _read_on(checkpoint: Checkpoint, bundle: EpochBundle, view: View, fetched: M
             "the log's entries do not lead from what was remembered to this checkpoint; it was rewritten, or shows two faces"
         )
         raise TransparencyError(Reason.NOT_CONSISTENT, message, (view.checkpoint, bundle.checkpoint))
-    number, minimum = view.epoch, view.minimum
+    number, minimum, roll, pace = view.epoch, view.minimum, view.roll, view.pace
     for entry in entries:
         if entry.startswith(EPOCH_PREFIX):
-            logged = parse_epoch(entry.removeprefix(EPOCH_PREFIX)).epoch
-            if logged != number + 1:
+            logged = parse_epoch(entry.removeprefix(EPOCH_PREFIX))
+            if logged.epoch != number + 1:
                 raise TransparencyError(
-                    Reason.OUT_OF_ORDER, f"epoch {logged} follows epoch {number} in the log; two may hold at once"
+                    Reason.OUT_OF_ORDER, f"epoch {logged.epoch} follows epoch {number} in the log; two may hold at once"
                 )
-            number = logged
+            number, roll, pace = logged.epoch, roll.begin(logged.not_before), pace.after(logged)
+        elif entry.startswith(MEMBERSHIP_PREFIX):
+            roll = roll.add(entry, trust.log.name, trust.releases)
         elif entry.startswith(MINIMUM_PREFIX):
             with contextlib.suppress(TransparencyError):  # by another key it says nothing, and cannot stop anybody either
                 minimum = max(minimum, read_minimum(entry, trust.releases))
     if bundle.epoch.epoch != number:
         raise TransparencyError(Reason.OUT_OF_ORDER, f"the epoch is number {bundle.epoch.epoch}; the log's newest is {number}")
-    return View(checkpoint.size, frontier, bundle.checkpoint, number, minimum)
+    return View(checkpoint.size, frontier, bundle.checkpoint, number, minimum, roll, pace, view.baseline, view.baseline_s)
 
 
 def unpack_fetched(begin: int, size: int, fetched: Mapping[str, bytes]) -> Iterator[bytes]:

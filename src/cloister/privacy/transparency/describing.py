@@ -9,6 +9,7 @@ import msgspec
 from cloister.privacy.transparency.dsse import Envelope
 from cloister.privacy.transparency.epoch import EPOCH_PREFIX, parse_epoch
 from cloister.privacy.transparency.history import History
+from cloister.privacy.transparency.membership import MEMBERSHIP_PREFIX, Membership
 from cloister.privacy.transparency.merkle import hash_leaf, make_root, nodes_of
 from cloister.privacy.transparency.note import PublicKey
 from cloister.privacy.transparency.reader import LogReader
@@ -28,6 +29,16 @@ def describe_entry(entry: bytes) -> dict[str, str | int]:
         if entry.startswith(MINIMUM_PREFIX):
             envelope = msgspec.json.decode(entry.removeprefix(MINIMUM_PREFIX), type=Envelope)
             return {"kind": "minimum", "number": msgspec.json.decode(envelope.payload, type=MinimumRelease).minimum}
+        if entry.startswith(MEMBERSHIP_PREFIX):
+            envelope = msgspec.json.decode(entry.removeprefix(MEMBERSHIP_PREFIX), type=Envelope)
+            membership = msgspec.json.decode(envelope.payload, type=Membership)
+            return {
+                "kind": "membership",
+                "number": membership.number,
+                "members": len(membership.members),
+                "capacity": membership.capacity,
+                "not_before": membership.not_before,
+            }
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TransparencyError):
         return {"kind": "broken", "bytes": len(entry)}
     return {"kind": "unknown", "bytes": len(entry)}
@@ -52,4 +63,10 @@ def verify_log(reader: LogReader, release_keys: Sequence[PublicKey]) -> Iterator
     history.advance(checkpoint.size)
     newest = history.epoch
     yield f"epochs are numbered one after the other, up to {newest.epoch if newest else 0}"
+    held = history.roll.current
+    yield (
+        f"membership {held.number} holds: {len(held.members)} nodes with the capacity {held.capacity}"
+        if held
+        else "no membership holds yet"
+    )
     yield f"{len(history.releases)} releases are signed by a trusted key; {history.minimum} is the least that may run"

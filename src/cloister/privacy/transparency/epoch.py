@@ -32,6 +32,7 @@ MAX_CAPACITY = 1_000_000
 Hex = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Url = Annotated[str, Meta(pattern=r"^https?://[!-~]+\Z", max_length=512)]
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]*\Z", max_length=64)]
+MemberName = Annotated[str, Meta(pattern=r"^[!-*,-~]*\Z", max_length=128)]
 VerifierKey = Annotated[str, Meta(pattern=r"^[!-~]+\Z", max_length=256)]
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Keys = Annotated[bytes, Meta(min_length=1, max_length=8192)]
@@ -66,7 +67,7 @@ class IssuerEntry(Struct, frozen=True, forbid_unknown_fields=True):
     signature: Annotated[bytes, Meta(max_length=64)] = b""
 
 
-class NodeEntry(Struct, frozen=True, forbid_unknown_fields=True):
+class NodeEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A node that a client may draw.
 
     Attributes:
@@ -75,12 +76,14 @@ class NodeEntry(Struct, frozen=True, forbid_unknown_fields=True):
         keys: its key configurations, `application/ohttp-keys`; empty where those of all nodes would not fit. Its evidence has
             them then, and `node_id` is their digest.
         evidence_sha256: SHA-256 of its evidence document, in hex.
+        member: name of the member that it is, of the membership that holds (`membership`).
     """
 
     node_id: Hex
     capacity: Annotated[int, Meta(gt=0, le=MAX_CAPACITY)]
     keys: Annotated[bytes, Meta(max_length=8192)]
     evidence_sha256: Hex
+    member: MemberName = ""
 
 
 class Epoch(Struct, frozen=True, forbid_unknown_fields=True):

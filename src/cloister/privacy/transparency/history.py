@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from cloister.privacy.transparency.bundle import LoggedEntry
 from cloister.privacy.transparency.epoch import EPOCH_PREFIX, Epoch, parse_epoch
+from cloister.privacy.transparency.membership import MEMBERSHIP_PREFIX, Roll
 from cloister.privacy.transparency.note import PublicKey
 from cloister.privacy.transparency.reader import LogReader
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
@@ -22,6 +23,7 @@ class History:
         epoch: the newest epoch; None before the first.
         minimum: no release with a smaller number runs.
         releases: number, digest and index of each release that a trusted key signed, by digest.
+        roll: which membership holds, and which may follow.
     """
 
     def __init__(self, reader: LogReader, release_keys: Iterable[PublicKey]) -> None:
@@ -31,6 +33,7 @@ class History:
         self.epoch: Epoch | None = None
         self.minimum = 0
         self.releases: dict[str, tuple[Release, int]] = {}
+        self.roll = Roll()
         self._minimum_index: int | None = None
 
     def advance(self, size: int) -> None:
@@ -75,7 +78,9 @@ class History:
             if epoch.epoch != expected:
                 message = f"entry {index} of the log is epoch {epoch.epoch} where {expected} had to follow"
                 raise TransparencyError(Reason.OUT_OF_ORDER, message)
-            self.epoch = epoch
+            self.epoch, self.roll = epoch, self.roll.begin(epoch.not_before)
+        elif entry.startswith(MEMBERSHIP_PREFIX):
+            self.roll = self.roll.add(entry, self._reader.key.name, self._keys)
         elif entry.startswith(RELEASE_PREFIX):
             with contextlib.suppress(TransparencyError):  # signed by nobody who is trusted: it says nothing
                 release = read_release(entry, self._keys)

@@ -21,10 +21,11 @@ class Memory:
         """What was remembered; the empty view on first use.
 
         Raises:
-            ConfigError: the file is broken. It is not passed over: whoever could break it could hide a split view.
+            ConfigError: the file is broken, or of an older version. It is not passed over: whoever could break it could hide
+                a split view.
         """
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=View)
+            view = msgspec.json.decode(self.path.read_bytes(), type=View)
         except FileNotFoundError:
             return View()
         except OSError as error:
@@ -32,6 +33,11 @@ class Memory:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             message = f"{self.path} is broken ({error}); remove it to read the log from its beginning again"
             raise ConfigError(message) from None
+        if view.epoch and view.roll.current is None:  # no epoch is believed without one
+            raise ConfigError(
+                f"{self.path} is of a version that knew no memberships; remove it to read the log from its beginning again"
+            )
+        return view
 
     def save(self, view: View) -> None:
         """Remembers a view, unless a later one of this log was remembered meanwhile."""

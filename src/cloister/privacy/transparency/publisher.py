@@ -27,6 +27,7 @@ from cloister.privacy.transparency.epoch import (
 )
 from cloister.privacy.transparency.history import History
 from cloister.privacy.transparency.log import Appended, Log
+from cloister.privacy.transparency.membership import Membership, check_members, find_member
 from cloister.privacy.transparency.note import Note, Signature
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.release import Release
@@ -37,8 +38,9 @@ MIN_EPOCH_S = 60
 """A node whose keys end sooner is left out: clients could hardly fetch the list in time."""
 
 
-RENEW_BEFORE_S = 300
-"""An epoch that waits for witnesses is given up for a new one this long before it ends."""
+WAIT_S = 120
+"""An epoch that waits for witnesses is given up for a new one after this: clients refuse one that was cosigned long after it
+began (`client.limits.LATE_S`), since it could have been made for one of them."""
 
 
 class Cosigner(Protocol):
@@ -119,6 +121,11 @@ class Publisher:
         """Whether something was logged since the last epoch: a release, a revocation, or an epoch that waits for witnesses."""
         return self._log.checkpoint()[0].size != self._size
 
+    def has_new_members(self, now: float) -> bool:
+        """Whether another membership holds by now than when the last epoch began."""
+        roll = self._history.roll
+        return roll.begin(int(now)).current != roll.current
+
     async def publish(self, contents: Contents, now: float, lifetime_s: int = MAX_EPOCH_S) -> Published:
         """Publishes the next epoch; it holds from `now` on.
 
@@ -134,13 +141,15 @@ class Publisher:
         async with self._turn:
             self._history.advance(self._log.checkpoint()[0].size)
             release = self._history.release(contents.release)
-            nodes, evidence, left_out = select_nodes(contents, release, now)
+            membership = self._history.roll.begin(int(now)).current
+            nodes, evidence, left_out = select_nodes(contents, release, membership, now)
             waiting = self._waiting
             if waiting is None or not self._still_serves(waiting, contents, now):
                 until = min(int(now) + min(lifetime_s, MAX_EPOCH_S), *(until for _, until in nodes))
                 waiting = await self._append(contents, [node for node, _ in nodes], int(now), until)
             self._waiting = waiting  # until it is cosigned: a witness that is away must not fill the log with epochs
             epoch, appended = waiting.epoch, waiting.appended
+            check_members(epoch, membership)
             note = await self._gather_cosignatures(appended.note, now)
             self._log.cosigned(note)
             self._waiting = None
@@ -180,7 +189,8 @@ class Publisher:
 
     def _still_serves(self, waiting: _Waiting, contents: Contents, now: float) -> bool:
         is_newest = waiting.appended.checkpoint.size == self._history.size
-        return is_newest and waiting.contents == contents and now < waiting.epoch.not_after - RENEW_BEFORE_S
+        give_up_s = min(waiting.epoch.not_before + WAIT_S, waiting.epoch.not_after)
+        return is_newest and waiting.contents == contents and now < give_up_s
 
     async def _gather_cosignatures(self, note: Note, now: float) -> Note:
         answers = await asyncio.gather(*(each.cosign(self._log, note) for each in self._cosigners), return_exceptions=True)
@@ -195,34 +205,50 @@ class Publisher:
 
 
 def select_nodes(
-    contents: Contents, release: Release, now: float
+    contents: Contents, release: Release, membership: Membership | None, now: float
 ) -> tuple[list[tuple[NodeEntry, int]], dict[str, bytes], list[str]]:
     """The nodes that run what the epoch says, with the time at which their keys end; their evidence; why others are left out.
 
-    Whether the evidence is true is for clients to check; here it only has to say the same as the epoch.
+    Whether the evidence is true is for clients to check; here it only has to say the same as the epoch, and be signed by a
+    member.
 
     Raises:
-        TransparencyError: no node is left.
+        TransparencyError: no membership holds, or no node is left.
     """
+    if membership is None:
+        raise TransparencyError(
+            Reason.NO_MEMBERSHIP,
+            "no membership holds, so clients would refuse every node; make one with cloister release members, and log it",
+        )
     nodes: list[tuple[NodeEntry, int]] = []
     documents: dict[str, bytes] = {}
     left_out: list[str] = []
     for encoded in contents.evidence:
         digest = hashlib.sha256(encoded).hexdigest()
         try:
-            statement = read_statement(read_evidence(encoded).statement)
+            evidence = read_evidence(encoded)
+            statement = read_statement(evidence.statement)
         except CloisterError as error:
             left_out.append(f"evidence {digest[:16]} cannot be read: {error.message}")
             continue
+        member = find_member(membership, evidence)
         wanted = (contents.release, release.model, contents.profile, release.profile_digest)
         if (statement.release, statement.model, statement.profile, statement.profile_digest) != wanted:
             left_out.append(f"node {statement.node_id[:16]} runs another release, model or profile than the epoch's")
         elif not statement.not_before <= now + 1 or statement.not_after < now + MIN_EPOCH_S:
             left_out.append(f"the keys of node {statement.node_id[:16]} do not hold now, or not long enough")
-        elif any(node.node_id == statement.node_id for node, _ in nodes):
-            left_out.append(f"node {statement.node_id[:16]} sent evidence twice")
+        elif member is None:
+            left_out.append(
+                f"no member of membership {membership.number} signed for node {statement.node_id[:16]}; start it with "
+                "--member-key"
+            )
+        elif member.capacity != statement.capacity:
+            left_out.append(f"{member.name} states the capacity {statement.capacity}; its membership says {member.capacity}")
+        elif any(node.member == member.name for node, _ in nodes):
+            left_out.append(f"node {statement.node_id[:16]} is not the only one of {member.name}; stop one of them")
         else:
-            nodes.append((NodeEntry(statement.node_id, statement.capacity, statement.keys, digest), statement.not_after))
+            entry = NodeEntry(statement.node_id, statement.capacity, statement.keys, digest, member.name)
+            nodes.append((entry, statement.not_after))
             documents[digest] = encoded
     if not nodes:
         message = "no node can stand in the epoch: " + ("; ".join(left_out) or "none sent evidence")

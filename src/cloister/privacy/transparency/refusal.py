@@ -31,6 +31,14 @@ class Reason(StrEnum):
     WRONG_RELEASE = "wrong_release"
     REVOKED = "release_revoked"
     HIDDEN_MINIMUM = "hidden_minimum_release"
+    NO_MEMBERSHIP = "no_membership"
+    NOT_A_MEMBER = "not_a_member"
+    WRONG_CAPACITY = "wrong_capacity"
+    TOO_FEW_PRESENT = "too_few_nodes_present"
+    SHARE_TOO_LARGE = "share_too_large"
+    MEMBERSHIP_CHANGED = "membership_changed"
+    TOO_FAST = "epochs_too_fast"
+    TOO_LATE = "epoch_too_late"
 
 
 class TransparencyError(CloisterError):

@@ -1,0 +1,131 @@
+"""What a client puts up with of who is in the cloud, held against what it saw before. Pure: no I/O, no clock.
+
+That a membership is signed and logged says that it is public, not that it is harmless: whoever can leave nodes out, give one of
+them most of the capacity, or replace them all in an afternoon, chooses where requests go. So there are bounds, and a person who
+knows why a bound is passed can lift it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from cloister.privacy.transparency.checks import Believed, View
+from cloister.privacy.transparency.membership import Membership
+from cloister.privacy.transparency.note import cosigned_at, parse_note
+from cloister.privacy.transparency.refusal import Reason, TransparencyError
+from cloister.privacy.transparency.trust import Trust
+from cloister.types.errors import ConfigError
+
+BASELINE_S: Final = 86400
+"""Memberships are held against the one of a day ago, so that small steps do not add up unseen."""
+LATE_S: Final = 300
+"""How long after its beginning an epoch may be cosigned: times in the past would hide how fast epochs were made."""
+_ROUNDING: Final = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds that a user may move.
+
+    Attributes:
+        least_present: part of the membership's capacity that the epoch has to name, 0 to 1.
+        most_share: of the membership's capacity that one node may have, above 0, to 1.
+        most_change: part of the capacity that may be taken away, added or replaced within a day, 0 to 1.
+        accept_membership: number of a membership that is taken however much it changed; 0 for none.
+    """
+
+    least_present: float = 0.66
+    most_share: float = 0.5
+    most_change: float = 0.5
+    accept_membership: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("least_present", "most_share", "most_change"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} is a part of the capacity, between 0 and 1", param=name)
+
+
+def hold_to_limits(limits: Limits, believed: Believed, trust: Trust) -> View:
+    """Checks an epoch that everybody was shown against the limits.
+
+    Args:
+        believed: its view has what was remembered, and the entries since then.
+
+    Returns:
+        What to remember now.
+
+    Raises:
+        TransparencyError: a limit is passed; nothing may be sent, and the message says what to do.
+    """
+    _check_pace(believed, trust)
+    _check_share(limits, believed.membership)
+    _check_present(limits, believed)
+    return _check_change(limits, believed)
+
+
+def _check_pace(believed: Believed, trust: Trust) -> None:
+    if believed.view.pace.excess:
+        raise TransparencyError(
+            Reason.TOO_FAST,
+            f"epochs follow each other too fast to be the same for everybody: {believed.view.pace.excess}; ask again in some "
+            "minutes, and ask who runs the gateway if it lasts",
+        )
+    times = sorted(cosigned_at(parse_note(believed.note), trust.witnesses).values())
+    late_s = times[trust.threshold - 1] - believed.epoch.not_before
+    if late_s > LATE_S:
+        raise TransparencyError(
+            Reason.TOO_LATE,
+            f"the epoch was cosigned {late_s} s after it began, {LATE_S} s are the most: it could have been made for you; ask "
+            "again in some minutes",
+        )
+
+
+def _check_share(limits: Limits, membership: Membership) -> None:
+    largest = max(membership.members, key=lambda member: member.capacity)
+    share = largest.capacity / membership.capacity
+    if share > limits.most_share + _ROUNDING:
+        raise TransparencyError(
+            Reason.SHARE_TOO_LARGE,
+            f"the node {largest.name} has {share:.0%} of the capacity, and so would read that part of everybody's requests; "
+            f"this client takes {limits.most_share:.0%}. If you know why, give most_share (--most-share {_round_up(share)})",
+        )
+
+
+def _check_present(limits: Limits, believed: Believed) -> None:
+    present = believed.epoch.capacity / believed.membership.capacity
+    if present < limits.least_present - _ROUNDING:
+        names = {node.member for node in believed.epoch.nodes}
+        absent = [member.name for member in believed.membership.members if member.name not in names]
+        raise TransparencyError(
+            Reason.TOO_FEW_PRESENT,
+            f"the gateway names nodes with {present:.0%} of the capacity of membership {believed.membership.number}, and "
+            f"leaves out {', '.join(absent[:5])}{' and others' if len(absent) > 5 else ''}; this client asks for "
+            f"{limits.least_present:.0%}. Ask again later; if those nodes are gone for good, a release key has to sign a "
+            "membership without them. If you know why, give least_present (--least-present)",
+        )
+
+
+def _check_change(limits: Limits, believed: Believed) -> View:
+    view, membership, now = believed.view, believed.membership, believed.epoch.not_before
+    baseline = view.baseline
+    if baseline is not None and membership.number > limits.accept_membership:
+        kept = membership.kept_of(baseline) / max(baseline.capacity, membership.capacity)
+        if kept < 1.0 - limits.most_change - _ROUNDING:
+            raise TransparencyError(
+                Reason.MEMBERSHIP_CHANGED,
+                f"of the nodes that were there in membership {baseline.number}, membership {membership.number} keeps "
+                f"{kept:.0%} by capacity; this client asks for {1.0 - limits.most_change:.0%} within a day. Ask who signs "
+                f"memberships; if the change is right, take it with accept_membership={membership.number} "
+                f"(--accept-membership {membership.number})",
+            )
+    is_accepted = baseline is not None and baseline.number < membership.number <= limits.accept_membership
+    if baseline is None or is_accepted or now - view.baseline_s >= BASELINE_S:
+        return msgspec.structs.replace(view, baseline=membership, baseline_s=now)
+    return view
+
+
+def _round_up(share: float) -> str:
+    return f"{min(1.0, share + 0.005):.2f}"

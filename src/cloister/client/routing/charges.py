@@ -1,0 +1,123 @@
+"""What an audit says against an operator, each charge by the kind of what was done. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, NoTokensError, SealedError
+from cloister.client.routing.audit import Audit
+from cloister.client.routing.hypotheses import Finding, examine
+from cloister.client.routing.tails import holm
+from cloister.client.routing.timing import compare_times
+from cloister.client.routing.verdict import HONEST_ABOVE
+from cloister.privacy.transparency.refusal import Reason
+
+_OUT_OF_TOKENS = re.compile(r"gave none \(4\d\d\)")
+_KINDS = {
+    Reason.NO_MEMBERSHIP: "membership",
+    Reason.NOT_A_MEMBER: "membership",
+    Reason.TOO_FEW_PRESENT: "membership",
+    Reason.MEMBERSHIP_CHANGED: "membership",
+    Reason.WRONG_CAPACITY: "capacity",
+    Reason.SHARE_TOO_LARGE: "capacity",
+    Reason.TOO_FAST: "pace",
+    Reason.TOO_LATE: "pace",
+    Reason.SPLIT_VIEW: "partition",
+    Reason.ROLLED_BACK: "partition",
+    Reason.NOT_CONSISTENT: "partition",
+}
+_STEPS = {"member": "membership", "key": "membership", "listed": "evidence", "capacity": "capacity", "chip": "chip"}
+_SAID = {
+    "epoch": ("partition", "users are shown different epochs, each time they look"),
+    "issuer": ("issuer", "users are shown different keys of the issuer, each time they look"),
+}
+_FOUND = {
+    "loss": "draws that bring no answer do not fall on all alike: requests are withheld or misdelivered",
+    "draw": "nodes are not drawn by their capacity",
+    "nodes": "nodes are not drawn by their capacity",
+    "land": "answers do not come from nodes by their capacity",
+    "timing": "answers to this user take another time than those to all others",
+}
+
+
+@dataclass(frozen=True)
+class Charge:
+    """One thing that speaks against the operator.
+
+    Attributes:
+        kind: `membership`, `capacity`, `chip`, `evidence`, `partition`, `pace`, `issuer`, `log`, or the family of a finding.
+        user: whom it concerns; empty for all.
+        text: a sentence for a person.
+    """
+
+    kind: str
+    user: str
+    text: str
+
+
+@dataclass(frozen=True)
+class AuditVerdict:
+    """All of it.
+
+    Attributes:
+        charges: empty if nothing speaks against the operator.
+        unfinished: why the audit could not be done, by user; then no charge means nothing.
+        p_value: the smallest of all tests, corrected by Holm.
+        tests: how many.
+    """
+
+    charges: tuple[Charge, ...]
+    unfinished: tuple[str, ...]
+    p_value: float
+    tests: int
+
+
+def judge_audit(audit: Audit) -> AuditVerdict:
+    """Tests every hypothesis and adds what no honest operator can show."""
+    findings = [*examine(audit.log), *compare_times(audit.times)]
+    corrected = holm(finding.p_value for finding in findings)
+    found = [
+        _charge_finding(finding, p) for finding, p in sorted(zip(findings, corrected, strict=True), key=lambda pair: pair[1])
+        if p <= HONEST_ABOVE
+    ]  # fmt: skip
+    charges = dict.fromkeys((*_charge_refusals(audit), *_charge_nodes(audit), *_charge_differences(audit), *found))
+    unfinished = [f"{refusal.user}: {refusal.error.message}" for refusal in audit.refusals if not _kind_of(refusal.error)]
+    return AuditVerdict(tuple(charges), tuple(unfinished), min(corrected, default=1.0), len(findings))
+
+
+def _charge_refusals(audit: Audit) -> Iterator[Charge]:
+    for refusal in audit.refusals:
+        kind = _kind_of(refusal.error)
+        if kind:
+            yield Charge(kind, refusal.user, refusal.error.message)
+
+
+def _kind_of(error: SealedError) -> str:
+    """Returns what a refusal says about the operator; empty where it says nothing, such as an allowance that is used up."""
+    if isinstance(error, EpochRefusedError):
+        return _KINDS.get(Reason(error.reason), "log") if error.reason else ""
+    if isinstance(error, EvidenceRefusedError):
+        return next((_STEPS[step] for step in error.steps if step in _STEPS), "evidence")
+    if isinstance(error, NoTokensError):
+        return "" if _OUT_OF_TOKENS.search(error.message) else "issuer"
+    return ""
+
+
+def _charge_nodes(audit: Audit) -> Iterator[Charge]:
+    for member, steps in sorted(audit.failed_steps.items()):
+        for step in sorted(steps & _STEPS.keys()):
+            yield Charge(_STEPS[step], "", f"the node that the epoch names for {member} fails the step {step}")
+
+
+def _charge_differences(audit: Audit) -> Iterator[Charge]:
+    for what in audit.differences:
+        kind, text = _SAID[what]
+        yield Charge(kind, "", text)
+
+
+def _charge_finding(finding: Finding, p_value: float) -> Charge:
+    about = f" (nodes {' '.join(finding.captured)})" if finding.captured else ""
+    user = finding.user if finding.user != "everybody" else ""
+    return Charge(finding.family, user, f"{_FOUND[finding.family]}{about}: p = {p_value:.1e}, corrected for all tests")

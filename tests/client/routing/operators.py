@@ -1,0 +1,211 @@
+"""Dishonest operators of a whole cloud, each with one thing that it does. Everything else is the real programs' code."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from hashlib import sha256
+
+import httpx
+import msgspec
+
+from cloister.client.routing.adversary import SteeringBook
+from cloister.client.routing.attack import Attack
+from cloister.client.routing.house import GATEWAY, ISSUER, House, NearUpstream, Node, asking
+from cloister.client.routing.records import Spell
+from cloister.privacy.tokens import Issuer, KeyShelf
+from cloister.privacy.transparency.bundle import EpochBundle, encode_bundle, parse_bundle
+from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, NodeEntry, epoch_leaf
+from cloister.privacy.transparency.note import Kind, PrivateKey
+from cloister.sealed.issuer import issuer_app
+from cloister.sealed.nodes import NodeBook
+
+replace = msgspec.structs.replace
+VICTIM = "user-1"
+CAPTURED = "c"
+NODES = Spell({"a": 1, "b": 1, "c": 1})
+
+
+def is_victim() -> bool:
+    return asking.get("") == VICTIM
+
+
+async def log_alone(house: House, **changes: object) -> bytes:
+    """An epoch that the gateway wrote itself: logged and cosigned, for witnesses do not read entries."""
+    assert house._epochs.bundle is not None
+    honest = parse_bundle(house._epochs.bundle)
+    epoch: Epoch = replace(honest.epoch, epoch=house._publisher._history.epoch.epoch + 1, **changes)  # type: ignore[union-attr]
+    appended = house._log.append([epoch_leaf(epoch)])
+    note = appended.note
+    for witness in house._cosigners:
+        note = note.add(*await witness.cosign(house._log, note))
+    house._publisher._history.advance(appended.checkpoint.size)
+    size = appended.checkpoint.size
+    bundle = EpochBundle(
+        str(note), epoch, appended.first, house._log.prove_inclusion(appended.first, size),
+        replace(honest.release, proof=house._log.prove_inclusion(honest.release.index, size)), None,
+    )  # fmt: skip
+    return encode_bundle(bundle)
+
+
+class ToVictim:
+    """Shows the victim another epoch than everybody else."""
+
+    def __init__(self, house: House, bundle: bytes) -> None:
+        self.log, self.bundle = house._epochs.log, bundle
+        self._others = house._epochs
+
+    async def read(self) -> bytes | None:
+        return self.bundle if is_victim() else self._others.bundle
+
+
+def steering(attack: Attack, victim: Callable[[str], bool]) -> Callable[[House, NearUpstream], NodeBook]:
+    def make(house: House, upstream: NearUpstream) -> NodeBook:
+        return SteeringBook(
+            house, upstream, attack, rate=1.0, captured=CAPTURED, is_victim=victim, source=random.Random(1)
+        )  # fmt: skip
+
+    return make
+
+
+class Slow(NodeBook):
+    """Takes its time with one user's requests."""
+
+    async def find(self, node_id: str) -> str | None:
+        if is_victim():
+            await asyncio.sleep(0.1)
+        return await super().find(node_id)
+
+
+def entries(house: House) -> dict[str, NodeEntry]:
+    assert house._epochs.bundle is not None
+    return {node.member: node for node in parse_bundle(house._epochs.bundle).epoch.nodes}
+
+
+def in_order(nodes: object) -> tuple[NodeEntry, ...]:
+    return tuple(sorted(nodes, key=lambda node: node.node_id))  # type: ignore[call-overload]
+
+
+async def leave_out(house: House) -> None:
+    """Restarts the gateway with one node of three."""
+    await house.enter(Spell({CAPTURED: 1}), signed=False)
+
+
+async def add_stranger(house: House) -> None:
+    nodes = entries(house)
+    extra = NodeEntry("ff" * 32, 1, b"keys", "00" * 32, "stranger")
+    house._epochs.bundle = await log_alone(house, nodes=in_order((*nodes.values(), extra)))
+
+
+async def raise_capacity(house: House) -> None:
+    nodes = entries(house)
+    raised = {**nodes, CAPTURED: replace(nodes[CAPTURED], capacity=100)}
+    house._epochs.bundle = await log_alone(house, nodes=in_order(raised.values()))
+
+
+async def stand_in(house: House) -> None:
+    """Puts a node of its own in another member's place."""
+    node = Node(PrivateKey.generate("a", Kind.NOTE), 1, house.now)
+    node.attest(house._release, str(house._log.checkpoint()[1]), house.time)
+    house._ways.open(node.url, node)
+    await house._book.look()
+    nodes = entries(house)
+    entry = NodeEntry(node.node_id, 1, node.ring.publish(), sha256(node.evidence).hexdigest(), "a")
+    house._epochs.bundle = await log_alone(house, nodes=in_order({**nodes, "a": entry}.values()))
+
+
+async def hand_out_two_epochs(house: House) -> None:
+    """Logs an epoch with another key of the gateway, and gives each to somebody else."""
+    first = house._epochs.bundle
+    assert first is not None
+    house.time += 61
+    keys = house._ring.publish()
+    second = await log_alone(house, gateway=GatewayEntry(GATEWAY, keys), not_before=int(house.time))
+    house._epochs.bundle = first
+    _serve_epochs(house, ToVictim(house, second))
+
+
+async def hurry(house: House) -> None:
+    """Many epochs within a second."""
+    for _ in range(7):
+        house._epochs.bundle = await log_alone(house)
+
+
+async def show_other_tree(house: House) -> None:
+    """Shows the victim an old copy of the log after it saw the newer one."""
+    old = house._epochs.bundle
+    assert old is not None
+    house.time += 61
+    house._epochs.bundle = await log_alone(house, not_before=int(house.time))
+    looks = 0
+
+    class Flapping(ToVictim):
+        async def read(self) -> bytes | None:
+            nonlocal looks
+            if is_victim():
+                looks += 1
+                return self._others.bundle if looks == 1 else old
+            return self._others.bundle
+
+    _serve_epochs(house, Flapping(house, old))
+
+
+async def sign_with_another_key(house: House) -> None:
+    """An issuer that shows one user keys of their own."""
+    own = issuer_app(Issuer(KeyShelf(house._directory / "own", budget=1), house._quota, lambda: house.credentials,
+                            house._issuer._limits, now=house.now), ISSUER, house._issuer_key, house.now)  # fmt: skip
+    honest = house._ways._ways[httpx.URL(ISSUER).host]
+    other = httpx.ASGITransport(own)
+
+    class Choosing(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            return await (other if is_victim() else honest).handle_async_request(request)
+
+    house._ways._ways[httpx.URL(ISSUER).host] = Choosing()  # type: ignore[assignment]
+
+
+async def withhold_evidence(house: House) -> None:
+    """A relay that keeps one node's evidence from one user, so that it is left out."""
+    digest = entries(house)["a"].evidence_sha256
+    relay = house._ways._ways["relay.test"]
+
+    class Keeping(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if is_victim() and digest in str(request.url):
+                return httpx.Response(404)
+            return await relay.handle_async_request(request)
+
+    house._ways._ways["relay.test"] = Keeping()  # type: ignore[assignment]
+
+
+def _serve_epochs(house: House, epochs: ToVictim) -> None:
+    house._epochs = epochs  # type: ignore[assignment]
+    house._make_gateway()
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A kind of operator, and the kind of charge by which it has to be named."""
+
+    kind: str
+    make_book: Callable[[House, NearUpstream], NodeBook] | None = None
+    act: Callable[[House], Awaitable[None]] | None = None
+
+
+OPERATORS = {
+    "delivers one user's requests to the captured node": Operator("loss", steering(Attack.STEER, lambda u: u == VICTIM)),
+    "withholds one user's requests from the other nodes": Operator("loss", steering(Attack.DROP, lambda u: u == VICTIM)),
+    "withholds everybody's requests from the other nodes": Operator("loss", steering(Attack.DROP, lambda u: True)),
+    "lets one user wait": Operator("timing", lambda house, upstream: Slow([], upstream, house.now)),
+    "leaves nodes out": Operator("membership", act=leave_out),
+    "adds a node": Operator("membership", act=add_stranger),
+    "raises a capacity": Operator("capacity", act=raise_capacity),
+    "puts a node of its own in a member's place": Operator("membership", act=stand_in),
+    "hands out two epochs": Operator("partition", act=hand_out_two_epochs),
+    "makes epochs in short succession": Operator("pace", act=hurry),
+    "shows one user an old log": Operator("partition", act=show_other_tree),
+    "signs one user's tokens with another key": Operator("issuer", act=sign_with_another_key),
+    "keeps evidence from one user": Operator("evidence", act=withhold_evidence),
+}

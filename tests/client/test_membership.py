@@ -1,0 +1,254 @@
+"""Who is in the cloud, and with what capacity: what a client refuses, and how its user takes a change that is right."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE
+from cloister.client import AsyncSealedTransport, EpochRefusedError, Limits, Session
+from cloister.client.judging import judge_node, refuse_shared_chips
+from cloister.client.limits import BASELINE_S, LATE_S, hold_to_limits
+from cloister.client.routing.records import Spell
+from cloister.client.state import state_file
+from cloister.client.telling import tell_epoch
+from cloister.privacy.attestation import Evidence, Findings, Outcome, Policy
+from cloister.privacy.attestation.chips import name_chips
+from cloister.privacy.transparency.bundle import encode_bundle, parse_bundle
+from cloister.privacy.transparency.epoch import NodeEntry
+from cloister.privacy.transparency.membership import Member, sign_member
+from cloister.privacy.transparency.memory import Memory
+from cloister.privacy.transparency.note import cosign, parse_note
+from cloister.privacy.transparency.refusal import Reason, TransparencyError
+from cloister.types.errors import ConfigError
+from tests import attestation_vectors as real
+from tests.client.test_transport import NODES, World, ask_once
+from tests.privacy.transparency import world as transparency
+from tests.privacy.transparency.world import make_evidence, member_key
+
+THREE = Spell({"a": 1, "b": 1, "c": 1})
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def world(directory: Path) -> Iterator[World]:
+    world = World(directory / "house")
+    asyncio.run(world.house.enter(NODES))
+    yield world
+    world.house.close()
+
+
+def refusal(world: World, session: Session) -> EpochRefusedError:
+    sent = world.wire.sent
+    with pytest.raises(EpochRefusedError) as caught:
+        ask_once(world, session)
+    assert world.wire.sent == sent, "nothing was sent"
+    return caught.value
+
+
+def test_a_gateway_that_is_restarted_with_one_node_of_two_is_sent_nothing(world: World) -> None:
+    session = world.session()
+    ask_once(world, session)
+    asyncio.run(world.house.enter(Spell({"a": 1}), signed=False))
+    for each in (session, world.session()):  # who comes for the first time refuses it too
+        error = refusal(world, each)
+        assert error.reason == Reason.TOO_FEW_PRESENT
+        assert "leaves out b" in error.message
+        assert "--least-present" in error.message
+
+
+def test_a_node_that_the_gateway_leaves_out_is_drawn_all_the_same(directory: Path) -> None:
+    world = World(directory / "house")
+    asyncio.run(world.house.enter(THREE))
+    asyncio.run(world.house.enter(Spell({"a": 1, "b": 1}), signed=False))
+    names = [member.name for member in sorted_members(world)]
+    away = names.index("c")
+    draws = iter([away, away, names.index("a")])
+    session = world.session(below=lambda capacity: next(draws) if capacity == 3 else 0)
+    response = ask_once(world, session)
+    assert [world.house.names.get(one, one) for one in response.extensions["cloister"]["drawn"]] == ["c", "c", "a"]
+    assert world.wire.sent == 1, "no token is spent on a node that is not there"
+    assert any("No node of c, drawn with chance 1/3" in line for line in tell_epoch(session))
+    world.house.close()
+
+
+def sorted_members(world: World) -> list[Member]:
+    return list(world.house._publisher._history.roll.current.members)
+
+
+def test_a_node_with_more_than_half_of_the_capacity_is_refused_unless_the_user_takes_it(directory: Path) -> None:
+    world = World(directory / "house")
+    asyncio.run(world.house.enter(Spell({"a": 3, "b": 1})))
+    error = refusal(world, world.session())
+    assert error.reason == Reason.SHARE_TOO_LARGE
+    assert "a has 75%" in error.message
+    assert ask_once(world, world.session(limits=Limits(most_share=0.75))).status_code == 200
+    world.house.close()
+
+
+def test_nodes_that_are_all_replaced_within_a_day_are_refused_until_the_user_accepts(world: World, directory: Path) -> None:
+    state = directory / "seen.json"
+
+    def session(**limits: int) -> Session:
+        return world.session(state=state, remember=True, limits=Limits(**limits))
+
+    ask_once(world, session())
+    asyncio.run(world.house.enter(Spell({"x": 1, "y": 1})))
+    error = refusal(world, session())
+    assert error.reason == Reason.MEMBERSHIP_CHANGED
+    assert "keeps 0%" in error.message
+    assert "--accept-membership 2" in error.message
+    assert ask_once(world, world.session()).status_code == 200, "who has no memory cannot tell"
+    assert ask_once(world, session(accept_membership=2)).status_code == 200
+    assert ask_once(world, session()).status_code == 200, "what was accepted is remembered"
+
+
+def test_small_steps_do_not_add_up_unseen_within_a_day(directory: Path) -> None:
+    world = World(directory / "house")
+    steps = [{"a": 1, "b": 1, "c": 1}, {"b": 1, "c": 1, "d": 1}, {"c": 1, "d": 1, "e": 1}]
+    session = world.session()
+    for capacities in steps[:2]:
+        asyncio.run(world.house.enter(Spell(capacities)))
+        assert ask_once(world, session).status_code == 200
+    asyncio.run(world.house.enter(Spell(steps[2])))
+    assert refusal(world, session).reason == Reason.MEMBERSHIP_CHANGED
+    world.house.close()
+
+
+def test_a_day_later_the_same_step_is_taken(directory: Path) -> None:
+    world = World(directory / "house")
+    session = world.session()
+    for capacities in ({"a": 1, "b": 1, "c": 1}, {"b": 1, "c": 1, "d": 1}, {"c": 1, "d": 1, "e": 1}):
+        asyncio.run(world.house.enter(Spell(capacities)))
+        asyncio.run(world.house.enter(Spell(capacities)))
+        prepare(world, session)
+        world.house.time += BASELINE_S
+        asyncio.run(world.house.enter(Spell(capacities)))
+        prepare(world, session)
+    world.house.close()
+
+
+def prepare(world: World, session: Session) -> None:
+    """The draw of a request without its token: the issuer's key of these tests does not live for days."""
+    session._take_token = no_token  # type: ignore[method-assign]
+    asyncio.run(prepare_once(world, session))
+
+
+def no_token(epoch: object) -> Iterator[object]:
+    return
+    yield
+
+
+async def prepare_once(world: World, session: Session) -> None:
+    await AsyncSealedTransport(session, world.wire).prepare()
+
+
+def test_epochs_in_short_succession_are_refused_and_a_rest_makes_it_good(world: World) -> None:
+    session = world.session()
+    ask_once(world, session)
+
+    async def hurry() -> None:
+        for _ in range(6):
+            await world.house._publish()
+
+    asyncio.run(hurry())
+    assert refusal(world, world.session()).reason == Reason.TOO_FAST
+    asyncio.run(world.house.enter(NODES))
+    assert ask_once(world, session).status_code == 200
+
+
+def test_an_epoch_that_was_made_with_a_time_in_the_past_is_refused(tmp_path: Path) -> None:
+    world = transparency.World(tmp_path)
+    published = world.publish().bundle
+    believed = world.believe(published)
+    some = Limits(least_present=0)
+    hold_to_limits(some, believed, world.trust)
+    world.now += LATE_S + 1
+    bundle = parse_bundle(published)
+    note = parse_note(bundle.checkpoint)
+    again = replace(note, signatures=note.signatures[:1]).add(
+        *(cosign(note.text, key, int(world.now)) for key in world.witness_keys)
+    )
+    late = world.believe(encode_bundle(structs.replace(bundle, checkpoint=str(again))))
+    with pytest.raises(TransparencyError, match="cosigned 301 s after it began") as caught:
+        hold_to_limits(some, late, world.trust)
+    assert caught.value.reason is Reason.TOO_LATE
+
+
+def test_a_node_under_the_name_of_another_member_is_refused(tmp_path: Path) -> None:
+    world = transparency.World(tmp_path)
+    believed = world.believe(world.publish().bundle)
+    document = make_evidence(world.release, name="captured")
+    (honest,) = believed.epoch.nodes
+    node = NodeEntry(hashlib.sha256(b"keys of captured").hexdigest(), 1, b"keys of captured", sha(document), honest.member)
+    found = judge_node(node, document, believed, world.trust, Policy(accept_software=True), world.now)
+    assert "member" in {step.slug for step in found.of(Outcome.FAILED)}
+
+
+def sha(document: bytes) -> str:
+    return hashlib.sha256(document).hexdigest()
+
+
+def test_one_chip_cannot_stand_for_two_nodes() -> None:
+    def documents(*reports: bytes) -> dict[str, bytes]:
+        return {str(n): Evidence("sev-snp", b"%d" % n, report).encode() for n, report in enumerate(reports)}
+
+    def judge(evidence: dict[str, bytes]) -> list[list[str]]:
+        findings = {name: Findings() for name in evidence}
+        for found in findings.values():
+            found.prove("report-signature", "the chip signed it")
+        refuse_shared_chips(findings, evidence)
+        return [[step.slug for step in found.of(Outcome.FAILED)] for found in findings.values()]
+
+    report = real.snp_report()
+    other = report[:0x1A0] + bytes(64) + report[0x1E0:]
+    assert judge(documents(report, other, report)) == [["chip"], [], ["chip"]]
+    assert judge(documents(report, other)) == [[], []]
+
+
+def test_a_chip_is_named_by_what_its_maker_signed() -> None:
+    gpu, chain, _ = real.gpu_evidence()
+    both = Evidence("tdx", b"", real.td_quote(), {"gpu-0-report": gpu, "gpu-0-chain": chain})
+    assert sorted(name.split()[0] for name in name_chips(both)) == ["gpu", "tdx"]
+    assert name_chips(Evidence("sev-snp", b"", real.snp_report())) == {f"sev-snp {real.snp_report()[0x1A0:0x1E0].hex()}"}
+    assert name_chips(sign_member(member_key("node"), Evidence("software", b"", b""))) == frozenset()
+
+
+def test_a_client_remembers_by_default_in_a_file_that_only_its_user_reads(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ask_once(world, world.session(remember=False))
+    assert list(tmp_path.iterdir()) == []
+    ask_once(world, world.session(remember=True))
+    kept = state_file(world.house.trust.log).expanduser()
+    assert kept.is_relative_to(tmp_path)
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    asyncio.run(world.house.enter(Spell({"x": 1, "y": 1})))
+    assert refusal(world, world.session(remember=True)).reason == Reason.MEMBERSHIP_CHANGED
+
+
+def test_what_an_older_version_remembered_is_not_taken_for_a_log_without_members(tmp_path: Path) -> None:
+    (tmp_path / "seen.json").write_text('{"size":7,"frontier":[],"checkpoint":"","epoch":3,"minimum":0}')
+    with pytest.raises(ConfigError, match="remove it to read the log"):
+        Memory(tmp_path / "seen.json").load()
+
+
+def test_limits_that_are_none_are_refused_and_the_command_has_the_same() -> None:
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        Limits(most_share=1.5)
+    assert (Limits().least_present, Limits().most_share) == (LEAST_PRESENT, MOST_SHARE)
