@@ -1,9 +1,9 @@
 """When records of spent tokens may go: by a wall clock that has to stay right for an hour of uptime before it is believed.
 
-A wall clock can be set forward by mistake (NTP, a virtual machine that resumes, an operator) and back again. Whoever drops records
-in between loses the proof that tokens were spent. Two rules hold that off:
+A wall clock can be set forward by mistake (NTP, a virtual machine that resumes, an operator) and back again. Whoever drops
+records in between loses the proof that tokens were spent. Two rules hold that off:
 
-- A time counts as passed when the wall clock has shown it or a later one for `SETTLE_S` of the monotonic clock, which nobody sets.
+- A time counts as passed when the wall clock has shown it or a later one for `SETTLE_S` of the monotonic clock.
 - What the store drops, it drops with the key: a key whose records are gone is refused for good, wherever the clock goes
   (`SpendStore.forget`). So a clock that stays wrong for longer costs tokens, and gives none away.
 """

@@ -4,7 +4,7 @@ A Redis as it comes is a cache: it may forget the last second, or throw keys out
 is a token that can be spent again. So a server is asked first, and refused unless it writes every command to disk before it
 answers and never evicts. What no setting mends: a replica that takes over may lack the last records of the one that failed.
 
-One set for each issuer key, without an expiry: the server's clock may jump, and what it throws out by itself could be spent again.
+One set for each issuer key, without an expiry: the server's clock may jump, and what it threw out could be spent again.
 """
 
 from __future__ import annotations
