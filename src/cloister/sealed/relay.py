@@ -18,6 +18,7 @@ from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES, Body, Ou
 from cloister.sealed.problems import ProblemError
 from cloister.sealed.serving import Health, Lifespan, Post, handlers
 from cloister.sealed.upstream import Answer, Upstream
+from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 
 PASSED_FIELDS: Final = ("cache-control", "incremental", "retry-after")
 """Header fields of the gateway's answer that go on beside the content's type; they are the same for whoever asks."""
@@ -33,12 +34,14 @@ class RelayConfig:
         secret: shows the gateway that it is this relay.
         max_request_bytes: longest request.
         body_timeout_s: how long one may take to arrive.
+        body_ceiling_bytes: of all requests at once, as far as they are in memory.
     """
 
     gateway_url: str
     secret: str
     max_request_bytes: int = MAX_REQUEST_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
+    body_ceiling_bytes: int = BODY_CEILING_BYTES
 
     def __repr__(self) -> str:
         return f"RelayConfig({self.gateway_url!r})"
@@ -56,11 +59,12 @@ def relay_app(config: RelayConfig, upstream: Upstream) -> Starlette:
 
 class _Relay:
     def __init__(self, config: RelayConfig, upstream: Upstream) -> None:
+        self._budget = BodyBudget(max(config.body_ceiling_bytes, config.max_request_bytes))
         self._config = config
         self._upstream = upstream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = Body(scope, receive, self._config.max_request_bytes, self._config.body_timeout_s)
+        body = Body(scope, receive, self._config.max_request_bytes, self._config.body_timeout_s, self._budget)
         out = Outgoing(send)
         await run_while_there(self._carry(scope, body, out), body, out, receive)
 
@@ -75,7 +79,7 @@ class _Relay:
                 headers["incremental"] = "?1"
             if body.declared_bytes is not None:
                 headers["content-length"] = str(body.declared_bytes)
-            async with self._upstream.ask("POST", f"{self._config.gateway_url}/", headers, body.pieces()) as answer:
+            async with self._upstream.ask("POST", f"{self._config.gateway_url}/", headers, body.pieces(keeps=False)) as answer:
                 if answer.status == 401:  # a client shows its token to the gateway in the sealed part only
                     raise ProblemError(502, "The gateway does not know this relay; its operator has to give both one secret.")
                 await _pass_on(answer, out)

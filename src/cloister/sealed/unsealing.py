@@ -149,7 +149,10 @@ async def _open_whole(unsealer: Unsealer, exchange: Exchange, pieces: AsyncItera
     sealed = bytearray()
     async for piece in pieces:
         sealed += piece
-    plaintext = exchange.context.open(bytes(sealed))
+    whole = bytes(sealed)
+    sealed.clear()  # a request may be large, and there would be three of it
+    plaintext = exchange.context.open(whole)
+    del whole
     await unsealer.accept(exchange.header)
     yield plaintext
 
