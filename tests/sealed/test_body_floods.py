@@ -14,7 +14,7 @@ import httpx
 import pytest
 from starlette.types import Message, Scope
 
-from cloister.privacy.sealing import WHOLE, Request, RequestHead
+from cloister.privacy.sealing import CHUNKED, WHOLE, Request, RequestHead
 from cloister.sealed import exchange
 from cloister.sealed.exchange import Body
 from cloister.sealed.problems import ProblemError
@@ -40,6 +40,31 @@ def test_unfinished_bodies_at_a_gateway_stay_below_the_ceiling_and_requests_go_o
                 connection.sendall(begun)
                 assert ask(cloud, REQUEST).content == ANSWER + b"hello"
             assert sum(is_refused(connection) for connection in flood) >= 10, "two of 400 KiB fit below 1 MiB"
+
+
+def test_a_body_that_trickles_in_takes_no_connection_between_relay_and_gateway(tmp_path: Path) -> None:
+    with open_cloud(tmp_path, Inner()) as cloud:
+        relay = httpx.URL(cloud.relay_url)
+        head = f"POST / HTTP/1.1\r\nhost: relay\r\ncontent-type: {CHUNKED.request_type}\r\ncontent-length: 9999\r\n\r\n"
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                slow = stack.enter_context(socket.create_connection((relay.host, relay.port), timeout=5))
+                slow.sendall(head.encode() + b"x" * 100)
+            assert ask(cloud, REQUEST).content == ANSWER + b"hello"
+            assert len(cloud.relay.posts()) == 21
+            assert len(cloud.gateway.posts()) == 1
+
+
+def test_a_long_body_is_handed_on_before_it_is_whole(tmp_path: Path) -> None:
+    with open_cloud(tmp_path, Inner()) as cloud:
+        relay = httpx.URL(cloud.relay_url)
+        head = f"POST / HTTP/1.1\r\nhost: relay\r\ncontent-type: {CHUNKED.request_type}\r\ncontent-length: 999999\r\n\r\n"
+        with socket.create_connection((relay.host, relay.port), timeout=5) as long:
+            long.sendall(head.encode() + bytes(100 * KIB))
+            give_up_s = time.monotonic() + 5
+            while not cloud.gateway.posts():
+                assert time.monotonic() < give_up_s
+                time.sleep(0.01)
 
 
 def is_refused(connection: socket.socket) -> bool:

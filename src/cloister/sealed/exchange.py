@@ -71,17 +71,18 @@ class Body:
         """Gives the budget back what the body still holds of it."""
         self._charge.close()
 
-    async def pieces(self, *, keeps: bool) -> AsyncIterator[bytes]:
+    async def pieces(self, *, keeps: bool, first_bytes: int = 0) -> AsyncIterator[bytes]:
         """Yields what arrives.
 
         Args:
+            first_bytes: the first piece has as many, or is the whole body.
             keeps: whether all of it stays in memory; otherwise a piece is handed on before the next one is asked for.
 
         Raises:
             ProblemError: it is too long (413), too slow (408), or gave way to others (503).
             GoneError: the connection was closed.
         """
-        num_bytes, more = 0, True
+        num_bytes, more, first = 0, True, bytearray()
         pace = Pace(asyncio.get_running_loop().time(), self._timeout_s)
         while more:
             try:
@@ -104,6 +105,11 @@ class Body:
             if not more:
                 self._charge.is_whole = True
                 self.is_read.set()
+            if num_bytes < first_bytes and more:
+                first += piece
+                continue
+            if first:
+                piece, first = bytes(first) + piece, bytearray()
             if piece:
                 yield piece
             if not keeps:
@@ -112,6 +118,14 @@ class Body:
     def _too_large(self) -> ProblemError:
         title = f"The request is longer than the {self._limit_bytes:,} bytes that are taken here."
         return ProblemError(413, title, in_clear=True)
+
+
+async def join_pieces(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yields a piece that was taken already, and those after it."""
+    if first:
+        yield first
+    async for piece in rest:
+        yield piece
 
 
 def _no_room() -> ProblemError:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from cloister.privacy.sealing import CHUNKED, FORMS, Fields
-from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES, Body, Outgoing, media_type, run_while_there
+from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES, Body, Outgoing, join_pieces, media_type, run_while_there
 from cloister.sealed.problems import ProblemError
 from cloister.sealed.serving import Health, Lifespan, Post, handlers
 from cloister.sealed.upstream import Answer, Upstream
@@ -22,6 +22,8 @@ from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 
 PASSED_FIELDS: Final = ("cache-control", "incremental", "retry-after")
 """Header fields of the gateway's answer that go on beside the content's type; they are the same for whoever asks."""
+FIRST_BYTES: Final = 32 * 1024
+"""A body takes a connection to the gateway when as much of it is there, or all: slow ones take none."""
 _PUBLIC_PATH: Final = re.compile(r"/\.well-known/[A-Za-z0-9_-]+(?:/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 
 
@@ -79,7 +81,10 @@ class _Relay:
                 headers["incremental"] = "?1"
             if body.declared_bytes is not None:
                 headers["content-length"] = str(body.declared_bytes)
-            async with self._upstream.ask("POST", f"{self._config.gateway_url}/", headers, body.pieces(keeps=False)) as answer:
+            pieces = body.pieces(keeps=False, first_bytes=FIRST_BYTES)
+            first = await anext(pieces, b"")
+            sealed = join_pieces(first, pieces)
+            async with self._upstream.ask("POST", f"{self._config.gateway_url}/", headers, sealed) as answer:
                 if answer.status == 401:  # a client shows its token to the gateway in the sealed part only
                     raise ProblemError(502, "The gateway does not know this relay; its operator has to give both one secret.")
                 await _pass_on(answer, out)

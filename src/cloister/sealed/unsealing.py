@@ -20,6 +20,7 @@ from cloister.privacy.sealing import (
     Receiver,
     RequestHead,
 )
+from cloister.sealed.exchange import join_pieces
 
 
 class Unsealer(Protocol):
@@ -104,7 +105,7 @@ async def open_request(unsealer: Unsealer, form: Form, pieces: AsyncIterator[byt
             break
     header = Header.parse(bytes(head))
     exchange = await unsealer.begin(header, form)
-    rest = _join(bytes(head[HEADER_BYTES:]), pieces)
+    rest = join_pieces(bytes(head[HEADER_BYTES:]), pieces)
     opening = _open_whole if form is WHOLE else _open_chunks
     return Opened(exchange, opening(unsealer, exchange, rest))
 
@@ -155,10 +156,3 @@ async def _open_whole(unsealer: Unsealer, exchange: Exchange, pieces: AsyncItera
     del whole
     await unsealer.accept(exchange.header)
     yield plaintext
-
-
-async def _join(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    if first:
-        yield first
-    async for piece in rest:
-        yield piece

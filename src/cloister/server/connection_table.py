@@ -61,7 +61,7 @@ class ConnectionTable:
     def _shed_one(self) -> bool:
         if not self._waiting:
             return False
-        victim = next(iter(max(self._waiting.values(), key=len)))
+        victim = next(iter(max(self._waiting.values(), key=lambda waiting: len(waiting))))
         self.leave(victim)
         victim.shed()
         return True

@@ -67,7 +67,7 @@ class RedisSpendStore:
     def spend(self, key_id: bytes, token_digest: bytes, expires_at: int) -> bool:
         # A retry after a lost answer finds the record: the token may be lost, and is never spent twice.
         key = key_id.hex()
-        return self._run(_SPEND, (*_NAMES, _PREFIX + key), (key, token_digest, expires_at)) == 1
+        return int(self._run(_SPEND, (*_NAMES, _PREFIX + key), (key, token_digest, expires_at))) == 1
 
     def forget(self, now: int) -> None:
         self._run(_FORGET, _NAMES, (now, _PREFIX))
