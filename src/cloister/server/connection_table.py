@@ -61,7 +61,8 @@ class ConnectionTable:
     def _shed_one(self) -> bool:
         if not self._waiting:
             return False
-        victim = next(iter(max(self._waiting.values(), key=lambda waiting: len(waiting))))
+        crowd = max(self._waiting, key=lambda network: len(self._waiting[network]))
+        victim = next(iter(self._waiting[crowd]))
         self.leave(victim)
         victim.shed()
         return True
