@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import socket
 import ssl
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,3 +154,19 @@ def test_a_handshake_has_a_deadline(guarded: House, monkeypatch: pytest.MonkeyPa
     with connect(guarded, CROWD) as begun, contextlib.suppress(ConnectionResetError):
         assert begun.recv(1) == b""
     assert time.monotonic() - began_s < 3
+
+
+def test_an_idle_tls_connection_costs_little_memory(guarded: House) -> None:
+    """Two thousand of them have to fit beside the ceiling of the bodies."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        with contextlib.ExitStack() as stack:
+            for _ in range(LIMIT):
+                secured = ssl._create_unverified_context().wrap_socket(connect(guarded, CROWD))
+                stack.enter_context(secured)
+            after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (after - before) / LIMIT < 100_000

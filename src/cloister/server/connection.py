@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import asyncio.sslproto
 import ssl
 from typing import Final
 
@@ -20,8 +21,12 @@ HANDSHAKE_TIMEOUT_S: Final = 10.0
 """How long a TLS handshake may take."""
 LINGER_S: Final = 2.0
 """How long a refused client may go on sending: closing at once would take back the reply before it was read."""
+TLS_BUFFER_BYTES: Final = 16 * 1024
+"""What asyncio reads into, for each connection: one record of TLS (RFC 8446, section 5.1). It takes 256 KiB by itself."""
 MAX_LINGERING: Final = 128
 """Refused connections that may linger at once; further ones are closed without a word."""
+
+asyncio.sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES
 
 
 class Connection(H11Protocol):
