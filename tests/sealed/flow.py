@@ -52,6 +52,7 @@ from cloister.sealed.relay import ISSUER_TIMEOUT_S, RelayConfig, relay_app
 from cloister.sealed.serving import Lifespan
 from cloister.sealed.unsealing import LocalUnsealer
 from cloister.sealed.upstream import Upstream, trust_only
+from cloister.server.body_budget import BODY_CEILING_BYTES
 from cloister.server.connection import Connection
 from cloister.server.serve import address_of, bind
 from tests.token_shop import CHALLENGE, Shop
@@ -238,6 +239,7 @@ def open_cloud(
     evidence: Callable[[], bytes | None] = lambda: None,
     answer_timeout_s: float = 600.0,
     max_request_bytes: int = MAX_REQUEST_BYTES,
+    body_ceiling_bytes: int = BODY_CEILING_BYTES,
     budget: int = 512,
     certificate: tuple[Path, Path] | None = None,
     issuer: ASGIApp | None = None,
@@ -266,7 +268,9 @@ def open_cloud(
         stack.callback(store.close)
         gateway = Recorder(
             gateway_app(
-                GatewayConfig(GATEWAY_URL, (RELAY_SECRET,), NODE_SECRET, max_request_bytes),
+                GatewayConfig(
+                    GATEWAY_URL, (RELAY_SECRET,), NODE_SECRET, max_request_bytes, body_ceiling_bytes=body_ceiling_bytes
+                ),
                 LocalUnsealer(gateway_receiver),
                 Redeemer(shop.accepted(), store, shop.clock),
                 book,

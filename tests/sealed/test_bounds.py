@@ -101,7 +101,7 @@ def test_a_request_that_trickles_in_is_given_up() -> None:
     async def live() -> None:
         began_s = time.monotonic()
         with pytest.raises(ProblemError, match="did not arrive within") as refused:
-            async for _ in Body(SCOPE, trickle, 1000, 0.2).pieces():
+            async for _ in Body(SCOPE, trickle, 1000, 0.2).pieces(keeps=True):
                 pass
         assert refused.value.status == 408
         assert time.monotonic() - began_s < 5

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 
 from cloister.client.traces.node import SealedNode
 from cloister.privacy.residue.processes import Family
+from cloister.privacy.sealing import CHUNKED
 
 BODY = {"prompt": "Once", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
@@ -61,6 +64,17 @@ def test_errors_of_the_server_come_back_sealed(node: Node) -> None:
 def test_nothing_is_answered_in_the_clear(node: Node) -> None:
     assert httpx.post(f"{node.address}/v1/completions", json=BODY).status_code == 404
     assert httpx.post(f"{node.address}/ohttp", json=BODY).status_code == 415
+
+
+def test_slow_bodies_hold_no_worker(node: Node) -> None:
+    address = httpx.URL(node.address)
+    head = f"POST /ohttp HTTP/1.1\r\nhost: node\r\ncontent-type: {CHUNKED.request_type}\r\ncontent-length: 9999\r\n\r\nx"
+    with contextlib.ExitStack() as stack:
+        for _ in range(256):  # more than there may be workers
+            slow = stack.enter_context(socket.create_connection((address.host, address.port or 80), timeout=5))
+            slow.sendall(head.encode())
+        time.sleep(0.2)
+        assert node.ask(BODY).status_code == 200
 
 
 def test_a_stream_that_is_left_ends_its_worker(node: Node) -> None:

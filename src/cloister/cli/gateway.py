@@ -58,7 +58,7 @@ def gateway(
     only: started anew, it publishes a new epoch.
     """
     from cloister.privacy.sealing import GATEWAY_KEY_LIFE_S, GATEWAY_KEY_OVERLAP_S, KeyRing, Receiver, ReplayCache
-    from cloister.privacy.tokens import Redeemer, open_spend_store
+    from cloister.privacy.tokens import Expiry, Redeemer, open_spend_store
     from cloister.privacy.transparency.trust import read_trust
     from cloister.sealed.dates import REPLAY_WINDOW_S
     from cloister.sealed.gateway import GatewayConfig, gateway_app
@@ -83,6 +83,7 @@ def gateway(
     check_signed(shown, believed, time.time())
     store = open_spend_store(spend_store)
     redeemer = Redeemer(accept_keys(shown, url), store, time.time)
+    expiry = Expiry(store, time.time, time.monotonic)
 
     def read_keys_again() -> None:
         nonlocal shown
@@ -105,7 +106,8 @@ def gateway(
         )
     config = GatewayConfig(url, read_secrets(relay_secrets), read_secret(node_secret) if node_secret is not None else None)
     reloader = Reloader([Source("issuer keys", (issuer_keys,), read_keys_again)])
-    background = [book.look_forever, unsealer.turn_forever, reloader.watch, *([keeper.renew_forever] if keeper else [])]
+    background = [book.look_forever, unsealer.turn_forever, reloader.watch, expiry.run_forever]
+    background += [keeper.renew_forever] if keeper else []
     app = gateway_app(config, unsealer, redeemer, book, upstream, Lifespan(upstream, *background), keeper)
     set_up_logging("text")
     listener = bind(host, port)

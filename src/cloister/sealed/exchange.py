@@ -13,6 +13,9 @@ from starlette.types import Receive, Scope, Send
 from cloister.privacy.sealing import Fields
 from cloister.sealed.problems import ProblemError
 from cloister.sealed.shaping import WRITE_TIMEOUT_S
+from cloister.server.body_budget import BodyBudget
+from cloister.server.body_pace import Pace, ShedError, receive_piece
+from cloister.server.networks import client_network
 
 BODY_TIMEOUT_S: Final = 60.0
 """How long a whole request body may take to arrive."""
@@ -32,12 +35,23 @@ class GoneError(Exception):
 class Body:
     """The body of a request, read once, piece by piece.
 
+    Args:
+        budget: of the process, to which the body is charged until `close`; None has no ceiling beside `limit_bytes`.
+
     Attributes:
         is_read: set when all of it has been read, or never will be.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, limit_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        limit_bytes: int,
+        timeout_s: float = BODY_TIMEOUT_S,
+        budget: BodyBudget | None = None,
+    ) -> None:
         self._receive = receive
+        self._charge = (budget or BodyBudget(limit_bytes)).open(client_network(scope))
         self._limit_bytes = limit_bytes
         self._timeout_s = timeout_s
         self._declared = find_header(scope, b"content-length")
@@ -53,21 +67,31 @@ class Body:
         if (self.declared_bytes or 0) > self._limit_bytes:
             raise self._too_large()
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    def close(self) -> None:
+        """Gives the budget back what the body still holds of it."""
+        self._charge.close()
+
+    async def pieces(self, *, keeps: bool, first_bytes: int = 0) -> AsyncIterator[bytes]:
         """Yields what arrives.
 
+        Args:
+            first_bytes: the first piece has as many, or is the whole body.
+            keeps: whether all of it stays in memory; otherwise a piece is handed on before the next one is asked for.
+
         Raises:
-            ProblemError: it is too long (413) or too slow (408).
+            ProblemError: it is too long (413), too slow (408), or gave way to others (503).
             GoneError: the connection was closed.
         """
-        num_bytes, more = 0, True
-        ends_s = asyncio.get_running_loop().time() + self._timeout_s
+        num_bytes, more, first = 0, True, bytearray()
+        pace = Pace(asyncio.get_running_loop().time(), self._timeout_s)
         while more:
             try:
-                async with asyncio.timeout_at(ends_s):
-                    message = await self._receive()
+                message = await receive_piece(self._receive, self._charge, pace)
             except TimeoutError:
-                raise ProblemError(408, f"The request did not arrive within {self._timeout_s:g} s.", in_clear=True) from None
+                title = f"The request came too slowly, or did not arrive within {self._timeout_s:g} s."
+                raise ProblemError(408, title, in_clear=True) from None
+            except ShedError:
+                raise _no_room() from None
             if message["type"] == "http.disconnect":
                 self.is_read.set()
                 raise GoneError
@@ -75,14 +99,38 @@ class Body:
             num_bytes += len(piece)
             if num_bytes > self._limit_bytes:
                 raise self._too_large()
+            self._charge.add(len(piece))
+            if self._charge.is_shed:
+                raise _no_room()
             if not more:
+                self._charge.is_whole = True
                 self.is_read.set()
+            if num_bytes < first_bytes and more:
+                first += piece
+                continue
+            if first:
+                piece, first = bytes(first) + piece, bytearray()
             if piece:
                 yield piece
+            if not keeps:
+                self._charge.give_back(len(piece))
 
     def _too_large(self) -> ProblemError:
         title = f"The request is longer than the {self._limit_bytes:,} bytes that are taken here."
         return ProblemError(413, title, in_clear=True)
+
+
+async def join_pieces(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yields a piece that was taken already, and those after it."""
+    if first:
+        yield first
+    async for piece in rest:
+        yield piece
+
+
+def _no_room() -> ProblemError:
+    fields = ((b"retry-after", b"2"),)
+    return ProblemError(503, "There is no memory for the request now; try again in a moment.", fields=fields, in_clear=True)
 
 
 class Outgoing:
@@ -140,6 +188,7 @@ async def run_while_there(work: Coroutine[Any, Any, None], body: Body, out: Outg
         for each in (gone, task):
             each.cancel()
         await asyncio.wait([gone, task])
+        body.close()
     if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, GoneError):
         # by its kind alone: what an exception says may be content
         _logger.error("a request ended with a mistake of this program (%s)", type(error).__name__)

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from cloister.privacy.sealing import (
     FORMS,
     KEYS_MEDIA_TYPE,
+    WHOLE,
     Content,
     Fields,
     Part,
@@ -48,6 +49,7 @@ from cloister.sealed.sealed_reply import SealedReply
 from cloister.sealed.serving import Health, Lifespan, Post, handlers
 from cloister.sealed.unsealing import Opened, Unsealer, open_request, read_head, read_parts
 from cloister.sealed.upstream import Answer, Upstream
+from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 from cloister.types.errors import CloisterError
 
 NODE_PATH: Final = "/ohttp"
@@ -91,6 +93,7 @@ class GatewayConfig:
         url: by which clients name it, without a slash at the end; a request for another host is refused.
         relay_secrets: of the relays whose requests are taken, at least one.
         node_secret: shows the nodes that it is this gateway; None where they ask for none.
+        body_ceiling_bytes: of all requests at once, as far as they are in memory.
     """
 
     url: str
@@ -98,6 +101,7 @@ class GatewayConfig:
     node_secret: str | None = field(default=None, repr=False)
     max_request_bytes: int = MAX_REQUEST_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
+    body_ceiling_bytes: int = BODY_CEILING_BYTES
 
 
 def gateway_app(
@@ -147,11 +151,12 @@ class _Gateway:
         self._nodes = nodes
         self._upstream = upstream
         self._now = now
+        self._budget = BodyBudget(max(config.body_ceiling_bytes, config.max_request_bytes))
         self._authority = _plain_authority(config.url.partition("://")[2].partition("/")[0])
         self._prefix = httpx.URL(config.url).path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = Body(scope, receive, self._config.max_request_bytes, self._config.body_timeout_s)
+        body = Body(scope, receive, self._config.max_request_bytes, self._config.body_timeout_s, self._budget)
         out = Outgoing(send)
         await run_while_there(self._answer(scope, body, out), body, out, receive)
 
@@ -165,7 +170,7 @@ class _Gateway:
             parts = read_parts(opened.plaintext)
             head = await _first(parts, opened, out)
             reply = SealedReply(opened.exchange, out)
-            await self._forward(head, parts, reply)
+            await self._forward(head, _contents(parts, body), reply)
         except CloisterError as error:
             if out.has_begun:
                 return  # left unfinished: the client sees that there is no final chunk
@@ -184,9 +189,9 @@ class _Gateway:
         form = FORMS.get(media_type(scope))
         if form is None:
             raise ProblemError(415, f"Send a sealed request, as {' or '.join(FORMS)}.")
-        return await open_request(self._unsealer, form, body.pieces())
+        return await open_request(self._unsealer, form, body.pieces(keeps=form is WHOLE))
 
-    async def _forward(self, head: RequestHead, parts: AsyncIterator[Part], reply: SealedReply) -> None:
+    async def _forward(self, head: RequestHead, contents: AsyncIterator[bytes], reply: SealedReply) -> None:
         node_id = self._check_target(head)
         check_date(head.fields, self._now(), is_needed=True)
         kind = find_field(head.fields, b"content-type") or ""
@@ -199,7 +204,7 @@ class _Gateway:
         headers = {"content-type": kind, BUDGET_FIELD: str(paid.budget)}
         if self._config.node_secret is not None:
             headers["authorization"] = f"Bearer {self._config.node_secret}"
-        async with self._upstream.ask("POST", url + NODE_PATH, headers, _contents(parts)) as answer:
+        async with self._upstream.ask("POST", url + NODE_PATH, headers, contents) as answer:
             await _pass_on(answer, FORMS[kind].response_type, reply)
 
     def _check_target(self, head: RequestHead) -> str:
@@ -259,10 +264,11 @@ async def _refuse(problem: ProblemError, reply: SealedReply | None, out: Outgoin
         await reply.refuse(problem)
 
 
-async def _contents(parts: AsyncIterator[Part]) -> AsyncIterator[bytes]:
+async def _contents(parts: AsyncIterator[Part], body: Body) -> AsyncIterator[bytes]:
     async for part in parts:
         if isinstance(part, Content):
             yield part.data
+    body.close()  # it is on its way to the node, and nothing of it stays here
 
 
 async def _pass_on(answer: Answer, expected: str, reply: SealedReply) -> None:

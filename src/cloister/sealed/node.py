@@ -52,6 +52,7 @@ from cloister.sealed.sealed_reply import SealedReply
 from cloister.sealed.serving import Lifespan, Post, handlers
 from cloister.sealed.shaping import Reply, open_reply
 from cloister.sealed.unsealing import Opened, Unsealer, open_request
+from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 from cloister.server.calls import OUTPUT_BUDGET
 from cloister.types.errors import CloisterError, PolicyError
 
@@ -74,6 +75,7 @@ class NodeConfig:
         gateway_secret: that a gateway has to show; None takes requests of whoever has one that opens.
         evidence: returns the evidence document for the current key; None while there is none.
         profile: that the node runs under; receipts name it.
+        body_ceiling_bytes: of all requests at once, from their first byte to the end of their answers.
     """
 
     shape: Shape | None = None
@@ -82,6 +84,7 @@ class NodeConfig:
     profile: str = "private"
     max_request_bytes: int = MAX_REQUEST_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
+    body_ceiling_bytes: int = BODY_CEILING_BYTES
 
 
 def node_app(
@@ -112,9 +115,10 @@ class _Node:
         self._config = config
         self._unsealer = unsealer
         self._now = now
+        self._budget = BodyBudget(max(config.body_ceiling_bytes, config.max_request_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = Body(scope, receive, self._config.max_request_bytes, self._config.body_timeout_s)
+        body = Body(scope, receive, self._config.max_request_bytes, self._config.body_timeout_s, self._budget)
         out = Outgoing(send)
         await run_while_there(self._answer(scope, body, out), body, out, receive)
 
@@ -150,7 +154,7 @@ class _Node:
         form = FORMS.get(media_type(scope))
         if form is None:
             raise ProblemError(415, f"Send a sealed request, as {' or '.join(FORMS)}.")
-        opened = await open_request(self._unsealer, form, body.pieces())
+        opened = await open_request(self._unsealer, form, body.pieces(keeps=True))
         message = bytearray()
         async for plaintext in opened.plaintext:
             message += plaintext

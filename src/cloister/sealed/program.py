@@ -14,6 +14,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from cloister.server.connection import Connection
+from cloister.server.connection_table import ConnectionTable
+from cloister.server.serve import fit_connections
 
 MAX_CONNECTIONS = 2048
 LAST_WORDS_S = 5
@@ -37,21 +39,40 @@ def _is_about_program(record: logging.LogRecord) -> bool:
 
 
 def run_program(app: ASGIApp, listener: socket.socket, *, tls_cert: Path | None = None, tls_key: Path | None = None) -> int:
-    """Serves an application at a bound socket; returns the exit status, 1 if a second signal cut it short."""
+    """Serves an application at a bound socket; returns the exit status, 1 if a second signal cut it short.
+
+    Raises:
+        ConfigError: this process may not open enough files.
+    """
+    config = program_config(app, tls_cert=tls_cert, tls_key=tls_key)
     logging.getLogger("uvicorn.error").addFilter(_is_about_program)
+    server = _Server(config)
+    with listener:
+        asyncio.run(server.serve([listener]))
+    return 1 if server.force_exit else 0
+
+
+def program_config(app: ASGIApp, *, tls_cert: Path | None = None, tls_key: Path | None = None) -> uvicorn.Config:
+    """Returns how a program serves: bounded connections, each wait with an end, no line about any request.
+
+    Raises:
+        ConfigError: as `run_program`.
+    """
+
+    class Bounded(Connection):
+        table = ConnectionTable(fit_connections(MAX_CONNECTIONS, files_each=2))  # one of the client's, one to the next program
+
     config = uvicorn.Config(
         app,
-        http=Connection,  # with an end to every wait for a request's head
+        http=Bounded,
         log_config=None,
         access_log=False,  # lines with addresses beside times
         server_header=False,
-        limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=LAST_WORDS_S,
         ssl_certfile=tls_cert,
         ssl_keyfile=tls_key,
     )
-    server = _Server(config)
-    with listener:
-        asyncio.run(server.serve([listener]))
-    return 1 if server.force_exit else 0
+    config.load()
+    Bounded.tls, config.ssl = config.ssl, None
+    return config

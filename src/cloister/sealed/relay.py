@@ -19,15 +19,18 @@ from starlette.types import Receive, Scope, Send
 from cloister.privacy.sealing import CHUNKED, FORMS, Fields
 from cloister.privacy.tokens.purchase import PURCHASE_BYTES, PURCHASE_PATH, STATEMENT_PATH
 from cloister.privacy.tokens.purchase import REQUEST_TYPE as PURCHASE_TYPE
-from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES, Body, Outgoing, media_type, run_while_there
+from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES, Body, Outgoing, join_pieces, media_type, run_while_there
 from cloister.sealed.problems import ProblemError
 from cloister.sealed.serving import Health, Post, handlers
 from cloister.sealed.upstream import Answer, Upstream
+from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 
 PASSED_FIELDS: Final = ("cache-control", "incremental", "retry-after")
 """Header fields of the gateway's answer that go on beside the content's type; they are the same for whoever asks."""
 ISSUER_TIMEOUT_S: Final = 25.0
 """Longest silence of an issuer, which signs a batch in a fraction of a second; clients wait for 30 s."""
+FIRST_BYTES: Final = 32 * 1024
+"""A body takes a connection to the gateway when as much of it is there, or all: slow ones take none."""
 _PUBLIC_PATH: Final = re.compile(r"/\.well-known/[A-Za-z0-9_-]+(?:/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 
 
@@ -41,6 +44,7 @@ class RelayConfig:
         max_request_bytes: longest request.
         body_timeout_s: how long one may take to arrive.
         issuer_url: where it carries purchases of tokens, without a slash at the end; empty for nowhere.
+        body_ceiling_bytes: of all requests at once, as far as they are in memory.
     """
 
     gateway_url: str
@@ -48,6 +52,7 @@ class RelayConfig:
     max_request_bytes: int = MAX_REQUEST_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
     issuer_url: str = ""
+    body_ceiling_bytes: int = BODY_CEILING_BYTES
 
     def __repr__(self) -> str:
         return f"RelayConfig({self.gateway_url!r})"
@@ -60,14 +65,15 @@ def relay_app(config: RelayConfig, upstream: Upstream, issuer: Upstream | None =
         upstream: the way to the gateway.
         issuer: the way to the issuer; None carries no purchases.
     """
+    budget = BodyBudget(max(config.body_ceiling_bytes, config.max_request_bytes))
     routes = [
-        Route("/", Post(_Carrier(config, upstream, _gateway_target(config)))),
+        Route("/", Post(_Carrier(config, upstream, _gateway_target(config), budget))),
         Route("/health", Health()),
         Route("/.well-known/{path:path}", _PublicFiles(config.gateway_url, upstream)),
     ]
     if issuer is not None:
         routes[:0] = [
-            Route("/issuer", Post(_Carrier(config, issuer, _issuer_target(config)))),
+            Route("/issuer", Post(_Carrier(config, issuer, _issuer_target(config), budget))),
             Route(STATEMENT_PATH, _PublicFiles(config.issuer_url, issuer)),
         ]
     return Starlette(routes=routes, lifespan=_closing(upstream, issuer), exception_handlers=handlers())
@@ -109,13 +115,14 @@ def _closing(*upstreams: Upstream | None) -> Callable[[Starlette], AbstractAsync
 
 
 class _Carrier:
-    def __init__(self, config: RelayConfig, upstream: Upstream, target: _Target) -> None:
+    def __init__(self, config: RelayConfig, upstream: Upstream, target: _Target, budget: BodyBudget) -> None:
         self._config = config
         self._upstream = upstream
         self._target = target
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = Body(scope, receive, self._target.max_request_bytes, self._config.body_timeout_s)
+        body = Body(scope, receive, self._target.max_request_bytes, self._config.body_timeout_s, self._budget)
         out = Outgoing(send)
         await run_while_there(self._carry(scope, body, out), body, out, receive)
 
@@ -130,7 +137,10 @@ class _Carrier:
                 headers["incremental"] = "?1"
             if body.declared_bytes is not None:
                 headers["content-length"] = str(body.declared_bytes)
-            async with self._upstream.ask("POST", self._target.url, headers, body.pieces()) as answer:
+            pieces = body.pieces(keeps=False, first_bytes=FIRST_BYTES)
+            first = await anext(pieces, b"")
+            sealed = join_pieces(first, pieces)
+            async with self._upstream.ask("POST", self._target.url, headers, sealed) as answer:
                 if answer.status == 401:  # a client shows its token to the gateway in the sealed part only
                     raise ProblemError(502, "The gateway does not know this relay; its operator has to give both one secret.")
                 await _pass_on(answer, out)

@@ -20,6 +20,7 @@ from cloister.privacy.sealing import (
     RequestHead,
     header_bytes,
 )
+from cloister.sealed.exchange import join_pieces
 
 
 class PublicKeys(NamedTuple):
@@ -127,7 +128,7 @@ async def open_request(unsealer: Unsealer, form: Form, pieces: AsyncIterator[byt
             break
     header = Header.parse(bytes(head))
     exchange = await unsealer.begin(header, form)
-    rest = _join(bytes(head[len(header.encode()) :]), pieces)
+    rest = join_pieces(bytes(head[len(header.encode()) :]), pieces)
     opening = _open_whole if form is WHOLE else _open_chunks
     return Opened(exchange, opening(unsealer, exchange, rest))
 
@@ -172,13 +173,9 @@ async def _open_whole(unsealer: Unsealer, exchange: Exchange, pieces: AsyncItera
     sealed = bytearray()
     async for piece in pieces:
         sealed += piece
-    plaintext = exchange.context.open(bytes(sealed))
+    whole = bytes(sealed)
+    sealed.clear()  # a request may be large, and there would be three of it
+    plaintext = exchange.context.open(whole)
+    del whole
     await unsealer.accept(exchange.header)
     yield plaintext
-
-
-async def _join(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    if first:
-        yield first
-    async for piece in rest:
-        yield piece

@@ -3,59 +3,91 @@
 from __future__ import annotations
 
 import asyncio
+import asyncio.sslproto
+import ssl
 from typing import Final
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.utils import get_remote_addr
 
+from cloister.server.connection_table import ConnectionTable
 from cloister.server.errors import OverloadedError, error_body, error_headers, invalid
 from cloister.types.errors import CloisterError
 
 REQUEST_TIMEOUT_S: Final = 20.0
 """How long a connection may go without a whole request head, or with the rest of a body that nobody reads any more."""
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+"""How long a TLS handshake may take."""
 LINGER_S: Final = 2.0
 """How long a refused client may go on sending: closing at once would take back the reply before it was read."""
+TLS_BUFFER_BYTES: Final = 16 * 1024
+"""What asyncio reads into, for each connection: one record of TLS (RFC 8446, section 5.1). It takes 256 KiB by itself."""
 MAX_LINGERING: Final = 128
 """Refused connections that may linger at once; further ones are closed without a word."""
+
+asyncio.sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES
 
 
 class Connection(H11Protocol):
     """Closes a connection that has had no request in work for `request_timeout_s`, whatever trickles in meanwhile.
 
     Attributes:
-        max_connections: connections at once; who comes then gets 503. None is no bound.
+        table: of all connections of the server; who finds no room in it gets 503. None is no bound.
+        tls: None speaks plain HTTP. The handshake is made here, since one that asyncio makes is in no table until it is over.
     """
 
     request_timeout_s = REQUEST_TIMEOUT_S
-    max_connections: int | None = None
+    handshake_timeout_s = HANDSHAKE_TIMEOUT_S
+    table: ConnectionTable | None = None
+    tls: ssl.SSLContext | None = None
     _num_lingering = 0
+    _socket: asyncio.Transport
+    _handshake: asyncio.Task[None] | None = None
+    _early = b""
     _patience: asyncio.TimerHandle | None = None
     _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if self.max_connections is not None and len(self.connections) > self.max_connections:
-            self._turn_away()
+        self._socket = transport
+        peer = get_remote_addr(transport)
+        has_room = self.table is None or self.table.enter(self, peer[0] if peer else None)
+        if self.tls is None:
+            self._begin(transport, has_room)
+        elif has_room:
+            self._handshake = self.loop.create_task(self._shake_hands(transport, self.tls))
         else:
-            self._start_waiting()
+            transport.abort()  # an answer would cost a handshake
+
+    def shed(self) -> None:
+        """Closes the connection at once; another one takes its place."""
+        self._socket.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        if self.transport is None:  # it came with the end of the handshake
+            self._early += data
+            return
         super().data_received(data)
         if self._is_working():
             self._stop_waiting()
+        self._note_progress()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._is_working():
             self._start_waiting()
+        self._note_progress()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self.table is not None:
+            self.table.leave(self)
         if self._is_refused:
             type(self)._num_lingering -= 1
-        super().connection_lost(exc)
+        if self.transport is not None:
+            super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no HTTP. `msg` is uvicorn's; it says less than what is needed to find the mistake."""
@@ -63,6 +95,30 @@ class Connection(H11Protocol):
             self.transport.close()
             return
         self._refuse(invalid("This is not a valid HTTP/1.1 request; check its head.", code="invalid_http"), b"Bad Request")
+
+    async def _shake_hands(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        try:
+            secured = await self.loop.start_tls(
+                transport, self, tls, server_side=True, ssl_handshake_timeout=self.handshake_timeout_s
+            )
+        except OSError:  # ssl.SSLError and TimeoutError are some
+            secured = None
+        if secured is None or secured.is_closing():
+            transport.abort()
+            if self.table is not None:
+                self.table.leave(self)
+            return
+        self._begin(secured, True)
+        if self._early:
+            early, self._early = self._early, b""
+            self.data_received(early)
+
+    def _begin(self, transport: asyncio.Transport, has_room: bool) -> None:
+        super().connection_made(transport)
+        if has_room:
+            self._start_waiting()
+        else:
+            self._turn_away()
 
     def _turn_away(self) -> None:
         """Answers who comes while there are as many connections as there may be."""
@@ -87,6 +143,14 @@ class Connection(H11Protocol):
         if self.transport.can_write_eof():  # TLS has no half-closed connections
             self.transport.write_eof()
         self._patience = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _note_progress(self) -> None:
+        if self.table is None:
+            return
+        if self._is_working() and (self.cycle.response_started or not self.cycle.more_body):
+            self.table.work(self)
+        else:
+            self.table.wait(self)
 
     def _is_working(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete

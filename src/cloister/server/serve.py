@@ -19,6 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from cloister.server.connection import Connection
+from cloister.server.connection_table import ConnectionTable
 from cloister.server.reload import Reloader, Source
 from cloister.server.tls import Certificate
 from cloister.types.config import ServerConfig
@@ -65,7 +66,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, site: Site, config: ServerConfig, certificate: Certificate | None = None) -> None:
         class Bounded(Connection):
-            max_connections = config.max_connections
+            table = ConnectionTable(config.max_connections)
+            tls = certificate.context if certificate is not None else None
 
         super().__init__(
             uvicorn.Config(
@@ -83,7 +85,6 @@ class Server(uvicorn.Server):
             )
         )
         self.config.load()
-        self.config.ssl = certificate.context if certificate is not None else None
         self._engine = site.engine
         self._drain_timeout_s = config.drain_timeout_s
 
@@ -223,19 +224,22 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def fit_connections(num_connections: int) -> int:
+def fit_connections(num_connections: int, files_each: int = 1) -> int:
     """Makes room for so many connections among this process's files, and returns how many there is room for.
+
+    Args:
+        files_each: 2 where each connection may need one to another program.
 
     Raises:
         ConfigError: for none.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_connections + RESERVED_FILES
+    wanted = num_connections * files_each + RESERVED_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return num_connections
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    room = allowed - RESERVED_FILES
+    room = (allowed - RESERVED_FILES) // files_each
     if room < 1:
         raise ConfigError(f"this process may open {hard} files; a server needs more than {RESERVED_FILES} (ulimit -n)")
     if room < num_connections:

@@ -177,7 +177,9 @@ class ServerConfig:
     max_request_kb: int = setting(4096, "Largest request body, in KiB.", low=1)
     max_n: int = setting(64, "Most sequences (`n`) that one request may ask for.", low=1)
     page: bool = setting(True, "Serve the web page at `/`.")
-    max_connections: int = setting(2048, "Connections at once; more are answered with 503.", low=1)
+    max_connections: int = setting(
+        2048, "Connections at once; a new one replaces one that waits for its client, or gets 503.", low=1
+    )
     allowed_origins: str | None = setting(
         None, "Origins of web pages elsewhere that may use the API (CORS), with commas between them, or *; unset, none."
     )

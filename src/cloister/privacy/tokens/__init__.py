@@ -6,6 +6,7 @@ API keys, `Redeemer` takes them, once each, with the help of a spend store.
 
 from cloister.privacy.tokens.blind_rsa import BlindSignatureError
 from cloister.privacy.tokens.challenge import MalformedTokenError, Token, TokenChallenge, authorization, read_authenticate
+from cloister.privacy.tokens.expiry import Expiry
 from cloister.privacy.tokens.issuance import Pending, TokenRequest, decode_directory, request_tokens
 from cloister.privacy.tokens.issuer import Issuer, IssuerLimits
 from cloister.privacy.tokens.issuer_keys import IssuerKey, KeyShelf
@@ -18,6 +19,7 @@ from cloister.privacy.tokens.stores import open_spend_store
 __all__ = [
     "AcceptedKey",
     "BlindSignatureError",
+    "Expiry",
     "Issuer",
     "IssuerKey",
     "IssuerLimits",

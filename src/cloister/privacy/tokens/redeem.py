@@ -75,11 +75,10 @@ class Redeemer:
         self.change_keys(keys)
 
     def change_keys(self, keys: Sequence[AcceptedKey]) -> None:
-        """Takes tokens of these keys from now on, and lets the store drop what ended.
+        """Takes tokens of these keys from now on.
 
         Raises:
             ConfigError: as at the start; nothing was changed.
-            SpendStoreError: the store gives no answer; the keys were changed.
         """
         if any(key.challenge.redemption_context for key in keys):
             raise ConfigError("the gateway's challenge must be the same for everybody: without a redemption context")
@@ -88,7 +87,6 @@ class Redeemer:
         except ValueError as error:
             raise ConfigError(f"an issuer's key cannot be used: {error}") from None
         self._keys = {key_id(till.key.encoded): till for till in tills}
-        self._store.forget(int(self._now()))
 
     def ask(self) -> str:
         """Returns the value of `WWW-Authenticate` for who came without a token: one challenge for every key."""

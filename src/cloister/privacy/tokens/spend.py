@@ -27,19 +27,26 @@ class SpendStore(Protocol):
     """Remembers spent tokens. Safe to use from any number of threads, processes and machines at once."""
 
     def spend(self, key_id: bytes, token_digest: bytes, expires_at: int) -> bool:
-        """Takes a token down, for good before this returns. True for the first caller ever, False for everybody after.
+        """Takes a token down, for good before this returns. True for the first caller ever, False for everybody after, and for
+        every token of a key whose records were dropped.
 
         Args:
             key_id: the issuer key's, 32 bytes.
             token_digest: 32 bytes.
-            expires_at: Unix seconds; from then on no token of the key is taken, and its records go.
+            expires_at: Unix seconds; from then on no token of the key is taken, and its records may go.
 
         Raises:
             SpendStoreError: no answer within `WAIT_S`; the caller refuses the request.
         """
 
     def forget(self, now: int) -> None:
-        """Drops the records of keys whose tokens have ended."""
+        """Drops the records of keys whose tokens ended by `now` (Unix seconds), and refuses those keys from then on.
+
+        Both in one step: no clock that is set back can make a key good again whose records are gone. `Expiry` says when.
+
+        Raises:
+            SpendStoreError: no answer within `WAIT_S`; nothing was dropped.
+        """
 
     def close(self) -> None:
         """Lets go of files and connections."""

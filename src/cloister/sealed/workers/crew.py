@@ -25,6 +25,7 @@ from cloister.sealed.workers.remote import RemoteUnsealer
 from cloister.sealed.workers.sealer import SealerBoot, SealerReady
 from cloister.sealed.workers.wire import Gone, Head, Part, Piece, Start, frame, receive_for_front, to_asgi
 from cloister.sealed.workers.zygote import ENGINE_DOOR, MESSAGE_BYTES, SEALER_DOOR, WORK, ZygoteBoot, ZygoteReady
+from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 from cloister.types.allocator import OVERWRITING
 from cloister.types.errors import CloisterError, EngineError
 
@@ -200,19 +201,20 @@ class WorkerFront:
         self._max_request_bytes = max_request_bytes
         self._body_timeout_s = body_timeout_s
         self._max_workers = max_workers
+        self._budget = BodyBudget(max(BODY_CEILING_BYTES, max_request_bytes))
         self.num_workers = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         out = Outgoing(send)
-        body = Body(scope, receive, self._max_request_bytes, self._body_timeout_s)
+        body = Body(scope, receive, self._max_request_bytes, self._body_timeout_s, self._budget)
         try:
             body.check_size()
             self._check(scope)
-            if self.num_workers >= self._max_workers:
-                raise ProblemError(503, _BUSY, fields=((b"retry-after", b"1"),))
+            self._check_room()
+            pieces = [piece async for piece in body.pieces(keeps=True)]
+            self._check_room()  # a place is for requests that are there: slow ones hold none
             self.num_workers += 1
             try:
-                pieces = [piece async for piece in body.pieces()]
                 begun_s, is_whole = time.monotonic(), False
                 try:
                     near = await self._crew.fork()
@@ -225,6 +227,12 @@ class WorkerFront:
             return
         except CloisterError as error:
             await out.refuse(problem_of(error))
+        finally:
+            body.close()
+
+    def _check_room(self) -> None:
+        if self.num_workers >= self._max_workers:
+            raise ProblemError(503, _BUSY, fields=((b"retry-after", b"1"),))
 
     async def _carry(self, scope: Scope, pieces: list[bytes], near: socket.socket, receive: Receive, send: Send) -> bool:
         """Returns whether all of an answer was sent."""

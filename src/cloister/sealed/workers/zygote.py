@@ -23,6 +23,7 @@ import msgspec
 
 from cloister.engine.door import KNOCK
 from cloister.engine.faults import describe
+from cloister.privacy.hardening.landlock import confine_signals
 from cloister.privacy.shape import Shape
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import CloisterError
@@ -134,6 +135,7 @@ class Zygote:
         try:
             _end_with_parent()
             name_process("worker")
+            confine_signals()
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, self._life_s)
             for sock in (self._control, *self._doors.values()):

@@ -7,8 +7,11 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloister.server.errors import BodyTimeoutError, MediaTypeError
+from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget, BodyCharge
+from cloister.server.body_pace import Pace, ShedError, receive_piece
+from cloister.server.errors import BodyTimeoutError, MediaTypeError, OverloadedError
 from cloister.server.middleware.failures import send_error
+from cloister.server.networks import client_network
 from cloister.types.errors import CloisterError, RequestTooLargeError
 
 
@@ -21,27 +24,38 @@ class BodyReader:
 
     Args:
         limit_bytes: longest body.
+        budget: for the bodies of all requests at once, each until its request has ended.
         timeout_s: how long a body may take to arrive.
         paths: those that read a body; elsewhere its kind is not looked at and nothing of it is kept (some of these paths ask
             for no key), and the router says what is wrong.
     """
 
-    def __init__(self, app: ASGIApp, limit_bytes: int, timeout_s: float, paths: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, limit_bytes: int, timeout_s: float, paths: Collection[str], budget: BodyBudget | None = None
+    ) -> None:
         self._app = app
         self._limit_bytes = limit_bytes
         self._timeout_s = timeout_s
         self._paths = frozenset(paths)
+        self._budget = budget or BodyBudget(max(BODY_CEILING_BYTES, limit_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        charge = self._budget.open(client_network(scope))
         try:
-            body: bytes | None = await self._read(scope, receive)
+            await self._serve(scope, receive, send, charge)
+        finally:
+            charge.close()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, charge: BodyCharge) -> None:
+        try:
+            body: bytes | None = await self._read(scope, receive, charge)
         except _GoneError:
             return
         except CloisterError as error:
-            await send_error(send, error, close=isinstance(error, BodyTimeoutError))
+            await send_error(send, error, close=isinstance(error, BodyTimeoutError | OverloadedError))
             return
 
         async def replay() -> Message:
@@ -54,33 +68,39 @@ class BodyReader:
 
         await self._app(scope, replay, send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+    async def _read(self, scope: Scope, receive: Receive, charge: BodyCharge) -> bytes:
         is_wanted = scope["method"] == "POST" and scope["path"] in self._paths
         if is_wanted:
             _check_media_type(scope)
         if _declared_bytes(scope) > self._limit_bytes:
             raise self._too_large()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._collect(receive, keeps=is_wanted)
+            return await self._collect(receive, charge, keeps=is_wanted)
         except TimeoutError:
             raise BodyTimeoutError(
-                f"The body did not arrive within {self._timeout_s:g} s; send the request again, in one go."
+                f"The body came too slowly, or did not arrive within {self._timeout_s:g} s; send the request again, in one go."
             ) from None
+        except ShedError:
+            raise OverloadedError("There is no memory for the request now; try again in a moment.") from None
 
-    async def _collect(self, receive: Receive, *, keeps: bool) -> bytes:
+    async def _collect(self, receive: Receive, charge: BodyCharge, *, keeps: bool) -> bytes:
         body, num_bytes, more = bytearray(), 0, True
+        pace = Pace(asyncio.get_running_loop().time(), self._timeout_s)
         while more:
-            message = await receive()
+            message = await receive_piece(receive, charge, pace)
             if message["type"] == "http.disconnect":
                 raise _GoneError
             piece = message.get("body", b"")
             num_bytes += len(piece)
-            if keeps:
-                body += piece
             more = message.get("more_body", False)
             if num_bytes > self._limit_bytes:
                 raise self._too_large()
+            if keeps:
+                body += piece
+                charge.add(len(piece))
+                if charge.is_shed:
+                    raise ShedError
+        charge.is_whole = True
         return bytes(body)
 
     def _too_large(self) -> RequestTooLargeError:

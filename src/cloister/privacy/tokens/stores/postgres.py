@@ -18,8 +18,22 @@ CREATE TABLE IF NOT EXISTS cloister_spent (
     key_id bytea NOT NULL, token bytea NOT NULL, expires_at bigint NOT NULL, PRIMARY KEY (key_id, token)
 )
 """
-_SPEND = "INSERT INTO cloister_spent VALUES (%s, %s, %s) ON CONFLICT DO NOTHING"
-_FORGET = "DELETE FROM cloister_spent WHERE expires_at <= %s"
+_ENDED = "CREATE TABLE IF NOT EXISTS cloister_ended (key_id bytea PRIMARY KEY)"
+_SPEND = """
+INSERT INTO cloister_spent SELECT %(key_id)s, %(token)s, %(expires_at)s
+WHERE NOT EXISTS (SELECT FROM cloister_ended WHERE key_id = %(key_id)s) ON CONFLICT DO NOTHING
+"""
+_FORGET = (
+    "BEGIN",
+    # A spend that waits for this takes its snapshot afterwards, so it sees which keys ended; one before it is waited for.
+    "LOCK TABLE cloister_spent IN EXCLUSIVE MODE",
+    """
+    INSERT INTO cloister_ended SELECT key_id FROM cloister_spent GROUP BY key_id HAVING MAX(expires_at) <= %(now)s
+    ON CONFLICT DO NOTHING
+    """,
+    "DELETE FROM cloister_spent WHERE key_id IN (SELECT key_id FROM cloister_ended)",
+    "COMMIT",
+)
 # A reply before the row is on disk would let a crash forget it; a server may be set to that by default.
 _OPTIONS = f"-c synchronous_commit=on -c statement_timeout={int(WAIT_S * 1000)} -c lock_timeout={int(WAIT_S * 1000)}"
 _MAX_IDLE = 4
@@ -43,13 +57,13 @@ class PostgresSpendStore:
         self._lock = threading.Lock()
         self._idle: list[Any] = []
         self._check_durable()
-        self._run("SELECT pg_advisory_lock(4803321)", _TABLE, "SELECT pg_advisory_unlock(4803321)")  # two may make it at once
+        self._run("SELECT pg_advisory_lock(4803321)", _TABLE, _ENDED, "SELECT pg_advisory_unlock(4803321)")  # two at once
 
     def spend(self, key_id: bytes, token_digest: bytes, expires_at: int) -> bool:
-        return self._run(_SPEND, parameters=(key_id, token_digest, expires_at)) == 1
+        return self._run(_SPEND, parameters={"key_id": key_id, "token": token_digest, "expires_at": expires_at}) == 1
 
     def forget(self, now: int) -> None:
-        self._run(_FORGET, parameters=(now,))
+        self._run(*_FORGET, parameters={"now": now})
 
     def close(self) -> None:
         with self._lock:
@@ -70,7 +84,7 @@ class PostgresSpendStore:
                 "this PostgreSQL could forget a spent token; set in postgresql.conf: fsync = on", param="spend_store"
             )
 
-    def _run(self, *statements: str, parameters: tuple[object, ...] | None = None) -> int:
+    def _run(self, *statements: str, parameters: dict[str, object] | None = None) -> int:
         """Runs statements on a connection of this call's own; returns the number of rows that the last one wrote."""
         for is_last_try in (False, True):
             try:

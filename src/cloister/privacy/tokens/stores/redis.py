@@ -3,6 +3,8 @@
 A Redis as it comes is a cache: it may forget the last second, or throw keys out when memory is short, and each forgotten key
 is a token that can be spent again. So a server is asked first, and refused unless it writes every command to disk before it
 answers and never evicts. What no setting mends: a replica that takes over may lack the last records of the one that failed.
+
+One set for each issuer key, without an expiry: the server's clock may jump, and what it threw out could be spent again.
 """
 
 from __future__ import annotations
@@ -12,9 +14,21 @@ from typing import Any
 from cloister.privacy.tokens.spend import WAIT_S, SpendStoreError, missing_extra
 from cloister.types.errors import ConfigError
 
-MARGIN_S = 86400
-"""Records outlive their key by a day, as the server goes by a clock of its own."""
-
+_NAMES = ("cloister:spent:ends", "cloister:spent:ended")
+"""Until when the tokens of each key are taken (a sorted set), and the keys whose records were dropped (a set)."""
+_SPEND = """
+if redis.call('SISMEMBER', KEYS[2], ARGV[1]) == 1 then return 0 end
+redis.call('ZADD', KEYS[1], 'GT', ARGV[3], ARGV[1])
+return redis.call('SADD', KEYS[3], ARGV[2])
+"""
+_FORGET = """
+for _, key in ipairs(redis.call('ZRANGE', KEYS[1], '-inf', ARGV[1], 'BYSCORE')) do
+    redis.call('SADD', KEYS[2], key)
+    redis.call('UNLINK', ARGV[2] .. key)
+    redis.call('ZREM', KEYS[1], key)
+end
+"""
+_PREFIX = "cloister:spent:"
 _NEEDED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
 
@@ -51,18 +65,22 @@ class RedisSpendStore:
             )
 
     def spend(self, key_id: bytes, token_digest: bytes, expires_at: int) -> bool:
-        # A retry after a lost answer finds the key: the token may be lost, and is never spent twice.
-        key = b"cloister:spent:" + key_id.hex().encode() + b":" + token_digest.hex().encode()
-        try:
-            return bool(self._client.set(key, b"", nx=True, exat=expires_at + MARGIN_S))
-        except self._error as error:
-            raise _unavailable(error) from None
+        # A retry after a lost answer finds the record: the token may be lost, and is never spent twice.
+        key = key_id.hex()
+        return int(self._run(_SPEND, (*_NAMES, _PREFIX + key), (key, token_digest, expires_at))) == 1
 
     def forget(self, now: int) -> None:
-        """Nothing to do: every record has its end with it."""
+        self._run(_FORGET, _NAMES, (now, _PREFIX))
 
     def close(self) -> None:
         self._client.close()
+
+    def _run(self, script: str, names: tuple[str, ...], arguments: tuple[str | bytes | int, ...]) -> Any:
+        """Runs a script; the server runs nothing else meanwhile."""
+        try:
+            return self._client.eval(script, len(names), *names, *arguments)
+        except self._error as error:
+            raise _unavailable(error) from None
 
 
 def _unavailable(error: Exception) -> SpendStoreError:

@@ -20,6 +20,10 @@ CREATE TABLE IF NOT EXISTS spent (
     key_id BLOB NOT NULL, token BLOB NOT NULL, expires_at INTEGER NOT NULL, PRIMARY KEY (key_id, token)
 ) WITHOUT ROWID
 """
+_ENDED = "CREATE TABLE IF NOT EXISTS ended (key_id BLOB PRIMARY KEY) WITHOUT ROWID"
+_SPEND = "INSERT OR IGNORE INTO spent SELECT ?1, ?2, ?3 WHERE NOT EXISTS (SELECT 1 FROM ended WHERE key_id = ?1)"
+_END = "INSERT OR IGNORE INTO ended SELECT key_id FROM spent GROUP BY key_id HAVING MAX(expires_at) <= ?"
+_DROP = "DELETE FROM spent WHERE key_id IN (SELECT key_id FROM ended)"
 
 
 class SqliteSpendStore:
@@ -31,20 +35,23 @@ class SqliteSpendStore:
 
     def __init__(self, url: str) -> None:
         self._lock = threading.Lock()
-        self._database = connect(_path_of(url), _TABLE)
+        self._database = connect(_path_of(url), _TABLE, _ENDED)
 
     def spend(self, key_id: bytes, token_digest: bytes, expires_at: int) -> bool:
         row = (key_id, token_digest, expires_at)
         with self._lock:
             try:
-                return self._database.execute("INSERT OR IGNORE INTO spent VALUES (?, ?, ?)", row).rowcount == 1
+                return self._database.execute(_SPEND, row).rowcount == 1
             except sqlite3.Error as error:
                 raise _unavailable(error) from None
 
     def forget(self, now: int) -> None:
         with self._lock:
             try:
-                self._database.execute("DELETE FROM spent WHERE expires_at <= ?", (now,))
+                self._database.execute("BEGIN IMMEDIATE")
+                with self._database:  # commits, or takes all of it back
+                    self._database.execute(_END, (now,))
+                    self._database.execute(_DROP)
                 self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()  # the log holds what was dropped
             except sqlite3.Error as error:
                 raise _unavailable(error) from None
@@ -54,8 +61,8 @@ class SqliteSpendStore:
             self._database.close()
 
 
-def connect(path: Path, table: str) -> sqlite3.Connection:
-    """Opens a database that survives a crash at any point, with one table; no other user of the machine can open it.
+def connect(path: Path, *tables: str) -> sqlite3.Connection:
+    """Opens a database that survives a crash at any point, with its tables; no other user of the machine can open it.
 
     Raises:
         ConfigError: the file cannot be made or read.
@@ -66,7 +73,8 @@ def connect(path: Path, table: str) -> sqlite3.Connection:
         database = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
             database.execute(f"PRAGMA {pragma}").fetchone()
-        database.execute(table)
+        for table in tables:
+            database.execute(table)
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(
             f"cannot use {path} as a database ({type(error).__name__}); give a file that can be written"

@@ -1,0 +1,90 @@
+"""Memory for request bodies: one ceiling for a process, charged as bytes arrive, and shared out by who holds most.
+
+What a head declares is not charged. At the ceiling the largest body that is still on its way gives way, in the network that
+holds most; bodies that are whole stay until their requests end. A flood of large bodies therefore drops its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+BODY_CEILING_BYTES: Final = 64 * 2**20
+"""For bodies of all requests of one process at once."""
+
+
+class BodyCharge:
+    """What one body holds of a budget.
+
+    Attributes:
+        network: of who sends it.
+        num_bytes: held now.
+        is_whole: set by the reader when all of it is there and charged; it is not shed any more.
+        is_shed: it gave way, and its reader has to let go of it.
+        on_shed: called when it gives way.
+    """
+
+    def __init__(self, budget: BodyBudget, network: str) -> None:
+        self._budget = budget
+        self.network = network
+        self.num_bytes = 0
+        self.is_whole = False
+        self.is_shed = False
+        self.on_shed: Callable[[], None] = lambda: None
+
+    def add(self, num_bytes: int) -> None:
+        """Charges bytes that arrived; see `is_shed` afterwards."""
+        self.num_bytes += num_bytes
+        self._budget.num_bytes += num_bytes
+        self._budget.make_room()
+
+    def give_back(self, num_bytes: int) -> None:
+        """Takes bytes back that were handed on; those of a body that gave way are back already."""
+        num_bytes = min(num_bytes, self.num_bytes)
+        self.num_bytes -= num_bytes
+        self._budget.num_bytes -= num_bytes
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self.give_back(self.num_bytes)
+        self._budget.forget(self)
+
+
+class BodyBudget:
+    """A ceiling for the bodies of one process.
+
+    Args:
+        limit_bytes: of all bodies together; at least as much as one may have.
+
+    Attributes:
+        num_bytes: held by all bodies now; kept by their charges.
+    """
+
+    def __init__(self, limit_bytes: int = BODY_CEILING_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._charges: dict[BodyCharge, None] = {}
+        self.num_bytes = 0
+
+    def open(self, network: str) -> BodyCharge:
+        """Returns the account of a new body."""
+        charge = BodyCharge(self, network)
+        self._charges[charge] = None
+        return charge
+
+    def forget(self, charge: BodyCharge) -> None:
+        """Drops an account."""
+        self._charges.pop(charge, None)
+
+    def make_room(self) -> None:
+        """Sheds bodies that are on their way until the rest fits."""
+        while self.num_bytes > self._limit_bytes:
+            held: dict[str, int] = {}
+            for charge in self._charges:
+                held[charge.network] = held.get(charge.network, 0) + charge.num_bytes
+            growing = [charge for charge in self._charges if not charge.is_whole and charge.num_bytes]
+            if not growing:
+                return
+            victim = max(growing, key=lambda charge: (held[charge.network], charge.num_bytes))
+            victim.is_shed = True
+            victim.close()
+            victim.on_shed()

@@ -1,0 +1,68 @@
+"""Connections of one server, and which of them gives way when a new one finds no room.
+
+As in nginx, where a full worker closes idle connections rather than refusing new ones. The victim is the oldest connection that
+waits for the rest of a request, in the network that has most of these. A request that has arrived whole is never given up. So
+sockets that send nothing, or little by little, keep nobody out: each new one takes the place of another of its own kind.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cloister.server.networks import network_of
+
+
+class Sheddable(Protocol):
+    """A connection that can be closed at any moment."""
+
+    def shed(self) -> None:
+        """Closes it at once, without a word."""
+
+
+class ConnectionTable:
+    """Bounds connections, and knows which of them wait for a client.
+
+    Args:
+        limit: connections at once.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._networks: dict[Sheddable, str] = {}
+        self._waiting: dict[str, dict[Sheddable, None]] = {}  # of each network the oldest first
+
+    def enter(self, connection: Sheddable, host: str | None) -> bool:
+        """Takes in a connection, which waits at first. False if there is no room: requests are in work on all others."""
+        if len(self._networks) >= self._limit and not self._shed_one():
+            return False
+        self._networks[connection] = network_of(host)
+        self.wait(connection)
+        return True
+
+    def wait(self, connection: Sheddable) -> None:
+        """Notes that a connection has no whole request; one that waits already keeps its place in the order."""
+        network = self._networks.get(connection)
+        if network is not None:
+            self._waiting.setdefault(network, {}).setdefault(connection)
+
+    def work(self, connection: Sheddable) -> None:
+        """Notes that a whole request has arrived, or that its reply has begun; the connection stays until `wait`."""
+        network = self._networks.get(connection, "")
+        waiting = self._waiting.get(network, {})
+        waiting.pop(connection, None)
+        if not waiting:
+            self._waiting.pop(network, None)
+
+    def leave(self, connection: Sheddable) -> None:
+        """Forgets a connection; one that is not there is no mistake."""
+        self.work(connection)
+        self._networks.pop(connection, None)
+
+    def _shed_one(self) -> bool:
+        if not self._waiting:
+            return False
+        crowd = max(self._waiting, key=lambda network: len(self._waiting[network]))
+        victim = next(iter(self._waiting[crowd]))
+        self.leave(victim)
+        victim.shed()
+        return True
