@@ -66,6 +66,8 @@ def loaded_beside(config: EngineConfig, model: Path) -> dict[str, Path]:
     drafts = [name.strip() for name in (config.draft_model or "").split(",") if name.strip()]
     found = {f"lora {name}": Path(path).expanduser() for name, path in parse_adapters(config.lora or "")}
     found |= {f"draft model {number}": locate(name, progress=True) for number, name in enumerate(drafts)}
+    if config.release_prefixes is not None:
+        found["release prefixes"] = Path(config.release_prefixes).expanduser()
     if config.datastore is not None:
         found["datastore"] = Path(config.datastore).expanduser()
     if model.is_file() and (model.parent / "drafters").exists():

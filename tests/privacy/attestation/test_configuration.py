@@ -33,7 +33,8 @@ class Machine:
             "model/model-1.safetensors": "weights", "model/model-2.safetensors": "more weights", "model/tokenizer.json": "{}",
             "model/chat_template.jinja": "{{ x }}", "model/config.json": "{}", "model/drafters/medusa/heads.json": "{}",
             "adapter/adapter_config.json": "{}", "adapter/adapter_model.safetensors": "rank", "small/model.safetensors": "s",
-            "store/tokens.bin": "text", "package/app.py": "pass", "package/embedded/model.safetensors": "w",
+            "store/tokens.bin": "text",
+            "model/system.json": "[]", "model/other.json": "[1]", "package/app.py": "pass", "package/embedded/model.safetensors": "w",
             "package/_native.so": "code",
         }  # fmt: skip
         for name, text in files.items():
@@ -42,7 +43,7 @@ class Machine:
             path.write_text(text)
         self.engine = EngineConfig(
             model=str(self.model), lora=f"claims={folder / 'adapter'}", draft_model=str(folder / "small"),
-            datastore=str(folder / "store"), profile="private",
+            datastore=str(folder / "store"), profile="private", release_prefixes=str(self.model / "system.json"),
         )  # fmt: skip
         self.server = ServerConfig(sealed=True)
 
@@ -85,6 +86,14 @@ def drop_datastore(machine: Machine) -> None:
     machine.engine = replace(machine.engine, datastore=None)
 
 
+def name_other_prefixes(machine: Machine) -> None:
+    machine.engine = replace(machine.engine, release_prefixes=str(machine.model / "other.json"))
+
+
+def name_no_prefixes(machine: Machine) -> None:
+    machine.engine = replace(machine.engine, release_prefixes=None)
+
+
 def add_file(machine: Machine) -> None:
     (machine.model / "drafters" / "medusa" / "heads.safetensors").write_text("heads")
 
@@ -100,6 +109,8 @@ FLIPS: dict[str, tuple[Callable[[Machine], None], str]] = {
     "small model": (write("small/model.safetensors"), "draft model 0/*.safetensors is"),
     "datastore": (write("store/tokens.bin"), "datastore/*.bin is"),
     "no datastore": (drop_datastore, "datastore/*.bin is absent"),
+    "other prefixes": (name_other_prefixes, "release prefixes/other.json is"),
+    "no prefixes": (name_no_prefixes, "release prefixes/system.json is absent"),
     "code": (write("package/app.py"), "package is"),
     "embedded model": (write("package/embedded/model.safetensors"), "package is"),
     "native library": (write("package/_native.so"), "native library is"),

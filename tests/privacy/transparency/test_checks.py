@@ -224,6 +224,15 @@ def test_entries_that_are_held_back_or_changed_on_their_way_are_refused(world: W
     assert refuse(world, bundle, None, **{path: data[:-1]}).reason == Reason.MALFORMED
 
 
+def test_a_release_that_says_nothing_of_settings_is_refused(world: World) -> None:
+    """Its nodes could be set to anything, and a client would say that the release is proved."""
+    world.release = msgspec.structs.replace(make_release(2), configuration={})
+    world.log_release(world.release)
+    found = refuse(world, parse_bundle(world.publish().bundle))
+    assert found.reason == Reason.WRONG_RELEASE
+    assert "could be set to anything" in found.message
+
+
 def test_a_revoked_release_is_refused_and_a_revocation_cannot_be_hidden(world: World) -> None:
     before = parse_bundle(world.publish().bundle)
     world.log_minimum(2)

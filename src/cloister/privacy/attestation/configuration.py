@@ -18,7 +18,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "lora": "names and files are measured",
     "draft_model": "its files are measured",
     "datastore": "its files are measured",
-    "release_prefixes": "lies in the model's directory, which is measured",
+    "release_prefixes": "its name and its file are measured",
     "num_threads": "an answer has the same bits for any number",
     "kv_memory_mb": "how much memory a machine has",
     "weights_cache": "a sealed node has none",

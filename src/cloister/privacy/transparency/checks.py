@@ -214,6 +214,12 @@ def check_release(bundle: EpochBundle, trust: Trust, view: View) -> Release:
         raise TransparencyError(Reason.WRONG_RELEASE, "the release that came with the epoch is not the one that it names")
     if release.profile != bundle.epoch.profile:
         raise TransparencyError(Reason.WRONG_RELEASE, "the release is for another privacy profile than the epoch's")
+    if not release.configuration:
+        raise TransparencyError(
+            Reason.WRONG_RELEASE,
+            f"release {release.number} says nothing of how its nodes are set, so they could be set to anything; log a release "
+            "that was made by this version",
+        )
     minimum = read_minimum(bundle.minimum.entry, trust.releases) if bundle.minimum else 0
     if minimum < view.minimum:
         raise TransparencyError(Reason.HIDDEN_MINIMUM, "the log revokes releases that the gateway does not speak of")
