@@ -34,7 +34,8 @@ class Machine:
             "model/chat_template.jinja": "{{ x }}", "model/config.json": "{}", "model/drafters/medusa/heads.json": "{}",
             "adapter/adapter_config.json": "{}", "adapter/adapter_model.safetensors": "rank", "small/model.safetensors": "s",
             "store/tokens.bin": "text",
-            "model/system.json": "[]", "model/other.json": "[1]", "package/app.py": "pass", "package/embedded/model.safetensors": "w",
+            "model/system.json": "[]", "model/other.json": "[1]", "package/app.py": "pass",
+            "package/embedded/model.safetensors": "w",
             "package/_native.so": "code",
         }  # fmt: skip
         for name, text in files.items():
