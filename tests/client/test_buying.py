@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec import UNSET
 
 from cloister.client.asking import Ask, Reply
-from cloister.client.buying import Buyer, signing_key
+from cloister.client.buying import Buyer, signed_budget, signing_key
 from cloister.client.errors import NoTokensError
 from cloister.client.wallet import Wallet
 from cloister.privacy.tokens import Token
 from cloister.privacy.tokens.blind_rsa import generate
 from cloister.privacy.tokens.names import challenge_between
 from cloister.privacy.tokens.purchase import STATEMENT_PATH
-from cloister.privacy.tokens.spki import encode_public
+from cloister.privacy.tokens.spki import encode_public, key_id
 from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry
 from cloister.privacy.transparency.issuer_keys import (
     MAX_KEY_LIFE_S,
@@ -46,11 +48,11 @@ KEY = encode_public(generate().public)
 
 
 def stated(name: str, begin: int, life_s: int = WEEK, *, url: str = ISSUER.url, by: PrivateKey = SIGNER) -> IssuerEntry:
-    return sign_entry(IssuerEntry(url, name.encode(), begin, begin + life_s), by)
+    return sign_entry(IssuerEntry(url, name.encode(), begin, begin + life_s, budget=512), by)
 
 
 def ours() -> IssuerEntry:
-    return sign_entry(IssuerEntry(ISSUER.url, KEY, START, START + WEEK), SIGNER)
+    return sign_entry(IssuerEntry(ISSUER.url, KEY, START, START + WEEK, budget=512), SIGNER)
 
 
 def first_ask(epoch: Epoch, issuer: IssuerIdentity | None = ISSUER, *, is_direct: bool = False) -> Ask:
@@ -97,6 +99,26 @@ def test_everybody_buys_under_the_one_key_that_signs() -> None:
 def test_keys_that_could_mark_tokens_buy_none(entry: IssuerEntry, words: str) -> None:
     with pytest.raises(NoTokensError, match=words):
         first_ask(epoch_with(stated("ours", START), entry, begin=START + 2))
+
+
+def test_a_gateway_that_changes_or_removes_the_budget_of_a_key_sells_no_tokens() -> None:
+    for budget in (1, UNSET):
+        with pytest.raises(NoTokensError, match="did not sign"):
+            first_ask(epoch_with(msgspec.structs.replace(ours(), budget=budget)))
+
+
+def test_under_a_key_whose_issuer_names_no_budget_none_is_bought() -> None:
+    older = sign_entry(IssuerEntry(ISSUER.url, KEY, START, START + WEEK), SIGNER)
+    with pytest.raises(NoTokensError, match="Have the issuer updated"):
+        first_ask(epoch_with(older))
+
+
+def test_the_budget_of_a_token_is_the_one_that_its_own_issuer_signed() -> None:
+    token = Token(bytes(32), bytes(32), key_id(KEY), bytes(256))
+    planted = IssuerEntry("https://a.example", KEY, START, START + WEEK, budget=1)
+    assert signed_budget(epoch_with(planted, stated("other", START - WEEK), ours()), ISSUER, token) == 512
+    with pytest.raises(NoTokensError, match="does not name the key of a token"):
+        signed_budget(epoch_with(planted), ISSUER, token)
 
 
 def test_a_key_that_is_none_is_said_so() -> None:

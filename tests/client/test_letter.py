@@ -106,6 +106,26 @@ def test_requests_of_one_bucket_are_equally_long() -> None:
     assert lengths != {len(write(request=ask(b"x" * 2000)).sealed)}
 
 
+def test_a_letter_names_what_its_token_pays_for_and_is_as_long_whatever_that_is() -> None:
+    lengths, named = set[tuple[int, int]](), set[str | None]()
+    for size in range(500, 800):  # across the edge of the smallest bucket
+        for budget in (1, 999_999_999):
+            sealed = write_letter(ask(b"x" * size), NODE_ENTRY, epoch_of("private"), "t", NOW, budget=budget).sealed
+            lengths.add((size, len(sealed)))
+            if size == 500:
+                outer, _ = open_request(GATEWAY, sealed)
+                named.add(find_field(open_request(NODE, outer.content)[0].head.fields, b"cloister-token-budget"))
+    assert named == {"000000001", "999999999"}
+    assert len(lengths) == 300, "of one size both are equally long"
+    assert len({length for _, length in lengths}) == 2, "an edge was crossed"
+
+
+def test_a_program_cannot_write_the_budget_itself() -> None:
+    fields = ((b"cloister-token-budget", b"1"), (b"content-type", b"application/json"))
+    request = strip_request("POST", b"/v1/completions", fields, b"{}", NOW)
+    assert find_field(request.head.fields, b"cloister-token-budget") is None
+
+
 def test_a_request_beyond_the_largest_bucket_is_refused() -> None:
     with pytest.raises(RequestTooLargeError):
         write(request=ask(bytes(16 << 20)))

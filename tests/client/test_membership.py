@@ -149,8 +149,8 @@ def prepare(world: World, session: Session) -> None:
 
 
 def no_token(epoch: object) -> Iterator[object]:
-    return
-    yield
+    yield from ()
+    return None, None
 
 
 async def prepare_once(world: World, session: Session) -> None:

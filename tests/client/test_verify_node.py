@@ -147,7 +147,7 @@ def test_the_issuers_key_is_checked_as_a_client_would_that_buys(house: House):
     house.trust = replace(house.trust, issuer=IssuerIdentity(url, signer.public))
 
     def key(name: bytes, by: PrivateKey, begin: float) -> IssuerEntry:
-        return sign_entry(IssuerEntry(url, name, int(begin), int(begin) + week), by)
+        return sign_entry(IssuerEntry(url, name, int(begin), int(begin) + week, budget=512), by)
 
     def check(*issuers: IssuerEntry) -> Checked:
         house.files["epoch"] = house.publish(evidence=(house.state(),), issuers=issuers).bundle

@@ -169,4 +169,5 @@ def test_the_verb_serves_writes_nothing_of_a_request_and_keeps_its_keys(tmp_path
     (tmp_path / "shown.json").write_text(json.dumps(shown))
     known = IssuerIdentity("http://127.0.0.1", identity.public)
     for entry in list_issuers(read_issuer_keys(tmp_path / "shown.json"), time.time()):
+        assert entry.budget == 77
         assert replace(known, url=entry.url).has_signed(entry)

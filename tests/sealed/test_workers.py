@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,18 @@ import pytest
 
 from cloister.client.traces.node import SealedNode
 from cloister.privacy.residue.processes import Family
-from cloister.privacy.sealing import CHUNKED
+from cloister.privacy.sealing import (
+    CHUNKED,
+    Request,
+    RequestHead,
+    choose_configuration,
+    encode_request,
+    parse_keys,
+    seal_chunked_request,
+)
+from cloister.privacy.tokens.paid import BUDGET_FIELD, with_budget
+from cloister.sealed.nodes import KEYS_PATH
+from cloister.sealed.problems import PROBLEM_MEDIA_TYPE
 
 BODY = {"prompt": "Once", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
@@ -64,6 +76,18 @@ def test_errors_of_the_server_come_back_sealed(node: Node) -> None:
 def test_nothing_is_answered_in_the_clear(node: Node) -> None:
     assert httpx.post(f"{node.address}/v1/completions", json=BODY).status_code == 404
     assert httpx.post(f"{node.address}/ohttp", json=BODY).status_code == 415
+
+
+@pytest.mark.parametrize(("told", "status"), [("512", 200), ("1", 409), (None, 409)])
+def test_a_worker_refuses_in_the_clear_what_was_sealed_with_another_budget(node: Node, told: str | None, status: int) -> None:
+    keys = parse_keys(httpx.get(f"{node.address}{KEYS_PATH}", timeout=10).content)
+    fields = ((b"content-type", b"application/json"),)
+    request = Request(RequestHead("POST", "https", "localhost", "/v1/completions", fields), json.dumps(BODY).encode())
+    sealed, _ = seal_chunked_request(choose_configuration(keys), encode_request(with_budget(request, 512)))
+    headers = {"content-type": CHUNKED.request_type, **({BUDGET_FIELD: told} if told else {})}
+    reply = httpx.post(f"{node.address}/ohttp", content=sealed, headers=headers, timeout=20)
+    assert reply.status_code == status
+    assert reply.headers["content-type"] == (CHUNKED.response_type if status == 200 else PROBLEM_MEDIA_TYPE)
 
 
 def test_slow_bodies_hold_no_worker(node: Node) -> None:

@@ -21,7 +21,9 @@ def issuer(
     ],
     state: Annotated[Path, typer.Option(help="Directory of its keys and counts.", metavar="DIR")] = DEFAULT_STATE,
     api_keys: Annotated[Path, typer.Option(help="File of API keys (`cloister keys`).", metavar="FILE")] = DEFAULT_FILE,
-    token_budget: Annotated[int, typer.Option(help="Output tokens that one token of a new key pays for.", min=1)] = 4096,
+    token_budget: Annotated[
+        int, typer.Option(help="Output tokens that one token of a new key pays for.", min=1, max=999_999_999)
+    ] = 4096,
     tokens_per_epoch: Annotated[int, typer.Option(help="Tokens that one API key may have in seven days.", min=1)] = 1000,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8003,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec import UNSET
+
 from cloister.client.answer import read_message
 from cloister.client.asking import Ask, Reply, Step
 from cloister.client.errors import NoTokensError
@@ -33,6 +35,7 @@ from cloister.privacy.tokens.purchase import (
     open_purchase_answer,
     seal_purchase,
 )
+from cloister.privacy.tokens.spki import key_id
 from cloister.privacy.transparency.epoch import MAX_CLOCK_SKEW_S, Epoch, IssuerEntry
 from cloister.privacy.transparency.issuer_keys import (
     MAX_STATEMENT_BYTES,
@@ -190,6 +193,11 @@ def signing_key(epoch: Epoch, issuer: IssuerIdentity) -> bytes:
             f"The epoch names a key of the issuer at {issuer.url} that it did not sign, or that signs for less than a week or "
             "more than a month. It would mark tokens, so none is bought."
         )
+    if any(entry.budget is UNSET for entry in keys):
+        raise NoTokensError(
+            f"The epoch names a key of the issuer at {issuer.url} without the output tokens that its tokens pay for, so the "
+            "gateway could tell each node another number, and none is bought. Have the issuer updated."
+        )
     signing = [entry.token_key for entry in keys if entry.not_before <= epoch.not_before < entry.not_after]
     if len(signing) > 1:
         raise NoTokensError(
@@ -198,3 +206,15 @@ def signing_key(epoch: Epoch, issuer: IssuerIdentity) -> bytes:
     if not signing:
         raise NoTokensError(f"No key of the issuer at {issuer.url} signs in this epoch; wait for the next one.")
     return signing[0]
+
+
+def signed_budget(epoch: Epoch, issuer: IssuerIdentity, token: Token) -> int:
+    """Returns how many output tokens a token pays for, as its issuer signed it; `signing_key` refuses entries without.
+
+    Raises:
+        NoTokensError: the epoch does not name the token's key.
+    """
+    for entry in epoch.issuers:
+        if entry.url == issuer.url and key_id(entry.token_key) == token.key_id and entry.budget is not UNSET:
+            return entry.budget
+    raise NoTokensError("The epoch does not name the key of a token at hand; it is not spent. Try again.")

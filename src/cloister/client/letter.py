@@ -21,6 +21,7 @@ from cloister.privacy.sealing import (
     seal_chunked_request,
 )
 from cloister.privacy.shape import shape_of
+from cloister.privacy.tokens.paid import with_budget
 from cloister.privacy.transparency.epoch import Epoch, NodeEntry
 
 TAKEN_FIELDS = frozenset({b"accept", b"content-type", b"cloister-session"})
@@ -40,7 +41,13 @@ class Letter:
 
 
 def write_letter(
-    request: Request, node: NodeEntry, epoch: Epoch, authorization: str, now: float, order: ReceiptOrder | None = None
+    request: Request,
+    node: NodeEntry,
+    epoch: Epoch,
+    authorization: str,
+    now: float,
+    order: ReceiptOrder | None = None,
+    budget: int | None = None,
 ) -> Letter:
     """Seals a request to a node and, around it, to the gateway.
 
@@ -51,13 +58,14 @@ def write_letter(
         authorization: spends one token.
         now: Unix seconds; the date of both layers, which their receivers hold against their clocks.
         order: for a receipt; None asks for none, in a letter of the same length.
+        budget: output tokens that the token pays for, which the node holds against what the gateway says; None names none.
 
     Raises:
         RequestTooLargeError: it is longer than the largest bucket.
         KeyConfigurationError: a key of the epoch cannot be sealed to.
     """
     date = (b"date", write_date(now))
-    asked, room = with_wish(request, order.wish if order else None)
+    asked, room = with_wish(with_budget(request, budget), order.wish if order else None)
     message = encode_request(asked)
     inner, inner_exchange = seal_chunked_request(
         choose_configuration(parse_keys(node.keys)), message.ljust(bucket_bytes(room), b"\0")

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import msgspec
 
 from cloister.client.asking import Ask, Reply, Step
-from cloister.client.buying import Buyer, signing_key
+from cloister.client.buying import Buyer, signed_budget, signing_key
 from cloister.client.draw import Below, draw
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError
 from cloister.client.issuer_record import IssuerRecord, beside
@@ -58,6 +58,7 @@ class Ready:
         node: None where the epoch has none of this member; then a step of `findings` failed.
         token: None where the node is refused; nothing is spent on it.
         order: for a receipt; None asks for none.
+        budget: output tokens that the token pays for, by the issuer's signature; None without a token.
     """
 
     epoch: Epoch
@@ -66,12 +67,13 @@ class Ready:
     findings: Findings
     token: Token | None
     order: ReceiptOrder | None = None
+    budget: int | None = None
 
     def seal(self, request: Request, now: float) -> Letter:
         """Seals a request to the node, and around that to the gateway."""
         assert self.token is not None, "nothing is sealed to a node that was refused"
         assert self.node is not None, "nothing is sealed to a node that is not there"
-        return write_letter(request, self.node, self.epoch, authorization(self.token), now, self.order)
+        return write_letter(request, self.node, self.epoch, authorization(self.token), now, self.order, self.budget)
 
 
 class Session:
@@ -195,7 +197,8 @@ class Session:
         order = None
         if self._receipts is not None:
             order = order_receipt(believed.epoch, self._bundle, self._evidence[node.node_id], self._receipts)
-        return Ready(believed.epoch, member, node, findings, (yield from self._take_token(believed.epoch)), order)
+        token, budget = yield from self._take_token(believed.epoch)
+        return Ready(believed.epoch, member, node, findings, token, order, budget)
 
     def _believe(self) -> Step[Believed]:
         now = self.now()
@@ -265,17 +268,19 @@ class Session:
         self._evidence = documents if self._receipts is not None else {}
         return findings
 
-    def _take_token(self, epoch: Epoch) -> Step[Token]:
-        if self.trust.issuer is not None:  # an epoch whose keys mark tokens is not paid in, however many are left
+    def _take_token(self, epoch: Epoch) -> Step[tuple[Token, int]]:
+        issuer = self.trust.issuer
+        if issuer is not None:  # an epoch whose keys mark tokens is not paid in, however many are left
             self._record.check()
-            signing_key(epoch, self.trust.issuer)
+            signing_key(epoch, issuer)
         if not len(self._wallet):
             self._plan.run_out()
             self._wallet.add((yield from self._buyer.buy(epoch, self.now())))
         token = self._wallet.take()
         assert token is not None, "a batch has tokens"
+        assert issuer is not None, "without an issuer none is bought"
         self._plan.see(len(self._wallet), self.now())
-        return token
+        return token, signed_budget(epoch, issuer, token)
 
     def _fetch(self, path: str, most_bytes: int) -> Step[bytes]:
         reply: Reply = yield self._ask(path, most_bytes)

@@ -31,6 +31,7 @@ from cloister.privacy.sealing import (
     find_field,
 )
 from cloister.privacy.tokens import AcceptedKey
+from cloister.privacy.tokens.paid import BUDGET_FIELD
 from cloister.sealed.dates import check_date
 from cloister.sealed.exchange import (
     BODY_TIMEOUT_S,
@@ -53,8 +54,6 @@ from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 from cloister.types.errors import CloisterError
 
 NODE_PATH: Final = "/ohttp"
-BUDGET_FIELD: Final = "cloister-token-budget"
-"""Tells the node how many output tokens were paid for; the same for every token of an issuer's key."""
 _TARGET: Final = re.compile(r"/nodes/([0-9a-f]{64})")
 
 

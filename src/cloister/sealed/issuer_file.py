@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from cloister.privacy.tokens import AcceptedKey, IssuerKey
 from cloister.privacy.tokens.names import challenge_between
-from cloister.privacy.transparency.epoch import IssuerEntry
+from cloister.privacy.transparency.epoch import Budget, IssuerEntry
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity, sign_entry
 from cloister.privacy.transparency.note import PrivateKey
 from cloister.types.errors import ConfigError
@@ -33,7 +33,7 @@ class ShownKey(Struct, frozen=True):
     token_key: bytes
     not_before: int
     taken_until: int
-    budget: Annotated[int, Meta(gt=0)]
+    budget: Budget
     not_after: int = 0
     signature: bytes = b""
 
@@ -65,7 +65,7 @@ def accept_keys(keys: tuple[ShownKey, ...], gateway_url: str) -> tuple[AcceptedK
 def list_issuers(keys: tuple[ShownKey, ...], now_s: float) -> tuple[IssuerEntry, ...]:
     """Returns what stands in the epoch file: every key that signs, or signed and whose tokens are taken still."""
     return tuple(
-        IssuerEntry(key.url, key.token_key, key.not_before, key.not_after, key.signature)
+        IssuerEntry(key.url, key.token_key, key.not_before, key.not_after, key.signature, key.budget)
         for key in keys
         if key.not_before <= now_s < key.taken_until
     )
@@ -93,7 +93,8 @@ def check_signed(keys: tuple[ShownKey, ...], issuer: IssuerIdentity | None, now_
 
 def sign_keys(keys: Iterable[IssuerKey], url: str, identity: PrivateKey) -> tuple[IssuerEntry, ...]:
     """Returns an issuer's keys as it states them, each signed with the key that clients know it by."""
-    return tuple(sign_entry(IssuerEntry(url, key.encoded, key.issues_from, key.issues_until), identity) for key in keys)
+    entries = (IssuerEntry(url, key.encoded, key.issues_from, key.issues_until, budget=key.budget) for key in keys)
+    return tuple(sign_entry(entry, identity) for entry in entries)
 
 
 def format_keys(keys: Iterable[IssuerKey], url: str, identity: PrivateKey) -> bytes:

@@ -32,6 +32,7 @@ from cloister.privacy.sealing import (
     find_field,
 )
 from cloister.privacy.shape import FRAMES, FRAMING_FIELD, FRAMINGS, Shape
+from cloister.privacy.tokens.paid import BUDGET_FIELD, differs, parse_budget
 from cloister.sealed.dates import check_date
 from cloister.sealed.exchange import (
     BODY_TIMEOUT_S,
@@ -43,7 +44,7 @@ from cloister.sealed.exchange import (
     media_type,
     run_while_there,
 )
-from cloister.sealed.gateway import BUDGET_FIELD, NODE_PATH
+from cloister.sealed.gateway import NODE_PATH
 from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
 from cloister.sealed.problems import ProblemError, problem_of
 from cloister.sealed.public import File
@@ -127,14 +128,15 @@ class _Node:
             body.check_size()
             self._check_gateway(scope)
             opened, message = await self._open(scope, body)
+            request, budget = _read_request(message), _read_budget(scope)
+            _check_budget(request, budget)
         except CloisterError as error:
             await out.refuse(problem_of(error))
             return
         reply = SealedReply(opened.exchange, out)
         try:
-            request = _read_request(message)
             async with open_reply(self._config.shape, reply.emit, framing=_framing_of(request)) as shaped:
-                await self._serve(request, _read_budget(scope), opened.exchange, reply, shaped)
+                await self._serve(request, budget, opened.exchange, reply, shaped)
         except (TimeoutError, GoneError):
             return
         except Exception as error:
@@ -195,7 +197,9 @@ class _Node:
 def _read_request(message: bytes) -> Request | MessageError:
     """Returns the request, or what is wrong with it, which is answered in the shape of every answer."""
     try:
-        return decode_request(message)
+        request = decode_request(message)
+        find_field(request.head.fields, BUDGET_FIELD.encode())  # raises where it is there twice
+        return request
     except MessageError as error:
         return error
 
@@ -222,12 +226,20 @@ async def _refuse(problem: ProblemError, reply: SealedReply, shaped: Reply, endi
 
 
 def _read_budget(scope: Scope) -> int | None:
-    """Returns what the gateway says was paid for; None from one that says nothing.
+    """Returns what the gateway says was paid for; None from one that says nothing."""
+    return parse_budget(find_header(scope, BUDGET_FIELD.encode()))
 
-    A gateway that lies gives away a node's time and learns nothing by it.
+
+def _check_budget(request: Request | MessageError, budget: int | None) -> None:
+    """Refuses where the gateway says another budget than the client sealed.
+
+    In the clear, since a sealed refusal is an answer of the node: the client would count the draw as answered, and a gateway
+    could steer by budgets with nothing lost that an audit sees.
     """
-    value = find_header(scope, BUDGET_FIELD.encode()) or ""
-    return int(value) if value.isascii() and value.isdigit() and len(value) <= 9 else None
+    if isinstance(request, Request) and differs(request.head.fields, budget):
+        raise ProblemError(
+            409, "The gateway names another token budget than the sealed request; nothing was run.", in_clear=True
+        )
 
 
 def _scope_of(request: Request) -> Scope:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 
 import httpx
 import msgspec
@@ -16,6 +17,7 @@ from cloister.client.routing.attack import Attack
 from cloister.client.routing.house import GATEWAY, ISSUER, House, NearUpstream, Node, asking
 from cloister.client.routing.records import Spell
 from cloister.privacy.tokens import Issuer, KeyShelf
+from cloister.privacy.tokens.paid import BUDGET_FIELD
 from cloister.privacy.transparency.bundle import EpochBundle, encode_bundle, parse_bundle
 from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, NodeEntry, epoch_leaf
 from cloister.privacy.transparency.note import Kind, PrivateKey
@@ -77,6 +79,18 @@ class Slow(NodeBook):
         if is_victim():
             await asyncio.sleep(0.1)
         return await super().find(node_id)
+
+
+def pay_less(house: House, upstream: NearUpstream) -> NodeBook:
+    """Tells every node but the captured one that nothing was paid for, so that users ask again until that one answers."""
+    ask = upstream.ask
+
+    def lie(method: str, url: str, headers: dict[str, str], *rest: Any, **named: Any) -> Any:
+        is_captured = httpx.URL(url).host == f"node-{CAPTURED}.test"
+        return ask(method, url, headers if is_captured else {**headers, BUDGET_FIELD: "0"}, *rest, **named)
+
+    upstream.ask = lie  # type: ignore[method-assign]
+    return NodeBook([], upstream, house.now)
 
 
 def entries(house: House) -> dict[str, NodeEntry]:
@@ -198,6 +212,7 @@ OPERATORS = {
     "delivers one user's requests to the captured node": Operator("loss", steering(Attack.STEER, lambda u: u == VICTIM)),
     "withholds one user's requests from the other nodes": Operator("loss", steering(Attack.DROP, lambda u: u == VICTIM)),
     "withholds everybody's requests from the other nodes": Operator("loss", steering(Attack.DROP, lambda u: True)),
+    "tells the other nodes that less was paid for": Operator("loss", pay_less),
     "lets one user wait": Operator("timing", lambda house, upstream: Slow([], upstream, house.now)),
     "leaves nodes out": Operator("membership", act=leave_out),
     "adds a node": Operator("membership", act=add_stranger),

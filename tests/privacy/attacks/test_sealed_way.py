@@ -124,7 +124,10 @@ def test_a_letter_with_an_old_date_is_refused_and_its_token_is_left(cloud: Cloud
     assert ask(cloud, REQUEST, token=token).content == b"done"
 
 
-def test_the_node_is_told_what_was_paid_for_by_the_gateway_and_not_by_the_client(cloud: Cloud, inner: Counting) -> None:
+def test_a_client_that_writes_more_than_its_token_pays_for_gets_no_answer(cloud: Cloud, inner: Counting) -> None:
+    before = inner.num_answered
     fields = (*REQUEST.head.fields, (b"cloister-token-budget", b"999999"))
-    ask(cloud, Request(RequestHead("POST", "https", "node", "/v1/chat/completions", fields), REQUEST.content))
-    assert inner.budgets[-1] == 512
+    opening = ask(cloud, Request(RequestHead("POST", "https", "node", "/v1/chat/completions", fields), REQUEST.content))
+    assert opening.gateway_head is not None
+    assert opening.gateway_head.status == 502
+    assert inner.num_answered == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec import UNSET
 
 from cloister.privacy.transparency.epoch import (
     EPOCH_PREFIX,
@@ -53,6 +54,17 @@ def test_one_epoch_is_one_string_of_bytes_in_whatever_order_it_was_given() -> No
     assert encode_epoch(epoch) == json.dumps(json.loads(encode_epoch(epoch)), sort_keys=True, separators=(",", ":")).encode()
     assert epoch_leaf(epoch) == EPOCH_PREFIX + encode_epoch(epoch)
     assert epoch.capacity == 3
+
+
+def test_an_epoch_older_than_budgets_keeps_its_bytes_and_a_budget_has_its_range() -> None:
+    older = encode_epoch(make_epoch())
+    assert b"budget" not in older
+    assert parse_epoch(older).issuers[0].budget is UNSET
+    issuers = [IssuerEntry("https://issuer.example", b"a", 0, budget=512)]
+    named = encode_epoch(make_epoch(issuers=issuers))
+    assert parse_epoch(named).issuers[0].budget == 512
+    for out_of_range in (b"0", b"-1", b"1000000000"):
+        assert refuse(named.replace(b"512", out_of_range)) is Reason.MALFORMED
 
 
 def rewrite(**changes: object) -> bytes:

@@ -23,7 +23,7 @@ import httpx
 
 from cloister.client.answer import Answer
 from cloister.client.asking import Ask, Reply
-from cloister.client.buying import Buyer
+from cloister.client.buying import Buyer, signed_budget
 from cloister.client.letter import strip_request, write_letter
 from cloister.client.traces.node import Program, SealedNode
 from cloister.client.traces.sealing import KEYS_PATH
@@ -64,7 +64,7 @@ class Cloud(SealedNode):
         self.roots = (*self.roots, *(program.process.pid for _, program in self._programs))
 
     def client(self) -> httpx.AsyncClient:
-        carrier = CloudTransport(self._relay, self._make_epoch, Buyer(self._issuer, f"{self._relay}/", self._api_key))
+        carrier = CloudTransport(self._relay, self._make_epoch, self._issuer, self._api_key)
         return httpx.AsyncClient(base_url="https://localhost", timeout=120.0, transport=carrier)
 
     def role(self, process: Process) -> str:
@@ -127,10 +127,17 @@ class Cloud(SealedNode):
 class CloudTransport(httpx.AsyncBaseTransport):
     """Seals every request twice, spends a token for it, and sends it to the relay."""
 
-    def __init__(self, relay: str, make_epoch: Callable[[httpx.AsyncBaseTransport], Awaitable[Epoch]], buyer: Buyer) -> None:
+    def __init__(
+        self,
+        relay: str,
+        make_epoch: Callable[[httpx.AsyncBaseTransport], Awaitable[Epoch]],
+        issuer: IssuerIdentity,
+        api_key: str,
+    ) -> None:
         self._relay = relay
         self._make_epoch = make_epoch
-        self._buyer = buyer
+        self._issuer = issuer
+        self._buyer = Buyer(issuer, f"{relay}/", api_key)
         self._wallet = Wallet()
         self._buying = asyncio.Lock()
         self._way = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=64))
@@ -140,7 +147,8 @@ class CloudTransport(httpx.AsyncBaseTransport):
         token = await self._take_token(epoch)
         fields = tuple((name.lower(), value) for name, value in request.headers.raw)
         plain = strip_request(request.method, request.url.raw_path, fields, await request.aread(), time.time())
-        letter = write_letter(plain, epoch.nodes[0], epoch, authorization(token), time.time())
+        budget = signed_budget(epoch, self._issuer, token)
+        letter = write_letter(plain, epoch.nodes[0], epoch, authorization(token), time.time(), budget=budget)
         posted = httpx.Request(
             "POST", self._relay, content=letter.sealed, headers={"content-type": CHUNKED.request_type},
             extensions=request.extensions,

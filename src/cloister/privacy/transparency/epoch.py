@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 
@@ -35,6 +35,7 @@ Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]*\Z", max_length=64)]
 MemberName = Annotated[str, Meta(pattern=r"^[!-*,-~]*\Z", max_length=128)]
 VerifierKey = Annotated[str, Meta(pattern=r"^[!-~]+\Z", max_length=256)]
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
+Budget = Annotated[int, Meta(gt=0, lt=10**9)]
 Keys = Annotated[bytes, Meta(min_length=1, max_length=8192)]
 
 
@@ -58,6 +59,8 @@ class IssuerEntry(Struct, frozen=True, forbid_unknown_fields=True):
         token_key: its public key as RFC 9578 has it (SPKI with the RSASSA-PSS OID).
         not_before, not_after: Unix seconds from which it signs, and at which it ends: one key at a time, for everybody.
         signature: the issuer's, over all the rest (`issuer_keys`); clients buy under no key without one.
+        budget: output tokens that one of the key's tokens pays for; unset in entries older than this field, under which clients
+            buy nothing.
     """
 
     url: Url
@@ -65,6 +68,7 @@ class IssuerEntry(Struct, frozen=True, forbid_unknown_fields=True):
     not_before: Count
     not_after: Count = 0
     signature: Annotated[bytes, Meta(max_length=64)] = b""
+    budget: Budget | UnsetType = UNSET
 
 
 class NodeEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -17,8 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cloister.engine.door import KNOCK
 from cloister.engine.launch import Process
+from cloister.privacy.tokens.paid import BUDGET_FIELD
 from cloister.sealed.exchange import Body, GoneError, Outgoing
-from cloister.sealed.gateway import BUDGET_FIELD
 from cloister.sealed.problems import ProblemError, problem_of
 from cloister.sealed.workers.figures import Figures
 from cloister.sealed.workers.remote import RemoteUnsealer
