@@ -177,7 +177,8 @@ def _read_on(checkpoint: Checkpoint, bundle: EpochBundle, view: View, fetched: M
                 raise TransparencyError(
                     Reason.OUT_OF_ORDER, f"epoch {logged.epoch} follows epoch {number} in the log; two may hold at once"
                 )
-            number, roll, pace = logged.epoch, roll.begin(logged.not_before), pace.after(logged)
+            number, pace = logged.epoch, pace.after(logged)
+            roll = roll.begin(pace.begun)
         elif entry.startswith(MEMBERSHIP_PREFIX):
             roll = roll.add(entry, trust.log.name, trust.releases)
         elif entry.startswith(MINIMUM_PREFIX):

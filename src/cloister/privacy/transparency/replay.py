@@ -54,7 +54,7 @@ class Course(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         epoch: number of the newest; 0 before the first.
-        ends: when it ends, Unix seconds.
+        ends: when the last of the epochs ends, Unix seconds.
         roll: which membership holds.
         pace: how fast epochs came.
         minimum: no release with a smaller number runs.
@@ -115,18 +115,20 @@ class Replay:
             yield Remark("entry", f"entry {index} says nothing to any client: {error.message}")
 
     def _take_epoch(self, index: int, epoch: Epoch) -> Iterator[Remark]:
-        course, at = self.course, epoch.not_before
+        course, pace = self.course, self.course.pace.after(epoch)
+        at = pace.begun  # an epoch that is dated back makes nothing older than it is
         where = f"epoch {epoch.epoch} (entry {index})"
         if epoch.epoch != course.epoch + 1:
             yield Remark("order", f"{where} follows epoch {course.epoch}")
-        if course.ends and at > course.ends:
-            yield Remark("cadence", f"{where} begins {at - course.ends} s after the one before it ended", False)
-        roll, pace = course.roll.begin(at), course.pace.after(epoch)
+        if course.ends and epoch.not_before > course.ends:
+            yield Remark("cadence", f"{where} begins {epoch.not_before - course.ends} s after the one before it ended", False)
+        roll = course.roll.begin(at)
         if pace.excess:
             yield Remark("pace", f"{where}: {pace.excess}")
         yield from self._compare_members(where, epoch, roll)
         yield from self._check_release(where, epoch)
         yield from self._check_keys(where, epoch)
+        yield from self._check_issuers(where, epoch, at)
         nodes = {node.node_id: course.nodes.get(node.node_id, at) for node in epoch.nodes}
         recent = {name: first for name, first in course.nodes.items() if at - first < DAY_S}
         gateway = hashlib.sha256(epoch.gateway.keys).hexdigest()
@@ -134,8 +136,8 @@ class Replay:
         if roll.current is not None and (baseline is None or at - since >= DAY_S):
             baseline, since = roll.current, at
         self.course = replace(
-            self.course, epoch=epoch.epoch, ends=epoch.not_after, roll=roll, pace=pace, nodes={**recent, **nodes},
-            gateway=gateway, gateway_s=course.gateway_s if gateway == course.gateway else at,
+            self.course, epoch=epoch.epoch, ends=max(course.ends, epoch.not_after), roll=roll, pace=pace,
+            nodes={**recent, **nodes}, gateway=gateway, gateway_s=course.gateway_s if gateway == course.gateway else at,
             baseline=baseline, baseline_s=since,
         )  # fmt: skip
 
@@ -186,19 +188,18 @@ class Replay:
         age_s = epoch.not_after - self.course.gateway_s
         if gateway == self.course.gateway and age_s > GATEWAY_KEY_S:
             yield Remark("keys", f"{where}: the gateway's keys are named for {age_s // 3600} h; two days are the most")
-        yield from self._check_issuers(where, epoch)
 
-    def _check_issuers(self, where: str, epoch: Epoch) -> Iterator[Remark]:
+    def _check_issuers(self, where: str, epoch: Epoch, at: int) -> Iterator[Remark]:
         issuers = {url: dict(keys) for url, keys in self.course.issuers.items()}
         for issuer in epoch.issuers:
             before = self.course.issuers.get(issuer.url, {})
             digest = hashlib.sha256(issuer.token_key).hexdigest()
             if digest in before:
                 continue
-            if any(epoch.not_before - first < ISSUER_KEYS_S for first in before.values()):
+            if any(at - first < ISSUER_KEYS_S for first in before.values()):
                 yield Remark("keys", f"{where}: the issuer {issuer.url} has another new key within a day")
             # nobody knows since when a log's first keys were there
-            issuers.setdefault(issuer.url, {})[digest] = epoch.not_before if self.course.epoch else 0
+            issuers.setdefault(issuer.url, {})[digest] = at if self.course.epoch else 0
         self.course = replace(self.course, issuers=issuers)
 
     def _take_membership(self, index: int, entry: bytes) -> Iterator[Remark]:
