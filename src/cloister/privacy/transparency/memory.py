@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from cloister.privacy.transparency.checks import View
 from cloister.privacy.transparency.files import SECRET, locked, write_whole
+from cloister.privacy.transparency.held import adopt_baseline
 from cloister.types.errors import ConfigError
 
 
@@ -25,7 +27,7 @@ class Memory:
                 a split view.
         """
         try:
-            view = msgspec.json.decode(self.path.read_bytes(), type=View)
+            view = msgspec.convert(adopt_baseline(msgspec.json.decode(self.path.read_bytes(), type=dict[str, Any])), View)
         except FileNotFoundError:
             return View()
         except OSError as error:
