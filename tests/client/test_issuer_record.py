@@ -23,7 +23,8 @@ from cloister.privacy.tokens.blind_rsa import generate
 from cloister.privacy.tokens.issuer_keys import EPOCH_S
 from cloister.privacy.tokens.purchase import STATEMENT_PATH
 from cloister.privacy.tokens.spki import encode_public
-from cloister.privacy.transparency.epoch import IssuerEntry
+from cloister.privacy.transparency.bundle import parse_bundle
+from cloister.privacy.transparency.epoch import IssuerEntry, epoch_leaf
 from cloister.privacy.transparency.issuer_keys import (
     OVERLAP_S,
     IssuerIdentity,
@@ -124,6 +125,16 @@ def test_a_client_that_was_not_there_before_learns_it_from_the_log(world: World)
     for session in (world.session(), world.session(world.state)):
         with pytest.raises(IssuerContradictionError, match="in epoch 1, one in epoch 2"):
             world.prepare(session)
+    assert world.wire.posted == 0
+
+
+def test_an_epoch_that_is_dated_back_does_not_hide_those_before_it(world: World) -> None:
+    world.publish(world.key())
+    epoch = parse_bundle(world.house._epochs.bundle).epoch
+    world.house._log.append([epoch_leaf(msgspec.structs.replace(epoch, epoch=2, not_before=1, not_after=2))])
+    world.publish()
+    with pytest.raises(IssuerContradictionError, match="in epoch 3, one in epoch 1"):
+        world.prepare(world.session())
     assert world.wire.posted == 0
 
 

@@ -4,34 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec import structs
 
 from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE
 from cloister.client import AsyncSealedTransport, EpochRefusedError, Limits, Session
 from cloister.client.judging import judge_node, refuse_shared_chips
-from cloister.client.limits import BASELINE_S, LATE_S, hold_to_limits
+from cloister.client.limits import LATE_S, hold_to_limits
+from cloister.client.monitoring import MonitorState, load_state
 from cloister.client.routing.records import Spell
 from cloister.client.state import state_file
 from cloister.client.telling import tell_epoch
 from cloister.privacy.attestation import Evidence, Findings, Outcome, Policy
 from cloister.privacy.attestation.chips import name_chips
 from cloister.privacy.transparency.bundle import encode_bundle, parse_bundle
+from cloister.privacy.transparency.checks import View
 from cloister.privacy.transparency.epoch import NodeEntry
-from cloister.privacy.transparency.membership import Member, sign_member
+from cloister.privacy.transparency.held import DAY_S, MOST_HELD
+from cloister.privacy.transparency.membership import NOTICE_S, Member, sign_member
 from cloister.privacy.transparency.memory import Memory
 from cloister.privacy.transparency.note import cosign, parse_note
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
+from cloister.privacy.transparency.replay import Course
 from cloister.types.errors import ConfigError
 from tests import attestation_vectors as real
 from tests.client.test_transport import NODES, World, ask_once
 from tests.privacy.transparency import world as transparency
+from tests.privacy.transparency.test_backdating import replay
 from tests.privacy.transparency.world import make_evidence, member_key
 
 THREE = Spell({"a": 1, "b": 1, "c": 1})
@@ -129,6 +136,66 @@ def test_small_steps_do_not_add_up_unseen_within_a_day(directory: Path) -> None:
     world.house.close()
 
 
+def test_two_steps_around_the_moment_at_which_a_day_is_over_add_up(tmp_path: Path) -> None:
+    """Half of the nodes a minute before the first membership is a day old, the other half a minute after."""
+    world = transparency.World(tmp_path, members={"a": 1, "b": 1})
+    limits, views = Limits(least_present=0), [View()]
+
+    def publish(member: str) -> bytes:
+        return world.publish(evidence=(make_evidence(world.release, name=member, now=world.now),)).bundle
+
+    def see(member: str, **accept: int) -> None:
+        believed = world.believe(publish(member), views[-1])
+        views.append(hold_to_limits(replace(limits, **accept), believed, world.trust))
+
+    see("a")
+    world.now += DAY_S - 60 - 2 * NOTICE_S
+    world.log_members(2, {"a": 1, "c": 1}, after_s=2 * NOTICE_S)
+    world.log_members(3, {"c": 1, "d": 1}, after_s=2 * NOTICE_S + 120)
+    publish("a")
+    world.now += 2 * NOTICE_S
+    for _ in range(2):
+        see("a")
+        world.now += 60
+    with pytest.raises(TransparencyError, match="in membership 1, membership 3 keeps 0%") as caught:
+        see("c")
+    assert caught.value.reason is Reason.MEMBERSHIP_CHANGED
+    faults = [remark.text for remark in replay(world) if remark.is_fault]
+    assert any("membership 3 keeps 0% of membership 1" in fault for fault in faults)
+    see("c", accept_membership=3)
+    assert [held.membership.number for held in views[-1].past] == [3]
+
+
+def test_more_memberships_within_a_day_than_a_client_remembers_are_refused(tmp_path: Path) -> None:
+    world = transparency.World(tmp_path)
+    believed = world.believe(world.publish().bundle)
+    view, some = View(), Limits(least_present=0)
+    for number in range(1, MOST_HELD + 1):
+        membership = structs.replace(believed.membership, number=number)
+        view = hold_to_limits(
+            some, replace(believed, membership=membership, view=structs.replace(believed.view, past=view.past)), world.trust
+        )
+    one_more = replace(believed, membership=structs.replace(believed.membership, number=99), view=view)
+    with pytest.raises(TransparencyError, match=f"one more than the {MOST_HELD}"):
+        hold_to_limits(some, one_more, world.trust)
+    assert len(hold_to_limits(replace(some, accept_membership=99), one_more, world.trust).past) == 1
+
+
+def test_a_state_file_that_remembers_one_membership_is_read(tmp_path: Path) -> None:
+    world = transparency.World(tmp_path / "world")
+    view = hold_to_limits(Limits(least_present=0), world.believe(world.publish().bundle), world.trust)
+    fields = json.loads(msgspec.json.encode(view))
+    (held,) = fields.pop("past")
+    fields |= {"baseline": held["membership"], "baseline_s": held["since_s"]}
+    (tmp_path / "seen.json").write_text(json.dumps(fields))
+    assert Memory(tmp_path / "seen.json").load() == view
+    state = json.loads(msgspec.json.encode(MonitorState(course=Course(past=view.past))))
+    del state["course"]["past"]
+    state["course"] |= {"baseline": held["membership"], "baseline_s": held["since_s"]}
+    (tmp_path / "monitor.json").write_text(json.dumps(state))
+    assert load_state(tmp_path / "monitor.json").course.past == view.past
+
+
 def test_a_day_later_the_same_step_is_taken(directory: Path) -> None:
     world = World(directory / "house")
     session = world.session()
@@ -136,7 +203,7 @@ def test_a_day_later_the_same_step_is_taken(directory: Path) -> None:
         asyncio.run(world.house.enter(Spell(capacities)))
         asyncio.run(world.house.enter(Spell(capacities)))
         prepare(world, session)
-        world.house.time += BASELINE_S
+        world.house.time += DAY_S
         asyncio.run(world.house.enter(Spell(capacities)))
         prepare(world, session)
     world.house.close()

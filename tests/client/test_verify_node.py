@@ -141,26 +141,44 @@ def test_a_node_that_was_started_with_another_setting_is_refused_and_the_setting
     assert 'setting quant is "int4" and was published as "none"' in step.text
 
 
+@dataclass
+class KeySigner:
+    """A house whose issuer signs keys for a week."""
+
+    house: House
+    signer: PrivateKey = field(default_factory=lambda: PrivateKey.generate("issuer.example", Kind.NOTE))
+
+    def __post_init__(self) -> None:
+        self.url = self.house.contents().issuers[0].url
+        self.house.trust = replace(self.house.trust, issuer=IssuerIdentity(self.url, self.signer.public))
+
+    def key(self, name: bytes, by: PrivateKey | None = None, age_s: int = 0) -> IssuerEntry:
+        begin = int(self.house.now) - age_s
+        return sign_entry(IssuerEntry(self.url, name, begin, begin + 7 * 86400, budget=512), by or self.signer)
+
+    def check(self, *issuers: IssuerEntry, view: View | None = None) -> Checked:
+        self.house.files["epoch"] = self.house.publish(evidence=(self.house.state(),), issuers=issuers).bundle
+        return self.house.check(view=view)
+
+
 def test_the_issuers_key_is_checked_as_a_client_would_that_buys(house: House):
-    signer, stranger = (PrivateKey.generate(f"{name}.example", Kind.NOTE) for name in ("issuer", "stranger"))
-    url, week = house.contents().issuers[0].url, 7 * 86400
-    house.trust = replace(house.trust, issuer=IssuerIdentity(url, signer.public))
-
-    def key(name: bytes, by: PrivateKey, begin: float) -> IssuerEntry:
-        return sign_entry(IssuerEntry(url, name, int(begin), int(begin) + week, budget=512), by)
-
-    def check(*issuers: IssuerEntry) -> Checked:
-        house.files["epoch"] = house.publish(evidence=(house.state(),), issuers=issuers).bundle
-        return house.check()
-
-    assert "issuer" in slugs(check(key(b"ours", signer, house.now)).epoch, Outcome.PROVED)
+    issuer, stranger = KeySigner(house), PrivateKey.generate("stranger.example", Kind.NOTE)
+    assert "issuer" in slugs(issuer.check(issuer.key(b"ours")).epoch, Outcome.PROVED)
     for issuers, words in (
-        ((key(b"forged", stranger, house.now),), "did not sign"),
-        ((key(b"second", signer, house.now - 60),), "signed two keys for one time"),
+        ((issuer.key(b"forged", by=stranger),), "did not sign"),
+        ((issuer.key(b"second", age_s=60),), "signed two keys for one time"),
     ):
-        (step,) = check(*issuers).epoch.of(Outcome.FAILED)
+        (step,) = issuer.check(*issuers).epoch.of(Outcome.FAILED)
         assert step.slug == "issuer"
         assert words in step.text
+
+
+def test_a_check_that_goes_on_where_the_last_one_left_it_knows_the_issuers_earlier_keys(house: House):
+    issuer = KeySigner(house)
+    seen = issuer.check(issuer.key(b"ours")).view
+    (step,) = issuer.check(issuer.key(b"second", age_s=60), view=seen).epoch.of(Outcome.FAILED)
+    assert step.slug == "issuer"
+    assert "signed two keys for one time" in step.text
 
 
 def test_without_accept_software_the_same_list_is_refused(house: House):

@@ -10,7 +10,7 @@ import typer
 
 from cloister.cli.console import err, out, print_json
 from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE, AcceptMembership, LeastPresent, MostShare
-from cloister.types.errors import CloisterError
+from cloister.types.errors import CloisterError, ConfigError
 
 if TYPE_CHECKING:
     from cloister.client.limits import Limits
@@ -74,6 +74,7 @@ def _check(
 ) -> Checked:
     import httpx
 
+    from cloister.client.shared_view import MOST_TRIES
     from cloister.client.verify_node import check_url, fetch_from
     from cloister.privacy.attestation import Policy
     from cloister.privacy.attestation.policy_file import read_policy, with_demands
@@ -85,11 +86,12 @@ def _check(
     memory = None if state is None else Memory(state)
     believed = None if trust is None else read_trust(trust.expanduser())
     with httpx.Client(follow_redirects=False) as client:
-        view = View() if memory is None else memory.load()
-        checked = check_url(fetch_from(url, client), believed, wanted, view, time.time(), limits)
-    if memory is not None and checked.view is not None:
-        memory.save(checked.view)
-    return checked
+        for _ in range(MOST_TRIES):
+            view = View() if memory is None else memory.load()
+            checked = check_url(fetch_from(url, client), believed, wanted, view, time.time(), limits)
+            if memory is None or checked.view is None or memory.save(checked.view, view):
+                return checked
+    raise ConfigError(f"other programs keep changing {state}; give --state another file", param="state")
 
 
 def _print(url: str, checked: Checked) -> None:

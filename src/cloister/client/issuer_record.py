@@ -89,9 +89,8 @@ class IssuerRecord:
         for entry in reversed(list(unpack_fetched(begin.size, size, fetched))):
             if entry.startswith(EPOCH_PREFIX):
                 epoch = parse_epoch(entry.removeprefix(EPOCH_PREFIX))
-                if epoch.not_before < now - REACH_S:
-                    break
-                self._take(epoch.issuers, epoch.epoch)
+                if epoch.not_before >= now - REACH_S:  # an older one may stand among newer ones, so reading goes on
+                    self._take(epoch.issuers, epoch.epoch)
         self.size = size
         self._save(now)
 

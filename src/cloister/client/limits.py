@@ -13,14 +13,13 @@ from typing import Final
 import msgspec
 
 from cloister.privacy.transparency.checks import Believed, View
+from cloister.privacy.transparency.held import MOST_HELD, add_held, held_within_a_day, least_kept
 from cloister.privacy.transparency.membership import Membership
 from cloister.privacy.transparency.note import cosigned_at, parse_note
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.trust import Trust
 from cloister.types.errors import ConfigError
 
-BASELINE_S: Final = 86400
-"""Memberships are held against the one of a day ago, so that small steps do not add up unseen."""
 LATE_S: Final = 300
 """How long after its beginning an epoch may be cosigned: times in the past would hide how fast epochs were made."""
 _ROUNDING: Final = 1e-9
@@ -110,21 +109,28 @@ def _check_present(limits: Limits, believed: Believed) -> None:
 
 def _check_change(limits: Limits, believed: Believed) -> View:
     view, membership, now = believed.view, believed.membership, believed.epoch.not_before
-    baseline = view.baseline
-    if baseline is not None and membership.number > limits.accept_membership:
-        kept = membership.kept_of(baseline) / max(baseline.capacity, membership.capacity)
+    past = held_within_a_day(view.past, now)
+    if past and membership.number > limits.accept_membership:
+        how_to_take = (
+            "Ask who signs memberships; if the change is right, take it with "
+            f"accept_membership={membership.number} (--accept-membership {membership.number})"
+        )
+        kept, earlier = least_kept(past, membership)
         if kept < 1.0 - limits.most_change - _ROUNDING:
             raise TransparencyError(
                 Reason.MEMBERSHIP_CHANGED,
-                f"of the nodes that were there in membership {baseline.number}, membership {membership.number} keeps "
-                f"{kept:.0%} by capacity; this client asks for {1.0 - limits.most_change:.0%} within a day. Ask who signs "
-                f"memberships; if the change is right, take it with accept_membership={membership.number} "
-                f"(--accept-membership {membership.number})",
+                f"of the nodes that were there in membership {earlier.number}, membership {membership.number} keeps "
+                f"{kept:.0%} by capacity; this client asks for {1.0 - limits.most_change:.0%} within a day. {how_to_take}",
             )
-    is_accepted = baseline is not None and baseline.number < membership.number <= limits.accept_membership
-    if baseline is None or is_accepted or now - view.baseline_s >= BASELINE_S:
-        return msgspec.structs.replace(view, baseline=membership, baseline_s=now)
-    return view
+        if len(past) == MOST_HELD and past[-1].membership != membership:
+            raise TransparencyError(
+                Reason.MEMBERSHIP_CHANGED,
+                f"membership {membership.number} is one more than the {MOST_HELD} that this client remembers of one day. "
+                f"{how_to_take}, or wait",
+            )
+    if past and past[0].membership.number < membership.number <= limits.accept_membership:
+        past = ()
+    return msgspec.structs.replace(view, past=add_held(past, membership, now))
 
 
 def _round_up(share: float) -> str:

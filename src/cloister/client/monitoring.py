@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -21,6 +21,7 @@ from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES, EpochBundle, 
 from cloister.privacy.transparency.checkpoint import Checkpoint, open_checkpoint
 from cloister.privacy.transparency.epoch import check_times, epoch_leaf
 from cloister.privacy.transparency.files import SECRET, write_whole
+from cloister.privacy.transparency.held import adopt_baseline
 from cloister.privacy.transparency.merkle import (
     extend_frontier,
     frontier_root,
@@ -215,7 +216,10 @@ def load_state(path: Path) -> MonitorState:
         ConfigError: the file is broken; whoever could break it could hide a split view.
     """
     try:
-        return msgspec.json.decode(path.expanduser().read_bytes(), type=MonitorState)
+        fields = msgspec.json.decode(path.expanduser().read_bytes(), type=dict[str, Any])
+        if isinstance(fields.get("course"), dict):
+            fields["course"] = adopt_baseline(fields["course"])
+        return msgspec.convert(fields, MonitorState)
     except FileNotFoundError:
         return MonitorState()
     except OSError as error:

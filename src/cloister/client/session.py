@@ -26,6 +26,7 @@ from cloister.client.letter import Letter, write_letter
 from cloister.client.limits import Limits, hold_to_limits
 from cloister.client.receipts import Keep, ReceiptOrder, order_receipt
 from cloister.client.restocking import PurchasePlan
+from cloister.client.shared_view import MOST_TRIES, SharedView
 from cloister.client.state import state_file
 from cloister.client.wallet import Wallet
 from cloister.privacy.attestation import Findings, Outcome, Policy
@@ -35,13 +36,14 @@ from cloister.privacy.tokens import Token, authorization
 from cloister.privacy.tokens.names import challenge_between
 from cloister.privacy.tokens.spki import key_id
 from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES
-from cloister.privacy.transparency.checks import Believed, View, believe, needed_paths
+from cloister.privacy.transparency.checks import Believed, believe, needed_paths
 from cloister.privacy.transparency.epoch import Epoch, NodeEntry
 from cloister.privacy.transparency.issuer_keys import OVERLAP_S
 from cloister.privacy.transparency.membership import Member
 from cloister.privacy.transparency.memory import Memory
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.privacy.transparency.trust import Trust, read_trust
+from cloister.types.errors import ConfigError
 
 WELL_KNOWN = "/.well-known/cloister"
 MOST_LOG_BYTES = 1 << 25
@@ -116,7 +118,7 @@ class Session:
         self._limits = limits or Limits()
         self._memory = Memory(state or state_file(self.trust.log)) if remember else None
         self._below = below
-        self._view = View() if self._memory is None else self._memory.load()
+        self._seen = SharedView(self._memory)
         self._believed: Believed | None = None
         self._believed_at = 0.0
         self._is_doubted = False
@@ -207,8 +209,9 @@ class Session:
         try:
             believed, bundle = yield from self._fetch_epoch(now)
         except TransparencyError as error:
+            kept = self._seen.keep_proof(error)
             raise EpochRefusedError(
-                f"The epoch file was refused, and nothing was sent: {error.message}.", error.reason
+                f"The epoch file was refused, and nothing was sent: {error.message}.{kept}", error.reason
             ) from None
         check_gateway(believed.epoch, self._policy)
         if self._believed is None or believed.epoch != self._believed.epoch:
@@ -231,19 +234,23 @@ class Session:
         return self._is_doubted and now - self._believed_at >= DOUBT_AFTER_S
 
     def _fetch_epoch(self, now: float) -> Step[tuple[Believed, bytes]]:
-        bundle = yield from self._fetch("epoch", MAX_BUNDLE_BYTES)
-        fetched = {}
-        begin = self._record.begin(self._view)
-        for path in needed_paths(bundle, self.trust, begin):
-            fetched[path] = yield from self._fetch(f"log/{path}", MOST_LOG_BYTES)
-        believed = believe(bundle, self.trust, self._view, fetched, now)
-        if begin != self._view:  # what this client knew already has to be verified again, since it is read again
-            believe(bundle, self.trust, begin, fetched, now)
-        self._record.read_log(begin, believed, fetched, now)
-        self._view = hold_to_limits(self._limits, believed, self.trust)
-        if self._memory is not None:
-            self._memory.save(self._view)
-        return believed, bundle
+        for _ in range(MOST_TRIES):
+            bundle = yield from self._fetch("epoch", MAX_BUNDLE_BYTES)
+            seen, fetched = self._seen.begin(), {}
+            begin = self._record.begin(seen.own)
+            earliest = min(begin, seen.own, seen.filed, key=lambda view: view.size)
+            for path in needed_paths(bundle, self.trust, earliest):
+                fetched[path] = yield from self._fetch(f"log/{path}", MOST_LOG_BYTES)
+            believed = believe(bundle, self.trust, seen.newest, fetched, now)
+            for view in (seen.own, seen.filed, begin):  # each has to lead to the same tree
+                if view != seen.newest:
+                    believe(bundle, self.trust, view, fetched, now)
+            self._record.read_log(begin, believed, fetched, now)
+            if self._seen.save(hold_to_limits(self._limits, believed, self.trust), seen):
+                return believed, bundle
+        raise ConfigError(
+            "other programs keep changing the file that remembers the log; give this one its own (state)"
+        )
 
     def _judge_nodes(self, believed: Believed, now: float) -> Step[dict[str, Findings]]:
         policy = fill_policy(self._policy, believed)

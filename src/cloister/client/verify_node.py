@@ -114,10 +114,13 @@ def check_url(
         raise ConfigError("an epoch is there, and nobody said whom to believe; give --trust FILE", param="trust")
     findings = Findings()
     try:
-        fetched = _fetch_log(fetch, bundle, trust, view)
-        believed = believe(bundle, trust, view, fetched, now)
         record = IssuerRecord(trust.issuer, None)
-        record.read_log(view, believed, fetched, now)
+        begin = view if trust.issuer is None else record.begin(view)
+        fetched = _fetch_log(fetch, bundle, trust, begin)
+        believed = believe(bundle, trust, view, fetched, now)
+        if begin != view:  # the issuer's earlier keys are read again, so the entries that name them are verified again
+            believe(bundle, trust, begin, fetched, now)
+        record.read_log(begin, believed, fetched, now)
         after = hold_to_limits(limits or Limits(), believed, trust)
     except TransparencyError as error:
         findings.fail(error.reason, error.message)

@@ -308,8 +308,8 @@ def test_what_was_seen_is_remembered_on_disk_and_only_moves_forward(world: World
     assert memory.load() == View()
     first = world.believe(world.publish().bundle).view
     second = world.believe(world.publish().bundle, first).view
-    memory.save(second)
-    memory.save(first)
+    assert memory.save(second, View())
+    assert not memory.save(first, View())
     assert Memory(memory.path).load() == second
     assert memory.path.stat().st_mode & 0o077 == 0
     memory.path.write_bytes(b"{}}")

@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from cloister.privacy.transparency.bundle import EpochBundle, Hash, LoggedEntry, parse_bundle
 from cloister.privacy.transparency.checkpoint import Checkpoint, open_checkpoint
 from cloister.privacy.transparency.epoch import EPOCH_PREFIX, Count, Epoch, check_epoch, check_times, epoch_leaf, parse_epoch
+from cloister.privacy.transparency.held import Past
 from cloister.privacy.transparency.membership import MEMBERSHIP_PREFIX, Membership, Roll, check_members
 from cloister.privacy.transparency.merkle import extend_frontier, frontier_root, hash_leaf, verify_inclusion
 from cloister.privacy.transparency.pace import Pace
@@ -42,8 +43,7 @@ class View(Struct, frozen=True, forbid_unknown_fields=True):
         minimum: no release with a smaller number runs.
         roll: which membership holds, and which may follow.
         pace: how fast epochs came.
-        baseline: the membership that later ones are held against (`client.limits`); None before the first.
-        baseline_s: since when, Unix seconds.
+        past: the memberships that later ones are held against (`client.limits`); empty before the first.
     """
 
     size: Count = 0
@@ -53,8 +53,7 @@ class View(Struct, frozen=True, forbid_unknown_fields=True):
     minimum: Count = 0
     roll: Roll = Roll()
     pace: Pace = Pace()
-    baseline: Membership | None = None
-    baseline_s: Count = 0
+    past: Past = ()
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,8 @@ def _read_on(checkpoint: Checkpoint, bundle: EpochBundle, view: View, fetched: M
                 raise TransparencyError(
                     Reason.OUT_OF_ORDER, f"epoch {logged.epoch} follows epoch {number} in the log; two may hold at once"
                 )
-            number, roll, pace = logged.epoch, roll.begin(logged.not_before), pace.after(logged)
+            number, pace = logged.epoch, pace.after(logged)
+            roll = roll.begin(pace.begun)
         elif entry.startswith(MEMBERSHIP_PREFIX):
             roll = roll.add(entry, trust.log.name, trust.releases)
         elif entry.startswith(MINIMUM_PREFIX):
@@ -185,7 +185,7 @@ def _read_on(checkpoint: Checkpoint, bundle: EpochBundle, view: View, fetched: M
                 minimum = max(minimum, read_minimum(entry, trust.releases))
     if bundle.epoch.epoch != number:
         raise TransparencyError(Reason.OUT_OF_ORDER, f"the epoch is number {bundle.epoch.epoch}; the log's newest is {number}")
-    return View(checkpoint.size, frontier, bundle.checkpoint, number, minimum, roll, pace, view.baseline, view.baseline_s)
+    return View(checkpoint.size, frontier, bundle.checkpoint, number, minimum, roll, pace, view.past)
 
 
 def unpack_fetched(begin: int, size: int, fetched: Mapping[str, bytes]) -> Iterator[bytes]:

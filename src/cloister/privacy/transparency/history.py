@@ -21,6 +21,7 @@ class History:
     Attributes:
         size: entries read.
         epoch: the newest epoch; None before the first.
+        begun: the latest time at which one of the epochs begins, Unix seconds.
         minimum: no release with a smaller number runs.
         releases: number, digest and index of each release that a trusted key signed, by digest.
         roll: which membership holds, and which may follow.
@@ -31,6 +32,7 @@ class History:
         self._keys = tuple(release_keys)
         self.size = 0
         self.epoch: Epoch | None = None
+        self.begun = 0
         self.minimum = 0
         self.releases: dict[str, tuple[Release, int]] = {}
         self.roll = Roll()
@@ -47,6 +49,10 @@ class History:
             for index, entry in enumerate(self._reader.entries(self.size, end, size), start=self.size):
                 self._take(index, entry)
             self.size = end
+
+    def roll_at(self, now: float) -> Roll:
+        """The roll if an epoch began now, Unix seconds."""
+        return self.roll.begin(max(self.begun, int(now)))
 
     def release(self, digest: str) -> Release:
         """A release that may run.
@@ -78,7 +84,8 @@ class History:
             if epoch.epoch != expected:
                 message = f"entry {index} of the log is epoch {epoch.epoch} where {expected} had to follow"
                 raise TransparencyError(Reason.OUT_OF_ORDER, message)
-            self.epoch, self.roll = epoch, self.roll.begin(epoch.not_before)
+            self.epoch, self.begun = epoch, max(self.begun, epoch.not_before)
+            self.roll = self.roll.begin(self.begun)
         elif entry.startswith(MEMBERSHIP_PREFIX):
             self.roll = self.roll.add(entry, self._reader.key.name, self._keys)
         elif entry.startswith(RELEASE_PREFIX):

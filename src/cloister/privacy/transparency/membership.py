@@ -132,7 +132,8 @@ class Coming(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         membership: what it says.
-        announced: beginning of the first epoch that was logged after it, Unix seconds; None before there is one.
+        announced: when the first epoch that was logged after it began (see `Roll.begin`), Unix seconds; None before there is
+            one.
     """
 
     membership: Membership
@@ -167,7 +168,12 @@ class Roll(Struct, frozen=True, forbid_unknown_fields=True):
         return Roll(membership.number, self.current, (*self.coming, Coming(membership)))
 
     def begin(self, at: int) -> Roll:
-        """Returns the roll for an epoch that begins at a time, Unix seconds."""
+        """Returns the roll after one more epoch of the log.
+
+        Args:
+            at: the latest time at which it or one of the epochs before it begins, Unix seconds (`Pace.begun`). Its own alone
+                could be dated back, and would announce a membership in the past.
+        """
         current, coming = self.current, list[Coming]()
         for one in self.coming:
             wanted = one.membership.not_before

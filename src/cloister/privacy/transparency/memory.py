@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from cloister.privacy.transparency.checks import View
 from cloister.privacy.transparency.files import SECRET, locked, write_whole
+from cloister.privacy.transparency.held import adopt_baseline
 from cloister.types.errors import ConfigError
 
 
@@ -25,7 +27,7 @@ class Memory:
                 a split view.
         """
         try:
-            view = msgspec.json.decode(self.path.read_bytes(), type=View)
+            view = msgspec.convert(adopt_baseline(msgspec.json.decode(self.path.read_bytes(), type=dict[str, Any])), View)
         except FileNotFoundError:
             return View()
         except OSError as error:
@@ -39,12 +41,25 @@ class Memory:
             )
         return view
 
-    def save(self, view: View) -> None:
-        """Remembers a view, unless a later one of this log was remembered meanwhile."""
+    def save(self, view: View, begun: View) -> bool:
+        """Remembers a view that was read on from what the file had.
+
+        Args:
+            begun: what `load` returned then.
+
+        Returns:
+            False: another program wrote the file meanwhile, and it is as that one left it. Its view may be of another log than
+            this one, which sizes do not tell: load it, and read the log on from there.
+
+        Raises:
+            ConfigError: the file is broken, or cannot be written.
+        """
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make {self.path.parent}: {error.strerror}") from None
         with locked(self.path.parent):
-            if view.size >= self.load().size:
+            kept = self.load()
+            if kept == begun:
                 write_whole(self.path, msgspec.json.encode(view, order="sorted"), SECRET)
+            return kept in (begun, view)

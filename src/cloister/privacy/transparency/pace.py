@@ -26,7 +26,7 @@ class Pace(Struct, frozen=True, forbid_unknown_fields=True):
     """What is left of both rates after the epochs that were read.
 
     Attributes:
-        begun: when the newest epoch begins, Unix seconds.
+        begun: the latest time at which one of the epochs begins, Unix seconds.
         epochs_due, keys_due: when both rates are full again, Unix seconds.
         gateway: SHA-256 of the gateway's keys in it, in hex.
         keys_from: when these keys would have been within their rate, Unix seconds.
@@ -41,20 +41,24 @@ class Pace(Struct, frozen=True, forbid_unknown_fields=True):
     excess: Annotated[str, Meta(max_length=200)] = ""
 
     def after(self, epoch: Epoch) -> Pace:
-        """Returns the pace with one more epoch of the log."""
-        at, gateway = epoch.not_before, hashlib.sha256(epoch.gateway.keys).hexdigest()
+        """Returns the pace with one more epoch of the log.
+
+        An epoch counts as no older than those before it: one that is dated back would else give both rates all their room
+        again, for the real one that follows it.
+        """
+        at, gateway = max(epoch.not_before, self.begun), hashlib.sha256(epoch.gateway.keys).hexdigest()
         epochs_due, epochs_from = _count(self.epochs_due, at, EPOCH_EVERY_S)
         keys_due, keys_from = self.keys_due, self.keys_from
         if gateway != self.gateway:
             keys_due, keys_from = _count(self.keys_due, at, GATEWAY_KEYS_EVERY_S)
         excess = ""
-        if at < self.begun:
+        if epoch.not_before < self.begun:
             excess = "it begins before the one that it follows"
         elif at < epochs_from:
             excess = f"more than {BURST} epochs came faster than one in {EPOCH_EVERY_S} s"
         elif at < keys_from:
             excess = f"the gateway changed its keys more than {BURST} times, faster than once in {GATEWAY_KEYS_EVERY_S} s"
-        return Pace(max(at, self.begun), epochs_due, keys_due, gateway, keys_from, excess)
+        return Pace(at, epochs_due, keys_due, gateway, keys_from, excess)
 
 
 def _count(due: int, at: int, every_s: int) -> tuple[int, int]:

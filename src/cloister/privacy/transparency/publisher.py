@@ -123,8 +123,7 @@ class Publisher:
 
     def has_new_members(self, now: float) -> bool:
         """Whether another membership holds by now than when the last epoch began."""
-        roll = self._history.roll
-        return roll.begin(int(now)).current != roll.current
+        return self._history.roll_at(now).current != self._history.roll.current
 
     async def publish(self, contents: Contents, now: float, lifetime_s: int = MAX_EPOCH_S) -> Published:
         """Publishes the next epoch; it holds from `now` on.
@@ -141,7 +140,7 @@ class Publisher:
         async with self._turn:
             self._history.advance(self._log.checkpoint()[0].size)
             release = self._history.release(contents.release)
-            membership = self._history.roll.begin(int(now)).current
+            membership = self._history.roll_at(now).current
             nodes, evidence, left_out = select_nodes(contents, release, membership, now)
             waiting = self._waiting
             if waiting is None or not self._still_serves(waiting, contents, now):

@@ -15,13 +15,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from cloister.privacy.transparency.epoch import EPOCH_PREFIX, Epoch, parse_epoch
-from cloister.privacy.transparency.membership import MEMBERSHIP_PREFIX, Membership, Roll, check_members, read_membership
+from cloister.privacy.transparency.held import DAY_S, MOST_HELD, Past, add_held, held_within_a_day, least_kept
+from cloister.privacy.transparency.membership import MEMBERSHIP_PREFIX, Roll, check_members, read_membership
 from cloister.privacy.transparency.note import PublicKey
 from cloister.privacy.transparency.pace import Pace
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.release import MINIMUM_PREFIX, RELEASE_PREFIX, read_minimum, read_release
 
-DAY_S: Final = 86400
 MOST_CHANGE: Final = 0.5
 """Part of the capacity that clients let a day change (`client.limits`)."""
 LEAST_PRESENT: Final = 0.66
@@ -54,12 +54,12 @@ class Course(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         epoch: number of the newest; 0 before the first.
-        ends: when it ends, Unix seconds.
+        ends: when the last of the epochs ends, Unix seconds.
         roll: which membership holds.
         pace: how fast epochs came.
         minimum: no release with a smaller number runs.
         releases: number of each release by digest.
-        baseline, baseline_s: the membership of a day ago, and since when.
+        past: the memberships of the last day.
         nodes: end of the newest epoch's key of each node_id, as the time it was first named, Unix seconds.
         gateway, gateway_s: digest of the gateway's keys, and since when.
         issuers: when each issuer key was first named, by URL and digest.
@@ -71,8 +71,7 @@ class Course(Struct, frozen=True, forbid_unknown_fields=True):
     pace: Pace = Pace()
     minimum: int = 0
     releases: dict[str, int] = {}
-    baseline: Membership | None = None
-    baseline_s: int = 0
+    past: Past = ()
     nodes: dict[str, int] = {}
     gateway: str = ""
     gateway_s: int = 0
@@ -115,46 +114,45 @@ class Replay:
             yield Remark("entry", f"entry {index} says nothing to any client: {error.message}")
 
     def _take_epoch(self, index: int, epoch: Epoch) -> Iterator[Remark]:
-        course, at = self.course, epoch.not_before
+        course, pace = self.course, self.course.pace.after(epoch)
+        at = pace.begun  # an epoch that is dated back makes nothing older than it is
         where = f"epoch {epoch.epoch} (entry {index})"
         if epoch.epoch != course.epoch + 1:
             yield Remark("order", f"{where} follows epoch {course.epoch}")
-        if course.ends and at > course.ends:
-            yield Remark("cadence", f"{where} begins {at - course.ends} s after the one before it ended", False)
-        roll, pace = course.roll.begin(at), course.pace.after(epoch)
+        if course.ends and epoch.not_before > course.ends:
+            yield Remark("cadence", f"{where} begins {epoch.not_before - course.ends} s after the one before it ended", False)
+        roll = course.roll.begin(at)
         if pace.excess:
             yield Remark("pace", f"{where}: {pace.excess}")
-        yield from self._compare_members(where, epoch, roll)
+        yield from self._compare_members(where, epoch, roll, at)
         yield from self._check_release(where, epoch)
         yield from self._check_keys(where, epoch)
+        yield from self._check_issuers(where, epoch, at)
         nodes = {node.node_id: course.nodes.get(node.node_id, at) for node in epoch.nodes}
         recent = {name: first for name, first in course.nodes.items() if at - first < DAY_S}
         gateway = hashlib.sha256(epoch.gateway.keys).hexdigest()
-        baseline, since = course.baseline, course.baseline_s
-        if roll.current is not None and (baseline is None or at - since >= DAY_S):
-            baseline, since = roll.current, at
+        past = course.past if roll.current is None else add_held(held_within_a_day(course.past, at), roll.current, at)
         self.course = replace(
-            self.course, epoch=epoch.epoch, ends=epoch.not_after, roll=roll, pace=pace, nodes={**recent, **nodes},
-            gateway=gateway, gateway_s=course.gateway_s if gateway == course.gateway else at,
-            baseline=baseline, baseline_s=since,
+            self.course, epoch=epoch.epoch, ends=max(course.ends, epoch.not_after), roll=roll, pace=pace,
+            nodes={**recent, **nodes}, gateway=gateway, gateway_s=course.gateway_s if gateway == course.gateway else at,
+            past=past,
         )  # fmt: skip
 
-    def _compare_members(self, where: str, epoch: Epoch, roll: Roll) -> Iterator[Remark]:
+    def _compare_members(self, where: str, epoch: Epoch, roll: Roll, at: int) -> Iterator[Remark]:
         try:
             held = check_members(epoch, roll.current)
         except TransparencyError as error:
             kind = "capacity" if error.reason is Reason.WRONG_CAPACITY else "membership"
             yield Remark(kind, f"{where}: {error.message}")
             return
-        before, baseline = self.course.roll.current, self.course.baseline
+        before, past = self.course.roll.current, held_within_a_day(self.course.past, at)
         if before is not None and held.number != before.number:
             yield Remark("membership", f"{where}: membership {held.number} holds now", False)
-            if baseline is not None:
-                kept = held.kept_of(baseline) / max(held.capacity, baseline.capacity)
-                if kept < 1.0 - MOST_CHANGE:
-                    yield Remark(
-                        "membership", f"{where}: membership {held.number} keeps {kept:.0%} of membership {baseline.number}"
-                    )
+            kept, earlier = least_kept(past, held)
+            if kept < 1.0 - MOST_CHANGE:
+                yield Remark("membership", f"{where}: membership {held.number} keeps {kept:.0%} of membership {earlier.number}")
+            if len(past) == MOST_HELD:
+                yield Remark("membership", f"{where}: more than {MOST_HELD} memberships held within a day")
         void = [one.membership.number for one in self.course.roll.coming if one not in roll.coming]
         for number in void:
             if number != held.number and all(one.membership.number != number for one in roll.coming):
@@ -186,19 +184,18 @@ class Replay:
         age_s = epoch.not_after - self.course.gateway_s
         if gateway == self.course.gateway and age_s > GATEWAY_KEY_S:
             yield Remark("keys", f"{where}: the gateway's keys are named for {age_s // 3600} h; two days are the most")
-        yield from self._check_issuers(where, epoch)
 
-    def _check_issuers(self, where: str, epoch: Epoch) -> Iterator[Remark]:
+    def _check_issuers(self, where: str, epoch: Epoch, at: int) -> Iterator[Remark]:
         issuers = {url: dict(keys) for url, keys in self.course.issuers.items()}
         for issuer in epoch.issuers:
             before = self.course.issuers.get(issuer.url, {})
             digest = hashlib.sha256(issuer.token_key).hexdigest()
             if digest in before:
                 continue
-            if any(epoch.not_before - first < ISSUER_KEYS_S for first in before.values()):
+            if any(at - first < ISSUER_KEYS_S for first in before.values()):
                 yield Remark("keys", f"{where}: the issuer {issuer.url} has another new key within a day")
             # nobody knows since when a log's first keys were there
-            issuers.setdefault(issuer.url, {})[digest] = epoch.not_before if self.course.epoch else 0
+            issuers.setdefault(issuer.url, {})[digest] = at if self.course.epoch else 0
         self.course = replace(self.course, issuers=issuers)
 
     def _take_membership(self, index: int, entry: bytes) -> Iterator[Remark]:
