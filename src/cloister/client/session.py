@@ -260,7 +260,7 @@ class Session:
             findings[node.node_id], documents[node.node_id] = found, evidence
             if found.accepted:
                 keys[node.node_id] = read_statement(read_evidence(evidence).statement).keys
-        refuse_shared_chips(findings, documents)
+        refuse_shared_chips(findings, documents, self._limits)
         self._keys = keys
         self._evidence = documents if self._receipts is not None else {}
         return findings
