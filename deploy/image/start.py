@@ -34,6 +34,7 @@ FILES = {
     "release.json": ("release", "."),
     "manifest.json": (None, "."),
     "checkpoint": ("log-checkpoint", "checkpoint"),
+    "member.key": ("member-key", "member.key"),
     "gateway.secret": ("gateway-secret", "gateway.secret"),
     "intel-collateral.json": ("intel-collateral", "intel-collateral.json"),
     "amd/vcek": ("amd-certificates", "amd"),

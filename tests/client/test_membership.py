@@ -24,6 +24,7 @@ from cloister.client.routing.records import Spell
 from cloister.client.state import state_file
 from cloister.client.telling import tell_epoch
 from cloister.privacy.attestation import Evidence, Findings, Outcome, Policy
+from cloister.privacy.attestation.cbor import encode_text
 from cloister.privacy.attestation.chips import name_chips
 from cloister.privacy.transparency.bundle import encode_bundle, parse_bundle
 from cloister.privacy.transparency.checks import View
@@ -37,6 +38,7 @@ from cloister.privacy.transparency.replay import Course
 from cloister.types.errors import ConfigError
 from tests import attestation_vectors as real
 from tests.client.test_transport import NODES, World, ask_once
+from tests.nitro_platform import NitroPlatform
 from tests.privacy.transparency import world as transparency
 from tests.privacy.transparency.test_backdating import replay
 from tests.privacy.transparency.world import make_evidence, member_key
@@ -270,21 +272,53 @@ def sha(document: bytes) -> str:
     return hashlib.sha256(document).hexdigest()
 
 
+def judge_chips(*evidence: Evidence, **limits: bool) -> list[list[str]]:
+    """The steps that fail for nodes whose evidence was verified; `limits` move those of the client."""
+    documents = {str(n): one.encode() for n, one in enumerate(evidence)}
+    findings = {name: Findings() for name in documents}
+    for found in findings.values():
+        found.prove("report-signature", "the chip signed it")
+    refuse_shared_chips(findings, documents, Limits(**limits))
+    return [[step.slug for step in found.of(Outcome.FAILED)] for found in findings.values()]
+
+
+def snp(*, chip: bytes | None = None, masked: bool = False) -> Evidence:
+    report = bytearray(real.snp_report())
+    if chip is not None:
+        report[0x1A0:0x1E0] = chip
+    if masked:  # as firmware does it: the flag MASK_CHIP_ID, and no number
+        report[0x48] |= 2
+        report[0x1A0:0x1E0] = bytes(64)
+    return Evidence("sev-snp", b"", bytes(report))
+
+
+def nitro(module_id: str) -> Evidence:
+    return Evidence("nitro", b"", NitroPlatform().document(module_id=encode_text(module_id)))
+
+
+SOFTWARE = Evidence("software", b"", b"")
+
+
 def test_one_chip_cannot_stand_for_two_nodes() -> None:
-    def documents(*reports: bytes) -> dict[str, bytes]:
-        return {str(n): Evidence("sev-snp", b"%d" % n, report).encode() for n, report in enumerate(reports)}
+    other = bytes(63) + b"x"
+    assert judge_chips(snp(), snp(chip=other), snp()) == [["chip"], [], ["chip"]]
+    assert judge_chips(snp(), snp(chip=other)) == [[], []]
 
-    def judge(evidence: dict[str, bytes]) -> list[list[str]]:
-        findings = {name: Findings() for name in evidence}
-        for found in findings.values():
-            found.prove("report-signature", "the chip signed it")
-        refuse_shared_chips(findings, evidence)
-        return [[step.slug for step in found.of(Outcome.FAILED)] for found in findings.values()]
 
-    report = real.snp_report()
-    other = report[:0x1A0] + bytes(64) + report[0x1E0:]
-    assert judge(documents(report, other, report)) == [["chip"], [], ["chip"]]
-    assert judge(documents(report, other)) == [[], []]
+def test_nodes_whose_hosts_mask_the_chip_are_refused_beside_others_unless_the_user_accepts_it() -> None:
+    masked = snp(masked=True)
+    assert judge_chips(masked, masked) == [["chip"], ["chip"]]
+    assert judge_chips(masked, snp()) == [["chip"], []]
+    assert judge_chips(masked, SOFTWARE, SOFTWARE) == [[], [], []]
+    assert judge_chips(masked, masked, accept_masked_chips=True) == [[], []]
+    assert judge_chips(snp(), snp(), accept_masked_chips=True) == [["chip"], ["chip"]]
+
+
+def test_two_enclaves_of_one_instance_cannot_stand_for_two_nodes() -> None:
+    first, second, elsewhere = (nitro(name) for name in ("i-0a-enc01", "i-0a-enc02", "i-0b-enc01"))
+    assert judge_chips(first, second, elsewhere) == [["chip"], ["chip"], []]
+    assert judge_chips(first, elsewhere) == [[], []]
+    assert judge_chips(nitro("-enc01"), elsewhere) == [["chip"], []], "no instance is named"
 
 
 def test_a_chip_is_named_by_what_its_maker_signed() -> None:

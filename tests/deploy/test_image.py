@@ -102,6 +102,13 @@ def test_a_file_that_the_node_was_not_started_with_does_not_appear_later(tmp_pat
     assert not (tmp_path / "checkpoint").exists()
 
 
+def test_a_disk_can_make_its_node_a_member_of_the_cloud(tmp_path: Path):
+    given = read(files={"member.key": base64.b64encode(b"key").decode()})
+    command = start.make_command(given, start.write_files(given.files, tmp_path))
+    assert command[command.index("--member-key") + 1] == str(tmp_path / "member.key")
+    assert (tmp_path / "member.key").read_bytes() == b"key"
+
+
 def test_every_option_that_a_disk_can_bring_is_one_of_serve():
     from cloister.types.config import ServerConfig, setting_names
 

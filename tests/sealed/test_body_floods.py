@@ -76,7 +76,7 @@ def is_refused(connection: socket.socket) -> bool:
 
 
 def test_who_declares_much_is_charged_for_what_came(tmp_path: Path) -> None:
-    budget = BodyBudget(1000)
+    budget = BodyBudget(1000, small_bytes=0)
 
     async def live() -> None:
         scope: Scope = {**SCOPE, "headers": [(b"content-length", b"900")]}
@@ -90,7 +90,7 @@ def test_who_declares_much_is_charged_for_what_came(tmp_path: Path) -> None:
 
 
 def test_the_largest_body_of_the_largest_network_gives_way_and_whole_ones_stay() -> None:
-    budget = BodyBudget(100)
+    budget = BodyBudget(100, small_bytes=0)
     honest, whole, small, large = (budget.open(network) for network in ("b", "a", "a", "a"))
     whole.add(40)
     whole.is_whole = True
@@ -110,7 +110,7 @@ def test_the_largest_body_of_the_largest_network_gives_way_and_whole_ones_stay()
 
 def test_a_body_that_waits_for_its_client_lets_go_as_soon_as_it_gives_way() -> None:
     async def live() -> None:
-        budget = BodyBudget(1000)
+        budget = BodyBudget(1000, small_bytes=0)
         stuck = Body(SCOPE, silent_after(b"x" * 600), 1000, budget=budget)
         reading = asyncio.create_task(read(stuck, keeps=True))
         await asyncio.sleep(0.01)
@@ -127,7 +127,7 @@ def test_a_body_that_waits_for_its_client_lets_go_as_soon_as_it_gives_way() -> N
 
 def test_what_is_handed_on_is_charged_no_longer() -> None:
     async def live() -> None:
-        budget = BodyBudget(1000)
+        budget = BodyBudget(1000, small_bytes=0)
         body = Body(SCOPE, sends(*[b"x" * 400] * 5), 5000, budget=budget)
         assert await read(body, keeps=False) == 2000
 
@@ -176,7 +176,7 @@ def test_a_plain_server_refuses_the_body_for_which_there_is_no_memory() -> None:
             replies.append(message["status"])
 
     async def live() -> None:
-        budget = BodyBudget(1000)
+        budget = BodyBudget(1000, small_bytes=0)
         reader = BodyReader(app, 900, 5.0, {"/read"}, budget)
         scope: Scope = {
             **SCOPE,

@@ -27,6 +27,7 @@ from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.sealed import issuer as issuer_module
 from cloister.sealed.issuer import issuer_app
 from cloister.sealed.issuer_file import sign_keys
+from cloister.sealed.purchases import ANSWER_STEP_S, wait_s
 from tests.sealed.flow import GATEWAY_URL, Cloud, Recorder, Seen, ask, http, open_cloud
 from tests.sealed.inner import ANSWER, Inner
 from tests.token_shop import Shop
@@ -179,6 +180,29 @@ def test_every_purchase_and_every_answer_have_one_length(market: Market) -> None
     ((asked, answered),) = sizes
     assert PURCHASE_BYTES < answered < asked < PURCHASE_BYTES + KEMS[0].enc_bytes + 64
     assert {seen.status for seen in market.issuer} == {200}
+
+
+def test_the_relay_cannot_tell_a_refusal_from_a_batch_by_the_time_that_it_takes(market: Market) -> None:
+    def time_it(given: Ask, go_on: Callable[[Ask], Reply]) -> Reply:
+        began_s = time.monotonic()
+        reply = go_on(given)
+        if given.method == "POST":
+            taken_s.append(time.monotonic() - began_s)
+        return reply
+
+    taken_s: list[float] = []
+    for count in (1, 20):
+        market.buy(market.buyer(), count, carry=time_it)
+    with pytest.raises(NoTokensError, match="API key"):
+        market.buy(market.buyer("another"), carry=time_it)
+    with pytest.raises(NoTokensError, match="clock"):
+        market.buy(market.buyer(), carry=time_it, late_s=-400)
+    assert min(taken_s) >= ANSWER_STEP_S
+
+
+@pytest.mark.parametrize(("elapsed_s", "leaves_s"), [(0.0, 0.25), (0.001, 0.25), (0.249, 0.25), (0.251, 0.5), (1.9, 2.0)])
+def test_answers_leave_at_multiples_of_one_time_after_their_request_was_opened(elapsed_s: float, leaves_s: float) -> None:
+    assert elapsed_s + wait_s(elapsed_s) == pytest.approx(leaves_s)
 
 
 def test_what_does_not_fit_a_purchase_is_refused_before_it_is_sent(market: Market) -> None:

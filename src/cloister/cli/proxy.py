@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE, AcceptMembership, LeastPresent, MostShare
+from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE, AcceptMaskedChips, AcceptMembership, LeastPresent, MostShare
 from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def proxy(
     least_present: LeastPresent = LEAST_PRESENT,
     most_share: MostShare = MOST_SHARE,
     accept_membership: AcceptMembership = 0,
+    accept_masked_chips: AcceptMaskedChips = False,
     host: Annotated[str, typer.Option(help="Loopback address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8080,
 ) -> None:
@@ -68,7 +69,12 @@ def proxy(
         trust=trust,
         api_key=read_api_key(api_key_file),
         policy=wanted,
-        limits=Limits(least_present=least_present, most_share=most_share, accept_membership=accept_membership),
+        limits=Limits(
+            least_present=least_present,
+            most_share=most_share,
+            accept_membership=accept_membership,
+            accept_masked_chips=accept_masked_chips,
+        ),
         state=state,
         remember=remember,
         receipts=keep,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from cloister.cli.console import err, out, print_json
-from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE, AcceptMembership, LeastPresent, MostShare
+from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE, AcceptMaskedChips, AcceptMembership, LeastPresent, MostShare
 from cloister.types.errors import CloisterError, ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def node(
     least_present: LeastPresent = LEAST_PRESENT,
     most_share: MostShare = MOST_SHARE,
     accept_membership: AcceptMembership = 0,
+    accept_masked_chips: AcceptMaskedChips = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check, before anything is sent, what nodes prove of themselves, and print every step.
@@ -49,7 +50,12 @@ def node(
     from cloister.client.verify_node import cannot_check
 
     try:
-        limits = Limits(least_present=least_present, most_share=most_share, accept_membership=accept_membership)
+        limits = Limits(
+            least_present=least_present,
+            most_share=most_share,
+            accept_membership=accept_membership,
+            accept_masked_chips=accept_masked_chips,
+        )
         checked = _check(url, trust, policy, profile, state, accept_software, limits)
     except CloisterError as error:
         err.print(f"could not check: {error.message}", style="bold red", markup=False, highlight=False, soft_wrap=True)

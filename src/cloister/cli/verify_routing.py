@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cloister.cli.console import err, make_progress, out, print_json, print_table
-from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE, AcceptMembership, LeastPresent, MostShare
+from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE, AcceptMaskedChips, AcceptMembership, LeastPresent, MostShare
 from cloister.client.routing.attack import Attack
 from cloister.types.errors import CloisterError, ConfigError
 
@@ -51,6 +51,7 @@ def routing(
     least_present: LeastPresent = LEAST_PRESENT,
     most_share: MostShare = MOST_SHARE,
     accept_membership: AcceptMembership = 0,
+    accept_masked_chips: AcceptMaskedChips = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --relay: spend what it says without asking.")] = False,
     users: Annotated[
         int | None,
@@ -78,7 +79,8 @@ def routing(
     if relay:
         raise typer.Exit(
             _audit(relay, trust, api_key_file, policy, accept_software, detect, state, users, requests, yes, as_json,
-                   least_present=least_present, most_share=most_share, accept_membership=accept_membership)
+                   least_present=least_present, most_share=most_share, accept_membership=accept_membership,
+                   accept_masked_chips=accept_masked_chips)
         )  # fmt: skip
     users, requests = users or 10, requests or 600
     from cloister.client.routing.adversary import make_adversary

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cloister.client.key_exchange import judge_keys
+from cloister.client.limits import Limits
 from cloister.privacy.attestation import (
     AttestationError,
     Evidence,
@@ -18,7 +19,8 @@ from cloister.privacy.attestation import (
     read_evidence,
     read_statement,
 )
-from cloister.privacy.attestation.chips import name_chips
+from cloister.privacy.attestation.chips import name_chips, name_processor
+from cloister.privacy.attestation.software import SoftwareVerifier
 from cloister.privacy.attestation.verify import verify_evidence
 from cloister.privacy.transparency.checks import Believed, Logged
 from cloister.privacy.transparency.epoch import NodeEntry
@@ -84,22 +86,34 @@ def judge_node(node: NodeEntry, evidence: bytes | None, believed: Logged, trust:
     return findings
 
 
-def refuse_shared_chips(findings: Mapping[str, Findings], evidence: Mapping[str, bytes]) -> None:
+def refuse_shared_chips(findings: Mapping[str, Findings], evidence: Mapping[str, bytes], limits: Limits) -> None:
     """Adds a failed step to every node whose chip another node has too: who captures one chip must not get two shares.
+
+    A node whose processor is not named could be on any other's, so it fails too where there is another node on hardware.
 
     Args:
         findings: of each node, by node_id.
         evidence: the documents, by node_id.
+        limits: say whether processors without a name are accepted.
     """
-    chips: dict[str, frozenset[str]] = {}
-    for node_id, found in findings.items():
-        if found.accepted:  # what a chip did not sign names no chip
-            chips[node_id] = name_chips(read_evidence(evidence[node_id]))
+    read = {node_id: read_evidence(evidence[node_id]) for node_id, found in findings.items() if found.accepted}
+    on_hardware = {node_id for node_id, one in read.items() if one.kind != SoftwareVerifier.kind}
+    chips = {node_id: name_chips(one) for node_id, one in read.items()}  # what a chip did not sign names none
+
+    def is_masked(node_id: str) -> bool:
+        return node_id in on_hardware and name_processor(read[node_id]) is None
+
     counts = Counter(chip for of_node in chips.values() for chip in of_node)
     for node_id, of_node in chips.items():
         if any(counts[chip] > 1 for chip in of_node):
             findings[node_id].fail(
                 "chip", "another node of the epoch is on the same chip, so one owner would have both shares; run one node on it"
+            )
+        elif is_masked(node_id) and len(on_hardware) > 1 and not limits.accept_masked_chips:
+            findings[node_id].fail(
+                "chip",
+                "the evidence names no processor (its host masks CHIP_ID), so it could be the one of another node; have it "
+                "unmasked, or accept that with accept_masked_chips (--accept-masked-chips)",
             )
 
 

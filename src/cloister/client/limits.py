@@ -34,12 +34,15 @@ class Limits:
         most_share: of the membership's capacity that one node may have, above 0, to 1.
         most_change: part of the capacity that may be taken away, added or replaced within a day, 0 to 1.
         accept_membership: number of a membership that is taken however much it changed; 0 for none.
+        accept_masked_chips: whether several nodes may be on hardware whose evidence does not name its processor; two of them
+            could be on one.
     """
 
     least_present: float = 0.66
     most_share: float = 0.5
     most_change: float = 0.5
     accept_membership: int = 0
+    accept_masked_chips: bool = False
 
     def __post_init__(self) -> None:
         for name in ("least_present", "most_share", "most_change"):

@@ -248,9 +248,7 @@ class Session:
             self._record.read_log(begin, believed, fetched, now)
             if self._seen.save(hold_to_limits(self._limits, believed, self.trust), seen):
                 return believed, bundle
-        raise ConfigError(
-            "other programs keep changing the file that remembers the log; give this one its own (state)"
-        )
+        raise ConfigError("other programs keep changing the file that remembers the log; give this one its own (state)")
 
     def _judge_nodes(self, believed: Believed, now: float) -> Step[dict[str, Findings]]:
         policy = fill_policy(self._policy, believed)
@@ -270,7 +268,7 @@ class Session:
             findings[node.node_id], documents[node.node_id] = found, evidence
             if found.accepted:
                 keys[node.node_id] = read_statement(read_evidence(evidence).statement).keys
-        refuse_shared_chips(findings, documents)
+        refuse_shared_chips(findings, documents, self._limits)
         self._keys = keys
         self._evidence = documents if self._receipts is not None else {}
         return findings

@@ -133,7 +133,8 @@ def check_url(
     nodes = {
         node.node_id: judge_node(node, documents[node.node_id], believed, trust, policy, now) for node in believed.epoch.nodes
     }
-    refuse_shared_chips(nodes, {node_id: document for node_id, document in documents.items() if document is not None})
+    served = {node_id: document for node_id, document in documents.items() if document is not None}
+    refuse_shared_chips(nodes, served, limits or Limits())
     return Checked(findings, nodes, after)
 
 

@@ -99,11 +99,11 @@ class Body:
             num_bytes += len(piece)
             if num_bytes > self._limit_bytes:
                 raise self._too_large()
+            self._charge.is_whole = not more  # before it is charged, so that its last piece does not make it give way
             self._charge.add(len(piece))
             if self._charge.is_shed:
                 raise _no_room()
             if not more:
-                self._charge.is_whole = True
                 self.is_read.set()
             if num_bytes < first_bytes and more:
                 first += piece

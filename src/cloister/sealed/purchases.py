@@ -1,10 +1,13 @@
 """Token requests that come sealed, through a relay: the issuer learns which account asks, and not from where.
 
-Whatever follows once a request is open, refusals included, goes back sealed and at one length.
+Whatever follows once a request is open, refusals included, goes back sealed, at one length and after one time: the relay would
+tell a refusal, which takes a millisecond, from a batch of signatures by the clock.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -42,6 +45,8 @@ from cloister.types.errors import CloisterError, ConfigError, InvalidRequestErro
 
 MAX_SEALED_BYTES: Final = PURCHASE_BYTES + max(kem.enc_bytes for kem in KEMS) + 64
 """More than a request of ours has, with its header and its tag."""
+ANSWER_STEP_S: Final = 0.25
+"""Answers leave so long after their request was opened, or a whole multiple of it; 20 signatures take a tenth of that."""
 
 Issue = Callable[[str, str, bytes], Awaitable[tuple[str, bytes]]]
 """Media type, value of `Authorization` and body of a token request to media type and body of its answer."""
@@ -74,8 +79,10 @@ class SealedPurchases:
             problem = problem_of(error)
             fields = {name.decode(): value.decode() for name, value in problem.headers}
             return Response(problem.body, problem.status, fields)
+        opened_s = time.monotonic()
         status, media_type, content = await self._answer(message)
         sealed = seal_purchase_answer(exchange, status, media_type, content)
+        await asyncio.sleep(wait_s(time.monotonic() - opened_s))
         return Response(sealed, media_type=RESPONSE_TYPE, headers={"cache-control": "no-store"})
 
     async def _open(self, sealed: bytes) -> tuple[Exchange, bytes]:
@@ -105,3 +112,8 @@ class SealedPurchases:
             raise  # it names files of this machine, for its operator to read
         except CloisterError as error:
             return error.status, "application/json", error_body(error)
+
+
+def wait_s(elapsed_s: float) -> float:
+    """Returns the seconds from now until an answer leaves whose request was opened so long ago."""
+    return max(1, math.ceil(elapsed_s / ANSWER_STEP_S)) * ANSWER_STEP_S - elapsed_s

@@ -1,16 +1,21 @@
 """Memory for request bodies: one ceiling for a process, charged as bytes arrive, and shared out by who holds most.
 
 What a head declares is not charged. At the ceiling the largest body that is still on its way gives way, in the network that
-holds most; bodies that are whole stay until their requests end. A flood of large bodies therefore drops its own.
+holds most; bodies that are whole stay until their readers are done with them. A flood of large bodies therefore drops its own.
+Where whole bodies alone reach the ceiling, small ones still get in, up to a second bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 BODY_CEILING_BYTES: Final = 64 * 2**20
 """For bodies of all requests of one process at once."""
+SMALL_BODY_BYTES: Final = 8 * 2**10
+"""What a small body has at most; the smallest bucket, sealed twice with X-Wing and with its token, is shorter."""
+SMALL_RESERVE_BYTES: Final = 8 * 2**20
+"""Above the ceiling, for small bodies only."""
 
 
 class BodyCharge:
@@ -19,7 +24,7 @@ class BodyCharge:
     Attributes:
         network: of who sends it.
         num_bytes: held now.
-        is_whole: set by the reader when all of it is there and charged; it is not shed any more.
+        is_whole: set by the reader with its last piece; once that is charged the body is not shed any more.
         is_shed: it gave way, and its reader has to let go of it.
         on_shed: called when it gives way.
     """
@@ -36,7 +41,7 @@ class BodyCharge:
         """Charges bytes that arrived; see `is_shed` afterwards."""
         self.num_bytes += num_bytes
         self._budget.num_bytes += num_bytes
-        self._budget.make_room()
+        self._budget.make_room(self)
 
     def give_back(self, num_bytes: int) -> None:
         """Takes bytes back that were handed on; those of a body that gave way are back already."""
@@ -55,13 +60,23 @@ class BodyBudget:
 
     Args:
         limit_bytes: of all bodies together; at least as much as one may have.
+        small_bytes: a body that has no more is small.
+        reserve_bytes: above the limit, for small bodies only.
 
     Attributes:
         num_bytes: held by all bodies now; kept by their charges.
     """
 
-    def __init__(self, limit_bytes: int = BODY_CEILING_BYTES) -> None:
+    def __init__(
+        self,
+        limit_bytes: int = BODY_CEILING_BYTES,
+        *,
+        small_bytes: int = SMALL_BODY_BYTES,
+        reserve_bytes: int = SMALL_RESERVE_BYTES,
+    ) -> None:
         self._limit_bytes = limit_bytes
+        self._small_bytes = small_bytes
+        self._reserve_bytes = reserve_bytes
         self._charges: dict[BodyCharge, None] = {}
         self.num_bytes = 0
 
@@ -75,16 +90,30 @@ class BodyBudget:
         """Drops an account."""
         self._charges.pop(charge, None)
 
-    def make_room(self) -> None:
-        """Sheds bodies that are on their way until the rest fits."""
+    def make_room(self, newest: BodyCharge) -> None:
+        """Sheds bodies that are on their way, large ones first, until the rest fits.
+
+        Args:
+            newest: the body that has just grown. It gives way itself where nothing else can, unless it is small and fits the
+                reserve.
+        """
         while self.num_bytes > self._limit_bytes:
-            held: dict[str, int] = {}
-            for charge in self._charges:
-                held[charge.network] = held.get(charge.network, 0) + charge.num_bytes
             growing = [charge for charge in self._charges if not charge.is_whole and charge.num_bytes]
-            if not growing:
+            large = [charge for charge in growing if not self._is_small(charge)]
+            if self._is_small(newest) and not large and self.num_bytes <= self._limit_bytes + self._reserve_bytes:
                 return
-            victim = max(growing, key=lambda charge: (held[charge.network], charge.num_bytes))
+            victim = self._heaviest(large or (growing if self._is_small(newest) else ()) or [newest])
             victim.is_shed = True
             victim.close()
             victim.on_shed()
+            if victim is newest:
+                return
+
+    def _is_small(self, charge: BodyCharge) -> bool:
+        return charge.num_bytes <= self._small_bytes
+
+    def _heaviest(self, charges: Sequence[BodyCharge]) -> BodyCharge:
+        held: dict[str, int] = {}
+        for charge in self._charges:
+            held[charge.network] = held.get(charge.network, 0) + charge.num_bytes
+        return max(charges, key=lambda charge: (held[charge.network], charge.num_bytes))

@@ -12,6 +12,8 @@ from cryptography import x509
 
 from cloister.privacy.attestation.certificates import digest_key, load_certificates
 from cloister.privacy.attestation.evidence import Evidence
+from cloister.privacy.attestation.nitro import NitroVerifier
+from cloister.privacy.attestation.nitro_document import read_document
 from cloister.privacy.attestation.nvidia import chain_extra, list_gpus
 from cloister.privacy.attestation.sev_snp import SnpVerifier
 from cloister.privacy.attestation.snp_report import read_report
@@ -24,24 +26,36 @@ _PPID: Final = bytes.fromhex("060a2a864886f84d010d01010410")
 
 
 def name_chips(evidence: Evidence) -> frozenset[str]:
-    """Returns a name for each chip that signed: AMD's CHIP_ID, Intel's platform (PPID), the identity key of each GPU.
-
-    Software has none, and a platform whose owner masks its identity neither.
+    """Returns a name for each chip that signed: the processor's (`name_processor`), and the identity key of each GPU.
 
     Raises:
         EvidenceError: a report or a certificate cannot be read.
     """
-    return frozenset((*_name_processor(evidence), *_name_gpus(evidence)))
+    processor = name_processor(evidence)
+    return frozenset((*(() if processor is None else (processor,)), *_name_gpus(evidence)))
 
 
-def _name_processor(evidence: Evidence) -> Iterator[str]:
+def name_processor(evidence: Evidence) -> str | None:
+    """Returns AMD's CHIP_ID, Intel's platform (PPID), or for Nitro the EC2 instance that the enclave is cut from.
+
+    AWS names no chip. The instance is what its owner can take over, beside AWS.
+
+    Returns:
+        None for software, and for a platform whose owner masks its identity (SEV-SNP, MASK_CHIP_ID).
+
+    Raises:
+        EvidenceError: a report or a certificate cannot be read.
+    """
     if evidence.kind == SnpVerifier.kind:
         report = read_report(evidence.report)
-        if not report.is_chip_masked:
-            yield f"sev-snp {report.chip_id.hex()}"
-    elif evidence.kind == TdxVerifier.kind:
+        return None if report.is_chip_masked else f"sev-snp {report.chip_id.hex()}"
+    if evidence.kind == TdxVerifier.kind:
         leaf = load_certificates(read_quote(evidence.report).pck_chain)[0]
-        yield f"tdx {_read_platform(leaf) or digest_key(leaf.public_key())}"
+        return f"tdx {_read_platform(leaf) or digest_key(leaf.public_key())}"
+    if evidence.kind == NitroVerifier.kind:
+        instance, _, _ = read_document(evidence.report).module_id.partition("-enc")  # i-INSTANCE-encENCLAVE
+        return f"nitro {instance}" if instance else None
+    return None
 
 
 def _name_gpus(evidence: Evidence) -> Iterator[str]:

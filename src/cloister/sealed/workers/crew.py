@@ -218,7 +218,7 @@ class WorkerFront:
                 begun_s, is_whole = time.monotonic(), False
                 try:
                     near = await self._crew.fork()
-                    is_whole = await self._carry(scope, pieces, near, receive, send)
+                    is_whole = await self._carry(scope, body, pieces, near, receive, send)
                 finally:
                     self._figures.count(time.monotonic() - begun_s, answered=is_whole)
             finally:
@@ -234,19 +234,23 @@ class WorkerFront:
         if self.num_workers >= self._max_workers:
             raise ProblemError(503, _BUSY, fields=((b"retry-after", b"1"),))
 
-    async def _carry(self, scope: Scope, pieces: list[bytes], near: socket.socket, receive: Receive, send: Send) -> bool:
-        """Returns whether all of an answer was sent."""
+    async def _carry(
+        self, scope: Scope, body: Body, pieces: list[bytes], near: socket.socket, receive: Receive, send: Send
+    ) -> bool:
+        """Returns whether all of an answer was sent.
+
+        Args:
+            pieces: of the body; they are dropped and their memory is given back as soon as the worker has them, since an
+                answer may take minutes.
+        """
         reader, writer = await asyncio.open_unix_connection(sock=near, limit=_LIMIT_BYTES)
         watching = asyncio.create_task(_tell_when_gone(receive, writer))
+        wanted = (b"content-type", BUDGET_FIELD.encode())
+        headers = [(name, value) for name, value in scope["headers"] if name in wanted]
+        writer.write(frame(Head(scope["method"], scope["path"], headers)))
+        handing = asyncio.create_task(_hand_over(pieces, body, writer))
         has_begun = False
         try:
-            wanted = (b"content-type", BUDGET_FIELD.encode())
-            headers = [(name, value) for name, value in scope["headers"] if name in wanted]
-            writer.write(frame(Head(scope["method"], scope["path"], headers)))
-            for number, piece in enumerate(pieces, start=1):
-                writer.write(frame(Piece(piece, number < len(pieces))))
-            if not pieces:
-                writer.write(frame(Piece(b"", False)))
             while (message := await receive_for_front(reader)) is not None:
                 has_begun = has_begun or isinstance(message, Start)
                 await send(to_asgi(message))
@@ -257,9 +261,21 @@ class WorkerFront:
             return False
         finally:
             watching.cancel()
-            writer.close()
+            handing.cancel()
+            writer.transport.abort()  # what a worker has not read by now it does not need
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
+
+
+async def _hand_over(pieces: list[bytes], body: Body, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):  # the worker has ended; whoever reads its answer notices
+        more = True
+        while more:
+            piece = pieces.pop(0) if pieces else b""
+            more = bool(pieces)
+            writer.write(frame(Piece(piece, more)))
+            await writer.drain()
+        body.close()
 
 
 async def _tell_when_gone(receive: Receive, writer: asyncio.StreamWriter) -> None:

@@ -97,10 +97,10 @@ class BodyReader:
                 raise self._too_large()
             if keeps:
                 body += piece
+                charge.is_whole = not more
                 charge.add(len(piece))
                 if charge.is_shed:
                     raise ShedError
-        charge.is_whole = True
         return bytes(body)
 
     def _too_large(self) -> RequestTooLargeError:
