@@ -245,9 +245,7 @@ class Session:
             self._record.read_log(begin, believed, fetched, now)
             if self._seen.save(hold_to_limits(self._limits, believed, self.trust), seen):
                 return believed, bundle
-        raise ConfigError(
-            "other programs keep changing the file that remembers the log; give this one its own (state)"
-        )
+        raise ConfigError("other programs keep changing the file that remembers the log; give this one its own (state)")
 
     def _judge_nodes(self, believed: Believed, now: float) -> Step[dict[str, Findings]]:
         policy = fill_policy(self._policy, believed)
