@@ -41,6 +41,7 @@ from cloister.privacy.transparency.checks import View
 from cloister.privacy.transparency.epoch import IssuerEntry
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity, sign_entry
 from cloister.privacy.transparency.membership import sign_member
+from cloister.privacy.transparency.memory import Memory
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.trust import encode_trust
 from cloister.types.errors import ConfigError
@@ -393,6 +394,25 @@ def test_the_command_says_every_step_and_its_exit_status_says_the_outcome(addres
     assert "proved      the evidence is the one that the epoch names" in told
     assert "NOT PROVED in full" in told
     assert json.loads(state.read_bytes())["size"] > 0
+
+
+def test_the_command_begins_again_if_another_program_wrote_its_file_meanwhile(address: tuple[str, House, Path], tmp_path: Path):
+    url, house, trust = address
+    state, find, asked = tmp_path / "view.json", house.find, []
+
+    def find_and_overtake(path: str, most_bytes: int = 0) -> bytes | None:
+        content = find(path)
+        if path == "epoch":
+            asked.append(path)
+            if len(asked) == 1:
+                assert Memory(state).save(house.believe(house.files["epoch"]).view, View())
+        return content
+
+    house.find = find_and_overtake  # type: ignore[method-assign]
+    status, told = run(url, "--trust", str(trust), "--accept-software", "--state", str(state))
+    assert (status, len(asked)) == (0, 2)
+    assert "where we left it" in told
+    assert Memory(state).load().past, "the limits' memory of the second check"
 
 
 def test_the_command_prints_json(address: tuple[str, House, Path]):
