@@ -26,12 +26,19 @@ from cloister.types.request import Request, SamplingParams
 VICTIM_PROMPT, VICTIM_ANSWER = 512, 16
 FLOOD_PROMPT, FLOOD_ANSWER = 512, 64
 MAX_NUM_SEQS, MAX_MODEL_LEN = 16, 1024
+NUM_APART = 8
+"""Times to first token between two requests of the victim: with its answer it asks for a quarter of the engine at most."""
 
 
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--num-requests", type=int, default=40, help="requests of the victim")
-    parser.add_argument("--interval-s", type=float, default=1.5, help="between two requests of the victim")
+    parser.add_argument(
+        "--interval-s",
+        type=float,
+        help="between two requests of the victim; unset, 8 times what one takes to its first token alone, so that it stays "
+        "below its share on any machine",
+    )
     parser.add_argument(
         "--num-earlier", type=int, default=40, help="requests of the victim before the flood, on an idle engine"
     )
@@ -72,9 +79,10 @@ def find_path(model: str) -> str:
 
 def compare(bench: Bench, options: argparse.Namespace, case: Case, *, is_first: bool) -> None:
     """Measures the victim alone and flooded; under `fcfs` and for the picture the first time only."""
-    alone = measure(options, case, "fair", flooded=False)
+    interval_s = options.interval_s or NUM_APART * measure_one(options, case)
+    alone = measure(options, case, "fair", interval_s, flooded=False)
     schedulers = ("fcfs", "fair") if is_first else ("fair",)
-    flooded = {scheduler: measure(options, case, scheduler, flooded=True) for scheduler in schedulers}
+    flooded = {scheduler: measure(options, case, scheduler, interval_s, flooded=True) for scheduler in schedulers}
     base = float(np.percentile(alone, 99))
     rows: list[tuple[object, ...]] = [("alone", *spread(alone), 1.0)]
     rows += [(f"flooded, {name}", *spread(ttfts), float(np.percentile(ttfts, 99)) / base) for name, ttfts in flooded.items()]
@@ -93,18 +101,34 @@ def compare(bench: Bench, options: argparse.Namespace, case: Case, *, is_first: 
         axes.legend(loc="center")
 
 
-def measure(options: argparse.Namespace, case: Case, scheduler: str, *, flooded: bool) -> list[float]:
-    """Returns the victim's times to first token, in seconds."""
+def open_warm(options: argparse.Namespace, case: Case, scheduler: str) -> SteppingEngine:
+    """Returns an engine that has learned what its steps cost."""
     settings: dict[str, object] = {"model": case.model, "quant": options.quant, "max_model_len": MAX_MODEL_LEN}
     if case.kernels != "best":
         settings["backend"] = file_backend(case.kernels)
     engine = open_engine(options, scheduler=scheduler, max_num_seqs=MAX_NUM_SEQS, **settings)
     drive(engine, [Timed(0.0, make(f"warm-up-{n}", "warm-up", FLOOD_PROMPT, FLOOD_ANSWER)) for n in range(MAX_NUM_SEQS)])
+    return engine
+
+
+def measure_one(options: argparse.Namespace, case: Case) -> float:
+    """Returns what a prompt of the victim takes to its first token on an idle engine, in seconds; the median of five."""
+    engine = open_warm(options, case, "fair")
+    ttfts = []
+    for number in range(5):
+        timed = Timed(0.0, make(f"one-{number}", "victim", VICTIM_PROMPT, VICTIM_ANSWER))
+        ttfts.append(drive(engine, [timed]).recorder.record_of(timed.request.request_id).ttft_s)
+    return float(np.median(ttfts))
+
+
+def measure(options: argparse.Namespace, case: Case, scheduler: str, interval_s: float, *, flooded: bool) -> list[float]:
+    """Returns the victim's times to first token, in seconds; it asks every `interval_s` seconds."""
+    engine = open_warm(options, case, scheduler)
     drive(
         engine, [Timed(0.0, make(f"earlier-{n}", "victim", VICTIM_PROMPT, VICTIM_ANSWER)) for n in range(options.num_earlier)]
     )
     victims = [
-        Timed(1.0 + n * options.interval_s, make(f"victim-{n}", "victim", VICTIM_PROMPT, VICTIM_ANSWER))
+        Timed(1.0 + n * interval_s, make(f"victim-{n}", "victim", VICTIM_PROMPT, VICTIM_ANSWER))
         for n in range(options.num_requests)
     ]
     with make_progress() as progress:
