@@ -7,7 +7,12 @@ import pytest
 
 from cloister.client.proxy import proxy_app
 
-IMAGE = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "image", "referer": "https://evil.example/"}
+IMAGE = {
+    "sec-fetch-site": "cross-site",
+    "sec-fetch-mode": "no-cors",
+    "sec-fetch-dest": "image",
+    "referer": "https://evil.example/",
+}
 LINK = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
 SAME = {"sec-fetch-site": "same-site", "sec-fetch-mode": "no-cors"}
 OLD = {"referer": "https://evil.example/page", "user-agent": "Mozilla/5.0"}
@@ -45,7 +50,9 @@ async def test_what_a_page_asks_for_is_refused_though_it_names_no_origin(headers
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.parametrize("headers", [{}, {"user-agent": "python-httpx"}, {"sec-fetch-mode": "cors"}, {"sec-fetch-site": "none"}])
+@pytest.mark.parametrize(
+    "headers", [{}, {"user-agent": "python-httpx"}, {"sec-fetch-mode": "cors"}, {"sec-fetch-site": "none"}]
+)
 async def test_programs_are_carried_node_s_fetch_among_them(headers: dict[str, str], anyio_backend: str) -> None:
     with pytest.raises(Carried):
         await ask(headers)
