@@ -1,4 +1,4 @@
-"""After a draw that failed, nothing may be said to be unsent: the gateway had a request, and a program that asks again draws on."""
+"""After a draw that failed nothing may be said to be unsent: the gateway had a request, and who asks again draws on."""
 
 from __future__ import annotations
 
@@ -83,8 +83,10 @@ def test_the_blocking_transport_says_the_same(world: World) -> None:
             return loop.run_until_complete(carry())
 
     world.wire.tamper = dishonest(world, "silent")
-    with httpx.Client(transport=SealedTransport(world.session(), Near()), base_url="http://cloister") as client:
-        with pytest.raises(NoAnswerError) as caught:
-            client.get("/v1/models")
+    with (
+        httpx.Client(transport=SealedTransport(world.session(), Near()), base_url="http://cloister") as client,
+        pytest.raises(NoAnswerError) as caught,
+    ):
+        client.get("/v1/models")
     loop.close()
     assert len(caught.value.draws) == 1
