@@ -1,4 +1,4 @@
-"""security.md: "A gateway may publish five within seconds ...; a sixth is refused". Dates ahead and behind make room for more."""
+"""Dates ahead and behind make room for more epochs at once than the burst: as many as security.md says, and not one more."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from cloister.client import EpochRefusedError
-from cloister.client.limits import LATE_S
 from cloister.client.routing import house as houses
 from cloister.privacy.transparency.epoch import MAX_CLOCK_SKEW_S
 from cloister.privacy.transparency.pace import BURST, EPOCH_EVERY_S
 from tests.client.test_membership import prepare
 from tests.client.test_transport import NODES, World
+
+MOST = 9
+"""As security.md and transparency.md say."""
 
 
 @pytest.fixture
@@ -29,11 +31,12 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         world.house.close()
 
 
-def test_no_more_epochs_than_five_are_taken_in_one_second(world: World) -> None:
+@pytest.mark.parametrize("late_s", [60 * minutes for minutes in range(6)])
+def test_no_more_epochs_than_the_documents_say_are_taken_in_one_second(world: World, late_s: int) -> None:
     house = world.house
     house.time += 700  # no epoch for a while, as every quiet hour has it
     taken = 0
-    dates = [house.time - LATE_S] * BURST
+    dates = [house.time - late_s] * BURST
     while dates[-1] + EPOCH_EVERY_S <= house.time + MAX_CLOCK_SKEW_S:
         dates.append(dates[-1] + EPOCH_EVERY_S)
     for date in dates:  # all of them at one moment, each shown to one client
@@ -45,4 +48,4 @@ def test_no_more_epochs_than_five_are_taken_in_one_second(world: World) -> None:
             print(date - house.time, error.message)
         else:
             taken += 1
-    assert taken <= BURST, f"{taken} epochs of {len(dates)} were taken within one second"
+    assert taken <= MOST, f"{taken} epochs of {len(dates)} were taken within one second"
