@@ -253,7 +253,7 @@ def test_an_epoch_that_was_made_with_a_time_in_the_past_is_refused(tmp_path: Pat
         *(cosign(note.text, key, int(world.now)) for key in world.witness_keys)
     )
     late = world.believe(encode_bundle(structs.replace(bundle, checkpoint=str(again))))
-    with pytest.raises(TransparencyError, match="cosigned 301 s after it began") as caught:
+    with pytest.raises(TransparencyError, match=f"cosigned {LATE_S + 1} s after it began") as caught:
         hold_to_limits(some, late, world.trust)
     assert caught.value.reason is Reason.TOO_LATE
 

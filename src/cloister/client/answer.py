@@ -172,7 +172,7 @@ def read_message(body: bytes) -> str:
     """Returns the message of an error in the form of OpenAI's API, or the title of problem details (RFC 9457); else nothing."""
     try:
         error = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     if not isinstance(error, dict):
         return ""

@@ -12,7 +12,7 @@ import httpx
 from cloister.client.answer import Answer, BrokenAnswerError
 from cloister.client.asking import DEADLINE_S, Ask, Reply, Step, too_long, unreachable
 from cloister.client.draw import MAX_DRAWS
-from cloister.client.errors import FailedTryError
+from cloister.client.errors import FailedTryError, SealedError
 from cloister.client.letter import strip_request
 from cloister.client.padding import AsyncPaddingReader
 from cloister.client.restocking import AsyncRestocker
@@ -37,15 +37,19 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         Tries.check_first(request)
         content = await request.aread()
-        tries = Tries()
+        tries = Tries(request)
         while len(tries) < MAX_DRAWS:
-            ready = await self.prepare()
-            plain = strip_request(request.method, request.url.raw_path, to_fields(request), content, self._session.now())
             try:
+                ready = await self.prepare()
+                plain = strip_request(request.method, request.url.raw_path, to_fields(request), content, self._session.now())
                 return await self._try_once(request, plain, ready, tries)
             except FailedTryError as error:
                 tries.fail(error)
                 self._session.doubt()
+            except SealedError as error:
+                if (ended := tries.conclude(error)) is error:
+                    raise
+                raise ended from error
         raise tries.give_up()
 
     async def prepare(self) -> Ready:
@@ -64,9 +68,11 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
         tries.draw(ready)
         letter = ready.seal(plain, self._session.now())
         posted = to_request(self._session.relay, letter.sealed, read_timeouts(request))
+        tries.num_sent += 1
         try:
             reply = await self._carrier.handle_async_request(posted)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            tries.num_sent -= 1
             self._session.give_back(ready)
             raise unreachable(Ask("the relay", self._session.relay), error) from None
         except httpx.TimeoutException:

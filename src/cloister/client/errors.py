@@ -71,7 +71,7 @@ class IssuerContradictionError(NoTokensError):
 
 
 class NoAnswerError(SealedError):
-    """Every draw failed before an answer began.
+    """Every draw failed before an answer began, or one that was sent did and no other could be made.
 
     Attributes:
         draws: the nodes that were drawn, by node_id, in order.

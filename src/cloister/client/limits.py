@@ -20,8 +20,11 @@ from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.trust import Trust
 from cloister.types.errors import ConfigError
 
-LATE_S: Final = 300
-"""How long after its beginning an epoch may be cosigned: times in the past would hide how fast epochs were made."""
+LATE_S: Final = 180
+"""How long after its beginning an epoch may be cosigned: times in the past would hide how fast epochs were made. A gateway
+gives up on its witnesses after two minutes (`publisher.WAIT_S`)."""
+EARLY_S: Final = 60
+"""How long before its beginning it may be: times to come make room for more at once, as those in the past do."""
 _ROUNDING: Final = 1e-9
 
 
@@ -82,6 +85,12 @@ def _check_pace(believed: Believed, trust: Trust) -> None:
             Reason.TOO_LATE,
             f"the epoch was cosigned {late_s} s after it began, {LATE_S} s are the most: it could have been made for you; ask "
             "again in some minutes",
+        )
+    if late_s < -EARLY_S:
+        raise TransparencyError(
+            Reason.TOO_EARLY,
+            f"the epoch was cosigned {-late_s} s before it begins, {EARLY_S} s are the most: with times to come more of them "
+            "fit into a moment; ask again in some minutes",
         )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from cloister.client.errors import RelayUnreachableError
-from cloister.client.limits import LATE_S
+from cloister.client.limits import EARLY_S, LATE_S
 from cloister.client.verify_node import MAX_LOG_BYTES, Fetch
 from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES, EpochBundle, Hash, parse_bundle
 from cloister.privacy.transparency.checkpoint import Checkpoint, open_checkpoint
@@ -188,6 +188,8 @@ class Monitor:
         late_s = times[self._trust.threshold - 1] - bundle.epoch.not_before
         if late_s > LATE_S:
             yield Remark("pace", f"epoch {bundle.epoch.epoch} was cosigned {late_s} s after it began; clients refuse it")
+        if late_s < -EARLY_S:
+            yield Remark("pace", f"epoch {bundle.epoch.epoch} was cosigned {-late_s} s before it begins; clients refuse it")
 
     def _read_tile(self, tile: Tile) -> bytes:
         if tile.path not in self._tiles:

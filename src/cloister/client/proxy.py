@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 import anyio
 import httpx
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -35,7 +36,8 @@ class BrokenOffError(CloisterError):
 class Proxy:
     """The ASGI application.
 
-    Pages of browsers are refused, whatever their origin: a page of anybody's could spend tokens.
+    Pages of browsers are refused, whatever their origin: a page of anybody's could spend tokens, and mark by when it does who
+    has it open.
 
     Args:
         tell: takes lines about what was verified, at every new epoch.
@@ -75,7 +77,7 @@ class Proxy:
         await response(scope, receive, send)
 
     async def _answer(self, request: Request) -> Response:
-        if "origin" in request.headers:
+        if _is_of_page(request.headers):
             raise OriginError
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         asked = httpx.Request(
@@ -127,6 +129,13 @@ async def _read(request: Request) -> bytes:
     except TimeoutError:
         raise DeadlineError(f"the request's body took longer than {BODY_S:.0f} s") from None
     return bytes(body)
+
+
+def _is_of_page(headers: Headers) -> bool:
+    """Whether a page made a browser ask. `Origin` is not there where it wants an image, a script or a link; then Fetch Metadata
+    are, or in older browsers `Referer`.
+    """
+    return "origin" in headers or "referer" in headers or headers.get("sec-fetch-site", "none") != "none"
 
 
 def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -26,6 +26,8 @@ RETRY_COUNT = "x-stainless-retry-count"
 """By which the SDKs of OpenAI and Anthropic say that they repeat a request."""
 SHOULD_RETRY = b"x-should-retry"
 """By which those SDKs are told whether to: each repetition would be further draws."""
+DRAWN = "cloister_drawn"
+"""Among a request's extensions, the nodes that were drawn for it (`Tries.drawn`)."""
 CUT_OFF = "what was received of it may be used, but it is not whole"
 HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade"})
 
@@ -33,12 +35,18 @@ HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"up
 class Tries:
     """What was drawn for one request and why it failed.
 
+    Args:
+        request: gets the list of what is drawn (`extensions["cloister_drawn"]`), for who has to know though there is no answer.
+
     Attributes:
         drawn: node_ids, in order; the name of a member of which the epoch has no node.
+        num_sent: of the draws, those for which a request went out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, request: httpx.Request) -> None:
         self.drawn: list[str] = []
+        self.num_sent = 0
+        request.extensions[DRAWN] = self.drawn
         self._failures: list[str] = []
         self._refused: list[list[str]] = []
 
@@ -71,6 +79,18 @@ class Tries:
     def fail(self, error: FailedTryError) -> None:
         """Takes in why the last one failed."""
         self._failures.append(str(error))
+
+    def conclude(self, error: SealedError) -> SealedError:
+        """Returns what an error stands for that ends the request: what was sent for an earlier draw is not unsent by it.
+
+        Whoever holds back an answer and then the list could else have a program ask again that was told of no draw.
+        """
+        if not self.num_sent or isinstance(error, FinalRefusalError):
+            return error
+        reasons = "; ".join(dict.fromkeys(self._failures))
+        return NoAnswerError(
+            f"No answer began after {len(self)} draws ({reasons}), and there was no further one ({error.code}).", self.drawn
+        )
 
     def give_up(self) -> SealedError:
         """Returns the error for a request whose every draw failed."""

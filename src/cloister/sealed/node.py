@@ -179,8 +179,8 @@ class _Node:
             check_date(request.head.fields, self._now(), is_needed=False)
             if not request.head.path.startswith(OPEN_PATHS):
                 raise ProblemError(404, f"Only paths that begin with {OPEN_PATHS} can be asked sealed.")
-        except ProblemError as error:
-            await _refuse(error, reply, shaped, ending)
+        except (ProblemError, MessageError) as error:
+            await _refuse(problem_of(error), reply, shaped, ending)
             return
         inner_scope = _scope_of(request)
         inner_scope["state"][OUTPUT_BUDGET] = budget

@@ -17,9 +17,10 @@ import httpx
 from cloister.client.asking import DEADLINE_S
 from cloister.client.asynchronous import AsyncSealedTransport
 from cloister.client.draw import MAX_DRAWS
-from cloister.client.errors import NoAnswerError, RelayUnreachableError, SealedError
+from cloister.client.errors import FinalRefusalError, NoAnswerError, RelayUnreachableError, SealedError
 from cloister.client.routing.records import Log, Sent, Spell
 from cloister.client.session import WELL_KNOWN, Session
+from cloister.client.tries import DRAWN
 from cloister.client.wallet import BATCH
 from cloister.privacy.attestation import Outcome
 from cloister.privacy.tokens.issuance import DIRECTORY_PATH
@@ -37,6 +38,9 @@ ANSWER_S = 60.0
 """How long an answer may take."""
 PATH = "/v1/models"
 """What is asked: the cheapest thing that is sealed to a node; it costs a token like everything else."""
+FILLERS = tuple(b" " * length for length in (0, 2 << 10, 8 << 10))
+"""What goes along, and is read by nobody: so requests are as long as those of users, whose first buckets these are. Of one
+length alone a gateway could tell them from all others."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,7 @@ class Auditor:
         self._spells: dict[int, int] = {}
         self._members: dict[str, str] = {}
         self._gave_up: set[str] = set()
+        self._refused: dict[str, SealedError] = {}
 
     async def run(self, requests: int) -> Audit:
         """Sends so many requests for each user, and looks whether everybody is shown the same.
@@ -134,17 +139,24 @@ class Auditor:
                 self._tell(self._done)
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+        answered = {sent.user for sent in self._audit.sent if sent.answered}
+        for name, error in self._refused.items():  # who is always refused has a clock that is wrong, say
+            if name not in answered:
+                self._audit.refusals.append(Refusal(name, error))
         await self._compare()
         return self._audit
 
     async def _ask(self, user: AuditUser, client: httpx.AsyncClient) -> None:
         begun = time.monotonic()
+        request = client.build_request("GET", PATH, content=self._source.choice(FILLERS))
         try:
-            response = await client.get(PATH)
-        except NoAnswerError as error:
-            self._note(user)
-            self._keep(user, self._epoch(user), error.draws, False)
+            response = await client.send(request)
+        except (NoAnswerError, FinalRefusalError) as error:
+            self._lose(user, request)
+            if isinstance(error, FinalRefusalError):
+                self._refused.setdefault(user.name, error)
         except httpx.TimeoutException:
+            self._lose(user, request)
             self._audit.times.append((user.name, float("inf")))
         except httpx.TransportError:
             pass  # broken off behind its head: the node answered, and the test is about which one
@@ -159,6 +171,11 @@ class Auditor:
             if len(about["drawn"]) == 1:
                 self._audit.times.append((user.name, time.monotonic() - begun))
             self._keep(user, about["epoch"], about["drawn"], True)
+
+    def _lose(self, user: AuditUser, request: httpx.Request) -> None:
+        """Takes in a request whose every draw brought no answer, however that was withheld: refused, away, or silent."""
+        self._note(user)
+        self._keep(user, self._epoch(user), request.extensions.get(DRAWN, ()), False)
 
     def _epoch(self, user: AuditUser) -> int:
         return user.session.believed.epoch.epoch if user.session.believed else 0
@@ -179,7 +196,7 @@ class Auditor:
         if spell is None:
             return
         names = tuple(self._members.get(one, one) for one in drawn)
-        if set(names) <= set(self._audit.spells[spell].capacities):  # a draw across two epochs is of neither
+        if names and set(names) <= set(self._audit.spells[spell].capacities):  # a draw across two epochs is of neither
             self._audit.sent.append(Sent(user.name, spell, names, is_answered, names[-1:] if is_answered else ()))
 
     async def _compare(self) -> None:

@@ -24,6 +24,7 @@ _KINDS = {
     Reason.SHARE_TOO_LARGE: "capacity",
     Reason.TOO_FAST: "pace",
     Reason.TOO_LATE: "pace",
+    Reason.TOO_EARLY: "pace",
     Reason.SPLIT_VIEW: "partition",
     Reason.ROLLED_BACK: "partition",
     Reason.NOT_CONSISTENT: "partition",

@@ -39,6 +39,7 @@ class Reason(StrEnum):
     MEMBERSHIP_CHANGED = "membership_changed"
     TOO_FAST = "epochs_too_fast"
     TOO_LATE = "epoch_too_late"
+    TOO_EARLY = "epoch_too_early"
 
 
 class TransparencyError(CloisterError):

@@ -1,0 +1,44 @@
+"""Who carries a request can answer with JSON that is nested so deeply that reading it fails: no draw, no error of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cloister.client import NoAnswerError
+from cloister.client.answer import read_message
+from tests.client.test_transport import NODES, Handler, World, ask_once
+
+DEEP = b"[" * 8192
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        world = World(Path(name) / "house")
+        asyncio.run(world.house.enter(NODES))
+        yield world
+        world.house.close()
+
+
+def test_a_message_that_is_nested_without_end_is_none() -> None:
+    assert read_message(DEEP) == ""
+
+
+def test_a_relay_that_answers_with_it_costs_draws_as_any_other_failure(world: World) -> None:
+    async def refuse(request: httpx.Request, go_on: Handler) -> httpx.Response:
+        if request.method == "POST" and request.url.path == "/":
+            await request.aread()
+            return httpx.Response(502, content=DEEP)
+        return await go_on(request)
+
+    world.wire.tamper = refuse
+    with pytest.raises(NoAnswerError) as caught:
+        ask_once(world)
+    assert len(caught.value.draws) == 3
