@@ -1,4 +1,4 @@
-"""Who carries a request can answer with JSON that is nested so deeply that reading it fails: no draw, no error of ours."""
+"""A relay or gateway may answer with JSON nested too deeply to parse; the client reports a refusal and does not crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page's images, scripts and links are GET without `Origin`: a page of anybody's spends the tokens of who has a proxy."""
+"""The proxy refuses requests of web pages, also those without an `Origin`: images, scripts and links."""
 
 from __future__ import annotations
 

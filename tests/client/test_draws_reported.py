@@ -1,4 +1,4 @@
-"""After a draw that failed nothing may be said to be unsent: the gateway had a request, and who asks again draws on."""
+"""Once a request was sent, the client never reports it as unsent, whatever fails after."""
 
 from __future__ import annotations
 
