@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+from msgspec import UNSET, UnsetType
 from typer.testing import CliRunner
 
 from cloister.cli import app
@@ -254,8 +255,8 @@ def test_a_broken_record_is_not_passed_over(world: World) -> None:
         world.session(world.state)
 
 
-def entry(name: str, begin: int, end: int) -> IssuerEntry:
-    return IssuerEntry(ISSUER, name.encode(), begin, end)
+def entry(name: str, begin: int, end: int, budget: int | UnsetType = UNSET) -> IssuerEntry:
+    return IssuerEntry(ISSUER, name.encode(), begin, end, budget=budget)
 
 
 @pytest.mark.parametrize(
@@ -269,9 +270,14 @@ def entry(name: str, begin: int, end: int) -> IssuerEntry:
         ([entry("a", 0, 7), entry("b", 0, 7)], True),
         ([entry("a", 0, 7), entry("a", 7, 14)], True),
         ([entry("a", 0, 31), entry("b", 40, 47), entry("c", 30, 37)], True),
+        ([entry("a", 0, 7, 256), entry("a", 0, 7, 256)], False),
+        ([entry("a", 0, 7), entry("a", 0, 7, 256)], False),
+        ([entry("a", 0, 7, 128), entry("a", 0, 7), entry("a", 0, 7, 256)], True),
     ],
 )
-def test_two_keys_for_one_time_or_two_times_for_one_key_contradict_each_other(entries: list[IssuerEntry], is_one: bool) -> None:
+def test_two_keys_for_one_time_or_two_times_or_budgets_for_one_key_contradict_each_other(
+    entries: list[IssuerEntry], is_one: bool
+) -> None:
     assert (find_contradiction(entries) is not None) is is_one
     assert (find_contradiction(reversed(entries)) is not None) is is_one
 

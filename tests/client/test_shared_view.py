@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -173,3 +175,26 @@ def test_a_relay_with_many_old_copies_does_not_fill_the_disk(world: Relayed, sta
         world.published = newest
     assert "move them away" in caught.value.message
     assert len(list(state.parent.glob("*.note"))) == 2 * MOST_PROOFS
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    memory = Memory(tmp_path / "view.json")
+    assert memory.save(View(size=1), View())
+    (left,) = leave_unfinished(memory.path)
+    (of_others,) = leave_unfinished(tmp_path / "other.json")
+    assert memory.save(View(size=2), View(size=1))
+    assert not left.exists()
+    assert of_others.exists()  # its writer may be at it now
+
+
+def leave_unfinished(path: Path) -> list[Path]:
+    """Starts to write a file in a process that is killed on the way."""
+    before = set(path.parent.iterdir())
+    code = (
+        "import os, pathlib, signal, sys\n"
+        "from cloister.privacy.transparency import files\n"
+        "files.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "files.write_whole(pathlib.Path(sys.argv[1]), b'half')\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], timeout=30, check=False)
+    return sorted(set(path.parent.iterdir()) - before)

@@ -167,7 +167,7 @@ def test_the_issuers_key_is_checked_as_a_client_would_that_buys(house: House):
     assert "issuer" in slugs(issuer.check(issuer.key(b"ours")).epoch, Outcome.PROVED)
     for issuers, words in (
         ((issuer.key(b"forged", by=stranger),), "did not sign"),
-        ((issuer.key(b"second", age_s=60),), "signed two keys for one time"),
+        ((issuer.key(b"second", age_s=60),), "signed two statements that contradict each other"),
     ):
         (step,) = issuer.check(*issuers).epoch.of(Outcome.FAILED)
         assert step.slug == "issuer"
@@ -179,7 +179,7 @@ def test_a_check_that_goes_on_where_the_last_one_left_it_knows_the_issuers_earli
     seen = issuer.check(issuer.key(b"ours")).view
     (step,) = issuer.check(issuer.key(b"second", age_s=60), view=seen).epoch.of(Outcome.FAILED)
     assert step.slug == "issuer"
-    assert "signed two keys for one time" in step.text
+    assert "signed two statements that contradict each other" in step.text
 
 
 def test_without_accept_software_the_same_list_is_refused(house: House):

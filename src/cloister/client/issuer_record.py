@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from cloister.client.errors import IssuerContradictionError, NoTokensError
 from cloister.privacy.transparency.checks import Believed, View, unpack_fetched
 from cloister.privacy.transparency.epoch import EPOCH_PREFIX, Count, IssuerEntry, parse_epoch
-from cloister.privacy.transparency.files import SECRET, locked, write_whole
+from cloister.privacy.transparency.files import SECRET, locked, remove_unfinished_of, write_whole
 from cloister.privacy.transparency.issuer_keys import MAX_KEY_LIFE_S, OVERLAP_S, IssuerIdentity, content_of, find_contradiction
 from cloister.privacy.transparency.issuer_proof import encode_proof
 from cloister.types.errors import ConfigError
@@ -121,8 +121,9 @@ class IssuerRecord:
         proof = encode_proof(self._issuer, found)
         first, second = (_name_epochs(self._seen[content_of(entry)]) for entry in found)
         raise IssuerContradictionError(
-            f"The issuer at {self._issuer.url} signed two keys for one time, one {first}, one {second}: it could tell by the "
-            f"key whose token it is, so none is bought or spent until one of them has ended. {self._keep_proof(proof)}",
+            f"The issuer at {self._issuer.url} signed two statements that contradict each other, one {first}, one {second}: it "
+            "could tell whose token it is, so none is bought or spent until one of them has ended. "
+            f"{self._keep_proof(proof)}",
             proof,
         )
 
@@ -161,6 +162,7 @@ class IssuerRecord:
         except OSError as error:
             raise ConfigError(f"cannot make {self._path.parent}: {error.strerror}") from None
         with locked(self._path.parent):
+            remove_unfinished_of(self._path)
             kept = self._load()
             for seen in kept.seen[: MOST_KEYS - len(self._seen)]:
                 self._seen.setdefault(content_of(seen.entry), seen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import secrets
 import time
@@ -24,7 +25,7 @@ def write_whole(path: Path, data: bytes, mode: int = PUBLIC) -> None:
     Raises:
         ConfigError: the directory cannot be written, or the disk is full; the old file is as it was.
     """
-    temporary = path.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
+    temporary = path.with_name(f"{_UNFINISHED}{path.name}-{secrets.token_hex(8)}")
     try:
         _make_directory(path.parent)
         try:
@@ -60,8 +61,14 @@ def sync_directory(directory: Path) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Removes what a killed writer left; only for who holds the directory's lock."""
+    """Removes what killed writers left below a directory; only for who holds the directory's lock."""
     for left in directory.rglob(f"{_UNFINISHED}*"):
+        left.unlink(missing_ok=True)
+
+
+def remove_unfinished_of(path: Path) -> None:
+    """Removes what killed writers of one file left; only for who holds the lock of its directory."""
+    for left in path.parent.glob(f"{_UNFINISHED}{glob.escape(path.name)}-*"):
         left.unlink(missing_ok=True)
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, UnsetType
 
 from cloister.privacy.profile import is_loopback
 from cloister.privacy.transparency.epoch import Count, IssuerEntry, Keys, Url
@@ -72,18 +72,28 @@ def sign_entry(entry: IssuerEntry, key: PrivateKey) -> IssuerEntry:
     return msgspec.structs.replace(entry, signature=key.sign(_message(_KEY_PREFIX, entry)))
 
 
-def content_of(entry: IssuerEntry) -> tuple[bytes, int, int]:
-    """Returns what an entry of one issuer says; of two with different signatures and the same content, one is as good."""
-    return entry.token_key, entry.not_before, entry.not_after
+_NO_BUDGET = 0
+
+
+def content_of(entry: IssuerEntry) -> tuple[bytes, int, int, int]:
+    """Returns what an entry of one issuer says; of two with different signatures and the same content, one is as good.
+
+    Returns:
+        Its key, when it begins and ends, and its budget in output tokens, 0 where none is named.
+    """
+    budget = _NO_BUDGET if isinstance(entry.budget, UnsetType) else entry.budget
+    return entry.token_key, entry.not_before, entry.not_after, budget
 
 
 def find_contradiction(entries: Iterable[IssuerEntry]) -> tuple[IssuerEntry, IssuerEntry] | None:
-    """Returns two entries of one issuer that cannot both be: two keys for one time, or two times for one key.
+    """Returns two entries of one issuer that cannot both be: two keys for one time, or two times or budgets for one key.
 
     Args:
-        entries: of one issuer, each signed by it; an entry may stand more than once.
+        entries: of one issuer, each signed by it; an entry may stand more than once, and without the budget that it got later.
     """
     stated = {content_of(entry): entry for entry in entries}
+    budgeted = {(*when, _NO_BUDGET) for *when, budget in stated if budget != _NO_BUDGET}
+    stated = {content: entry for content, entry in stated.items() if content not in budgeted}
     ordered = sorted(stated.values(), key=lambda entry: (entry.not_before, entry.not_after, entry.token_key))
     for one, other in pairwise(ordered):
         if other.not_before < one.not_after:

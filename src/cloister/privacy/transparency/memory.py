@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from cloister.privacy.transparency.checks import View
-from cloister.privacy.transparency.files import SECRET, locked, write_whole
+from cloister.privacy.transparency.files import SECRET, locked, remove_unfinished_of, write_whole
 from cloister.privacy.transparency.held import adopt_baseline
 from cloister.types.errors import ConfigError
 
@@ -59,6 +59,7 @@ class Memory:
         except OSError as error:
             raise ConfigError(f"cannot make {self.path.parent}: {error.strerror}") from None
         with locked(self.path.parent):
+            remove_unfinished_of(self.path)
             kept = self.load()
             if kept == begun:
                 write_whole(self.path, msgspec.json.encode(view, order="sorted"), SECRET)
