@@ -174,6 +174,14 @@ def test_a_public_key_that_is_none_is_refused_before_anything_is_sealed() -> Non
         parse_keys(encode_keys([KeyConfiguration(1, good[:-1], kem_id=XWING.kem_id)]))
 
 
+def test_a_gateway_key_of_low_order_is_refused_as_a_key_configuration() -> None:
+    xwing = XWING.generate().public_bytes()[:1184] + bytes(32)
+    for key in (KeyConfiguration(1, bytes(32)), KeyConfiguration(1, xwing, kem_id=XWING.kem_id)):
+        (parsed,) = parse_keys(encode_keys([key]))
+        with pytest.raises(KeyConfigurationError, match="key 1 cannot be sealed to"):
+            seal_chunked_request(parsed, b"a prompt")
+
+
 def test_an_openssl_without_ml_kem_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise UnsupportedAlgorithm("ML-KEM-768 is not supported by this backend.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cloister.privacy.sealing.configuration import KeyConfiguration
-from cloister.privacy.sealing.errors import UnsealError
+from cloister.privacy.sealing.errors import KeyConfigurationError, UnsealError
 from cloister.privacy.sealing.hpke import NONCE_BYTES, Context, Sequence, Suite, kdf_of, new_cipher, set_up_sender
 from cloister.privacy.sealing.kem import X25519
 from cloister.privacy.sealing.kems import find_kem
@@ -131,12 +131,16 @@ def begin_request(
         ephemeral: private key to encapsulate with; for official examples only, None draws one.
 
     Raises:
-        KeyConfigurationError: the holder offers no suite of ours.
-        ValueError: the configuration's public key is none, or of low order.
+        KeyConfigurationError: the holder offers no suite of ours, or its public key is none or of low order.
     """
     suite = suite or configuration.choose_suite()
     bare = Header(configuration.key_id, configuration.kem_id, suite, b"")
-    enc, context = set_up_sender(configuration.kem, configuration.public_key, suite, bare.info(form), ephemeral)
+    try:
+        enc, context = set_up_sender(configuration.kem, configuration.public_key, suite, bare.info(form), ephemeral)
+    except ValueError:
+        raise KeyConfigurationError(
+            f"key {configuration.key_id} cannot be sealed to: it is no public key, or of low order"
+        ) from None
     return Exchange(form, replace(bare, enc=enc), context)
 
 
