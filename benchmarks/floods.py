@@ -203,11 +203,14 @@ def percentile(times: Sequence[float], share: float) -> float:
     return float(np.percentile(times, share)) * 1000 if times else float("inf")
 
 
+TARGETS = {"relay": open_relay, "server": open_server}
+
+
 def measure(bench: Bench, options: argparse.Namespace) -> None:
     headers = ("flood", "of", "refused", "p50 (ms)", "p99 (ms)", "p99 / quiet", "peak (MiB)", "growth (MiB)")
     rows: list[tuple[object, ...]] = []
-    for name, opener in (("relay", open_relay), ("server", open_server)):
-        with opener() as target, make_progress() as progress:
+    for name in options.targets.split(","):
+        with TARGETS[name]() as target, make_progress() as progress:
             cases = [case for case in CASES if case.target == name]
             task = progress.add_task(f"floods of the {name}", total=len(cases) + 1)
             ask_many(target, 20)
@@ -233,6 +236,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--num-requests", type=int, default=200, help="honest requests in each flood")
+    parser.add_argument("--targets", default="relay,server", help="which programs are flooded")
     options = parser.parse_args()
     bench = Bench(
         "floods",

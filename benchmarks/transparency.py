@@ -30,7 +30,9 @@ def main() -> None:
         world = World(Path(scratch))
         world.publish()
         first = world.publish()
-        nodes = [NodeEntry(f"{number:064x}", 1, b"k" * 1286, f"{number:064x}") for number in range(chosen.nodes)]
+        nodes = [
+            NodeEntry(f"{number:064x}", 1, b"", f"{number:064x}", f"node{number}.example.com") for number in range(chosen.nodes)
+        ]
         like = msgspec.structs.replace(first.epoch, nodes=tuple(nodes))
         leaves = [epoch_leaf(msgspec.structs.replace(like, epoch=number)) for number in range(3, chosen.epochs)]
         world.log.append(leaves)

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import gc
 import http.client
+import itertools
+import select
 import socket
 import ssl
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cloister.server.connection import Connection
 from cloister.server.connection_table import ConnectionTable
+from cloister.server.handshake_queue import HandshakeQueue
 from cloister.server.networks import network_of
 from cloister.types.config import ServerConfig
 from tests.server.house import House, ScriptedEngine, says, serving_script
 from tests.server.test_tls import write_pair
 
 LIMIT = 8
+CROWD_SIZE = 100
 CROWD, NEIGHBOUR, HONEST = "127.1.1.1", "127.1.1.2", "127.2.2.2"
 """The first two are of one /24."""
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -42,6 +48,13 @@ def connect(house: House, source: str, data: bytes = b"") -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", port_of(house)), timeout=5, source_address=(source, 0))
     connection.sendall(data)
     return connection
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 5
+    while not holds():
+        assert time.monotonic() < deadline_s, "it does not happen"
+        time.sleep(0.01)
 
 
 def ask_health(house: House, source: str = HONEST) -> int:
@@ -137,6 +150,15 @@ def guarded(model_path: Path, tmp_path: Path) -> Iterator[House]:
         yield house
 
 
+@pytest.fixture
+def crowded(model_path: Path, tmp_path: Path) -> Iterator[House]:
+    """Has room for a crowd."""
+    certfile, keyfile = write_pair(tmp_path)
+    config = ServerConfig(port=0, drain_timeout_s=1.0, certfile=str(certfile), keyfile=str(keyfile))
+    with serving_script(model_path, ScriptedEngine(says("ok")), config=config) as house:
+        yield house
+
+
 def test_handshakes_that_never_end_are_counted_as_connections_and_keep_nobody_out(guarded: House) -> None:
     trusting = ssl._create_unverified_context()
     with contextlib.ExitStack() as stack:
@@ -154,6 +176,98 @@ def test_a_handshake_has_a_deadline(guarded: House, monkeypatch: pytest.MonkeyPa
     with connect(guarded, CROWD) as begun, contextlib.suppress(ConnectionResetError):
         assert begun.recv(1) == b""
     assert time.monotonic() - began_s < 3
+
+
+def hello() -> bytes:
+    """A ClientHello, made without a server."""
+    outgoing = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        ssl._create_unverified_context().wrap_bio(ssl.MemoryBIO(), outgoing).do_handshake()
+    return outgoing.read()
+
+
+def test_a_handshake_waits_for_no_crowd_of_another_network(crowded: House) -> None:
+    """All are sent before the honest one; those that are answered by the time when it is are few."""
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(connect(crowded, CROWD)) for _ in range(CROWD_SIZE)]
+        honest = stack.enter_context(connect(crowded, HONEST))
+        hellos = [hello() for _ in range(CROWD_SIZE + 1)]
+        for one, data in zip((*crowd, honest), hellos, strict=True):
+            one.sendall(data)
+        assert honest.recv(1) == b"\x16"
+        answered, _, _ = select.select(crowd, (), (), 0)
+    assert len(answered) < CROWD_SIZE / 2
+
+
+async def run_queue(cost_s: float, num_turns: int) -> tuple[list[str], float]:
+    """What began in so many turns of a loop, and the seconds that it took."""
+    queue, begun = HandshakeQueue(ssl.create_default_context()), list[str]()
+
+    def begin(name: str) -> None:
+        begun.append(name)
+        for _ in range(100):  # so that the mean is there
+            queue.note_cost(cost_s)
+
+    for name in ("crowd 1", "crowd 2", "crowd 3", "gone"):
+        queue.enter(name, "192.0.2.0/24", functools.partial(begin, name))
+    queue.enter("honest", "198.51.100.0/24", functools.partial(begin, "honest"))
+    queue.leave("gone", "192.0.2.0/24")
+    began_s = time.monotonic()
+    for turn in range(num_turns):
+        await asyncio.sleep(0)
+        assert len(begun) <= turn + 1
+    while len(begun) < 4:
+        await asyncio.sleep(0.001)
+    return begun, time.monotonic() - began_s
+
+
+def test_handshakes_begin_one_in_each_turn_of_the_loop_and_networks_take_turns() -> None:
+    begun, _ = asyncio.run(run_queue(cost_s=0.0, num_turns=4))
+    assert begun == ["crowd 3", "honest", "crowd 2", "crowd 1"]
+
+
+def test_handshakes_leave_four_fifths_of_the_time_to_others() -> None:
+    _, took_s = asyncio.run(run_queue(cost_s=0.01, num_turns=4))
+    assert took_s > 2 * 0.01 / 0.2  # the first pause was made before anything was known of the cost
+
+
+@pytest.mark.parametrize("cut", [1, 5, 100])
+def test_a_hello_may_come_in_pieces(guarded: House, cut: int) -> None:
+    with connect(guarded, HONEST) as honest:
+        data = hello()
+        honest.sendall(data[:cut])
+        time.sleep(0.05)
+        honest.sendall(data[cut:])
+        assert honest.recv(1) == b"\x16"
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x40\x00" + bytes(2**16)], ids=["HTTP", "too much"])
+def test_what_is_no_hello_is_closed_at_once(guarded: House, data: bytes) -> None:
+    with connect(guarded, CROWD) as stranger, contextlib.suppress(ConnectionError):
+        stranger.sendall(data)
+        while stranger.recv(100):  # a plain server's TLS alert
+            pass
+
+
+def test_connections_that_arrive_together_are_not_all_accepted_before_anybody_is_served(crowded: House) -> None:
+    """A request of an open connection does not wait until all of a crowd are let in."""
+    wait_until(lambda: crowded.server.started)
+    loop, table = crowded.server.servers[0].get_loop(), crowded.server.config.http_protocol_class.table
+    sizes: list[int] = []
+
+    def count() -> None:
+        sizes.append(len(table._networks))
+        if len(sizes) < 10 * CROWD_SIZE:
+            loop.call_soon(count)
+
+    with contextlib.ExitStack() as stack:
+        loop.call_soon_threadsafe(time.sleep, 0.3)  # so that all of the crowd is there when the server looks
+        for _ in range(CROWD_SIZE):
+            stack.enter_context(connect(crowded, CROWD))
+        loop.call_soon_threadsafe(count)
+        wait_until(lambda: len(sizes) == 10 * CROWD_SIZE)
+    assert sizes[-1] == CROWD_SIZE
+    assert max(after - before for before, after in itertools.pairwise(sizes)) <= 16
 
 
 def test_an_idle_tls_connection_costs_little_memory(guarded: House) -> None:

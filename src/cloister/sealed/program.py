@@ -13,8 +13,10 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
+from cloister.server.accepting import ACCEPTS_AT_ONCE, PacedServer
 from cloister.server.connection import Connection
 from cloister.server.connection_table import ConnectionTable
+from cloister.server.handshake_queue import HandshakeQueue
 from cloister.server.serve import fit_connections
 
 MAX_CONNECTIONS = 2048
@@ -22,7 +24,7 @@ LAST_WORDS_S = 5
 """How long requests that run may go on once it is told to stop."""
 
 
-class _Server(uvicorn.Server):
+class _Server(PacedServer):
     """uvicorn whose signals are ours, so that a program that was told to stop exits with 0."""
 
     @contextlib.contextmanager
@@ -68,11 +70,13 @@ def program_config(app: ASGIApp, *, tls_cert: Path | None = None, tls_key: Path 
         log_config=None,
         access_log=False,  # lines with addresses beside times
         server_header=False,
+        backlog=ACCEPTS_AT_ONCE,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=LAST_WORDS_S,
         ssl_certfile=tls_cert,
         ssl_keyfile=tls_key,
     )
     config.load()
-    Bounded.tls, config.ssl = config.ssl, None
+    if config.ssl is not None:
+        Bounded.handshakes, config.ssl = HandshakeQueue(config.ssl), None
     return config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import asyncio.sslproto
-import ssl
+import functools
 from typing import Final
 
 import h11
@@ -13,12 +13,14 @@ from uvicorn.protocols.utils import get_remote_addr
 
 from cloister.server.connection_table import ConnectionTable
 from cloister.server.errors import OverloadedError, error_body, error_headers, invalid
+from cloister.server.handshake_queue import HandshakeQueue, is_hello_whole
+from cloister.server.networks import network_of
 from cloister.types.errors import CloisterError
 
 REQUEST_TIMEOUT_S: Final = 20.0
 """How long a connection may go without a whole request head, or with the rest of a body that nobody reads any more."""
 HANDSHAKE_TIMEOUT_S: Final = 10.0
-"""How long a TLS handshake may take."""
+"""How long a TLS handshake may take, from the connection's first moment on."""
 LINGER_S: Final = 2.0
 """How long a refused client may go on sending: closing at once would take back the reply before it was read."""
 TLS_BUFFER_BYTES: Final = 16 * 1024
@@ -34,15 +36,18 @@ class Connection(H11Protocol):
 
     Attributes:
         table: of all connections of the server; who finds no room in it gets 503. None is no bound.
-        tls: None speaks plain HTTP. The handshake is made here, since one that asyncio makes is in no table until it is over.
+        handshakes: of all connections of the server; None speaks plain HTTP. They are made here, since one that asyncio makes
+            is in no table until it is over.
     """
 
     request_timeout_s = REQUEST_TIMEOUT_S
     handshake_timeout_s = HANDSHAKE_TIMEOUT_S
     table: ConnectionTable | None = None
-    tls: ssl.SSLContext | None = None
+    handshakes: HandshakeQueue | None = None
     _num_lingering = 0
     _socket: asyncio.Transport
+    _network = ""
+    _hello = b""
     _handshake: asyncio.Task[None] | None = None
     _early = b""
     _patience: asyncio.TimerHandle | None = None
@@ -51,11 +56,13 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._socket = transport
         peer = get_remote_addr(transport)
-        has_room = self.table is None or self.table.enter(self, peer[0] if peer else None)
-        if self.tls is None:
+        host = peer[0] if peer else None
+        has_room = self.table is None or self.table.enter(self, host)
+        if self.handshakes is None:
             self._begin(transport, has_room)
         elif has_room:
-            self._handshake = self.loop.create_task(self._shake_hands(transport, self.tls))
+            self._network = network_of(host)
+            self._patience = self.loop.call_later(self.handshake_timeout_s, transport.abort)
         else:
             transport.abort()  # an answer would cost a handshake
 
@@ -66,8 +73,11 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        if self.transport is None:  # it came with the end of the handshake
-            self._early += data
+        if self.transport is None:
+            if self.handshakes is not None and self._handshake is None:
+                self._take_hello(data, self.handshakes)
+            else:
+                self._early += data  # it came with the end of the handshake
             return
         super().data_received(data)
         if self._is_working():
@@ -82,6 +92,8 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self.handshakes is not None:
+            self.handshakes.leave(self, self._network)
         if self.table is not None:
             self.table.leave(self)
         if self._is_refused:
@@ -96,14 +108,36 @@ class Connection(H11Protocol):
             return
         self._refuse(invalid("This is not a valid HTTP/1.1 request; check its head.", code="invalid_http"), b"Bad Request")
 
-    async def _shake_hands(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+    def _take_hello(self, data: bytes, handshakes: HandshakeQueue) -> None:
+        self._hello += data
         try:
-            secured = await self.loop.start_tls(
-                transport, self, tls, server_side=True, ssl_handshake_timeout=self.handshake_timeout_s
+            is_whole = is_hello_whole(self._hello)
+        except ValueError:
+            self._socket.abort()
+            return
+        if is_whole:
+            self._socket.pause_reading()
+            handshakes.enter(self, self._network, functools.partial(self._answer_hello, handshakes))
+
+    def _answer_hello(self, handshakes: HandshakeQueue) -> None:
+        self._handshake = self.loop.create_task(self._shake_hands(self._socket, handshakes))
+
+    async def _shake_hands(self, transport: asyncio.Transport, handshakes: HandshakeQueue) -> None:
+        if transport.is_closing():
+            return
+        securing = self.loop.create_task(
+            self.loop.start_tls(
+                transport, self, handshakes.tls, server_side=True, ssl_handshake_timeout=self.handshake_timeout_s
             )
+        )
+        await asyncio.sleep(0)  # it sets its protocol, and has it told of the transport in the turn that follows
+        self.loop.call_soon(self._replay_hello, handshakes)
+        try:
+            secured = await securing
         except OSError:  # ssl.SSLError and TimeoutError are some
             secured = None
-        if secured is None or secured.is_closing():
+        if secured is None or secured.is_closing() or transport.is_closing():
+            self._stop_waiting()
             transport.abort()
             if self.table is not None:
                 self.table.leave(self)
@@ -112,6 +146,22 @@ class Connection(H11Protocol):
         if self._early:
             early, self._early = self._early, b""
             self.data_received(early)
+
+    def _replay_hello(self, handshakes: HandshakeQueue) -> None:
+        """Gives the bytes that came before asyncio's TLS was there to it, as its transport would."""
+        protocol = self._socket.get_protocol()
+        if self._socket.is_closing() or not isinstance(protocol, asyncio.BufferedProtocol):
+            return
+        began_s = self.loop.time()
+        rest = memoryview(self._hello)
+        while rest:
+            buffer = memoryview(protocol.get_buffer(len(rest)))
+            num_bytes = min(len(buffer), len(rest))
+            buffer[:num_bytes] = rest[:num_bytes]
+            protocol.buffer_updated(num_bytes)
+            rest = rest[num_bytes:]
+        self._hello = b""
+        handshakes.note_cost(self.loop.time() - began_s)
 
     def _begin(self, transport: asyncio.Transport, has_room: bool) -> None:
         super().connection_made(transport)

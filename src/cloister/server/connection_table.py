@@ -58,6 +58,12 @@ class ConnectionTable:
         self.work(connection)
         self._networks.pop(connection, None)
 
+    def close(self) -> None:
+        """Sheds all that are there."""
+        for connection in list(self._networks):
+            self.leave(connection)
+            connection.shed()
+
     def _shed_one(self) -> bool:
         if not self._waiting:
             return False

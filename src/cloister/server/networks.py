@@ -8,6 +8,7 @@ behind carrier-grade NAT. So a network is no quota anywhere: it only says who gi
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from typing import Final
 
@@ -17,6 +18,7 @@ IPV4_PREFIX: Final = 24
 IPV6_PREFIX: Final = 48
 
 
+@functools.lru_cache(maxsize=4096)
 def network_of(host: str | None) -> str:
     """Returns the /24 (IPv4, mapped addresses too) or /48 (IPv6) of an address; empty for a peer without one."""
     try:

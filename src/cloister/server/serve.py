@@ -18,8 +18,10 @@ from typing import Final, Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
+from cloister.server.accepting import ACCEPTS_AT_ONCE, BACKLOG, PacedServer
 from cloister.server.connection import Connection
 from cloister.server.connection_table import ConnectionTable
+from cloister.server.handshake_queue import HandshakeQueue
 from cloister.server.reload import Reloader, Source
 from cloister.server.tls import Certificate
 from cloister.types.config import ServerConfig
@@ -28,7 +30,6 @@ from cloister.types.errors import ConfigError
 LAST_WORDS_S: Final = 5.0
 """After the engine has ended every request, how long their last bytes may take to reach the clients."""
 FAULT_POLL_S: Final = 0.5
-BACKLOG: Final = 2048
 RESERVED_FILES: Final = 256
 """File descriptors beside those of connections: the model's files, sockets to the engine, refused connections."""
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -61,13 +62,13 @@ class Site:
     fault: Callable[[], str | None] = lambda: None
 
 
-class Server(uvicorn.Server):
+class Server(PacedServer):
     """uvicorn with an engine to drain. Signals are `serve`'s, so that a drained server exits with 0."""
 
     def __init__(self, site: Site, config: ServerConfig, certificate: Certificate | None = None) -> None:
         class Bounded(Connection):
             table = ConnectionTable(config.max_connections)
-            tls = certificate.context if certificate is not None else None
+            handshakes = HandshakeQueue(certificate.context) if certificate is not None else None
 
         super().__init__(
             uvicorn.Config(
@@ -80,7 +81,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                backlog=BACKLOG,
+                backlog=ACCEPTS_AT_ONCE,
                 timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + 2 * LAST_WORDS_S),
             )
         )

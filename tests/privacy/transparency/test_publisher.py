@@ -33,12 +33,12 @@ def test_an_epoch_names_the_nodes_by_what_their_evidence_says(tmp_path: Path) ->
     world = World(tmp_path, members={"a": 3, "b": 1})
     documents = tuple(make_evidence(world.release, name=name, capacity=capacity) for name, capacity in (("a", 3), ("b", 1)))
     published = world.publish(evidence=documents)
-    nodes = {node.keys: node for node in world.believe(published.bundle).epoch.nodes}
-    assert nodes[keys_of("a")].capacity == 3
-    for document, keys in zip(documents, (keys_of("a"), keys_of("b")), strict=True):
-        assert nodes[keys].evidence_sha256 == hashlib.sha256(document).hexdigest()
-        assert published.evidence[nodes[keys].evidence_sha256] == document
-        assert nodes[keys].node_id == hashlib.sha256(keys).hexdigest()
+    nodes = {node.node_id: node for node in world.believe(published.bundle).epoch.nodes}
+    for document, name, capacity in zip(documents, "ab", (3, 1), strict=True):
+        node = nodes[hashlib.sha256(keys_of(name)).hexdigest()]
+        assert node.capacity == capacity
+        assert node.evidence_sha256 == hashlib.sha256(document).hexdigest()
+        assert published.evidence[node.evidence_sha256] == document
     assert published.left_out == ()
 
 
@@ -46,16 +46,26 @@ def many_nodes(world: World, num_nodes: int) -> tuple[bytes, ...]:
     return tuple(make_evidence(world.release, name=f"node{number}") for number in range(num_nodes))
 
 
-def test_an_epoch_of_more_nodes_than_fit_with_their_keys_names_the_keys_by_their_digest(tmp_path: Path) -> None:
+def test_an_epoch_has_room_for_as_many_nodes_as_a_membership(tmp_path: Path) -> None:
     world = World(tmp_path, members={f"node{number}": 1 for number in range(MAX_MEMBERS)})
-    few, many = (world.publish(evidence=many_nodes(world, num_nodes)) for num_nodes in (30, MAX_MEMBERS))
-    assert all(node.keys for node in few.epoch.nodes)
-    believed = world.believe(many.bundle)
-    assert len(believed.epoch.nodes) == MAX_MEMBERS, "as many as a membership may have fit"
-    assert {node.keys for node in believed.epoch.nodes} == {b""}
+    believed = world.believe(world.publish(evidence=many_nodes(world, MAX_MEMBERS)).bundle)
     assert {node.node_id for node in believed.epoch.nodes} == {
         hashlib.sha256(keys_of(f"node{number}")).hexdigest() for number in range(MAX_MEMBERS)
     }
+
+
+def test_a_first_visit_does_not_fetch_the_keys_of_nodes_that_are_gone(tmp_path: Path) -> None:
+    """Of each epoch ever logged it reads digests; the keys of the nodes that serve come with their evidence."""
+    world = World(tmp_path, members={f"node{number}": 1 for number in range(8)})
+    documents = many_nodes(world, 8)
+    first = world.publish(evidence=documents)
+    before = sum(map(len, world.fetch(first.bundle, View()).values()))
+    for _ in range(5):
+        world.now += 600
+        last = world.publish(evidence=documents)
+    grown = sum(map(len, world.fetch(last.bundle, View()).values())) - before
+    assert last.epoch.epoch == first.epoch.epoch + 5
+    assert 5 * 2000 < grown < 5 * 5000
 
 
 def test_an_epoch_ends_with_the_first_keys_that_end(world: World) -> None:

@@ -18,7 +18,7 @@ EPOCH_PREFIX = b"cloister epoch v1\n"
 """What the log's leaf begins with, so that no other kind of leaf can be read as an epoch."""
 
 MAX_EPOCH_BYTES = 65_535 - len(EPOCH_PREFIX)
-"""A log entry has 16 bits for its length (C2SP tlog-tiles); some 30 nodes fit with their keys, 300 without."""
+"""A log entry has 16 bits for its length (C2SP tlog-tiles); some 300 nodes fit."""
 
 MAX_EPOCH_S = 3600
 """Node keys live an hour at most, and so does the list that names them."""
@@ -77,8 +77,8 @@ class NodeEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
     Attributes:
         node_id: SHA-256 of the key configuration that its evidence binds, in hex.
         capacity: its share of the draw, above 0.
-        keys: its key configurations, `application/ohttp-keys`; empty where those of all nodes would not fit. Its evidence has
-            them then, and `node_id` is their digest.
+        keys: its key configurations, `application/ohttp-keys`, in epochs older than this rule; now empty. Its evidence has
+            them, and `node_id` is their digest.
         evidence_sha256: SHA-256 of its evidence document, in hex.
         member: name of the member that it is, of the membership that holds (`membership`).
     """

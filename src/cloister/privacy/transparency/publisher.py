@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
 from cloister.privacy.attestation.evidence import read_evidence, read_statement
 from cloister.privacy.transparency.bundle import EpochBundle, encode_bundle
 from cloister.privacy.transparency.epoch import (
@@ -165,12 +163,7 @@ class Publisher:
             return Published(encode_bundle(bundle), epoch, evidence, tuple(left_out))
 
     async def _append(self, contents: Contents, nodes: list[NodeEntry], begin: int, until: int) -> _Waiting:
-        try:
-            epoch = self._build(contents, nodes, begin, until)
-        except TransparencyError as error:
-            if error.reason is not Reason.TOO_LARGE:
-                raise
-            epoch = self._build(contents, [msgspec.structs.replace(node, keys=b"") for node in nodes], begin, until)
+        epoch = self._build(contents, nodes, begin, until)
         return _Waiting(contents, epoch, await asyncio.to_thread(self._log.append, [epoch_leaf(epoch)]))
 
     def _build(self, contents: Contents, nodes: list[NodeEntry], begin: int, until: int) -> Epoch:
@@ -246,7 +239,8 @@ def select_nodes(
         elif any(node.member == member.name for node, _ in nodes):
             left_out.append(f"node {statement.node_id[:16]} is not the only one of {member.name}; stop one of them")
         else:
-            entry = NodeEntry(statement.node_id, statement.capacity, statement.keys, digest, member.name)
+            # Every client that ever comes reads every epoch, so the keys are left to the evidence.
+            entry = NodeEntry(statement.node_id, statement.capacity, b"", digest, member.name)
             nodes.append((entry, statement.not_after))
             documents[digest] = encoded
     if not nodes:
