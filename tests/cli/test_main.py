@@ -154,6 +154,15 @@ def test_the_doctor_says_why_kernels_do_not_load():
     assert "GLIBCXX_3.4.30" in doctor.check_kernels(needed=True, find=find).detail
 
 
+def test_the_doctor_says_what_to_do_where_the_cpu_has_better_kernels_than_were_compiled():
+    check = doctor.check_kernels(needed=True, find=lambda: (("avx2", "scalar"), ("amx", "bf16", "avx2", "scalar")))
+    assert not check.good
+    assert not check.essential
+    assert "kernels avx2; those for amx, which this processor runs faster, were not compiled" in check.detail
+    assert "CLOISTER_ISA=all" in check.advice
+    assert doctor.check_kernels(needed=True, find=lambda: (("amx", "avx2", "scalar"), ("avx2", "scalar"))).good
+
+
 def test_the_doctor_misses_torch_only_where_it_is_needed():
     def describe():
         raise ModuleNotFoundError

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
+from cloister.backends.native import describe_missing_kernels
 from cloister.cli.console import err, out, print_json
 from cloister.types.errors import CloisterError
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "asimd", "sve")
 COMPILERS = ("c++", "g++", "clang++")
 INSTALL_AGAIN = "`make clean install`, or `pip install --force-reinstall --no-deps --no-cache-dir cloister`"
+ALL_SETS = "`pip install --config-settings=cmake.define.CLOISTER_ISA=all .`"
 LEAST_MEMORY_BYTES = 1 << 30
 HUB_TIMEOUT_S = 3.0
 MIB = 1 << 20
@@ -86,10 +89,14 @@ def chosen_backend() -> str:
     return str(resolve_settings().engine.config.backend)
 
 
-def check_kernels(needed: bool, find: Callable[[], Sequence[str]] | None = None) -> Check:
-    """Were the native kernels compiled, and which of them does this CPU run?"""
+def check_kernels(needed: bool, find: Callable[[], tuple[Sequence[str], Sequence[str]]] | None = None) -> Check:
+    """Were the native kernels compiled, which of them does this CPU run, and could it run better ones?
+
+    Args:
+        find: returns the instruction sets that were compiled, and those that this CPU runs, best first.
+    """
     try:
-        names = (find or _find_kernels)()
+        compiled, runnable = (find or _find_kernels)()
     except ModuleNotFoundError:
         has_compiler = any(shutil.which(name) for name in COMPILERS)
         detail = "not compiled" + ("" if has_compiler else ": there is no C++ compiler")
@@ -97,14 +104,18 @@ def check_kernels(needed: bool, find: Callable[[], Sequence[str]] | None = None)
         return Check("native kernels", False, detail, advice, essential=needed)
     except ImportError as error:
         return Check("native kernels", False, f"they cannot be loaded: {error}", INSTALL_AGAIN, essential=needed)
+    names = [name for name in runnable if name in compiled]
+    if (missing := describe_missing_kernels(compiled, runnable)) is not None:
+        advice = f"install again on this machine: {INSTALL_AGAIN}; or, for every CPU, {ALL_SETS}"
+        return Check("native kernels", False, missing, advice, essential=False)
     return Check("native kernels", True, f"{names[0]}, the best of {', '.join(names)}", essential=needed)
 
 
-def _find_kernels() -> Sequence[str]:
+def _find_kernels() -> tuple[Sequence[str], Sequence[str]]:
     from importlib import import_module
 
-    names: Sequence[str] = import_module("cloister.backends.native._native").kernel_names()
-    return names
+    module = import_module("cloister.backends.native._native")
+    return module.compiled_names(), module.runnable_names()
 
 
 def check_torch(needed: bool, describe: Callable[[], str] | None = None) -> Check:
@@ -213,5 +224,5 @@ def _print_checks(checks: list[Check]) -> None:
         table.add_column(header, overflow="fold")
     for check in checks:
         mark = "[green]ok[/]" if check.good else "[red]fails[/]" if check.essential else "[yellow]warning[/]"
-        table.add_row(mark, check.name, check.detail, "" if check.good else check.advice)
+        table.add_row(mark, check.name, escape(check.detail), "" if check.good else escape(check.advice))
     out.print(table)
