@@ -1,4 +1,4 @@
-"""What a wheel must do before it is published: answer on the native kernels, without torch, from its own files, on every CPU."""
+"""What a wheel must do before it is published: answer with its own kernels, of every instruction set, and without torch."""
 
 from __future__ import annotations
 

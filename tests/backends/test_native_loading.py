@@ -98,4 +98,4 @@ def test_a_module_from_a_machine_with_another_cpu_computes_and_says_that_it_coul
     monkeypatch.setattr(_native, "runnable_names", lambda: ["avx2", "scalar"])
     BACKENDS.get("native")(num_threads=1, device="cpu")
     (message,) = caplog.messages
-    assert message.startswith("computing with the kernels scalar; those for avx2, which this processor runs faster, were not compiled")
+    assert message.startswith("computing with the kernels scalar; those for avx2, which this processor runs faster, were not")
