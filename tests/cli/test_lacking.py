@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,18 @@ def test_the_doctor_names_the_extra_that_brings_torch(tmp_path: Path) -> None:
     done = cloister("doctor", "--no-hub", environment=environment)
     assert done.returncode == 1
     assert "pip install 'cloister[torch]'" in done.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="only root can become a user without a home")
+def test_a_user_without_a_home_or_a_name_is_answered_and_told_that_nothing_is_kept() -> None:
+    nameless = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", "--inh-caps=+dac_read_search"]
+    nameless += ["--ambient-caps=+dac_read_search", "--securebits=+no_setuid_fixup"]  # the interpreter may lie in root's home
+    environment = {name: value for name, value in os.environ.items() if name != "HOME"}
+    command = [*nameless, sys.executable, "-m", "cloister.cli", "run", "Hello", "--max-tokens", "1"]
+    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("this user has no home, so packed weights are not kept")
 
 
 def test_without_a_compiler_tests_of_the_kernels_are_skipped_and_others_collected(tmp_path: Path) -> None:

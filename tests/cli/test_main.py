@@ -11,6 +11,7 @@ import pytest
 
 from cloister.cli import doctor, main
 from cloister.cli.reference import write_reference
+from cloister.engine.machine import Machine
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,6 +172,29 @@ def test_the_doctor_misses_torch_only_where_it_is_needed():
     check = doctor.check_torch(needed=True, describe=describe)
     assert not check.good
     assert "cloister[torch]" in check.advice
+
+
+def test_the_doctor_counts_memory_as_serve_does(monkeypatch):
+    def machine(mib):
+        return lambda: Machine(1, mib << 20, mib << 20, "cgroup")
+
+    monkeypatch.setattr("cloister.app.fitting.read_machine", machine(640))
+    check = doctor.check_memory("cloister-5m")  # less than 1 GiB, and enough for this model
+    assert check.good
+    assert "cloister-5m takes" in check.detail
+    monkeypatch.setattr("cloister.app.fitting.read_machine", machine(300))
+    check = doctor.check_memory("cloister-5m")
+    assert not check.good
+    assert "give it" in check.advice
+
+
+def test_the_doctor_sees_a_cache_that_cannot_be_written(tmp_path):
+    assert doctor.check_cache(tmp_path / "made" / "at the first start").good
+    (tmp_path / "file").touch()
+    check = doctor.check_cache(tmp_path / "file" / "weights")
+    assert not check.good
+    assert not check.essential
+    assert "--weights-cache" in check.advice
 
 
 def test_the_doctor_sees_a_taken_port():

@@ -18,13 +18,12 @@ from rich.table import Table
 
 from cloister.backends.native import describe_missing_kernels
 from cloister.cli.console import err, out, print_json
-from cloister.types.errors import CloisterError
+from cloister.types.errors import CloisterError, MemoryBudgetError
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "asimd", "sve")
 COMPILERS = ("c++", "g++", "clang++")
 INSTALL_AGAIN = "`make clean install`, or `pip install --force-reinstall --no-deps --no-cache-dir cloister`"
 ALL_SETS = "`pip install --config-settings=cmake.define.CLOISTER_ISA=all .`"
-LEAST_MEMORY_BYTES = 1 << 30
 HUB_TIMEOUT_S = 3.0
 MIB = 1 << 20
 
@@ -69,10 +68,12 @@ def examine(port: int, model: str, hub: bool) -> Iterator[Check]:
     yield check_kernels(chosen == "native")
     yield check_torch(chosen == "torch")
     yield check_features()
-    yield from check_limits()
+    yield check_cpus()
     yield check_hardening()
     yield check_port(port)
     yield check_model(model)
+    yield check_memory(model)
+    yield check_cache()
     if hub:
         yield check_hub()
 
@@ -146,16 +147,11 @@ def check_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
     return Check("CPU", bool(found), detail, "expect slow answers, or use a CPU with AVX2 or newer", essential=False)
 
 
-def check_limits() -> Iterator[Check]:
-    """CPUs and memory, as the cgroup limits them."""
+def check_cpus() -> Check:
+    """CPUs, as the cgroup limits them."""
     from cloister.engine.machine import read_machine
 
-    machine = read_machine()
-    host_cpus = os.cpu_count() or 1
-    yield Check("CPUs", True, f"{machine.num_cpus} of the host's {host_cpus} may be used", essential=False)
-    detail = f"{machine.available_bytes // MIB} of {machine.memory_bytes // MIB} MiB available, by the {machine.limited_by}"
-    advice = f"free memory or raise the limit to {LEAST_MEMORY_BYTES // MIB} MiB at least"
-    yield Check("memory", machine.available_bytes >= LEAST_MEMORY_BYTES, detail, advice)
+    return Check("CPUs", True, f"{read_machine().num_cpus} of the host's {os.cpu_count() or 1} may be used", essential=False)
 
 
 def check_hardening() -> Check:
@@ -194,6 +190,36 @@ def check_model(name: str) -> Check:
     made = f"; made to draft for it: {', '.join(drafts)}" if drafts else ""
     detail = f"{model.info.name}, {model.info.max_model_len} positions, {model.info.vocab_size} tokens{made}"
     return Check("model", True, detail)
+
+
+def check_memory(name: str) -> Check:
+    """Does the model fit into what the host, the cgroup and the process's own limit leave? As `serve` counts it."""
+    from cloister.app import budget_model, resolve_settings
+    from cloister.engine.machine import read_machine
+    from cloister.models import load, locate
+
+    machine = read_machine()
+    detail = f"{machine.available_bytes // MIB} of {machine.memory_bytes // MIB} MiB available, by the {machine.limited_by}"
+    try:
+        config = resolve_settings({"model": name}).engine.config
+        budget = budget_model(config, load(locate(name)))
+    except MemoryBudgetError as error:
+        return Check("memory", False, detail, error.message)
+    except CloisterError:  # another check says why
+        return Check("memory", True, detail)
+    return Check("memory", True, f"{detail}; {name} takes {budget.total_bytes // MIB}")
+
+
+def check_cache(directory: Path | None = None) -> Check:
+    """Can packed weights be kept? Without them every start packs anew."""
+    from cloister.types.config import EngineConfig
+
+    advice = "make it writable and free space, or name another directory with --weights-cache"
+    directory = directory or Path(os.path.expanduser(EngineConfig().weights_cache))
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    good = there.is_dir() and os.access(there, os.W_OK | os.X_OK) and directory.is_absolute()
+    detail = str(directory) if good else f"{directory} cannot be written"
+    return Check("weights cache", good, detail, advice, essential=False)
 
 
 def check_hub(reach: Callable[[], str] | None = None) -> Check:
