@@ -45,3 +45,18 @@ def test_every_library_that_the_package_imports_is_declared() -> None:
         if not known & {normal(provider) for provider in providers.get(name, [name])}
     }
     assert missing == {}
+
+
+def test_every_library_that_is_declared_for_all_users_is_imported() -> None:
+    providers = {**packages_distributions(), **PROVIDERS}
+    used = {normal(provider) for name, _ in imported() for provider in providers.get(name, [name])}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {normal(re.split(r"[\[<>=!~;\s]", each)[0]) for each in project["dependencies"]} <= used
+
+
+def test_the_classifiers_name_the_versions_of_python_that_wheels_are_made_for() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    named = {each.rpartition(" ")[2] for each in settings["project"]["classifiers"] if re.search(r":: 3\.\d+$", each)}
+    made = {f"3.{tag.removeprefix('cp3').partition('-')[0]}" for tag in settings["tool"]["cibuildwheel"]["build"].split()}
+    assert named == made
+    assert settings["project"]["requires-python"] == f">={min(named)}"
