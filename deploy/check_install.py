@@ -1,6 +1,6 @@
 """What a fresh machine sees, from the built wheel with its run-time dependencies and nothing else.
 
-    python deploy/check_install.py CHECKOUT [STEP ...]      # with the Python of an environment that the wheel was installed into
+    python deploy/check_install.py CHECKOUT [STEP ...]      # with the Python of an environment that has the wheel
 
 Steps are modules, verbs, serve and cloud, all of them unless told.
 Every module is imported, every verb prints its help, `serve` answers a chat, and the private cloud of `examples/` answers one
