@@ -71,8 +71,9 @@ def examine(port: int, model: str, hub: bool) -> Iterator[Check]:
     yield check_cpus()
     yield check_hardening()
     yield check_port(port)
-    yield check_model(model)
-    yield check_memory(model)
+    opened = check_model(model)
+    yield opened
+    yield check_memory(model if opened.good else None)
     yield check_cache()
     if hub:
         yield check_hub()
@@ -192,20 +193,26 @@ def check_model(name: str) -> Check:
     return Check("model", True, detail)
 
 
-def check_memory(name: str) -> Check:
-    """Does the model fit into what the host, the cgroup and the process's own limit leave? As `serve` counts it."""
+def check_memory(name: str | None) -> Check:
+    """Does the model fit into what the host, the cgroup and the process's own limit leave? As `serve` counts it.
+
+    Args:
+        name: of a model that can be opened; None says what is available only.
+    """
     from cloister.app import budget_model, resolve_settings
     from cloister.engine.machine import read_machine
     from cloister.models import load, locate
 
     machine = read_machine()
     detail = f"{machine.available_bytes // MIB} of {machine.memory_bytes // MIB} MiB available, by the {machine.limited_by}"
+    if name is None:
+        return Check("memory", True, detail)
     try:
         config = resolve_settings({"model": name}).engine.config
         budget = budget_model(config, load(locate(name)))
     except MemoryBudgetError as error:
         return Check("memory", False, detail, error.message)
-    except CloisterError:  # another check says why
+    except CloisterError:  # no back end: another check says why
         return Check("memory", True, detail)
     return Check("memory", True, f"{detail}; {name} takes {budget.total_bytes // MIB}")
 
