@@ -1,11 +1,13 @@
 # Two commands do all of their own set-up: `make serve` and `make test`.
 #   make serve PORT=9000 MODEL=/path/to/model
+# `make serve` compiles the kernels for this machine's CPU; ISA=all those for every CPU, which tests and wheels for others need.
 # Serving on a CPU needs a C++ compiler (Debian: apt install g++) and no torch. Tests need torch, and so does a GPU, and so does a
 # machine without a compiler. TORCH_INDEX=URL names a package index with CPU builds of torch, where the default one has none.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 PORT ?= 8000
 MODEL ?= cloister-5m
+ISA ?= native
 TORCH_INDEX ?=
 GPU_PYTHON ?= 3.12
 VENV := .venv
@@ -19,12 +21,13 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/cloister/backends/native
 TAKE_TORCH := $(if $(HAS_GPU),:,$(PIP) install $(TORCH_FLAGS) "$(TORCH)+cpu" 2>/dev/null \
   || echo "no CPU build of torch was found; taking the default one (TORCH_INDEX=URL names another index)")
 # Without isolation and in a folder that stays, only what changed is compiled again.
-INSTALL := $(PIP) install $(TORCH_FLAGS) --no-build-isolation --config-settings=build-dir='build/{wheel_tag}' --editable
+INSTALL = $(PIP) install $(TORCH_FLAGS) --no-build-isolation --config-settings=build-dir='build/{wheel_tag}' \
+  --config-settings=cmake.define.CLOISTER_ISA=$(ISA) --editable
 
 .PHONY: serve test check install docs gpu-pack clean
 
 serve: $(VENV)/.installed
-	@$(BIN)/cloister serve --model "$(MODEL)" --port $(PORT)
+	@exec $(BIN)/cloister serve --model "$(MODEL)" --port $(PORT)
 
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest
@@ -66,6 +69,8 @@ $(VENV)/.installed: $(SOURCES) $(VENV)/.ready
 	  echo "the native kernels were not compiled (\`$(BIN)/cloister doctor\` says why); taking torch instead, which is slower"; \
 	  $(TAKE_TORCH); $(INSTALL) '.[torch]'; }
 	@touch $@
+
+$(VENV)/.installed-test $(VENV)/.installed-check: ISA := all
 
 $(VENV)/.installed-test: $(SOURCES) $(VENV)/.ready
 	@$(TAKE_TORCH)

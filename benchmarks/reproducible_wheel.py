@@ -27,6 +27,7 @@ from pathlib import Path
 DEADLINE_S = 3600.0
 FILES = ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE")
 NOBODY = 65534
+EVERY_CPU = ("cmake.define.CLOISTER_ISA=all",)
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def build(snapshot: Path, scratch: Path, condition: Condition, settings: Sequenc
         snapshot: `take_snapshot`'s.
         scratch: an empty directory, or one with builds of other conditions.
         condition: what this build has.
-        settings: of scikit-build-core, as `name=value`.
+        settings: of scikit-build-core, as `name=value`; none compile every instruction set, as for a wheel that is published.
     """
     place = scratch / condition.directory
     shutil.copytree(snapshot, place)
@@ -141,7 +142,7 @@ def build(snapshot: Path, scratch: Path, condition: Condition, settings: Sequenc
         "--no-deps",
     ]
     command += ["--no-cache-dir", "--wheel-dir", str(out), str(place)]
-    command += [f"--config-settings={setting}" for setting in settings]
+    command += [f"--config-settings={setting}" for setting in settings or EVERY_CPU]
     if condition.as_nobody:
         for directory in (place, home, out):
             subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", str(directory)], check=True)

@@ -1,7 +1,8 @@
 """What a fresh machine sees, from the built wheel with its run-time dependencies and nothing else.
 
-    python deploy/check_install.py CHECKOUT        # with the Python of an environment that the wheel was installed into
+    python deploy/check_install.py CHECKOUT [STEP ...]      # with the Python of an environment that has the wheel
 
+Steps are modules, verbs, serve and cloud, all of them unless told.
 Every module is imported, every verb prints its help, `serve` answers a chat, and the private cloud of `examples/` answers one
 through `cloister proxy` and one through the library; then every program of it ends with the script that started it.
 """
@@ -43,14 +44,16 @@ class CheckError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 when all holds, 1 with the reason when not."""
-    checkout = Path((sys.argv[1:] if arguments is None else arguments)[0]).resolve()
-    steps: Sequence[tuple[str, Callable[[], str]]] = (
-        ("modules", import_modules),
-        ("verbs", ask_for_help),
-        ("serve", chat_with_server),
-        ("private cloud", lambda: chat_with_cloud(checkout)),
-    )
-    for name, check in steps:
+    given, *chosen = sys.argv[1:] if arguments is None else arguments
+    checkout = Path(given).resolve()
+    steps: Mapping[str, Callable[[], str]] = {
+        "modules": import_modules,
+        "verbs": ask_for_help,
+        "serve": chat_with_server,
+        "cloud": lambda: chat_with_cloud(checkout),
+    }
+    for name in chosen or steps:
+        check = steps[name]
         started_s = time.monotonic()
         try:
             found = check()

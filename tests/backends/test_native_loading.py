@@ -84,3 +84,18 @@ def test_kernels_that_are_not_there_were_not_compiled(tmp_path: Path) -> None:
 
 def test_kernels_that_load_are_available() -> None:
     assert native.available() is None
+
+
+def test_a_module_from_a_machine_with_another_cpu_computes_and_says_that_it_could_be_faster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cloister.backends import BACKENDS
+    from cloister.backends.native import _native
+
+    BACKENDS.get("native")(num_threads=1, device="cpu")
+    assert caplog.messages == []
+    monkeypatch.setattr(_native, "compiled_names", lambda: ["scalar"])
+    monkeypatch.setattr(_native, "runnable_names", lambda: ["avx2", "scalar"])
+    BACKENDS.get("native")(num_threads=1, device="cpu")
+    (message,) = caplog.messages
+    assert message.startswith("computing with the kernels scalar; those for avx2, which this processor runs faster, were not")

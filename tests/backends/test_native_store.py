@@ -128,6 +128,16 @@ def test_a_file_that_cannot_be_written_to_its_end_leaves_nothing(tmp_path: Path)
     assert list((tmp_path / "full").iterdir()) == []
 
 
+def test_a_directory_that_cannot_be_written_is_named_once_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken = tmp_path / "taken"
+    taken.touch()  # as unwritable to root as to anybody
+    start(taken / "weights", RandomWeights(SPEC))
+    (message,) = caplog.messages
+    assert message == f"packed weights cannot be kept in {taken / 'weights'} (Not a directory); every start packs them anew"
+
+
 def test_a_full_disk_is_no_obstacle(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -11,6 +11,7 @@ import pytest
 
 from cloister.cli import doctor, main
 from cloister.cli.reference import write_reference
+from cloister.engine.machine import Machine
 
 ROOT = Path(__file__).parents[2]
 
@@ -154,6 +155,15 @@ def test_the_doctor_says_why_kernels_do_not_load():
     assert "GLIBCXX_3.4.30" in doctor.check_kernels(needed=True, find=find).detail
 
 
+def test_the_doctor_says_what_to_do_where_the_cpu_has_better_kernels_than_were_compiled():
+    check = doctor.check_kernels(needed=True, find=lambda: (("avx2", "scalar"), ("amx", "bf16", "avx2", "scalar")))
+    assert not check.good
+    assert not check.essential
+    assert "kernels avx2; those for amx, which this processor runs faster, were not compiled" in check.detail
+    assert "CLOISTER_ISA=all" in check.advice
+    assert doctor.check_kernels(needed=True, find=lambda: (("amx", "avx2", "scalar"), ("avx2", "scalar"))).good
+
+
 def test_the_doctor_misses_torch_only_where_it_is_needed():
     def describe():
         raise ModuleNotFoundError
@@ -162,6 +172,29 @@ def test_the_doctor_misses_torch_only_where_it_is_needed():
     check = doctor.check_torch(needed=True, describe=describe)
     assert not check.good
     assert "cloister[torch]" in check.advice
+
+
+def test_the_doctor_counts_memory_as_serve_does(monkeypatch):
+    def machine(mib):
+        return lambda: Machine(1, mib << 20, mib << 20, "cgroup")
+
+    monkeypatch.setattr("cloister.app.fitting.read_machine", machine(640))
+    check = doctor.check_memory("cloister-5m")  # less than 1 GiB, and enough for this model
+    assert check.good
+    assert "cloister-5m takes" in check.detail
+    monkeypatch.setattr("cloister.app.fitting.read_machine", machine(300))
+    check = doctor.check_memory("cloister-5m")
+    assert not check.good
+    assert "give it" in check.advice
+
+
+def test_the_doctor_sees_a_cache_that_cannot_be_written(tmp_path):
+    assert doctor.check_cache(tmp_path / "made" / "at the first start").good
+    (tmp_path / "file").touch()
+    check = doctor.check_cache(tmp_path / "file" / "weights")
+    assert not check.good
+    assert not check.essential
+    assert "--weights-cache" in check.advice
 
 
 def test_the_doctor_sees_a_taken_port():

@@ -44,6 +44,23 @@ def test_cgroup_2_limits_memory_and_cpus_at_every_level(tmp_path: Path) -> None:
     assert machine.limited_by == "cgroup"
 
 
+def test_a_limit_of_the_address_space_counts_and_what_is_mapped_already_with_it(tmp_path: Path) -> None:
+    pages = GIB // os.sysconf("SC_PAGE_SIZE")
+    files = HOST | {"proc/self/statm": f"{pages} 100 50 1 0 300 0\n"}
+    machine = read_machine(lay_out(tmp_path, files), num_affine_cpus=8, address_space_bytes=3 * GIB)
+    assert (machine.memory_bytes, machine.available_bytes) == (3 * GIB, 2 * GIB)
+    assert machine.limited_by == "ulimit -v"
+
+
+def test_a_model_that_the_address_space_cannot_hold_is_refused_with_the_figure_that_would() -> None:
+    limited = 'ulimit -v 500000; exec "$0" -m cloister.cli run Hello --max-tokens 1'
+    done = subprocess.run(["sh", "-c", limited, sys.executable], capture_output=True, text=True, timeout=60, check=False)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert line.startswith("error: weights")
+    assert "give it" in line
+
+
 def test_cgroup_1_limits_memory_and_cpus(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "4:memory:/job\n2:cpu,cpuacct:/job\n0::/\n",

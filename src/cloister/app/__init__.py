@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cloister.app.backend import NO_QUANT, number_format
     from cloister.app.engine import build_engine, build_program, build_scheduler, build_sealed_engine
+    from cloister.app.fitting import budget_model
     from cloister.app.gate import build_gate
     from cloister.app.processes import ENGINE_ENTRY, SEALED_ENGINE_ENTRY
     from cloister.app.sealed import launch_sealed
@@ -22,6 +23,7 @@ __all__ = [
     "NO_QUANT",
     "SEALED_ENGINE_ENTRY",
     "Settings",
+    "budget_model",
     "build_engine",
     "build_gate",
     "build_program",
@@ -38,6 +40,7 @@ _HOME = {
     "NO_QUANT": "backend",
     "SEALED_ENGINE_ENTRY": "processes",
     "Settings": "settings",
+    "budget_model": "fitting",
     "build_engine": "engine",
     "build_gate": "gate",
     "build_program": "engine",

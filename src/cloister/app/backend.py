@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -18,6 +19,7 @@ from cloister.types.errors import ConfigError
 if TYPE_CHECKING:
     from cloister.text import Tokenizer
 
+_logger = logging.getLogger(__name__)
 NO_QUANT: Final = "none"
 
 
@@ -26,6 +28,8 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
     is_foreign = spec.family == FOREIGN_FAMILY
     if is_foreign and config.quant != NO_QUANT:
         raise ConfigError("a model without a spec cannot be quantised here; leave `quant` out", param="quant")
+    if config.weights_cache and weights_cache(config) is None:
+        _logger.warning("this user has no home, so packed weights are not kept; name a directory with --weights-cache")
     factory = BACKENDS.get(FOREIGN_FAMILY if is_foreign else chosen_backend(config))
     return factory(
         num_threads=config.num_threads or machine.num_cpus,
@@ -85,4 +89,10 @@ def kept_tokenizers(config: EngineConfig) -> Path | None:
 
 
 def weights_cache(config: EngineConfig) -> Path | None:
-    return Path(config.weights_cache).expanduser() if config.weights_cache else None
+    """Returns the directory of packed weights; None keeps none, as does a user who has no home to keep it in."""
+    if not config.weights_cache:
+        return None
+    try:
+        return Path(config.weights_cache).expanduser()
+    except RuntimeError:  # neither HOME nor an entry in the list of users, as in many containers
+        return None

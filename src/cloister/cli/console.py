@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -29,7 +30,7 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[obje
     for number, header in enumerate(headers):
         table.add_column(header, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*(escape(str(cell)) for cell in row))
     (console or out).print(table)
 
 

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
+from cloister.backends.native import describe_missing_kernels
 from cloister.cli.console import err, out, print_json
-from cloister.types.errors import CloisterError
+from cloister.types.errors import CloisterError, MemoryBudgetError
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "asimd", "sve")
 COMPILERS = ("c++", "g++", "clang++")
 INSTALL_AGAIN = "`make clean install`, or `pip install --force-reinstall --no-deps --no-cache-dir cloister`"
-LEAST_MEMORY_BYTES = 1 << 30
+ALL_SETS = "`pip install --config-settings=cmake.define.CLOISTER_ISA=all .`"
 HUB_TIMEOUT_S = 3.0
 MIB = 1 << 20
 
@@ -66,10 +68,13 @@ def examine(port: int, model: str, hub: bool) -> Iterator[Check]:
     yield check_kernels(chosen == "native")
     yield check_torch(chosen == "torch")
     yield check_features()
-    yield from check_limits()
+    yield check_cpus()
     yield check_hardening()
     yield check_port(port)
-    yield check_model(model)
+    opened = check_model(model)
+    yield opened
+    yield check_memory(model if opened.good else None)
+    yield check_cache()
     if hub:
         yield check_hub()
 
@@ -86,10 +91,14 @@ def chosen_backend() -> str:
     return str(resolve_settings().engine.config.backend)
 
 
-def check_kernels(needed: bool, find: Callable[[], Sequence[str]] | None = None) -> Check:
-    """Were the native kernels compiled, and which of them does this CPU run?"""
+def check_kernels(needed: bool, find: Callable[[], tuple[Sequence[str], Sequence[str]]] | None = None) -> Check:
+    """Were the native kernels compiled, which of them does this CPU run, and could it run better ones?
+
+    Args:
+        find: returns the instruction sets that were compiled, and those that this CPU runs, best first.
+    """
     try:
-        names = (find or _find_kernels)()
+        compiled, runnable = (find or _find_kernels)()
     except ModuleNotFoundError:
         has_compiler = any(shutil.which(name) for name in COMPILERS)
         detail = "not compiled" + ("" if has_compiler else ": there is no C++ compiler")
@@ -97,14 +106,18 @@ def check_kernels(needed: bool, find: Callable[[], Sequence[str]] | None = None)
         return Check("native kernels", False, detail, advice, essential=needed)
     except ImportError as error:
         return Check("native kernels", False, f"they cannot be loaded: {error}", INSTALL_AGAIN, essential=needed)
+    names = [name for name in runnable if name in compiled]
+    if (missing := describe_missing_kernels(compiled, runnable)) is not None:
+        advice = f"install again on this machine: {INSTALL_AGAIN}; or, for every CPU, {ALL_SETS}"
+        return Check("native kernels", False, missing, advice, essential=False)
     return Check("native kernels", True, f"{names[0]}, the best of {', '.join(names)}", essential=needed)
 
 
-def _find_kernels() -> Sequence[str]:
+def _find_kernels() -> tuple[Sequence[str], Sequence[str]]:
     from importlib import import_module
 
-    names: Sequence[str] = import_module("cloister.backends.native._native").kernel_names()
-    return names
+    module = import_module("cloister.backends.native._native")
+    return module.compiled_names(), module.runnable_names()
 
 
 def check_torch(needed: bool, describe: Callable[[], str] | None = None) -> Check:
@@ -135,16 +148,11 @@ def check_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
     return Check("CPU", bool(found), detail, "expect slow answers, or use a CPU with AVX2 or newer", essential=False)
 
 
-def check_limits() -> Iterator[Check]:
-    """CPUs and memory, as the cgroup limits them."""
+def check_cpus() -> Check:
+    """CPUs, as the cgroup limits them."""
     from cloister.engine.machine import read_machine
 
-    machine = read_machine()
-    host_cpus = os.cpu_count() or 1
-    yield Check("CPUs", True, f"{machine.num_cpus} of the host's {host_cpus} may be used", essential=False)
-    detail = f"{machine.available_bytes // MIB} of {machine.memory_bytes // MIB} MiB available, by the {machine.limited_by}"
-    advice = f"free memory or raise the limit to {LEAST_MEMORY_BYTES // MIB} MiB at least"
-    yield Check("memory", machine.available_bytes >= LEAST_MEMORY_BYTES, detail, advice)
+    return Check("CPUs", True, f"{read_machine().num_cpus} of the host's {os.cpu_count() or 1} may be used", essential=False)
 
 
 def check_hardening() -> Check:
@@ -185,6 +193,42 @@ def check_model(name: str) -> Check:
     return Check("model", True, detail)
 
 
+def check_memory(name: str | None) -> Check:
+    """Does the model fit into what the host, the cgroup and the process's own limit leave? As `serve` counts it.
+
+    Args:
+        name: of a model that can be opened; None says what is available only.
+    """
+    from cloister.app import budget_model, resolve_settings
+    from cloister.engine.machine import read_machine
+    from cloister.models import load, locate
+
+    machine = read_machine()
+    detail = f"{machine.available_bytes // MIB} of {machine.memory_bytes // MIB} MiB available, by the {machine.limited_by}"
+    if name is None:
+        return Check("memory", True, detail)
+    try:
+        config = resolve_settings({"model": name}).engine.config
+        budget = budget_model(config, load(locate(name)))
+    except MemoryBudgetError as error:
+        return Check("memory", False, detail, error.message)
+    except CloisterError:  # no back end: another check says why
+        return Check("memory", True, detail)
+    return Check("memory", True, f"{detail}; {name} takes {budget.total_bytes // MIB}")
+
+
+def check_cache(directory: Path | None = None) -> Check:
+    """Can packed weights be kept? Without them every start packs anew."""
+    from cloister.types.config import EngineConfig
+
+    advice = "make it writable and free space, or name another directory with --weights-cache"
+    directory = directory or Path(os.path.expanduser(EngineConfig().weights_cache))
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    good = there.is_dir() and os.access(there, os.W_OK | os.X_OK) and directory.is_absolute()
+    detail = str(directory) if good else f"{directory} cannot be written"
+    return Check("weights cache", good, detail, advice, essential=False)
+
+
 def check_hub(reach: Callable[[], str] | None = None) -> Check:
     """Does the model hub answer? Only models that are not here yet need it."""
     advice = "models in directories and the embedded ones work without; set HTTPS_PROXY if you have a proxy"
@@ -213,5 +257,5 @@ def _print_checks(checks: list[Check]) -> None:
         table.add_column(header, overflow="fold")
     for check in checks:
         mark = "[green]ok[/]" if check.good else "[red]fails[/]" if check.essential else "[yellow]warning[/]"
-        table.add_row(mark, check.name, check.detail, "" if check.good else check.advice)
+        table.add_row(mark, check.name, escape(check.detail), "" if check.good else escape(check.advice))
     out.print(table)

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: limits come from the cgroup, not the host (rule 8).
+"""What this process may use of the machine: limits come from the cgroup and the process, not the host (rule 8).
 
 Reads /proc and /sys (cgroups 1 and 2); the only I/O of this kind. Formats: Linux Documentation/admin-guide/cgroup-v2.rst,
 cgroup-v1/memory.rst and scheduler/sched-bwc.rst.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ class Machine:
 
     Attributes:
         num_cpus: CPUs of the affinity mask, or of the cgroup's quota where that is fewer; whole ones, at least 1.
-        memory_bytes: the smaller of the host's memory and the cgroup's limit.
+        memory_bytes: the smallest of the host's memory, the cgroup's limit and that of the process's address space.
         available_bytes: how much of it can be taken now; file cache that the kernel can drop counts as available.
-        limited_by: "host" or "cgroup", whichever sets `available_bytes`.
+        limited_by: "host", "cgroup" or "ulimit -v", whichever sets `available_bytes`.
     """
 
     num_cpus: int
@@ -34,25 +35,31 @@ class Machine:
     limited_by: str
 
 
-def read_machine(root: Path = Path("/"), num_affine_cpus: int | None = None) -> Machine:
+def read_machine(root: Path = Path("/"), num_affine_cpus: int | None = None, address_space_bytes: int | None = None) -> Machine:
     """Reads the limits of this process.
 
     Args:
         root: where `proc` and `sys` lie.
         num_affine_cpus: CPUs of the affinity mask; None asks the system.
+        address_space_bytes: limit of this process's address space (RLIMIT_AS); None asks the system.
     """
     total, available = _host_memory(root)
     limits = [limit for group in _groups(root, "memory") if (limit := _memory_limit(group)) is not None]
-    cgroup_total = min((limit for limit, _ in limits), default=_UNLIMITED_BYTES)
-    cgroup_available = min((max(0, limit - used) for limit, used in limits), default=_UNLIMITED_BYTES)
     quotas = [quota for group in _groups(root, "cpu") if (quota := _cpu_quota(group)) is not None]
     num_cpus = num_affine_cpus if num_affine_cpus is not None else _affine_cpus()
+    address_space = address_space_bytes if address_space_bytes is not None else _address_space_limit()
+    room = {
+        "host": available,
+        "cgroup": min((max(0, limit - used) for limit, used in limits), default=_UNLIMITED_BYTES),
+        "ulimit -v": max(0, address_space - _statm_bytes(root / "proc/self/statm", 0)),
+    }
+    limited_by = min(room, key=lambda name: room[name])  # of equal ones the first
     return Machine(
         # a fraction of a CPU is rounded down: a thread more than the quota is throttled and stalls the others
         num_cpus=max(1, min([num_cpus, *(math.floor(quota) for quota in quotas)])),
-        memory_bytes=min(total, cgroup_total),
-        available_bytes=min(available, cgroup_available),
-        limited_by="cgroup" if cgroup_available < available else "host",
+        memory_bytes=min([total, address_space, *(limit for limit, _ in limits)]),
+        available_bytes=room[limited_by],
+        limited_by=limited_by,
     )
 
 
@@ -66,12 +73,7 @@ def process_age_s(root: Path = Path("/")) -> float:
 
 def resident_bytes(pid: int | None = None, root: Path = Path("/")) -> int:
     """Returns the memory that a process, this one unless told, has in RAM: its own and what it maps; 0 if there is none."""
-    try:
-        # proc(5), /proc/PID/statm: the second field, in pages.
-        pages = (root / "proc" / ("self" if pid is None else str(pid)) / "statm").read_text().split()[1]
-    except OSError:
-        return 0
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return _statm_bytes(root / "proc" / ("self" if pid is None else str(pid)) / "statm", 1)
 
 
 def return_free_memory() -> None:
@@ -82,6 +84,20 @@ def return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
+
+
+def _statm_bytes(path: Path, field: int) -> int:
+    """Returns a field of /proc/PID/statm (proc(5): 0 the address space, 1 what is resident), 0 where there is none."""
+    try:
+        return int(path.read_text().split()[field]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _address_space_limit() -> int:
+    """Bytes that this process may map (setrlimit(2), RLIMIT_AS)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return _UNLIMITED_BYTES if limit == resource.RLIM_INFINITY else limit
 
 
 def _affine_cpus() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from cloister.backends.base import BACKENDS, Backend
 from cloister.types.errors import ConfigError
 from cloister.types.threat import ThreatProfile
 
+_logger = logging.getLogger(__name__)
 _WAYS_ON = "reinstall Cloister, or install the extra cloister[torch] and choose the back end torch"
 
 THREAT = ThreatProfile(
@@ -34,6 +37,22 @@ def available() -> str | None:
     return None
 
 
+def describe_missing_kernels(compiled: Sequence[str], runnable: Sequence[str]) -> str | None:
+    """Says which kernels this processor would run if they had been compiled: the build was for another machine.
+
+    Args:
+        compiled: instruction sets that were compiled.
+        runnable: those that this processor runs, best first.
+
+    Returns:
+        One sentence; None where the best that it runs was compiled.
+    """
+    used, best = next(name for name in runnable if name in compiled), runnable[0]
+    if used == best:
+        return None
+    return f"computing with the kernels {used}; those for {best}, which this processor runs faster, were not compiled"
+
+
 @BACKENDS.register("native", THREAT)
 def make_native_backend(
     *,
@@ -56,9 +75,13 @@ def make_native_backend(
     """
     if (reason := available()) is not None:
         raise ConfigError(reason, param="backend")
+    from cloister.backends.native import _native
     from cloister.backends.native.backend import NativeBackend  # loads the kernels: only when it was chosen
     from cloister.backends.native.store import MOST_BYTES, PackedStore
 
+    missing = describe_missing_kernels(_native.compiled_names(), _native.runnable_names())
+    if kernels is None and missing is not None:
+        _logger.warning("%s; `cloister doctor` says what to do", missing)
     if numerics != "exact":
         raise ConfigError("the native back end is always exact; numerics fast needs a CUDA device", param="numerics")
     packed = None if store is None else PackedStore(store, MOST_BYTES if store_bytes is None else store_bytes)

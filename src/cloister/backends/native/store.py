@@ -10,6 +10,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 from collections import defaultdict
@@ -26,6 +27,7 @@ from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import PackedModel
 from cloister.backends.native.packing import LAYOUT, Kind, PackedMatrix
 
+_logger = logging.getLogger(__name__)
 READER: Final = 3
 """Raise it when reading a checkpoint, or packing it, comes to other bytes: files of the old number are then not used."""
 _SHAPE: Final = ("outputs", "inputs", "group", "zero_point", "group_inputs", "rotation")  # of a matrix, after its kind
@@ -83,7 +85,9 @@ class PackedStore:
                 file.flush()
                 os.fsync(file.fileno())  # a power cut must not leave the name without the bytes
             scratch.replace(path)
-        except OSError:
+        except OSError as error:
+            where = self._directory
+            _logger.warning("packed weights cannot be kept in %s (%s); every start packs them anew", where, error.strerror)
             return False
         finally:
             with suppress(OSError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
+from cloister.backends import native
 from cloister.backends.base import BACKENDS, Backend
 from cloister.backends.spec import FOREIGN_FAMILY
 from cloister.types.errors import ConfigError
@@ -16,6 +18,22 @@ THREAT = ThreatProfile(
     attack="reuse of an unwiped block",
     mitigations=("wipe on free, before the block can be given to another request",),
 )
+
+
+def load_torch(device: str) -> None:
+    """Imports torch.
+
+    Raises:
+        ConfigError: it is not installed, or cannot be loaded; the message says what to install.
+    """
+    try:
+        import_module("torch")
+    except (ImportError, OSError) as error:  # OSError: a library that torch opens itself
+        is_there = not isinstance(error, ModuleNotFoundError) or error.name != "torch"
+        why = f"torch cannot be loaded ({error})" if is_there else "torch is not installed"
+        remedy = "; install it with: pip install 'cloister[torch]'"
+        without = native.available() if device == "cpu" else None
+        raise ConfigError(f"{why}{remedy if without is None else f', and {without}'}", param="backend") from None
 
 
 @BACKENDS.register("torch", THREAT)
@@ -34,6 +52,7 @@ def make_torch_backend(
     Raises:
         ConfigError: the device is not there, or a setting is not one of those listed.
     """
+    load_torch(device)
     from cloister.backends.torch.backend import TorchBackend  # torch takes a second to import: only when it was chosen
 
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
@@ -58,6 +77,7 @@ def make_fallback_backend(
     Raises:
         ConfigError: a setting is not one of those that it has.
     """
+    load_torch(device)
     from cloister.backends.torch.fallback import FallbackBackend  # transformers takes seconds to import
 
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")

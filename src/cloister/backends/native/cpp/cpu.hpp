@@ -1,4 +1,4 @@
-// Which kernels this processor runs.
+// Which kernels were compiled, and which of them this processor runs.
 #pragma once
 #include <string>
 #include <vector>
@@ -7,7 +7,10 @@
 
 namespace cloister {
 
-// Usable tables, best first; the last is always there.
+// Tables that were compiled, best first; the last is always there.
+std::vector<const Kernels*> compiled_kernels();
+
+// Those of them that this processor runs, best first; the last is always there.
 std::vector<const Kernels*> usable_kernels();
 
 // The table of that name.

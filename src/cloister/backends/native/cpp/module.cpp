@@ -12,6 +12,7 @@
 
 #include "cpu.hpp"
 #include "pack.hpp"
+#include "processor.hpp"
 #include "program.hpp"
 
 namespace nb = nanobind;
@@ -187,15 +188,20 @@ void check_layer(const Program& program, const Layer& layer) {
     require(program.layers.empty() || layer.cache.block_size == program.layers[0].cache.block_size, "the caches have blocks of several sizes");
 }
 
+std::vector<std::string> names_of(const std::vector<const Kernels*>& tables) {
+    std::vector<std::string> names;
+    for (const Kernels* kernels : tables) names.push_back(kernels->name);
+    return names;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // a program that lives until the interpreter ends is no leak
-    m.def("kernel_names", [] {
-        std::vector<std::string> names;
-        for (const Kernels* kernels : usable_kernels()) names.push_back(kernels->name);
-        return names;
-    }, "Names of the instruction sets that this processor runs, best first.");
+    m.def("kernel_names", [] { return names_of(usable_kernels()); },
+          "Names of the instruction sets that were compiled and this processor runs, best first.");
+    m.def("compiled_names", [] { return names_of(compiled_kernels()); }, "Names of the instruction sets that were compiled.");
+    m.def("runnable_names", &runnable_sets, "Names of the instruction sets that this processor runs, compiled or not, best first.");
     m.def("packed_bytes", [](int kind, int outputs, int inputs) {
         int length = chunk_length(Kind(kind));
         return size_t((outputs + 31) / 32) * size_t((inputs + length - 1) / length) * 2 * size_t(tile_bytes(Kind(kind)));

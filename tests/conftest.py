@@ -1,0 +1,31 @@
+"""Where there is neither a compiler nor kernels that were compiled, tests that import the kernels are skipped; others run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from cloister.backends import native
+from cloister.cli.doctor import COMPILERS
+
+
+class ModuleWithoutKernels(pytest.Module):
+    """A module of tests that is skipped if it cannot be imported because there are no kernels."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            if not isinstance(error.__cause__, ImportError) or "_native" not in str(error.__cause__):
+                raise
+        pytest.skip("there is no C++ compiler here", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if native.available() is None or any(shutil.which(name) for name in COMPILERS):
+        return None  # pytest's own; kernels that a compiler should have made are not passed over
+    module: pytest.Module = ModuleWithoutKernels.from_parent(parent, path=module_path)
+    return module
