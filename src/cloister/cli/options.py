@@ -62,6 +62,18 @@ class Flag:
         return f"--{kebab}/--no-{kebab}" if self.kind is bool else f"--{kebab}"
 
     @property
+    def metavar(self) -> str | None:
+        """What stands for the value in help: `N`, `FILE` ...; None for a switch."""
+        if self.kind is bool:
+            return None
+        first = self.help.split(maxsplit=1)[0]
+        return {"File": "FILE", "Directory": "DIR"}.get(first, {int: "N", float: "NUMBER"}.get(self.kind, "TEXT"))
+
+    def complete(self, incomplete: str) -> list[str]:
+        """Returns the choices that begin with what was typed."""
+        return [choice for choice in self.choices if choice.startswith(incomplete)]
+
+    @property
     def values(self) -> str:
         """What the setting takes, for people: choices, a range, or a type."""
         if self.choices:
@@ -118,7 +130,14 @@ def _parameter(flag: Flag, panel: str) -> inspect.Parameter:
     parts = [flag.values] if flag.choices or flag.low is not None else []
     parts += [] if flag.default is None else [f"default: {flag.default}"]
     help_text = f"{flag.help} ({'; '.join(parts)})" if parts else flag.help
-    option = typer.Option(flag.declaration, help=help_text, show_default=False, rich_help_panel=panel)
+    option = typer.Option(
+        flag.declaration,
+        help=help_text,
+        metavar=flag.metavar,
+        show_default=False,
+        rich_help_panel=panel,
+        autocompletion=flag.complete if flag.choices else None,
+    )
     return inspect.Parameter(
         flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[flag.kind | None, option]
     )

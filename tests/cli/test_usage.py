@@ -1,0 +1,55 @@
+"""Mistakes on the command line, and what they are answered with."""
+
+import pytest
+
+from cloister.cli import main
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    return caught.value.code or 0, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "said", "see"),
+    [
+        ("serv", "there is no verb 'serv'; did you mean serve?", "cloister"),
+        ("policy shw", "there is no verb 'shw'; did you mean show?", "cloister policy"),
+        ("serve --prot 3", "there is no option --prot; did you mean --port?", "cloister serve"),
+        ("serve --port abc", "--port must be a whole number", "cloister serve"),
+        ("relay --port 99999", "--port must be at most 65535", "cloister relay"),
+        ("policy show --profile safe", "--profile must be one of open, team, private, paranoid", "cloister policy show"),
+        ("run --temperature hot x", "--temperature must be a number", "cloister run"),
+        ("run --json=3 x", "option '--json' does not take a value", "cloister run"),
+        ("doctor here", "doctor takes no arguments, only options, which begin with --", "cloister doctor"),
+        ("keys add a b", "keys add takes NAME and no more; put text of several words into quotes", "cloister keys add"),
+        ("keys add", "NAME is missing: What to call the key.", "cloister keys add"),
+        ("relay", "--gateway is missing: Where the gateway is, such as https://gateway.example.", "cloister relay"),
+        ("serve --json", "--json: it needs --explain", "cloister serve"),
+    ],
+)
+def test_wrong_usage_is_answered_with_what_is_wrong_and_where_to_look(capsys, typed, said, see):
+    status, out, err = run(capsys, *typed.split())
+    assert status == 2
+    assert out == ""
+    assert err.splitlines() == [f"error: {said}", f"See `{see} --help`."]
+
+
+def test_an_option_without_its_value_says_what_it_takes(capsys):
+    status, _, err = run(capsys, "serve", "--port")
+    assert status == 2
+    assert err.startswith("error: --port needs a value: Port to listen on")
+
+
+def test_words_of_a_prompt_are_not_repeated(capsys):
+    _, _, err = run(capsys, "quantize", "my", "secret", "plan")
+    assert "secret" not in err
+    assert "plan" not in err
+
+
+def test_a_group_without_a_verb_is_answered_with_its_help(capsys):
+    status, _, err = run(capsys, "keys")
+    assert status == 2
+    assert "remove" in err
