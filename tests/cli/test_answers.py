@@ -37,6 +37,13 @@ def test_run_prints_the_answer_and_nothing_else(capsys):
     assert "error" not in err
 
 
+def test_run_takes_the_model_before_the_prompt(capsys):
+    flags = ("--max-model-len", "512", "--num-threads", "1", "--max-tokens", "2", "--json")
+    status, out, _ = run(capsys, "run", "cloister-draft", "hello", *flags)
+    assert status == 0
+    assert json.loads(out)["usage"]["completion_tokens"] <= 2
+
+
 def test_run_reads_standard_input_and_reports_figures(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("def main"))
     status, out, _ = run(capsys, "run", "-", *ENGINE, "--raw", "--json", "--max-tokens", "5", "--temperature", "0")

@@ -8,6 +8,9 @@ import pytest
 from cloister.cli import VERBS, main
 from cloister.cli.contents import SUMMARIES
 from cloister.cli.help import summarize
+from cloister.cli.options import list_flags
+from cloister.types.config import EngineConfig, ServerConfig
+from cloister.types.setting_groups import GROUPS
 
 
 def run(capsys, *arguments):
@@ -52,6 +55,18 @@ def test_help_is_plain_text_in_eighty_columns(capsys, monkeypatch):
         _, out, _ = run(capsys, *verb.split(), "--help")
         assert out.isascii()
         assert max(map(len, out.splitlines())) <= 80
+
+
+def test_help_shows_ten_options_and_help_all_shows_every_one_by_group(capsys):
+    _, few, _ = run(capsys, "serve", "--help")
+    _, many, _ = run(capsys, "serve", "--help-all")
+    options = [flag.declaration.split("/")[0] for cls in (EngineConfig, ServerConfig) for flag in list_flags(cls)]
+    shown = [option for option in options if f"  {option} " in few]
+    assert len(shown) + sum(f"  {option} " in few for option in ("--explain", "--config")) == 10
+    assert "more options: cloister serve --help-all" in few
+    assert [option for option in options if f"  {option} " not in many] == []
+    headings = [line.rstrip(":") for line in many.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Arguments", "Options", *(group.capitalize() for group in GROUPS)]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

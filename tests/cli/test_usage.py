@@ -27,6 +27,19 @@ def run(capsys, *arguments):
         ("keys add a b", "keys add takes NAME and no more; put text of several words into quotes", "cloister keys add"),
         ("keys add", "NAME is missing: What to call the key.", "cloister keys add"),
         ("relay", "--gateway is missing: Where the gateway is, such as https://gateway.example.", "cloister relay"),
+        ("serve a --model b", "MODEL and --model name different models; give one of them", "cloister serve"),
+        ("bench kernels a --model b", "MODEL and --model name different models; give one of them", "cloister bench kernels"),
+        (
+            "bench serve a --api-model b",
+            "MODEL and --api-model name different models; give one of them",
+            "cloister bench serve",
+        ),
+        ("run what is this", "run takes [MODEL] PROMPT and no more; put a prompt of several words into quotes", "cloister run"),
+        (
+            "run cloister-5m",
+            "what to say to cloister-5m is missing; give a prompt, or talk to it: cloister chat cloister-5m",
+            "cloister run",
+        ),
         ("serve --json", "--json: it needs --explain", "cloister serve"),
     ],
 )
@@ -41,6 +54,25 @@ def test_an_option_without_its_value_says_what_it_takes(capsys):
     status, _, err = run(capsys, "serve", "--port")
     assert status == 2
     assert err.startswith("error: --port needs a value: Port to listen on")
+
+
+def test_two_words_that_are_no_model_and_prompt_are_told_about_quotes(capsys):
+    status, _, err = run(capsys, "run", "hello", "world")
+    assert status == 1
+    assert "there is no model 'hello'" in err
+    assert err.rstrip().endswith("put a prompt of several words into quotes")
+
+
+def test_an_unknown_number_format_is_answered_with_all_that_there_are(capsys):
+    assert "choose one of: none, int8, int4, qoq" in run(capsys, "serve", "--explain", "--quant", "int9")[2]
+
+
+def test_a_config_file_that_is_not_text_says_so(capsys, tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_bytes(b"port = 1 # \xff\n")
+    status, _, err = run(capsys, "serve", "--explain", "--config", str(path))
+    assert status == 1
+    assert err == f"error: the config file {path} is not valid UTF-8; save it as UTF-8 text\n"
 
 
 def test_words_of_a_prompt_are_not_repeated(capsys):

@@ -60,7 +60,7 @@ def latency(settings: GivenSettings, output: Output = None, as_json: AsJson = Fa
 
 
 @app.command()
-@with_settings(TargetConfig, WorkloadConfig, ArrivalsConfig, ObjectiveConfig, config_file=False)
+@with_settings(TargetConfig, WorkloadConfig, ArrivalsConfig, ObjectiveConfig, config_file=False, model="api_model")
 def serve(settings: GivenSettings, output: Output = None, as_json: AsJson = False) -> None:
     """A server under load, as its clients see it: requests leave at their times, whatever the server does."""
     from cloister.bench.measure import Objectives, measure_server
