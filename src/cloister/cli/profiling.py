@@ -113,8 +113,7 @@ def open_engine(settings: GivenSettings) -> tuple[EngineConfig, EngineCore]:
     from cloister.app import build_engine, resolve_settings
 
     resolved = resolve_settings(settings.of(EngineConfig), settings.config_file, listens=False)
-    with err.status("Loading the model"):
-        return resolved.engine.config, build_engine(resolved.engine.config)
+    return resolved.engine.config, build_engine(resolved.engine.config)
 
 
 def _make_request(name: str, tokens: list[int], num_new: int) -> Request:

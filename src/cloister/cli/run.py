@@ -8,7 +8,7 @@ from typing import Annotated, cast
 
 import typer
 
-from cloister.cli.console import err, print_error, print_json
+from cloister.cli.console import print_error, print_json
 from cloister.cli.conversation import Conversation
 from cloister.cli.options import GivenSettings, choose_model, complete_model, with_settings
 from cloister.cli.sampling import MaxTokens, Seed, Temperature, TopK, TopP, choose_sampling
@@ -50,8 +50,7 @@ def run(
     from cloister.llm import open_llm
 
     try:
-        with err.status("Loading the model"):
-            llm = open_llm(flags, settings.config_file)
+        llm = open_llm(flags, settings.config_file)
     except ModelError as error:
         if model is None or error.param != "model":
             raise
