@@ -102,9 +102,10 @@ def test_chat_answers_until_the_input_ends(capsys, monkeypatch):
 
 def test_throughput_counts_every_token(capsys, tmp_path):
     flags = ("--num-requests", "3", "--input-tokens", "20", "--output-tokens", "5", "--json", "--output", str(tmp_path))
-    status, out, _ = run(capsys, "bench", "throughput", *ENGINE, *flags)
+    status, out, err = run(capsys, "bench", "throughput", *ENGINE, *flags)
     summary = json.loads(out)["summary"]
     assert status == 0
+    assert err.startswith("Written: ")  # and nothing of a bar, as this is no terminal
     assert (summary["num_ok"], summary["num_input_tokens"], summary["num_output_tokens"]) == (3, 60, 15)
     assert (tmp_path / "throughput.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "throughput.json").read_text())["summary"]["num_ok"] == 3

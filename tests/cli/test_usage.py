@@ -40,6 +40,7 @@ def run(capsys, *arguments):
             "what to say to cloister-5m is missing; give a prompt, or talk to it: cloister chat cloister-5m",
             "cloister run",
         ),
+        ("keys add --name a", "there is no option --name; give NAME without --name", "cloister keys add"),
         ("serve --json", "--json: it needs --explain", "cloister serve"),
     ],
 )
@@ -72,7 +73,51 @@ def test_a_config_file_that_is_not_text_says_so(capsys, tmp_path):
     path.write_bytes(b"port = 1 # \xff\n")
     status, _, err = run(capsys, "serve", "--explain", "--config", str(path))
     assert status == 1
-    assert err == f"error: the config file {path} is not valid UTF-8; save it as UTF-8 text\n"
+    assert err == f"error: {path} is not valid UTF-8; save it as UTF-8 text\n"
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "quantize cloister-draft out --text FILE",
+        "datastore build --model cloister-draft --text FILE --out out",
+        "bench serve --api-key-file FILE",
+        "bench serve --trace FILE",
+        "relay --gateway http://127.0.0.1:1 --secret-file FILE",
+        "witness serve --key FILE --log x",
+        "proxy --relay http://127.0.0.1:1 --trust FILE --api-key-file FILE",
+    ],
+)
+def test_a_file_that_is_not_text_is_called_that(capsys, tmp_path, monkeypatch, typed):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "FILE").chmod(0o600)
+    status, _, err = run(capsys, *typed.split())
+    assert status == 1
+    assert "FILE is not valid UTF-8" in err
+
+
+def test_a_place_that_cannot_be_written_to_is_found_before_the_work(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    figures = ("--output", str(tmp_path / "file"))
+    assert run(capsys, "bench", "throughput", "no-model", *figures)[::2] == (
+        1,
+        f"error: {tmp_path}/file is a file; name a folder\n",
+    )
+    status, _, err = run(capsys, "roofline", "cloister-draft", "--plot", str(tmp_path / "file" / "x.png"))
+    assert status == 1
+    assert err.startswith(f"error: {tmp_path}/file is a file")
+
+
+def test_a_system_that_refuses_is_an_error_and_no_traceback(capsys):
+    status, _, err = run(capsys, "quantize", "cloister-draft", "/dev/null/out", "--method", "rtn", "--measure", "0")
+    assert status == 1
+    assert err.startswith("error: ")
+    assert "/dev/null" in err
+
+
+def test_an_address_without_a_scheme_is_refused_with_an_example(capsys):
+    assert "such as http://127.0.0.1:8000" in run(capsys, "bench", "serve", "--url", "localhost:8000")[2]
 
 
 def test_words_of_a_prompt_are_not_repeated(capsys):

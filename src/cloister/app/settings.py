@@ -26,6 +26,7 @@ from cloister.types.config import (
 )
 from cloister.types.errors import ConfigError
 from cloister.types.setting_groups import GROUPS, flatten_groups
+from cloister.types.text_files import read_text_file
 
 OFFLINE_STALL: Final = 100.0
 """`max_stall` of an engine that no server stands before: prompts go in as fast as they can."""
@@ -187,11 +188,8 @@ def _settle_sealed(engine: Resolved[EngineConfig]) -> Resolved[EngineConfig]:
 
 
 def _read_toml(path: Path) -> dict[str, object]:
+    text = read_text_file(path)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the config file {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"the config file {path} is not valid UTF-8; save it as UTF-8 text") from None
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"the config file {path} is not TOML: {error}") from None

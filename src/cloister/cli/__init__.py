@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.filename is None:
             raise
-        print_error(f"{error.filename}: {error.strerror}")
+        print_error(f"cannot use {error.filename}: {error.strerror}; check the path and who may use it")
         sys.exit(1)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)

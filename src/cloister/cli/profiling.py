@@ -12,6 +12,7 @@ import typer
 
 from cloister.cli.console import err, out, print_json, print_table, wide_console
 from cloister.cli.options import GivenSettings, with_settings
+from cloister.cli.places import find_place
 from cloister.cli.roofline import open_chip, read_model_spec
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
@@ -85,6 +86,7 @@ def profile(
     from cloister.bench.profile import profile_engine, to_trace
     from cloister.bench.workloads import make_tokens
 
+    trace = find_place(trace) if trace is not None else None
     config, engine = open_engine(settings)
     _check_room(engine, prompt + new, -(-(prompt + new) // config.block_size))
     steps: list[ProfiledStep] = []
@@ -99,7 +101,6 @@ def profile(
         for kind, chosen in by_kind.items():
             _print_profile(kind, chosen, str(config.backend))
     if trace is not None:
-        trace.parent.mkdir(parents=True, exist_ok=True)
         trace.write_text(json.dumps(to_trace(steps, str(config.backend))) + "\n", encoding="utf-8")
         err.print(f"Written: {trace}; open it in ui.perfetto.dev or chrome://tracing", highlight=False)
 

@@ -41,8 +41,7 @@ def describe_usage(error: Any) -> str:
     """Returns a usage error of typer's as one line, without what was given to arguments, which may be a prompt."""
     match type(error).__name__:
         case "NoSuchOption":
-            known = [name for parameter in _parameters(error) for name in [*parameter.opts, *parameter.secondary_opts]]
-            return f"there is no option {error.option_name}{suggest(error.option_name, known)}"
+            return f"there is no option {error.option_name}{_suggest_option(error)}"
         case "BadOptionUsage":
             option = next((p for p in _parameters(error) if error.option_name in p.opts), None)
             takes = f": {option.help}" if option is not None and option.help else ""
@@ -75,6 +74,17 @@ def suggest(given: str, known: Iterable[str]) -> str:
     """Returns `; did you mean X?` for the nearest known word, or nothing."""
     near = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def _suggest_option(error: Any) -> str:
+    """Returns the nearest option, or says that what was meant is an argument."""
+    known: list[str] = []
+    for parameter in _parameters(error):
+        if parameter.param_type_name != "argument":
+            known += [*parameter.opts, *parameter.secondary_opts]
+        elif error.option_name.lstrip("-").upper() == _name(parameter):
+            return f"; give {_name(parameter)} without {error.option_name}"
+    return suggest(error.option_name, known)
 
 
 def _describe_extra(error: Any) -> str:
