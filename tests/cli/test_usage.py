@@ -40,6 +40,11 @@ def run(capsys, *arguments):
             "what to say to cloister-5m is missing; give a prompt, or talk to it: cloister chat cloister-5m",
             "cloister run",
         ),
+        (
+            "run",
+            "PROMPT is missing: The model, unless it is the default one, and what to say to it; `-` reads standard input.",
+            "cloister run",
+        ),
         ("keys add --name a", "there is no option --name; give NAME without --name", "cloister keys add"),
         ("serve --json", "--json: it needs --explain", "cloister serve"),
     ],

@@ -102,7 +102,7 @@ def _parameters(error: Any) -> Sequence[Any]:
 def _name(parameter: Any) -> str:
     """`--option` or `ARGUMENT`."""
     if parameter.param_type_name == "argument":
-        return show_argument(parameter).strip("[].")
+        return show_argument(parameter).split()[-1].strip("[].")
     return str(max(parameter.opts, key=len))
 
 
