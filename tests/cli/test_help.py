@@ -54,6 +54,7 @@ def test_help_is_plain_text_in_eighty_columns(capsys, monkeypatch):
     for verb in ("serve", "gateway", "keys add"):
         _, out, _ = run(capsys, *verb.split(), "--help")
         assert out.isascii()
+        assert "<" not in out
         assert max(map(len, out.splitlines())) <= 80
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -15,6 +16,13 @@ ALL: Final = "cloister.help_all"
 RARE: Final = "rare_settings"
 """Attribute of a verb's function: names of the parameters that `--help` leaves out."""
 GENERAL: Final = "Options"
+_TYPES: Final = re.compile(r" <([^>]+)>")
+_RANGES: Final = (
+    (re.compile(r"([\d.-]+)<=x<=([\d.-]+)"), r"from \1 to \2"),
+    (re.compile(r"x>=([\d.-]+)"), r"at least \1"),
+    (re.compile(r"x<=([\d.-]+)"), r"at most \1"),
+)
+"""How typer writes the range of a number -> words."""
 
 Row = tuple[str, str]
 
@@ -105,4 +113,13 @@ def _row(parameter: Any, ctx: Any) -> Row:
     if parameter.param_type_name == "argument":
         return show_argument(parameter), parameter.help or ""
     names, text = parameter.get_help_record(ctx)
-    return names.replace(" <bool>", ""), " ".join(text.split())
+    for pattern, words in _RANGES:
+        text = pattern.sub(words, text)
+    return _TYPES.sub(_show_type, names), " ".join(text.split())
+
+
+def _show_type(shown: re.Match[str]) -> str:
+    """Returns what stands for a value: `N`, `NUMBER`, `TEXT`, `PATH` or its choices; nothing for a switch."""
+    kind = shown[1].removeprefix("list[").removesuffix("]").removesuffix(" range")
+    named = {"bool": "", "int": " N", "float": " NUMBER", "str": " TEXT"}.get(kind)
+    return named if named is not None else " PATH" if kind.lower() in ("path", "file", "directory") else f" {kind}"
