@@ -1,5 +1,10 @@
 """Mistakes on the command line, and what they are answered with."""
 
+import io
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from cloister.cli import main
@@ -119,6 +124,24 @@ def test_a_system_that_refuses_is_an_error_and_no_traceback(capsys):
     assert status == 1
     assert err.startswith("error: ")
     assert "/dev/null" in err
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_prompt_on_standard_input_that_is_not_text_is_called_that(capsys, monkeypatch, errors):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8", errors=errors))
+    status, _, err = run(capsys, "run", "-")
+    assert status == 1
+    assert err == "error: standard input is not valid UTF-8; give the prompt as UTF-8 text\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error_and_no_traceback():
+    code = "from cloister.cli import main; main()"
+    with open("/dev/full", "wb") as full:
+        typed = [sys.executable, "-c", code, "run", "hi", "--raw", "--model", "cloister-draft", "--max-tokens", "1"]
+        done = subprocess.run(typed, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert "error: there is no space left" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_address_without_a_scheme_is_refused_with_an_example(capsys):

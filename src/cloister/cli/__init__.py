@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -135,9 +136,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_usage_error(error)
         sys.exit(WRONG_USAGE)
     except OSError as error:
-        if error.filename is None:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            print_error("there is no space left where this writes to; free some, or name another place")
+        elif error.filename is not None:
+            print_error(f"cannot use {error.filename}: {error.strerror}; check the path and who may use it")
+        else:
             raise
-        print_error(f"cannot use {error.filename}: {error.strerror}; check the path and who may use it")
         sys.exit(1)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)

@@ -86,8 +86,10 @@ def read_prompt() -> str:
         InvalidRequestError: it is not UTF-8.
     """
     try:
-        return sys.stdin.read()
-    except UnicodeDecodeError:
+        text = sys.stdin.read()
+        text.encode()  # in some locales Python reads bytes that are no text as halves of surrogate pairs
+        return text
+    except UnicodeError:
         raise InvalidRequestError("standard input is not valid UTF-8; give the prompt as UTF-8 text") from None
 
 
