@@ -124,7 +124,6 @@ def test_the_command_measures_a_real_program(capsys):
     ("arguments", "advice"),
     [
         (("--prompt", "9000", "--kv-memory-mb", "64"), "shorter prompts"),
-        (("cloister-5m", "--model", "cloister-draft"), "name different models"),
         (("--batch", "40", "--kv-memory-mb", "16"), "raise --kv-memory-mb"),
     ],
 )

@@ -3,8 +3,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from cloister.bench.settings import ArrivalsConfig, WorkloadConfig
 from cloister.bench.traces import Trace, TraceRow
-from cloister.bench.workloads import Recipe, build_workload, heavy_tailed_lengths, parse_scale
+from cloister.bench.workloads import Recipe, build_workload, heavy_tailed_lengths, load_workload, parse_scale
 from cloister.types.errors import ConfigError
 
 
@@ -68,6 +69,13 @@ def test_made_up_tokens_stay_inside_the_vocabulary():
     prompt = build_workload(PLAIN, Recipe(vocab_size=40)).items[0].prompt
     assert min(prompt) >= 32
     assert max(prompt) < 40
+
+
+@pytest.mark.parametrize(("given", "times"), [({}, [0.0] * 5), ({"rate": 1000.0}, None)])
+def test_requests_without_times_and_without_a_rate_leave_at_once(given, times):
+    workload = load_workload(WorkloadConfig(num_requests=5), ArrivalsConfig(**given))
+    due = [item.arrival_s for item in workload.items]
+    assert due == times if times else len(set(due)) == 5
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,13 @@ def test_run_prints_the_answer_and_nothing_else(capsys):
     assert "error" not in err
 
 
+def test_run_takes_the_model_before_the_prompt(capsys):
+    flags = ("--max-model-len", "512", "--num-threads", "1", "--max-tokens", "2", "--json")
+    status, out, _ = run(capsys, "run", "cloister-draft", "hello", *flags)
+    assert status == 0
+    assert json.loads(out)["usage"]["completion_tokens"] <= 2
+
+
 def test_run_reads_standard_input_and_reports_figures(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("def main"))
     status, out, _ = run(capsys, "run", "-", *ENGINE, "--raw", "--json", "--max-tokens", "5", "--temperature", "0")
@@ -95,9 +102,10 @@ def test_chat_answers_until_the_input_ends(capsys, monkeypatch):
 
 def test_throughput_counts_every_token(capsys, tmp_path):
     flags = ("--num-requests", "3", "--input-tokens", "20", "--output-tokens", "5", "--json", "--output", str(tmp_path))
-    status, out, _ = run(capsys, "bench", "throughput", *ENGINE, *flags)
+    status, out, err = run(capsys, "bench", "throughput", *ENGINE, *flags)
     summary = json.loads(out)["summary"]
     assert status == 0
+    assert err.startswith("Written: ")  # and nothing of a bar, as this is no terminal
     assert (summary["num_ok"], summary["num_input_tokens"], summary["num_output_tokens"]) == (3, 60, 15)
     assert (tmp_path / "throughput.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "throughput.json").read_text())["summary"]["num_ok"] == 3

@@ -108,6 +108,12 @@ def test_a_file_that_makes_no_sense_says_so(tmp_path, text, said):
         resolve_settings(config_file=path)
 
 
+def test_the_table_of_one_model_may_have_groups(tmp_path):
+    path = tmp_path / "models.toml"
+    path.write_text('[models.a.model]\nmodel = "cloister-5m"\n[models.a.memory]\nblock_size = 8\n')
+    assert resolve_settings(config_file=path).models["a"].config.block_size == 8
+
+
 def test_only_a_server_takes_several_models(tmp_path):
     path = tmp_path / "models.toml"
     path.write_text(FILE)

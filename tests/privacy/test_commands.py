@@ -12,7 +12,10 @@ from typer.testing import CliRunner, Result
 from cloister.cli import keys, policy
 from cloister.privacy import Limits, read_credentials
 from cloister.privacy.document import to_markdown
+from cloister.privacy.features import FEATURES
 from cloister.privacy.matrix import ROWS
+from cloister.privacy.plain_words import FEATURE_WORDS, explain_features
+from cloister.privacy.verdict import Profile
 from cloister.types.errors import ConfigError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "threats.md"
@@ -30,17 +33,35 @@ def test_the_document_is_what_the_code_prints() -> None:
 
 
 def test_every_row_is_shown() -> None:
-    result = run("policy", "show")
+    result = run("policy", "show", "--matrix")
     assert result.exit_code == 0
     assert all(row.name in result.output for row in ROWS)
 
 
 @pytest.mark.parametrize("profile", ["open", "team", "private", "paranoid"])
 def test_one_profile_is_shown_with_the_rules_that_hold(profile: str) -> None:
-    result = run("policy", "show", "--profile", profile)
+    result = run("policy", "show", "--matrix", "--profile", profile)
     assert result.exit_code == 0
     assert all(f"(T6.{row.slug}.{profile})" in result.output for row in ROWS)
     assert f"(T6.priority.client-field.{profile})" in result.output
+
+
+@pytest.mark.parametrize("profile", list(Profile))
+def test_an_operator_reads_what_a_profile_does_about_each_feature(profile: Profile, capsys: pytest.CaptureFixture[str]) -> None:
+    policy.show(profile)
+    text = " ".join(capsys.readouterr().out.split())
+    for feature in explain_features():
+        assert f"{feature.title}" in text
+        assert f"endangers {feature.endangers} {profile} {feature.rulings[profile].text}" in text
+
+
+def test_every_feature_has_words_of_its_own() -> None:
+    assert set(FEATURE_WORDS) == set(FEATURES), "say what the feature does and endangers in privacy/plain_words.py"
+
+
+def test_without_a_profile_that_of_one_person_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    policy.show()
+    assert capsys.readouterr().out.startswith("Profile open")
 
 
 def test_json_has_every_row_and_only_the_profile_asked_for() -> None:

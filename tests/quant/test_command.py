@@ -63,7 +63,7 @@ def test_nothing_is_measured_when_nobody_asks(model: Path, tmp_path: Path, capsy
         (["--method", "magic"], "unknown calibration method 'magic'; choose one of: "),
         (["--group-size", "48"], "32, 64, 128"),
         (["--activations", "int3"], "int8 or bfloat16"),
-        (["--text", "nothing.txt"], "not a readable file"),
+        (["--text", "nothing.txt"], "cannot read nothing.txt: No such file"),
     ],
 )
 def test_a_choice_that_does_not_exist_is_named(

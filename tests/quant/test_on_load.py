@@ -14,6 +14,7 @@ import pytest
 from cloister.app import calibrating
 from cloister.app.backend import number_format, write_in_few_bits
 from cloister.app.calibrating import calibrate_on_load, choose_method, cut_windows
+from cloister.app.loading import Loading
 from cloister.backends.base import Weights
 from cloister.backends.tensors import dequantized
 from cloister.models import LoadedModel, load, locate
@@ -24,6 +25,7 @@ from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
 
 MODEL = load(locate("cloister-5m"))
+QUIET = Loading("model", shown=False)
 INT4 = number_format("int4")
 
 
@@ -135,8 +137,8 @@ def test_weights_that_have_few_bits_already_are_left_alone(cached: tuple[Path, L
 
 def test_the_settings_choose(tmp_path: Path) -> None:
     config = EngineConfig(quant="int4", weights_cache=str(tmp_path))
-    rounded = write_in_few_bits(replace(config, quant_method="rtn"), MODEL)
-    calibrated = write_in_few_bits(config, MODEL)
+    rounded = write_in_few_bits(replace(config, quant_method="rtn"), MODEL, QUIET)
+    calibrated = write_in_few_bits(config, MODEL, QUIET)
     assert rounded.info.fingerprint == MODEL.info.fingerprint != calibrated.info.fingerprint
     assert not same_weights(rounded.weights, calibrated.weights)
-    assert write_in_few_bits(EngineConfig(), MODEL) is MODEL
+    assert write_in_few_bits(EngineConfig(), MODEL, QUIET) is MODEL

@@ -128,7 +128,7 @@ def test_what_cannot_be_trained_on_is_one_line_that_says_what_to_do(
     for arguments, words in (
         (("--model", model, "--text", short), "2000"),
         (("--model", model, "--text", empty), "2000"),
-        (("--model", model, "--text", tmp_path / "missing"), "not a readable file"),
+        (("--model", model, "--text", tmp_path / "missing"), "missing: No such file"),
         (("--model", tmp_path / "missing", "--text", text), "no model"),
         (("--model", model, "--text", text, "--questions", empty), "no line"),
         (("--model", model, "--text", text, "--work", blocked), "cannot be written"),

@@ -65,7 +65,7 @@ def test_too_little_text_is_refused() -> None:
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"\xe9\xff")
     (tmp_path / "folder").mkdir()
-    for name, words in (("missing", "not a readable"), ("latin", "UTF-8"), ("folder", "no .txt")):
+    for name, words in (("missing", "No such file"), ("latin", "UTF-8"), ("folder", "no .txt")):
         with pytest.raises(ConfigError, match=words):
             read_files([tmp_path / name])
     (tmp_path / "folder" / "b.md").write_text("b")

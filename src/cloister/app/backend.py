@@ -17,6 +17,7 @@ from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cloister.app.loading import Loading
     from cloister.text import Tokenizer
 
 _logger = logging.getLogger(__name__)
@@ -60,10 +61,13 @@ def number_format(name: str) -> NumberFormat:
     return FORMATS.get(name)(FormatOptions())
 
 
-def write_in_few_bits(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None = None) -> LoadedModel:
+def write_in_few_bits(
+    config: EngineConfig, model: LoadedModel, loading: Loading, tokenizer: Tokenizer | None = None
+) -> LoadedModel:
     """Returns the model with its weights in the number format that the settings name: calibrated, or rounded as they are read.
 
     Args:
+        loading: told of a calibration.
         tokenizer: the model's own, where one is open already.
     """
     if config.quant == NO_QUANT:
@@ -74,7 +78,7 @@ def write_in_few_bits(config: EngineConfig, model: LoadedModel, tokenizer: Token
     if choose_method(config.quant_method, model, form) == "rtn":
         return replace(model, weights=quantize_on_read(model.spec, model.weights, form))
     cache, most_bytes = weights_cache(config), cache_bytes(config)
-    return calibrate_on_load(model, form, tokenizer, cache, most_bytes)
+    return calibrate_on_load(model, form, tokenizer, cache, most_bytes, loading)
 
 
 def cache_bytes(config: EngineConfig) -> int:

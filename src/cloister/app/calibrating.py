@@ -9,7 +9,6 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
 from math import prod
@@ -18,9 +17,8 @@ from typing import Final
 
 import msgspec
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cloister.app.loading import Loading
 from cloister.backends.base import Weights
 from cloister.backends.tensors import Tensor
 from cloister.models import LoadedModel, load
@@ -106,6 +104,7 @@ def calibrate_on_load(
     tokenizer: Tokenizer | None = None,
     cache: Path | None = None,
     most_bytes: int = 64 << 30,
+    loading: Loading | None = None,
 ) -> LoadedModel:
     """Returns the model with weights in the format, their codes chosen by GPTQ on text that is shipped.
 
@@ -114,6 +113,7 @@ def calibrate_on_load(
     Args:
         cache: directory where what was found is kept; None keeps it in memory only, as does a disk without room.
         most_bytes: what all that is kept there may take; what was used longest ago makes room.
+        loading: counts the tensors that are done.
     """
     num_tokens = min(max(_TOKENS_BY_WEIGHTS // _count_weights(model), _FEWEST_TOKENS), _MOST_TOKENS)
     windows = cut_windows(model, read_passages(CALIBRATION), num_tokens, tokenizer)
@@ -123,19 +123,13 @@ def calibrate_on_load(
     place = None if cache is None else cache / _FOLDER / identity
     if place is not None and (found := _read(place, model)) is not None:
         return found
-    tensors = dict(_with_progress(calibrate(model.spec, model.weights, windows, number_format, CALIBRATORS.get("gptq")), model))
+    found_codes = calibrate(model.spec, model.weights, windows, number_format, CALIBRATORS.get("gptq"))
+    if loading is not None:
+        found_codes = loading.track(found_codes, "choosing codes by text, once", len(model.weights.names()))
+    tensors = dict(found_codes)
     if place is not None and _write(place, model, tensors, most_bytes) and (found := _read(place, model)) is not None:
         return found
     return _replace(model, HeldWeights(tensors), _digest(tensors))
-
-
-def _with_progress(tensors: Iterator[tuple[str, Tensor]], model: LoadedModel) -> Iterator[tuple[str, Tensor]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"Calibrating {model.info.name}, once", total=len(model.weights.names()))
-        for item in tensors:
-            progress.advance(task)
-            yield item
 
 
 def _read(place: Path, model: LoadedModel) -> LoadedModel | None:

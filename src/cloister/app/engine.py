@@ -13,6 +13,7 @@ import msgspec
 from cloister.app.backend import kept_tokenizers, make_backend, weights_cache, write_in_few_bits
 from cloister.app.closing import close_engine
 from cloister.app.drafters import open_drafters
+from cloister.app.loading import Loading
 from cloister.backends.base import AdapterProgram, Backend, KVLayout, Program
 from cloister.backends.spec import DecoderSpec
 from cloister.engine.machine import read_machine, return_free_memory
@@ -44,6 +45,11 @@ def build_engine(config: EngineConfig) -> EngineCore:
         ModelError: the model cannot be used.
         MemoryBudgetError: it cannot fit; the message has the figure that would.
     """
+    with Loading(config.model) as loading:
+        return _build(config, loading)
+
+
+def _build(config: EngineConfig, loading: Loading) -> EngineCore:
     from cloister.engine import EngineCore, Output
     from cloister.engine.tidying import Tidier
     from cloister.runner import Grammars, ModelRunner
@@ -53,18 +59,20 @@ def build_engine(config: EngineConfig) -> EngineCore:
 
     watch = Stopwatch()
     machine = read_machine()
-    path = locate(config.model, progress=True)
+    path = locate(config.model, progress=True)  # where it downloads, with a bar of its own
     watch.lap("locate")
+    loading.begin("reading the model")
     is_local = config.model in embedded_names() or Path(config.model).expanduser().exists()
     cache = weights_cache(config)
     digests = None if cache is None else cache / "digests.json"
     model = load(path, None if is_local else config.model, digests, config.max_model_len, strict=config.strict_config)
     max_model_len = _max_model_len(config, model)
     pooling = read_pooling(model.path, config.pooling)
+    loading.begin("reading the tokenizer")
     tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile), kept=kept_tokenizers(config))
     watch.lap("read")
     return_free_memory()  # before the weights are there, so that it does not count on top of them
-    model = write_in_few_bits(config, model, tokenizer)
+    model = write_in_few_bits(config, model, loading, tokenizer)
     backend = make_backend(config, machine, model.spec)
     need = backend.need(model.spec, model.weights, block_size=config.block_size, max_batched_tokens=max_batched_tokens(config))
     drafters = open_drafters(config, model, backend, max_model_len=max_model_len, max_batched_tokens=max_batched_tokens(config))
@@ -82,7 +90,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
     )
     identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
     layout = KVLayout(budget.num_blocks, config.block_size)
+    loading.begin("packing the weights, or reading them packed")
     program = backend.build(model.spec, model.weights, layout, identity=identity)
+    loading.begin("starting the engine")
     drafters.allocate(program, layout)
     slots, adapters = _open_adapters(config, model.spec, program, room)
     watch.lap("build")
@@ -129,10 +139,14 @@ def build_program(config: EngineConfig, num_blocks: int) -> Program:
         ModelError: the model cannot be used.
     """
     machine = read_machine()
-    model = write_in_few_bits(config, load(locate(config.model), None, None, config.max_model_len, strict=config.strict_config))
-    backend = make_backend(config, machine, model.spec)
-    identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
-    return backend.build(model.spec, model.weights, KVLayout(num_blocks, config.block_size), identity=identity)
+    path = locate(config.model, progress=True)
+    with Loading(config.model) as loading:
+        loading.begin("reading the model")
+        model = write_in_few_bits(config, load(path, None, None, config.max_model_len, strict=config.strict_config), loading)
+        backend = make_backend(config, machine, model.spec)
+        identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
+        loading.begin("packing the weights, or reading them packed")
+        return backend.build(model.spec, model.weights, KVLayout(num_blocks, config.block_size), identity=identity)
 
 
 def build_sealed_engine(config: EngineConfig) -> EngineCore:
@@ -141,7 +155,8 @@ def build_sealed_engine(config: EngineConfig) -> EngineCore:
     Raises:
         HardeningError: it cannot be closed.
     """
-    core = build_engine(config)
+    with Loading(config.model, shown=False) as loading:  # what is closed later has no thread that only draws
+        core = _build(config, loading)
     close_engine()
     return core
 

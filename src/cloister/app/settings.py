@@ -25,6 +25,8 @@ from cloister.types.config import (
     setting_names,
 )
 from cloister.types.errors import ConfigError
+from cloister.types.setting_groups import GROUPS, flatten_groups
+from cloister.types.text_files import read_text_file
 
 OFFLINE_STALL: Final = 100.0
 """`max_stall` of an engine that no server stands before: prompts go in as fast as they can."""
@@ -66,7 +68,8 @@ def resolve_settings(
     if config_file is not None:
         from_file = _read_toml(config_file)
         tables = _take_models(from_file, config_file.name)
-        reject_unknown(from_file, known, config_file.name)
+        from_file = flatten_groups(from_file, config_file.name)
+        reject_unknown(from_file, [*known, *GROUPS], config_file.name)
         layers.append((f"file {config_file.name}", from_file))
     if flags:
         reject_unknown(flags, known_flags, "the settings given")
@@ -93,17 +96,19 @@ def _take_models(from_file: dict[str, object], source: str) -> Mapping[str, Mapp
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise ConfigError(f'models in {source} must be tables: [models.NAME] with model = "..."', param="models")
     known = [name for name in setting_names(EngineConfig) if name != "profile"]
-    for name, table in tables.items():
+    flat = {name: flatten_groups(table, f"[models.{name}] of {source}") for name, table in tables.items()}
+    for name, table in flat.items():
         reject_unknown(table, known, f"[models.{name}] of {source}")
         if "model" not in table:
             raise ConfigError(f'[models.{name}] of {source} has no model; say model = "..."', param="model")
-    return tables
+    return flat
 
 
 def _settle(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -> Settings:
     """Resolves the settings of one engine and its front from layers of settings."""
     server = resolve(ServerConfig, layers)
     engine = _settle_machine(resolve(EngineConfig, layers), read_machine())
+    _check_quant(engine.config.quant)
     if listens and server.config.sealed:
         engine = _settle_sealed(engine)
     policy, engine = settle(
@@ -120,6 +125,12 @@ def _settle(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -
         ),
     )
     return Settings(engine, settle_front(policy, server), policy)
+
+
+def _check_quant(name: str) -> None:
+    formats = (NO_QUANT, *FORMATS.names())
+    if name not in formats:
+        raise ConfigError(f"unknown number format {name!r}; choose one of: {', '.join(formats)}", param="quant")
 
 
 def _drafter_entries(config: EngineConfig) -> list[Entry]:
@@ -177,9 +188,8 @@ def _settle_sealed(engine: Resolved[EngineConfig]) -> Resolved[EngineConfig]:
 
 
 def _read_toml(path: Path) -> dict[str, object]:
+    text = read_text_file(path)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the config file {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"the config file {path} is not TOML: {error}") from None

@@ -33,7 +33,8 @@ class ArrivalsConfig:
 
     arrivals: str | None = setting(
         None,
-        "The trace's times, a Poisson process of `rate`, or all at once. Unset, recorded if the trace has times, else poisson.",
+        "The trace's times, a Poisson process of `rate`, or all at once. Unset, recorded if the trace has times, else poisson"
+        " with a `rate` and burst without.",
         choices=("recorded", "poisson", "burst"),
     )
     rate: float | None = setting(None, "Requests per second; recorded times are stretched to it.", low=0)

@@ -86,7 +86,9 @@ def read_trace(path: Path, num_requests: int | None = None) -> Trace:
     try:
         records = _read_jsonl(path) if ".jsonl" in path.name else _read_csv(path)
         rows = [_parse_row(record, line, path.name) for line, record in islice(records, num_requests)]
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not valid UTF-8; give text, or gzip if its name ends in .gz") from None
+    except (OSError, EOFError, csv.Error) as error:
         what = type(error).__name__
         raise ConfigError(f"cannot read {path} ({what}); give text, or gzip if its name ends in .gz") from None
     if not rows:

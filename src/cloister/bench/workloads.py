@@ -100,7 +100,7 @@ def load_workload(
     else:
         trace = read_trace(Path(work.trace).expanduser())
     recipe = Recipe(
-        arrivals=cast(Arrivals, arrivals.arrivals) or ("recorded" if trace.has_arrivals else "poisson"),
+        arrivals=cast(Arrivals, arrivals.arrivals) or _choose_arrivals(trace, arrivals.rate),
         rate=arrivals.rate,
         num_requests=work.num_requests,
         scale=parse_scale(work.scale_lengths),
@@ -142,6 +142,12 @@ def build_workload(trace: Trace, recipe: Recipe) -> Workload:
     pairs = enumerate(zip(rows, times, strict=True))
     items = tuple(_make_item(number, row, time_s, recipe) for number, (row, time_s) in pairs)
     return Workload(trace.name, items, num_skipped=len(trace.rows) - len(fitting))
+
+
+def _choose_arrivals(trace: Trace, rate: float | None) -> Arrivals:
+    if trace.has_arrivals:
+        return "recorded"
+    return "burst" if rate is None else "poisson"
 
 
 def make_arrivals(trace: Trace, rows: Sequence[TraceRow], recipe: Recipe) -> list[float]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from cloister import __version__
 from cloister.cli.console import print_error
+from cloister.cli.contents import CONTENTS, SUMMARIES
+from cloister.cli.help import Row, Verb, VerbGroup, summarize
+from cloister.cli.usage import UsageError, print_usage_error
 from cloister.types.errors import CloisterError
 
+PROGRAM: Final = "cloister"
+WRONG_USAGE: Final = 2
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it (128 + SIGINT)."""
 
@@ -45,29 +50,47 @@ VERBS: Final[Mapping[str, str]] = {
 """Verb, which is also its module here -> the function in it, or the group of verbs."""
 
 
-class _Verbs(TyperGroup):
+class _Verbs(VerbGroup):
     """Finds verbs in the order of the table, and imports the one that is asked for."""
+
+    _is_listing = False
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
-            for name in VERBS:  # the message about a typing error suggests what is there
-                self.get_command(ctx, name)
             return None
-        if cmd_name not in self.commands:
-            self.commands[cmd_name] = _load(cmd_name)
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
+        if self._is_listing and cmd_name in SUMMARIES:
+            return Verb(cmd_name, help=SUMMARIES[cmd_name])
+        self.commands[cmd_name] = _load(cmd_name)
         return self.commands[cmd_name]
+
+    def list_sections(self, ctx: Any) -> Iterator[tuple[str, list[Row]]]:
+        for heading, verbs in CONTENTS.items():
+            yield heading, list(verbs.items())
+        yield "More", [(name, summarize(self.get_command(ctx, name).help)) for name in VERBS if name not in SUMMARIES]
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        self._is_listing = True
+        try:
+            return super().shell_complete(ctx, incomplete)
+        finally:
+            self._is_listing = False
 
 
 def _load(name: str) -> Any:
     found = getattr(importlib.import_module(f"cloister.cli.{name}"), VERBS[name])
     if isinstance(found, typer.Typer):
+        found.info.cls = VerbGroup
+        for registered in found.registered_commands:
+            registered.cls = Verb
         command: Any = get_group(found)
     else:
         alone = typer.Typer(add_completion=False)
-        alone.command(name)(found)
+        alone.command(name, cls=Verb)(found)
         command = get_command(alone)
     command.name = name
     return command
@@ -77,6 +100,7 @@ app = typer.Typer(
     name="cloister",
     cls=_Verbs,
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -104,9 +128,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: without the program's name; None takes those of the process.
     """
     try:
-        app(arguments)
+        status = get_command(app).main(arguments, prog_name=PROGRAM, standalone_mode=False)
     except CloisterError as error:
         print_error(error.message)
         sys.exit(1)
-    except KeyboardInterrupt:
+    except UsageError as error:
+        print_usage_error(error)
+        sys.exit(WRONG_USAGE)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            print_error("there is no space left where this writes to; free some, or name another place")
+        elif error.filename is not None:
+            print_error(f"cannot use {error.filename}: {error.strerror}; check the path and who may use it")
+        else:
+            raise
+        sys.exit(1)
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
+    sys.exit(status if isinstance(status, int) else 0)

@@ -14,9 +14,11 @@ from cloister.bench.settings import BURST, ArrivalsConfig, ObjectiveConfig, Targ
 from cloister.cli import profiling
 from cloister.cli.console import err, make_progress, out, print_json, print_table
 from cloister.cli.options import GivenSettings, with_settings
+from cloister.cli.places import make_folder
 from cloister.cli.profiling import AsJson, open_engine
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
+from cloister.types.text_files import read_text_file
 
 if TYPE_CHECKING:
     from cloister.bench.load import Target
@@ -37,6 +39,7 @@ def throughput(settings: GivenSettings, output: Output = None, as_json: AsJson =
     """All requests at once on an engine in this process: tokens per second."""
     from cloister.bench.measure import measure_engine
 
+    output = make_folder(output) if output is not None else None
     engine, workload = _prepare(settings)
     with make_progress() as progress:
         task = progress.add_task("requests", total=len(workload.items))
@@ -51,6 +54,7 @@ def latency(settings: GivenSettings, output: Output = None, as_json: AsJson = Fa
     """One request after the other on an engine in this process: time to first token, and between tokens."""
     from cloister.bench.measure import measure_one_by_one
 
+    output = make_folder(output) if output is not None else None
     engine, workload = _prepare(settings)
     with make_progress() as progress:
         task = progress.add_task("requests", total=len(workload.items))
@@ -60,12 +64,13 @@ def latency(settings: GivenSettings, output: Output = None, as_json: AsJson = Fa
 
 
 @app.command()
-@with_settings(TargetConfig, WorkloadConfig, ArrivalsConfig, ObjectiveConfig, config_file=False)
+@with_settings(TargetConfig, WorkloadConfig, ArrivalsConfig, ObjectiveConfig, config_file=False, model="api_model")
 def serve(settings: GivenSettings, output: Output = None, as_json: AsJson = False) -> None:
     """A server under load, as its clients see it: requests leave at their times, whatever the server does."""
     from cloister.bench.measure import Objectives, measure_server
     from cloister.bench.workloads import load_workload
 
+    output = make_folder(output) if output is not None else None
     work, limits = settings.resolve(WorkloadConfig), settings.resolve(ObjectiveConfig)
     workload = load_workload(work, settings.resolve(ArrivalsConfig))
     with make_progress() as progress:
@@ -111,16 +116,12 @@ def _find_target(config: TargetConfig) -> Target:
     from cloister.bench.load import Target, find_model
 
     url = config.url.rstrip("/").removesuffix("/v1")
-    api_key = _read_key(Path(config.api_key_file).expanduser()) if config.api_key_file is not None else None
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError("url must be an address such as http://127.0.0.1:8000", param="url")
+    key_file = config.api_key_file
+    api_key = read_text_file(Path(key_file), param="api_key_file").strip() if key_file is not None else None
     model = config.api_model or asyncio.run(find_model(url, api_key))
     return Target(url, model, api_key, config.timeout_s)
-
-
-def _read_key(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError(f"the API key file {path} cannot be read", param="api_key_file") from None
 
 
 def _list_settings(settings: GivenSettings, *classes: type[Any]) -> dict[str, object]:
@@ -160,7 +161,6 @@ def _write_figures(verb: str, measurement: Measurement, settings: dict[str, obje
     from cloister.bench.page import render_page
     from cloister.bench.plots import plot_run
 
-    folder.mkdir(parents=True, exist_ok=True)
     title = f"cloister bench {verb}: {measurement.summary.name}"
     (folder / f"{verb}.json").write_text(json.dumps(measurement.to_json(), indent=1) + "\n")
     (folder / f"{verb}.html").write_text(render_page(title, measurement, settings), encoding="utf-8")

@@ -30,9 +30,7 @@ def chat(
     """Talk to a model, several turns. Ctrl-C stops an answer, Ctrl-D leaves."""
     from cloister.llm import open_llm
 
-    with err.status("Loading the model"):
-        llm = open_llm(settings.flags, settings.config_file)
-    with llm:
+    with open_llm(settings.flags, settings.config_file) as llm:
         given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
         talk(Conversation(llm, choose_sampling(llm.default_sampling, given), system), llm.model.name)
 

@@ -40,7 +40,7 @@ def wide_console(columns: int) -> Console:
 
 
 def make_progress() -> Progress:
-    """Returns a progress bar on standard error that is gone when it is done."""
+    """Returns a progress bar on standard error that is gone when it is done; where that is no terminal, nothing is shown."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -49,4 +49,5 @@ def make_progress() -> Progress:
         TimeRemainingColumn(),
         console=err,
         transient=True,
+        disable=not err.is_terminal,
     )

@@ -11,6 +11,7 @@ import typer
 
 from cloister.cli.console import make_progress, out, print_json
 from cloister.types.errors import ConfigError
+from cloister.types.text_files import read_text_file
 
 app = typer.Typer(help="Public text that drafts are looked up in.", no_args_is_help=True)
 
@@ -54,7 +55,9 @@ def build(
 
         def encode(file: Path) -> list[int]:
             progress.advance(task)
-            return encode_document(_read(file), lambda piece: tokenizer.encode(piece, parse_special=False))
+            return encode_document(
+                read_text_file(file, param="text"), lambda piece: tokenizer.encode(piece, parse_special=False)
+            )
 
         documents = (encode(file) for file in files)
         try:
@@ -107,10 +110,3 @@ def _cut(text: str) -> Iterator[str]:
         end = end if end > start else start + PIECE_CHARS
         yield text[start:end]
         start = end
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeError):
-        raise ConfigError(f"{file} is not a readable file of UTF-8 text", param="text") from None

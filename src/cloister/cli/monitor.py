@@ -44,7 +44,7 @@ def monitor(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print faults only, so that cron writes when there is one.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Replay the log: membership, capacities, keys, cadence and releases; and compare with what others were shown.
+    """Replay the log: membership, capacities, keys, cadence and releases; compare with what others were shown.
 
     A run reads what is new since the last one. Exit status 0: nothing is wrong; 1: a fault, which no honest operator gives
     reason for; 2: it could not be checked. Each fault is told once, but one of consistency until the state is removed.

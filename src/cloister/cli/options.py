@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Final, TypeVar, get_args, get_type_hints
 
 import typer
 
-from cloister.types.config import resolve, setting_names
+from cloister.cli.help import RARE, print_all
+from cloister.types.config import EngineConfig, ServerConfig, resolve, setting_names
+from cloister.types.setting_groups import COMMON, group_of, list_groups
 
 C = TypeVar("C")
 
-CONFIG_HELP = "TOML file of settings, named as the flags are with `_` for `-`; a flag wins over the file."
+CONFIG_HELP: Final = "TOML file of settings, named as the flags are with `_` for `-`; a flag wins over the file."
+GROUPED: Final = (EngineConfig, ServerConfig)
+"""Classes whose settings are shown by group, and left out of `--help` where they are not common."""
+MODEL: Final = "model_argument"
+HELP_ALL: Final = "help_all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,25 @@ class Flag:
         return f"--{kebab}/--no-{kebab}" if self.kind is bool else f"--{kebab}"
 
     @property
+    def metavar(self) -> str | None:
+        """What stands for the value in help: `N`, `FILE` ...; None for a switch."""
+        if self.kind is bool:
+            return None
+        first = self.help.split(maxsplit=1)[0]
+        return {"File": "FILE", "Directory": "DIR"}.get(first, {int: "N", float: "NUMBER"}.get(self.kind, "TEXT"))
+
+    @property
+    def shown_default(self) -> str:
+        """The default as people write it."""
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    def complete(self, incomplete: str) -> list[str]:
+        """Returns the choices that begin with what was typed."""
+        return [choice for choice in self.choices if choice.startswith(incomplete)]
+
+    @property
     def values(self) -> str:
         """What the setting takes, for people: choices, a range, or a type."""
         if self.choices:
@@ -82,48 +108,100 @@ def list_flags(cls: type[Any]) -> Iterator[Flag]:
         yield Flag(field.name, kinds[0], field.default, about["help"], choices, low, high)
 
 
-def with_settings(*classes: type[Any], config_file: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(
+    *classes: type[Any], config_file: bool = True, rare: Iterable[str] = (), model: str | None = "model"
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Returns a decorator that adds the flags of `classes`, and `--config` unless told not to, to a verb.
 
     The verb takes them as one argument, `settings: GivenSettings`. A flag that was not given is left out, so that the
     config file and the defaults decide.
+
+    Args:
+        rare: parameters of the verb's own that `--help` leaves out, as it does settings that are not common.
+        model: the setting that the argument MODEL gives, if the classes have it; None takes no such argument.
     """
+    places = {name: place for place, name in enumerate(chain.from_iterable(list_groups().values()))}
     flags = [(cls, flag) for cls in classes for flag in list_flags(cls)]
+    flags.sort(key=lambda entry: places[entry[1].name] if entry[0] in GROUPED else -1)
+    about = next((flag.help for _, flag in flags if flag.name == model), None)
+    hidden = frozenset(rare) | {flag.name for cls, flag in flags if cls in GROUPED and flag.name not in COMMON}
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(verb)
         def run(**given: Any) -> None:
             path = given.pop("config", None)
+            given.pop(HELP_ALL, None)
             values = {flag.name: given.pop(flag.name) for _, flag in flags}
+            if model is not None and about is not None:
+                values[model] = choose_model(given.pop(MODEL, None), values[model], model)
             chosen = {name: value for name, value in values.items() if value is not None}
             verb(settings=GivenSettings(chosen, path), **given)
 
         own = inspect.signature(verb, eval_str=True).parameters.values()
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != "settings"]
+        parameters = [_model_parameter(about)] if about is not None else []
+        parameters += [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != "settings"]
         parameters += [_config_parameter()] if config_file else []
-        parameters += [_parameter(flag, panel_of(cls)) for cls, flag in flags]
+        parameters += [_help_all_parameter()] if hidden else []
+        parameters += [_parameter(flag, panel_of(cls, flag.name)) for cls, flag in flags]
         run.__dict__["__signature__"] = inspect.Signature(parameters)
         run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__dict__[RARE] = hidden
         return run
 
     return decorate
 
 
-def panel_of(cls: type[Any]) -> str:
-    """Returns the heading under which the flags of a class are shown."""
-    return cls.__name__.removesuffix("Config")
+def choose_model(argument: str | None, flag: str | None, setting: str = "model") -> str | None:
+    """Returns the model that the argument MODEL or the flag names.
+
+    Raises:
+        typer.BadParameter: they name different ones.
+    """
+    if argument is not None and flag is not None and argument != flag:
+        name = setting.replace("_", "-")
+        raise typer.BadParameter(f"MODEL and --{name} name different models; give one of them")
+    return flag if argument is None else argument
+
+
+def panel_of(cls: type[Any], name: str) -> str:
+    """Returns the heading under which the flag of a setting is shown."""
+    return group_of(name).capitalize() if cls in GROUPED else cls.__name__.removesuffix("Config")
+
+
+def _model_parameter(about: str) -> inspect.Parameter:
+    argument = typer.Argument(help=about, metavar="[MODEL]", show_default=False, autocompletion=complete_model)
+    return inspect.Parameter(MODEL, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, argument])
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Returns the embedded models whose names begin with what was typed."""
+    from cloister.models import embedded_names
+
+    return [name for name in embedded_names() if name.startswith(incomplete)]
+
+
+def _help_all_parameter() -> inspect.Parameter:
+    option = typer.Option("--help-all", help="Show every option, by group.", callback=print_all, is_eager=True)
+    return inspect.Parameter(HELP_ALL, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
 
 
 def _parameter(flag: Flag, panel: str) -> inspect.Parameter:
     parts = [flag.values] if flag.choices or flag.low is not None else []
-    parts += [] if flag.default is None else [f"default: {flag.default}"]
+    parts += [] if flag.default is None else [f"default: {flag.shown_default}"]
     help_text = f"{flag.help} ({'; '.join(parts)})" if parts else flag.help
-    option = typer.Option(flag.declaration, help=help_text, show_default=False, rich_help_panel=panel)
+    option = typer.Option(
+        flag.declaration,
+        help=help_text,
+        metavar=flag.metavar,
+        show_default=False,
+        rich_help_panel=panel,
+        autocompletion=flag.complete if flag.choices else None,
+    )
     return inspect.Parameter(
         flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[flag.kind | None, option]
     )
 
 
 def _config_parameter() -> inspect.Parameter:
-    option = typer.Option("--config", help=CONFIG_HELP, metavar="FILE", rich_help_panel="Settings")
+    option = typer.Option("--config", help=CONFIG_HELP, metavar="FILE")
     return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option])

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from cloister.cli.policy_plain import print_profile
 from cloister.privacy import PROFILING_THREAT, RUNTIME_ADAPTERS_THREAT, Entry, Profile, Ruling, Verdict, gather
 from cloister.privacy.catalogue import rows_in_build
 from cloister.privacy.document import show_letters, to_data, to_markdown
@@ -32,13 +33,19 @@ def policy() -> None:
 
 @app.command()
 def show(
-    profile: Annotated[Profile | None, typer.Option(help="Show this profile only, with what must hold.")] = None,
+    profile: Annotated[Profile | None, typer.Option(help="Profile to show; unset, open.", show_default=False)] = None,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Print the threat matrix: every row, of all profiles or with the rules of one.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/threats.md.")] = False,
 ) -> None:
-    """Print the threat matrix from the code: every feature, what it endangers, and what the profiles say of it."""
-    if markdown and (as_json or profile):
+    """Say what a profile does: of every feature what it is for, what it endangers, and what is done about that."""
+    if markdown and (as_json or profile or matrix):
         raise typer.BadParameter("docs/threats.md has every profile; give --markdown by itself")
+    if not (markdown or as_json or matrix):
+        print_profile(profile or Profile.OPEN)
+        return
     entries = list_entries()
     if markdown:
         typer.echo(to_markdown(entries), nl=False)

@@ -12,6 +12,7 @@ import typer
 
 from cloister.cli.console import err, out, print_json, print_table, wide_console
 from cloister.cli.options import GivenSettings, with_settings
+from cloister.cli.places import find_place
 from cloister.cli.roofline import open_chip, read_model_spec
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from cloister.engine import EngineCore
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
-Model = Annotated[str | None, typer.Argument(help="As --model.", metavar="MODEL", show_default=False)]
 Prompt = Annotated[int, typer.Option(help="Tokens of each made-up prompt.", min=1)]
 Batch = Annotated[int, typer.Option(help="Sequences at once.", min=1)]
 
@@ -37,7 +37,6 @@ _TYPICAL_INPUTS = 4096  # what a scale per output is spread over
 @with_settings(EngineConfig)
 def kernels(
     settings: GivenSettings,
-    model_name: Model = None,
     chip: Annotated[str, typer.Option(help="Roof to measure by: a chip of `cloister roofline`, or `here`.")] = "here",
     prompt: Prompt = 512,
     context: Annotated[int, typer.Option(help="Keys of each sequence in the decode step.", min=1)] = 512,
@@ -50,7 +49,7 @@ def kernels(
     from cloister.bench.profile import program_of
     from cloister.bench.roofline_operators import Work
 
-    config, engine = open_engine(settings, model_name)
+    config, engine = open_engine(settings)
     if config.device == "cuda" and chip == "here":
         raise ConfigError("`here` measures the processor; name the GPU with --chip", param="chip")
     works = (Work.prefill(prompt, batch), Work.decode(context, batch))
@@ -71,7 +70,6 @@ def kernels(
 @with_settings(EngineConfig)
 def profile(
     settings: GivenSettings,
-    model_name: Model = None,
     prompt: Prompt = 128,
     new: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 32,
     batch: Batch = 4,
@@ -88,7 +86,8 @@ def profile(
     from cloister.bench.profile import profile_engine, to_trace
     from cloister.bench.workloads import make_tokens
 
-    config, engine = open_engine(settings, model_name)
+    trace = find_place(trace) if trace is not None else None
+    config, engine = open_engine(settings)
     _check_room(engine, prompt + new, -(-(prompt + new) // config.block_size))
     steps: list[ProfiledStep] = []
     for run in ("warm-up", "profile"):  # the first run fills tables and caches, and does not count
@@ -102,25 +101,20 @@ def profile(
         for kind, chosen in by_kind.items():
             _print_profile(kind, chosen, str(config.backend))
     if trace is not None:
-        trace.parent.mkdir(parents=True, exist_ok=True)
         trace.write_text(json.dumps(to_trace(steps, str(config.backend))) + "\n", encoding="utf-8")
         err.print(f"Written: {trace}; open it in ui.perfetto.dev or chrome://tracing", highlight=False)
 
 
-def open_engine(settings: GivenSettings, model_name: str | None = None) -> tuple[EngineConfig, EngineCore]:
+def open_engine(settings: GivenSettings) -> tuple[EngineConfig, EngineCore]:
     """Loads an engine into this process.
 
     Raises:
-        ConfigError: the argument MODEL and the flag --model contradict each other, or a setting has no meaning.
+        ConfigError: a setting has no meaning.
     """
     from cloister.app import build_engine, resolve_settings
 
-    flags = settings.of(EngineConfig)
-    if model_name is not None and flags.setdefault("model", model_name) != model_name:
-        raise ConfigError("MODEL and --model name different models; give one of them", param="model")
-    resolved = resolve_settings(flags, settings.config_file, listens=False)
-    with err.status("Loading the model"):
-        return resolved.engine.config, build_engine(resolved.engine.config)
+    resolved = resolve_settings(settings.of(EngineConfig), settings.config_file, listens=False)
+    return resolved.engine.config, build_engine(resolved.engine.config)
 
 
 def _make_request(name: str, tokens: list[int], num_new: int) -> Request:

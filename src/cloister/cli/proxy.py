@@ -10,6 +10,7 @@ import typer
 
 from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE, AcceptMaskedChips, AcceptMembership, LeastPresent, MostShare
 from cloister.types.errors import ConfigError
+from cloister.types.text_files import read_text_file
 
 if TYPE_CHECKING:
     from cloister.client import Session
@@ -89,10 +90,8 @@ def read_api_key(path: Path) -> str:
     Raises:
         ConfigError: it cannot be read, or is empty.
     """
-    try:
-        key = typer.get_text_stream("stdin").readline() if str(path) == "-" else path.expanduser().read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read the API key in {path}: {error.strerror}") from None
+    is_typed = str(path) == "-"
+    key = typer.get_text_stream("stdin").readline() if is_typed else read_text_file(path, param="api_key_file")
     if not key.strip():
         raise ConfigError(f"there is no API key in {path}; make one with: cloister keys add NAME", param="api_key_file")
     return key.strip()

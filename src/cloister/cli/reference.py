@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import typer.main
 
 from cloister.bench.settings import ArrivalsConfig, ObjectiveConfig, TargetConfig, WorkloadConfig
 from cloister.cli import app
-from cloister.cli.options import Flag, list_flags, panel_of
+from cloister.cli.options import HELP_ALL, Flag, list_flags
 from cloister.types.config import EngineConfig, ServerConfig
+from cloister.types.setting_groups import GROUPS, list_groups
 
-CLASSES = (EngineConfig, ServerConfig, TargetConfig, WorkloadConfig, ArrivalsConfig, ObjectiveConfig)
+OTHERS = (TargetConfig, WorkloadConfig, ArrivalsConfig, ObjectiveConfig)
+"""Classes of settings whose headings are their own names."""
 
 HEAD = """# Command line
 
@@ -21,12 +23,21 @@ This page is written by `python -m cloister.cli.reference` from the verbs and th
 Every verb has `--help`. Exit status: 0 done, 1 an error that says what to do, 2 wrong usage, 130 Ctrl-C. Results go to standard
 output, everything else to standard error; `--json` makes results readable by programs.
 
-A configuration file is TOML with the names below, `_` for `-`; a flag wins over the file, the file over what is chosen:
+`--help` shows what matters most, `--help-all` every option. `--install-completion` sets up completion for bash, zsh, fish and
+PowerShell.
+
+A configuration file is TOML, with the names below in tables by group, or without tables; a flag wins over the file, the file
+over what is chosen:
 
     # cloister serve --config cloister.toml
+    [model]
     model = "cloister-5m"
-    port = 9000
+
+    [scheduling]
     scheduler = "fair"
+
+    [network]
+    port = 9000
 
 `cloister serve --explain` prints every setting, its value and why it has it.
 """
@@ -36,7 +47,7 @@ def write_reference() -> str:
     """Returns the page as Markdown."""
     command = typer.main.get_command(app)
     verbs = "\n".join(_describe(verb, path) for path, verb in _walk(command, "cloister"))
-    settings = "\n".join(_tabulate(cls) for cls in CLASSES)
+    settings = "\n".join([*_tabulate_groups(), *(_tabulate(cls) for cls in OTHERS)])
     return f"{HEAD}\n## Verbs\n\n{verbs}\n## Settings\n\n{settings}"
 
 
@@ -50,9 +61,9 @@ def _walk(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _describe(verb: Any, path: str) -> str:
-    panels = [panel_of(cls) for cls in CLASSES]
+    panels = [*(group.capitalize() for group in GROUPS), *(cls.__name__.removesuffix("Config") for cls in OTHERS)]
     shared = [panel for panel in panels if any(_panel(p) == panel for p in verb.params)]
-    own = [p for p in verb.params if _panel(p) not in panels and p.name not in ("help", "config")]
+    own = [p for p in verb.params if _panel(p) not in panels and p.name not in ("help", "config", HELP_ALL)]
     lines = [f"### `{' '.join([path, *(_argument(p) for p in own if p.param_type_name == 'argument')])}`", ""]
     lines += [(verb.help or "").strip(), ""]
     if own:
@@ -77,15 +88,24 @@ def _row(parameter: Any) -> str:
     return f"| `{names}` | {_escape(parameter.help or '')} |"
 
 
+def _tabulate_groups() -> Iterator[str]:
+    """Yields the settings of engine and server, by group."""
+    flags = {flag.name: flag for cls in (EngineConfig, ServerConfig) for flag in list_flags(cls)}
+    for group, names in list_groups().items():
+        yield _table(group.capitalize(), f"Table `[{group}]` of the file.", (flags[name] for name in names))
+
+
 def _tabulate(cls: type[Any]) -> str:
-    about = (cls.__doc__ or "").split("\n")[0]
-    rows = [_flag_row(flag) for flag in list_flags(cls)]
+    return _table(cls.__name__.removesuffix("Config"), (cls.__doc__ or "").split("\n")[0], list_flags(cls))
+
+
+def _table(heading: str, about: str, flags: Iterable[Flag]) -> str:
     head = ["| flag | takes | default | what |", "|---|---|---|---|"]
-    return "\n".join([f"### {panel_of(cls)}", "", about, "", *head, *rows, ""])
+    return "\n".join([f"### {heading}", "", about, "", *head, *map(_flag_row, flags), ""])
 
 
 def _flag_row(flag: Flag) -> str:
-    default = "unset" if flag.default is None else f"`{flag.default}`"
+    default = "unset" if flag.default is None else f"`{flag.shown_default}`"
     return f"| `{flag.declaration}` | {_escape(flag.values)} | {default} | {_escape(flag.help)} |"
 
 

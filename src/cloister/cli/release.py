@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cloister.cli.launching import Kind, print_measurements, read_launch
+from cloister.cli.options import MODEL, choose_model
 from cloister.privacy.verdict import Profile
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
 from cloister.types.errors import ConfigError
@@ -177,6 +178,7 @@ def _resolve(arguments: list[str], model: Path, profile: Profile) -> Settings:
     verb.command()(serve)
     given = typer.main.get_command(verb).make_context("serve", list(arguments)).params
     names = setting_names(EngineConfig, ServerConfig)
+    given["model"] = choose_model(given[MODEL], given["model"])
     flags = {name: value for name, value in given.items() if name in names and value is not None}
     for name, value in (("model", str(model)), ("profile", str(profile)), ("sealed", True)):
         if flags.setdefault(name, value) != value:

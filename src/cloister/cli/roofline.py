@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cloister.cli.console import err, out, print_json, print_table, wide_console
+from cloister.cli.places import find_place
 from cloister.types.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def roofline(
     from cloister.bench.roofline_operators import Numbers
     from cloister.bench.roofline_report import to_json, to_markdown
 
+    plot = find_place(plot) if plot is not None else None
     numbers = Numbers(
         weights_bits=_check_bits("weights-bits", weights_bits),
         activation_bits=_check_bits("activation-bits", activation_bits),

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from typing import Annotated, cast
 
 import typer
 
-from cloister.cli.console import err, print_error, print_json
+from cloister.cli.console import print_error, print_json
 from cloister.cli.conversation import Conversation
-from cloister.cli.options import GivenSettings, with_settings
+from cloister.cli.options import GivenSettings, choose_model, complete_model, with_settings
 from cloister.cli.sampling import MaxTokens, Seed, Temperature, TopK, TopP, choose_sampling
 from cloister.types.config import EngineConfig
-from cloister.types.errors import InvalidRequestError
+from cloister.types.errors import InvalidRequestError, ModelError
 from cloister.types.request import FinishReason, SequenceOutput
 
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
 
 
-@with_settings(EngineConfig)
+@with_settings(EngineConfig, model=None)
 def run(
     settings: GivenSettings,
-    prompt: Annotated[str, typer.Argument(help="What to say to the model; `-` reads standard input.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            help="The model, unless it is the default one, and what to say to it; `-` reads standard input.",
+            metavar="[MODEL] PROMPT",
+            autocompletion=complete_model,
+        ),
+    ],
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer and its figures as JSON.")] = False,
@@ -35,18 +42,55 @@ def run(
     """Answer one prompt on standard output. Exits with 0 after an answer, with 1 after an error."""
     if raw and system is not None:
         raise typer.BadParameter("a raw prompt has no system message", param_hint="--system")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    model, prompt = split_words(words)
+    flags = settings.flags | {"model": choose_model(model, cast("str | None", settings.flags.get("model")))}
+    text = read_prompt() if prompt == "-" else prompt
     if not text.strip():
         raise InvalidRequestError("the prompt is empty; give some text, or `-` to read standard input")
     from cloister.llm import open_llm
 
-    with err.status("Loading the model"):
-        llm = open_llm(settings.flags, settings.config_file)
+    try:
+        llm = open_llm(flags, settings.config_file)
+    except ModelError as error:
+        if model is None or error.param != "model":
+            raise
+        raise ModelError(f"{error.message}; put a prompt of several words into quotes", param="model") from None
     with llm:
         given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
         sampling = choose_sampling(llm.default_sampling, given)
         outputs = llm.stream(text, sampling) if raw else Conversation(llm, sampling, system).ask(text)
         raise typer.Exit(print_answer(outputs, as_json))
+
+
+def split_words(words: Sequence[str]) -> tuple[str | None, str]:
+    """Returns the model, if one is named, and the prompt.
+
+    Raises:
+        typer.BadParameter: there are more words, or a model stands alone.
+    """
+    if len(words) > 2:
+        raise typer.BadParameter("run takes [MODEL] PROMPT and no more; put a prompt of several words into quotes")
+    if len(words) == 2:
+        return words[0], words[1]
+    if complete_model(words[0]) == words[:1]:
+        raise typer.BadParameter(
+            f"what to say to {words[0]} is missing; give a prompt, or talk to it: cloister chat {words[0]}"
+        )
+    return None, words[0]
+
+
+def read_prompt() -> str:
+    """Returns what standard input holds.
+
+    Raises:
+        InvalidRequestError: it is not UTF-8.
+    """
+    try:
+        text = sys.stdin.read()
+        text.encode()  # in some locales Python reads bytes that are no text as halves of surrogate pairs
+        return text
+    except UnicodeError:
+        raise InvalidRequestError("standard input is not valid UTF-8; give the prompt as UTF-8 text") from None
 
 
 def print_answer(outputs: Iterable[SequenceOutput], as_json: bool) -> int:

@@ -11,12 +11,13 @@ import typer
 from cloister.cli.console import out, print_json, print_table
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.types.config import EngineConfig, ServerConfig
+from cloister.types.setting_groups import group_of, list_groups
 
 if TYPE_CHECKING:
     from cloister.types.config import Reason
 
 
-@with_settings(EngineConfig, ServerConfig)
+@with_settings(EngineConfig, ServerConfig, rare=["as_json"])
 def serve(
     settings: GivenSettings,
     explain: Annotated[bool, typer.Option("--explain", help="Print every setting and why, and leave.")] = False,
@@ -42,10 +43,12 @@ def serve(
 
 def _explain(reasons: list[Reason], as_json: bool) -> None:
     if as_json:
-        print_json([{"setting": r.name, "value": r.value, "why": r.why} for r in reasons])
+        print_json([{"setting": r.name, "group": group_of(r.name), "value": r.value, "why": r.why} for r in reasons])
         return
-    rows = [(reason.name.replace("_", "-"), show_value(reason.value), reason.why) for reason in reasons]
-    print_table("Settings", ("setting", "value", "why"), rows)
+    named = {reason.name: reason for reason in reasons}
+    for group, names in list_groups().items():
+        rows = [(name.replace("_", "-"), show_value(named[name].value), named[name].why) for name in names]
+        print_table(group.capitalize(), ("setting", "value", "why"), rows)
     out.print("What is unset is chosen from the model when it is loaded; the memory budget is printed then.", style="dim")
 
 

@@ -21,8 +21,10 @@ def read_secrets(path: Path) -> tuple[str, ...]:
     """
     try:
         lines = [line.strip() for line in path.expanduser().read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError(f"cannot read {path}; make it with: openssl rand -hex 32 > {path}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; make it with: openssl rand -hex 32 > {path}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not valid UTF-8; name the file with the secret") from None
     secrets = tuple(line for line in lines if line and not line.startswith("#"))
     if not secrets or any(len(one) < MIN_CHARACTERS or not _ALLOWED.issuperset(one) for one in secrets):
         raise ConfigError(

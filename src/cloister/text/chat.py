@@ -24,7 +24,7 @@ from cloister.types.errors import InvalidRequestError, ModelError
 
 MAX_RENDERED_CHARS = 32 * 2**20
 
-_NO_TEMPLATE = "this model has no chat template; send a plain prompt to /v1/completions"
+_NO_TEMPLATE = "this model has no chat template; send a plain prompt to /v1/completions, or with `cloister run --raw`"
 _REFUSED = "the model's chat template cannot take these messages; check their roles, their order and their fields"
 _NO_CONTINUING = "the model's chat template cannot end inside a message; end the conversation with one of the user"
 _TOO_LONG = "the model's chat template renders these messages to too long a text; send fewer or shorter ones"

@@ -14,6 +14,7 @@ from random import Random
 from typing import Final
 
 from cloister.types.errors import ConfigError
+from cloister.types.text_files import read_text_file
 
 HELD_OUT_ONE_IN: Final = 16
 FEWEST_TOKENS: Final = 2000
@@ -61,10 +62,7 @@ def read_files(paths: Sequence[Path]) -> list[str]:
         if not files:
             raise ConfigError(f"the folder {path} has no .txt or .md file", param="text")
         for file in files:
-            try:
-                texts.append(file.read_text(encoding="utf-8"))
-            except (OSError, UnicodeError):
-                raise ConfigError(f"{file} is not a readable file of UTF-8 text", param="text") from None
+            texts.append(read_text_file(file, param="text"))
     return texts
 
 

@@ -25,8 +25,10 @@ def read_key(path: Path) -> PrivateKey:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(4096).decode()
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError(f"no signer key can be read at {path}; make one with: cloister log key") from None
+    except OSError as error:
+        raise ConfigError(f"no signer key can be read at {path}: {error.strerror}; make one with: cloister log key") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not valid UTF-8, so it is no signer key; make one with: cloister log key") from None
     if mode & _OTHERS:
         raise ConfigError(f"other users can open the signer key {path}; close it with: chmod 600 {path}")
     try:

@@ -15,6 +15,7 @@ from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.privacy.transparency.note import Kind, Note, PublicKey, cosigned_at
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.types.errors import ConfigError
+from cloister.types.text_files import read_text_file
 
 MAX_AGE_S = 24 * 3600
 MIN_WITNESSES = 2
@@ -144,7 +145,4 @@ def read_trust(path: Path) -> Trust:
     Raises:
         ConfigError: it is missing, cannot be read, or contradicts itself.
     """
-    try:
-        return parse_trust(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read the trust file {path}: {error.strerror}") from None
+    return parse_trust(read_text_file(path).encode())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cloister.types.errors import ConfigError
+from cloister.types.text_files import read_text_file
 
 CALIBRATION = Path(__file__).with_name("calibration.txt")
 HELD_OUT = Path(__file__).with_name("held_out.txt")
@@ -16,7 +16,4 @@ def read_passages(path: Path) -> str:
     Raises:
         ConfigError: there is no such file, or it is not UTF-8.
     """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError):
-        raise ConfigError(f"{path} is not a readable file of UTF-8 text", param="text") from None
+    return read_text_file(path, param="text")

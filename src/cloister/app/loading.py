@@ -1,0 +1,121 @@
+"""Says on standard error what a load is busy with, if it takes long: a bar on a terminal, a line at start and end elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self, TextIO, TypeVar
+
+from cloister.types.clock import Clock, WallClock
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+T = TypeVar("T")
+
+QUICK_S: Final = 1.0
+"""A load that is done by then says nothing."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Loading:
+    """Context manager around a load, which begins with its first phase.
+
+    Args:
+        name: of what is loaded.
+        shown: False says nothing at all.
+        quick_s: when it begins to speak, in seconds.
+        stream: where to; None is standard error.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        shown: bool = True,
+        quick_s: float = QUICK_S,
+        stream: TextIO | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._name = Path(name).name
+        self._stream = stream or sys.stderr
+        self._clock = clock or WallClock()
+        self._since_s: float | None = None
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(quick_s, self._show) if shown else None
+        self._phase, self._done = "", 0
+        self._total: int | None = None
+        self._bar: Progress | None = None
+        self._is_over = self._speaks = False
+
+    def begin(self, phase: str, total: int | None = None) -> None:
+        """Says what goes on from now on.
+
+        Args:
+            total: how many parts it has, if that is known.
+        """
+        with self._lock:
+            if self._since_s is None:
+                self._since_s = self._clock.now()
+                if self._timer is not None:
+                    self._timer.daemon = True
+                    self._timer.start()
+            self._phase, self._done, self._total = phase, 0, total
+            self._draw()
+
+    def track(self, items: Iterable[T], phase: str, total: int) -> Iterator[T]:
+        """Yields items and counts them as parts of a phase."""
+        self.begin(phase, total)
+        for item in items:
+            yield item
+            with self._lock:
+                self._done += 1
+                self._draw()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        with self._lock:
+            self._is_over = True
+            if self._bar is not None:
+                self._bar.stop()
+            elif self._speaks and kind is None and self._since_s is not None:
+                self._tell(f"loaded {self._name} in {self._clock.now() - self._since_s:.1f} s")
+
+    def _show(self) -> None:
+        with self._lock:
+            if self._is_over:
+                return
+            self._speaks = True
+            if not self._stream.isatty():
+                self._tell(f"loading {self._name}: {self._phase}")
+                return
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=Console(file=self._stream), transient=True)
+            self._bar.add_task("", total=None)
+            self._draw()
+            self._bar.start()
+
+    def _draw(self) -> None:
+        if self._bar is not None:
+            task = self._bar.tasks[0]
+            self._bar.update(task.id, description=f"{self._name}: {self._phase}", completed=self._done)
+            task.total = self._total
+
+    def _tell(self, line: str) -> None:
+        """Logs a line where a log was set up, in its format, and prints it where there is none."""
+        if logging.getLogger().hasHandlers() and _logger.isEnabledFor(logging.INFO):
+            _logger.info("%s", line)
+        else:
+            print(line, file=self._stream, flush=True)

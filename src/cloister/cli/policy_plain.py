@@ -1,0 +1,52 @@
+"""What a privacy profile does, in an operator's words."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rich.table import Table
+
+from cloister.cli.console import out
+from cloister.privacy import Profile, Verdict
+from cloister.privacy.plain_words import Explained, explain_features
+
+HEADINGS: Final = {
+    Verdict.REFUSED: ("Refused", "red", "no flag, config file or request switches these on"),
+    Verdict.MITIGATED: ("Allowed, since something is done about it", "yellow", ""),
+    Verdict.ALLOWED: ("Allowed as it is", "green", ""),
+}
+ABOUT: Final = {
+    Profile.OPEN: "one person uses this machine; chosen by itself on loopback without API keys",
+    Profile.TEAM: "people share a server and trust its operator; chosen by itself elsewhere, and with API keys",
+    Profile.PRIVATE: "people who need not trust other users or the operator; chosen by itself on a sealed node",
+    Profile.PARANOID: "nothing is reused, and the network sees one shape",
+}
+
+
+def print_profile(profile: Profile) -> None:
+    """Prints what a profile refuses, allows with something done about it, and allows as it is."""
+    features = list(explain_features())
+    out.print(f"Profile {profile}: {ABOUT[profile]}.", style="bold", highlight=False)
+    for verdict, (heading, style, note) in HEADINGS.items():
+        judged = [feature for feature in features if feature.rulings[profile].verdict is verdict]
+        if judged:
+            out.print(f"\n{heading}{': ' if note else ''}{note}", style=f"bold {style}", highlight=False)
+        for feature in judged:
+            _print_feature(feature, profile)
+    others = ", ".join(other for other in Profile if other is not profile)
+    out.print(f"\n--profile NAME shows another ({others}); --matrix shows every row of the threat matrix.", style="dim")
+
+
+def _print_feature(feature: Explained, profile: Profile) -> None:
+    ruling = feature.rulings[profile]
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(min_width=11)
+    table.add_column(overflow="fold")
+    table.add_row("  does", feature.does)
+    table.add_row("  endangers", feature.endangers)
+    table.add_row(f"  {profile}", ruling.text)
+    if ruling.verdict is Verdict.REFUSED and feature.instead:
+        table.add_row("  instead", feature.instead)
+    asked = f"  ({feature.asked_for_by})" if feature.asked_for_by else ""
+    out.print(f"\n{feature.title}[dim]{asked}[/]", highlight=False, soft_wrap=True)
+    out.print(table, highlight=False)

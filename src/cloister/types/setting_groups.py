@@ -1,0 +1,89 @@
+"""Groups of settings: the headings of help and documentation, and the tables of the config file. Pure: no I/O."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Final
+
+from cloister.types.config import EngineConfig, ServerConfig, setting_names
+from cloister.types.errors import ConfigError
+
+GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
+    "model": (
+        "model", "served_model_name", "backend", "device", "dtype", "quant", "quant_method", "numerics", "num_threads",
+        "strict_config", "weights_cache", "weights_cache_mb", "lora", "max_loras", "max_lora_rank", "runtime_adapters",
+        "pooling", "tool_parser", "reasoning_parser",
+    ),
+    "memory": ("max_model_len", "kv_memory_mb", "kv_dtype", "block_size", "prefix_cache"),
+    "scheduling": (
+        "scheduler", "max_num_seqs", "max_n", "max_batched_tokens", "target_step_ms", "max_stall", "stall_floor_ms",
+        "max_waiting", "stall_timeout_s", "request_timeout_s",
+    ),
+    "speculation": ("speculate", "draft_model", "draft_tokens", "datastore"),
+    "privacy": ("profile", "api_keys", "cache_scopes", "release_prefixes"),
+    "network": (
+        "host", "port", "certfile", "keyfile", "allowed_origins", "page", "max_connections", "max_request_kb",
+        "drain_timeout_s",
+    ),
+    "observability": ("log_format", "log_requests", "log_clients", "otlp_endpoint"),
+    "sealed": (
+        "sealed", "attester", "attest_gpus", "amd_certificates", "intel_collateral", "nvidia_collateral", "release",
+        "log_checkpoint", "gateway_secret", "member_key", "node_capacity",
+    ),
+}  # fmt: skip
+"""Group -> names of its settings, in the order in which they are shown."""
+
+COMMON: Final = frozenset(
+    {"quant", "num_threads", "max_model_len", "kv_memory_mb", "profile", "api_keys", "host", "port"}
+)  # fmt: skip
+"""Settings that `--help` shows; `--help-all` shows every one."""
+
+_GROUP_OF: Final = {name: group for group, names in GROUPS.items() for name in names}
+
+
+def group_of(name: str) -> str:
+    """Returns the group of a setting; one that stands in no group belongs to `model`, or to `network` if it is the server's."""
+    if name in _GROUP_OF:
+        return _GROUP_OF[name]
+    return "network" if name in setting_names(ServerConfig) else "model"
+
+
+def list_groups() -> dict[str, list[str]]:
+    """Returns group -> every setting in it, in the order in which they are shown."""
+    groups: dict[str, list[str]] = {group: list(names) for group, names in GROUPS.items()}
+    for name in setting_names(EngineConfig, ServerConfig):
+        if name not in _GROUP_OF:
+            groups[group_of(name)].append(name)
+    return groups
+
+
+def flatten_groups(given: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Returns settings by name, of a file that has them in tables by group, plainly, or both.
+
+    Raises:
+        ConfigError: a table has a setting of another group or one that is unknown, or a setting stands twice.
+    """
+    flat = {name: value for name, value in given.items() if not _is_group(name, value)}
+    for group, table in given.items():
+        for name, value in table.items() if _is_group(group, table) else ():
+            _check_place(name, group, source)
+            if name in flat:
+                raise ConfigError(f"{name} stands twice in {source}: in [{group}] and before any table; leave one", param=name)
+            flat[name] = value
+    return flat
+
+
+def _is_group(name: str, value: object) -> bool:
+    """Tells the table `[model]` from the setting `model`."""
+    return name in GROUPS and isinstance(value, dict)
+
+
+def _check_place(name: str, group: str, source: str) -> None:
+    known = setting_names(EngineConfig, ServerConfig)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(list_groups()[group])}"
+        raise ConfigError(f"unknown setting {name!r} in [{group}] of {source}; {hint}", param=name)
+    if group_of(name) != group:
+        raise ConfigError(f"{name} belongs into [{group_of(name)}] of {source}, not into [{group}]", param=name)

@@ -1,0 +1,88 @@
+"""What a person reads while a model is loaded."""
+
+import io
+import logging
+import os
+import select
+import time
+
+import pytest
+
+from cloister.app.loading import Loading
+from cloister.types.clock import VirtualClock
+
+
+def wait_for(found, deadline_s=10.0):
+    end_s = time.monotonic() + deadline_s
+    while not found():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def test_a_quick_load_says_nothing():
+    stream = io.StringIO()
+    with Loading("m", stream=stream) as loading:
+        loading.begin("reading the model")
+    assert stream.getvalue() == ""
+
+
+def test_a_long_load_has_a_line_at_its_start_and_one_at_its_end():
+    stream, clock = io.StringIO(), VirtualClock()
+    with Loading("dir/m", quick_s=0.0, stream=stream, clock=clock) as loading:
+        loading.begin("reading the model")
+        wait_for(stream.getvalue)
+        assert list(loading.track(range(3), "packing", 3)) == [0, 1, 2]
+        clock.advance(4.2)
+    assert stream.getvalue() == "loading m: reading the model\nloaded m in 4.2 s\n"
+
+
+def test_a_load_that_fails_is_not_called_done():
+    stream = io.StringIO()
+
+    def fail():
+        with Loading("m", quick_s=0.0, stream=stream) as loading:
+            loading.begin("reading the model")
+            wait_for(stream.getvalue)
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail()
+    assert "loaded" not in stream.getvalue()
+
+
+def test_what_comes_before_the_first_phase_does_not_count():
+    stream = io.StringIO()
+    with Loading("m", quick_s=0.0, stream=stream):
+        time.sleep(0.02)
+    assert stream.getvalue() == ""
+
+
+def test_a_server_with_a_log_has_the_lines_in_its_log(caplog):
+    stream = io.StringIO()
+    with caplog.at_level(logging.INFO, "cloister"), Loading("m", quick_s=0.0, stream=stream) as loading:
+        loading.begin("reading the model")
+        wait_for(lambda: caplog.records)
+    assert caplog.messages[0] == "loading m: reading the model"
+    assert caplog.messages[1].startswith("loaded m in ")
+    assert stream.getvalue() == ""
+
+
+def test_a_terminal_shows_the_phase_and_is_clean_afterwards():
+    far, near = os.openpty()
+    shown = b""
+
+    def read():
+        nonlocal shown
+        while select.select([far], [], [], 0)[0]:
+            shown += os.read(far, 65536)
+        return shown
+
+    with open(near, "w") as stream:
+        with Loading("m", quick_s=0.0, stream=stream) as loading:
+            loading.begin("packing")
+            wait_for(lambda: b"m: packing" in read())
+        stream.flush()
+        read()
+    os.close(far)
+    assert b"loaded" not in shown
+    assert shown.rstrip().endswith(b"\x1b[2K")  # the line was erased
