@@ -15,6 +15,7 @@ from cloister.app.settings import Settings
 from cloister.app.starting import describe_start
 from cloister.engine.machine import return_free_memory
 from cloister.models import locate
+from cloister.models.generation import GENERATION_FILE
 from cloister.privacy import Gate, hardening
 from cloister.types.allocator import overwrites
 from cloister.types.config import EngineConfig, parse_adapters
@@ -61,7 +62,8 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
 
 def loaded_beside(config: EngineConfig, model: Path) -> dict[str, Path]:
     """Returns what is loaded beside the model, by what it is: adapters with their names, small models, public text, and the
-    drafters that lie beside a GGUF file (those in a model's directory are measured with it).
+    drafters, chat template and defaults of sampling that lie beside a GGUF file (those in a model's directory are measured
+    with it).
     """
     drafts = [name.strip() for name in (config.draft_model or "").split(",") if name.strip()]
     found = {f"lora {name}": Path(path).expanduser() for name, path in parse_adapters(config.lora or "")}
@@ -72,6 +74,9 @@ def loaded_beside(config: EngineConfig, model: Path) -> dict[str, Path]:
         found["datastore"] = Path(config.datastore).expanduser()
     if model.is_file() and (model.parent / "drafters").exists():
         found["drafters"] = model.parent / "drafters"
+    for what, name in (("sampling defaults", GENERATION_FILE), ("chat template", "chat_template.jinja")):
+        if model.is_file() and (model.parent / name).exists():
+            found[what] = model.parent / name
     return found
 
 

@@ -9,6 +9,7 @@ import typer
 
 from cloister.cli.console import err, out, print_error
 from cloister.cli.conversation import Conversation
+from cloister.cli.model_names import ModelName, open_model, with_model
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.cli.sampling import MaxTokens, Seed, Temperature, TopK, TopP, choose_sampling
 from cloister.types.config import EngineConfig
@@ -20,6 +21,7 @@ HELP = "/reset forgets what was said, /help shows this, Ctrl-C stops an answer, 
 @with_settings(EngineConfig)
 def chat(
     settings: GivenSettings,
+    name: ModelName = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = None,
@@ -28,11 +30,7 @@ def chat(
     seed: Seed = None,
 ) -> None:
     """Talk to a model, several turns. Ctrl-C stops an answer, Ctrl-D leaves."""
-    from cloister.llm import open_llm
-
-    with err.status("Loading the model"):
-        llm = open_llm(settings.flags, settings.config_file)
-    with llm:
+    with open_model(with_model(settings, name)) as llm:
         given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
         talk(Conversation(llm, choose_sampling(llm.default_sampling, given), system), llm.model.name)
 

@@ -8,21 +8,28 @@ from typing import Annotated
 
 import typer
 
-from cloister.cli.console import err, print_error, print_json
+from cloister.cli.console import print_error, print_json
 from cloister.cli.conversation import Conversation
+from cloister.cli.model_names import open_model, with_model
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.cli.sampling import MaxTokens, Seed, Temperature, TopK, TopP, choose_sampling
 from cloister.types.config import EngineConfig
 from cloister.types.errors import InvalidRequestError
 from cloister.types.request import FinishReason, SequenceOutput
 
+WORDS = "[MODEL] PROMPT"
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 @with_settings(EngineConfig)
 def run(
     settings: GivenSettings,
-    prompt: Annotated[str, typer.Argument(help="What to say to the model; `-` reads standard input.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            help="What to say to the model, `-` reads standard input; a model's name may stand before it.", metavar=WORDS
+        ),
+    ],
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer and its figures as JSON.")] = False,
@@ -35,14 +42,13 @@ def run(
     """Answer one prompt on standard output. Exits with 0 after an answer, with 1 after an error."""
     if raw and system is not None:
         raise typer.BadParameter("a raw prompt has no system message", param_hint="--system")
+    if len(words) > 2:
+        raise typer.BadParameter("put the prompt in quotes", param_hint=WORDS)
+    settings, prompt = with_model(settings, words[0] if len(words) == 2 else None), words[-1]
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise InvalidRequestError("the prompt is empty; give some text, or `-` to read standard input")
-    from cloister.llm import open_llm
-
-    with err.status("Loading the model"):
-        llm = open_llm(settings.flags, settings.config_file)
-    with llm:
+    with open_model(settings) as llm:
         given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
         sampling = choose_sampling(llm.default_sampling, given)
         outputs = llm.stream(text, sampling) if raw else Conversation(llm, sampling, system).ask(text)

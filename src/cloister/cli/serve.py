@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cloister.cli.console import out, print_json, print_table
+from cloister.cli.model_names import ModelName, fetch_model, with_model
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.types.config import EngineConfig, ServerConfig
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 @with_settings(EngineConfig, ServerConfig)
 def serve(
     settings: GivenSettings,
+    name: ModelName = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print every setting and why, and leave.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --explain: print JSON.")] = False,
 ) -> None:
@@ -27,7 +29,8 @@ def serve(
         raise typer.BadParameter("it needs --explain", param_hint="--json")
     from cloister.app import resolve_settings
 
-    resolved = resolve_settings(settings.flags, settings.config_file)
+    settings = with_model(settings, name)
+    resolved = fetch_model(resolve_settings(settings.flags, settings.config_file), may_pull=not explain)
     if explain:
         _explain([*resolved.engine.reasons, *resolved.server.reasons], as_json)
         return
