@@ -11,8 +11,10 @@ import pytest
 
 from cloister.app import Settings, resolve_settings
 from cloister.app.default_model import choose_default_model
+from cloister.app.sealed import manifests
 from cloister.models.pulling import DEFAULT_MODEL, PulledModel, Store
 from cloister.models.pulling.catalogue import CATALOGUE, CatalogueModel, Wheel
+from cloister.types.config import EngineConfig
 from tests.cli.test_main import run
 from tests.package_index import Index, package_index, set_pip, sha256
 
@@ -112,6 +114,14 @@ def test_a_sealed_node_and_a_model_that_was_named_are_left_alone(
     settings = resolve_settings(flags)
     assert choose_default_model(settings, pytest.fail, store=store, default=default) is settings
     assert index.asked == []
+
+
+def test_a_sealed_process_may_read_how_pulled_models_are_found(store: Store) -> None:
+    put(store, "mine")
+    put(store, "draft")
+    config = EngineConfig(model="mine", draft_model=f"draft, {EMBEDDED}")
+    assert manifests(config) == [store.root / "mine" / "model.json", store.root / "draft" / "model.json"]
+    assert manifests(EngineConfig()) == []
 
 
 def test_explain_says_what_would_be_downloaded_and_downloads_nothing(capsys, index: Index, store: Store) -> None:

@@ -56,14 +56,17 @@ def find_cached(name: str) -> Path:
     return _find(_cached(f"{owner}/{model}"), "/".join(inner) or None, name)
 
 
-def remove_cached(name: str) -> int:
+def remove_cached(name: str, hub_cache: Path | None = None) -> int:
     """Deletes a model from the hub's cache on this machine; returns the bytes that this frees.
+
+    Args:
+        hub_cache: None is where the hub's library keeps it.
 
     Raises:
         ModelError: it is not there.
     """
     try:
-        cache = huggingface_hub.scan_cache_dir()
+        cache = huggingface_hub.scan_cache_dir(hub_cache)
     except CacheNotFound:
         cache = None
     repositories = cache.repos if cache is not None else frozenset()

