@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,13 @@ def remove_cached(name: str, hub_cache: Path | None = None) -> int:
         cache = None
     repositories = cache.repos if cache is not None else frozenset()
     found = next((repo for repo in repositories if repo.repo_id == name and repo.repo_type == "model"), None)
-    if cache is None or found is None:
+    if found is None:
         raise ModelError(f"there is no model {name} in the hub's cache; `cloister list` shows what there is", param="name")
-    strategy = cache.delete_revisions(*(revision.commit_hash for revision in found.revisions))
-    strategy.execute()
-    return strategy.expected_freed_size
+    try:
+        shutil.rmtree(found.repo_path)  # not by revision: two repositories may share a commit, and the library takes either
+    except OSError as error:
+        raise ModelError(f"{name} cannot be deleted from the hub's cache: {error.strerror}") from None
+    return found.size_on_disk
 
 
 def _find(root: Path, file: str | None, name: str) -> Path:
