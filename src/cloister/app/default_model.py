@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
 from cloister.app.settings import Settings
+from cloister.models import locate
 from cloister.models.pulling import CATALOGUE, DEFAULT_MODEL, CatalogueModel, Store
 from cloister.types.errors import ModelError
 
@@ -51,6 +53,27 @@ def choose_default_model(
             return _with_model(settings, default.name, "the default; it was downloaded at this start")
     announce(f"{embedded} serves, a toy that is in the package, and not {default.name}: {why}")
     return _with_model(settings, embedded, why)
+
+
+def fetch_model(settings: Settings, *, may_pull: bool = True) -> Settings:
+    """Returns the settings of a verb with a model that is here: the one that was named, or the default.
+
+    One of the catalogue is downloaded here, where its progress bar is the only thing that is drawn.
+
+    Args:
+        may_pull: False downloads nothing.
+
+    Raises:
+        ModelError: the model that was named cannot be fetched.
+    """
+    settings = choose_default_model(settings, _tell, may_pull=may_pull)
+    if may_pull and settings.engine.config.model in CATALOGUE and not settings.models:
+        locate(settings.engine.config.model, progress=True)
+    return settings
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _with_model(settings: Settings, model: str, why: str) -> Settings:

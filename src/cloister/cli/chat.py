@@ -9,7 +9,7 @@ import typer
 
 from cloister.cli.console import err, out, print_error
 from cloister.cli.conversation import Conversation
-from cloister.cli.model_names import ModelName, open_model, with_model
+from cloister.cli.model_names import ModelName, with_model
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.cli.sampling import MaxTokens, Seed, Temperature, TopK, TopP, choose_sampling
 from cloister.types.config import EngineConfig
@@ -30,7 +30,10 @@ def chat(
     seed: Seed = None,
 ) -> None:
     """Talk to a model, several turns. Ctrl-C stops an answer, Ctrl-D leaves."""
-    with open_model(with_model(settings, name)) as llm:
+    from cloister.llm import open_llm
+
+    settings = with_model(settings, name)
+    with open_llm(settings.flags, settings.config_file) as llm:
         given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
         talk(Conversation(llm, choose_sampling(llm.default_sampling, given), system), llm.model.name)
 

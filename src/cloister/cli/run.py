@@ -10,7 +10,7 @@ import typer
 
 from cloister.cli.console import print_error, print_json
 from cloister.cli.conversation import Conversation
-from cloister.cli.model_names import open_model, with_model
+from cloister.cli.model_names import with_model
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.cli.sampling import MaxTokens, Seed, Temperature, TopK, TopP, choose_sampling
 from cloister.types.config import EngineConfig
@@ -48,7 +48,9 @@ def run(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise InvalidRequestError("the prompt is empty; give some text, or `-` to read standard input")
-    with open_model(settings) as llm:
+    from cloister.llm import open_llm
+
+    with open_llm(settings.flags, settings.config_file) as llm:
         given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
         sampling = choose_sampling(llm.default_sampling, given)
         outputs = llm.stream(text, sampling) if raw else Conversation(llm, sampling, system).ask(text)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cloister.cli.console import out, print_json, print_table
-from cloister.cli.model_names import ModelName, fetch_model, with_model
+from cloister.cli.model_names import ModelName, with_model
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.types.config import EngineConfig, ServerConfig
 
@@ -28,6 +28,7 @@ def serve(
     if as_json and not explain:
         raise typer.BadParameter("it needs --explain", param_hint="--json")
     from cloister.app import resolve_settings
+    from cloister.app.default_model import fetch_model
 
     settings = with_model(settings, name)
     resolved = fetch_model(resolve_settings(settings.flags, settings.config_file), may_pull=not explain)
