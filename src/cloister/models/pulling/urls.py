@@ -35,8 +35,8 @@ def download_file(
         ModelError: the server does not answer or refuses, the file is cut off, or plain HTTP would carry it unchecked.
         OSError: it cannot be written.
     """
-    _check_scheme(httpx.URL(url), is_pinned)
     try:
+        _check_scheme(httpx.URL(url), is_pinned)
         with httpx.stream(
             "GET", url, timeout=TIMEOUT_S, follow_redirects=True, headers={"accept-encoding": "identity"}
         ) as reply:
@@ -53,6 +53,8 @@ def download_file(
                     file.write(piece)
                     num_bytes += len(piece)
                     on_bytes(num_bytes, num_total)
+    except httpx.InvalidURL:
+        raise ModelError("that is no URL; check it", param="source") from None
     except httpx.HTTPError as error:
         raise ModelError(f"the download broke off ({type(error).__name__}); run the command again") from None
 

