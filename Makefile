@@ -1,12 +1,12 @@
 # Two commands do all of their own set-up: `make serve` and `make test`.
-#   make serve PORT=9000 MODEL=/path/to/model
+#   make serve PORT=9000 MODEL=/path/to/model      (MODEL=cloister-5m downloads nothing: it is in the package)
 # `make serve` compiles the kernels for this machine's CPU; ISA=all those for every CPU, which tests and wheels for others need.
 # Serving on a CPU needs a C++ compiler (Debian: apt install g++) and no torch. Tests need torch, and so does a GPU, and so does a
 # machine without a compiler. TORCH_INDEX=URL names a package index with CPU builds of torch, where the default one has none.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 PORT ?= 8000
-MODEL ?= cloister-5m
+MODEL ?=
 ISA ?= native
 TORCH_INDEX ?=
 GPU_PYTHON ?= 3.12
@@ -27,7 +27,7 @@ INSTALL = $(PIP) install $(TORCH_FLAGS) --no-build-isolation --config-settings=b
 .PHONY: serve test check install docs gpu-pack clean
 
 serve: $(VENV)/.installed
-	@exec $(BIN)/cloister serve --model "$(MODEL)" --port $(PORT)
+	@exec $(BIN)/cloister serve $(if $(MODEL),--model "$(MODEL)") --port $(PORT)
 
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest

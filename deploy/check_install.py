@@ -115,7 +115,7 @@ def ask_for_help() -> str:
 
 def chat_with_server() -> str:
     """Starts `cloister serve` and asks it something."""
-    with running(["cloister", "serve", "--port", str(CLOUD_PORT)]):
+    with running(["cloister", "serve", "--model", "cloister-5m", "--port", str(CLOUD_PORT)]):
         answer = ask(httpx.Client(base_url=f"http://127.0.0.1:{CLOUD_PORT}/v1", timeout=60))
     return f"answers {answer!r}"
 

@@ -52,7 +52,7 @@ def serving(base_url: str | None) -> Iterator[str]:
     if base_url is not None:
         yield base_url
         return
-    command = [sys.executable, "-m", "cloister.cli", "serve", "--port", "0", "--no-log-requests"]
+    command = [sys.executable, "-m", "cloister.cli", "serve", "--model", "cloister-5m", "--port", "0", "--no-log-requests"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

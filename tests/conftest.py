@@ -1,7 +1,12 @@
-"""Where there is neither a compiler nor kernels that were compiled, tests that import the kernels are skipped; others run."""
+"""What holds for every test.
+
+None reaches a package index but one of its own. Where there is neither a compiler nor compiled kernels, tests that import the
+kernels are skipped; others run.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +15,8 @@ import pytest
 
 from cloister.backends import native
 from cloister.cli.doctor import COMPILERS
+
+os.environ["PIP_NO_INDEX"] = "1"
 
 
 class ModuleWithoutKernels(pytest.Module):

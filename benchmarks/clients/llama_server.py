@@ -28,7 +28,7 @@ def main() -> None:
         parser.add_argument(flag)
     given, _ = parser.parse_known_args()
     flags = ["--host", given.host or "127.0.0.1", "--port", given.port or "8080", "--max-model-len", given.ctx_size or "512"]
-    flags += ["--served-model-name", ",".join([given.alias or "cloister-5m", *NAMED_BY_TESTS])]
+    flags += ["--model", "cloister-5m", "--served-model-name", ",".join([given.alias or "cloister-5m", *NAMED_BY_TESTS])]
     flags += ["--api-keys", str(write_key(given.api_key))] if given.api_key else []
     flags += ["--allowed-origins", "*"]
     os.execv(sys.executable, [sys.executable, "-m", "cloister.cli", "serve", *flags])

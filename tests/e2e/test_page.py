@@ -25,7 +25,7 @@ DONE = f"{LAST_ANSWER}[aria-busy=false]"
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where `cloister serve` listens. What it prints goes to a file, which is never full."""
     printed = tmp_path_factory.mktemp("serve") / "printed"
-    command = [sys.executable, "-m", "cloister.cli", "serve", "--port", "0", "--num-threads", "1"]
+    command = [sys.executable, "-m", "cloister.cli", "serve", "--model", "cloister-5m", "--port", "0", "--num-threads", "1"]
     with printed.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not (found := re.search(r"Serving on (\S+)\n", printed.read_text())):

@@ -24,8 +24,9 @@ class Running:
     """A server process and where it listens."""
 
     def __init__(self, *flags: str) -> None:
+        model = () if "--config" in flags else ("--model", MODEL)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cloister.cli", "serve", "--port", "0", *flags],
+            [sys.executable, "-m", "cloister.cli", "serve", "--port", "0", *model, *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 
 from cloister.models import load, locate
+from cloister.models.hub import remove_cached
 from cloister.types.errors import ModelError
 from tests.gguf_factory import make_gguf
 
@@ -112,3 +113,17 @@ def test_a_file_that_the_repository_lacks_is_told(hub: Hub) -> None:
 def test_a_file_of_the_cache_does_without_the_hub(hub: Hub, file: Path) -> None:
     hub.answers = False
     assert locate("owner/model") == locate("owner/model/tiny-Q8_0.gguf") == file
+
+
+def test_a_model_is_removed_from_the_hubs_cache_and_its_neighbour_stays(file: Path, tmp_path: Path) -> None:
+    for name in ("tiny", "other"):
+        repository = tmp_path / "hub" / f"models--owner--{name}"
+        snapshot = repository / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (repository / "blobs").mkdir()
+        (repository / "blobs" / "blob").write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to("../../blobs/blob")
+    assert remove_cached("owner/tiny", tmp_path / "hub") == file.stat().st_size
+    assert [place.name for place in (tmp_path / "hub").iterdir() if place.name.startswith("models")] == ["models--owner--other"]
+    with pytest.raises(ModelError, match="no model owner/tiny in the hub's cache"):
+        remove_cached("owner/tiny", tmp_path / "hub")

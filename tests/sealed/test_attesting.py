@@ -94,6 +94,15 @@ def test_drafters_beside_a_gguf_file_and_adapters_at_home_are_found(tmp_path: Pa
     assert beside == {"lora ann": tmp_path / "adapter", "drafters": tmp_path / "drafters"}
 
 
+def test_what_pull_puts_beside_a_gguf_file_is_measured_since_it_changes_answers(tmp_path: Path):
+    for name in ("model.gguf", "generation_config.json", "chat_template.jinja", "LICENSE"):
+        (tmp_path / name).write_text("{}")
+    assert loaded_beside(EngineConfig(), tmp_path / "model.gguf") == {
+        "sampling defaults": tmp_path / "generation_config.json",
+        "chat template": tmp_path / "chat_template.jinja",
+    }
+
+
 def test_a_sealed_node_reads_no_packed_weights_and_takes_no_adapters_later(tmp_path: Path):
     """Packed weights are files of another run, which no statement names: a flipped bit changed answers and no digest."""
     settings = resolve_settings({"sealed": True})

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 @contextlib.contextmanager
 def keyed_server(keys: Path):
     """`cloister serve` as a process, with an embedded model and a file of keys; yields process and address."""
-    command = [sys.executable, "-m", "cloister.cli", "serve", "--port", "0", "--api-keys", str(keys), "--max-num-seqs", "2"]
+    flags = ("--model", "cloister-5m", "--port", "0", "--api-keys", str(keys), "--max-num-seqs", "2")
+    command = [sys.executable, "-m", "cloister.cli", "serve", *flags]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     try:
         for line in running.stdout:

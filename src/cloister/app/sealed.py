@@ -15,6 +15,9 @@ from cloister.app.settings import Settings
 from cloister.app.starting import describe_start
 from cloister.engine.machine import return_free_memory
 from cloister.models import locate
+from cloister.models.generation import GENERATION_FILE
+from cloister.models.location import find_named
+from cloister.models.pulling.store import MANIFEST
 from cloister.privacy import Gate, hardening
 from cloister.types.allocator import overwrites
 from cloister.types.config import EngineConfig, parse_adapters
@@ -41,6 +44,7 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     secrets = [front.api_keys, front.certfile, front.keyfile, front.gateway_secret]
     files = [*secrets, config.release_prefixes, str(config_file) if config_file is not None else None]
     model = locate(config.model, progress=True)
+    files += map(str, manifests(config))
     attesting = read_attesting(front)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # what forks has one thread; our kernels have threads of their own
     execute(
@@ -61,18 +65,31 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
 
 def loaded_beside(config: EngineConfig, model: Path) -> dict[str, Path]:
     """Returns what is loaded beside the model, by what it is: adapters with their names, small models, public text, and the
-    drafters that lie beside a GGUF file (those in a model's directory are measured with it).
+    drafters, chat template and defaults of sampling that lie beside a GGUF file (those in a model's directory are measured
+    with it).
     """
-    drafts = [name.strip() for name in (config.draft_model or "").split(",") if name.strip()]
     found = {f"lora {name}": Path(path).expanduser() for name, path in parse_adapters(config.lora or "")}
-    found |= {f"draft model {number}": locate(name, progress=True) for number, name in enumerate(drafts)}
+    found |= {f"draft model {number}": locate(name, progress=True) for number, name in enumerate(_draft_names(config))}
     if config.release_prefixes is not None:
         found["release prefixes"] = Path(config.release_prefixes).expanduser()
     if config.datastore is not None:
         found["datastore"] = Path(config.datastore).expanduser()
     if model.is_file() and (model.parent / "drafters").exists():
         found["drafters"] = model.parent / "drafters"
+    for what, name in (("sampling defaults", GENERATION_FILE), ("chat template", "chat_template.jinja")):
+        if model.is_file() and (model.parent / name).exists():
+            found[what] = model.parent / name
     return found
+
+
+def manifests(config: EngineConfig) -> list[Path]:
+    """Returns the files by which a sealed process finds pulled models by their names; what it then reads is measured."""
+    pulled = (find_named(name) for name in (config.model, *_draft_names(config)))
+    return [path.parent / MANIFEST for path in pulled if path is not None and path.is_file()]
+
+
+def _draft_names(config: EngineConfig) -> list[str]:
+    return [name.strip() for name in (config.draft_model or "").split(",") if name.strip()]
 
 
 async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:

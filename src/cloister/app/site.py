@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 def _find_early(model: str) -> Path | None:
     """Returns where a model lies that is on this machine, as the engine will say; None for one that has to be fetched first."""
-    from cloister.models import embedded_names, locate
+    from cloister.models import locate
     from cloister.models.directory import find_model
+    from cloister.models.location import find_named
 
-    if model in embedded_names() or Path(model).expanduser().exists():
+    if find_named(model) is not None or Path(model).expanduser().exists():
         return find_model(locate(model))
     return None
 

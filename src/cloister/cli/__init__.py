@@ -29,6 +29,10 @@ VERBS: Final[Mapping[str, str]] = {
     "run": "run",
     "chat": "chat",
     "models": "models",
+    "pull": "pull",
+    "list": "models:models",
+    "show": "show",
+    "rm": "remove",
     "doctor": "doctor",
     "roofline": "roofline",
     "quantize": "quantize",
@@ -47,7 +51,7 @@ VERBS: Final[Mapping[str, str]] = {
     "witness": GROUP,
     "verify": GROUP,
 }
-"""Verb, which is also its module here -> the function in it, or the group of verbs."""
+"""Verb, which is also its module here unless one stands before a colon -> the function in it, or the group of verbs."""
 
 
 class _Verbs(VerbGroup):
@@ -82,7 +86,8 @@ class _Verbs(VerbGroup):
 
 
 def _load(name: str) -> Any:
-    found = getattr(importlib.import_module(f"cloister.cli.{name}"), VERBS[name])
+    module, _, attribute = VERBS[name].rpartition(":")
+    found = getattr(importlib.import_module(f"cloister.cli.{module or name}"), attribute)
     if isinstance(found, typer.Typer):
         found.info.cls = VerbGroup
         for registered in found.registered_commands:

@@ -10,7 +10,11 @@ CONTENTS: Final[Mapping[str, Mapping[str, str]]] = {
         "serve": "Serve a model on the OpenAI API until SIGTERM or Ctrl-C.",
         "run": "Answer one prompt on standard output.",
         "chat": "Talk to a model, several turns.",
-        "models": "List the models on this machine: embedded, in the hub's cache, and in the directories given.",
+        "pull": "Download a model, check it and keep it, with its licence, for `serve`, `run` and `chat`.",
+        "list": "List the models on this machine: embedded, pulled, in the hub's cache, and in the directories given.",
+        "models": "List the models on this machine: embedded, pulled, in the hub's cache, and in the directories given.",
+        "show": "Show a model's source, licence, digest, format and defaults of sampling.",
+        "rm": "Delete models that were pulled, or that lie in the hub's cache.",
     },
     "Look after a server": {
         "doctor": "Look at this machine: what works, and what to do about what does not.",

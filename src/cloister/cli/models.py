@@ -1,4 +1,4 @@
-"""`cloister models`: which models are on this machine, in which format, how large, and what keeps one from being served."""
+"""`cloister list`, `cloister models`: what is on this machine, in which format, how large, and what keeps it from serving."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def models(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the models on this machine: embedded, in the hub's cache, and in the directories given. Reads no weights."""
+    """List the models on this machine: embedded, pulled, in the hub's cache, and in the directories given. Reads no weights."""
     from cloister.models.shelf import list_models
     from cloister.types.errors import ModelError
 
@@ -36,3 +36,14 @@ def models(
     for model in found:
         if model.obstacle is not None:
             out.print(f"{model.name}: {model.obstacle}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    _print_catalogue({model.name for model in found})
+
+
+def _print_catalogue(here: set[str]) -> None:
+    """Prints which models of the catalogue are not here yet."""
+    from cloister.models.pulling import CATALOGUE
+
+    for name, known in CATALOGUE.items():
+        if name not in here:
+            line = f"`cloister pull {name}` brings {known.title}: {known.download_bytes / 1e6:.0f} MB, {known.licence}"
+            out.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -174,10 +174,13 @@ def _model_parameter(about: str) -> inspect.Parameter:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Returns the embedded models whose names begin with what was typed."""
+    """Returns the names of embedded, pulled and catalogued models that begin with what was typed."""
     from cloister.models import embedded_names
+    from cloister.models.pulling.catalogue import CATALOGUE
+    from cloister.models.pulling.store import Store
 
-    return [name for name in embedded_names() if name.startswith(incomplete)]
+    names = {*embedded_names(), *CATALOGUE, *(model.name for model in Store().list())}
+    return sorted(name for name in names if name.startswith(incomplete))
 
 
 def _help_all_parameter() -> inspect.Parameter:

@@ -27,8 +27,9 @@ def serve(
     if as_json and not explain:
         raise typer.BadParameter("it needs --explain", param_hint="--json")
     from cloister.app import resolve_settings
+    from cloister.app.default_model import fetch_model
 
-    resolved = resolve_settings(settings.flags, settings.config_file)
+    resolved = fetch_model(resolve_settings(settings.flags, settings.config_file), may_pull=not explain)
     if explain:
         _explain([*resolved.engine.reasons, *resolved.server.reasons], as_json)
         return

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.app import Settings, build_engine, resolve_settings
+from cloister.app.default_model import fetch_model
 from cloister.llm.asynchronous import AsyncLLM
 from cloister.llm.completions import Completion
 from cloister.llm.progress import Progress
@@ -207,5 +208,6 @@ class LLM:
 
 
 def open_llm(flags: Mapping[str, object] | None = None, config_file: Path | None = None) -> LLM:
-    """Returns an `LLM` for settings as the command line has them; errors as in `LLM` and `resolve_settings`."""
-    return LLM.open(resolve_settings(flags, config_file, listens=False))
+    """Returns an `LLM` for settings as the command line has them, with its default model; errors as in `LLM`,
+    `resolve_settings` and `fetch_model`."""
+    return LLM.open(fetch_model(resolve_settings(flags, config_file, listens=False)))

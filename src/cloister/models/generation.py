@@ -10,6 +10,7 @@ from typing import Any
 from cloister.models.config import read_json
 from cloister.types.errors import ModelError
 
+GENERATION_FILE = "generation_config.json"
 DEFAULT_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -21,7 +22,7 @@ def read_generation(path: Path, config: Mapping[str, Any], vocab_size: int) -> t
     Raises:
         ModelError: a value has the wrong type, or an id lies outside the vocabulary.
     """
-    file = path / "generation_config.json"
+    file = path / GENERATION_FILE
     settings = read_json(file) if file.exists() else {}
     ids = dict.fromkeys([*_token_ids(settings, vocab_size), *_token_ids(config, vocab_size)])
     defaults = {name: _number(name, settings[name]) for name in DEFAULT_NAMES if settings.get(name) is not None}

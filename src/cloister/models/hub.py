@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from huggingface_hub.errors import CacheNotFound, GatedRepoError, RepositoryNotFoundError
+from rich.progress import Progress
 
 from cloister.models.directory import choose_gguf, find_model
+from cloister.models.progress import download_progress
 from cloister.types.errors import ModelError
 
 FILES = (
@@ -48,6 +49,36 @@ def download(name: str, progress: bool) -> Path:
         kind = type(error).__name__
         raise ModelError(f"the download of {name} broke off ({kind}); run the command again to resume it") from None
     return _find(root, file, name)
+
+
+def find_cached(name: str) -> Path:
+    """Returns the directory or GGUF file of a model in the hub's cache; arguments and errors as in `download`."""
+    owner, model, *inner = name.split("/")
+    return _find(_cached(f"{owner}/{model}"), "/".join(inner) or None, name)
+
+
+def remove_cached(name: str, hub_cache: Path | None = None) -> int:
+    """Deletes a model from the hub's cache on this machine; returns the bytes that this frees.
+
+    Args:
+        hub_cache: None is where the hub's library keeps it.
+
+    Raises:
+        ModelError: it is not there.
+    """
+    try:
+        cache = huggingface_hub.scan_cache_dir(hub_cache)
+    except CacheNotFound:
+        cache = None
+    repositories = cache.repos if cache is not None else frozenset()
+    found = next((repo for repo in repositories if repo.repo_id == name and repo.repo_type == "model"), None)
+    if found is None:
+        raise ModelError(f"there is no model {name} in the hub's cache; `cloister list` shows what there is", param="name")
+    try:
+        shutil.rmtree(found.repo_path)  # not by revision: two repositories may share a commit, and the library takes either
+    except OSError as error:
+        raise ModelError(f"{name} cannot be deleted from the hub's cache: {error.strerror}") from None
+    return found.size_on_disk
 
 
 def _find(root: Path, file: str | None, name: str) -> Path:
@@ -97,10 +128,7 @@ class _progress_class:
     """Context manager: yields a class that the hub's library takes for tqdm and that draws on one rich display."""
 
     def __init__(self, shown: bool) -> None:
-        self._display = Progress(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-            console=Console(stderr=True), disable=not shown,
-        )  # fmt: skip
+        self._display = download_progress(shown)
 
     def __enter__(self) -> type[Any]:
         display = self._display

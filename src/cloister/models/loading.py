@@ -73,13 +73,16 @@ def load(
 
 def _load_gguf(path: Path, name: str | None, digests: Digests, max_model_len: int | None) -> LoadedModel:
     opened = open_gguf(path, digests, max_model_len)
+    ends, sampling = read_generation(
+        path.parent, {}, opened.spec.vocab_size
+    )  # of the file beside it, as `cloister pull` writes
     info = ModelInfo(
         name=name or path.stem,
         path=str(path),
         max_model_len=opened.spec.max_positions,
         vocab_size=opened.spec.vocab_size,
-        eos_token_ids=opened.eos_token_ids,
-        defaults=dict(opened.defaults),
+        eos_token_ids=tuple(dict.fromkeys([*opened.eos_token_ids, *ends])),
+        defaults={**opened.defaults, **sampling},
         fingerprint=opened.fingerprint,
         created_s=int(path.stat().st_mtime),
     )

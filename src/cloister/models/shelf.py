@@ -1,4 +1,5 @@
-"""The models that are on this machine: embedded ones, those in the hub's cache, and those in directories that are asked about.
+"""The models that are on this machine: embedded and pulled ones, those in the hub's cache, and those in directories that are
+asked about.
 
 Reads heads of files only: no weights, no network.
 """
@@ -22,6 +23,7 @@ from cloister.models.gguf.architecture import find_architecture
 from cloister.models.gguf.architecture import read_spec as read_gguf_spec
 from cloister.models.gguf.blocks import TYPES
 from cloister.models.location import embedded_names, locate
+from cloister.models.pulling import Store
 from cloister.models.quantized import split_config
 from cloister.models.safetensors import read_header
 from cloister.types.errors import CloisterError
@@ -34,7 +36,7 @@ class ShelvedModel:
 
     Attributes:
         name: what `--model` takes.
-        source: embedded, hub or directory.
+        source: embedded, pulled, hub or directory.
         architecture: as config.json or the GGUF file names it, "?" where neither can be read.
         format: how most of its weights are stored, such as BF16, Q4_K or gptq.
         size_bytes: of its files of weights.
@@ -50,14 +52,20 @@ class ShelvedModel:
     obstacle: str | None = None
 
 
-def list_models(directories: Iterable[Path] = (), hub_cache: Path | None = None) -> Iterator[ShelvedModel]:
-    """Yields what is embedded, what the hub's cache holds, and what lies in `directories` and right under them.
+def list_models(
+    directories: Iterable[Path] = (), hub_cache: Path | None = None, store: Store | None = None
+) -> Iterator[ShelvedModel]:
+    """Yields what is embedded, what was pulled, what the hub's cache holds, and what lies in `directories` and under them.
 
     Args:
         hub_cache: None is where the hub's library keeps it.
+        store: of pulled models; None is this user's.
     """
     for name in embedded_names():
         yield describe(locate(name), name, "embedded")
+    store = store or Store()
+    for pulled in store.list():
+        yield describe(store.path(pulled), pulled.name, "pulled")
     for name, snapshot in _cached_snapshots(hub_cache):
         yield from _describe_all(snapshot, name, "hub")
     for directory in directories:

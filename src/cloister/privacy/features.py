@@ -305,10 +305,27 @@ RUNTIME_ADAPTERS_THREAT = ThreatProfile(
     mitigations=("an operator's key, or no key on loopback", "the digest of the weights is in prefix keys and fingerprints"),
 )
 
+_SOMEBODY_CHOOSES = refuse("what runs is what somebody chose: a model that was named, or pulled before")
+DEFAULT_MODEL_DOWNLOAD = Feature(
+    "default-model-download",
+    "closed-source",
+    "model",
+    _own(
+        "closed-source.default-model-download",
+        open=allow("one user on one machine; its digest is pinned, and the package index learns who asks for which package"),
+        team=_SOMEBODY_CHOOSES,
+        private=_SOMEBODY_CHOOSES,
+        paranoid=_SOMEBODY_CHOOSES,
+    ),
+    frozenset({Profile.OPEN}),
+    "name a model with the setting `model`, or run `cloister pull` before",
+)
+
 FEATURES: Mapping[str, Feature] = {
     feature.name: feature
     for feature in (
         RUNTIME_ADAPTERS,
+        DEFAULT_MODEL_DOWNLOAD,
         PREFIX_CACHE,
         SESSION,
         RELEASE_PREFIXES,

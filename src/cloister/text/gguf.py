@@ -82,9 +82,12 @@ class GGUFSource:
         return {role: tokens[token_id] for role, token_id in ids.items() if token_id is not None}
 
     def templates(self) -> dict[str, str]:
+        """Returns those in the file's metadata; chat_template.jinja beside the file goes over its default one."""
         names = [key for key in self._file.metadata if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")]
         sources = {name.removeprefix(_TEMPLATE).removeprefix(".") or "default": self._file.get(name, str) for name in names}
-        return {name: source for name, source in sources.items() if source is not None}
+        found = {name: source for name, source in sources.items() if source is not None}
+        beside = self._path.parent / "chat_template.jinja"
+        return found | ({"default": beside.read_text(encoding="utf-8")} if beside.is_file() else {})
 
     @cached_property
     def _file(self) -> GGUFFile:

@@ -36,7 +36,11 @@ def setting(
 class EngineConfig:
     """Settings of one engine. None means: chosen at start from the model and the machine."""
 
-    model: str = setting("cloister-5m", "Embedded model's name, model directory, GGUF file, or hub name.")
+    model: str = setting(
+        "cloister-5m",
+        "Name of an embedded, pulled or catalogue model, model directory, GGUF file, or hub name; unset, `serve`, `run` and"
+        " `chat` take smollm2-135m where the profile lets them download it, or it is here.",
+    )
     backend: str | None = setting(
         None, "What computes, native or torch; unset, native on a CPU if its kernels were compiled, else torch."
     )

