@@ -175,6 +175,11 @@ class ServerConfig:
         choices=("think", "magistral", "none"),
     )
     max_request_kb: int = setting(4096, "Largest request body, in KiB.", low=1)
+    strict_fields: bool = setting(
+        False,
+        "Refuse a request with a field that nothing here knows; else it is ignored, and the reply's header"
+        " `cloister-ignored-fields` names it.",
+    )
     max_n: int = setting(64, "Most sequences (`n`) that one request may ask for.", low=1)
     page: bool = setting(True, "Serve the web page at `/`.")
     max_connections: int = setting(
