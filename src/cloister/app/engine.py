@@ -94,6 +94,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         hidden_size=model.spec.hidden_size,
         pooling=pooling,
         drafters=drafters.names,
+        default_max_tokens=config.default_max_tokens or None,
     )
     vocab_size = model.spec.vocab_size
     grammars = Grammars(GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_token_ids=info.eos_token_ids))

@@ -75,6 +75,11 @@ class EngineConfig:
     )
     num_threads: int | None = setting(None, "Threads for arithmetic.", low=1)
     max_model_len: int | None = setting(None, "Longest prompt and answer together, in tokens.", low=1)
+    default_max_tokens: int = setting(
+        2048,
+        "Longest answer where a request does not say how long it may be, in tokens; 0: what the context window has room for.",
+        low=0,
+    )
     block_size: int = setting(16, "Positions in one KV block.", low=1, high=256)
     kv_memory_mb: float | None = setting(None, "Memory for KV blocks, in MiB.", low=0)
     max_num_seqs: int = setting(64, "Sequences that run at once.", low=1)

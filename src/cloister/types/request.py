@@ -212,6 +212,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         hidden_size: numbers in an embedding.
         pooling: how it makes one, unless a request says otherwise.
         drafters: what may draft tokens for it, by name.
+        default_max_tokens: longest answer where a request does not say; None for as many tokens as the window has room for.
     """
 
     name: str
@@ -225,6 +226,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0
     pooling: PoolingParams = PoolingParams()
     drafters: tuple[str, ...] = ()
+    default_max_tokens: int | None = None
+
+    def bound(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Returns how to sample with a `max_tokens`, where a request of so long a prompt says none: the default, or the room."""
+        if sampling.max_tokens is not None or self.default_max_tokens is None:
+            return sampling
+        room = max(1, self.max_model_len - num_prompt_tokens)
+        most = min(room, max(self.default_max_tokens, sampling.min_tokens))
+        return msgspec.structs.replace(sampling, max_tokens=most)
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
