@@ -10,6 +10,7 @@ from tests.server.house import INFO, MODEL, ScriptedEngine, says, serving_script
 
 HELLO = [{"role": "user", "content": "hi"}]
 SHORT = msgspec.structs.replace(INFO, default_max_tokens=40)
+LONG = "x" * 210
 WINDOW = INFO.max_model_len
 
 
@@ -20,7 +21,7 @@ WINDOW = INFO.max_model_len
         ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 7}, 7),
         ("/v1/chat/completions", {"messages": HELLO, "max_completion_tokens": 90}, 90),
         ("/v1/chat/completions", {"messages": HELLO, "min_tokens": 60}, 60),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 210}]}, WINDOW - 210 - len("user: \nassistant:")),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, WINDOW - len(f"user: {LONG}\nassistant:")),
         ("/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}}, 40),
         ("/v1/completions", {"prompt": "hi"}, 40),
         ("/v1/completions", {"prompt": ["hi", "x" * 230]}, WINDOW - 230),

@@ -26,6 +26,7 @@ from cloister.text import Tokenizer
 from cloister.types.errors import NotFoundError
 from cloister.types.request import AdapterInfo, ModelInfo
 
+
 @dataclass(frozen=True, slots=True)
 class PromptReader:
     """Reads the bodies of one server.
@@ -118,7 +119,7 @@ class PromptReader:
         sampling = sampling_params(
             body,
             self.model,
-            max_tokens=1 if answerless else max_tokens,  # an engine request makes at least one token; an answerless job drops it
+            max_tokens=1 if answerless else max_tokens,  # an engine makes at least one token; an answerless job drops it
             vocab_size=self.vocab_size,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if echo else None,

@@ -229,7 +229,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     default_max_tokens: int | None = None
 
     def bound(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Returns how to sample with a `max_tokens`, where a request of so long a prompt says none: the default, or the room."""
+        """Returns how to sample with a `max_tokens`, where a request says none: the default, or the room after its prompt."""
         if sampling.max_tokens is not None or self.default_max_tokens is None:
             return sampling
         room = max(1, self.max_model_len - num_prompt_tokens)
