@@ -159,6 +159,9 @@ class ServerConfig:
     port: int = setting(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
     served_model_name: str | None = setting(None, "Names that clients use, commas between; unset, the model's own.")
     api_keys: str | None = setting(None, "File of hashed API keys (`cloister keys` writes it); unset, none are asked for.")
+    oidc: str | None = setting(
+        None, "File (TOML) of an OpenID issuer whose tokens are taken beside API keys; unset, none are. Needs the extra `oidc`."
+    )
     tool_parser: str | None = setting(
         None,
         "How the model writes calls of tools; unset, as its chat template shows.",
