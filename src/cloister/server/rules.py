@@ -49,6 +49,10 @@ CHAT_MESSAGE: Final = one_of(
     where("role", "assistant", needs={"tool_calls": {"type": "array", "minItems": 1}}, takes={"tool_call_id": _ABSENT}),
     where("role", "tool", needs={"content": _TEXT, "tool_call_id": {"type": "string"}}, takes={"tool_calls": _NO_CALLS}),
 )
+RESPONSE_FORMAT: Final = one_of(
+    where("type", "json_schema", needs={"json_schema": {"type": "object"}}),
+    where("type", "text", "json_object", takes={"json_schema": _ABSENT}),
+)
 MESSAGE_PARAM: Final = one_of(
     where("role", "user", takes=_blocks("text", "tool_result")),
     where("role", "assistant", takes=_blocks("text", "thinking", "tool_use")),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainValidator
 
 from cloister.server.errors import invalid
-from cloister.server.rules import CHAT_MESSAGE, TOOLS
+from cloister.server.rules import CHAT_MESSAGE, RESPONSE_FORMAT, TOOLS
 from cloister.text.grammar.checking import MAX_CHOICES
 
 Extra = dict[str, JsonValue]
@@ -28,7 +28,7 @@ INT64: Final = 2**63
 INT32: Final = 2**31
 BELOW_WINDOW: Final[Extra] = {"x-below": "max_model_len"}
 TOKEN_KEYS: Final[Extra] = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
-CHOICES: Final[Extra] = {"minItems": 1, "maxItems": MAX_CHOICES}
+CHOICES: Final[Extra] = {"minItems": 1, "maxItems": MAX_CHOICES, "items": {"type": "string", "minLength": 1}}
 
 
 class Strict(BaseModel):
@@ -69,6 +69,8 @@ class JsonSchemaSpec(Strict):
 
 class ResponseFormat(Strict):
     """The form of an answer, as OpenAI has it."""
+
+    model_config = RESPONSE_FORMAT
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaSpec | None = None
