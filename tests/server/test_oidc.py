@@ -119,8 +119,8 @@ def test_a_token_of_the_issuer_and_an_api_key_both_open_the_door(api_key_and_cli
 )
 def test_a_token_that_is_not_for_this_server_now_is_refused(client, issuer, claims):
     reply = ask(client, issuer.token(**{**CHAT, **claims}))
-    check_error(reply, 401)
-    assert reply.headers["www-authenticate"] == "Bearer"
+    assert check_error(reply, 401)["code"] == "invalid_token"
+    assert reply.headers["www-authenticate"] == 'Bearer error="invalid_token"'
     assert "example" not in reply.text
 
 

@@ -78,6 +78,12 @@ class OidcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("a claim is no name, or names with dots between")
 
 
+class TokenError(AuthenticationError):
+    """A token that is not taken (RFC 6750, 3.1)."""
+
+    code = "invalid_token"
+
+
 @dataclass(frozen=True, slots=True)
 class Person:
     """Who holds a token, under pseudonyms.
@@ -115,18 +121,18 @@ class People:
             now_s: seconds since 1970-01-01 UTC.
 
         Raises:
-            AuthenticationError: the token is not for this service, or not now.
+            TokenError: the token is not for this service, or not now.
             PolicyError: its holder lacks the role that is asked for.
         """
         config = self.config
         kind = header.get("typ", "JWT")
         if not isinstance(kind, str) or kind.lower() not in _TYPES:
-            raise AuthenticationError("this is no access token; send the one that the issuer gave for this service")
+            raise TokenError("this is no access token; send the one that the issuer gave for this service")
         if claims.get("iss") != config.issuer:
-            raise AuthenticationError("this token is another issuer's; sign in at the one of this server")
+            raise TokenError("this token is another issuer's; sign in at the one of this server")
         audience = claims.get("aud")
         if config.audience not in (audience if isinstance(audience, list) else [audience]):
-            raise AuthenticationError("this token is for another service; ask the issuer for one whose audience is this server")
+            raise TokenError("this token is for another service; ask the issuer for one whose audience is this server")
         self._check_times(claims, now_s)
         subject, tenant = _text(claims, "sub"), _text(claims, config.tenant_claim)
         roles = _roles(claims, config.roles_claim)
@@ -148,11 +154,11 @@ class People:
             if value is None and not is_needed:
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-                raise AuthenticationError("this token does not say until when it is valid; ask the issuer for another one")
+                raise TokenError("this token does not say until when it is valid; ask the issuer for another one")
             if name == "exp" and now_s >= value + skew_s:
-                raise AuthenticationError("this token has expired; sign in again")
+                raise TokenError("this token has expired; sign in again")
             if name != "exp" and now_s < value - skew_s:
-                raise AuthenticationError("this token is not valid yet; check the clocks of the issuer and of this server")
+                raise TokenError("this token is not valid yet; check the clocks of the issuer and of this server")
 
     def _pseudonym(self, purpose: str, value: str) -> bytes:
         words = f"cloister/oidc/{purpose}/1\0{self.config.issuer}\0{value}"
@@ -198,7 +204,7 @@ def _claim(claims: Mapping[str, Any], path: str) -> object:
 def _text(claims: Mapping[str, Any], path: str) -> str:
     value = _claim(claims, path)
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_CLAIM_CHARS:
-        raise AuthenticationError("this token lacks a claim that the server tells people apart by; its operator knows which")
+        raise TokenError("this token lacks a claim that the server tells people apart by; its operator knows which")
     return value
 
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import httpx
 import msgspec
 
-from cloister.privacy.oidc import People, Person, may_be_fetched
-from cloister.types.errors import AuthenticationError, ConfigError, EngineError
+from cloister.privacy.oidc import People, Person, TokenError, may_be_fetched
+from cloister.types.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
+    import httpx
     from joserfc.jwk import KeySet
     from joserfc.jws import JWSRegistry
 
@@ -88,14 +88,14 @@ class TokenVerifier:
         """Returns who holds a token.
 
         Raises:
-            AuthenticationError: it is no token of the issuer for this server, now.
+            TokenError: it is no token of the issuer for this server, now.
             PolicyError: its holder may not use this server.
             IssuerError: the issuer's keys cannot be read.
         """
         from joserfc import jws, jwt
         from joserfc.errors import JoseError
 
-        broken = AuthenticationError("this is no token that the issuer signed; sign in again")
+        broken = TokenError("this is no token that the issuer signed; sign in again")
         if len(token) > MAX_TOKEN_CHARS or not token.isascii():
             raise broken
         try:
@@ -135,6 +135,8 @@ class TokenVerifier:
         return self._monotonic() - time_s
 
     async def _refresh(self) -> None:
+        import httpx  # servers without an issuer start without it
+
         try:
             async with asyncio.timeout(FETCH_TIMEOUT_S), self._client() as client:
                 described = await _fetch(client, self._issuer.rstrip("/") + "/.well-known/openid-configuration")
@@ -153,6 +155,8 @@ class TokenVerifier:
             self._tried_s = self._monotonic()
 
     def _client(self) -> httpx.AsyncClient:
+        import httpx
+
         # Neither a proxy nor a password file of the environment: where keys come from is what the settings say.
         return httpx.AsyncClient(timeout=FETCH_TIMEOUT_S, trust_env=False, verify=self._tls)
 

@@ -41,7 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stop_token_ids: token ids that end the answer, beside the model's EOS ids.
         shown_token_ids: control tokens that are text of the answer, such as those around calls of tools; the others are not.
         min_tokens: EOS and stop tokens cannot be chosen, and stop strings do not count, before this many.
-        max_tokens: output tokens at most; None means as many as the context window holds.
+        max_tokens: output tokens at most; None means the model's `default_max_tokens` to a front, and all that the window
+            holds to the engine.
         ignore_eos: the model's EOS ids do not end the answer.
         logprobs: None for none, k for the chosen token's and the k most likely ones'. They are log-probabilities of
             the model's distribution before temperature, penalties and truncation.
