@@ -135,3 +135,12 @@ def test_whole_numbers_may_have_a_point(client):
     assert client.post("/detokenize", json={"tokens": [104.0, 105]}).json()["prompt"] == "hi"
     for number in (2.5, 1e300, -1.0):
         assert check_error(client.post(CHAT, json={**BODY, "max_tokens": number}), 400)["param"] == "max_tokens"
+
+
+def test_the_reference_says_whether_other_fields_may_come(client, strict):
+    def takes_others(client: httpx.Client) -> bool:
+        schemas = client.get("/openapi.json").json()["components"]["schemas"]
+        return all("additionalProperties" not in schemas[name] for name in ("ChatBody", "CompletionBody", "Message"))
+
+    assert takes_others(client)
+    assert not takes_others(strict)
