@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import httpx
 import msgspec
 import pytest
 
-from tests.server.house import INFO, MODEL, ScriptedEngine, says, serving_script
+from tests.server.house import INFO, MODEL, House, ScriptedEngine, says, serving_script
 
 HELLO = [{"role": "user", "content": "hi"}]
 SHORT = msgspec.structs.replace(INFO, default_max_tokens=40)
 LONG = "x" * 210
 WINDOW = INFO.max_model_len
+
+
+@pytest.fixture(scope="module")
+def short(model_path: Path) -> Iterator[tuple[House, ScriptedEngine]]:
+    engine = ScriptedEngine(says("ok"), model=SHORT)
+    with serving_script(model_path, engine) as house:
+        yield house, engine
 
 
 @pytest.mark.parametrize(
@@ -30,10 +40,10 @@ WINDOW = INFO.max_model_len
         ("/v1/responses", {"input": "hi", "max_output_tokens": 50}, 50),
     ],
 )
-def test_an_answer_is_as_long_as_the_request_says_or_else_the_setting(model_path, path, body, expected):
-    engine = ScriptedEngine(says("ok"), model=SHORT)
-    with serving_script(model_path, engine) as house:
-        assert httpx.post(house.url + path, json=body).status_code == 200
+def test_an_answer_is_as_long_as_the_request_says_or_else_the_setting(short, path, body, expected):
+    house, engine = short
+    engine.taken.clear()
+    assert httpx.post(house.url + path, json=body).status_code == 200
     assert {request.sampling.max_tokens for request in engine.taken} == {expected}
 
 
@@ -45,7 +55,6 @@ def test_without_a_setting_an_answer_may_fill_the_window(model_path):
     assert [request.sampling.max_tokens for request in engine.taken] == [None, None]
 
 
-def test_the_list_of_models_says_how_long_an_answer_is(model_path):
-    with serving_script(model_path, ScriptedEngine(says("ok"), model=SHORT)) as house:
-        (model,) = httpx.get(f"{house.url}/v1/models").json()["data"]
+def test_the_list_of_models_says_how_long_an_answer_is(short):
+    (model,) = httpx.get(f"{short[0].url}/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"], model["default_max_tokens"]) == (MODEL, WINDOW, 40)
