@@ -50,6 +50,25 @@ def structured(method: str) -> str:
     return "a pydantic object"
 
 
+def json_mode() -> str:
+    """Nobody says how long the answer may be, and the model would go on to the end of its window."""
+    unbounded = ChatOpenAI(base_url=f"{URL}/v1", api_key="none", model=MODEL, max_retries=0, temperature=0)
+    try:
+        unbounded.with_structured_output(Joke, method="json_mode").invoke("Tell me a joke about cats.")
+    except openai.LengthFinishReasonError as error:
+        num_tokens = error.completion.usage.completion_tokens
+        assert num_tokens == 2048
+        return f"{num_tokens} tokens, and an error that says that it was cut"
+    return "an answer that ended by itself"
+
+
+def extra_fields() -> str:
+    fields = {"typical_p": 0.9, "cache_salt": "x", "enable_thinking": False, "reasoning_effort": "low"}
+    reply = chat.bind(extra_body=fields).invoke(TEXT)
+    assert reply.content == chat.invoke(TEXT).content
+    return "the same answer with fields that have no effect"
+
+
 def tools() -> str:
     bound = chat.bind_tools([get_weather], tool_choice="get_weather")
     first = bound.invoke(TEXT)
@@ -95,6 +114,8 @@ run_checks(
         "batch": batch,
         "structured output, json_schema": lambda: structured("json_schema"),
         "structured output, function_calling": lambda: structured("function_calling"),
+        "json_mode without max_tokens": json_mode,
+        "fields of other servers": extra_fields,
         "tools": tools,
         "tools, streamed": tools_streamed,
         "responses": responses,

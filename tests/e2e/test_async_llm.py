@@ -139,3 +139,23 @@ def test_many_more_prompts_than_may_wait_are_all_answered():
         return await llm.generate(["x"] * 40, SamplingParams(max_tokens=2, ignore_eos=True))
 
     assert len(run(ask, max_waiting=1, max_num_seqs=2)) == 40
+
+
+def test_an_answer_ends_where_nobody_says_how_long_it_may_be():
+    endless = SamplingParams(temperature=0, ignore_eos=True)
+
+    async def ask(llm):
+        completions = await llm.generate(PROMPTS[:2], [endless, SamplingParams(temperature=0, ignore_eos=True, min_tokens=40)])
+        streamed = await gather(llm.stream(PROMPTS[0], endless))
+        return [len(c.outputs[0].token_ids) for c in completions], sum(len(o.token_ids) for o in streamed)
+
+    assert run(ask, default_max_tokens=30) == ([30, 40], 30)
+    assert AsyncLLM("cloister-5m")._config.default_max_tokens == 2048
+
+
+def test_zero_is_no_limit_but_the_window():
+    async def ask(llm):
+        (completion,) = await llm.generate("a", SamplingParams(temperature=0, ignore_eos=True))
+        return len(completion.prompt_token_ids) + len(completion.outputs[0].token_ids)
+
+    assert run(ask, default_max_tokens=0, max_model_len=80) == 80

@@ -33,9 +33,24 @@ def test_a_character_of_several_tokens_is_never_broken(model_path: Path) -> None
     assert [o.text for o in outputs if o.text] == ["é", "🙂", "日"]
 
 
-def test_a_character_cut_short_by_length_ends_as_replacement(model_path: Path) -> None:
+def test_a_character_cut_short_by_length_is_left_out(model_path: Path) -> None:
+    request = make_request(max_tokens=4)
+    assert texts(say(model_path, "a🙂", request), request) == ["a"]
+
+
+def test_bytes_that_are_no_character_show_as_replacement_though_the_answer_is_cut(model_path: Path) -> None:
     request = make_request(max_tokens=3)
-    assert texts(say(model_path, "🙂", request), request) == ["\ufffd"]
+    assert texts(say(model_path, [0xF0, ord("a"), 0xF0], request), request) == ["\ufffda"]
+
+
+def test_a_character_that_the_model_leaves_open_when_it_ends_shows_as_replacement(model_path: Path) -> None:
+    request = make_request(max_tokens=50, ignore_eos=False)
+    assert texts(say(model_path, [ord("a"), 0xF0, 0x9F, EOS], request), request) == ["a\ufffd"]
+
+
+def test_what_was_held_back_for_a_stop_string_survives_a_cut_inside_a_character(model_path: Path) -> None:
+    request = make_request(max_tokens=6, stop=("END",))
+    assert texts(say(model_path, "aEN🙂", request), request) == ["aEN"]
 
 
 def test_a_stop_string_over_several_tokens_is_cut_and_never_shown(model_path: Path) -> None:

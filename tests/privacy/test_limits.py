@@ -52,7 +52,7 @@ def test_unused_tokens_are_given_back_once() -> None:
     account = Account(Limits(tokens_per_day=100))
     charge = account.enter(0.0)
     charge.reserve("a", 90, NOON)
-    with pytest.raises(RateLimitError, match=r"100 tokens a day \(UTC\) and has 10 left, and this request may need 11"):
+    with pytest.raises(RateLimitError, match=r"100 tokens a day \(UTC\) and have 10 left, and this request may need 11"):
         charge.reserve("b", 11, NOON)
     charge.settle("a", 30)
     charge.settle("a", 0)

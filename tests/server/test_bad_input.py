@@ -89,14 +89,11 @@ BAD_CHAT = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-    ({"stream": True, "stream_options": {SECRET: 1}}, None),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"priority": 0.5}, "priority"),
     ({"user": 7}, "user"),
     ({"metadata": {"a": 1}}, "metadata"),
     ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
-    ({SECRET: 1}, None),
-    ({"temprature": 1}, None),
     ({"model": 3}, "model"),
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
@@ -139,7 +136,6 @@ BAD_TEXT = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"n": 2, "best_of": 1}, "best_of"),
     ({"suffix": SECRET}, "suffix"),
-    ({"messages": HELLO}, None),
 ]
 
 
@@ -173,11 +169,6 @@ def test_a_prompt_that_is_too_long_is_told_the_figures(client):
     assert error["code"] == "context_length_exceeded"
     assert "256" in error["message"]
     assert "300" in error["message"]
-
-
-def test_a_misspelt_field_gets_a_hint(client):
-    error = check_error(client.post(CHAT, json={"model": MODEL, "messages": HELLO, "temprature": 1}), 400)
-    assert "`temperature`" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,6 @@ def test_a_stream_of_several_prompts_gives_the_same_texts(sdk):
     assert [texts[0], texts[1]] == [choice.text for choice in whole.choices]
 
 
-def test_max_tokens_is_16_unless_given(sdk):
-    assert sdk.completions.create(model=MODEL, prompt="x", temperature=0).usage.completion_tokens == 16
-
-
 def test_echo_repeats_the_prompt(sdk):
     answer = complete(sdk, "once").choices[0].text
     assert complete(sdk, "once", echo=True).choices[0].text == "once" + answer

@@ -64,6 +64,7 @@ def test_a_named_origin_may_read_replies_and_errors_and_still_needs_its_key(mode
         for each in (reply, refused):
             assert each.headers["access-control-allow-origin"] == GOOD
             assert "x-request-id" in each.headers["access-control-expose-headers"]
+            assert "cloister-ignored-fields" in each.headers["access-control-expose-headers"]
             assert "x-ratelimit-remaining-tokens" in each.headers["access-control-expose-headers"]
 
 

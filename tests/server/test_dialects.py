@@ -38,7 +38,8 @@ def test_a_request_without_a_model_gets_the_one_that_is_served(client, path):
 
 def test_models_have_the_fields_that_clients_look_for(client):
     (model,) = client.get("/v1/models").json()["data"]
-    assert {"id", "object", "created", "owned_by", "root", "parent", "permission", "max_model_len"} <= set(model)
+    lengths = {"max_model_len", "default_max_tokens"}
+    assert {"id", "object", "created", "owned_by", "root", "parent", "permission"} | lengths <= set(model)
     assert (model["parent"], model["permission"]) == (None, None)
 
 

@@ -105,7 +105,7 @@ def test_tokens_are_reserved_and_what_was_not_used_comes_back(model_path):
         assert int(reply.headers["x-ratelimit-remaining-tokens"]) == 100 - used["total_tokens"]
         assert remaining(client) == 100 - used["total_tokens"]
         error = check_error(complete(client, max_tokens=100), 429)
-        assert f"has {remaining(client)} left" in error["message"]
+        assert f"have {remaining(client)} left" in error["message"]
         assert "this request may need 104" in error["message"]
         before = remaining(client)
         assert complete(client, prompt=["four", "five"], max_tokens=3, n=2).status_code == 200

@@ -18,6 +18,7 @@ from cloister.server.openapi import REF, describe_api
 from cloister.server.operations import EVENTS, OPERATIONS
 from tests.server.house import MODEL, make_gate, serving, start_speaking
 
+THOUGHT = {"type": "thinking", "thinking": "hm"}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
 
@@ -68,7 +69,28 @@ def test_no_two_operations_have_one_id(document):
         ("/v1/chat/completions", {**CHAT, "stop": 1}, 400),
         ("/v1/chat/completions", {**CHAT, "temperature": 3}, 400),
         ("/v1/chat/completions", {**CHAT, "temperature": "1"}, 400),
-        ("/v1/chat/completions", {**CHAT, "unheard_of": 1}, 400),
+        ("/v1/chat/completions", {**CHAT, "unheard_of": 1}, 200),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 4.0}, 200),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 256}, 400),
+        ("/v1/chat/completions", {**CHAT, "n": 65}, 400),
+        ("/v1/chat/completions", {**CHAT, "functions": [{}]}, 400),
+        ("/v1/chat/completions", {**CHAT, "functions": [], "store": False}, 200),
+        ("/v1/chat/completions", {**CHAT, "logit_bias": {"a": 1}}, 400),
+        ("/v1/chat/completions", {**CHAT, "guided_choice": []}, 400),
+        ("/v1/chat/completions", {**CHAT, "guided_choice": ["a", ""]}, 400),
+        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, 400),
+        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "text", "json_schema": None}}, 200),
+        ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400),
+        ("/v1/chat/completions", {**CHAT, "tool_choice": {"type": "auto"}}, 200),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}], "max_tokens": 4}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}], "max_tokens": 4}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant"}], "max_tokens": 4}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}], "max_tokens": 4}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}], "max_tokens": 4}, 200),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, 400),
+        ("/v1/completions", {"prompt": ""}, 400),
+        ("/v1/completions", {"prompt": ["a", ""]}, 400),
+        ("/v1/completions", {"prompt": [1.0, 2.0], "max_tokens": 2}, 200),
         ("/v1/chat/completions", {**CHAT, "messages": []}, 400),
         ("/v1/chat/completions", {**CHAT, "messages": "Hello"}, 400),
         ("/v1/chat/completions", {"max_tokens": 4}, 400),
@@ -89,6 +111,11 @@ def test_no_two_operations_have_one_id(document):
         ("/v1/messages", {"messages": "Hello", "max_tokens": 4}, 400),
         ("/v1/messages/count_tokens", {"messages": CHAT["messages"]}, 200),
         ("/v1/messages/count_tokens", {"messages": []}, 400),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [THOUGHT]}], "max_tokens": 4}, 400),
+        ("/v1/messages", {"messages": [{"role": "assistant", "content": [THOUGHT]}, *CHAT["messages"]], "max_tokens": 4}, 200),
+        ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 4, "tool_choice": {"type": "tool"}}, 400),
+        ("/v1/responses", {"input": "Hello", "tool_choice": "required"}, 400),
+        ("/v1/responses", {"input": [{"type": "reasoning", "summary": []}, {"role": "user", "content": "a"}]}, 200),
         ("/v1/embeddings", {"input": ""}, 400),
         ("/v1/embeddings", {"input": [[]]}, 400),
         ("/v1/embeddings", {"input": "a", "encoding_format": "f16"}, 400),
@@ -102,6 +129,7 @@ def test_no_two_operations_have_one_id(document):
         ("/tokenize", {"prompt": "a"}, 200),
         ("/tokenize", {"messages": CHAT["messages"], "return_token_strs": True}, 200),
         ("/tokenize", {"prompt": 1}, 400),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, 400),
         ("/detokenize", {"tokens": [1, 2]}, 200),
         ("/detokenize", {"tokens": "a"}, 400),
     ],

@@ -221,3 +221,31 @@ def test_a_hostile_form_holds_nobody_up(client):
     reply = client.post(CHAT, json=ASK | {"response_format": json_schema(hostile)})
     assert reply.status_code in (200, 503)
     assert ask(client, guided_choice=["fine"]) == ["fine"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cut_inside_a_character_ends_with_the_one_before(client: httpx.Client, stream: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": "é漢字"}}}
+    cut_inside = 0
+    for num_tokens in range(1, 14):
+        body = ASK | {"max_tokens": num_tokens, "response_format": form, "stream": stream, "logprobs": True}
+        reply = client.post(CHAT, json=body)
+        assert reply.status_code == 200, reply.text
+        lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line)["choices"][0] for line in lines] if stream else reply.json()["choices"]
+        text = "".join((choice.get("delta") or choice.get("message") or {}).get("content") or "" for choice in choices)
+        entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+        said = bytes(byte for entry in entries for byte in entry["bytes"])
+        assert '"é漢字"'.startswith(text)
+        assert text == said.decode("utf-8", "ignore")
+        cut_inside += text.encode() != said
+    assert cut_inside > 0
+
+
+def test_a_schema_of_a_response_needs_no_name(client: httpx.Client) -> None:
+    schema = {"enum": ["yes", "no"]}
+    body = {"input": "Yes or no?", "max_output_tokens": 20, "text": {"format": {"type": "json_schema", "schema": schema}}}
+    reply = client.post("/v1/responses", json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["text"]["format"]["name"] == "answer"
+    assert json.loads(reply.json()["output"][0]["content"][0]["text"]) in ("yes", "no")

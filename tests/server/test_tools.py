@@ -262,7 +262,6 @@ BAD = [
     ({"tools": [WEATHER] * 129}, "tools"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"chat_template": "{{ zanzibar }}"}, "chat_template"),
-    ({"chat_template_kwargs": {"zanzibar": 1}}, None),
     ({"reasoning_effort": "zanzibar"}, "reasoning_effort"),
     ({"continue_final_message": True}, "continue_final_message"),
 ]

@@ -104,6 +104,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         hidden_size=model.spec.hidden_size,
         pooling=pooling,
         drafters=drafters.names,
+        default_max_tokens=config.default_max_tokens or None,
     )
     vocab_size = model.spec.vocab_size
     grammars = Grammars(GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_token_ids=info.eos_token_ids))

@@ -9,6 +9,7 @@ from cloister.app.settings import Settings
 from cloister.privacy import Gate, is_loopback, read_credentials
 
 if TYPE_CHECKING:
+    from cloister.privacy.oidc import People
     from cloister.server.reload import Source
 
 
@@ -16,13 +17,27 @@ def build_gate(settings: Settings) -> Gate:
     """Returns who lets requests in.
 
     Raises:
-        ConfigError: the API key file cannot be used.
+        ConfigError: the file of API keys or of the issuer cannot be used.
     """
     server = settings.server.config
     credentials = read_credentials(Path(server.api_keys).expanduser()) if server.api_keys is not None else None
     engines = [settings.engine, *settings.models.values()]
     reuses_prefixes = any(engine.config.prefix_cache for engine in engines)
-    return Gate(settings.policy, credentials, loopback=is_loopback(server.host), reuses_prefixes=reuses_prefixes)
+    return Gate(
+        settings.policy,
+        credentials,
+        people=_read_people(Path(server.oidc)) if server.oidc is not None else None,
+        loopback=is_loopback(server.host),
+        reuses_prefixes=reuses_prefixes,
+    )
+
+
+def _read_people(path: Path) -> People:
+    from cloister.privacy.oidc import People, read_oidc
+    from cloister.server.oidc import check_extra
+
+    check_extra()
+    return People(read_oidc(path))
 
 
 def reread_sources(settings: Settings, gate: Gate) -> tuple[Source, ...]:

@@ -12,6 +12,7 @@ from cloister.app.backend import NO_QUANT, choose_backend, chosen_backend
 from cloister.backends import BACKENDS
 from cloister.engine.machine import Machine, read_machine
 from cloister.privacy import Entry, Policy, is_loopback, read_credentials, settle, settle_front
+from cloister.privacy.settings import SESSION_SHARES
 from cloister.quant import FORMATS
 from cloister.sched import POLICIES
 from cloister.types.config import (
@@ -114,7 +115,7 @@ def _settle(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -
     policy, engine = settle(
         engine,
         loopback=not listens or is_loopback(server.config.host),
-        has_api_keys=listens and server.config.api_keys is not None,
+        has_api_keys=listens and (server.config.api_keys is not None or server.config.oidc is not None),
         sealed=listens and server.config.sealed,
         num_tenants=_count_tenants(server.config) if listens else 0,
         entries=(
@@ -146,11 +147,16 @@ def _drafter_entries(config: EngineConfig) -> list[Entry]:
 
 
 def _count_tenants(server: ServerConfig) -> int:
-    """Returns how many tenants the API keys belong to; a file that cannot be read is an error where the gate is built."""
+    """Returns how many tenants get a share of the cache: those of API keys, and room for people of an issuer.
+
+    A file that cannot be read is an error where the gate is built.
+    """
     try:
-        return len(read_credentials(Path(server.api_keys)).tenants) if server.api_keys is not None else 0
+        num_tenants = len(read_credentials(Path(server.api_keys)).tenants) if server.api_keys is not None else 0
     except ConfigError:
         return 0
+    # How many people an issuer knows is not known here.
+    return num_tenants + SESSION_SHARES if server.oidc is not None else num_tenants
 
 
 def _settle_machine(engine: Resolved[EngineConfig], machine: Machine) -> Resolved[EngineConfig]:

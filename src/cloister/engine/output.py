@@ -79,9 +79,13 @@ class _Stream:
         """Forgets what the last step added."""
         self.text, self.token_ids, self.logprobs = "", [], None
 
-    def finish(self) -> str:
-        """Returns the text that was held back, at the end of the answer."""
-        rest = self._detokenizer.flush()
+    def finish(self, *, is_cut: bool) -> str:
+        """Returns the text that was held back, at the end of the answer.
+
+        Args:
+            is_cut: the answer ended at its length, perhaps inside a character.
+        """
+        rest = self._detokenizer.flush(is_cut=is_cut)
         if self._stop_strings is None:
             return rest
         return self._stop_strings.push(rest)[0] + self._stop_strings.flush()
@@ -199,7 +203,7 @@ class Output:
         matched = event.reason is FinishReason.STOP and isinstance(event.stop_reason, str)
         return msgspec.structs.replace(
             output,
-            text=stream.text if matched else stream.text + stream.finish(),
+            text=stream.text if matched else stream.text + stream.finish(is_cut=event.reason is FinishReason.LENGTH),
             token_ids=stream.token_ids,
             logprobs=self._take_logprobs(stream),
             prompt_logprobs=_take_prompt(stream),

@@ -210,7 +210,7 @@ class AsyncLLM:
         return Request(
             request_id=uuid.uuid4().hex,
             token_ids=token_ids,
-            sampling=sampling,
+            sampling=self._loaded.bound(sampling, len(token_ids)),
             scope=admission.scope,
             tenant=admission.tenant,
             timeout_s=self.request_timeout_s,

@@ -151,6 +151,30 @@ _PER_REQUEST = {
     "open": allow(ONE_USER), "team": _TRUSTED_OPERATOR, "private": _NO_SINGLE_REQUESTS, "paranoid": _NO_SINGLE_REQUESTS,
 }  # fmt: skip
 
+_PSEUDONYM = mitigate(
+    "a person is a keyed hash in all that is counted, under a key that each start draws anew; the issuer hears of no request"
+)
+_NAMES_PEOPLE = refuse("a token tells the server who asks; anonymous tokens, bought ahead, tell it only that somebody may")
+IDENTITY_TOKENS = Feature(
+    "identity-tokens",
+    "priority",
+    "oidc",
+    _own("priority.identity-tokens", open=_PSEUDONYM, team=_PSEUDONYM, private=_NAMES_PEOPLE, paranoid=_NAMES_PEOPLE),
+    frozenset(),
+    "leave the setting `oidc` out",
+)
+IDENTITY_TOKENS_THREAT = ThreatProfile(
+    row="priority scheduling",
+    threats=frozenset({Requirement.NON_TARGETABLE}),
+    residue="counts of tokens used today, by pseudonym",
+    where=("memory of the front",),
+    attack="whoever runs the issuer and the server can tell a person's requests apart from others'",
+    mitigations=(
+        "keyed hashes in place of names, under a key that each start draws anew",
+        "no claim in a log or an error",
+    ),
+)
+
 PREFIX_CACHE = Feature(
     "prefix-cache",
     "prefix-cache",
@@ -326,6 +350,7 @@ FEATURES: Mapping[str, Feature] = {
     for feature in (
         RUNTIME_ADAPTERS,
         DEFAULT_MODEL_DOWNLOAD,
+        IDENTITY_TOKENS,
         PREFIX_CACHE,
         SESSION,
         RELEASE_PREFIXES,

@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
 from cloister.privacy.credentials import Credential, Credentials, RandomBytes
 from cloister.privacy.limits import Account
+from cloister.privacy.oidc import People, Person
 from cloister.privacy.policy import Policy, Use
 from cloister.types.errors import AuthenticationError, ConfigError, InvalidRequestError, PolicyError
 from cloister.types.scope import LOCAL_SCOPE, SESSION_LIFETIME_S, Scope, ScopeKind
 
 KEYLESS_TENANT = "local"
+MAX_PEOPLE = 65_536
+"""People whose use is counted; beyond it, that of whoever came longest ago begins anew."""
 SESSION_HEADER = "cloister-session"
 _SALT_BYTES = 32
 _SECRET = re.compile("[0-9a-fA-F]{64}")
@@ -44,6 +48,7 @@ class Gate:
     Args:
         policy: the active profile.
         credentials: API keys; None when none are asked for.
+        people: of an OpenID issuer, whose tokens are taken beside API keys; None where there is no issuer.
         loopback: only this machine can connect.
         reuses_prefixes: the prefix cache is on, so that a session means something.
         sealed: every request comes through a sealed node, which gives answers the profile's shape (`privacy.shape`).
@@ -59,6 +64,7 @@ class Gate:
         credentials: Credentials | None,
         *,
         loopback: bool,
+        people: People | None = None,
         reuses_prefixes: bool = True,
         sealed: bool = False,
         random: RandomBytes = os.urandom,
@@ -67,7 +73,9 @@ class Gate:
             raise ConfigError("the API key file has no keys; make one with: cloister keys add NAME", param="api_keys")
         self.policy = policy
         self._credentials = credentials
+        self.people = people
         self._accounts: dict[bytes, Account] = {}
+        self._person_accounts: OrderedDict[bytes, Account] = OrderedDict()
         self._random = random
         self._loopback = loopback
         self._reuses_prefixes = reuses_prefixes
@@ -76,13 +84,13 @@ class Gate:
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether nobody is let in without an API key."""
-        return self._credentials is not None
+        """Whether nobody is let in without an API key, or a token."""
+        return self._credentials is not None or self.people is not None
 
     @property
     def widest_scope(self) -> ScopeKind:
         """How wide the scope of a request can be here: who may ever find its prefix."""
-        if self._credentials is None:
+        if not self.asks_for_keys:
             return ScopeKind.REQUEST if self._keyless_scope is None else ScopeKind.LOCAL
         return min(self.policy.widest_scope, ScopeKind.TENANT, key=list(ScopeKind).index)
 
@@ -92,16 +100,31 @@ class Gate:
         Raises:
             AuthenticationError: keys are asked for, and this is none of them.
         """
+        if self._credentials is None and self.people is not None:
+            raise AuthenticationError("this server asks for a token of its issuer: send it as 'Authorization: Bearer TOKEN'")
         if self._credentials is None:
             return Admission(self._keyless_scope or self._fresh_scope(), KEYLESS_TENANT, 0, is_operator=self._loopback)
         credential = _authenticate(self._credentials, api_key)
-        if self.policy.widest_scope is ScopeKind.REQUEST:
-            scope = self._fresh_scope()
-        else:
-            scope = Scope(ScopeKind.TENANT, self._credentials.tenants[credential.tenant])
+        salt = self._credentials.tenants[credential.tenant]
+        account = self._account_of(credential)
+        return self._admission(salt, credential.tenant, credential.priority, account, credential.is_operator)
+
+    def admit_person(self, person: Person) -> Admission:
+        """Admits the holder of a verified token."""
+        account = None
+        if person.limits.any:
+            account = self._person_accounts.setdefault(person.account, Account(person.limits))
+            self._person_accounts.move_to_end(person.account)
+            if len(self._person_accounts) > MAX_PEOPLE:
+                self._person_accounts.popitem(last=False)
+        return self._admission(person.salt, person.tenant, person.priority, account, person.is_operator)
+
+    def _admission(self, salt: bytes, tenant: str, priority: int, account: Account | None, is_operator: bool) -> Admission:
+        is_alone = self.policy.widest_scope is ScopeKind.REQUEST
+        scope = self._fresh_scope() if is_alone else Scope(ScopeKind.TENANT, salt)
         # Who is not told apart cannot be targeted: a strict profile shows the engine the public class in place of the tenant.
-        tenant = credential.tenant if self.policy.names_tenants else f"class {credential.priority}"
-        return Admission(scope, tenant, credential.priority, self._account_of(credential), credential.is_operator)
+        shown = tenant if self.policy.names_tenants else f"class {priority}"
+        return Admission(scope, shown, priority, account, is_operator)
 
     def narrow(self, admission: Admission, session: str | None) -> Admission:
         """Returns the admission with the scope of a session: those of its requests that bring the same secret share KV.
@@ -170,7 +193,7 @@ class Gate:
 
     def notice(self) -> str | None:
         """Returns the line to say at start when nobody can be told apart, else None (rule 5)."""
-        if self._credentials is not None or self._keyless_scope is not None:
+        if self.asks_for_keys or self._keyless_scope is not None:
             return None
         gain = "share inside a tenant" if self.policy.allows("prefix-cache") else "tell tenants apart"
         return (

@@ -1,4 +1,4 @@
-"""What one API key may use: requests per minute, requests at once, tokens per day. Pure: no clock, times are arguments.
+"""What one API key, or person, may use: requests per minute, requests at once, tokens per day. Pure: times are arguments.
 
 Counts live in memory only and begin anew with the server. What was charged is given back once if it was not used.
 """
@@ -95,12 +95,12 @@ class Account:
         if limits.requests_per_minute is not None and len(self._begun_s) >= limits.requests_per_minute:
             free_s = self._begun_s[len(self._begun_s) - limits.requests_per_minute] + MINUTE_S - now_s
             raise RateLimitError(
-                f"This API key may begin {limits.requests_per_minute} requests a minute; try again in {math.ceil(free_s)} s.",
+                f"You may begin {limits.requests_per_minute} requests a minute; try again in {math.ceil(free_s)} s.",
                 retry_after_s=free_s,
             )
         if limits.concurrent_requests is not None and self._num_open >= limits.concurrent_requests:
             raise RateLimitError(
-                f"This API key may have {limits.concurrent_requests} requests open at once; wait until one of them has ended.",
+                f"You may have {limits.concurrent_requests} requests open at once; wait until one of them has ended.",
                 retry_after_s=BUSY_RETRY_S,
             )
         if limits.requests_per_minute is not None:
@@ -130,7 +130,7 @@ class Account:
         limit = self.limits.tokens_per_day
         if limit is not None and used + num_tokens > limit:
             raise RateLimitError(
-                f"This API key may use {limit} tokens a day (UTC) and has {max(0, limit - used)} left, and this request may "
+                f"You may use {limit} tokens a day (UTC) and have {max(0, limit - used)} left, and this request may "
                 f"need {num_tokens}; ask for fewer with `max_tokens`, or try again after midnight UTC.",
                 retry_after_s=_until_midnight(utc_s),
             )

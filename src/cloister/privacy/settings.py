@@ -114,8 +114,12 @@ def settle_front(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[Ser
 
     Raises:
         PolicyError: a setting wants what the profile denies; the message names the rule and what to change.
+        ConfigError: a sealed node is to take tokens of people.
     """
     config = server.config
+    policy.check({"identity-tokens": Use(config.oidc is not None, _source_of(server, "oidc"))})
+    if config.oidc is not None and config.sealed:
+        raise ConfigError("a sealed node takes no tokens of people; leave `oidc` out", param="oidc")
     policy.check({"traces": Use(config.otlp_endpoint is not None, _source_of(server, "otlp_endpoint"))})
     chosen = policy.resolve("request-log", config.log_requests, _source_of(server, "log_requests"))
     if config.log_requests is None:

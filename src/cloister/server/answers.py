@@ -160,6 +160,7 @@ class Model(msgspec.Struct, frozen=True):
     id: str
     created: int
     max_model_len: int | None
+    default_max_tokens: int | None
     root: str
     parent: str | None = None
     permission: None = None

@@ -30,8 +30,10 @@ from cloister.server.middleware.cors import CrossOrigin, parse_origins
 from cloister.server.middleware.disconnect import WRITE_TIMEOUT_S, CancelOnDisconnect
 from cloister.server.middleware.failures import Failures
 from cloister.server.middleware.host import LocalHostOnly
+from cloister.server.middleware.ignored import TellIgnored
 from cloister.server.middleware.limits import KeyLimits
 from cloister.server.middleware.paths import Prefixed
+from cloister.server.oidc import TokenVerifier
 from cloister.server.operations import BODY_PATHS
 from cloister.server.prompts import PromptReader
 from cloister.server.routes import (
@@ -169,11 +171,12 @@ def surround(
     write_timeout_s: float = WRITE_TIMEOUT_S,
 ) -> ASGIApp:
     """Puts around routes what every request passes."""
+    app = TellIgnored(app, strict=config.strict_fields)
     app = CancelOnDisconnect(app, write_timeout_s)
     app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS)
     app = KeyLimits(app)
-    app = Authentication(app, gate)
-    if config.api_keys is None and is_loopback(config.host):
+    app = Authentication(app, gate, TokenVerifier(gate.people) if gate.people is not None else None)
+    if config.api_keys is None and gate.people is None and is_loopback(config.host):
         app = LocalHostOnly(app)
     if config.allowed_origins:
         app = CrossOrigin(app, parse_origins(config.allowed_origins))

@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from cloister.server.errors import invalid
+from cloister.server.ignored import ignored_fields
 from cloister.server.schemas import ChatBody, Message
 from cloister.server.tools import ToolUse, read_tools
 from cloister.text import ChatTemplate, Tokenizer
@@ -112,14 +113,14 @@ class Manner:
         )
 
     def _thinking(self, body: ChatBody) -> dict[str, Any]:
-        """Returns what the template is told of reasoning. A wish that it cannot hear is refused, if it is one."""
+        """Returns what the template is told of reasoning. A wish that it cannot hear is ignored, or refused."""
         told: dict[str, Any] = {}
         asked = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs is not None else {}
         for name, value in asked.items():
             if self.template.knows(name):
                 told[name] = value
             elif value:
-                raise _refused(f"chat_template_kwargs.{name}")
+                _ignore(f"chat_template_kwargs.{name}")
         effort = body.reasoning_effort
         if effort is None or told:
             return told
@@ -128,7 +129,7 @@ class Manner:
         if self.template.knows("enable_thinking"):
             return {"enable_thinking": effort != "none"}
         if (effort == "none") == (self.marks is not None):  # else the model does what is asked, switch or not
-            raise _refused("reasoning_effort")
+            _ignore("reasoning_effort")
         return {}
 
     def _shown(self, form: AnswerForm | None) -> tuple[int, ...]:
@@ -160,9 +161,17 @@ def _continues(body: ChatBody) -> bool:
     return True
 
 
-def _refused(param: str) -> Exception:
-    message = f"`{param}` is refused: this model's chat template has no switch for its reasoning. Leave it out."
-    return invalid(message, param, "unsupported_parameter")
+def _ignore(param: str) -> None:
+    """Notes a wish for which the model's template has no switch.
+
+    Raises:
+        InvalidRequestError: nothing may be ignored.
+    """
+    fields = ignored_fields()
+    if fields.is_strict:
+        message = f"`{param}` is refused: this model's chat template has no switch for its reasoning. Leave it out."
+        raise invalid(message, param, "unsupported_parameter")
+    fields.add(param)
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from cloister import __version__
+from cloister.server.fields import Refused
 from cloister.server.operations import EVENTS, JSON, MEANINGS, OPERATIONS, Operation
 
 REF: Final = "#/components/schemas/"
@@ -24,6 +25,7 @@ def describe_api(
     model: str,
     *,
     asks_for_keys: bool,
+    strict_fields: bool = False,
     figures: Mapping[str, int] | None = None,
     operations: Iterable[Operation] = OPERATIONS,
 ) -> dict[str, Any]:
@@ -32,14 +34,20 @@ def describe_api(
     Args:
         model: the name that is served, for the examples.
         asks_for_keys: operations that are not open need an API key.
-        figures: of the model, by the names that schemas give bounds by (`x-below`, `x-most`): vocab_size, hidden_size.
+        strict_fields: a body has no fields but those described.
+        figures: of the server, by the names that schemas give bounds by (`x-below`, `x-most`): vocab_size, hidden_size,
+            max_model_len, max_n.
     """
     operations = tuple(operations)
     bodies, own = _read_bodies({op.body for op in operations if op.body is not None})
+    refused = {op.body.__name__: op.refused for op in operations if op.body is not None}
     answers, others = _read_answers([kind for op in operations for kind in _answers_of(op)], taken=own)
     paths: dict[str, Any] = {}
     for op in operations:
         paths.setdefault(op.path, {})[op.method.lower()] = _describe(op, bodies, answers, model, asks_for_keys)
+    own = {name: _with_refused(schema, refused.get(name, {})) for name, schema in own.items()}
+    if not strict_fields:
+        own = _opened(own)
     components: dict[str, Any] = {"schemas": _bound({**own, **others}, figures or {})}
     if asks_for_keys:
         components["securitySchemes"] = {
@@ -97,6 +105,23 @@ def _bound(schema: Any, figures: Mapping[str, int]) -> Any:
         if schema.get(key) in figures:
             walked[keyword] = figures[schema[key]] + more
     return walked
+
+
+def _with_refused(schema: dict[str, Any], refused: Mapping[str, Refused]) -> dict[str, Any]:
+    """Adds the fields that the API has and this server does not, with the values that pass."""
+    fields = {
+        name: {"enum": [None, *entry.harmless], "description": f"Refused: {entry.why}."} for name, entry in refused.items()
+    }
+    return {**schema, "properties": {**schema["properties"], **fields}} if fields else schema
+
+
+def _opened(schema: Any) -> Any:
+    """Lets objects have fields that are not described: they are ignored, and the reply names them."""
+    if isinstance(schema, list):
+        return [_opened(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _opened(value) for key, value in schema.items() if (key, value) != ("additionalProperties", False)}
 
 
 def _describe(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import msgspec
@@ -10,8 +11,11 @@ from pydantic import BaseModel
 
 from cloister.server.answers import ChatChunk, ChatCompletion, Completion, Model, ModelList
 from cloister.server.embeddings import EmbeddingBody, EmbeddingList
+from cloister.server.fields import REFUSED, Refused
+from cloister.server.messages.schemas import REFUSED as MESSAGES_REFUSED
 from cloister.server.messages.schemas import CountBody, MessagesBody
 from cloister.server.metrics import CONTENT_TYPE
+from cloister.server.responses.schemas import REFUSED as RESPONSES_REFUSED
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.routes.adapters import LoadBody, UnloadBody, Unloaded
 from cloister.server.routes.policy import PolicyReport
@@ -81,6 +85,7 @@ class Operation:
         is_open: it asks for no API key.
         failure: what every error replies with.
         unavailable: what 503 replies with.
+        refused: fields that its API has and this server does not.
     """
 
     method: str
@@ -95,6 +100,7 @@ class Operation:
     is_open: bool = False
     failure: Any = ErrorReply
     unavailable: Any = ErrorReply
+    refused: Mapping[str, Refused] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -129,9 +135,20 @@ MEANINGS: Final = {
 _GENERATE, _VECTORS, _TOKENS, _SERVER = "Text", "Vectors", "Tokens", "Server"
 
 OPERATIONS: Final[tuple[Operation, ...]] = (
-    Operation("POST", "/v1/chat/completions", _GENERATE, "Answer a conversation", ChatBody, ChatCompletion, ChatChunk),
-    Operation("POST", "/v1/completions", _GENERATE, "Continue a text", CompletionBody, Completion, Completion),
-    Operation("POST", "/v1/responses", _GENERATE, "Answer a conversation in items", ResponsesBody, JsonObject, JsonObject),
+    Operation(
+        "POST", "/v1/chat/completions", _GENERATE, "Answer a conversation", ChatBody, ChatCompletion, ChatChunk, refused=REFUSED
+    ),
+    Operation("POST", "/v1/completions", _GENERATE, "Continue a text", CompletionBody, Completion, Completion, refused=REFUSED),
+    Operation(
+        "POST",
+        "/v1/responses",
+        _GENERATE,
+        "Answer a conversation in items",
+        ResponsesBody,
+        JsonObject,
+        JsonObject,
+        refused=RESPONSES_REFUSED,
+    ),
     Operation(
         "POST",
         "/v1/messages",
@@ -140,6 +157,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         MessagesBody,
         JsonObject,
         JsonObject,
+        refused=MESSAGES_REFUSED,
         failure=MessageError,
         unavailable=MessageError,
     ),

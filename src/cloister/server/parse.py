@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, from_json
 
 from cloister.server.errors import invalid
 from cloister.server.fields import REFUSED, Refused, refuse_unsupported
+from cloister.server.ignored import ignored_fields, shown_name
 from cloister.types.errors import InvalidRequestError
 
 Body = TypeVar("Body", bound=BaseModel)
 
 MAX_MISTAKES: Final = 1000
+MAX_EXACT: Final = 2**53
+"""Up to it every whole number is a float of its own."""
+UNKNOWN: Final = "extra_forbidden"
+NEAR: Final = 0.7
+"""How alike a known name has to be to be suggested; 1 is equal."""
+_INDEX: Final = re.compile(r"\[\d+\]")
 
 _TYPES: Final[Mapping[str, str]] = {
     "string_type": "a string",
@@ -66,20 +76,59 @@ def parse_body(raw: bytes, kind: type[Body], refused: Mapping[str, Refused] = RE
 
 
 def check_fields(body: Mapping[str, Any], kind: type[Body]) -> Body:
-    """Returns the fields of a body as a request object.
+    """Returns the fields of a body as a request object; notes unknown ones, unless they are refused (`server.ignored`).
 
     Raises:
         InvalidRequestError: they are no such object.
     """
     try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        if error.error_count() > MAX_MISTAKES:  # all are written out to see the first
-            raise invalid("The body has too many mistakes to name one; check it against the documentation.") from None
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise _explain(first, kind, body) from None
-    except UnicodeError:
-        raise invalid("The body must be Unicode text without lone surrogates.", code="invalid_json") from None
+        return _read(body, kind)
+    except InvalidRequestError:
+        whole = with_whole_numbers(body)
+        if whole is body:
+            raise
+        return _read(whole, kind)
+
+
+def with_whole_numbers(value: Any) -> Any:
+    """Returns a JSON value with 1 for 1.0, which are one number (JSON Schema 2020-12 core, 6.3); itself if it has none."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) <= MAX_EXACT else value
+    if isinstance(value, list):
+        changed = [with_whole_numbers(item) for item in value]
+        return value if all(map(operator.is_, changed, value)) else changed
+    if isinstance(value, dict):
+        walked = {key: with_whole_numbers(item) for key, item in value.items()}
+        return value if all(walked[key] is value[key] for key in value) else walked
+    return value
+
+
+def _read(body: Mapping[str, Any], kind: type[Body]) -> Body:
+    problems = []
+    for extra in (None, "ignore"):
+        try:
+            read = kind.model_validate(body, extra=extra)
+        except ValidationError as error:
+            if error.error_count() > MAX_MISTAKES:  # all are written out to see the first
+                raise invalid("The body has too many mistakes to name one; check it against the documentation.") from None
+            problems = error.errors(include_url=False, include_input=False)
+        except UnicodeError:
+            raise invalid("The body must be Unicode text without lone surrogates.", code="invalid_json") from None
+        else:
+            _note(problems, kind)
+            return read
+        if ignored_fields().is_strict or not any(problem["type"] == UNKNOWN for problem in problems):
+            break
+    raise _explain(problems[0], kind) from None
+
+
+def _note(problems: Iterable[ErrorDetails], kind: type[BaseModel]) -> None:
+    known = set(_field_names(kind))
+    for problem in problems:
+        *parents, name = problem["loc"]
+        parent = _path(tuple(parents), known) if parents else ""
+        path = f"{parent}.{shown_name(str(name))}" if parent else shown_name(str(name))
+        ignored_fields().add(_INDEX.sub("[]", path))
 
 
 def parse_json(raw: bytes) -> object:
@@ -97,11 +146,11 @@ def parse_json(raw: bytes) -> object:
         raise invalid(f"The body is not valid JSON: {error}.", code="invalid_json") from None
 
 
-def _explain(details: ErrorDetails, kind: type[BaseModel], body: Mapping[str, Any]) -> InvalidRequestError:
+def _explain(details: ErrorDetails, kind: type[BaseModel]) -> InvalidRequestError:
     known = set(_field_names(kind))
     location, problem, context = details["loc"], details["type"], details.get("ctx", {})
-    if problem == "extra_forbidden":
-        return _unknown_field(location, known, body)
+    if problem == UNKNOWN:
+        return _unknown_field(location, kind, known)
     path = _path(location, known)
     if problem == "missing":
         return invalid(f"`{path}` is missing; it is required.", path, "missing_required_parameter")
@@ -116,14 +165,36 @@ def _explain(details: ErrorDetails, kind: type[BaseModel], body: Mapping[str, An
     return invalid(f"`{path}` has a value that this server does not take; see the documentation.", path, "invalid_value")
 
 
-def _unknown_field(location: tuple[int | str, ...], known: set[str], body: Mapping[str, Any]) -> InvalidRequestError:
-    """Says where the field stands and what it may have meant to be, since its name is the client's own words."""
-    name = str(location[-1])
-    parent = _path(location[:-1], known) if len(location) > 1 else "the body"
-    where = f" (field {list(body).index(name) + 1} of the body)" if len(location) == 1 else ""
-    near = difflib.get_close_matches(name[:64], sorted(known), n=1)
+def _unknown_field(location: tuple[int | str, ...], kind: type[BaseModel], known: set[str]) -> InvalidRequestError:
+    """Names the field, and what it may have meant to be among the fields of the object that it stands in."""
+    name = shown_name(str(location[-1]))
+    parent = f"`{_path(location[:-1], known)}`" if len(location) > 1 else "the body"
+    near = difflib.get_close_matches(name, sorted(_fields_at(location[:-1], kind)), n=1, cutoff=NEAR)
     hint = f"; did you mean `{near[0]}`?" if near else "; leave it out."
-    return invalid(f"There is an unknown field in {parent}{where}{hint}", code="unknown_parameter")
+    return invalid(f"`{name}` is an unknown field of {parent}{hint}", name, "unknown_parameter")
+
+
+def _fields_at(location: tuple[int | str, ...], kind: type[BaseModel]) -> set[str]:
+    """Returns the names of the fields that the object at a location may have."""
+    kinds = {kind}
+    for part in location:
+        inner = {
+            model
+            for outer in kinds
+            for name, field in _fields_of(outer)
+            if name == part
+            for model in _models_in(field.annotation)
+        }
+        kinds = inner or _tagged(kinds, part)
+    return {name for one in kinds for name, _ in _fields_of(one)}
+
+
+def _tagged(kinds: set[type[BaseModel]], tag: int | str) -> set[type[BaseModel]]:
+    """Returns those of several kinds whose `type` is the one that a location names; all where it names none."""
+    tagged = {
+        kind for kind in kinds if (field := kind.model_fields.get("type")) is not None and tag in get_args(field.annotation)
+    }
+    return tagged or kinds
 
 
 def _path(location: tuple[int | str, ...], known: set[str]) -> str:
@@ -138,10 +209,16 @@ def _path(location: tuple[int | str, ...], known: set[str]) -> str:
 
 
 def _field_names(kind: type[BaseModel]) -> Iterator[str]:
-    for name, field in kind.model_fields.items():
+    for name, field in _fields_of(kind):
         yield name
         for inner in _models_in(field.annotation):
             yield from _field_names(inner)
+
+
+def _fields_of(kind: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yields the fields of one object under the names that clients use."""
+    for name, field in kind.model_fields.items():
+        yield field.alias or name, field
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -26,9 +26,6 @@ from cloister.text import Tokenizer
 from cloister.types.errors import NotFoundError
 from cloister.types.request import AdapterInfo, ModelInfo
 
-DEFAULT_COMPLETION_TOKENS = 16
-"""`max_tokens` of /v1/completions when the client gives none, as the OpenAI API has it."""
-
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
@@ -86,6 +83,7 @@ class PromptReader:
         if fits:
             sampling = fit_length(len(opening.token_ids), sampling, self.model)
         check_length(len(opening.token_ids), sampling, self.model, "messages")
+        sampling = self.model.bound(sampling, len(opening.token_ids))
         sampling = opening.shape(sampling)
         fields = self._reply_fields(body)
         return make_job([opening.token_ids], sampling, admission, self.model, prefix=prefix, form=opening.form, **fields)
@@ -114,8 +112,6 @@ class PromptReader:
         body = parse_body(raw, CompletionBody)
         admission = self._check(body, admission)
         echo, max_tokens = bool(body.echo), body.max_tokens
-        if max_tokens is None:
-            max_tokens = max(DEFAULT_COMPLETION_TOKENS, body.min_tokens or 0)
         answerless = max_tokens == 0
         if answerless and not echo:
             raise invalid("`max_tokens` must be at least 1 unless `echo` is set.", "max_tokens", "invalid_value")
@@ -123,7 +119,7 @@ class PromptReader:
         sampling = sampling_params(
             body,
             self.model,
-            max_tokens=max(1, max_tokens),  # an engine request makes at least one token; an answerless job drops it
+            max_tokens=1 if answerless else max_tokens,  # an engine makes at least one token; an answerless job drops it
             vocab_size=self.vocab_size,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if echo else None,
@@ -135,6 +131,7 @@ class PromptReader:
         prompts = [self._tokenize(prompt) for prompt in body.prompt]
         for prompt in prompts:
             check_length(len(prompt), sampling, self.model, "prompt")
+        sampling = self.model.bound(sampling, max(map(len, prompts)))
         echoes = tuple(map(self._echo, body.prompt, prompts)) if echo else ()
         return make_job(
             prompts,

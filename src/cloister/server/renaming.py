@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
+from cloister.server.ignored import renamed_fields
 from cloister.types.errors import InvalidRequestError
 
 RESPONSES: Final[Mapping[str, str]] = {
@@ -36,7 +37,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         names: a pattern of the whole name in /v1/chat/completions -> the name here.
     """
     try:
-        yield
+        with renamed_fields(lambda path: _rename(path, names)):
+            yield
     except InvalidRequestError as error:
         error.message = _QUOTED.sub(lambda quoted: f"`{_rename(quoted[1], names)}`", error.message)
         error.param = None if error.param is None else _rename(error.param, names)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainValidator
 
 from cloister.server.errors import invalid
+from cloister.server.rules import CHAT_MESSAGE, RESPONSE_FORMAT, TOOLS
+from cloister.text.grammar.checking import MAX_CHOICES
+
+Extra = dict[str, JsonValue]
 
 MAX_STOP: Final = 16
 """Stop strings in one request (OpenAI allows 4)."""
@@ -22,6 +26,9 @@ MAX_MESSAGES: Final = 16_384
 """Messages in a conversation, and parts in a message."""
 INT64: Final = 2**63
 INT32: Final = 2**31
+BELOW_WINDOW: Final[Extra] = {"x-below": "max_model_len"}
+TOKEN_KEYS: Final[Extra] = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
+CHOICES: Final[Extra] = {"minItems": 1, "maxItems": MAX_CHOICES, "items": {"type": "string", "minLength": 1}}
 
 
 class Strict(BaseModel):
@@ -63,6 +70,8 @@ class JsonSchemaSpec(Strict):
 class ResponseFormat(Strict):
     """The form of an answer, as OpenAI has it."""
 
+    model_config = RESPONSE_FORMAT
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaSpec | None = None
 
@@ -73,7 +82,7 @@ class StructuredOutputs(Strict):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: list[str] | None = Field(None, json_schema_extra=CHOICES)
     grammar: str | None = None
 
 
@@ -83,26 +92,26 @@ class GenerationBody(Strict):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, json_schema_extra={"x-most": "max_n"})
     stop: Stop | None = None
-    max_tokens: int | None = Field(None, ge=0, lt=INT32)
+    max_tokens: int | None = Field(None, ge=0, lt=INT32, json_schema_extra=BELOW_WINDOW)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS, json_schema_extra=TOKEN_KEYS)] | None = None
 
     top_k: int | None = Field(None, ge=-1, lt=INT32)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
-    min_tokens: int | None = Field(None, ge=0, lt=INT32)
+    min_tokens: int | None = Field(None, ge=0, lt=INT32, json_schema_extra=BELOW_WINDOW)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     priority: int | None = Field(None, ge=-INT32, lt=INT32)
 
     use_beam_search: bool | None = None
-    best_of: int | None = Field(None, ge=1)
+    best_of: int | None = Field(None, ge=1, json_schema_extra={"x-most": "max_n"})
     length_penalty: float | None = Field(None, ge=-10, le=10)
     early_stopping: bool | None = None
 
@@ -110,7 +119,7 @@ class GenerationBody(Strict):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: list[str] | None = Field(None, json_schema_extra=CHOICES)
     guided_grammar: str | None = None
     grammar: str | None = None
 
@@ -165,6 +174,8 @@ Content = Annotated[Parts, BeforeValidator(_as_parts, json_schema_input_type=str
 
 class Message(Strict):
     """One message of a conversation, of any role. The last six fields are what a client sends back of an answer."""
+
+    model_config = CHAT_MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -258,6 +269,8 @@ class TemplateSettings(Strict):
 class ChatBody(GenerationBody):
     """Body of /v1/chat/completions, and what the other routes for conversations make of theirs."""
 
+    model_config = TOOLS
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
@@ -266,7 +279,7 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: TemplateSettings | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    max_completion_tokens: int | None = Field(None, ge=1, lt=INT32)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=INT32, json_schema_extra=BELOW_WINDOW)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -297,8 +310,9 @@ def _is_token_list(value: object) -> bool:
 
 
 _Tokens = Annotated[list[TokenId], Field(min_length=1)]
+_Prompt = Annotated[str, Field(min_length=1)]
 _Several = Field(min_length=1, max_length=MAX_PROMPTS)
-PromptInput = str | _Tokens | Annotated[list[str], _Several] | Annotated[list[_Tokens], _Several]
+PromptInput = _Prompt | _Tokens | Annotated[list[_Prompt], _Several] | Annotated[list[_Tokens], _Several]
 """The four forms of a prompt, for the reference of the API."""
 
 

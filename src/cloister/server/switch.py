@@ -49,8 +49,9 @@ class Seat:
 
 def list_entry(name: str, root: str, model: ModelInfo | None = None) -> Model:
     """Returns a model's entry in the list; how long its context is, is not known before it was loaded once."""
-    created_s = model.created_s if model is not None else 0
-    return Model(name, created_s, model.max_model_len if model is not None else None, root=root)
+    if model is None:
+        return Model(name, 0, None, None, root=root)
+    return Model(name, model.created_s, model.max_model_len, model.default_max_tokens, root=root)
 
 
 class _Named(msgspec.Struct):

@@ -14,8 +14,8 @@ from cloister.server.prompts import PromptReader
 from cloister.server.schemas import MAX_MESSAGES, Message, Strict, TokenId
 
 
-def _having(name: str, kind: str) -> JsonValue:
-    return {"required": [name], "properties": {name: {"type": kind}}}
+def _having(name: str, kind: str, *absent: str) -> JsonValue:
+    return {"required": [name], "properties": {name: {"type": kind}, **{other: {"type": "null"} for other in absent}}}
 
 
 class TokenizeBody(Strict):
@@ -24,7 +24,14 @@ class TokenizeBody(Strict):
     `add_special_tokens` defaults to true for a text, and to false for a chat, whose template writes them.
     """
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [_having("prompt", "string"), _having("messages", "array")]})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                _having("prompt", "string", "messages", "add_generation_prompt"),
+                _having("messages", "array", "prompt"),
+            ]
+        }
+    )
 
     model: str | None = None
     prompt: str | None = None

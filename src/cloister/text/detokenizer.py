@@ -68,9 +68,15 @@ class Detokenizer:
             return self.push((token_id,))
         return data.decode("ascii")
 
-    def flush(self) -> str:
-        """Returns what is left when no more tokens come: U+FFFD for a character cut short, else nothing."""
+    def flush(self, *, is_cut: bool = False) -> str:
+        """Returns what is left when no more tokens come: U+FFFD for a character that was left open, else nothing.
+
+        Args:
+            is_cut: more tokens would have come. The bytes left open are the start of a character then, and have no text.
+        """
         rest, self._open = self._open, b""
+        if is_cut:
+            return ""
         return self._stripped(utf_8_decode(rest, "replace", True)[0])
 
     def _stripped(self, text: str) -> str:

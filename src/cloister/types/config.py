@@ -79,6 +79,11 @@ class EngineConfig:
     )
     num_threads: int | None = setting(None, "Threads for arithmetic.", low=1)
     max_model_len: int | None = setting(None, "Longest prompt and answer together, in tokens.", low=1)
+    default_max_tokens: int = setting(
+        2048,
+        "Longest answer where a request does not say how long it may be, in tokens; 0: what the context window has room for.",
+        low=0,
+    )
     block_size: int = setting(16, "Positions in one KV block.", low=1, high=256)
     kv_memory_mb: float | None = setting(None, "Memory for KV blocks, in MiB.", low=0)
     max_num_seqs: int = setting(64, "Sequences that run at once.", low=1)
@@ -158,6 +163,9 @@ class ServerConfig:
     port: int = setting(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
     served_model_name: str | None = setting(None, "Names that clients use, commas between; unset, the model's own.")
     api_keys: str | None = setting(None, "File of hashed API keys (`cloister keys` writes it); unset, none are asked for.")
+    oidc: str | None = setting(
+        None, "File (TOML) of an OpenID issuer whose tokens are taken beside API keys; unset, none are. Needs the extra `oidc`."
+    )
     tool_parser: str | None = setting(
         None,
         "How the model writes calls of tools; unset, as its chat template shows.",
@@ -179,6 +187,11 @@ class ServerConfig:
         choices=("think", "magistral", "none"),
     )
     max_request_kb: int = setting(4096, "Largest request body, in KiB.", low=1)
+    strict_fields: bool = setting(
+        False,
+        "Refuse a request with a field that nothing here knows; else it is ignored, and the reply's header"
+        " `cloister-ignored-fields` names it.",
+    )
     max_n: int = setting(64, "Most sequences (`n`) that one request may ask for.", low=1)
     page: bool = setting(True, "Serve the web page at `/`.")
     max_connections: int = setting(

@@ -41,7 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stop_token_ids: token ids that end the answer, beside the model's EOS ids.
         shown_token_ids: control tokens that are text of the answer, such as those around calls of tools; the others are not.
         min_tokens: EOS and stop tokens cannot be chosen, and stop strings do not count, before this many.
-        max_tokens: output tokens at most; None means as many as the context window holds.
+        max_tokens: output tokens at most; None means the model's `default_max_tokens` to a front, and all that the window
+            holds to the engine.
         ignore_eos: the model's EOS ids do not end the answer.
         logprobs: None for none, k for the chosen token's and the k most likely ones'. They are log-probabilities of
             the model's distribution before temperature, penalties and truncation.
@@ -212,6 +213,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         hidden_size: numbers in an embedding.
         pooling: how it makes one, unless a request says otherwise.
         drafters: what may draft tokens for it, by name.
+        default_max_tokens: longest answer where a request does not say; None for as many tokens as the window has room for.
     """
 
     name: str
@@ -225,6 +227,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0
     pooling: PoolingParams = PoolingParams()
     drafters: tuple[str, ...] = ()
+    default_max_tokens: int | None = None
+
+    def bound(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Returns how to sample with a `max_tokens`, where a request says none: the default, or the room after its prompt."""
+        if sampling.max_tokens is not None or self.default_max_tokens is None:
+            return sampling
+        room = max(1, self.max_model_len - num_prompt_tokens)
+        most = min(room, max(self.default_max_tokens, sampling.min_tokens))
+        return msgspec.structs.replace(sampling, max_tokens=most)
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from cloister.server.fields import Refused
+from cloister.server.rules import MESSAGE_PARAM, TOOL_CHOICE_PARAM
 from cloister.server.schemas import INT32, MAX_MESSAGES, MAX_STOP, MAX_TOOLS, FunctionName, StopString, Strict
 
 REFUSED: Final[Mapping[str, Refused]] = {
@@ -79,6 +80,8 @@ Blocks = Annotated[list[Block], Field(max_length=MAX_MESSAGES)]
 class MessageParam(Strict):
     """What somebody said."""
 
+    model_config = MESSAGE_PARAM
+
     role: Literal["user", "assistant", "system"]
     content: Annotated[Blocks, BeforeValidator(_as_blocks, json_schema_input_type=str | Blocks)]
 
@@ -94,6 +97,8 @@ class ToolParam(_Block):
 
 class ToolChoiceParam(Strict):
     """Whether the model may or must call, and whether more than once."""
+
+    model_config = TOOL_CHOICE_PARAM
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None

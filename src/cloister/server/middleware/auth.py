@@ -1,11 +1,12 @@
-"""API keys (RFC 6750, 2.1): all but a few routes that hold nothing ask the gate before a byte of the body is read."""
+"""API keys and tokens (RFC 6750, 2.1): all but a few routes ask the gate before a byte of the body is read."""
 
 from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cloister.privacy.gate import SESSION_HEADER, Gate
+from cloister.privacy.gate import SESSION_HEADER, Admission, Gate
 from cloister.server.middleware.failures import send_error
+from cloister.server.oidc import TokenVerifier, looks_like_token
 from cloister.types.errors import CloisterError
 
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/openapi.json", "/v1/policy"})
@@ -15,19 +16,25 @@ OPEN_FOLDER = "/page/"
 class Authentication:
     """Puts the gate's admission into the request's state, or answers 401; 400 or 403 for a session that cannot be."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate, verifier: TokenVerifier | None = None) -> None:
         self._app = app
         self._gate = gate
+        self._verifier = verifier
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not is_open(scope["path"]):
             try:
-                admission = self._gate.narrow(self._gate.admit(presented_key(scope)), _session(scope))
+                admission = self._gate.narrow(await self._admit(presented_key(scope)), _session(scope))
             except CloisterError as error:
                 await send_error(send, error)
                 return
             scope.setdefault("state", {})["admission"] = admission
         await self._app(scope, receive, send)
+
+    async def _admit(self, credential: str | None) -> Admission:
+        if self._verifier is not None and credential is not None and looks_like_token(credential):
+            return self._gate.admit_person(await self._verifier.admit(credential))
+        return self._gate.admit(credential)
 
 
 def is_open(path: str) -> bool:

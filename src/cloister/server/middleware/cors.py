@@ -20,7 +20,7 @@ from cloister.types.errors import ConfigError
 ANY: Final = "*"
 METHODS: Final = b"GET, POST"
 MAX_AGE_S: Final = b"600"
-EXPOSED: Final = b"retry-after, x-request-id, " + b", ".join(
+EXPOSED: Final = b"retry-after, x-request-id, cloister-ignored-fields, " + b", ".join(
     f"x-ratelimit-{what}-{kind}".encode() for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
 _NAMES: Final = re.compile(rb"[A-Za-z0-9-]+(?:[ \t]*,[ \t]*[A-Za-z0-9-]+)*")

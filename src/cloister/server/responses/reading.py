@@ -65,7 +65,9 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
         case MessageItem():
             messages.append({"role": item.role, "content": _text(item.content)})
         case ReasoningItem():
-            _assistant(messages, "reasoning_content")["reasoning_content"] = _text(item.content or item.summary or ())
+            # Clients send back reasoning of which they were shown nothing; it is nothing here too.
+            if reasoning := _text(item.content or item.summary or ()):
+                _assistant(messages, "reasoning_content")["reasoning_content"] = reasoning
         case CallItem():
             call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
             _assistant(messages).setdefault("tool_calls", []).append(call)

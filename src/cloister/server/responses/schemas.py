@@ -8,7 +8,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from cloister.server.fields import Refused
+from cloister.server.rules import TOOLS
 from cloister.server.schemas import (
+    BELOW_WINDOW,
     INT32,
     MAX_LOGPROBS,
     MAX_MESSAGES,
@@ -165,7 +167,7 @@ class SchemaFormat(Strict):
     """A JSON schema that the answer has to follow."""
 
     type: Literal["json_schema"]
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: Annotated[str, Field(min_length=1, max_length=64)] = "answer"
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None
     strict: bool | None = None
@@ -200,12 +202,14 @@ Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
 class ResponsesBody(Strict):
     """Body of /v1/responses."""
 
+    model_config = TOOLS
+
     input: Annotated[Items, BeforeValidator(_as_items, json_schema_input_type=str | Items)]
     model: str | None = None
     instructions: str | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: int | None = Field(None, ge=1, lt=INT32)
+    max_output_tokens: int | None = Field(None, ge=1, lt=INT32, json_schema_extra=BELOW_WINDOW)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

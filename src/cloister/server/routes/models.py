@@ -39,11 +39,12 @@ async def retrieve_model(request: Request, model_id: str) -> Response:
 def adapter_model(front: Front, adapter: AdapterInfo) -> Model:
     """Returns an adapter as an entry of the list; its directory is nobody's business."""
     served = next(_served_names(front))
-    return Model(adapter.name, adapter.created_s, served.max_model_len, root=served.root, parent=served.id)
+    limits = served.max_model_len, served.default_max_tokens
+    return Model(adapter.name, adapter.created_s, *limits, root=served.root, parent=served.id)
 
 
 def _served_names(front: Front) -> Iterator[Model]:
     """Yields the model under each of its names."""
     model = front.reader.model
     for name in (front.reader.model_name, *front.reader.other_names):
-        yield Model(name, model.created_s, model.max_model_len, root=model.name)
+        yield Model(name, model.created_s, model.max_model_len, model.default_max_tokens, root=model.name)

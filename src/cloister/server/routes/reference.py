@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.server.front import front_of
+from cloister.server.ignored import ignored_fields
 from cloister.server.openapi import describe_api
 from cloister.server.prompts import PromptReader
 from cloister.server.reference import CONTENT_SECURITY, write_reference
@@ -31,17 +32,28 @@ class Told:
 
     model: str
     asks_for_keys: bool
+    strict_fields: bool
     vocab_size: int
     hidden_size: int
+    max_model_len: int
+    max_n: int
 
     @classmethod
     def of(cls, reader: PromptReader) -> Told:
-        return cls(reader.model_name, reader.gate.asks_for_keys, reader.vocab_size, reader.model.hidden_size)
+        return cls(
+            reader.model_name,
+            reader.gate.asks_for_keys,
+            ignored_fields().is_strict,
+            reader.vocab_size,
+            reader.model.hidden_size,
+            reader.model.max_model_len,
+            reader.max_n,
+        )
 
     def describe(self) -> dict[str, Any]:
         """Returns the OpenAPI document."""
-        figures = {"vocab_size": self.vocab_size, "hidden_size": self.hidden_size}
-        return describe_api(self.model, asks_for_keys=self.asks_for_keys, figures=figures)
+        figures = {name: getattr(self, name) for name in ("vocab_size", "hidden_size", "max_model_len", "max_n")}
+        return describe_api(self.model, asks_for_keys=self.asks_for_keys, strict_fields=self.strict_fields, figures=figures)
 
 
 @cache

@@ -1,0 +1,68 @@
+"""What binds several fields of a request, as JSON Schema (2020-12) for the reference: readers of bodies check it themselves.
+
+Each value goes into a model's `json_schema_extra`. Programs that make requests from /openapi.json find here what is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import ConfigDict
+
+Schema = dict[str, Any]
+
+_ABSENT: Final[Schema] = {"type": "null"}
+_TEXT: Final[Schema] = {"type": ["string", "array"]}
+_NO_CALLS: Final[Schema] = {"type": ["array", "null"], "maxItems": 0}
+
+
+def where(field: str, *values: str, needs: dict[str, Schema] | None = None, takes: dict[str, Schema] | None = None) -> Schema:
+    """Returns the schema of an object whose `field` has one of `values`.
+
+    Args:
+        needs: fields that have to be there then.
+        takes: what fields may hold then, if they are there.
+    """
+    needs = needs or {}
+    return {"properties": {field: {"enum": [*values]}, **needs, **(takes or {})}, "required": [field, *needs]}
+
+
+def one_of(*schemas: Schema) -> ConfigDict:
+    """Returns the setting of a model that has to fit at least one of several schemas."""
+    return ConfigDict(json_schema_extra={"anyOf": [*schemas]})
+
+
+def _blocks(*types: str) -> Schema:
+    return {"content": {"type": ["string", "array"], "items": {"properties": {"type": {"enum": [*types]}}}}}
+
+
+CHAT_MESSAGE: Final = one_of(
+    where(
+        "role",
+        "system",
+        "developer",
+        "user",
+        needs={"content": _TEXT},
+        takes={"tool_calls": _NO_CALLS, "tool_call_id": _ABSENT},
+    ),
+    where("role", "assistant", needs={"content": _TEXT}, takes={"tool_call_id": _ABSENT}),
+    where("role", "assistant", needs={"tool_calls": {"type": "array", "minItems": 1}}, takes={"tool_call_id": _ABSENT}),
+    where("role", "tool", needs={"content": _TEXT, "tool_call_id": {"type": "string"}}, takes={"tool_calls": _NO_CALLS}),
+)
+RESPONSE_FORMAT: Final = one_of(
+    where("type", "json_schema", needs={"json_schema": {"type": "object"}}),
+    where("type", "text", "json_object", takes={"json_schema": _ABSENT}),
+)
+MESSAGE_PARAM: Final = one_of(
+    where("role", "user", takes=_blocks("text", "tool_result")),
+    where("role", "assistant", takes=_blocks("text", "thinking", "tool_use")),
+    where("role", "system", takes=_blocks("text")),
+)
+TOOL_CHOICE_PARAM: Final = one_of(
+    where("type", "tool", needs={"name": {"type": "string"}}),
+    where("type", "auto", "any", "none", takes={"name": _ABSENT}),
+)
+TOOLS: Final = one_of(
+    {"properties": {"tool_choice": {"enum": [None, "none", "auto", {"type": "none"}, {"type": "auto"}]}}},
+    {"properties": {"tools": {"type": "array", "minItems": 1}}, "required": ["tools"]},
+)
