@@ -86,6 +86,11 @@ class Gate:
             return ScopeKind.REQUEST if self._keyless_scope is None else ScopeKind.LOCAL
         return min(self.policy.widest_scope, ScopeKind.TENANT, key=list(ScopeKind).index)
 
+    @property
+    def may_stream(self) -> bool:
+        """Whether answers may be streamed here."""
+        return self.policy.allows(self._streaming)
+
     def admit(self, api_key: str | None) -> Admission:
         """Admits the holder of an API key; without keys, anyone (a key that a client sends all the same is not looked at).
 

@@ -22,16 +22,19 @@ from cloister.server.conversation import Manner
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, invalid
 from cloister.server.front import PREPARE_TIMEOUT_S, Front
 from cloister.server.logs import RequestLog
-from cloister.server.messages.errors import MessageErrors
+from cloister.server.messages.errors import PREFIX as MESSAGES_FOLDER
+from cloister.server.messages.errors import error_object as message_error
 from cloister.server.metrics import Exposition, Facts, Metrics, ReleasedCounts
 from cloister.server.middleware.auth import Authentication
 from cloister.server.middleware.body import BodyReader
 from cloister.server.middleware.cors import CrossOrigin, parse_origins
 from cloister.server.middleware.disconnect import WRITE_TIMEOUT_S, CancelOnDisconnect
+from cloister.server.middleware.error_forms import ErrorForms
 from cloister.server.middleware.failures import Failures
 from cloister.server.middleware.host import LocalHostOnly
 from cloister.server.middleware.limits import KeyLimits
 from cloister.server.middleware.paths import Prefixed
+from cloister.server.ollama.writing import error_object as ollama_error
 from cloister.server.operations import BODY_PATHS
 from cloister.server.prompts import PromptReader
 from cloister.server.routes import (
@@ -43,6 +46,7 @@ from cloister.server.routes import (
     messages,
     metrics,
     models,
+    ollama,
     page,
     policy,
     reference,
@@ -69,6 +73,7 @@ _ROUTERS: Final = (
     embeddings.router,
     scoring.router,
     tokens.router,
+    ollama.router,
     version.router,
     reference.router,
 )
@@ -177,7 +182,8 @@ def surround(
         app = LocalHostOnly(app)
     if config.allowed_origins:
         app = CrossOrigin(app, parse_origins(config.allowed_origins))
-    return Prefixed(MessageErrors(Failures(app, calls, PLAIN_PATHS, has_tls=config.certfile is not None)))
+    app = Failures(app, calls, PLAIN_PATHS, has_tls=config.certfile is not None)
+    return Prefixed(ErrorForms(app, {MESSAGES_FOLDER: message_error, "/api": ollama_error}))
 
 
 def request_log(config: ServerConfig, gate: Gate) -> list[CallListener]:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from cloister import __version__
-from cloister.server.operations import EVENTS, JSON, MEANINGS, OPERATIONS, Operation
+from cloister.server.operations import JSON, MEANINGS, OPERATIONS, Operation
 
 REF: Final = "#/components/schemas/"
 _RETRY: Final = {"Retry-After": {"description": "Seconds until a new attempt makes sense.", "schema": {"type": "integer"}}}
@@ -126,7 +126,9 @@ def _contents(op: Operation, answers: Mapping[Any, Any]) -> dict[str, Any]:
     contents: dict[str, Any] = {op.media_type: {"schema": answers[op.answer]}}
     if op.event is not None:
         # OpenAPI 3.1 has no word for the events of a stream.
-        contents[EVENTS] = {"schema": {"description": "With `stream`: events, each with JSON.", "x-event": answers[op.event]}}
+        contents[op.stream_type] = {
+            "schema": {"description": "With `stream`: events, each with JSON.", "x-event": answers[op.event]}
+        }
     return contents
 
 

@@ -12,17 +12,28 @@ from cloister.server.answers import ChatChunk, ChatCompletion, Completion, Model
 from cloister.server.embeddings import EmbeddingBody, EmbeddingList
 from cloister.server.messages.schemas import CountBody, MessagesBody
 from cloister.server.metrics import CONTENT_TYPE
+from cloister.server.ollama.models import OllamaModels, OllamaRunningModels, OllamaShown
+from cloister.server.ollama.schemas import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaPullBody,
+    OllamaShowBody,
+)
+from cloister.server.ollama.writing import NDJSON, OllamaChatLine, OllamaError, OllamaGenerateLine
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.routes.adapters import LoadBody, UnloadBody, Unloaded
+from cloister.server.routes.ollama import OllamaEmbedding, OllamaEmbeddings, OllamaStatus
 from cloister.server.routes.policy import PolicyReport
 from cloister.server.routes.version import Version
 from cloister.server.schemas import ChatBody, CompletionBody
 from cloister.server.scoring import Ranking, RerankBody, ScoreBody, ScoreList
+from cloister.server.stream import EVENTS
 from cloister.server.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, TokenizerInfo
 
 HTML: Final = "text/html"
 JSON: Final = "application/json"
-EVENTS: Final = "text/event-stream"
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -81,6 +92,7 @@ class Operation:
         is_open: it asks for no API key.
         failure: what every error replies with.
         unavailable: what 503 replies with.
+        stream_type: media type of a stream.
     """
 
     method: str
@@ -95,6 +107,7 @@ class Operation:
     is_open: bool = False
     failure: Any = ErrorReply
     unavailable: Any = ErrorReply
+    stream_type: str = EVENTS
 
     @property
     def name(self) -> str:
@@ -127,6 +140,32 @@ MEANINGS: Final = {
 }
 
 _GENERATE, _VECTORS, _TOKENS, _SERVER = "Text", "Vectors", "Tokens", "Server"
+
+
+def _ollama(
+    method: str,
+    path: str,
+    summary: str,
+    body: type[BaseModel] | None = None,
+    answer: Any = None,
+    line: Any = None,
+    errors: tuple[int, ...] = (),
+) -> Operation:
+    """Returns an operation of Ollama's API, whose streams are lines and whose errors are one sentence."""
+    return Operation(
+        method,
+        path,
+        "Ollama",
+        summary,
+        body,
+        answer,
+        line,
+        errors=errors,
+        failure=OllamaError,
+        unavailable=OllamaError,
+        stream_type=NDJSON,
+    )
+
 
 OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("POST", "/v1/chat/completions", _GENERATE, "Answer a conversation", ChatBody, ChatCompletion, ChatChunk),
@@ -173,6 +212,15 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("GET", "/metrics", _SERVER, "Show figures for Prometheus", media_type=CONTENT_TYPE.partition(";")[0]),
     Operation("GET", "/openapi.json", _SERVER, "Describe the API", answer=JsonObject, is_open=True),
     Operation("GET", "/docs", _SERVER, "Show the reference of the API", media_type=HTML, is_open=True),
+    _ollama("POST", "/api/chat", "Answer a conversation", OllamaChatBody, OllamaChatLine, OllamaChatLine),
+    _ollama("POST", "/api/generate", "Answer a prompt", OllamaGenerateBody, OllamaGenerateLine, OllamaGenerateLine),
+    _ollama("POST", "/api/embed", "Make vectors of texts", OllamaEmbedBody, OllamaEmbeddings),
+    _ollama("POST", "/api/embeddings", "Make a vector of a text", OllamaEmbeddingsBody, OllamaEmbedding),
+    _ollama("GET", "/api/tags", "List what is served", answer=OllamaModels),
+    _ollama("GET", "/api/ps", "List what is in memory", answer=OllamaRunningModels),
+    _ollama("POST", "/api/show", "Describe one model", OllamaShowBody, OllamaShown),
+    _ollama("POST", "/api/pull", "Say that a model is there", OllamaPullBody, OllamaStatus, OllamaStatus),
+    _ollama("GET", "/api/version", "Tell the version", answer=Version),
 )
 BODY_PATHS: Final = frozenset(op.path for op in OPERATIONS if op.body is not None)
 """Paths that read a body."""

@@ -111,7 +111,10 @@ class PromptReader:
 
     def read_completion(self, raw: bytes, admission: Admission) -> Job:
         """Reads a body of /v1/completions; errors as in `read_chat`."""
-        body = parse_body(raw, CompletionBody)
+        return self.complete(parse_body(raw, CompletionBody), admission, prefix="cmpl")
+
+    def complete(self, body: CompletionBody, admission: Admission, *, prefix: str, fits: bool = False) -> Job:
+        """Makes prompts ready that are gone on with as they stand, whichever route they came by; arguments as in `converse`."""
         admission = self._check(body, admission)
         echo, max_tokens = bool(body.echo), body.max_tokens
         if max_tokens is None:
@@ -133,6 +136,8 @@ class PromptReader:
             sampling = msgspec.structs.replace(sampling, n=body.best_of, logprobs=logprobs)
         check_number_of_sequences(max(sampling.n, body.best_of or 1), len(body.prompt), self.max_n)
         prompts = [self._tokenize(prompt) for prompt in body.prompt]
+        if fits:
+            sampling = fit_length(max(map(len, prompts)), sampling, self.model)
         for prompt in prompts:
             check_length(len(prompt), sampling, self.model, "prompt")
         echoes = tuple(map(self._echo, body.prompt, prompts)) if echo else ()
@@ -141,7 +146,7 @@ class PromptReader:
             sampling,
             admission,
             self.model,
-            prefix="cmpl",
+            prefix=prefix,
             echoes=echoes,
             answerless=answerless,
             num_kept=num_kept,

@@ -212,6 +212,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         hidden_size: numbers in an embedding.
         pooling: how it makes one, unless a request says otherwise.
         drafters: what may draft tokens for it, by name.
+        family: of its architecture.
+        num_parameters: its weights, 0 where they were not counted.
+        number_format: of its weights in memory, where the settings chose one.
+        is_on_device: its weights are not in the memory of the host.
     """
 
     name: str
@@ -225,6 +229,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0
     pooling: PoolingParams = PoolingParams()
     drafters: tuple[str, ...] = ()
+    family: str = ""
+    num_parameters: int = 0
+    number_format: str = ""
+    is_on_device: bool = False
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
