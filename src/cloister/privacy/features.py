@@ -281,6 +281,24 @@ RECEIPT_THREAT = ThreatProfile(
     mitigations=("only for who asks, sealed to the client", "salted digests in place of texts", "no time but the epoch's"),
 )
 
+FILES = Feature(
+    "files",
+    "storage",
+    "files",
+    row_of("storage").rulings,
+    frozenset(),
+    "leave the setting `files` out, and send each request by itself",
+)
+
+STORAGE_THREAT = ThreatProfile(
+    row="stored requests and answers",
+    threats=frozenset({Requirement.STATELESS, Requirement.ENFORCEABLE}),
+    residue="files, batches and their answers until they expire or are deleted",
+    where=("SSD",),
+    attack="who has the disk and the key file reads them; an owner's API key reads them too",
+    mitigations=("off unless asked for", "AES-GCM under a key per owner", "30 days at most"),
+)
+
 RUNTIME_ADAPTERS = Feature(
     "runtime-adapters",
     "closed-source",
@@ -324,6 +342,7 @@ FEATURES: Mapping[str, Feature] = {
         REQUEST_LOG,
         TRACES,
         RECEIPT,
+        FILES,
     )
 }
 

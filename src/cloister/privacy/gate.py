@@ -14,6 +14,7 @@ from cloister.types.errors import AuthenticationError, ConfigError, InvalidReque
 from cloister.types.scope import LOCAL_SCOPE, SESSION_LIFETIME_S, Scope, ScopeKind
 
 KEYLESS_TENANT = "local"
+_KEYLESS_OWNER = b"local"
 SESSION_HEADER = "cloister-session"
 _SALT_BYTES = 32
 _SECRET = re.compile("[0-9a-fA-F]{64}")
@@ -29,6 +30,8 @@ class Admission:
         priority: its class; smaller is more urgent.
         account: what its key has used; None without limits.
         is_operator: it may change what the server runs.
+        owner: secret of its tenant, or of this machine: what is kept is found by it; None where nobody can be told apart.
+        key: digest of its key, for work that goes on after the request; None without keys.
     """
 
     scope: Scope = field(repr=False)
@@ -36,6 +39,8 @@ class Admission:
     priority: int = field(repr=False)
     account: Account | None = field(default=None, repr=False, compare=False)
     is_operator: bool = field(default=False, repr=False, compare=False)
+    owner: bytes | None = field(default=None, repr=False, compare=False)
+    key: bytes | None = field(default=None, repr=False, compare=False)
 
 
 class Gate:
@@ -87,6 +92,11 @@ class Gate:
         return min(self.policy.widest_scope, ScopeKind.TENANT, key=list(ScopeKind).index)
 
     @property
+    def tells_owners(self) -> bool:
+        """Whether it is known of two requests that they come from the same side."""
+        return self._credentials is not None or self._keyless_scope is not None
+
+    @property
     def may_stream(self) -> bool:
         """Whether answers may be streamed here."""
         return self.policy.allows(self._streaming)
@@ -98,15 +108,40 @@ class Gate:
             AuthenticationError: keys are asked for, and this is none of them.
         """
         if self._credentials is None:
-            return Admission(self._keyless_scope or self._fresh_scope(), KEYLESS_TENANT, 0, is_operator=self._loopback)
-        credential = _authenticate(self._credentials, api_key)
+            owner = _KEYLESS_OWNER if self.tells_owners else None
+            scope = self._keyless_scope or self._fresh_scope()
+            return Admission(scope, KEYLESS_TENANT, 0, is_operator=self._loopback, owner=owner)
+        return self._admit(self._credentials, _authenticate(self._credentials, api_key))
+
+    def readmit(self, key: bytes | None) -> Admission | None:
+        """Admits work that goes on after its request, in the class behind that of the key; None where the key is gone.
+
+        Args:
+            key: as `Admission.key` had it.
+        """
+        if self._credentials is None or key is None:
+            admission = self.admit(None) if self._credentials is None and key is None else None
+        else:
+            found = next((each for each in self._credentials.keys if each.digest == key), None)
+            admission = self._admit(self._credentials, found) if found is not None else None
+        return None if admission is None else replace(admission, priority=admission.priority + 1)
+
+    def _admit(self, credentials: Credentials, credential: Credential) -> Admission:
         if self.policy.widest_scope is ScopeKind.REQUEST:
             scope = self._fresh_scope()
         else:
-            scope = Scope(ScopeKind.TENANT, self._credentials.tenants[credential.tenant])
+            scope = Scope(ScopeKind.TENANT, credentials.tenants[credential.tenant])
         # Who is not told apart cannot be targeted: a strict profile shows the engine the public class in place of the tenant.
         tenant = credential.tenant if self.policy.names_tenants else f"class {credential.priority}"
-        return Admission(scope, tenant, credential.priority, self._account_of(credential), credential.is_operator)
+        return Admission(
+            scope,
+            tenant,
+            credential.priority,
+            self._account_of(credential),
+            credential.is_operator,
+            credentials.tenants[credential.tenant],
+            credential.digest,
+        )
 
     def narrow(self, admission: Admission, session: str | None) -> Admission:
         """Returns the admission with the scope of a session: those of its requests that bring the same secret share KV.

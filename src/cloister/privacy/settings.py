@@ -117,6 +117,7 @@ def settle_front(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[Ser
     """
     config = server.config
     policy.check({"traces": Use(config.otlp_endpoint is not None, _source_of(server, "otlp_endpoint"))})
+    policy.check({"files": Use(config.files is not None, _source_of(server, "files"))})
     chosen = policy.resolve("request-log", config.log_requests, _source_of(server, "log_requests"))
     if config.log_requests is None:
         ruling = policy.ruling("request-log")

@@ -20,6 +20,7 @@ from cloister.privacy import CountRelease, Gate, is_loopback
 from cloister.server.calls import CallListener, Calls
 from cloister.server.conversation import Manner
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, invalid
+from cloister.server.files.service import FileService
 from cloister.server.front import PREPARE_TIMEOUT_S, Front
 from cloister.server.logs import RequestLog
 from cloister.server.messages.errors import PREFIX as MESSAGES_FOLDER
@@ -35,13 +36,15 @@ from cloister.server.middleware.host import LocalHostOnly
 from cloister.server.middleware.limits import KeyLimits
 from cloister.server.middleware.paths import Prefixed
 from cloister.server.ollama.writing import error_object as ollama_error
-from cloister.server.operations import BODY_PATHS
+from cloister.server.operations import BODY_PATHS, FORM_PATHS
 from cloister.server.prompts import PromptReader
 from cloister.server.routes import (
     adapters,
+    batches,
     chat,
     completions,
     embeddings,
+    files,
     health,
     messages,
     metrics,
@@ -74,6 +77,8 @@ _ROUTERS: Final = (
     scoring.router,
     tokens.router,
     ollama.router,
+    files.router,
+    batches.router,
     version.router,
     reference.router,
 )
@@ -91,6 +96,7 @@ def create_app(
     config: ServerConfig,
     *,
     listeners: Sequence[CallListener] = (),
+    stored: FileService | None = None,
     request_timeout_s: float = 600.0,
     body_timeout_s: float = BODY_TIMEOUT_S,
     prepare_timeout_s: float = PREPARE_TIMEOUT_S,
@@ -100,6 +106,7 @@ def create_app(
 
     Args:
         listeners: told of every request that is over, such as a tracer.
+        stored: files and batches of users; None keeps none.
         request_timeout_s: deadline of a request in the engine.
         body_timeout_s: how long a body may take to arrive.
         prepare_timeout_s: how long a prompt may take to become tokens.
@@ -116,10 +123,11 @@ def create_app(
         calls,
         exposition,
         names=config.served_names,
+        stored=stored,
         request_timeout_s=request_timeout_s,
         prepare_timeout_s=prepare_timeout_s,
     )
-    return surround(app, calls, gate, config, body_timeout_s=body_timeout_s, write_timeout_s=write_timeout_s)
+    return surround(app, calls, gate, config, stored=stored, body_timeout_s=body_timeout_s, write_timeout_s=write_timeout_s)
 
 
 def make_exposition(engine: AsyncEngine, gate: Gate, names: Sequence[str]) -> Exposition:
@@ -139,6 +147,7 @@ def create_routes(
     exposition: Exposition,
     *,
     names: Sequence[str],
+    stored: FileService | None = None,
     request_timeout_s: float,
     prepare_timeout_s: float = PREPARE_TIMEOUT_S,
 ) -> FastAPI:
@@ -161,7 +170,8 @@ def create_routes(
     )
     engine.subscribe(exposition.observe)
     engine.subscribe(calls.observe)
-    return _routes(Front(engine, reader, exposition, calls, prepare_timeout_s), (page.router,) if config.page else ())
+    front = Front(engine, reader, exposition, calls, prepare_timeout_s, files=stored)
+    return _routes(front, (page.router,) if config.page else ())
 
 
 def surround(
@@ -170,12 +180,15 @@ def surround(
     gate: Gate,
     config: ServerConfig,
     *,
+    stored: FileService | None = None,
     body_timeout_s: float = BODY_TIMEOUT_S,
     write_timeout_s: float = WRITE_TIMEOUT_S,
 ) -> ASGIApp:
-    """Puts around routes what every request passes."""
+    """Puts around routes what every request passes, and begins with the batches in `stored`."""
+    if stored is not None:
+        stored.begin(Failures(KeyLimits(app), calls, PLAIN_PATHS))
     app = CancelOnDisconnect(app, write_timeout_s)
-    app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS)
+    app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, FORM_PATHS)
     app = KeyLimits(app)
     app = Authentication(app, gate)
     if config.api_keys is None and is_loopback(config.host):

@@ -110,7 +110,7 @@ def _describe(
             for name in parameters
         ]
     if op.body is not None:
-        described["requestBody"] = {"required": True, "content": {JSON: {"schema": bodies[op.body]}}}
+        described["requestBody"] = {"required": True, "content": {op.body_type: {"schema": bodies[op.body]}}}
     described["responses"] = {
         "200": {"description": MEANINGS[200], "content": _contents(op, answers)},
         **{str(status): _failure(op, status, answers) for status in op.statuses},

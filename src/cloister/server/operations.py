@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from cloister.server.answers import ChatChunk, ChatCompletion, Completion, Model, ModelList
 from cloister.server.embeddings import EmbeddingBody, EmbeddingList
+from cloister.server.files.batches import BatchBody
 from cloister.server.messages.schemas import CountBody, MessagesBody
 from cloister.server.metrics import CONTENT_TYPE
 from cloister.server.ollama.models import OllamaModels, OllamaRunningModels, OllamaShown
@@ -24,6 +25,7 @@ from cloister.server.ollama.schemas import (
 from cloister.server.ollama.writing import NDJSON, OllamaChatLine, OllamaError, OllamaGenerateLine
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.routes.adapters import LoadBody, UnloadBody, Unloaded
+from cloister.server.routes.files import DeletedFile, FileList, FileObject, UploadForm
 from cloister.server.routes.ollama import OllamaEmbedding, OllamaEmbeddings, OllamaStatus
 from cloister.server.routes.policy import PolicyReport
 from cloister.server.routes.version import Version
@@ -33,6 +35,8 @@ from cloister.server.stream import EVENTS
 from cloister.server.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, TokenizerInfo
 
 HTML: Final = "text/html"
+FORM: Final = "multipart/form-data"
+BYTES: Final = "application/octet-stream"
 JSON: Final = "application/json"
 
 
@@ -93,6 +97,7 @@ class Operation:
         failure: what every error replies with.
         unavailable: what 503 replies with.
         stream_type: media type of a stream.
+        body_type: media type of the body.
     """
 
     method: str
@@ -108,6 +113,7 @@ class Operation:
     failure: Any = ErrorReply
     unavailable: Any = ErrorReply
     stream_type: str = EVENTS
+    body_type: str = JSON
 
     @property
     def name(self) -> str:
@@ -129,17 +135,18 @@ MEANINGS: Final = {
     400: "A field is missing, unknown or has a value that is not taken; `param` names it.",
     401: "An API key is asked for, and there is none or another one.",
     403: "The privacy profile refuses what the request asks for, or the name of the host is not the server's.",
-    404: "There is no such model.",
+    404: "There is no such model, file or batch.",
     408: "The body did not arrive in time.",
     413: "The body is larger than the server takes.",
     415: "The body is not declared as JSON.",
     429: "Too many requests wait, or the API key has used what it may; `Retry-After` says when to try again.",
     500: "The server made a mistake.",
     503: "The engine is not there, or the server is too busy; `Retry-After` says when to try again.",
+    507: "There is no room for a file.",
     504: "The answer was not complete before its deadline.",
 }
 
-_GENERATE, _VECTORS, _TOKENS, _SERVER = "Text", "Vectors", "Tokens", "Server"
+_GENERATE, _VECTORS, _TOKENS, _SERVER, _FILES = "Text", "Vectors", "Tokens", "Server", "Files"
 
 
 def _ollama(
@@ -212,6 +219,15 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("GET", "/metrics", _SERVER, "Show figures for Prometheus", media_type=CONTENT_TYPE.partition(";")[0]),
     Operation("GET", "/openapi.json", _SERVER, "Describe the API", answer=JsonObject, is_open=True),
     Operation("GET", "/docs", _SERVER, "Show the reference of the API", media_type=HTML, is_open=True),
+    Operation("POST", "/v1/files", _FILES, "Keep a file", UploadForm, FileObject, errors=(507,), body_type=FORM),
+    Operation("GET", "/v1/files", _FILES, "List files", answer=FileList, errors=(400, 404)),
+    Operation("GET", "/v1/files/{file_id}", _FILES, "Describe a file", answer=FileObject, errors=(404,)),
+    Operation("DELETE", "/v1/files/{file_id}", _FILES, "Remove a file", answer=DeletedFile, errors=(404,)),
+    Operation("GET", "/v1/files/{file_id}/content", _FILES, "Read a file", media_type=BYTES, errors=(404, 503)),
+    Operation("POST", "/v1/batches", _FILES, "Answer the requests in a file", BatchBody, JsonObject, errors=(507,)),
+    Operation("GET", "/v1/batches", _FILES, "List batches", answer=JsonObject, errors=(400, 404)),
+    Operation("GET", "/v1/batches/{batch_id}", _FILES, "Say how far a batch is", answer=JsonObject, errors=(404,)),
+    Operation("POST", "/v1/batches/{batch_id}/cancel", _FILES, "End a batch", answer=JsonObject, errors=(404,)),
     _ollama("POST", "/api/chat", "Answer a conversation", OllamaChatBody, OllamaChatLine, OllamaChatLine),
     _ollama("POST", "/api/generate", "Answer a prompt", OllamaGenerateBody, OllamaGenerateLine, OllamaGenerateLine),
     _ollama("POST", "/api/embed", "Make vectors of texts", OllamaEmbedBody, OllamaEmbeddings),
@@ -224,3 +240,5 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
 )
 BODY_PATHS: Final = frozenset(op.path for op in OPERATIONS if op.body is not None)
 """Paths that read a body."""
+FORM_PATHS: Final = frozenset(op.path for op in OPERATIONS if op.body_type == FORM)
+"""Those of them that read a form."""
