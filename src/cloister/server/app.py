@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from cloister.engine.base import AdapterEngine, AsyncEngine
 from cloister.privacy import CountRelease, Gate, is_loopback
+from cloister.server.absent import explain_absence
 from cloister.server.calls import CallListener, Calls
 from cloister.server.conversation import Manner
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, invalid
@@ -46,6 +47,7 @@ from cloister.server.routes import (
     embeddings,
     files,
     health,
+    llamacpp,
     messages,
     metrics,
     models,
@@ -57,6 +59,7 @@ from cloister.server.routes import (
     scoring,
     tokens,
     version,
+    vllm,
 )
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
@@ -79,6 +82,8 @@ _ROUTERS: Final = (
     ollama.router,
     files.router,
     batches.router,
+    llamacpp.router,
+    vllm.router,
     version.router,
     reference.router,
 )
@@ -223,10 +228,10 @@ async def _answer_error(_: Request, error: Exception) -> Response:
     return _reply(error if error.status != CloisterError.status else INTERNAL)
 
 
-async def _answer_http_exception(_: Request, error: Exception) -> Response:
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return _reply(NotFoundError("There is no such route; the API begins with /v1.", code="unknown_route"))
+        return _reply(NotFoundError(explain_absence(request.scope["path"]), code="unknown_route"))
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         reply = _reply(MethodError(f"This route does not take the method; it takes {allowed}."))

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from cloister.server.answers import ChatChunk, ChatCompletion, Completion, Model, ModelList
 from cloister.server.embeddings import EmbeddingBody, EmbeddingList
 from cloister.server.files.batches import BatchBody
+from cloister.server.llamacpp.schemas import ApplyTemplateBody, LlamaCompletionBody, LlamaInfillBody
 from cloister.server.messages.schemas import CountBody, MessagesBody
 from cloister.server.metrics import CONTENT_TYPE
 from cloister.server.ollama.models import OllamaModels, OllamaRunningModels, OllamaShown
@@ -26,9 +27,11 @@ from cloister.server.ollama.writing import NDJSON, OllamaChatLine, OllamaError, 
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.routes.adapters import LoadBody, UnloadBody, Unloaded
 from cloister.server.routes.files import DeletedFile, FileList, FileObject, UploadForm
+from cloister.server.routes.llamacpp import TemplatedPrompt
 from cloister.server.routes.ollama import OllamaEmbedding, OllamaEmbeddings, OllamaStatus
 from cloister.server.routes.policy import PolicyReport
 from cloister.server.routes.version import Version
+from cloister.server.routes.vllm import Load, PooledList
 from cloister.server.schemas import ChatBody, CompletionBody
 from cloister.server.scoring import Ranking, RerankBody, ScoreBody, ScoreList
 from cloister.server.stream import EVENTS
@@ -147,6 +150,7 @@ MEANINGS: Final = {
 }
 
 _GENERATE, _VECTORS, _TOKENS, _SERVER, _FILES = "Text", "Vectors", "Tokens", "Server", "Files"
+_LLAMA, _VLLM = "llama.cpp", "vLLM"
 
 
 def _ollama(
@@ -228,6 +232,18 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("GET", "/v1/batches", _FILES, "List batches", answer=JsonObject, errors=(400, 404)),
     Operation("GET", "/v1/batches/{batch_id}", _FILES, "Say how far a batch is", answer=JsonObject, errors=(404,)),
     Operation("POST", "/v1/batches/{batch_id}/cancel", _FILES, "End a batch", answer=JsonObject, errors=(404,)),
+    Operation("POST", "/completion", _LLAMA, "Continue a prompt", LlamaCompletionBody, JsonObject, JsonObject),
+    Operation("POST", "/infill", _LLAMA, "Fill in the middle", LlamaInfillBody, JsonObject, JsonObject),
+    Operation("POST", "/apply-template", _LLAMA, "Show the text of a conversation", ApplyTemplateBody, TemplatedPrompt),
+    Operation("GET", "/props", _LLAMA, "Describe what is served", answer=JsonObject),
+    Operation(
+        "GET", "/ping", _VLLM, "Tell whether steps advance", answer=Health, errors=(503,), is_open=True, unavailable=Health
+    ),
+    Operation(
+        "POST", "/ping", _VLLM, "Tell whether steps advance", answer=Health, errors=(503,), is_open=True, unavailable=Health
+    ),
+    Operation("GET", "/load", _VLLM, "Count requests at work", answer=Load),
+    Operation("POST", "/pooling", _VLLM, "Make vectors of texts", EmbeddingBody, PooledList),
     _ollama("POST", "/api/chat", "Answer a conversation", OllamaChatBody, OllamaChatLine, OllamaChatLine),
     _ollama("POST", "/api/generate", "Answer a prompt", OllamaGenerateBody, OllamaGenerateLine, OllamaGenerateLine),
     _ollama("POST", "/api/embed", "Make vectors of texts", OllamaEmbedBody, OllamaEmbeddings),

@@ -8,7 +8,7 @@ from cloister.privacy.gate import SESSION_HEADER, Gate
 from cloister.server.middleware.failures import send_error
 from cloister.types.errors import CloisterError
 
-OPEN_PATHS = frozenset({"/", "/docs", "/health", "/openapi.json", "/v1/policy"})
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/openapi.json", "/ping", "/v1/policy"})
 OPEN_FOLDER = "/page/"
 
 

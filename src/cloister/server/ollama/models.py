@@ -10,6 +10,7 @@ import msgspec
 
 from cloister.server.answers import Model
 from cloister.server.front import Front
+from cloister.text.infill import Infill
 from cloister.text.tools import detect_family
 
 FOREVER: Final = datetime(9999, 12, 31, tzinfo=UTC)
@@ -169,6 +170,8 @@ def _capabilities(front: Front) -> Iterable[str]:
         yield "tools"
     if front.reader.manner.marks is not None:
         yield "thinking"
+    if Infill.of(front.reader.tokenizer) is not None:
+        yield "insert"
 
 
 def _weights_bytes(front: Front) -> int:

@@ -28,6 +28,7 @@ from cloister.server.parse import check_fields, parse_body
 from cloister.server.prompts import PromptReader
 from cloister.server.renaming import renamed
 from cloister.server.schemas import INT32, ChatBody, CompletionBody
+from cloister.text.infill import Infill
 from cloister.types.request import PoolingParams
 
 NAMES: Final[Mapping[str, str]] = {
@@ -99,8 +100,13 @@ def _continue(reader: PromptReader, body: OllamaGenerateBody, fields: dict[str, 
     if body.system and body.raw:
         raise invalid("A `raw` prompt goes to the model as it stands; put `system` into it.", "system")
     if body.suffix:
-        raise invalid("`suffix` is refused: this model does not fill in the middle. Leave it out.", "suffix")
-    fields["prompt"] = f"{body.system}\n\n{body.prompt}" if body.system else body.prompt
+        infill = Infill.of(reader.tokenizer)
+        if infill is None or body.system:
+            why = "this model does not fill in the middle" if infill is None else "it goes without `system`"
+            raise invalid(f"`suffix` is refused: {why}. Leave it out.", "suffix")
+        fields |= {"prompt": infill.encode(body.prompt or "", body.suffix), "stop_token_ids": infill.stop_token_ids}
+    else:
+        fields["prompt"] = f"{body.system}\n\n{body.prompt}" if body.system else body.prompt
     fields["max_tokens"] = fields["max_tokens"] or INT32 - 1
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,6 +15,7 @@ from cloister.server.answers import TokenPosition, Usage
 from cloister.server.calls import Call
 from cloister.server.job import Job
 from cloister.server.logprobs import chat_logprobs
+from cloister.server.timings import read_timings
 from cloister.server.turns import TOOL_CALLS, Turn, make_call_id
 from cloister.text.parts import Arguments, CallBegun, CallBroken, CallEnded, Reasoning, Text
 from cloister.types.errors import CloisterError
@@ -188,24 +188,15 @@ class LineWriter:
 
 
 def durations(call: Call | None, job: Job) -> dict[str, int]:
-    """Returns how long a job took, in nanoseconds, as far as it is known.
-
-    `load_duration` lasts until the engine has the prompt: the body, loading the model if others had its place, template and
-    tokens. `prompt_eval_duration` goes from the first slot to the first token, `eval_duration` from there to the end. What is
-    left of `total_duration` was waited.
-    """
-    if call is None:
-        return {}
-    works = [work for request in job.requests if (work := call.works.get(request.request_id)) is not None]
-    marks: dict[str, tuple[float | None, float | None]] = {
-        "total_duration": (call.began_s, time.monotonic()),
-        "load_duration": (call.began_s, min((w.arrival_s for w in works if w.arrival_s is not None), default=None)),
+    """Returns how long a job took, in nanoseconds, as far as it is known."""
+    times = read_timings(call, job)
+    named = {
+        "total_duration": times.total_s,
+        "load_duration": times.load_s,
+        "prompt_eval_duration": times.prompt_s,
+        "eval_duration": times.answer_s,
     }
-    if len(works) == 1:
-        (work,) = works
-        marks["prompt_eval_duration"] = (work.scheduled_s, work.first_token_s)
-        marks["eval_duration"] = (work.first_token_s, work.ended_s)
-    return {name: round((end - start) * _NS) for name, (start, end) in marks.items() if start is not None and end is not None}
+    return {name: round(time_s * _NS) for name, time_s in named.items() if time_s is not None}
 
 
 def lines(objects: Iterable[Any]) -> bytes:
