@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cloister.engine import ProcessEngine
     from cloister.server.calls import Calls
     from cloister.server.files.service import FileService
+    from cloister.server.responses.keeping import ResponseStore
     from cloister.server.serve import Site
     from cloister.server.switch import Seat
 
@@ -28,6 +29,7 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     from cloister.server.app import request_log, surround
     from cloister.server.calls import Calls
     from cloister.server.files.service import FileService
+    from cloister.server.responses.keeping import ResponseStore
     from cloister.server.rotation import Rotation
     from cloister.server.serve import Site
     from cloister.server.switch import ModelSwitch, list_entry
@@ -42,13 +44,14 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
         one = replace(settings, engine=settings.models[name])
         nonlocal engine
         engine = make_engine(one.engine.config, front)
-        seat = await _open_seat(one, engine, gate, calls, name, stored)
+        seat = await _open_seat(one, engine, gate, calls, name, stored, responses_kept)
         entries[name] = list_entry(name, seat.engine.model.name, seat.engine.model)
         for line in describe_start(one, seat.engine.model, seat.engine.memory, seat.engine.startup, None):
             announce(line)
         return seat
 
     stored = FileService.open(front, gate)
+    responses_kept = ResponseStore() if front.keep_responses else None
     rotation = Rotation(open_seat, settings.engine.config.request_timeout_s)
     calls = Calls(
         lambda route, status: rotation.shown.count_reply(route, status) if rotation.shown is not None else None,
@@ -64,7 +67,13 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
 
 
 async def _open_seat(
-    settings: Settings, engine: ProcessEngine, gate: Gate, calls: Calls, name: str, stored: FileService | None
+    settings: Settings,
+    engine: ProcessEngine,
+    gate: Gate,
+    calls: Calls,
+    name: str,
+    stored: FileService | None,
+    responses_kept: ResponseStore | None,
 ) -> Seat:
     """Starts the engine of one of several models, and its routes."""
     from cloister.server.app import create_routes, make_exposition
@@ -87,6 +96,7 @@ async def _open_seat(
             exposition,
             names=[name],
             stored=stored,
+            responses_kept=responses_kept,
             request_timeout_s=config.request_timeout_s,
         )
     except BaseException:

@@ -42,6 +42,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
         try:
             from cloister.server.app import create_app
             from cloister.server.files.service import FileService
+            from cloister.server.responses.keeping import ResponseStore
             from cloister.server.serve import Site
             from cloister.server.trace_export import open_tracer
             from cloister.text import ChatTemplate, Tokenizer
@@ -65,6 +66,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             front,
             listeners=[tracer.write] if tracer is not None else [],
             stored=stored,
+            responses_kept=ResponseStore() if front.keep_responses else None,
             request_timeout_s=config.request_timeout_s,
         )
     except BaseException:

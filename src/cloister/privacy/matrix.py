@@ -279,8 +279,8 @@ ROWS: tuple[Row, ...] = (
         _threat(
             "stored requests and answers", "SE", residue="files, batches and conversations until they expire",
             where=(_SSD, _HOST), attack="data leak from a disk or to another user",
-            mitigation="nothing is kept unless the operator names a place for it; found by its owner only; sealed with AES-GCM "
-            "under a key per owner wherever it touches a disk; everything expires",
+            mitigation="nothing touches a disk unless the operator names a place for it; found by its owner only; sealed there "
+            "with AES-GCM under a key per owner; everything expires",
         ),
         open=_KEPT, team=_KEPT, private=_GONE, paranoid=_GONE,
     ),

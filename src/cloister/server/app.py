@@ -39,6 +39,7 @@ from cloister.server.middleware.paths import Prefixed
 from cloister.server.ollama.writing import error_object as ollama_error
 from cloister.server.operations import BODY_PATHS, FORM_PATHS
 from cloister.server.prompts import PromptReader
+from cloister.server.responses.keeping import ResponseStore
 from cloister.server.routes import (
     adapters,
     batches,
@@ -102,6 +103,7 @@ def create_app(
     *,
     listeners: Sequence[CallListener] = (),
     stored: FileService | None = None,
+    responses_kept: ResponseStore | None = None,
     request_timeout_s: float = 600.0,
     body_timeout_s: float = BODY_TIMEOUT_S,
     prepare_timeout_s: float = PREPARE_TIMEOUT_S,
@@ -112,6 +114,7 @@ def create_app(
     Args:
         listeners: told of every request that is over, such as a tracer.
         stored: files and batches of users; None keeps none.
+        responses_kept: responses that others may go on from; None keeps none.
         request_timeout_s: deadline of a request in the engine.
         body_timeout_s: how long a body may take to arrive.
         prepare_timeout_s: how long a prompt may take to become tokens.
@@ -129,6 +132,7 @@ def create_app(
         exposition,
         names=config.served_names,
         stored=stored,
+        responses_kept=responses_kept,
         request_timeout_s=request_timeout_s,
         prepare_timeout_s=prepare_timeout_s,
     )
@@ -153,6 +157,7 @@ def create_routes(
     *,
     names: Sequence[str],
     stored: FileService | None = None,
+    responses_kept: ResponseStore | None = None,
     request_timeout_s: float,
     prepare_timeout_s: float = PREPARE_TIMEOUT_S,
 ) -> FastAPI:
@@ -172,6 +177,7 @@ def create_routes(
         gate=gate,
         adapters=engine.adapters.loaded if isinstance(engine, AdapterEngine) else {},
         other_names=tuple(other_names),
+        responses=responses_kept,
     )
     engine.subscribe(exposition.observe)
     engine.subscribe(calls.observe)

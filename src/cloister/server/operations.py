@@ -30,6 +30,7 @@ from cloister.server.routes.files import DeletedFile, FileList, FileObject, Uplo
 from cloister.server.routes.llamacpp import TemplatedPrompt
 from cloister.server.routes.ollama import OllamaEmbedding, OllamaEmbeddings, OllamaStatus
 from cloister.server.routes.policy import PolicyReport
+from cloister.server.routes.responses import DeletedResponse
 from cloister.server.routes.version import Version
 from cloister.server.routes.vllm import Load, PooledList
 from cloister.server.schemas import ChatBody, CompletionBody
@@ -182,6 +183,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("POST", "/v1/chat/completions", _GENERATE, "Answer a conversation", ChatBody, ChatCompletion, ChatChunk),
     Operation("POST", "/v1/completions", _GENERATE, "Continue a text", CompletionBody, Completion, Completion),
     Operation("POST", "/v1/responses", _GENERATE, "Answer a conversation in items", ResponsesBody, JsonObject, JsonObject),
+    Operation("GET", "/v1/responses/{response_id}", _GENERATE, "Show a kept response", answer=JsonObject, errors=(404,)),
+    Operation("DELETE", "/v1/responses/{response_id}", _GENERATE, "Forget a response", answer=DeletedResponse, errors=(404,)),
     Operation(
         "POST",
         "/v1/messages",
@@ -211,6 +214,10 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("POST", "/tokenize", _TOKENS, "Cut a text or a chat into tokens", TokenizeBody, Tokenized),
     Operation("POST", "/detokenize", _TOKENS, "Join tokens to a text", DetokenizeBody, Detokenized),
     Operation("GET", "/tokenizer_info", _TOKENS, "Tell which tokens begin and end a text", answer=TokenizerInfo),
+    Operation(
+        "GET", "/v1/responses/{response_id}", _GENERATE, "Show a response that was kept", answer=JsonObject, errors=(404,)
+    ),
+    Operation("DELETE", "/v1/responses/{response_id}", _GENERATE, "Forget a response", answer=DeletedResponse, errors=(404,)),
     Operation("GET", "/v1/models", _SERVER, "List what is served", answer=ModelList),
     Operation("GET", "/v1/models/{model_id}", _SERVER, "Describe one model", answer=Model, errors=(404,)),
     Operation("POST", "/v1/load_lora_adapter", _SERVER, "Load a LoRA adapter", LoadBody, Model),

@@ -17,8 +17,8 @@ from cloister.server.messages.schemas import REFUSED as MESSAGES_REFUSED
 from cloister.server.messages.schemas import CountBody, MessagesBody
 from cloister.server.parse import parse_body
 from cloister.server.renaming import MESSAGES, RESPONSES, renamed
+from cloister.server.responses.keeping import ResponseStore, read_body
 from cloister.server.responses.reading import to_chat as response_to_chat
-from cloister.server.responses.schemas import REFUSED as RESPONSES_REFUSED
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.sampling import check_length, check_number_of_sequences, fit_length, sampling_params
 from cloister.server.schemas import ChatBody, CompletionBody, GenerationBody
@@ -41,6 +41,7 @@ class PromptReader:
         request_timeout_s: deadline of a request in the engine.
         adapters: name -> adapter, of those that a request may ask for as a model.
         other_names: further ones of the model.
+        responses: those that others may go on from; None where none are kept.
     """
 
     gate: Gate
@@ -52,6 +53,7 @@ class PromptReader:
     request_timeout_s: float
     adapters: Mapping[str, AdapterInfo] = field(default_factory=dict)
     other_names: tuple[str, ...] = ()
+    responses: ResponseStore | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -92,7 +94,7 @@ class PromptReader:
 
     def read_response(self, raw: bytes, admission: Admission) -> tuple[Job, ResponsesBody]:
         """Reads a body of /v1/responses; errors as in `read_chat`."""
-        body = parse_body(raw, ResponsesBody, RESPONSES_REFUSED)
+        body = read_body(raw, self.responses, admission.owner)
         with renamed(RESPONSES):
             return self.converse(response_to_chat(body), admission, prefix="resp"), body
 

@@ -234,6 +234,10 @@ class ServerConfig:
         " draw members only.",
     )
     node_capacity: int = setting(1, "Share of a sealed node when clients draw.", low=1, high=1_000_000)
+    keep_responses: bool | None = setting(
+        None,
+        "Keep answers of `/v1/responses` in memory for an hour, to go on from; unset, as the profile says.",
+    )
     files: str | None = setting(
         None, "Directory for files and batches of users (`/v1/files`, `/v1/batches`), sealed; unset, nothing is kept."
     )
