@@ -16,7 +16,8 @@ import pytest
 from cloister.engine.base import AsyncEngine
 from cloister.privacy import Credentials, Gate, Policy
 from cloister.server.app import create_app
-from cloister.server.files import batches
+from cloister.server.files import batches, running
+from cloister.server.files import store as stores
 from cloister.server.files.batches import read_lines
 from cloister.server.files.form import read_form
 from cloister.server.files.service import FileService
@@ -181,7 +182,8 @@ def test_a_batch_that_is_cancelled_keeps_its_answers(model_path, tmp_path):
         assert len(engine.closed) == 1
 
 
-def test_a_line_that_finds_the_server_busy_is_asked_again(model_path, tmp_path):
+def test_a_line_that_finds_the_server_busy_is_asked_again(model_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "MOST_RETRY_S", 0.05)
     tries = []
 
     def script(request):
@@ -437,3 +439,36 @@ def test_a_disk_that_fills_while_a_batch_runs_ends_it_and_keeps_what_was_answere
         assert (batch.status, batch.errors.data[0].code) == ("failed", "storage_full")
         assert 0 < batch.request_counts.completed < 40
         assert len(results(sdk, batch.output_file_id)) == batch.request_counts.completed
+
+
+def test_an_owner_who_floods_the_store_leaves_room_for_others(tmp_path, monkeypatch):
+    vault = Vault(tmp_path / "kept", KEY, 100_000)
+    store = FileStore(vault, most_each_bytes=50_000)
+    ann, bob = Owner.of(vault, b"ann"), Owner.of(vault, b"bob")
+    for _ in range(5):
+        store.create(ann, "a", bytes(10_000))
+    with pytest.raises(StorageFullError, match="delete some"):
+        store.create(ann, "a", bytes(10_000))
+    store.create(bob, "b", bytes(10_000))
+    monkeypatch.setattr(stores, "MAX_OBJECTS", 5)
+    with pytest.raises(StorageFullError, match="delete some"):
+        store.create(ann, "a", b"")
+    store.create(bob, "b", b"")
+
+
+def test_an_owner_with_many_batches_waits_and_others_do_not(model_path, tmp_path, two_tenants, monkeypatch):
+    def script(request):
+        return endless(request) if b"slow" in bytes(request.token_ids) else says("ok")(request)
+
+    gate, _, ann, bob = two_tenants
+    monkeypatch.setattr(batch_routes, "MAX_OPEN", 6)
+    with (
+        keeping(model_path, tmp_path / "kept", ScriptedEngine(script), gate) as house,
+        sdk_of(house, ann) as flood,
+        sdk_of(house, bob) as other,
+    ):
+        for _ in range(6):
+            begin(flood, line("slow", "slow"))
+        with pytest.raises(openai.RateLimitError, match="wait until one has ended"):
+            begin(flood, line("slow", "slow"))
+        assert wait(other, begin(other, line("a"))).status == "completed"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
+from collections import defaultdict
 from contextlib import suppress
 from typing import Any, Final
 
+import msgspec
 from starlette.types import ASGIApp
 
 from cloister.engine.faults import describe
@@ -21,8 +22,8 @@ from cloister.types.errors import CloisterError, NotFoundError
 
 SIDE_BY_SIDE: Final = 4
 """Lines of one batch that are answered at once."""
-MAX_RUNNING: Final = 4
-"""Batches that run at once; others wait for their turn."""
+MAX_RUNNING: Final = 2
+"""Batches of one owner that run at once; the owner's others wait for their turn."""
 RETRY_S: Final = 1.0
 MOST_RETRY_S: Final = 30.0
 SWEEP_S: Final = 600.0
@@ -44,7 +45,7 @@ class BatchRunner:
         self._gate = gate
         self._app = app
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._room = asyncio.Semaphore(MAX_RUNNING)
+        self._rooms: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_RUNNING))
         self._sweeper: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -87,7 +88,7 @@ class BatchRunner:
     async def _run(self, batch: Batch) -> None:
         owner = self._owner_of(batch)
         try:
-            async with self._room:
+            async with self._rooms[batch.owner]:
                 status = "cancelled" if batch.status == "cancelling" else await self._answer_all(batch, owner)
         except asyncio.CancelledError:
             if batch.status != "cancelling":
@@ -156,7 +157,7 @@ class BatchRunner:
         response = {
             "status_code": reply.status,
             "request_id": reply.headers.get("x-request-id", ""),
-            "body": json.loads(reply.body),
+            "body": msgspec.Raw(reply.body),
         }
         await self._append(batch, owner, is_answer, line, {"response": response, "error": None})
 
@@ -173,7 +174,7 @@ class BatchRunner:
         record = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": line.custom_id, **result}
         place = batch.num_completed if is_answer else batch.num_failed
         file_id = batch.output_id if is_answer else batch.error_id
-        data = json.dumps(record, ensure_ascii=False).encode()
+        data = msgspec.json.encode(record)
         writing = asyncio.ensure_future(asyncio.to_thread(self._files.append, file_id, owner, place, data))
         try:
             await asyncio.shield(writing)

@@ -19,8 +19,8 @@ from cloister.types.errors import ConfigError, NotFoundError
 class FileService:
     """The files and batches of one server."""
 
-    def __init__(self, vault: Vault, gate: Gate) -> None:
-        self.store = FileStore(vault)
+    def __init__(self, vault: Vault, gate: Gate, most_each_bytes: int | None) -> None:
+        self.store = FileStore(vault, most_each_bytes=most_each_bytes)
         self.batches = Shelf(vault, Batch, "batch_")
         self._vault = vault
         self._gate = gate
@@ -47,7 +47,9 @@ class FileService:
             )
         path = Path(config.files).expanduser()
         key_path = path.with_name(f"{path.name}.key") if config.files_key is None else Path(config.files_key).expanduser()
-        service = cls(Vault(path, read_key(key_path), config.files_mb << 20), gate)
+        most_bytes = config.files_mb << 20
+        most_each_bytes = most_bytes // 2 if gate.asks_for_keys else None
+        service = cls(Vault(path, read_key(key_path), most_bytes), gate, most_each_bytes)
         service.store.tidy(file_id for batch in service.batches.all() for file_id in (batch.output_id, batch.error_id))
         return service
 

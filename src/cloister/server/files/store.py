@@ -17,8 +17,8 @@ from cloister.types.errors import NotFoundError
 
 LIFETIME_S: Final = 30 * 24 * 3600
 """How long a file or batch stays; a client may want less."""
-MAX_OBJECTS: Final = 10_000
-"""Of each kind, over all owners."""
+MAX_OBJECTS: Final = 1_000
+"""Of each kind, for each owner."""
 
 _META: Final = ".meta"
 _DATA: Final = ".data"
@@ -103,8 +103,8 @@ class Shelf(Generic[K]):
             StorageFullError: there is no room.
         """
         with self._lock:
-            if kept.id not in self._kept and len(self._kept) >= MAX_OBJECTS:
-                raise StorageFullError("This server keeps no more files; delete some, or wait until they expire.")
+            if kept.id not in self._kept and sum(each.owner == kept.owner for each in self._kept.values()) >= MAX_OBJECTS:
+                raise StorageFullError(f"Nobody may keep more than {MAX_OBJECTS}; delete some, or wait until they expire.")
         self._vault.replace(kept.id + _META, self._key, msgspec.json.encode(kept), is_small=True)
         with self._lock:
             self._kept[kept.id] = kept
@@ -147,10 +147,15 @@ class Shelf(Generic[K]):
 
 
 class FileStore:
-    """The files of all owners."""
+    """The files of all owners.
 
-    def __init__(self, vault: Vault, clock: Callable[[], float] = time.time) -> None:
+    Args:
+        most_each_bytes: what the files of one owner may take, so that others find room; None for as much as there is.
+    """
+
+    def __init__(self, vault: Vault, clock: Callable[[], float] = time.time, *, most_each_bytes: int | None = None) -> None:
         self.vault = vault
+        self._most_each_bytes = most_each_bytes
         self.shelf = Shelf(vault, StoredFile, "file-", clock)
 
     def create(self, owner: Owner, filename: str, content: bytes, lifetime_s: int = LIFETIME_S) -> StoredFile:
@@ -159,6 +164,12 @@ class FileStore:
         Raises:
             StorageFullError: there is no room; nothing is kept.
         """
+        if self._most_each_bytes is not None:
+            held = sum(stored.bytes for stored in self.shelf.of(owner))
+            if held + len(content) > self._most_each_bytes:
+                raise StorageFullError(
+                    "Your files take all the room that one may have; delete some, or wait until they expire."
+                )
         file_id, now = self.shelf.new_id(), self.shelf.now()
         self.vault.replace(file_id + _DATA, owner.key, content)
         stored = StoredFile(

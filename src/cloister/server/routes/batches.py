@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.privacy.gate import Admission
-from cloister.server.files.batches import WINDOW_S, Batch, BatchBody, describe_batch, read_lines
+from cloister.server.files.batches import ENDED, WINDOW_S, Batch, BatchBody, describe_batch, read_lines
 from cloister.server.files.service import FileService
 from cloister.server.files.store import LIFETIME_S, Owner, page
 from cloister.server.front import admission_of, json_response
 from cloister.server.parse import parse_body
 from cloister.server.routes.files import opened, read_limit
+from cloister.types.errors import RateLimitError
 
 router = APIRouter()
+
+MAX_OPEN: Final = 20
+"""Batches of one owner that have not ended."""
+RETRY_S: Final = 60.0
 
 
 @router.post("/v1/batches")
@@ -57,6 +64,8 @@ def _create(files: FileService, owner: Owner, admission: Admission, raw: bytes) 
     body = parse_body(raw, BatchBody)
     stored = files.store.shelf.find(body.input_file_id, owner)
     lines, mistakes = read_lines(files.store.content(stored, owner), body.endpoint)
+    if sum(batch.status not in ENDED for batch in files.batches.of(owner)) >= MAX_OPEN:
+        raise RateLimitError(f"{MAX_OPEN} batches have not ended; wait until one has ended.", retry_after_s=RETRY_S)
     now = files.batches.now()
     batch = Batch(
         id=files.batches.new_id(),
