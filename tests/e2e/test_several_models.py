@@ -116,7 +116,9 @@ def test_only_a_server_takes_several_models(tmp_path):
 
 
 def test_ollamas_clients_find_all_of_them_and_ask_for_one_by_its_tag(server):
-    assert [model["name"] for model in httpx.get(f"{server.url}/api/tags").json()["models"]] == ["facts", "draft"]
+    listed = httpx.get(f"{server.url}/api/tags").json()["models"]
+    assert [model["name"] for model in listed] == ["facts", "draft"]
+    assert all(len(model["digest"]) >= 12 for model in listed)  # `ollama list` shows the first twelve
     body = {"model": "draft:latest", "messages": HELLO["messages"], "stream": False, "options": {"num_predict": 3}}
     reply = httpx.post(f"{server.url}/api/chat", json=body, timeout=60).json()
     assert (reply["model"], reply["eval_count"]) == ("draft", 3)

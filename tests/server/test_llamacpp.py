@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import httpx
 import msgspec
@@ -116,6 +117,13 @@ def test_probabilities_and_tokens_come_where_they_are_asked_for(thinking):
 def test_a_field_at_fault_is_named_as_the_client_knows_it(client, fields, named):
     error = complete(client, **fields).json()["error"]
     assert f"`{named}`" in error["message"], error
+
+
+def test_a_grammar_that_would_take_seconds_to_read_is_refused_at_once(client):
+    rules = "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(3000)) + 'r3000 ::= "a"\n'
+    began_s = time.monotonic()
+    assert complete(client, grammar=rules).json()["error"]["param"] == "grammar"
+    assert time.monotonic() - began_s < 2
 
 
 def test_a_grammar_is_never_repeated_in_an_error(client):

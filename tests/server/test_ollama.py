@@ -288,6 +288,15 @@ def test_a_pull_of_what_is_there_succeeds_and_any_other_is_refused(sdk):
     assert caught.value.status_code == 403
 
 
+def test_curl_as_ollamas_documentation_has_it_is_answered_and_a_browsers_form_is_not(client):
+    body = json.dumps({"messages": HELLO, "stream": False, "options": {"num_predict": 1}}).encode()
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    assert client.post("/api/chat", content=body, headers=form).json()["done"]
+    for browser in ({"origin": "https://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}):
+        assert client.post("/api/chat", content=body, headers={**form, **browser}).status_code == 415
+    assert client.post("/v1/chat/completions", content=body, headers=form).status_code == 415
+
+
 def test_errors_are_one_sentence(client, sdk):
     with pytest.raises(ollama.ResponseError) as caught:
         sdk.chat("other", HELLO)

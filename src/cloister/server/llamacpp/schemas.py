@@ -22,7 +22,8 @@ from cloister.server.schemas import (
     ToolSpec,
 )
 
-MAX_GRAMMAR_CHARS: Final = 65_536
+MAX_GRAMMAR_CHARS: Final = 8192
+"""Reading a grammar takes a time that grows with the square of its rules: this much takes a fifth of a second."""
 _SAMPLER: Final = "this sampler is not available"
 
 REFUSED: Final[Mapping[str, Refused]] = {

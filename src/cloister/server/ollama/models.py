@@ -16,6 +16,9 @@ from cloister.text.tools import detect_family
 FOREVER: Final = datetime(9999, 12, 31, tzinfo=UTC)
 """When a model leaves the memory of a server whose operator decides that."""
 
+_UNKNOWN: Final = "0" * 64
+"""Digest of a model that was not loaded; clients show its first twelve characters."""
+
 
 class OllamaDetails(msgspec.Struct, frozen=True):
     """What kind of model it is; empty where that is not known."""
@@ -128,7 +131,7 @@ def show_model(front: Front, name: str) -> OllamaShown:
 
 def list_entries(models: Iterable[Model]) -> OllamaModels:
     """Returns models of which only the list's entry is known, since others may have their place in memory."""
-    return OllamaModels([OllamaModel(m.id, m.id, _time(m.created), 0, "", OllamaDetails()) for m in models])
+    return OllamaModels([OllamaModel(m.id, m.id, _time(m.created), 0, _UNKNOWN, OllamaDetails()) for m in models])
 
 
 def describe_details(front: Front, name: str) -> OllamaDetails:
