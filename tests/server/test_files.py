@@ -18,16 +18,17 @@ from cloister.privacy import Credentials, Gate, Policy
 from cloister.server.app import create_app
 from cloister.server.files import batches, running
 from cloister.server.files import store as stores
-from cloister.server.files.batches import read_lines
+from cloister.server.files.batches import Batch, read_lines
 from cloister.server.files.form import read_form
+from cloister.server.files.running import BatchRunner
 from cloister.server.files.service import FileService
-from cloister.server.files.store import LIFETIME_S, FileStore, Owner
+from cloister.server.files.store import LIFETIME_S, FileStore, Owner, Shelf
 from cloister.server.files.vault import DamagedError, StorageFullError, Vault
 from cloister.server.routes import batches as batch_routes
 from cloister.server.serve import Server, Site, address_of, bind
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
-from cloister.types.errors import ConfigError, InvalidRequestError, NotFoundError, PolicyError, QueueFullError
+from cloister.types.errors import CloisterError, ConfigError, InvalidRequestError, NotFoundError, PolicyError, QueueFullError
 from cloister.types.request import FinishReason
 from tests.server.house import House, ScriptedEngine, endless, make_gate, output, says, serving_script
 
@@ -472,3 +473,68 @@ def test_an_owner_with_many_batches_waits_and_others_do_not(model_path, tmp_path
         with pytest.raises(openai.RateLimitError, match="wait until one has ended"):
             begin(flood, line("slow", "slow"))
         assert wait(other, begin(other, line("a"))).status == "completed"
+
+
+def test_a_batch_runs_though_its_client_left_while_it_was_made(house, monkeypatch):
+    create = batch_routes._create
+
+    def create_slowly(*args):
+        time.sleep(0.2)
+        return create(*args)
+
+    monkeypatch.setattr(batch_routes, "_create", create_slowly)
+    with sdk_of(house) as sdk:
+        stored = sdk.files.create(file=("in.jsonl", line("a")), purpose="batch")
+        body = {"input_file_id": stored.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{house.url}/v1/batches", json=body, timeout=0.1)
+        for _ in range(100):
+            if [each.status for each in sdk.batches.list()] == ["completed"]:
+                return
+            time.sleep(0.02)
+    raise AssertionError("it never ran")
+
+
+def test_a_batch_that_is_cancelled_before_it_began_has_ended(tmp_path):
+    async def scenario():
+        vault = Vault(tmp_path / "kept", KEY, 1 << 20)
+        store, shelf = FileStore(vault), Shelf(vault, Batch, "batch_")
+        batch = Batch(
+            id=shelf.new_id(),
+            owner="ann",
+            created_at=shelf.now(),
+            expires_at=shelf.now() + 100,
+            endpoint="/v1/chat/completions",
+            input_file_id="",
+            completes_by=shelf.now() + 100,
+            key=None,
+            output_id=store.shelf.new_id(),
+            error_id=store.shelf.new_id(),
+        )
+        runner = BatchRunner(store, shelf, make_gate(), None)
+        runner.start(batch)
+        await runner.cancel(batch)
+        await runner.close()
+        return batch.status
+
+    assert asyncio.run(scenario()) == "cancelled"
+
+
+def test_a_disk_that_fails_is_said_in_words(tmp_path):
+    vault = Vault(tmp_path / "kept", KEY, 1 << 20)
+    (tmp_path / "kept").rename(tmp_path / "gone")
+    for write in (lambda: vault.replace("a", KEY, b"x"), lambda: vault.append("a", KEY, 0, b"x")):
+        with pytest.raises(CloisterError, match="tell its operator"):
+            write()
+
+
+def test_a_key_file_that_was_changed_is_named_at_start(tmp_path):
+    config = ServerConfig(files=str(tmp_path / "kept"))
+    service = FileService.open(config, make_gate())
+    service.store.create(Owner.of(service.store.vault, b"local"), "a", b"x")
+    service.close()
+    (tmp_path / "kept.key").write_bytes(KEY)
+    with pytest.raises(ConfigError, match=r"kept\.key"):
+        FileService.open(config, make_gate())
+    with pytest.raises(ConfigError, match=r"kept\.key"):  # and not that another server has the directory
+        FileService.open(config, make_gate())

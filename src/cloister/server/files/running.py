@@ -17,7 +17,6 @@ from cloister.privacy.gate import Admission, Gate
 from cloister.server.files.batches import ENDED, Batch, Line, Mistake, Status, done_ids, read_lines
 from cloister.server.files.inward import Reply, post
 from cloister.server.files.store import FileStore, Owner, Shelf
-from cloister.server.files.vault import StorageFullError
 from cloister.types.errors import CloisterError, NotFoundError
 
 SIDE_BY_SIDE: Final = 4
@@ -47,6 +46,7 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._rooms: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_RUNNING))
         self._sweeper: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
 
     def begin(self) -> None:
         """Goes on with batches that a server before this one did not end."""
@@ -60,6 +60,10 @@ class BatchRunner:
         self._tasks[batch.id] = asyncio.create_task(self._run(batch), name="batch")
         self._tasks[batch.id].add_done_callback(lambda _: self._tasks.pop(batch.id, None))
 
+    def start_from_thread(self, batch: Batch) -> None:
+        """As `start`, from any thread: a batch that was made runs, whoever still waits for the word of it."""
+        self._loop.call_soon_threadsafe(self.start, batch)
+
     async def cancel(self, batch: Batch) -> None:
         """Ends a batch; what was answered stays."""
         if batch.status in ENDED:
@@ -68,7 +72,7 @@ class BatchRunner:
         if (task := self._tasks.get(batch.id)) is not None:
             task.cancel()
             await asyncio.wait([task])
-        else:
+        if batch.status == "cancelling":  # its task was not there, or had not begun
             await self._end(batch, self._owner_of(batch), "cancelled")
 
     async def close(self) -> None:
@@ -187,15 +191,14 @@ class BatchRunner:
                     batch.num_failed += 1
 
     async def _end(self, batch: Batch, owner: Owner | None, status: Status) -> None:
-        """Makes files of the results and says how the batch ended. On a full disk the files are there and the word is not kept:
-        the next server comes to the same end."""
+        """Makes files of the results and says how the batch ended. Where the disk refuses, the next server comes to the end."""
         try:
             if owner is not None:
                 batch.has_output = await asyncio.to_thread(self._publish, owner, batch.output_id, f"{batch.id}_output.jsonl")
                 batch.has_errors = await asyncio.to_thread(self._publish, owner, batch.error_id, f"{batch.id}_error.jsonl")
             batch.status, batch.ended_at = status, self._batches.now()
             await asyncio.to_thread(self._batches.put, batch)
-        except StorageFullError as error:
+        except CloisterError as error:
             batch.status, batch.ended_at = "failed", self._batches.now()
             batch.mistakes = [Mistake(error.code, error.message)]
 

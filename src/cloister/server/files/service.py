@@ -11,7 +11,7 @@ from cloister.privacy.policy import Use
 from cloister.server.files.batches import Batch
 from cloister.server.files.running import BatchRunner
 from cloister.server.files.store import FileStore, Owner, Shelf
-from cloister.server.files.vault import Vault, read_key
+from cloister.server.files.vault import DamagedError, Vault, read_key
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError, NotFoundError
 
@@ -49,7 +49,15 @@ class FileService:
         key_path = path.with_name(f"{path.name}.key") if config.files_key is None else Path(config.files_key).expanduser()
         most_bytes = config.files_mb << 20
         most_each_bytes = most_bytes // 2 if gate.asks_for_keys else None
-        service = cls(Vault(path, read_key(key_path), most_bytes), gate, most_each_bytes)
+        vault = Vault(path, read_key(key_path), most_bytes)
+        try:
+            service = cls(vault, gate, most_each_bytes)
+        except DamagedError:
+            vault.close()
+            raise ConfigError(
+                f"what is in {path} was changed, or the key file {key_path} was: restore them, or remove what is there",
+                param="files",
+            ) from None
         service.store.tidy(file_id for batch in service.batches.all() for file_id in (batch.output_id, batch.error_id))
         return service
 

@@ -14,6 +14,7 @@ import hmac
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -62,20 +63,24 @@ class Vault:
         self._key = key
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
+        self._directory = -1
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path) if entry.is_file()}
         except BlockingIOError:
-            os.close(self._directory)
+            self.close()
             raise ConfigError(f"another server keeps its files in {path}; give each its own", param="files") from None
         except OSError as error:
+            self.close()
             raise ConfigError(f"the directory {path} cannot be used for files: {error.strerror}", param="files") from None
 
     def close(self) -> None:
         """Lets another server have the directory."""
-        os.close(self._directory)
+        if self._directory >= 0:
+            os.close(self._directory)
+            self._directory = -1
 
     def names(self) -> list[str]:
         """Returns the names of all files."""
@@ -118,18 +123,15 @@ class Vault:
         draft = self._path / f".{name}"
         if not is_small:
             self._make_room(len(sealed) - self._sizes.get(name, 0))
-        try:
-            with self._writing():
-                descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-                try:
+        with _in_words():
+            try:
+                with _opened(draft, os.O_TRUNC) as descriptor:
                     _write(descriptor, sealed)
-                finally:
-                    os.close(descriptor)
                 draft.replace(self._path / name)
                 os.fsync(self._directory)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
         with self._lock:
             self._sizes[name] = len(sealed)
 
@@ -143,17 +145,14 @@ class Vault:
         self._make_room(len(sealed))
         with self._lock:
             size = self._sizes.get(name, 0)
-        descriptor = os.open(self._path / name, os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            with self._writing():
+        with _in_words(), _opened(self._path / name) as descriptor:
+            try:
                 os.ftruncate(descriptor, size)
                 os.lseek(descriptor, size, os.SEEK_SET)
                 _write(descriptor, sealed)
-        except BaseException:
-            os.ftruncate(descriptor, size)
-            raise
-        finally:
-            os.close(descriptor)
+            except BaseException:
+                os.ftruncate(descriptor, size)
+                raise
         with self._lock:
             self._sizes[name] = size + len(sealed)
 
@@ -176,18 +175,27 @@ class Vault:
             if sum(self._sizes.values()) + more > self._most_bytes:
                 raise StorageFullError("This server has no more room for files; delete some, or wait until they expire.")
 
-    def _writing(self) -> _Writing:
-        return _Writing()
 
-
-class _Writing:
-    """Says a full disk in words."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError) and error.errno in _FULL:
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """Says in words why the disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
             raise StorageFullError("The server's disk is full; try again later, or tell its operator.") from None
+        raise CloisterError(
+            f"The server's disk refuses ({error.strerror}); tell its operator.", code="storage_failed"
+        ) from None
+
+
+@contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def read_key(path: Path) -> bytes:
@@ -216,11 +224,8 @@ def _make_key(path: Path) -> bytes:
     key = os.urandom(KEY_BYTES)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
+        with _opened(path, os.O_EXCL) as descriptor:
             _write(descriptor, key)
-        finally:
-            os.close(descriptor)
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be made: {error.strerror}", param="files_key") from None
     return key

@@ -23,7 +23,7 @@ from cloister.server.schemas import (
 )
 
 MAX_GRAMMAR_CHARS: Final = 8192
-"""Reading a grammar takes a time that grows with the square of its rules: this much takes a fifth of a second."""
+"""Reading a grammar takes a time that grows with the square of its rules: this much takes a tenth of a second."""
 _SAMPLER: Final = "this sampler is not available"
 
 REFUSED: Final[Mapping[str, Refused]] = {

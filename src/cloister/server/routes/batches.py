@@ -29,8 +29,6 @@ async def create_batch(request: Request) -> Response:
     """Checks the lines of a file, and begins to answer them."""
     front, files, owner = opened(request)
     batch = await front.off_the_loop(_create, files, owner, admission_of(request), await request.body())
-    if batch.status == "in_progress":
-        files.runner.start(batch)
     return json_response(describe_batch(batch))
 
 
@@ -85,4 +83,6 @@ def _create(files: FileService, owner: Owner, admission: Admission, raw: bytes) 
         mistakes=mistakes,
     )
     files.batches.put(batch)
+    if batch.status == "in_progress":
+        files.runner.start_from_thread(batch)
     return batch
