@@ -1,7 +1,7 @@
 """Batches over servers that are killed: each line of the input has one answer in the end.
 
-A server with `--files` answers a batch and gets SIGKILL again and again, at moments that are drawn; each time another one is started
-on the same directory.
+A server with `--files` answers a batch and gets SIGKILL again and again, at moments that are drawn; each time another one is
+started on the same directory.
 """
 
 from __future__ import annotations

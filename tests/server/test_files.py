@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import resource
 import threading
@@ -12,6 +13,8 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cloister.engine.base import AsyncEngine
 from cloister.privacy import Credentials, Gate, Policy
@@ -538,3 +541,38 @@ def test_a_key_file_that_was_changed_is_named_at_start(tmp_path):
         FileService.open(config, make_gate())
     with pytest.raises(ConfigError, match=r"kept\.key"):  # and not that another server has the directory
         FileService.open(config, make_gate())
+
+
+@pytest.mark.parametrize("name", ["Größe 日本.jsonl", 'a "b".jsonl', "a;b.jsonl"])
+def test_a_file_keeps_the_name_that_it_came_with(house, name):
+    with sdk_of(house) as sdk:
+        stored = sdk.files.create(file=(name, b"x"), purpose="batch")
+        assert sdk.files.retrieve(stored.id).filename == stored.filename
+        assert stored.filename == name.replace('"', "%22")  # as forms write a quote (WHATWG HTML, 4.10.21.8)
+
+
+HEADS = st.sampled_from(
+    [b'content-disposition: form-data; name="purpose"', b"content-disposition: form-data; name*=utf-9''a", b"\xff: \xff"]
+)
+FORMS = st.lists(st.tuples(HEADS, st.binary(max_size=8)), max_size=4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(FORMS, st.binary(max_size=12), st.sampled_from(["x", "", '"', "é", "x; a*=b"]))
+def test_whatever_form_is_sent_is_read_or_refused(parts, tail, boundary):
+    body = b"".join(b"--x\r\n" + head + b"\r\n\r\n" + data + b"\r\n" for head, data in parts) + b"--x--" + tail
+    with contextlib.suppress(InvalidRequestError):
+        read_form(f"multipart/form-data; boundary={boundary}", body)
+
+
+@pytest.mark.parametrize("filename", [b"\xff\xfe", b"a\r\n b", b"\xed\xa0\x80", b"a" * 5000, b""])
+def test_no_name_of_a_file_is_a_fault_of_the_server(house, filename):
+    head = b'content-disposition: form-data; name="file"; filename="' + filename + b'"\r\n\r\n'
+    purpose = b'\r\n--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--'
+    reply = httpx.post(
+        f"{house.url}/v1/files",
+        content=b"--x\r\n" + head + b"content" + purpose,
+        headers={"content-type": "multipart/form-data; boundary=x"},
+    )
+    assert reply.status_code in (200, 400), reply.text
+    assert httpx.get(f"{house.url}/v1/files").status_code == 200

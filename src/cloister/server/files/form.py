@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.message import Message
-from email.parser import BytesHeaderParser
+from email.parser import HeaderParser
 from typing import Final
 
 from cloister.server.errors import invalid
@@ -51,7 +51,8 @@ def _boundary(content_type: str) -> bytes:
 
 def _read_part(piece: bytes) -> tuple[str, FormPart]:
     head, separator, data = piece.lstrip(b" \t").partition(b"\r\n\r\n")
-    headers = BytesHeaderParser().parsebytes(head.removeprefix(b"\r\n"))
+    # Names are UTF-8 as they stand (RFC 7578, 5.1).
+    headers = HeaderParser().parsestr(head.removeprefix(b"\r\n").decode(errors="replace"))
     name = headers.get_param("name", header="content-disposition")
     if not separator or not isinstance(name, str):
         raise _broken()
