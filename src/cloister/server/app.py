@@ -199,7 +199,7 @@ def surround(
     if stored is not None:
         stored.begin(Failures(KeyLimits(app), calls, PLAIN_PATHS))
     app = CancelOnDisconnect(app, write_timeout_s)
-    app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, FORM_PATHS)
+    app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, forms=FORM_PATHS)
     app = KeyLimits(app)
     app = Authentication(app, gate)
     if config.api_keys is None and is_loopback(config.host):

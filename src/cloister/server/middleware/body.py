@@ -38,8 +38,8 @@ class BodyReader:
         limit_bytes: int,
         timeout_s: float,
         paths: Collection[str],
-        forms: Collection[str] = (),
         budget: BodyBudget | None = None,
+        forms: Collection[str] = (),
     ) -> None:
         self._app = app
         self._limit_bytes = limit_bytes
