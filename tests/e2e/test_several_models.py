@@ -119,3 +119,16 @@ def test_only_a_server_takes_several_models(tmp_path):
     path.write_text(FILE)
     with pytest.raises(ConfigError, match="serve"):
         resolve_settings(config_file=path, listens=False)
+
+
+def test_ollamas_clients_find_all_of_them_and_ask_for_one_by_its_tag(server):
+    listed = httpx.get(f"{server.url}/api/tags").json()["models"]
+    assert [model["name"] for model in listed] == ["facts", "draft"]
+    assert all(len(model["digest"]) >= 12 for model in listed)  # `ollama list` shows the first twelve
+    body = {"model": "draft:latest", "messages": HELLO["messages"], "stream": False, "options": {"num_predict": 3}}
+    reply = httpx.post(f"{server.url}/api/chat", json=body, timeout=60).json()
+    assert (reply["model"], reply["eval_count"]) == ("draft", 3)
+    assert [model["name"] for model in httpx.get(f"{server.url}/api/ps").json()["models"]] == ["draft"]
+    shown = httpx.post(f"{server.url}/api/show", json={"model": "draft"}, timeout=60).json()
+    assert shown["model_info"]["general.parameter_count"] > 100_000
+    assert shown["details"]["parameter_size"].endswith(("K", "M"))

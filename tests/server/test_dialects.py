@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cloister.privacy import Credentials
+from cloister.server.llamacpp import schemas as llamacpp
 from cloister.server.messages import schemas as messages
+from cloister.server.ollama import schemas as ollama
 from cloister.server.responses import schemas as responses
 from tests.server.house import INFO, MODEL, ScriptedEngine, make_gate, says, serving_script
 
@@ -25,6 +27,9 @@ BODIES = {
     "/v1/responses": {"input": "hello", "max_output_tokens": 2},
     "/v1/messages": {"messages": HELLO, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": HELLO},
+    "/api/chat": {"messages": HELLO, "stream": False, "options": {"num_predict": 2}},
+    "/api/generate": {"prompt": "hello", "stream": False, "options": {"num_predict": 2}},
+    "/completion": {"prompt": "hello", "n_predict": 2},
 }
 
 
@@ -146,6 +151,8 @@ BLOCK = st.fixed_dictionaries(
 FIELDS = {
     "/v1/responses": sorted(responses.ResponsesBody.model_fields),
     "/v1/messages": sorted(messages.MessagesBody.model_fields),
+    "/api/chat": sorted(ollama.OllamaChatBody.model_fields),
+    "/completion": sorted(llamacpp.LlamaCompletionBody.model_fields),
 }
 
 

@@ -116,6 +116,17 @@ def test_no_two_operations_have_one_id(document):
         ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 4, "tool_choice": {"type": "tool"}}, 400),
         ("/v1/responses", {"input": "Hello", "tool_choice": "required"}, 400),
         ("/v1/responses", {"input": [{"type": "reasoning", "summary": []}, {"role": "user", "content": "a"}]}, 200),
+        ("/api/chat", {"messages": CHAT["messages"], "stream": False, "options": {"num_predict": 4}}, 200),
+        ("/api/chat", {"messages": "Hello"}, 400),
+        ("/api/generate", {"prompt": "a", "stream": False, "format": "json5"}, 400),
+        ("/api/generate", {"prompt": "a", "raw": True, "stream": False, "options": {"num_predict": 4}}, 200),
+        ("/api/show", {}, 200),
+        ("/api/pull", {"model": MODEL, "stream": False}, 200),
+        ("/completion", {"prompt": [1, 2], "n_predict": 2}, 200),
+        ("/completion", {"prompt": []}, 400),
+        ("/completion", {"prompt": ["a", "b"]}, 400),
+        ("/apply-template", {"messages": CHAT["messages"]}, 200),
+        ("/apply-template", {"messages": []}, 400),
         ("/v1/embeddings", {"input": ""}, 400),
         ("/v1/embeddings", {"input": [[]]}, 400),
         ("/v1/embeddings", {"input": "a", "encoding_format": "f16"}, 400),
@@ -143,7 +154,20 @@ def test_schemas_take_what_the_server_takes_and_replies_are_as_stated(client, do
     validator(document, stated["responses"][str(status)]["content"]["application/json"]["schema"]).validate(reply.json())
 
 
-@pytest.mark.parametrize("path", ["/v1/models", f"/v1/models/{MODEL}", "/v1/policy", "/version", "/health", "/tokenizer_info"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/models",
+        f"/v1/models/{MODEL}",
+        "/v1/policy",
+        "/version",
+        "/health",
+        "/tokenizer_info",
+        "/api/tags",
+        "/api/ps",
+        "/load",
+    ],
+)
 def test_what_is_read_is_as_stated(client, document, path):
     stated = operation(document, "GET", path.replace(MODEL, "{model_id}"))
     reply = client.get(path)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from cloister.app.backend import kept_tokenizers, make_backend, weights_cache, write_in_few_bits
+from cloister.app.backend import NO_QUANT, kept_tokenizers, make_backend, weights_cache, write_in_few_bits
 from cloister.app.closing import close_engine
 from cloister.app.drafters import open_drafters
 from cloister.app.loading import Loading
@@ -105,6 +106,10 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         pooling=pooling,
         drafters=drafters.names,
         default_max_tokens=config.default_max_tokens or None,
+        family=model.spec.family,
+        num_parameters=sum(prod(model.weights.shape(name)) for name in model.weights.names()),
+        number_format="" if config.quant == NO_QUANT else config.quant,
+        is_on_device=(config.device or "cpu") != "cpu",
     )
     vocab_size = model.spec.vocab_size
     grammars = Grammars(GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_token_ids=info.eos_token_ids))

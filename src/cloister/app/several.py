@@ -18,6 +18,8 @@ from cloister.privacy import Gate
 if TYPE_CHECKING:
     from cloister.engine import ProcessEngine
     from cloister.server.calls import Calls
+    from cloister.server.files.service import FileService
+    from cloister.server.responses.keeping import ResponseStore
     from cloister.server.serve import Site
     from cloister.server.switch import Seat
 
@@ -26,6 +28,8 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     """Starts the first of several models, and the front that sends requests to whichever they name."""
     from cloister.server.app import request_log, surround
     from cloister.server.calls import Calls
+    from cloister.server.files.service import FileService
+    from cloister.server.responses.keeping import ResponseStore
     from cloister.server.rotation import Rotation
     from cloister.server.serve import Site
     from cloister.server.switch import ModelSwitch, list_entry
@@ -40,12 +44,14 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
         one = replace(settings, engine=settings.models[name])
         nonlocal engine
         engine = make_engine(one.engine.config, front)
-        seat = await _open_seat(one, engine, gate, calls, name)
+        seat = await _open_seat(one, engine, gate, calls, name, stored, responses_kept)
         entries[name] = list_entry(name, seat.engine.model.name, seat.engine.model)
         for line in describe_start(one, seat.engine.model, seat.engine.memory, seat.engine.startup, None):
             announce(line)
         return seat
 
+    stored = FileService.open(front, gate)
+    responses_kept = ResponseStore() if front.keep_responses else None
     rotation = Rotation(open_seat, settings.engine.config.request_timeout_s)
     calls = Calls(
         lambda route, status: rotation.shown.count_reply(route, status) if rotation.shown is not None else None,
@@ -55,12 +61,20 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     if (notice := gate.notice()) is not None:
         announce(notice)
     announce(f"one at a time in memory: {', '.join(settings.models)}")
-    app = surround(ModelSwitch(rotation, entries), calls, gate, front)
+    app = surround(ModelSwitch(rotation, entries), calls, gate, front, stored=stored)
     close = tracer.close if tracer is not None else lambda: None
     return Site(app, rotation, reread_sources(settings, gate), close, lambda: engine.fault() if engine is not None else None)
 
 
-async def _open_seat(settings: Settings, engine: ProcessEngine, gate: Gate, calls: Calls, name: str) -> Seat:
+async def _open_seat(
+    settings: Settings,
+    engine: ProcessEngine,
+    gate: Gate,
+    calls: Calls,
+    name: str,
+    stored: FileService | None,
+    responses_kept: ResponseStore | None,
+) -> Seat:
     """Starts the engine of one of several models, and its routes."""
     from cloister.server.app import create_routes, make_exposition
     from cloister.server.switch import Seat
@@ -81,6 +95,8 @@ async def _open_seat(settings: Settings, engine: ProcessEngine, gate: Gate, call
             calls,
             exposition,
             names=[name],
+            stored=stored,
+            responses_kept=responses_kept,
             request_timeout_s=config.request_timeout_s,
         )
     except BaseException:

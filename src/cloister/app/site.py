@@ -42,6 +42,8 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
     try:
         try:
             from cloister.server.app import create_app
+            from cloister.server.files.service import FileService
+            from cloister.server.responses.keeping import ResponseStore
             from cloister.server.serve import Site
             from cloister.server.trace_export import open_tracer
             from cloister.text import ChatTemplate, Tokenizer
@@ -56,6 +58,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
         if tokenizer is None or early != path:
             tokenizer = read(path)
         tracer = open_tracer(front, engine.model.name)
+        stored = FileService.open(front, gate)
         app = create_app(
             engine,
             tokenizer,
@@ -63,6 +66,8 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             gate,
             front,
             listeners=[tracer.write] if tracer is not None else [],
+            stored=stored,
+            responses_kept=ResponseStore() if front.keep_responses else None,
             request_timeout_s=config.request_timeout_s,
         )
     except BaseException:

@@ -305,6 +305,40 @@ RECEIPT_THREAT = ThreatProfile(
     mitigations=("only for who asks, sealed to the client", "salted digests in place of texts", "no time but the epoch's"),
 )
 
+FILES = Feature(
+    "files",
+    "storage",
+    "files",
+    row_of("storage").rulings,
+    frozenset(),
+    "leave the setting `files` out, and send each request by itself",
+)
+
+_UNWANTED = refuse("what a user sent serves its request and is gone after it")
+STORED_RESPONSES = Feature(
+    "stored-responses",
+    "storage",
+    "keep_responses",
+    _own(
+        "storage.responses",
+        open=mitigate("in memory for an hour, found by its owner only, unless the request has `store` false"),
+        team=mitigate("only where the operator asks for it: in memory for an hour, found by its tenant only"),
+        private=_UNWANTED,
+        paranoid=_UNWANTED,
+    ),
+    frozenset({Profile.OPEN}),
+    "leave the setting `keep_responses` out, and send whole conversations",
+)
+
+STORAGE_THREAT = ThreatProfile(
+    row="stored requests and answers",
+    threats=frozenset({Requirement.STATELESS, Requirement.ENFORCEABLE}),
+    residue="files, batches and their answers, and conversations of /v1/responses, until they expire or are deleted",
+    where=("SSD", "host memory"),
+    attack="who has the disk and the key file reads them; an owner's API key reads them too",
+    mitigations=("nothing on disk unless asked for", "AES-GCM under a key per owner", "30 days at most, an hour in memory"),
+)
+
 RUNTIME_ADAPTERS = Feature(
     "runtime-adapters",
     "closed-source",
@@ -366,6 +400,8 @@ FEATURES: Mapping[str, Feature] = {
         REQUEST_LOG,
         TRACES,
         RECEIPT,
+        FILES,
+        STORED_RESPONSES,
     )
 }
 

@@ -18,6 +18,7 @@ from cloister.types.scope import LOCAL_SCOPE, SESSION_LIFETIME_S, Scope, ScopeKi
 KEYLESS_TENANT = "local"
 MAX_PEOPLE = 65_536
 """People whose use is counted; beyond it, that of whoever came longest ago begins anew."""
+_KEYLESS_OWNER = b"local"
 SESSION_HEADER = "cloister-session"
 _SALT_BYTES = 32
 _SECRET = re.compile("[0-9a-fA-F]{64}")
@@ -33,6 +34,8 @@ class Admission:
         priority: its class; smaller is more urgent.
         account: what its key has used; None without limits.
         is_operator: it may change what the server runs.
+        owner: secret of its tenant, or of this machine: what is kept is found by it; None where nobody can be told apart.
+        key: digest of its key, for work that goes on after the request; None without keys.
     """
 
     scope: Scope = field(repr=False)
@@ -40,6 +43,8 @@ class Admission:
     priority: int = field(repr=False)
     account: Account | None = field(default=None, repr=False, compare=False)
     is_operator: bool = field(default=False, repr=False, compare=False)
+    owner: bytes | None = field(default=None, repr=False, compare=False)
+    key: bytes | None = field(default=None, repr=False, compare=False)
 
 
 class Gate:
@@ -94,6 +99,16 @@ class Gate:
             return ScopeKind.REQUEST if self._keyless_scope is None else ScopeKind.LOCAL
         return min(self.policy.widest_scope, ScopeKind.TENANT, key=list(ScopeKind).index)
 
+    @property
+    def tells_owners(self) -> bool:
+        """Whether it is known of two requests that they come from the same side."""
+        return self._credentials is not None or (self.people is None and self._keyless_scope is not None)
+
+    @property
+    def may_stream(self) -> bool:
+        """Whether answers may be streamed here."""
+        return self.policy.allows(self._streaming)
+
     def admit(self, api_key: str | None) -> Admission:
         """Admits the holder of an API key; without keys, anyone (a key that a client sends all the same is not looked at).
 
@@ -103,23 +118,42 @@ class Gate:
         if self._credentials is None and self.people is not None:
             raise AuthenticationError("this server asks for a token of its issuer: send it as 'Authorization: Bearer TOKEN'")
         if self._credentials is None:
-            return Admission(self._keyless_scope or self._fresh_scope(), KEYLESS_TENANT, 0, is_operator=self._loopback)
-        credential = _authenticate(self._credentials, api_key)
-        salt = self._credentials.tenants[credential.tenant]
-        account = self._account_of(credential)
-        return self._admission(salt, credential.tenant, credential.priority, account, credential.is_operator)
+            owner = _KEYLESS_OWNER if self.tells_owners else None
+            scope = self._keyless_scope or self._fresh_scope()
+            return Admission(scope, KEYLESS_TENANT, 0, is_operator=self._loopback, owner=owner)
+        return self._admit_key(self._credentials, _authenticate(self._credentials, api_key))
 
     def admit_person(self, person: Person) -> Admission:
-        """Admits the holder of a verified token."""
+        """Admits the holder of a verified token. Nothing is kept for people: their secrets end with this process."""
         account = None
         if person.limits.any:
             account = self._person_accounts.setdefault(person.account, Account(person.limits))
             self._person_accounts.move_to_end(person.account)
             if len(self._person_accounts) > MAX_PEOPLE:
                 self._person_accounts.popitem(last=False)
-        return self._admission(person.salt, person.tenant, person.priority, account, person.is_operator)
+        return self._admit(person.salt, person.tenant, person.priority, account, person.is_operator)
 
-    def _admission(self, salt: bytes, tenant: str, priority: int, account: Account | None, is_operator: bool) -> Admission:
+    def readmit(self, key: bytes | None) -> Admission | None:
+        """Admits work that goes on after its request, in the class behind that of the key; None where the key is gone.
+
+        Args:
+            key: as `Admission.key` had it.
+        """
+        admission = None
+        if self._credentials is None and self.people is None and key is None:
+            admission = self.admit(None)
+        elif self._credentials is not None and key is not None:
+            found = next((each for each in self._credentials.keys if each.digest == key), None)
+            admission = self._admit_key(self._credentials, found) if found is not None else None
+        return None if admission is None else replace(admission, priority=admission.priority + 1)
+
+    def _admit_key(self, credentials: Credentials, credential: Credential) -> Admission:
+        salt = credentials.tenants[credential.tenant]
+        account = self._account_of(credential)
+        admission = self._admit(salt, credential.tenant, credential.priority, account, credential.is_operator)
+        return replace(admission, owner=salt, key=credential.digest)
+
+    def _admit(self, salt: bytes, tenant: str, priority: int, account: Account | None, is_operator: bool) -> Admission:
         is_alone = self.policy.widest_scope is ScopeKind.REQUEST
         scope = self._fresh_scope() if is_alone else Scope(ScopeKind.TENANT, salt)
         # Who is not told apart cannot be targeted: a strict profile shows the engine the public class in place of the tenant.

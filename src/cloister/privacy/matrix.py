@@ -90,6 +90,9 @@ _DRAFTS_DIE = "drafts live no longer than their request"
 _RECEIPT = mitigate("only for who asks, sealed to the client; salted digests, and no time but the epoch's hour")
 _STEP_TIMES = mitigate("learns from token counts and step times only, keeps them in the engine, and exports nothing")
 
+_KEPT = mitigate("only where the operator asks for it; found by its owner only, sealed on disk, and gone after its time")
+_GONE = refuse("what a user sent serves its request and is gone after it")
+
 ROWS: tuple[Row, ...] = (
     _row(
         "paging",
@@ -270,6 +273,16 @@ ROWS: tuple[Row, ...] = (
         ),
         open=allow(ONE_USER), team=_RECEIPT, private=_RECEIPT,
         paranoid=refuse("what can be proved can be demanded: nobody can show later what was said here"),
+    ),
+    _row(
+        "storage",
+        _threat(
+            "stored requests and answers", "SE", residue="files, batches and conversations until they expire",
+            where=(_SSD, _HOST), attack="data leak from a disk or to another user",
+            mitigation="nothing touches a disk unless the operator names a place for it; found by its owner only; sealed there "
+            "with AES-GCM under a key per owner; everything expires",
+        ),
+        open=_KEPT, team=_KEPT, private=_GONE, paranoid=_GONE,
     ),
 )  # fmt: skip
 

@@ -121,11 +121,25 @@ def settle_front(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[Ser
     if config.oidc is not None and config.sealed:
         raise ConfigError("a sealed node takes no tokens of people; leave `oidc` out", param="oidc")
     policy.check({"traces": Use(config.otlp_endpoint is not None, _source_of(server, "otlp_endpoint"))})
+    policy.check({"files": Use(config.files is not None, _source_of(server, "files"))})
+    server = _settle_kept_responses(policy, server)
     chosen = policy.resolve("request-log", config.log_requests, _source_of(server, "log_requests"))
     if config.log_requests is None:
         ruling = policy.ruling("request-log")
         server = server.explain(log_requests=(chosen, f"{ruling.rule}: {ruling.text}"))
     return server
+
+
+def _settle_kept_responses(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
+    wanted = server.config.keep_responses
+    keeps = policy.resolve("stored-responses", wanted, _source_of(server, "keep_responses"))
+    if not server.config.sealed and wanted is not None:
+        return server
+    if wanted:
+        raise ConfigError("a sealed node keeps nothing; leave `keep_responses` out", param="keep_responses")
+    ruling = policy.ruling("stored-responses")
+    why = "a sealed node keeps nothing" if server.config.sealed else f"{ruling.rule}: {ruling.text}"
+    return server.explain(keep_responses=(keeps and not server.config.sealed, why))
 
 
 def _source_of(resolved: Resolved[C], name: str) -> str:

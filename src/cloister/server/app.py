@@ -17,34 +17,44 @@ from starlette.types import ASGIApp
 
 from cloister.engine.base import AdapterEngine, AsyncEngine
 from cloister.privacy import CountRelease, Gate, is_loopback
+from cloister.server.absent import explain_absence
 from cloister.server.calls import CallListener, Calls
 from cloister.server.conversation import Manner
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, invalid
+from cloister.server.files.service import FileService
 from cloister.server.front import PREPARE_TIMEOUT_S, Front
 from cloister.server.logs import RequestLog
-from cloister.server.messages.errors import MessageErrors
+from cloister.server.messages.errors import PREFIX as MESSAGES_FOLDER
+from cloister.server.messages.errors import error_object as message_error
 from cloister.server.metrics import Exposition, Facts, Metrics, ReleasedCounts
 from cloister.server.middleware.auth import Authentication
 from cloister.server.middleware.body import BodyReader
 from cloister.server.middleware.cors import CrossOrigin, parse_origins
 from cloister.server.middleware.disconnect import WRITE_TIMEOUT_S, CancelOnDisconnect
+from cloister.server.middleware.error_forms import ErrorForms
 from cloister.server.middleware.failures import Failures
 from cloister.server.middleware.host import LocalHostOnly
 from cloister.server.middleware.ignored import TellIgnored
 from cloister.server.middleware.limits import KeyLimits
 from cloister.server.middleware.paths import Prefixed
 from cloister.server.oidc import TokenVerifier
-from cloister.server.operations import BODY_PATHS
+from cloister.server.ollama.writing import error_object as ollama_error
+from cloister.server.operations import BODY_PATHS, FORM_PATHS
 from cloister.server.prompts import PromptReader
+from cloister.server.responses.keeping import ResponseStore
 from cloister.server.routes import (
     adapters,
+    batches,
     chat,
     completions,
     embeddings,
+    files,
     health,
+    llamacpp,
     messages,
     metrics,
     models,
+    ollama,
     page,
     policy,
     reference,
@@ -52,6 +62,7 @@ from cloister.server.routes import (
     scoring,
     tokens,
     version,
+    vllm,
 )
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
@@ -71,6 +82,11 @@ _ROUTERS: Final = (
     embeddings.router,
     scoring.router,
     tokens.router,
+    ollama.router,
+    files.router,
+    batches.router,
+    llamacpp.router,
+    vllm.router,
     version.router,
     reference.router,
 )
@@ -88,6 +104,8 @@ def create_app(
     config: ServerConfig,
     *,
     listeners: Sequence[CallListener] = (),
+    stored: FileService | None = None,
+    responses_kept: ResponseStore | None = None,
     request_timeout_s: float = 600.0,
     body_timeout_s: float = BODY_TIMEOUT_S,
     prepare_timeout_s: float = PREPARE_TIMEOUT_S,
@@ -97,6 +115,8 @@ def create_app(
 
     Args:
         listeners: told of every request that is over, such as a tracer.
+        stored: files and batches of users; None keeps none.
+        responses_kept: responses that others may go on from; None keeps none.
         request_timeout_s: deadline of a request in the engine.
         body_timeout_s: how long a body may take to arrive.
         prepare_timeout_s: how long a prompt may take to become tokens.
@@ -113,10 +133,12 @@ def create_app(
         calls,
         exposition,
         names=config.served_names,
+        stored=stored,
+        responses_kept=responses_kept,
         request_timeout_s=request_timeout_s,
         prepare_timeout_s=prepare_timeout_s,
     )
-    return surround(app, calls, gate, config, body_timeout_s=body_timeout_s, write_timeout_s=write_timeout_s)
+    return surround(app, calls, gate, config, stored=stored, body_timeout_s=body_timeout_s, write_timeout_s=write_timeout_s)
 
 
 def make_exposition(engine: AsyncEngine, gate: Gate, names: Sequence[str]) -> Exposition:
@@ -136,6 +158,8 @@ def create_routes(
     exposition: Exposition,
     *,
     names: Sequence[str],
+    stored: FileService | None = None,
+    responses_kept: ResponseStore | None = None,
     request_timeout_s: float,
     prepare_timeout_s: float = PREPARE_TIMEOUT_S,
 ) -> FastAPI:
@@ -155,10 +179,12 @@ def create_routes(
         gate=gate,
         adapters=engine.adapters.loaded if isinstance(engine, AdapterEngine) else {},
         other_names=tuple(other_names),
+        responses=responses_kept,
     )
     engine.subscribe(exposition.observe)
     engine.subscribe(calls.observe)
-    return _routes(Front(engine, reader, exposition, calls, prepare_timeout_s), (page.router,) if config.page else ())
+    front = Front(engine, reader, exposition, calls, prepare_timeout_s, files=stored)
+    return _routes(front, (page.router,) if config.page else ())
 
 
 def surround(
@@ -167,20 +193,24 @@ def surround(
     gate: Gate,
     config: ServerConfig,
     *,
+    stored: FileService | None = None,
     body_timeout_s: float = BODY_TIMEOUT_S,
     write_timeout_s: float = WRITE_TIMEOUT_S,
 ) -> ASGIApp:
-    """Puts around routes what every request passes."""
+    """Puts around routes what every request passes, and begins with the batches in `stored`."""
     app = TellIgnored(app, strict=config.strict_fields)
+    if stored is not None:
+        stored.begin(Failures(KeyLimits(app), calls, PLAIN_PATHS))
     app = CancelOnDisconnect(app, write_timeout_s)
-    app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS)
+    app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, forms=FORM_PATHS)
     app = KeyLimits(app)
     app = Authentication(app, gate, TokenVerifier(gate.people) if gate.people is not None else None)
     if config.api_keys is None and gate.people is None and is_loopback(config.host):
         app = LocalHostOnly(app)
     if config.allowed_origins:
         app = CrossOrigin(app, parse_origins(config.allowed_origins))
-    return Prefixed(MessageErrors(Failures(app, calls, PLAIN_PATHS, has_tls=config.certfile is not None)))
+    app = Failures(app, calls, PLAIN_PATHS, has_tls=config.certfile is not None)
+    return Prefixed(ErrorForms(app, {MESSAGES_FOLDER: message_error, "/api": ollama_error}))
 
 
 def request_log(config: ServerConfig, gate: Gate) -> list[CallListener]:
@@ -207,10 +237,10 @@ async def _answer_error(_: Request, error: Exception) -> Response:
     return _reply(error if error.status != CloisterError.status else INTERNAL)
 
 
-async def _answer_http_exception(_: Request, error: Exception) -> Response:
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return _reply(NotFoundError("There is no such route; the API begins with /v1.", code="unknown_route"))
+        return _reply(NotFoundError(explain_absence(request.scope["path"]), code="unknown_route"))
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         reply = _reply(MethodError(f"This route does not take the method; it takes {allowed}."))

@@ -147,6 +147,11 @@ class Calls:
             call.charge.leave(refund=call.status == 429 or call.status >= 500)
         self._end_if_over(call)
 
+    @property
+    def num_at_work(self) -> int:
+        """Requests that the engine has."""
+        return len(self._at_work)
+
     def bind(self, engine: AsyncEngine, call: Call) -> AsyncEngine:
         """Returns the engine as one call uses it."""
         return _CallEngine(engine, self, call)

@@ -18,6 +18,7 @@ from cloister.engine.base import AsyncEngine
 from cloister.privacy.gate import Admission
 from cloister.server.calls import Calls, call_of
 from cloister.server.errors import OverloadedError
+from cloister.server.files.service import FileService
 from cloister.server.metrics import Exposition
 from cloister.server.prompts import PromptReader
 
@@ -33,7 +34,11 @@ def _few_threads() -> anyio.CapacityLimiter:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The parts of a server, put together by `create_app`."""
+    """The parts of a server, put together by `create_app`.
+
+    Attributes:
+        files: what users keep here; None where nothing is kept.
+    """
 
     engine: AsyncEngine
     reader: PromptReader
@@ -41,6 +46,7 @@ class Front:
     calls: Calls
     prepare_timeout_s: float = PREPARE_TIMEOUT_S
     threads: anyio.CapacityLimiter = field(default_factory=_few_threads)
+    files: FileService | None = None
 
     async def off_the_loop(self, work: Callable[..., T], *args: Any) -> T:
         """Runs text work in a thread, with a deadline.

@@ -9,7 +9,7 @@ from cloister.server.calls import Call
 from cloister.types.logs import FIELDS
 
 LOGGER: Final = logging.getLogger("cloister.requests")
-QUIET_ROUTES: Final = frozenset({"/health", "/metrics"})
+QUIET_ROUTES: Final = frozenset({"/health", "/ping", "/metrics"})
 """Asked for every few seconds by machines: they leave a line only when they fail."""
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 

@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from cloister import __version__
 from cloister.server.fields import Refused
-from cloister.server.operations import EVENTS, JSON, MEANINGS, OPERATIONS, Operation
+from cloister.server.operations import JSON, MEANINGS, OPERATIONS, Operation
 
 REF: Final = "#/components/schemas/"
 _RETRY: Final = {"Retry-After": {"description": "Seconds until a new attempt makes sense.", "schema": {"type": "integer"}}}
@@ -135,7 +135,7 @@ def _describe(
             for name in parameters
         ]
     if op.body is not None:
-        described["requestBody"] = {"required": True, "content": {JSON: {"schema": bodies[op.body]}}}
+        described["requestBody"] = {"required": True, "content": {op.body_type: {"schema": bodies[op.body]}}}
     described["responses"] = {
         "200": {"description": MEANINGS[200], "content": _contents(op, answers)},
         **{str(status): _failure(op, status, answers) for status in op.statuses},
@@ -151,7 +151,9 @@ def _contents(op: Operation, answers: Mapping[Any, Any]) -> dict[str, Any]:
     contents: dict[str, Any] = {op.media_type: {"schema": answers[op.answer]}}
     if op.event is not None:
         # OpenAPI 3.1 has no word for the events of a stream.
-        contents[EVENTS] = {"schema": {"description": "With `stream`: events, each with JSON.", "x-event": answers[op.event]}}
+        contents[op.stream_type] = {
+            "schema": {"description": "With `stream`: events, each with JSON.", "x-event": answers[op.event]}
+        }
     return contents
 
 

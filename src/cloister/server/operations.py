@@ -12,21 +12,40 @@ from pydantic import BaseModel
 from cloister.server.answers import ChatChunk, ChatCompletion, Completion, Model, ModelList
 from cloister.server.embeddings import EmbeddingBody, EmbeddingList
 from cloister.server.fields import REFUSED, Refused
+from cloister.server.files.batches import BatchBody
+from cloister.server.llamacpp.schemas import ApplyTemplateBody, LlamaCompletionBody, LlamaInfillBody
 from cloister.server.messages.schemas import REFUSED as MESSAGES_REFUSED
 from cloister.server.messages.schemas import CountBody, MessagesBody
 from cloister.server.metrics import CONTENT_TYPE
+from cloister.server.ollama.models import OllamaModels, OllamaRunningModels, OllamaShown
+from cloister.server.ollama.schemas import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaPullBody,
+    OllamaShowBody,
+)
+from cloister.server.ollama.writing import NDJSON, OllamaChatLine, OllamaError, OllamaGenerateLine
 from cloister.server.responses.schemas import REFUSED as RESPONSES_REFUSED
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.routes.adapters import LoadBody, UnloadBody, Unloaded
+from cloister.server.routes.files import DeletedFile, FileList, FileObject, UploadForm
+from cloister.server.routes.llamacpp import TemplatedPrompt
+from cloister.server.routes.ollama import OllamaEmbedding, OllamaEmbeddings, OllamaStatus
 from cloister.server.routes.policy import PolicyReport
+from cloister.server.routes.responses import DeletedResponse
 from cloister.server.routes.version import Version
+from cloister.server.routes.vllm import Load, PooledList
 from cloister.server.schemas import ChatBody, CompletionBody
 from cloister.server.scoring import Ranking, RerankBody, ScoreBody, ScoreList
+from cloister.server.stream import EVENTS
 from cloister.server.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, TokenizerInfo
 
 HTML: Final = "text/html"
+FORM: Final = "multipart/form-data"
+BYTES: Final = "application/octet-stream"
 JSON: Final = "application/json"
-EVENTS: Final = "text/event-stream"
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -86,6 +105,8 @@ class Operation:
         failure: what every error replies with.
         unavailable: what 503 replies with.
         refused: fields that its API has and this server does not.
+        stream_type: media type of a stream.
+        body_type: media type of the body.
     """
 
     method: str
@@ -101,6 +122,8 @@ class Operation:
     failure: Any = ErrorReply
     unavailable: Any = ErrorReply
     refused: Mapping[str, Refused] = field(default_factory=dict)
+    stream_type: str = EVENTS
+    body_type: str = JSON
 
     @property
     def name(self) -> str:
@@ -122,17 +145,45 @@ MEANINGS: Final = {
     400: "A field is missing, unknown or has a value that is not taken; `param` names it.",
     401: "An API key is asked for, and there is none or another one.",
     403: "The privacy profile refuses what the request asks for, or the name of the host is not the server's.",
-    404: "There is no such model.",
+    404: "There is no such model, file or batch.",
     408: "The body did not arrive in time.",
     413: "The body is larger than the server takes.",
     415: "The body is not declared as JSON.",
     429: "Too many requests wait, or the API key has used what it may; `Retry-After` says when to try again.",
     500: "The server made a mistake.",
     503: "The engine is not there, or the server is too busy; `Retry-After` says when to try again.",
+    507: "There is no room for a file.",
     504: "The answer was not complete before its deadline.",
 }
 
-_GENERATE, _VECTORS, _TOKENS, _SERVER = "Text", "Vectors", "Tokens", "Server"
+_GENERATE, _VECTORS, _TOKENS, _SERVER, _FILES = "Text", "Vectors", "Tokens", "Server", "Files"
+_LLAMA, _VLLM = "llama.cpp", "vLLM"
+
+
+def _ollama(
+    method: str,
+    path: str,
+    summary: str,
+    body: type[BaseModel] | None = None,
+    answer: Any = None,
+    line: Any = None,
+    errors: tuple[int, ...] = (),
+) -> Operation:
+    """Returns an operation of Ollama's API, whose streams are lines and whose errors are one sentence."""
+    return Operation(
+        method,
+        path,
+        "Ollama",
+        summary,
+        body,
+        answer,
+        line,
+        errors=errors,
+        failure=OllamaError,
+        unavailable=OllamaError,
+        stream_type=NDJSON,
+    )
+
 
 OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
@@ -149,6 +200,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         JsonObject,
         refused=RESPONSES_REFUSED,
     ),
+    Operation("GET", "/v1/responses/{response_id}", _GENERATE, "Show a kept response", answer=JsonObject, errors=(404,)),
+    Operation("DELETE", "/v1/responses/{response_id}", _GENERATE, "Forget a response", answer=DeletedResponse, errors=(404,)),
     Operation(
         "POST",
         "/v1/messages",
@@ -179,6 +232,10 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("POST", "/tokenize", _TOKENS, "Cut a text or a chat into tokens", TokenizeBody, Tokenized),
     Operation("POST", "/detokenize", _TOKENS, "Join tokens to a text", DetokenizeBody, Detokenized),
     Operation("GET", "/tokenizer_info", _TOKENS, "Tell which tokens begin and end a text", answer=TokenizerInfo),
+    Operation(
+        "GET", "/v1/responses/{response_id}", _GENERATE, "Show a response that was kept", answer=JsonObject, errors=(404,)
+    ),
+    Operation("DELETE", "/v1/responses/{response_id}", _GENERATE, "Forget a response", answer=DeletedResponse, errors=(404,)),
     Operation("GET", "/v1/models", _SERVER, "List what is served", answer=ModelList),
     Operation("GET", "/v1/models/{model_id}", _SERVER, "Describe one model", answer=Model, errors=(404,)),
     Operation("POST", "/v1/load_lora_adapter", _SERVER, "Load a LoRA adapter", LoadBody, Model),
@@ -191,6 +248,38 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("GET", "/metrics", _SERVER, "Show figures for Prometheus", media_type=CONTENT_TYPE.partition(";")[0]),
     Operation("GET", "/openapi.json", _SERVER, "Describe the API", answer=JsonObject, is_open=True),
     Operation("GET", "/docs", _SERVER, "Show the reference of the API", media_type=HTML, is_open=True),
+    Operation("POST", "/v1/files", _FILES, "Keep a file", UploadForm, FileObject, errors=(507,), body_type=FORM),
+    Operation("GET", "/v1/files", _FILES, "List files", answer=FileList, errors=(400, 404)),
+    Operation("GET", "/v1/files/{file_id}", _FILES, "Describe a file", answer=FileObject, errors=(404,)),
+    Operation("DELETE", "/v1/files/{file_id}", _FILES, "Remove a file", answer=DeletedFile, errors=(404,)),
+    Operation("GET", "/v1/files/{file_id}/content", _FILES, "Read a file", media_type=BYTES, errors=(404, 503)),
+    Operation("POST", "/v1/batches", _FILES, "Answer the requests in a file", BatchBody, JsonObject, errors=(507,)),
+    Operation("GET", "/v1/batches", _FILES, "List batches", answer=JsonObject, errors=(400, 404)),
+    Operation("GET", "/v1/batches/{batch_id}", _FILES, "Say how far a batch is", answer=JsonObject, errors=(404,)),
+    Operation("POST", "/v1/batches/{batch_id}/cancel", _FILES, "End a batch", answer=JsonObject, errors=(404,)),
+    Operation("POST", "/completion", _LLAMA, "Continue a prompt", LlamaCompletionBody, JsonObject, JsonObject),
+    Operation("POST", "/infill", _LLAMA, "Fill in the middle", LlamaInfillBody, JsonObject, JsonObject),
+    Operation("POST", "/apply-template", _LLAMA, "Show the text of a conversation", ApplyTemplateBody, TemplatedPrompt),
+    Operation("GET", "/props", _LLAMA, "Describe what is served", answer=JsonObject),
+    Operation(
+        "GET", "/ping", _VLLM, "Tell whether steps advance", answer=Health, errors=(503,), is_open=True, unavailable=Health
+    ),
+    Operation(
+        "POST", "/ping", _VLLM, "Tell whether steps advance", answer=Health, errors=(503,), is_open=True, unavailable=Health
+    ),
+    Operation("GET", "/load", _VLLM, "Count requests at work", answer=Load),
+    Operation("POST", "/pooling", _VLLM, "Make vectors of texts", EmbeddingBody, PooledList),
+    _ollama("POST", "/api/chat", "Answer a conversation", OllamaChatBody, OllamaChatLine, OllamaChatLine),
+    _ollama("POST", "/api/generate", "Answer a prompt", OllamaGenerateBody, OllamaGenerateLine, OllamaGenerateLine),
+    _ollama("POST", "/api/embed", "Make vectors of texts", OllamaEmbedBody, OllamaEmbeddings),
+    _ollama("POST", "/api/embeddings", "Make a vector of a text", OllamaEmbeddingsBody, OllamaEmbedding),
+    _ollama("GET", "/api/tags", "List what is served", answer=OllamaModels),
+    _ollama("GET", "/api/ps", "List what is in memory", answer=OllamaRunningModels),
+    _ollama("POST", "/api/show", "Describe one model", OllamaShowBody, OllamaShown),
+    _ollama("POST", "/api/pull", "Say that a model is there", OllamaPullBody, OllamaStatus, OllamaStatus),
+    _ollama("GET", "/api/version", "Tell the version", answer=Version),
 )
 BODY_PATHS: Final = frozenset(op.path for op in OPERATIONS if op.body is not None)
 """Paths that read a body."""
+FORM_PATHS: Final = frozenset(op.path for op in OPERATIONS if op.body_type == FORM)
+"""Those of them that read a form."""

@@ -17,8 +17,8 @@ from cloister.server.messages.schemas import REFUSED as MESSAGES_REFUSED
 from cloister.server.messages.schemas import CountBody, MessagesBody
 from cloister.server.parse import parse_body
 from cloister.server.renaming import MESSAGES, RESPONSES, renamed
+from cloister.server.responses.keeping import ResponseStore, read_body
 from cloister.server.responses.reading import to_chat as response_to_chat
-from cloister.server.responses.schemas import REFUSED as RESPONSES_REFUSED
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.sampling import check_length, check_number_of_sequences, fit_length, sampling_params
 from cloister.server.schemas import ChatBody, CompletionBody, GenerationBody
@@ -38,6 +38,7 @@ class PromptReader:
         request_timeout_s: deadline of a request in the engine.
         adapters: name -> adapter, of those that a request may ask for as a model.
         other_names: further ones of the model.
+        responses: those that others may go on from; None where none are kept.
     """
 
     gate: Gate
@@ -49,6 +50,7 @@ class PromptReader:
     request_timeout_s: float
     adapters: Mapping[str, AdapterInfo] = field(default_factory=dict)
     other_names: tuple[str, ...] = ()
+    responses: ResponseStore | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -90,7 +92,7 @@ class PromptReader:
 
     def read_response(self, raw: bytes, admission: Admission) -> tuple[Job, ResponsesBody]:
         """Reads a body of /v1/responses; errors as in `read_chat`."""
-        body = parse_body(raw, ResponsesBody, RESPONSES_REFUSED)
+        body = read_body(raw, self.responses, admission.owner)
         with renamed(RESPONSES):
             return self.converse(response_to_chat(body), admission, prefix="resp"), body
 
@@ -109,7 +111,10 @@ class PromptReader:
 
     def read_completion(self, raw: bytes, admission: Admission) -> Job:
         """Reads a body of /v1/completions; errors as in `read_chat`."""
-        body = parse_body(raw, CompletionBody)
+        return self.complete(parse_body(raw, CompletionBody), admission, prefix="cmpl")
+
+    def complete(self, body: CompletionBody, admission: Admission, *, prefix: str, fits: bool = False) -> Job:
+        """Makes prompts ready that are gone on with as they stand, whichever route they came by; arguments as in `converse`."""
         admission = self._check(body, admission)
         echo, max_tokens = bool(body.echo), body.max_tokens
         answerless = max_tokens == 0
@@ -129,6 +134,8 @@ class PromptReader:
             sampling = msgspec.structs.replace(sampling, n=body.best_of, logprobs=logprobs)
         check_number_of_sequences(max(sampling.n, body.best_of or 1), len(body.prompt), self.max_n)
         prompts = [self._tokenize(prompt) for prompt in body.prompt]
+        if fits:
+            sampling = fit_length(max(map(len, prompts)), sampling, self.model)
         for prompt in prompts:
             check_length(len(prompt), sampling, self.model, "prompt")
         sampling = self.model.bound(sampling, max(map(len, prompts)))
@@ -138,7 +145,7 @@ class PromptReader:
             sampling,
             admission,
             self.model,
-            prefix="cmpl",
+            prefix=prefix,
             echoes=echoes,
             answerless=answerless,
             num_kept=num_kept,

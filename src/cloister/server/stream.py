@@ -16,6 +16,7 @@ from cloister.server.errors import error_object
 from cloister.server.failures import told
 from cloister.types.errors import CloisterError
 
+EVENTS: Final = "text/event-stream"
 DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -67,14 +68,14 @@ class Ending:
 OPENAI: Final = Ending(DONE, lambda error: events([error_object(error)]))
 
 
-async def open_stream(chunks: Chunks, ending: Ending = OPENAI) -> EventStream:
+async def open_stream(chunks: Chunks, ending: Ending = OPENAI, media_type: str = EVENTS) -> EventStream:
     """Waits for the first chunk, so that a request that is refused still gets its status, and returns the response.
 
     Raises:
         CloisterError: the request was refused, or failed before its first token.
     """
     try:
-        return EventStream(await anext(chunks), chunks, ending)
+        return EventStream(await anext(chunks), chunks, ending, media_type)
     except BaseException:
         await chunks.aclose()
         raise
@@ -83,10 +84,9 @@ async def open_stream(chunks: Chunks, ending: Ending = OPENAI) -> EventStream:
 class EventStream(Response):
     """A response that streams. What goes wrong on the way is its last event, before the end."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, rest: Chunks, ending: Ending) -> None:
+    def __init__(self, first: bytes, rest: Chunks, ending: Ending, media_type: str) -> None:
         self.status_code = 200
+        self.media_type = media_type
         self.background = None
         self.init_headers({"x-accel-buffering": "no"})  # a proxy that buffers would undo the streaming
         self._first = first

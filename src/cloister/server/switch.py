@@ -15,11 +15,13 @@ from cloister.engine.base import AsyncEngine
 from cloister.server.answers import Model, ModelList
 from cloister.server.metrics import Exposition
 from cloister.server.middleware.failures import send_error
+from cloister.server.ollama.models import list_entries
+from cloister.server.ollama.names import served_name
 from cloister.server.rotation import Rotation
 from cloister.types.errors import CloisterError, NotFoundError
 from cloister.types.request import ModelInfo
 
-HEALTH, MODELS = "/health", "/v1/models"
+HEALTH, MODELS, TAGS = "/health", "/v1/models", "/api/tags"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class ModelSwitch:
     def _pick(self, body: bytes) -> str:
         """Returns the model that a body names. What cannot be read is left to the application, which says what is wrong."""
         try:
-            name = msgspec.json.decode(body, type=_Named).model
+            name = served_name(msgspec.json.decode(body, type=_Named).model, self._models)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             name = None
         if name is None:
@@ -104,6 +106,8 @@ class ModelSwitch:
             await _send_json(send, b'{"status":"ok"}')  # loading has a deadline: it is progress
         elif path == MODELS:
             await _send_json(send, msgspec.json.encode(ModelList(list(self._models.values()))))
+        elif path == TAGS:
+            await _send_json(send, msgspec.json.encode(list_entries(self._models.values())))
         elif path.startswith(f"{MODELS}/") and (model := self._models.get(path.removeprefix(f"{MODELS}/"))) is not None:
             scope["route"] = ONE_MODEL
             await _send_json(send, msgspec.json.encode(model))

@@ -43,6 +43,10 @@ _OPERATIONS: Final[Mapping[str, str]] = {
     "/v1/messages": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/api/chat": "chat",
+    "/api/generate": "text_completion",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
 }
 _TRACEPARENT: Final = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 

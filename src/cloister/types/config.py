@@ -251,6 +251,17 @@ class ServerConfig:
         " draw members only.",
     )
     node_capacity: int = setting(1, "Share of a sealed node when clients draw.", low=1, high=1_000_000)
+    keep_responses: bool | None = setting(
+        None,
+        "Keep answers of `/v1/responses` in memory for an hour, to go on from; unset, as the profile says.",
+    )
+    files: str | None = setting(
+        None, "Directory for files and batches of users (`/v1/files`, `/v1/batches`), sealed; unset, nothing is kept."
+    )
+    files_key: str | None = setting(
+        None, "File of the key that they are sealed with, made if it is not there; unset, beside the directory."
+    )
+    files_mb: int = setting(1024, "Most room for files and batches, in MiB.", low=1)
     drain_timeout_s: float = setting(30.0, "After SIGTERM, how long running requests may take to end.", low=0)
 
     @property

@@ -214,6 +214,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         pooling: how it makes one, unless a request says otherwise.
         drafters: what may draft tokens for it, by name.
         default_max_tokens: longest answer where a request does not say; None for as many tokens as the window has room for.
+        family: of its architecture.
+        num_parameters: its weights, 0 where they were not counted.
+        number_format: of its weights in memory, where the settings chose one.
+        is_on_device: its weights are not in the memory of the host.
     """
 
     name: str
@@ -228,6 +232,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingParams = PoolingParams()
     drafters: tuple[str, ...] = ()
     default_max_tokens: int | None = None
+    family: str = ""
+    num_parameters: int = 0
+    number_format: str = ""
+    is_on_device: bool = False
 
     def bound(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Returns how to sample with a `max_tokens`, where a request says none: the default, or the room after its prompt."""

@@ -9,7 +9,7 @@ from cloister.server.middleware.failures import send_error
 from cloister.server.oidc import TokenVerifier, looks_like_token
 from cloister.types.errors import CloisterError
 
-OPEN_PATHS = frozenset({"/", "/docs", "/health", "/openapi.json", "/v1/policy"})
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/openapi.json", "/ping", "/v1/policy"})
 OPEN_FOLDER = "/page/"
 
 

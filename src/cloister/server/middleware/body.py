@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget, BodyCharge
 from cloister.server.body_pace import Pace, ShedError, receive_piece
-from cloister.server.errors import BodyTimeoutError, MediaTypeError, OverloadedError
+from cloister.server.errors import BodyTimeoutError, MediaTypeError, OriginError, OverloadedError
 from cloister.server.middleware.failures import send_error
 from cloister.server.networks import client_network
 from cloister.types.errors import CloisterError, RequestTooLargeError
@@ -28,15 +29,23 @@ class BodyReader:
         timeout_s: how long a body may take to arrive.
         paths: those that read a body; elsewhere its kind is not looked at and nothing of it is kept (some of these paths ask
             for no key), and the router says what is wrong.
+        forms: those of them whose body is a form with a file.
     """
 
     def __init__(
-        self, app: ASGIApp, limit_bytes: int, timeout_s: float, paths: Collection[str], budget: BodyBudget | None = None
+        self,
+        app: ASGIApp,
+        limit_bytes: int,
+        timeout_s: float,
+        paths: Collection[str],
+        budget: BodyBudget | None = None,
+        forms: Collection[str] = (),
     ) -> None:
         self._app = app
         self._limit_bytes = limit_bytes
         self._timeout_s = timeout_s
         self._paths = frozenset(paths)
+        self._forms = frozenset(forms)
         self._budget = budget or BodyBudget(max(BODY_CEILING_BYTES, limit_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,7 +80,7 @@ class BodyReader:
     async def _read(self, scope: Scope, receive: Receive, charge: BodyCharge) -> bytes:
         is_wanted = scope["method"] == "POST" and scope["path"] in self._paths
         if is_wanted:
-            _check_media_type(scope)
+            _check_media_type(scope, is_form=scope["path"] in self._forms)
         if _declared_bytes(scope) > self._limit_bytes:
             raise self._too_large()
         try:
@@ -107,13 +116,28 @@ class BodyReader:
         return RequestTooLargeError(f"The body is larger than this server's limit of {self._limit_bytes // 1024} KiB.")
 
 
-def _check_media_type(scope: Scope) -> None:
+def _check_media_type(scope: Scope, *, is_form: bool) -> None:
     # A browser may send text/plain or a form to any address without asking it first; JSON it may not.
     media_type = _header(scope, b"content-type").partition(";")[0].strip()
-    if media_type != "application/json":
+    if is_form:
+        if media_type != "multipart/form-data":
+            raise MediaTypeError("The body must be a form with a file; send the header `Content-Type: multipart/form-data`.")
+        origin = _header(scope, b"origin")
+        if origin and urlsplit(origin).netloc != _header(scope, b"host"):
+            raise OriginError
+    elif media_type != "application/json" and not _is_curl(scope, media_type):
         raise MediaTypeError("The body must be JSON; send the header `Content-Type: application/json`.")
     if _header(scope, b"content-encoding") not in ("", "identity"):
         raise MediaTypeError("The body must not be compressed; leave out the header `Content-Encoding`.")
+
+
+def _is_curl(scope: Scope, media_type: str) -> bool:
+    """Whether a body is JSON that only its header calls a form, as `curl -d` sends it and Ollama's documentation has it.
+
+    A browser that is led to send such a form says where from (Fetch, 3.2 and Fetch Metadata, 2.3).
+    """
+    is_browser = any(_header(scope, name) for name in (b"origin", b"sec-fetch-site", b"referer"))
+    return scope["path"].startswith("/api/") and media_type == "application/x-www-form-urlencoded" and not is_browser
 
 
 def _declared_bytes(scope: Scope) -> int:

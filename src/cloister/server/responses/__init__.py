@@ -1,1 +1,1 @@
-"""The Responses API of OpenAI: a conversation in typed items. Nothing is kept between two requests."""
+"""The Responses API of OpenAI: a conversation in typed items. What is kept between two requests is in `keeping`."""

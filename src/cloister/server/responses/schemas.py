@@ -219,6 +219,8 @@ class ResponsesBody(Strict):
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
 
     # Known fields without effect here: checked for their type and forgotten.
     user: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.privacy import Gate, Profile
-from cloister.server.front import front_of, json_response
+from cloister.server.front import Front, front_of, json_response
 from cloister.types.scope import ScopeKind
 
 router = APIRouter()
@@ -42,15 +42,28 @@ class PolicyReport(msgspec.Struct, frozen=True):
 @router.get("/v1/policy")
 async def report_policy(request: Request) -> Response:
     """Returns the rules that this server is under."""
-    return json_response(describe_policy(front_of(request).reader.gate))
+    front = front_of(request)
+    kept = list(_kept(front))
+    return json_response(describe_policy(front.reader.gate, kept))
 
 
-def describe_policy(gate: Gate) -> PolicyReport:
-    """Returns what the gate holds people to."""
+def _kept(front: Front) -> Iterator[str]:
+    if front.reader.responses is not None:
+        yield "Responses stay in memory for an hour, unless a request has `store` false."
+    if front.files is not None:
+        yield "Files and batches stay on disk, sealed, until they are deleted or expire."
+
+
+def describe_policy(gate: Gate, kept: Sequence[str] = ()) -> PolicyReport:
+    """Returns what the gate holds people to.
+
+    Args:
+        kept: what is kept beyond a request, in sentences.
+    """
     policy = gate.policy
     return PolicyReport(
         profile=policy.profile.value,
-        summary=f"{_sharing(gate)} {_RECORDS[policy.profile]}",
+        summary=" ".join([_sharing(gate), _RECORDS[policy.profile], *kept]),
         api_key=gate.asks_for_keys,
         streaming=policy.allows("streaming"),
         metrics="counts" if policy.counts_only else "all",

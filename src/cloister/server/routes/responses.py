@@ -1,11 +1,12 @@
-"""`/v1/responses`."""
+"""`/v1/responses` and `/v1/responses/{id}`."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,23 +14,63 @@ from starlette.responses import Response
 from cloister.server.front import admission_of, front_of, json_response
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import Job
+from cloister.server.responses.keeping import ResponseStore
 from cloister.server.responses.writing import ResponseWriter
 from cloister.server.stream import Chunks, Ending, named_events, open_stream
 from cloister.server.turns import read_turns
+from cloister.types.errors import NotFoundError
 
 router = APIRouter()
+
+
+class DeletedResponse(msgspec.Struct, frozen=True):
+    """Reply to a DELETE."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
 
 
 @router.post("/v1/responses")
 async def create_response(request: Request) -> Response:
     """Answers a conversation in typed items, at once or as a stream."""
     front = front_of(request)
+    owner = admission_of(request).owner
     job, body = await front.off_the_loop(front.reader.read_response, await request.body(), admission_of(request))
     writer = ResponseWriter(job, body, keeps_broken=job.stream)
     outputs = run_job(front.engine, job)
+
+    def keep(response: dict[str, Any]) -> None:
+        if front.reader.responses is not None and owner is not None and body.store:
+            front.reader.responses.keep(owner, body, response)
+
     if job.stream:
-        return await open_stream(stream_response(job, writer, outputs), Ending(b"", writer.fail))
-    return json_response(await answer_response(job, writer, outputs))
+        return await open_stream(stream_response(job, writer, outputs, keep), Ending(b"", writer.fail))
+    response = await answer_response(job, writer, outputs)
+    keep(response)
+    return json_response(response)
+
+
+@router.get("/v1/responses/{response_id}")
+async def retrieve_response(request: Request, response_id: str) -> Response:
+    """Returns a response that was kept."""
+    store, owner = _store_of(request)
+    return Response(store.find(owner, response_id).response, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Forgets a response."""
+    store, owner = _store_of(request)
+    store.remove(owner, response_id)
+    return json_response(DeletedResponse(response_id))
+
+
+def _store_of(request: Request) -> tuple[ResponseStore, bytes]:
+    store, owner = front_of(request).reader.responses, admission_of(request).owner
+    if store is None or owner is None:
+        raise NotFoundError("This server keeps no responses.", code="not_found")
+    return store, owner
 
 
 async def answer_response(job: Job, writer: ResponseWriter, outputs: AsyncGenerator[Numbered, None]) -> dict[str, Any]:
@@ -46,8 +87,10 @@ async def answer_response(job: Job, writer: ResponseWriter, outputs: AsyncGenera
     return response
 
 
-async def stream_response(job: Job, writer: ResponseWriter, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
-    """Yields events."""
+async def stream_response(
+    job: Job, writer: ResponseWriter, outputs: AsyncGenerator[Numbered, None], keep: Callable[[dict[str, Any]], None]
+) -> Chunks:
+    """Yields events; `keep` is told of the whole response before the last one."""
     tally, reason, is_begun = Tally(job), None, False
     async with aclosing(read_turns(job, outputs, tally)) as turns:
         async for turn in turns:
@@ -56,4 +99,6 @@ async def stream_response(job: Job, writer: ResponseWriter, outputs: AsyncGenera
             if chunk := chunk + writer.write(turn):
                 yield chunk
             reason = turn.finish_reason
-    yield named_events(writer.end(reason, tally.usage()))
+    last = list(writer.end(reason, tally.usage()))
+    keep(last[-1]["response"])
+    yield named_events(last)

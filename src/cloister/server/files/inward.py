@@ -1,0 +1,61 @@
+"""A request that the server makes of itself: the same routes, limits and counts as for one that comes from outside."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from starlette.types import ASGIApp, Message
+
+from cloister.privacy.gate import Admission
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a route answered. Its text says nothing of content."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def __repr__(self) -> str:
+        return f"Reply(status={self.status})"
+
+
+async def post(app: ASGIApp, path: str, body: bytes, admission: Admission) -> Reply:
+    """Posts JSON to a route of this server, on somebody's behalf. Cancelling it cancels the request."""
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+        "client": None,
+        "server": None,
+        "state": {"admission": admission},
+    }
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return messages.pop() if messages else await _never()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    start, *rest = sent
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in start.get("headers", ())}
+    return Reply(start["status"], headers, b"".join(message.get("body", b"") for message in rest))
+
+
+async def _never() -> NoReturn:
+    """Waits until it is cancelled: whoever asks is not gone while the server runs."""
+    await asyncio.Event().wait()
+    raise AssertionError

@@ -1,0 +1,106 @@
+"""What the routes of files and batches share: the store, its owners, and the batches that run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starlette.types import ASGIApp
+
+from cloister.privacy.gate import Admission, Gate
+from cloister.privacy.policy import Use
+from cloister.server.files.batches import Batch
+from cloister.server.files.running import BatchRunner
+from cloister.server.files.store import FileStore, Owner, Shelf
+from cloister.server.files.vault import DamagedError, Vault, read_key
+from cloister.types.config import ServerConfig
+from cloister.types.errors import ConfigError, NotFoundError, PolicyError
+
+
+class FileService:
+    """The files and batches of one server."""
+
+    def __init__(self, vault: Vault, gate: Gate, most_each_bytes: int | None) -> None:
+        self.store = FileStore(vault, most_each_bytes=most_each_bytes)
+        self.batches = Shelf(vault, Batch, "batch_")
+        self._vault = vault
+        self._gate = gate
+        self._runner: BatchRunner | None = None
+
+    @classmethod
+    def open(cls, config: ServerConfig, gate: Gate) -> FileService | None:
+        """Opens the directory that the settings name; None where they name none.
+
+        Raises:
+            ConfigError: it cannot be used, or owners cannot be told apart.
+            PolicyError: the profile refuses to keep anything.
+        """
+        if config.files is None:
+            return None
+        gate.policy.check({"files": Use(True, "setting `files`")})
+        if config.sealed:
+            raise ConfigError("a sealed node keeps nothing; leave `files` out", param="files")
+        if not gate.tells_owners:
+            raise ConfigError(
+                "`files` needs API keys here, since nobody can be told apart without: make one with `cloister keys add NAME`,"
+                " then --api-keys FILE",
+                param="files",
+            )
+        path = Path(config.files).expanduser()
+        key_path = path.with_name(f"{path.name}.key") if config.files_key is None else Path(config.files_key).expanduser()
+        most_bytes = config.files_mb << 20
+        most_each_bytes = most_bytes // 2 if gate.asks_for_keys else None
+        vault = Vault(path, read_key(key_path), most_bytes)
+        try:
+            service = cls(vault, gate, most_each_bytes)
+        except DamagedError:
+            vault.close()
+            raise ConfigError(
+                f"what is in {path} was changed, or the key file {key_path} was: restore them, or remove what is there",
+                param="files",
+            ) from None
+        service.store.tidy(file_id for batch in service.batches.all() for file_id in (batch.output_id, batch.error_id))
+        return service
+
+    def owner(self, admission: Admission) -> Owner:
+        """Returns whose files a request may see.
+
+        Raises:
+            PolicyError: it came with a token of an issuer, whose people keep nothing.
+        """
+        if admission.owner is None:
+            raise PolicyError("Files are kept for API keys alone; a token of the issuer has none.")
+        return Owner.of(self._vault, admission.owner)
+
+    @property
+    def runner(self) -> BatchRunner:
+        """What runs the batches."""
+        assert self._runner is not None, "`begin` comes first"
+        return self._runner
+
+    def begin(self, app: ASGIApp) -> None:
+        """Begins to run batches, those of a server before this one first. Needs the server's event loop.
+
+        Args:
+            app: takes requests that have their admission already.
+        """
+        self._runner = BatchRunner(self.store, self.batches, self._gate, app)
+        self._runner.begin()
+
+    def close(self) -> None:
+        """Lets another server have the directory; the tasks of this one's loop are over."""
+        self._vault.close()
+
+
+def require(files: FileService | None, gate: Gate) -> FileService:
+    """Returns the store.
+
+    Raises:
+        PolicyError: the profile refuses to keep anything.
+        NotFoundError: there is none.
+    """
+    gate.policy.check({"files": Use(True, "the request")})
+    if files is None:
+        raise NotFoundError(
+            "This server keeps no files; its operator can name a directory for them with --files.", code="no_file_store"
+        )
+    return files

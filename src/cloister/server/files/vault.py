@@ -1,0 +1,252 @@
+"""A directory of sealed records: nothing in it can be read without its key, and what others changed in it is found out.
+
+A file is a row of records, each AES-256-GCM (NIST SP 800-38D) under a random nonce: 4 bytes of length (big-endian), 12 of
+nonce, the ciphertext. The file's name and the record's number are authenticated with it, so that no record can be moved, left
+out before another, or put into another file. A last record that was cut short, by a crash or a full disk, counts as never
+written.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hmac
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from cloister.types.errors import CloisterError, ConfigError
+
+KEY_BYTES: Final = 32
+_NONCE_BYTES: Final = 12
+_HEAD_BYTES: Final = 4 + _NONCE_BYTES
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class StorageFullError(CloisterError):
+    """There is no room for what should be kept (RFC 4918, 11.5)."""
+
+    code = "storage_full"
+    status = 507
+
+
+class DamagedError(CloisterError):
+    """What was kept was changed by others, or is kept under another key."""
+
+    code = "damaged_file"
+    status = 500
+
+    def __init__(self) -> None:
+        super().__init__("What was kept cannot be read: it was changed, or its key was. Delete it and send it again.")
+
+
+class Vault:
+    """One directory, in use by one server at a time. Its methods may be called from any thread.
+
+    Args:
+        path: the directory; it is made (0700) if it is not there.
+        key: 32 bytes.
+        most_bytes: what all files together may take.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+    """
+
+    def __init__(self, path: Path, key: bytes, most_bytes: int) -> None:
+        self._path = path
+        self._key = key
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._directory = -1
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path) if entry.is_file()}
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(f"another server keeps its files in {path}; give each its own", param="files") from None
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"the directory {path} cannot be used for files: {error.strerror}", param="files") from None
+
+    def close(self) -> None:
+        """Lets another server have the directory."""
+        if self._directory >= 0:
+            os.close(self._directory)
+            self._directory = -1
+
+    def names(self) -> list[str]:
+        """Returns the names of all files."""
+        with self._lock:
+            return list(self._sizes)
+
+    def derive(self, purpose: bytes) -> bytes:
+        """Returns a key of 32 bytes for one purpose, from the vault's own."""
+        return hmac.digest(self._key, b"cloister/files/1\0" + purpose, "sha256")
+
+    def read(self, name: str, key: bytes) -> Iterator[bytes]:
+        """Yields the records of a file; none for a file that is not there.
+
+        Raises:
+            DamagedError: one was changed, or sealed under another key.
+        """
+        try:
+            data = (self._path / name).read_bytes()
+        except FileNotFoundError:
+            return
+        cipher, place, number = AESGCM(key), 0, 0
+        while (end := _end(data, place)) <= len(data) and place < len(data):
+            nonce = data[place + 4 : place + _HEAD_BYTES]
+            try:
+                yield cipher.decrypt(nonce, data[place + _HEAD_BYTES : end], _place(name, number))
+            except InvalidTag:
+                raise DamagedError from None
+            place, number = end, number + 1
+
+    def replace(self, name: str, key: bytes, record: bytes, *, is_small: bool = False) -> None:
+        """Writes a file of one record, all of it or nothing; it is on the disk afterwards.
+
+        Args:
+            is_small: there is room for it while the disk has some: what became of a batch must not be lost for want of it.
+
+        Raises:
+            StorageFullError: there is no room.
+        """
+        sealed = _seal(key, name, 0, record)
+        draft = self._path / f".{name}"
+        if not is_small:
+            self._make_room(len(sealed) - self._sizes.get(name, 0))
+        with _in_words():
+            try:
+                with _opened(draft, os.O_TRUNC) as descriptor:
+                    _write(descriptor, sealed)
+                draft.replace(self._path / name)
+                os.fsync(self._directory)
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
+        with self._lock:
+            self._sizes[name] = len(sealed)
+
+    def append(self, name: str, key: bytes, number: int, record: bytes) -> None:
+        """Adds record `number` to a file that has as many already; it is on the disk afterwards. One caller a file.
+
+        Raises:
+            StorageFullError: there is no room, and the file is as it was.
+        """
+        sealed = _seal(key, name, number, record)
+        self._make_room(len(sealed))
+        with self._lock:
+            size = self._sizes.get(name, 0)
+        with _in_words(), _opened(self._path / name) as descriptor:
+            try:
+                os.ftruncate(descriptor, size)
+                os.lseek(descriptor, size, os.SEEK_SET)
+                _write(descriptor, sealed)
+            except BaseException:
+                os.ftruncate(descriptor, size)
+                raise
+        with self._lock:
+            self._sizes[name] = size + len(sealed)
+
+    def mend(self, name: str, key: bytes) -> list[bytes]:
+        """Returns the records of a file, and forgets a last one that was cut short, so that others can follow."""
+        records = list(self.read(name, key))
+        with self._lock:
+            if name in self._sizes:
+                self._sizes[name] = sum(_HEAD_BYTES + len(record) + 16 for record in records)
+        return records
+
+    def remove(self, name: str) -> None:
+        """Removes a file, if it is there."""
+        with self._lock:
+            self._sizes.pop(name, None)
+        (self._path / name).unlink(missing_ok=True)
+
+    def _make_room(self, more: int) -> None:
+        with self._lock:
+            if sum(self._sizes.values()) + more > self._most_bytes:
+                raise StorageFullError("This server has no more room for files; delete some, or wait until they expire.")
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """Says in words why the disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StorageFullError("The server's disk is full; try again later, or tell its operator.") from None
+        raise CloisterError(
+            f"The server's disk refuses ({error.strerror}); tell its operator.", code="storage_failed"
+        ) from None
+
+
+@contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_key(path: Path) -> bytes:
+    """Returns the key in a file, which is made (0600) if it is not there.
+
+    Raises:
+        ConfigError: it cannot be read or made, is open to other users, or holds something else.
+    """
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_mode & 0o077:
+                raise ConfigError(
+                    f"the key file {path} is open to other users; close it with: chmod 600 {path}", param="files_key"
+                )
+            key = file.read(KEY_BYTES + 1)
+    except FileNotFoundError:
+        return _make_key(path)
+    except OSError as error:
+        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}", param="files_key") from None
+    if len(key) != KEY_BYTES:
+        raise ConfigError(f"the key file {path} must hold {KEY_BYTES} random bytes; a missing one is made", param="files_key")
+    return key
+
+
+def _make_key(path: Path) -> bytes:
+    key = os.urandom(KEY_BYTES)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _opened(path, os.O_EXCL) as descriptor:
+            _write(descriptor, key)
+    except OSError as error:
+        raise ConfigError(f"the key file {path} cannot be made: {error.strerror}", param="files_key") from None
+    return key
+
+
+def _seal(key: bytes, name: str, number: int, record: bytes) -> bytes:
+    nonce = os.urandom(_NONCE_BYTES)
+    sealed = AESGCM(key).encrypt(nonce, record, _place(name, number))
+    return len(sealed).to_bytes(4) + nonce + sealed
+
+
+def _place(name: str, number: int) -> bytes:
+    return name.encode() + b"\0" + number.to_bytes(8)
+
+
+def _end(data: bytes, place: int) -> int:
+    return place + _HEAD_BYTES + int.from_bytes(data[place : place + 4])
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+    os.fsync(descriptor)

@@ -1,0 +1,185 @@
+"""What is served, as Ollama's clients read it: replies of /api/tags, /api/ps and /api/show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+
+from cloister.server.answers import Model
+from cloister.server.front import Front
+from cloister.text.infill import Infill
+from cloister.text.tools import detect_family
+
+FOREVER: Final = datetime(9999, 12, 31, tzinfo=UTC)
+"""When a model leaves the memory of a server whose operator decides that."""
+
+_UNKNOWN: Final = "0" * 64
+"""Digest of a model that was not loaded; clients show its first twelve characters."""
+
+
+class OllamaDetails(msgspec.Struct, frozen=True):
+    """What kind of model it is; empty where that is not known."""
+
+    parent_model: str = ""
+    format: str = ""
+    family: str = ""
+    families: list[str] = []
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class OllamaModel(msgspec.Struct, frozen=True):
+    """One entry of a list. `digest` is the fingerprint of answers, `size` the bytes that its weights take in memory."""
+
+    name: str
+    model: str
+    modified_at: datetime
+    size: int
+    digest: str
+    details: OllamaDetails
+
+
+class OllamaModels(msgspec.Struct, frozen=True):
+    """Reply of /api/tags."""
+
+    models: list[OllamaModel]
+
+
+class OllamaRunning(msgspec.Struct, frozen=True):
+    """One entry of /api/ps."""
+
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: OllamaDetails
+    expires_at: datetime
+    size_vram: int
+    context_length: int
+
+
+class OllamaRunningModels(msgspec.Struct, frozen=True):
+    """Reply of /api/ps."""
+
+    models: list[OllamaRunning]
+
+
+class OllamaShown(msgspec.Struct, frozen=True):
+    """Reply of /api/show. `template` is Jinja, as the model brings it; `parameters` has its own sampling defaults."""
+
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: datetime
+
+
+def list_tags(front: Front) -> OllamaModels:
+    """Returns the model under each of its names, and its adapters."""
+    return OllamaModels([_entry(front, name, created_s) for name, created_s in _names(front)])
+
+
+def list_running(front: Front) -> OllamaRunningModels:
+    """Returns what is in memory: all that is served."""
+    model = front.reader.model
+    return OllamaRunningModels(
+        [
+            OllamaRunning(
+                name=name,
+                model=name,
+                size=_weights_bytes(front),
+                digest=model.fingerprint,
+                details=describe_details(front, name),
+                expires_at=FOREVER,
+                size_vram=_weights_bytes(front) if model.is_on_device else 0,
+                context_length=model.max_model_len,
+            )
+            for name, _ in _names(front)
+        ]
+    )
+
+
+def show_model(front: Front, name: str) -> OllamaShown:
+    """Returns what is known of the model that is served under a name."""
+    reader, model = front.reader, front.reader.model
+    created_s = dict(_names(front))[name]
+    family = model.family or "unknown"
+    info: dict[str, Any] = {
+        "general.architecture": family,
+        f"{family}.context_length": model.max_model_len,
+        f"{family}.vocab_size": model.vocab_size,
+    }
+    if model.num_parameters:
+        info["general.parameter_count"] = model.num_parameters
+    if model.hidden_size:
+        info[f"{family}.embedding_length"] = model.hidden_size
+    return OllamaShown(
+        modelfile=f"FROM {model.name}\n",
+        parameters="\n".join(f"{key} {value}" for key, value in model.defaults.items()),
+        template=reader.manner.template.source,
+        details=describe_details(front, name),
+        model_info=info,
+        capabilities=list(_capabilities(front)),
+        modified_at=_time(created_s),
+    )
+
+
+def list_entries(models: Iterable[Model]) -> OllamaModels:
+    """Returns models of which only the list's entry is known, since others may have their place in memory."""
+    return OllamaModels([OllamaModel(m.id, m.id, _time(m.created), 0, _UNKNOWN, OllamaDetails()) for m in models])
+
+
+def describe_details(front: Front, name: str) -> OllamaDetails:
+    """Returns what kind of model stands behind a name."""
+    model = front.reader.model
+    return OllamaDetails(
+        parent_model=front.reader.model_name if name in front.reader.adapters else "",
+        format="gguf" if model.path.endswith(".gguf") else "safetensors",
+        family=model.family,
+        families=[model.family] if model.family else [],
+        parameter_size=write_count(model.num_parameters) if model.num_parameters else "",
+        quantization_level=model.number_format,
+    )
+
+
+def write_count(count: int) -> str:
+    """Returns a number of weights as people say it, such as `4.7M` or `1.2B`."""
+    for size, unit in ((1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K")):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return str(count)
+
+
+def _entry(front: Front, name: str, created_s: int) -> OllamaModel:
+    fingerprint = front.reader.model.fingerprint
+    return OllamaModel(name, name, _time(created_s), _weights_bytes(front), fingerprint, describe_details(front, name))
+
+
+def _names(front: Front) -> Iterable[tuple[str, int]]:
+    reader = front.reader
+    yield from ((name, reader.model.created_s) for name in (reader.model_name, *reader.other_names))
+    yield from ((adapter.name, adapter.created_s) for adapter in reader.adapters.values())
+
+
+def _capabilities(front: Front) -> Iterable[str]:
+    yield "completion"
+    template = front.reader.manner.template
+    if template.exists and detect_family(template.source) is not None:
+        yield "tools"
+    if front.reader.manner.marks is not None:
+        yield "thinking"
+    if Infill.of(front.reader.tokenizer) is not None:
+        yield "insert"
+
+
+def _weights_bytes(front: Front) -> int:
+    return dict(front.engine.memory).get("weights", 0)
+
+
+def _time(seconds: int) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

@@ -1,0 +1,225 @@
+"""From a body of Ollama's API to the job that it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel
+
+from cloister.privacy.gate import Admission
+from cloister.server.embeddings import PooledBody, Text, pooled_job
+from cloister.server.errors import invalid
+from cloister.server.job import Job
+from cloister.server.ollama.names import served_name
+from cloister.server.ollama.schemas import (
+    NO_FIELDS,
+    REFUSED,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaMessage,
+    Options,
+)
+from cloister.server.parse import check_fields, parse_body
+from cloister.server.prompts import PromptReader
+from cloister.server.renaming import renamed
+from cloister.server.schemas import INT32, ChatBody, CompletionBody
+from cloister.text.infill import Infill
+from cloister.types.request import PoolingParams
+
+NAMES: Final[Mapping[str, str]] = {
+    r"max_tokens": "options.num_predict",
+    r"repetition_penalty": "options.repeat_penalty",
+    r"(temperature|top_k|top_p|min_p|seed|stop|presence_penalty|frequency_penalty)": r"options.\1",
+    r"reasoning_effort": "think",
+    r"response_format\.json_schema\.\w+": "format",
+    r"response_format": "format",
+}
+"""Names in /v1/chat/completions -> names here, for errors."""
+PROMPT_NAMES: Final[Mapping[str, str]] = {**NAMES, r"messages.*": "prompt"}
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request for an answer asks for.
+
+    Attributes:
+        model_name: as clients know the model.
+        job: None where nothing is asked of the model but to be there.
+    """
+
+    model_name: str
+    job: Job | None
+    stream: bool
+
+
+def read_chat(reader: PromptReader, raw: bytes, admission: Admission) -> Asked:
+    """Reads a body of /api/chat; errors as in `PromptReader.read_chat`."""
+    body = parse_body(raw, OllamaChatBody, REFUSED)
+    name, stream = find_name(reader, body.model), _streams(reader, body.stream)
+    if not body.messages:
+        return Asked(name, None, stream)
+    fields = _sampling(body.options) | {"model": name, "stream": stream, "messages": _messages(body.messages)}
+    if body.tools:
+        fields["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    if body.logprobs or body.top_logprobs is not None:
+        fields |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+    fields |= _form(body) | _effort(body)
+    with renamed(NAMES):
+        return Asked(name, reader.converse(check_fields(fields, ChatBody), admission, prefix="ollama", fits=True), stream)
+
+
+def read_generate(reader: PromptReader, raw: bytes, admission: Admission) -> Asked:
+    """Reads a body of /api/generate; errors as in `PromptReader.read_chat`."""
+    body = parse_body(raw, OllamaGenerateBody, REFUSED)
+    name, stream = find_name(reader, body.model), _streams(reader, body.stream)
+    if not body.prompt and not body.suffix:
+        return Asked(name, None, stream)
+    fields = _sampling(body.options) | {"model": name, "stream": stream} | _form(body)
+    with renamed(PROMPT_NAMES):
+        if body.suffix or body.raw or not reader.manner.template.exists:
+            job = _continue(reader, body, fields, admission)
+        else:
+            said = [("system", body.system), ("user", body.prompt)]
+            fields["messages"] = [{"role": role, "content": content} for role, content in said if content]
+            fields |= _effort(body)
+            if body.logprobs or body.top_logprobs is not None:
+                fields |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+            job = reader.converse(check_fields(fields, ChatBody), admission, prefix="ollama", fits=True)
+        return Asked(name, job, stream)
+
+
+def _continue(reader: PromptReader, body: OllamaGenerateBody, fields: dict[str, Any], admission: Admission) -> Job:
+    """Returns a job that goes on with a text as it stands, or fills in what stands before a suffix."""
+    if body.system and body.raw:
+        raise invalid("A `raw` prompt goes to the model as it stands; put `system` into it.", "system")
+    if body.suffix:
+        infill = Infill.of(reader.tokenizer)
+        if infill is None or body.system:
+            why = "this model does not fill in the middle" if infill is None else "it goes without `system`"
+            raise invalid(f"`suffix` is refused: {why}. Leave it out.", "suffix")
+        fields |= {"prompt": infill.encode(body.prompt or "", body.suffix), "stop_token_ids": infill.stop_token_ids}
+    else:
+        fields["prompt"] = f"{body.system}\n\n{body.prompt}" if body.system else body.prompt
+    fields["max_tokens"] = fields["max_tokens"] or INT32 - 1
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
+    return reader.complete(check_fields(fields, CompletionBody), admission, prefix="ollama", fits=True)
+
+
+def read_embed(reader: PromptReader, raw: bytes, admission: Admission) -> tuple[str, Job | None]:
+    """Reads a body of /api/embed; returns the model's name, and no job for no texts. Errors as in `read_embeddings`."""
+    body = parse_body(raw, OllamaEmbedBody, NO_FIELDS)
+    name, size = find_name(reader, body.model), reader.model.hidden_size
+    if body.dimensions is not None and body.dimensions > size:
+        raise invalid(f"`dimensions` may be at most {size} with this model.", "dimensions", "invalid_value")
+    if not body.input:
+        return name, None
+    pooling = PoolingParams(kind=reader.model.pooling.kind, normalize=True, dimensions=body.dimensions)
+    texts = [("input", text if body.truncate is False else _fitting(reader, text)) for text in body.input]
+    return name, pooled_job(reader, check_fields({"model": name}, PooledBody), texts, pooling, admission, prefix="ollama")
+
+
+def read_embedding(reader: PromptReader, raw: bytes, admission: Admission) -> Job | None:
+    """Reads a body of /api/embeddings, whose vector keeps its length; no job for no text. Errors as in `read_embeddings`."""
+    body = parse_body(raw, OllamaEmbeddingsBody, NO_FIELDS)
+    name = find_name(reader, body.model)
+    if not body.prompt:
+        return None
+    pooling = PoolingParams(kind=reader.model.pooling.kind, normalize=False)
+    texts: list[tuple[str, Text]] = [("prompt", _fitting(reader, body.prompt))]
+    return pooled_job(reader, check_fields({"model": name}, PooledBody), texts, pooling, admission, prefix="ollama")
+
+
+def find_name(reader: PromptReader, name: str | None) -> str:
+    """Returns the served name of a model that a client names, or of the one that is served.
+
+    Raises:
+        NotFoundError: there is no such model.
+    """
+    found = served_name(name, {reader.model_name, *reader.other_names, *reader.adapters})
+    reader.find_adapter(found)
+    return found or reader.model_name
+
+
+def _streams(reader: PromptReader, wish: bool | None) -> bool:
+    """Ollama streams unless told otherwise; where the profile does not, an answer is one line."""
+    return reader.gate.may_stream if wish is None else wish
+
+
+def _sampling(options: Options | None) -> dict[str, Any]:
+    given = check_fields({}, Options) if options is None else options
+    is_bounded = given.num_predict is not None and given.num_predict > 0  # -1 is no bound, -2 the end of the window
+    fields = {
+        "max_tokens": given.num_predict if is_bounded else None,
+        "repetition_penalty": 1.0 if given.repeat_last_n == 0 else given.repeat_penalty,
+        "seed": None if given.seed == -1 else given.seed,
+    }
+    for name in ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty"):
+        fields[name] = getattr(given, name)
+    return fields
+
+
+def _form(body: OllamaChatBody | OllamaGenerateBody) -> dict[str, Any]:
+    if not body.format:
+        return {}
+    if isinstance(body.format, str):
+        return {"response_format": {"type": "json_object"}}
+    schema = {"name": "answer", "schema": body.format, "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _effort(body: OllamaChatBody | OllamaGenerateBody) -> dict[str, Any]:
+    if body.think is None:
+        return {}
+    return {"reasoning_effort": body.think if isinstance(body.think, str) else "medium" if body.think else "none"}
+
+
+def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    """Returns messages as chat completions has them. Calls and results that have no ids get some, in their order."""
+    made: list[dict[str, Any]] = []
+    open_calls: list[tuple[str, str]] = []
+    for message in messages:
+        fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking and message.role == "assistant":
+            fields["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            calls = [(call.id or f"call_{len(made)}_{i}", call.function) for i, call in enumerate(message.tool_calls)]
+            open_calls = [(call_id, function.name) for call_id, function in calls]
+            fields["tool_calls"] = [
+                {
+                    "id": call_id,
+                    "type": "function",
+                    "function": {"name": function.name, "arguments": json.dumps(function.arguments, ensure_ascii=False)},
+                }
+                for call_id, function in calls
+            ]
+        if message.role == "tool":
+            fields["tool_call_id"] = message.tool_call_id or _close_call(open_calls, message.tool_name)
+            if message.tool_name:
+                fields["name"] = message.tool_name
+        made.append(fields)
+    return made
+
+
+def _close_call(open_calls: list[tuple[str, str]], name: str | None) -> str:
+    """Returns the id of the call that a result belongs to: the first one of its name that has no result yet."""
+    fitting = next((i for i, (_, called) in enumerate(open_calls) if name in (None, called)), None)
+    return "call_unknown" if fitting is None else open_calls.pop(fitting)[0]
+
+
+def _fitting(reader: PromptReader, text: str) -> Text:
+    """Returns a text, or as many of its first tokens as the window holds; a token that ends every text stays at the end."""
+    token_ids = reader.tokenizer.encode(text, add_special_tokens=True)
+    window, end = reader.model.max_model_len, reader.tokenizer.eos_token_id
+    if len(token_ids) <= window:
+        return text
+    return [*token_ids[: window - 1], end] if token_ids[-1] == end else token_ids[:window]

@@ -1,0 +1,130 @@
+"""Responses that another one may go on from: in memory, for a while, and for their owner only."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import msgspec
+from pydantic import TypeAdapter
+
+from cloister.server.errors import invalid
+from cloister.server.fields import Refused
+from cloister.server.parse import parse_body
+from cloister.server.responses.schemas import REFUSED, Item, Items, ResponsesBody
+from cloister.server.schemas import MAX_MESSAGES
+from cloister.types.errors import NotFoundError
+
+LIFETIME_S: Final = 3600.0
+"""How long a response is kept after it was made or last gone on from."""
+MOST_BYTES: Final = 64 << 20
+"""For all owners together. One owner alone may have all of it; others' newer ones then take its place."""
+
+_KEPT_FIELDS: Final = ("previous_response_id", "store")
+_REFUSED_BESIDE: Final[Mapping[str, Refused]] = {name: why for name, why in REFUSED.items() if name not in _KEPT_FIELDS}
+_items: Final = TypeAdapter(Items)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResponse:
+    """A response, and the conversation up to its end. Its text says nothing of content.
+
+    Attributes:
+        items, response: JSON.
+    """
+
+    owner: bytes = field(repr=False)
+    items: bytes = field(repr=False)
+    response: bytes = field(repr=False)
+    expires_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.items) + len(self.response)
+
+
+class ResponseStore:
+    """The responses of all owners. May be used from any thread.
+
+    Args:
+        clock: monotonic, in seconds.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most_bytes = most_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+
+    def keep(self, owner: bytes, body: ResponsesBody, response: Mapping[str, Any]) -> None:
+        """Keeps a response with what was said before it. Where there is no room, the oldest one of whoever has most goes."""
+        said = [item.model_dump(by_alias=True, exclude_none=True) for item in body.input]
+        items = msgspec.json.encode([*said, *response["output"]])
+        kept = KeptResponse(owner, items, msgspec.json.encode(response), self._clock() + LIFETIME_S)
+        if kept.num_bytes > self._most_bytes:
+            return
+        with self._lock:
+            self._kept[response["id"]] = kept
+            self._make_room()
+
+    def find(self, owner: bytes, response_id: str, param: str | None = None) -> KeptResponse:
+        """Returns a response of an owner, which then stays longer.
+
+        Raises:
+            NotFoundError: there is none: it was never kept, it is another's, or its time is over.
+        """
+        with self._lock:
+            kept = self._kept.get(response_id)
+            if kept is None or kept.owner != owner or kept.expires_s <= self._clock():
+                raise NotFoundError(
+                    "There is no such response, or it is no longer kept; send the whole conversation in `input`.",
+                    param=param,
+                    code="previous_response_not_found" if param is not None else "not_found",
+                )
+            self._kept[response_id] = replace(kept, expires_s=self._clock() + LIFETIME_S)
+            self._kept.move_to_end(response_id)
+            return kept
+
+    def remove(self, owner: bytes, response_id: str) -> None:
+        """Forgets a response; errors as in `find`."""
+        self.find(owner, response_id)
+        with self._lock:
+            self._kept.pop(response_id, None)
+
+    def _make_room(self) -> None:
+        now_s = self._clock()
+        for response_id in [name for name, kept in self._kept.items() if kept.expires_s <= now_s]:
+            del self._kept[response_id]
+        shares: dict[bytes, int] = {}
+        for kept in self._kept.values():
+            shares[kept.owner] = shares.get(kept.owner, 0) + kept.num_bytes
+        while sum(shares.values()) > self._most_bytes:
+            greediest = max(shares, key=lambda owner: shares[owner])
+            oldest = next(name for name, kept in self._kept.items() if kept.owner == greediest)
+            shares[greediest] -= self._kept.pop(oldest).num_bytes
+
+
+def read_body(raw: bytes, store: ResponseStore | None, owner: bytes | None) -> ResponsesBody:
+    """Reads a body of /v1/responses, with the conversation that it goes on from.
+
+    Returns:
+        The body with the whole conversation as `input`, and with `store` settled.
+
+    Raises:
+        InvalidRequestError: it is none, or asks for what is not kept here.
+        NotFoundError: there is no such previous response.
+    """
+    if store is None or owner is None:
+        return parse_body(raw, ResponsesBody, REFUSED)
+    body = parse_body(raw, ResponsesBody, _REFUSED_BESIDE)
+    items: list[Item] = list(body.input)
+    if body.previous_response_id is not None:
+        kept = store.find(owner, body.previous_response_id, "previous_response_id")
+        items = [*_items.validate_json(kept.items), *items]
+        if len(items) > MAX_MESSAGES:
+            raise invalid(f"The conversation has more than {MAX_MESSAGES} items; begin a new one.", "previous_response_id")
+    return body.model_copy(update={"input": items, "store": body.store is not False})

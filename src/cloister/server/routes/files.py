@@ -1,0 +1,151 @@
+"""`/v1/files`: uploads for batches, and what batches made."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cloister.server.errors import invalid
+from cloister.server.files.form import FormPart, read_form
+from cloister.server.files.service import FileService, require
+from cloister.server.files.store import LIFETIME_S, Owner, StoredFile, page
+from cloister.server.front import Front, admission_of, front_of, json_response
+from cloister.server.parse import check_fields
+from cloister.server.schemas import Strict
+
+router = APIRouter()
+
+MAX_NAME: Final = 255
+LEAST_LIFETIME_S: Final = 3600
+
+
+class UploadForm(Strict):
+    """Parts of the form of /v1/files."""
+
+    file: Annotated[str, Field(json_schema_extra={"format": "binary"})]
+    purpose: Literal["batch"]
+    expires_after_anchor: Annotated[Literal["created_at"] | None, Field(alias="expires_after[anchor]")] = None
+    expires_after_seconds: Annotated[str | None, Field(alias="expires_after[seconds]", pattern="^[0-9]{1,9}$")] = None
+
+
+class FileObject(msgspec.Struct, frozen=True):
+    """What is told of a file."""
+
+    id: str
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    object: Literal["file"] = "file"
+    status: Literal["processed"] = "processed"
+
+
+class FileList(msgspec.Struct, frozen=True):
+    """Reply of /v1/files."""
+
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class DeletedFile(msgspec.Struct, frozen=True):
+    """Reply to a DELETE."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+@router.post("/v1/files")
+async def upload_file(request: Request) -> Response:
+    """Keeps a file."""
+    front, files, owner = opened(request)
+    content_type = request.headers.get("content-type", "")
+    return json_response(await front.off_the_loop(_keep, files, owner, content_type, await request.body()))
+
+
+@router.get("/v1/files")
+async def list_files(request: Request) -> Response:
+    """Lists the files of whoever asks, the newest first."""
+    _, files, owner = opened(request)
+    found = files.store.shelf.of(owner)
+    if (purpose := request.query_params.get("purpose")) is not None:
+        found = [stored for stored in found if stored.purpose == purpose]
+    if request.query_params.get("order") == "asc":
+        found.reverse()
+    shown, more = page(found, read_limit(request, 10_000), request.query_params.get("after"))
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return json_response(FileList([_describe(stored) for stored in shown], first, last, more))
+
+
+@router.get("/v1/files/{file_id}")
+async def retrieve_file(request: Request, file_id: str) -> Response:
+    """Describes a file."""
+    _, files, owner = opened(request)
+    return json_response(_describe(files.store.shelf.find(file_id, owner)))
+
+
+@router.get("/v1/files/{file_id}/content")
+async def read_file(request: Request, file_id: str) -> Response:
+    """Returns what is in a file."""
+    front, files, owner = opened(request)
+    content = await front.off_the_loop(files.store.content, files.store.shelf.find(file_id, owner), owner)
+    return Response(content, media_type="application/octet-stream")
+
+
+@router.delete("/v1/files/{file_id}")
+async def delete_file(request: Request, file_id: str) -> Response:
+    """Removes a file."""
+    front, files, owner = opened(request)
+    await front.off_the_loop(files.store.remove, files.store.shelf.find(file_id, owner).id)
+    return json_response(DeletedFile(file_id))
+
+
+def opened(request: Request) -> tuple[Front, FileService, Owner]:
+    """Returns the front, the store, and whose files a request may see.
+
+    Raises:
+        PolicyError, NotFoundError: nothing is kept here.
+    """
+    front = front_of(request)
+    files = require(front.files, front.reader.gate)
+    return front, files, files.owner(admission_of(request))
+
+
+def read_limit(request: Request, most: int) -> int:
+    """Returns how many entries of a list are wanted."""
+    given = request.query_params.get("limit", str(most))
+    if not (given.isascii() and given.isdecimal() and len(given) < 6 and 1 <= int(given) <= most):
+        raise invalid(f"`limit` must be a whole number from 1 to {most}.", "limit", "invalid_value")
+    return int(given)
+
+
+def _keep(files: FileService, owner: Owner, content_type: str, body: bytes) -> FileObject:
+    parts = read_form(content_type, body)
+    fields: dict[str, Any] = {name: _text(part) for name, part in parts.items() if name != "file"}
+    if "file" in parts:
+        fields["file"] = ""
+    form = check_fields(fields, UploadForm)
+    lifetime_s = LIFETIME_S if form.expires_after_seconds is None else int(form.expires_after_seconds)
+    if not LEAST_LIFETIME_S <= lifetime_s <= LIFETIME_S:
+        raise invalid(f"A file stays from {LEAST_LIFETIME_S} to {LIFETIME_S} seconds.", "expires_after", "invalid_value")
+    part = parts["file"]
+    return _describe(files.store.create(owner, (part.filename or "file")[:MAX_NAME], part.data, lifetime_s))
+
+
+def _text(part: FormPart) -> str:
+    if len(part.data) > MAX_NAME:
+        raise invalid("A field of the form is too long; only `file` may be large.", code="invalid_form")
+    return part.data.decode(errors="replace")
+
+
+def _describe(stored: StoredFile) -> FileObject:
+    return FileObject(stored.id, stored.bytes, stored.created_at, stored.expires_at, stored.filename, stored.purpose)

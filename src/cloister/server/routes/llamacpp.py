@@ -1,0 +1,110 @@
+"""llama.cpp's own routes: `/completion`, `/infill`, `/apply-template`, `/props`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, Final
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cloister import __version__
+from cloister.privacy.gate import Admission
+from cloister.server.calls import call_of
+from cloister.server.errors import error_object
+from cloister.server.front import Front, admission_of, front_of, json_response
+from cloister.server.generation import Numbered, Tally, run_job
+from cloister.server.job import Job
+from cloister.server.llamacpp.reading import LlamaJob, apply_template, read_completion, read_infill
+from cloister.server.llamacpp.writing import CompletionWriter, describe_sampling
+from cloister.server.parse import check_fields
+from cloister.server.prompts import PromptReader
+from cloister.server.sampling import sampling_params
+from cloister.server.schemas import GenerationBody
+from cloister.server.stream import Chunks, Ending, events, open_stream
+from cloister.server.tokens import tokenizer_info
+
+router = APIRouter()
+
+UNMARKED_END: Final = Ending(b"", lambda error: events([error_object(error)]))
+"""The last event says that it is, and nothing follows it."""
+
+Reader = Callable[[PromptReader, bytes, Admission], LlamaJob]
+
+
+class TemplatedPrompt(msgspec.Struct, frozen=True):
+    """Reply of /apply-template."""
+
+    prompt: str
+
+
+@router.post("/completion")
+async def complete(request: Request) -> Response:
+    """Goes on with a prompt, at once or as a stream."""
+    return await _answer(request, read_completion)
+
+
+@router.post("/infill")
+async def infill(request: Request) -> Response:
+    """Fills in what stands between a beginning and an end."""
+    return await _answer(request, read_infill)
+
+
+@router.post("/apply-template")
+async def template(request: Request) -> Response:
+    """Returns the text that a conversation becomes."""
+    front = front_of(request)
+    return json_response(TemplatedPrompt(await front.off_the_loop(apply_template, front.reader, await request.body())))
+
+
+@router.get("/props")
+async def props(request: Request) -> Response:
+    """Describes what is served."""
+    return json_response(describe_props(front_of(request)))
+
+
+def describe_props(front: Front) -> dict[str, Any]:
+    """Returns the properties of the model, and how it samples unless told otherwise."""
+    reader, model = front.reader, front.reader.model
+    own = sampling_params(check_fields({}, GenerationBody), model, max_tokens=None, vocab_size=reader.vocab_size)
+    info = tokenizer_info(reader)
+    return {
+        "default_generation_settings": {"n_ctx": model.max_model_len, "params": describe_sampling(own)},
+        "total_slots": 1,
+        "model_alias": reader.model_name,
+        "model_path": model.name,  # where it lies is nobody's business
+        "chat_template": reader.manner.template.source,
+        "bos_token": info.bos_token or "",
+        "eos_token": info.eos_token or "",
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"cloister {__version__}",
+    }
+
+
+async def _answer(request: Request, read: Reader) -> Response:
+    front = front_of(request)
+    asked = await front.off_the_loop(read, front.reader, await request.body(), admission_of(request))
+    writer = CompletionWriter(asked, call_of(request.scope))
+    outputs = run_job(front.engine, asked.job)
+    if asked.job.stream:
+        return await open_stream(_stream(asked.job, writer, outputs), UNMARKED_END)
+    tally = Tally(asked.job)
+    async with aclosing(outputs):
+        async for number, output in outputs:
+            tally.add(number, output)
+            writer.add(output)
+    return json_response(writer.whole(tally.usage()))
+
+
+async def _stream(job: Job, writer: CompletionWriter, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
+    """Yields events."""
+    tally = Tally(job)
+    async with aclosing(outputs):
+        async for number, output in outputs:
+            tally.add(number, output)
+            if (event := writer.add(output)) is not None:
+                yield events([event])
+    yield events([writer.last(tally.usage())])

@@ -1,0 +1,187 @@
+"""Ollama's API: `/api/chat`, `/api/generate`, `/api/embed`, `/api/embeddings` and what tells of models."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Final
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cloister.server.calls import call_of
+from cloister.server.embeddings import run_pooled, vector_of
+from cloister.server.front import Front, admission_of, front_of, json_response
+from cloister.server.generation import Numbered, Tally, run_job
+from cloister.server.job import Job
+from cloister.server.ollama.models import list_running, list_tags, show_model
+from cloister.server.ollama.reading import Asked, find_name, read_chat, read_embed, read_embedding, read_generate
+from cloister.server.ollama.schemas import NO_FIELDS, OllamaPullBody, OllamaShowBody
+from cloister.server.ollama.writing import (
+    NDJSON,
+    CallReader,
+    Gain,
+    LineWriter,
+    OllamaChatLine,
+    OllamaGenerateLine,
+    durations,
+    lines,
+    shape_chat,
+    shape_generate,
+    write_failure,
+)
+from cloister.server.parse import parse_body
+from cloister.server.routes.version import VERSION
+from cloister.server.stream import Chunks, Ending, open_stream
+from cloister.server.turns import read_turns
+from cloister.types.errors import NotFoundError, PolicyError
+
+router = APIRouter()
+
+LINES: Final = Ending(b"", write_failure)
+
+
+class OllamaEmbeddings(msgspec.Struct, frozen=True):
+    """Reply of /api/embed; durations are in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int = 0
+    load_duration: int = 0
+    prompt_eval_count: int = 0
+
+
+class OllamaEmbedding(msgspec.Struct, frozen=True):
+    """Reply of /api/embeddings."""
+
+    embedding: list[float]
+
+
+class OllamaStatus(msgspec.Struct, frozen=True):
+    """Reply of /api/pull."""
+
+    status: str
+
+
+@router.post("/api/chat")
+async def chat(request: Request) -> Response:
+    """Answers a conversation, as a stream unless told otherwise."""
+    front = front_of(request)
+    asked = await front.off_the_loop(read_chat, front.reader, await request.body(), admission_of(request))
+    return await _answer(front, asked, LineWriter(OllamaChatLine, shape_chat, asked.model_name, call_of(request.scope)))
+
+
+@router.post("/api/generate")
+async def generate(request: Request) -> Response:
+    """Answers a prompt, or goes on with a raw one, as a stream unless told otherwise."""
+    front = front_of(request)
+    asked = await front.off_the_loop(read_generate, front.reader, await request.body(), admission_of(request))
+    writer = LineWriter(OllamaGenerateLine, shape_generate, asked.model_name, call_of(request.scope))
+    return await _answer(front, asked, writer)
+
+
+async def _answer(front: Front, asked: Asked, writer: LineWriter) -> Response:
+    if asked.job is None:
+        return Response(lines([writer.present()]), media_type=NDJSON) if asked.stream else json_response(writer.present())
+    outputs = run_job(front.engine, asked.job)
+    if asked.stream:
+        return await open_stream(_stream(asked.job, writer, outputs), LINES, NDJSON)
+    return json_response(await _gather(asked.job, writer, outputs))
+
+
+async def _gather(job: Job, writer: LineWriter, outputs: AsyncGenerator[Numbered, None]) -> OllamaChatLine | OllamaGenerateLine:
+    """Returns the whole reply."""
+    tally, reader, whole, reason = Tally(job), CallReader(), Gain(), ""
+    async with aclosing(read_turns(job, outputs, tally)) as turns:
+        async for turn in turns:
+            whole.add(reader.read(turn))
+            reason = turn.finish_reason or ""
+    return writer.last(whole, reason, tally.usage(), job)
+
+
+async def _stream(job: Job, writer: LineWriter, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
+    """Yields lines."""
+    tally, reader, reason = Tally(job), CallReader(), ""
+    async with aclosing(read_turns(job, outputs, tally)) as turns:
+        async for turn in turns:
+            if gain := reader.read(turn):
+                yield lines([writer.more(gain)])
+            reason = turn.finish_reason or ""
+    yield lines([writer.last(Gain(), reason, tally.usage(), job)])
+
+
+@router.post("/api/embed")
+async def embed(request: Request) -> Response:
+    """Makes a vector of each text."""
+    front, call = front_of(request), call_of(request.scope)
+    name, job = await front.off_the_loop(read_embed, front.reader, await request.body(), admission_of(request))
+    if job is None:
+        return json_response(OllamaEmbeddings(name, []))
+    vectors = await run_pooled(front.engine, job)
+    times = durations(call, job)
+    return await front.off_the_loop(
+        lambda: json_response(
+            OllamaEmbeddings(
+                name,
+                [vector_of(vector).tolist() for vector in vectors],
+                times.get("total_duration", 0),
+                times.get("load_duration", 0),
+                job.num_prompt_tokens,
+            )
+        )
+    )
+
+
+@router.post("/api/embeddings")
+async def embed_one(request: Request) -> Response:
+    """Makes a vector of one text."""
+    front = front_of(request)
+    job = await front.off_the_loop(read_embedding, front.reader, await request.body(), admission_of(request))
+    if job is None:
+        return json_response(OllamaEmbedding([]))
+    (vector,) = await run_pooled(front.engine, job)
+    return json_response(OllamaEmbedding(vector_of(vector).tolist()))
+
+
+@router.get("/api/tags")
+async def tags(request: Request) -> Response:
+    """Lists what is served."""
+    return json_response(list_tags(front_of(request)))
+
+
+@router.get("/api/ps")
+async def running(request: Request) -> Response:
+    """Lists what is in memory."""
+    return json_response(list_running(front_of(request)))
+
+
+@router.post("/api/show")
+async def show(request: Request) -> Response:
+    """Describes one model."""
+    front = front_of(request)
+    body = parse_body(await request.body(), OllamaShowBody, NO_FIELDS)
+    return json_response(show_model(front, find_name(front.reader, body.model or body.name)))
+
+
+@router.post("/api/pull")
+async def pull(request: Request) -> Response:
+    """Says that a model is there. One that is not is never fetched: a client's word starts no download."""
+    front = front_of(request)
+    body = parse_body(await request.body(), OllamaPullBody, NO_FIELDS)
+    try:
+        find_name(front.reader, body.model or body.name)
+    except NotFoundError:
+        raise PolicyError(
+            f"This server downloads nothing on a client's word; it serves `{front.reader.model_name}`. Its operator can"
+            " start it with another one (`cloister serve --model NAME`)."
+        ) from None
+    done = OllamaStatus("success")
+    return json_response(done) if body.stream is False else Response(lines([done]), media_type=NDJSON)
+
+
+@router.get("/api/version")
+async def version() -> Response:
+    """Returns the version of Cloister."""
+    return json_response(VERSION)

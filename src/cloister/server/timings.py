@@ -1,0 +1,43 @@
+"""How long a job took, by the engine's events (rule 7), for APIs that tell their clients."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from cloister.server.calls import Call
+from cloister.server.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Times in seconds, None where they are not known. What is left of `total_s` was waited.
+
+    Attributes:
+        total_s: since the request's head arrived.
+        load_s: from there until the engine had the prompt: body, model (where others had its place), template, tokens.
+        prompt_s: from the first slot to the first token.
+        answer_s: from the first token to the end.
+    """
+
+    total_s: float | None = None
+    load_s: float | None = None
+    prompt_s: float | None = None
+    answer_s: float | None = None
+
+
+def read_timings(call: Call | None, job: Job) -> Timings:
+    """Returns the times of a job whose outputs have all come; of several prompts, only the first two."""
+    if call is None:
+        return Timings()
+    works = [work for request in job.requests if (work := call.works.get(request.request_id)) is not None]
+    arrivals = [work.arrival_s for work in works if work.arrival_s is not None]
+    total_s, load_s = time.monotonic() - call.began_s, _between(call.began_s, min(arrivals, default=None))
+    if len(works) != 1:
+        return Timings(total_s, load_s)
+    (work,) = works
+    return Timings(total_s, load_s, _between(work.scheduled_s, work.first_token_s), _between(work.first_token_s, work.ended_s))
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
