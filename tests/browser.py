@@ -75,6 +75,10 @@ class Browser:
     def click(self, css: str) -> None:
         self.find(css).click()
 
+    def click_text(self, css: str, text: str) -> None:
+        """Clicks the element that says exactly this."""
+        self.wait(lambda: next((e for e in self.all(css) if e.text == text), None)).click()
+
     def press(self, *keys: str) -> None:
         """Presses keys wherever the focus is."""
         self.driver.switch_to.active_element.send_keys(*keys)

@@ -213,14 +213,15 @@ def test_a_tool_call_is_shown_and_answered_by_hand(answered_by, browser):
         browser.find("#set-tools").send_keys(json.dumps([TOOL]))
         browser.press(Keys.ESCAPE)
         ask(browser, "Weather in Ulm?")
-        assert browser.text(".call .call-name") == "Calls weather"
+        assert browser.text(f"{DONE} .call .call-name") == "Calls weather waits for its result"
         assert browser.texts(".call .json-key") == ["city", "days", "0", "1"]
         assert browser.texts(".call .code-string") == ['"Ulm"']
         browser.find(".call-result textarea").send_keys('{"sky": "clear"}', Keys.ENTER)
         assert browser.text(f"{DONE} .prose") == "Sunny."
         assert not browser.all(".call-result")
         assert len(engine.taken) == 2
-        browser.click("li:last-child [aria-label='Request and response as JSON']")
+        browser.click("li:last-child [aria-label=More]")
+        browser.click_text(".menu-row", "Request and response as JSON")
         request = json.loads(browser.run("return document.querySelector('#exchange .code-box code').textContent"))
         call, result = request["messages"][1:]
         assert call["tool_calls"][0]["function"]["name"] == "weather"
@@ -311,7 +312,7 @@ def test_a_profile_without_streams_is_answered_whole(answered_by, browser):
         assert "Profile paranoid. Nothing that you send is reused" in browser.text("#privacy")
         ask(browser)
         assert browser.text(f"{DONE} .prose") == "all at once"
-        assert any(text.endswith("tokens/s in all") for text in browser.texts(f"{DONE} .figures span"))
+        assert any(text.startswith("answered in ") for text in browser.texts(f"{DONE} .figures span"))
 
 
 def test_the_board_of_a_strict_profile_says_why_it_shows_little(answered_by, browser):

@@ -188,19 +188,23 @@ def test_an_answer_is_put_together_from_its_pieces(page):
         ("c1", {"name": "f", "arguments": '{"x": 1}'}),
         ("c2", {"name": "g", "arguments": "{}"}),
     ]
-    assert figures == ["11 tokens", "20.0 tokens/s", "first after 150 ms", "prompt 7, 4 cached"]
+    assert [text for text, _ in figures] == ["11 tokens", "20.0 tokens/s", "150 ms to first token", "7 prompt tokens, 4 cached"]
 
 
 def test_speed_counts_tokens_after_the_first_where_that_can_be_timed(page):
-    def figures(count: int, sent: int, first: int, last: int) -> list[str]:
+    def figures(count: int, sent: int, first: int, last: int) -> list[list[str]]:
         usage = {"prompt_tokens": 5, "completion_tokens": count}
-        given = {"sentMs": sent, "firstMs": first, "lastMs": last, "usage": usage, "finish": "length"}
+        given = {"sentMs": sent, "firstMs": first, "lastMs": last, "usage": usage}
         return page.call("answer.js", "m.describeFigures(a[0])", given)
 
-    end = ["prompt 5", "reached its length limit"]
-    assert figures(101, 0, 2000, 4000) == ["101 tokens", "50.0 tokens/s", "first after 2.0 s", *end]
-    assert figures(10, 0, 40, 50) == ["10 tokens", "200 tokens/s in all", "first after 40 ms", *end]
-    assert figures(1, 0, 500, 500) == ["1 token", "2.0 tokens/s in all", "after 500 ms", *end]
+    def texts(*given: int) -> list[str]:
+        return [text for text, _ in figures(*given)]
+
+    assert texts(101, 0, 2000, 4000) == ["101 tokens", "50.0 tokens/s", "2.0 s to first token", "5 prompt tokens"]
+    assert texts(10, 0, 40, 50) == ["10 tokens", "200 tokens/s", "40 ms to first token", "5 prompt tokens"]
+    assert texts(1, 0, 500, 500) == ["1 token", "2.0 tokens/s", "answered in 500 ms", "5 prompt tokens"]
+    assert "after the first token" in figures(101, 0, 2000, 4000)[1][1]
+    assert "from the question" in figures(10, 0, 40, 50)[1][1]
 
 
 METRICS = """# HELP x y
@@ -267,12 +271,12 @@ def test_settings_say_what_is_wrong_and_leave_out_what_is_empty(page):
 def test_an_answer_that_never_came_is_not_said_again(page):
     conversation = {
         "turns": [
-            {"id": "1", "role": "user", "content": "a", "toolCalls": []},
-            {"id": "2", "role": "assistant", "content": "", "toolCalls": [], "state": "failed"},
-            {"id": "3", "role": "user", "content": "b", "toolCalls": []},
+            {"id": "1", "role": "user", "content": "a", "files": [], "toolCalls": []},
+            {"id": "2", "role": "assistant", "content": "", "files": [], "toolCalls": [], "state": "failed"},
+            {"id": "3", "role": "user", "content": "b", "files": [], "toolCalls": []},
         ]
     }
-    messages = page.call("conversation.js", "m.messagesOf(a[0], ' ')", conversation)
+    messages = page.call("conversation.js", "m.messagesOf(a[0].turns, ' ')", conversation)
     assert messages == [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
 
 

@@ -8,6 +8,8 @@ import { byId, h, iconButton } from "./dom.js";
 import { explain } from "./errors.js";
 import { ListView } from "./list-view.js";
 import { Memory } from "./memory.js";
+import { ModelSwitch } from "./model-switch.js";
+import { PrivacyLine } from "./privacy-line.js";
 import { SettingsView } from "./settings-view.js";
 import { Shortcuts } from "./shortcuts.js";
 import { showWelcome } from "./welcome.js";
@@ -23,13 +25,15 @@ class Page {
     this.policy = { profile: "", summary: "", api_key: false, streaming: true, metrics: "all" };
     this.model = "";
     this.models = [];
+    this.privacy = new PrivacyLine(this);
+    this.switch = new ModelSwitch(this);
     this.list = new ListView(this);
     this.chat = new ChatView(this);
     this.board = new BoardView(this);
     this.settings = new SettingsView(this);
     this.shortcuts = new Shortcuts([
       ["Escape", "Stop the answer", () => this.escape()],
-      ["/", "Go to the message box", () => this.chat.message.focus()],
+      ["/", "Go to the message box", () => this.chat.composer.focus()],
       ["Alt N", "New conversation", () => this.begin()],
       ["Alt ArrowUp", "Conversation above", () => this.step(-1)],
       ["Alt ArrowDown", "Conversation below", () => this.step(1)],
@@ -53,7 +57,7 @@ class Page {
     document.querySelector(".skip").addEventListener("click", (event) => {
       event.preventDefault();
       location.hash = "#chat";
-      this.chat.message.focus();
+      this.chat.composer.focus();
     });
     await this.learnPolicy();
     await this.learnModels();
@@ -64,10 +68,9 @@ class Page {
   async learnPolicy() {
     try {
       this.policy = await this.api.json("/v1/policy");
-      const { profile, summary } = this.policy;
-      byId("privacy").replaceChildren(h("strong", {}, `Profile ${profile}.`), ` ${summary}`);
+      this.privacy.say(this.policy);
     } catch (error) {
-      byId("privacy").textContent = `${explain(error).title}. What happens to what you send is not known.`;
+      this.privacy.fail(explain(error).title);
     }
   }
 
@@ -76,14 +79,21 @@ class Page {
       if (this.lacksKey) throw new ApiError(401);
       this.models = (await this.api.json("/v1/models")).data.map(({ id }) => id);
       this.model = this.models[0] ?? "";
-      byId("model-name").textContent = this.memory.settings.model || this.model;
+      this.switch.show();
     } catch (error) {
-      byId("model-name").textContent = error.status === 401 ? "asks for an API key" : "";
+      this.switch.say(error.status === 401 ? "asks for an API key" : "");
     }
-    showWelcome(this.model, (text) => {
-      this.chat.message.value = text;
-      this.chat.send();
-    });
+    showWelcome(this.model, (text) => this.chat.send(text));
+  }
+
+  /** The model that answers: the one that was chosen, if this server has it. */
+  get served() {
+    return this.modelOf(this.memory.settings);
+  }
+
+  /** The model that settings ask for: the first one, unless they choose another that this server has. */
+  modelOf({ model }) {
+    return this.models.includes(model) ? model : this.model;
   }
 
   /** Whether there is no use in asking the API for anything yet. */
@@ -101,7 +111,7 @@ class Page {
     this.memory.set(name, value);
     if (name === "theme") this.showTheme();
     if (name === "keep") this.list.show();
-    if (name === "model") byId("model-name").textContent = value || this.model;
+    if (name === "model") this.switch.show();
   }
 
   begin() {
@@ -119,8 +129,8 @@ class Page {
   }
 
   step(by) {
-    const { conversations, current } = this.memory;
-    const next = conversations[conversations.indexOf(current) + by];
+    const { shown } = this.list;
+    const next = shown[shown.indexOf(this.memory.current) + by];
     if (next) this.open(next);
   }
 

@@ -88,11 +88,17 @@ export class Memory {
 }
 
 function withoutExchanges(conversation) {
-  return { ...conversation, turns: conversation.turns.map((turn) => ({ ...turn, exchange: null })) };
+  return eachTurn(conversation, (turn) => ({ ...turn, exchange: null }));
 }
 
 /** What was being answered when the page was left is not answered any more. */
 function ended(conversation) {
-  const ends = (turn) => (["waiting", "streaming"].includes(turn.state) ? { ...turn, state: "stopped" } : turn);
-  return { ...conversation, turns: conversation.turns.map(ends) };
+  return eachTurn(conversation, (turn) => (["waiting", "streaming"].includes(turn.state) ? { ...turn, state: "stopped" } : turn));
+}
+
+/** A conversation with each of its turns changed, and the answers beside them. Turns of earlier versions of the page have fewer fields. */
+function eachTurn(conversation, change) {
+  const { title = "", folder = "" } = conversation;
+  const changed = ({ files = [], label = "", variants = [], ...turn }) => change({ ...turn, files, label, variants: variants.map(changed) });
+  return { ...conversation, title, folder, turns: conversation.turns.map(changed) };
 }

@@ -1,0 +1,32 @@
+// Asks with which other settings an answer shall be given once more.
+
+import { byId, h, iconButton } from "./dom.js";
+import { SAMPLING, fieldBox } from "./field.js";
+import { describeChanges } from "./presets.js";
+
+/**
+ * Opens the dialog.
+ * @param page what the views share: memory, models and served.
+ * @param take is given the settings, and what is different about them in words.
+ */
+export function askVariant(page, take) {
+  const { settings } = page.memory;
+  const dialog = byId("exchange");
+  const changes = {};
+  const models = Object.fromEntries(page.models.map((name) => [name, name]));
+  const model = { name: "model", label: "Model", kind: "select", options: models };
+  const fields = [...(page.models.length > 1 ? [model] : []), ...SAMPLING, { name: "system", label: "System prompt", kind: "area", rows: 3 }];
+  const valueOf = ({ name }) => (name === "model" ? page.served : settings[name]);
+  const boxes = fields.map((field) => fieldBox(field, valueOf(field), (value) => (changes[field.name] = value), "vary"));
+  const submit = (event) => {
+    event.preventDefault();
+    dialog.close();
+    take({ ...settings, ...changes }, describeChanges({ ...settings, model: page.served }, changes));
+  };
+  const note = h("p", { class: "hint" }, "The answer stands beside the one there is, until you choose one. The settings of the page stay.");
+  dialog.replaceChildren(
+    h("header", {}, h("h2", { id: "exchange-title" }, "Answer with other settings"), iconButton("close", "Close", () => dialog.close())),
+    h("form", { class: "panel-body", onsubmit: submit }, note, ...boxes, h("button", { type: "submit", class: "button" }, "Answer")),
+  );
+  dialog.showModal();
+}
