@@ -146,6 +146,18 @@ def test_markdown_and_code_are_drawn(answered_by, browser):
         assert browser.texts(".code-keyword") == ["def", "return"]
 
 
+def test_formulas_are_drawn_and_those_not_understood_are_shown_as_written(answered_by, browser):
+    with answered_by(says(r"So \(x^2\) and $\nonsense{y}$:" + "\n\n$$\\frac{1}{2}$$\n")):
+        ask(browser)
+        browser.find(f"{DONE} .prose")
+        drawn = browser.run(
+            "return [...document.querySelectorAll('.prose math')].map((e) => [e.namespaceURI, e.children[0].localName])"
+        )
+        assert drawn == [["http://www.w3.org/1998/Math/MathML", name] for name in ("msup", "mfrac")]
+        assert browser.texts(".prose code.tex") == [r"\nonsense{y}"]
+        assert browser.find("math[display=block] mfrac").size["height"] > 25
+
+
 def test_code_can_be_copied(answered_by, browser):
     with answered_by(says(RICH)):
         browser.run("navigator.clipboard.writeText = (text) => ((window.copied = text), Promise.resolve())")

@@ -1,13 +1,14 @@
 // The dialog that shows an answer token by token, and what else could have stood at each place.
 
-import { byId, h, iconButton } from "./dom.js";
+import { showDialog } from "./dialog.js";
+import { h } from "./dom.js";
 import { likelihoodsOf, percentOf } from "./likelihoods.js";
 
+const HINT = "The stronger the colour, the less likely the token was to the model, before temperature. Choose one, or move with the arrow keys.";
 const LEVELS = [0.9, 0.6, 0.3, 0.1];
 
 /** Opens the dialog for an exchange that was asked for log-probabilities. */
 export function showLikelihoods(exchange) {
-  const dialog = byId("exchange");
   const entries = likelihoodsOf(exchange);
   const others = h("div", { class: "others", "aria-live": "polite" });
   const tokens = entries.map((entry) => tokenButton(entry));
@@ -28,12 +29,8 @@ export function showLikelihoods(exchange) {
     next.focus();
     select(tokens.indexOf(next));
   });
-  dialog.replaceChildren(
-    h("header", {}, h("h2", { id: "exchange-title" }, "What else it could have said"), iconButton("close", "Close", () => dialog.close())),
-    h("div", { class: "panel-body" }, h("p", { class: "hint" }, "The stronger the colour, the less likely the token was to the model, before temperature. Choose one, or move with the arrow keys."), text, others),
-  );
   select(0);
-  dialog.showModal();
+  showDialog("What else it could have said", h("div", { class: "panel-body" }, h("p", { class: "hint" }, HINT), text, others), true);
 }
 
 function tokenButton({ text, likelihood }) {

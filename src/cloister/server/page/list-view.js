@@ -83,7 +83,7 @@ export class ListView {
   move(conversation) {
     const { folder } = conversation;
     const others = [...new Set(this.page.memory.conversations.map((other) => other.folder))].filter((name) => name && name !== folder).sort();
-    const hint = folder ? "Left empty, it is in no folder." : "A folder that is new is made.";
+    const hint = folder ? "Left empty, it is in no folder." : "A new name makes a new folder.";
     askFor({ title: "Move to a folder", label: "Folder", hint, value: folder, action: "Move", choices: others }, (name) => {
       conversation.folder = name;
       this.page.changed();

@@ -4,7 +4,8 @@ import { Announcer } from "./announce.js";
 import { Api, ApiError } from "./api.js";
 import { BoardView } from "./board-view.js";
 import { ChatView } from "./chat-view.js";
-import { byId, h, iconButton } from "./dom.js";
+import { showDialog } from "./dialog.js";
+import { byId, h } from "./dom.js";
 import { explain } from "./errors.js";
 import { ListView } from "./list-view.js";
 import { Memory } from "./memory.js";
@@ -196,19 +197,14 @@ class Page {
 
   /** Lets the user choose one of a few things: pairs of words and what to do. */
   choose(title, choices) {
-    const dialog = byId("exchange");
     const button = ([label, work]) => {
       const take = () => {
-        dialog.close();
+        close();
         work();
       };
       return h("button", { type: "button", class: "button", onclick: take }, label);
     };
-    dialog.replaceChildren(
-      h("header", {}, h("h2", { id: "exchange-title" }, title), iconButton("close", "Close", () => dialog.close())),
-      h("div", { class: "panel-body choices" }, ...choices.map(button)),
-    );
-    dialog.showModal();
+    const close = showDialog(title, h("div", { class: "panel-body choices" }, ...choices.map(button)));
   }
 }
 

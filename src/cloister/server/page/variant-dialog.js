@@ -1,6 +1,7 @@
 // Asks with which other settings an answer shall be given once more.
 
-import { byId, h, iconButton } from "./dom.js";
+import { showDialog } from "./dialog.js";
+import { h } from "./dom.js";
 import { SAMPLING, fieldBox } from "./field.js";
 import { describeChanges } from "./presets.js";
 
@@ -11,7 +12,6 @@ import { describeChanges } from "./presets.js";
  */
 export function askVariant(page, take) {
   const { settings } = page.memory;
-  const dialog = byId("exchange");
   const changes = {};
   const models = Object.fromEntries(page.models.map((name) => [name, name]));
   const model = { name: "model", label: "Model", kind: "select", options: models };
@@ -20,13 +20,10 @@ export function askVariant(page, take) {
   const boxes = fields.map((field) => fieldBox(field, valueOf(field), (value) => (changes[field.name] = value), "vary"));
   const submit = (event) => {
     event.preventDefault();
-    dialog.close();
+    close();
     take({ ...settings, ...changes }, describeChanges({ ...settings, model: page.served }, changes));
   };
   const note = h("p", { class: "hint" }, "The answer stands beside the one there is, until you choose one. The settings of the page stay.");
-  dialog.replaceChildren(
-    h("header", {}, h("h2", { id: "exchange-title" }, "Answer with other settings"), iconButton("close", "Close", () => dialog.close())),
-    h("form", { class: "panel-body", onsubmit: submit }, note, ...boxes, h("button", { type: "submit", class: "button" }, "Answer")),
-  );
-  dialog.showModal();
+  const button = h("button", { type: "submit", class: "button" }, "Answer");
+  const close = showDialog("Answer with other settings", h("form", { class: "panel-body", onsubmit: submit }, note, ...boxes, button));
 }
