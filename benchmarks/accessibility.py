@@ -1,31 +1,27 @@
-"""What axe-core finds wrong with the page: in light, in dark and on a phone, in every state that its tests can bring it to.
+"""What axe-core finds wrong with the page: in light, in dark and on a phone, in every state of the chat.
 
-axe-core comes from npm, in one version whose bytes are known; it runs in Chromium before a server whose engine plays a script.
+axe-core comes from npm, in one version whose bytes are known. It runs in Chromium, before `cloister serve` with the embedded
+model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import math
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from benchmarks.harness import Bench, make_parser
-from cloister.types.request import FinishReason, Request, SequenceOutput, TokenLogprobs
+from cloister.client.traces.node import Server
 from tests.browser import Browser, Keys, browsing
-from tests.server.house import INFO, ScriptedEngine, output, serving_script, write_model
 
 AXE, AXE_SHA256 = "axe-core@4.14.1", "e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745"
 DOWNLOAD_TIMEOUT_S = 60.0
-PART = 20
-"""Characters in one event of a stream."""
 DONE = "li:last-child > .turn.assistant[aria-busy=false] .turn-buttons"
 ANSWER = r"""# Hash tables
 
@@ -64,15 +60,6 @@ def read_axe(folder: Path) -> str:
         return member.read().decode()
 
 
-def play(request: Request) -> Sequence[SequenceOutput]:
-    """Every answer is the same, is cut, and has a likelihood for each token."""
-    entry = TokenLogprobs(1, math.log(0.2), ((1, math.log(0.2)), (2, math.log(0.7))), text=b"x", top_texts=(b"x", b"y"))
-    wanted = request.sampling.logprobs is not None
-    parts = [ANSWER[at : at + PART] for at in range(0, len(ANSWER), PART)]
-    said = [output(request, part, **({"logprobs": [entry]} if wanted else {})) for part in parts]
-    return [*said, output(request, end=FinishReason.LENGTH)]
-
-
 def visit(page: Browser, folder: Path, judge: Callable[[str], None]) -> None:
     """Brings the page from state to state and has each judged."""
 
@@ -94,10 +81,17 @@ def visit(page: Browser, folder: Path, judge: Callable[[str], None]) -> None:
     page.find("#schema-kind-1").find_element("css selector", "option[value=choice]").click()
     judge("form of a schema")
     page.find("#set-format").find_element("css selector", "option[value=text]").click()
+    page.find("#set-max_tokens").send_keys("5")
     page.press(Keys.ESCAPE)
     page.run("document.getElementById('message').value = 'line\\n'.repeat(30)")
     page.find("#message").send_keys("end", Keys.ENTER)
     page.find(DONE)
+    page.find(".ending button")
+    page.click("#turns > li:last-child [aria-label='Edit: Answer']")
+    judge("editing")
+    page.run("document.querySelector('.edit textarea').value = arguments[0]", ANSWER)
+    page.click(".edit [type=submit]")
+    page.find(".prose math")
     judge("a conversation")
     page.click("#turns > li:last-child [aria-label=More]")
     judge("a menu")
@@ -107,9 +101,6 @@ def visit(page: Browser, folder: Path, judge: Callable[[str], None]) -> None:
     page.press(Keys.ESCAPE)
     act("Request and response as JSON")
     judge("request and response")
-    page.press(Keys.ESCAPE)
-    page.click("#turns > li:last-child [aria-label='Edit: Answer']")
-    judge("editing")
     page.press(Keys.ESCAPE)
     act("Answer with other settings")
     judge("other settings")
@@ -147,13 +138,15 @@ def measure(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         axe = read_axe(folder)
-        (folder / "model").mkdir()
-        engine = ScriptedEngine(play, model=replace(INFO, max_model_len=1 << 16))
-        with serving_script(write_model(folder / "model"), engine) as house, browsing(folder / "browser") as page:
+        server = Server("open")
+        url = str(server.client().base_url).rstrip("/")
+        with contextlib.ExitStack() as stack:
+            stack.callback(server.stop)
+            page = stack.enter_context(browsing(folder / "browser"))
             for look, (width, height, is_phone) in LOOKS.items():
                 page.resize(width, height, phone=is_phone)
                 page.prefer(prefers_color_scheme="dark" if "dark" in look else "light", prefers_reduced_motion="reduce")
-                page.open(house.url)
+                page.open(url)
                 page.run(axe)
 
                 def judge(state: str, look: str = look) -> None:

@@ -336,6 +336,23 @@ def test_the_board_of_a_strict_profile_says_why_it_shows_little(answered_by, bro
         assert len(browser.all(".card")) == 1
 
 
+def test_a_profile_that_keeps_nothing_lets_the_page_keep_nothing(answered_by, browser):
+    with answered_by(says("x"), gate=make_gate("paranoid")):
+        kept = {"version": 1, "settings": {"keep": True}, "conversations": [], "current": ""}
+        browser.run("localStorage.setItem('cloister', arguments[0])", json.dumps(kept))
+        browser.open(browser.url)
+        ask(browser, "a secret")
+        browser.find(f"{DONE} .prose")
+        assert "secret" not in browser.run("return JSON.stringify(localStorage)")
+        assert "Nothing is kept" in browser.text("#keep-note")
+        browser.click("#open-settings")
+        browser.click("#set-keep")  # what was kept under another profile can be taken away
+        assert browser.run("return localStorage.length") == 0
+        browser.press(Keys.ESCAPE)
+        browser.click("#open-settings")
+        assert not browser.find("#set-keep").is_enabled()
+
+
 def test_two_conversations_are_answered_at_once(answered_by, browser):
     def slow(request: Request) -> list[SequenceOutput | float | Exception]:
         words = [item for i in range(40) for item in (output(request, f"slow{i} "), 0.02)]

@@ -31,6 +31,7 @@ THREATS = {
     "key held by the whole system": "ET",
     "closed source": "V",
     "receipts of answers": "T",
+    "conversations that the web page keeps": "S",
 }
 STRICTNESS = [Verdict.ALLOWED, Verdict.MITIGATED, Verdict.REFUSED]
 EVERY_RULING = [*(row.rulings for row in ROWS), *(feature.rulings for feature in FEATURES.values())]

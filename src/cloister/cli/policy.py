@@ -15,7 +15,7 @@ from rich.table import Table
 from cloister.privacy import PROFILING_THREAT, RUNTIME_ADAPTERS_THREAT, Entry, Profile, Ruling, Verdict, gather
 from cloister.privacy.catalogue import rows_in_build
 from cloister.privacy.document import show_letters, to_data, to_markdown
-from cloister.privacy.features import RECEIPT_THREAT, judged_apart
+from cloister.privacy.features import PAGE_STORAGE_THREAT, RECEIPT_THREAT, judged_apart
 from cloister.privacy.matrix import ROWS, row_of
 from cloister.privacy.noisy_windows import WINDOWS_THREAT
 from cloister.privacy.shape import SHAPING_THREAT
@@ -67,6 +67,7 @@ def list_entries() -> tuple[Entry, ...]:
         "shaped streams": SHAPING_THREAT,
         "draw of nodes": DRAW_THREAT,
         "receipts": RECEIPT_THREAT,
+        "conversations kept by the page": PAGE_STORAGE_THREAT,
         "metrics of sealed nodes": WINDOWS_THREAT,
     }
     return gather((BACKENDS, POLICIES, DRAFTERS), declared)

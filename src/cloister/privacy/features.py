@@ -281,6 +281,24 @@ RECEIPT_THREAT = ThreatProfile(
     mitigations=("only for who asks, sealed to the client", "salted digests in place of texts", "no time but the epoch's"),
 )
 
+PAGE_STORAGE = Feature(
+    "page-storage",
+    "page-storage",
+    "the page's setting `Keep on this device`",
+    row_of("page-storage").rulings,
+    frozenset(),
+    "export a conversation as a file",
+)
+
+PAGE_STORAGE_THREAT = ThreatProfile(
+    row="conversations that the web page keeps",
+    threats=frozenset({Requirement.STATELESS}),
+    residue="conversations with their files, presets and settings",
+    where=("the client's disk",),
+    attack="whoever uses the device or copies its disk reads them",
+    mitigations=("off until a person switches it on", "never the API key", "taken away when it is switched off"),
+)
+
 RUNTIME_ADAPTERS = Feature(
     "runtime-adapters",
     "closed-source",
@@ -324,6 +342,7 @@ FEATURES: Mapping[str, Feature] = {
         REQUEST_LOG,
         TRACES,
         RECEIPT,
+        PAGE_STORAGE,
     )
 }
 

@@ -46,9 +46,9 @@ export function selectBox(options, value, id) {
   return h("select", { id }, ...items);
 }
 
-function inputOf({ kind, rows, code, options }, value, id) {
+function inputOf({ kind, rows, code, options, disabled }, value, id) {
   if (kind === "select") return selectBox(options, value, id);
-  if (kind === "check") return h("input", { id, type: "checkbox", checked: value });
+  if (kind === "check") return h("input", { id, type: "checkbox", checked: value, disabled });
   const attributes = { id, placeholder: kind === "number" ? DEFAULT : "", ...UNWATCHED };
   const isArea = kind === "area";
   const input = isArea

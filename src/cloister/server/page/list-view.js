@@ -34,7 +34,7 @@ export class ListView {
     this.shown = inside.flat();
     byId("conversations").replaceChildren(...loose, ...folders.map((name, i) => this.folder(name, filed[i], words)));
     byId("found-none").textContent = words && !found.length ? "Nothing found." : "";
-    byId("keep-note").textContent = memory.settings.keep
+    byId("keep-note").textContent = memory.settings.keep && memory.mayKeep
       ? "Kept in this browser until you switch that off."
       : "Nothing is kept: closing this page forgets all of it.";
   }

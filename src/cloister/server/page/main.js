@@ -23,7 +23,7 @@ class Page {
     this.memory = new Memory(storage());
     this.api = new Api();
     this.announcer = new Announcer(byId("spoken"));
-    this.policy = { profile: "", summary: "", api_key: false, streaming: true, metrics: "all" };
+    this.policy = { profile: "", summary: "", api_key: false, streaming: true, keeping: false, metrics: "all" };
     this.model = "";
     this.models = [];
     this.privacy = new PrivacyLine(this);
@@ -70,6 +70,8 @@ class Page {
     try {
       this.policy = await this.api.json("/v1/policy");
       this.privacy.say(this.policy);
+      this.memory.learnPolicy(this.policy);
+      this.list.show();
     } catch (error) {
       this.privacy.fail(explain(error).title);
     }

@@ -93,10 +93,12 @@ export class SettingsView {
 
   device() {
     const { page } = this;
-    const theme = selectBox(THEMES, page.memory.settings.theme, "set-theme");
+    const { mayKeep, settings } = page.memory;
+    const theme = selectBox(THEMES, settings.theme, "set-theme");
     theme.addEventListener("change", () => page.set("theme", theme.value));
-    const keepHint = "Conversations, presets and settings are written, readable, into this browser's storage. Switching it off takes them away.";
-    const keep = { name: "keep", label: "Keep on this device", kind: "check", hint: keepHint };
+    const allowed = "Conversations, presets and settings are written, readable, into this browser's storage. Switching it off takes them away.";
+    const refused = "The privacy profile does not allow it: nothing is written. What was kept before is taken away when this is switched off.";
+    const keep = { name: "keep", label: "Keep on this device", kind: "check", hint: mayKeep ? allowed : refused, disabled: !mayKeep && !settings.keep };
     const forget = () => {
       page.forgetAll();
       this.dialog.close();
@@ -106,7 +108,7 @@ export class SettingsView {
       {},
       h("legend", {}, "This device"),
       h("div", { class: "field select" }, h("label", { for: "set-theme" }, "Colours"), theme),
-      fieldBox(keep, page.memory.settings.keep, (value) => page.set("keep", value)),
+      fieldBox(keep, settings.keep, (value) => page.set("keep", value)),
       h("button", { type: "button", class: "button quiet", onclick: forget }, "Forget all conversations"),
     );
   }
