@@ -179,14 +179,43 @@ def test_text_files_go_with_a_message_and_others_are_refused_in_words(answered_b
         chooser.send_keys(str(file))
         browser.wait(lambda fault=fault: fault in "".join(browser.texts("#toast span")))
     assert not browser.all("#attached li")
+    assert paste(browser, "table", "a picture of it") is False
+    assert paste(browser, "", "pasted") is True
+    browser.click("[aria-label='Take away: pasted.txt']")
     chooser.send_keys(str(notes))
-    assert browser.texts("#attached li") == ["notes.txt"]
+    browser.wait(lambda: browser.texts("#attached li") == ["notes.txt"])
     ask(browser, "Sum up.")
     assert not browser.all("#attached li")
     assert "user: Sum up.\n\nFile: notes.txt\n````\nfirst line\n```\nlast line\n````\n" in prompt_of(engine.taken[0])
     assert browser.texts(".said") == ["Sum up."]
     browser.click(".file summary")
     assert browser.text(".file pre") == "first line\n```\nlast line"
+
+
+def paste(browser: Browser, text: str, content: str) -> bool:
+    """Pastes a text and a file; returns whether the page took the file, and the browser not the text."""
+    return browser.run(
+        """const data = new DataTransfer();
+        if (arguments[0]) data.setData("text/plain", arguments[0]);
+        data.items.add(new File([arguments[1]], "pasted.txt"));
+        const event = new ClipboardEvent("paste", { clipboardData: data, cancelable: true });
+        document.getElementById("message").dispatchEvent(event);
+        return event.defaultPrevented;""",
+        text,
+        content,
+    )
+
+
+def test_what_an_earlier_page_kept_is_read(answered_by, browser):
+    engine = answered_by(says("x"))
+    turns = [{"id": "t", "role": "user", "content": "old", "reasoning": "", "toolCalls": [], "state": "done", "error": None}]
+    conversations = [{"id": "c", "title": "", "turns": [{**turns[0], "exchange": None, "figures": None}]}]
+    kept = {"version": 1, "settings": {"keep": True}, "conversations": conversations, "current": "c"}
+    browser.run("localStorage.setItem('cloister', arguments[0])", json.dumps(kept))
+    browser.open(browser.url)
+    assert browser.texts(".said") == ["old"]
+    ask(browser, "new")
+    assert prompt_of(engine.taken[0]) == "user: old\nuser: new\nassistant:"
 
 
 def test_a_long_message_is_folded(answered_by, browser):

@@ -14,6 +14,7 @@ export class Composer {
     this.page = page;
     this.onsend = onsend;
     this.files = [];
+    this.numReading = 0;
     this.message = byId("message");
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -21,18 +22,16 @@ export class Composer {
     });
     this.message.addEventListener("keydown", (event) => this.key(event));
     this.message.addEventListener("input", () => this.fit());
-    this.message.addEventListener("paste", (event) => this.drop(event, event.clipboardData));
+    this.message.addEventListener("paste", (event) => this.paste(event));
     byId("attach").addEventListener("click", () => byId("files").click());
     byId("files").addEventListener("change", ({ target }) => this.choose(target));
-    const view = byId("chat-view");
-    view.addEventListener("dragover", (event) => event.preventDefault());
-    view.addEventListener("drop", (event) => this.drop(event, event.dataTransfer));
+    for (const name of ["dragover", "drop"]) addEventListener(name, (event) => this.drop(event)); // elsewhere a file would replace the page
   }
 
   /** Sends what stands in the box, unless there is nothing or nobody takes it. */
   send() {
     const text = this.message.value.trim();
-    if ((!text && !this.files.length) || !this.onsend(text, this.files)) return;
+    if (this.numReading || (!text && !this.files.length) || !this.onsend(text, this.files)) return;
     this.message.value = "";
     this.files = [];
     this.fit();
@@ -67,21 +66,32 @@ export class Composer {
     return this.add(files);
   }
 
-  /** Takes files that are dropped or pasted; text is left to the browser. */
-  drop(event, data) {
-    if (!data?.files.length) return;
+  /** Takes files that are dropped; text is left to the browser. */
+  drop(event) {
+    if (!event.dataTransfer?.types.includes("Files")) return;
     event.preventDefault();
-    this.add([...data.files]);
+    if (event.type === "drop") this.add([...event.dataTransfer.files]);
   }
 
+  /** Takes files that are pasted. Office programs put a picture beside the text: then the text is meant. */
+  paste(event) {
+    const { files, types } = event.clipboardData ?? { files: [], types: [] };
+    if (!files.length || types.includes("text/plain")) return;
+    event.preventDefault();
+    this.add([...files]);
+  }
+
+  /** Reads files; until that is done nothing is sent, so that none of them stays behind. */
   async add(files) {
+    this.numReading += 1;
     for (const file of files) {
       try {
-        this.files = [...this.files, await readTextFile(file)];
+        this.files.push(await readTextFile(file));
       } catch (fault) {
         this.page.toast(fault.message);
       }
     }
+    this.numReading -= 1;
     this.showFiles();
     this.focus();
   }

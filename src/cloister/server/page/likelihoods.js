@@ -9,8 +9,9 @@ export function likelihoodsOf(exchange) {
   return choices.flatMap((choice) => choice?.logprobs?.content ?? []).map(read);
 }
 
-/** Returns a likelihood in words: "83%", "under 0.1%". */
+/** Returns a likelihood in words: "83%", "under 0.1%", "over 99.9%". */
 export function percentOf(likelihood) {
+  if (likelihood > 0.999 && likelihood < 1) return "over 99.9%";
   if (likelihood < 0.001) return "under 0.1%";
   return `${(likelihood * 100).toFixed(likelihood < 0.1 ? 1 : 0)}%`;
 }

@@ -5,6 +5,8 @@ import { highlight } from "./highlight.js";
 import { parseMarkdown } from "./markdown.js";
 import { parseTex } from "./tex.js";
 
+const MAX_COLOURED = 100_000;
+
 /** Keeps an element equal to a text that grows: blocks that did not change keep their nodes, and with them selection and focus. */
 export class MarkdownView {
   constructor() {
@@ -118,5 +120,6 @@ function drawItem(blocks) {
 }
 
 function drawCode(text, language) {
+  if (text.length > MAX_COLOURED) return [text];
   return highlight(text, language).map(([kind, part]) => (kind === "plain" ? part : h("span", { class: `code-${kind}` }, part)));
 }
