@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from cloister.types.config import ServerConfig
+from cloister.types.errors import QueueFullError
 from cloister.types.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 from tests.browser import Browser, Keys
 from tests.server.house import INFO, House, ScriptedEngine, output, says, serving_script, write_model
@@ -163,6 +164,21 @@ def test_another_answer_with_other_settings_stands_beside_the_first(answered_by,
     ask(browser, "why?")
     assert "assistant: second\nuser: why?" in prompt_of(engine.taken[2])
     assert engine.taken[2].sampling.temperature == 0.25
+
+
+def test_an_answer_beside_another_that_fails_is_asked_for_again_alone(answered_by, browser):
+    def full(request: Request) -> list[SequenceOutput | float | Exception]:
+        return [QueueFullError("Too many requests wait already.", retry_after_s=0.1)]
+
+    engine = answered_by(then(says("first"), full, says("second")))
+    ask(browser)
+    act(browser, "More", "Answer with other settings")
+    type_into(browser, "#vary-seed", "7")
+    browser.click("#exchange [type=submit]")
+    browser.wait(browser.find(".compared .fault button").is_enabled)
+    browser.click(".compared .fault button")
+    browser.wait(lambda: browser.texts(".compared .prose") == ["first", "second"])
+    assert [request.sampling.seed for request in engine.taken[1:]] == [7, 7]
 
 
 def test_text_files_go_with_a_message_and_others_are_refused_in_words(answered_by, browser, tmp_path):

@@ -321,6 +321,17 @@ def test_settings_say_what_is_wrong_and_leave_out_what_is_empty(page):
         assert page.call("settings.js", "m.faultOf(a[0], a[1])", name, value)
 
 
+def test_a_choice_that_is_undone_keeps_what_was_said_since(page):
+    script = """((one) => { const [first, second] = [m.newTurn("assistant"), m.newTurn("assistant")];
+        first.variants.push(second); one.turns.push(m.newTurn("user"), first);
+        const undo = m.choose(one, first, second);
+        const chosen = one.turns[1] === second && first.variants.length === 0;
+        one.turns.push(m.newTurn("user"));
+        undo();
+        return [chosen, one.turns[1] === first, first.variants.length, one.turns.length]; })(m.newConversation())"""
+    assert page.call("conversation.js", script) == [True, True, 1, 3]
+
+
 def test_an_answer_that_never_came_is_not_said_again(page):
     conversation = {
         "turns": [

@@ -38,12 +38,12 @@ export function mentions(conversation, words) {
 /** Puts one of the answers that stand side by side in the place of all of them; returns what undoes it. */
 export function choose(conversation, turn, chosen) {
   const { variants } = turn;
-  const before = conversation.turns;
+  const put = (one, other) => (conversation.turns = conversation.turns.map((at) => (at === one ? other : at)));
   turn.variants = [];
-  conversation.turns = before.with(before.indexOf(turn), chosen);
+  put(turn, chosen);
   return () => {
     turn.variants = variants;
-    conversation.turns = before;
+    put(chosen, turn);
   };
 }
 
