@@ -212,6 +212,23 @@ def test_reasoning_is_folded_away(answered_by, browser):
         assert browser.text(".reasoning div").strip() == "first this, then that"
 
 
+def test_an_answer_after_reasoning_is_continued_as_an_answer(answered_by, browser):
+    def cut(request: Request) -> list[SequenceOutput | float | Exception]:
+        return [output(request, "<think>hm</think>\n\nforty"), output(request, end=FinishReason.LENGTH)]
+
+    with answered_by(then(cut, says("-two")), reasoning_parser="think"):
+        ask(browser)
+        browser.click(f"{DONE} .ending button")
+        browser.wait(lambda: browser.texts(f"{DONE} .prose") == ["forty-two"])
+        browser.click("[aria-label=More]")
+        browser.click_text(".menu-row", "Request and response as JSON")
+        request = json.loads(browser.run("return document.querySelector('#exchange .code-box code').textContent"))
+        assert request["messages"][-1] == {"role": "assistant", "content": "forty", "reasoning_content": "hm"}
+        browser.press(Keys.ESCAPE)
+        browser.click(".reasoning summary")
+        assert browser.text(".reasoning div").strip() == "hm"
+
+
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": [1, 2]}}\n</tool_call>'
 

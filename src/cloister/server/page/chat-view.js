@@ -126,6 +126,7 @@ export class ChatView {
   /** Goes on with an answer that was cut: the server takes it as the beginning of what it is to say. */
   resume(turn) {
     const request = this.request(this.conversation.turns);
+    if (turn.reasoning) request.messages.at(-1).reasoning_content = turn.reasoning; // it goes on from what it thought
     return this.answer(turn, { ...request, continue_final_message: true, add_generation_prompt: false }, true);
   }
 
