@@ -58,11 +58,13 @@ class Browser:
 
     def find(self, css: str) -> WebElement:
         """Waits for an element that can be seen, and returns it."""
-        return self.wait(lambda: next((e for e in self.driver.find_elements(By.CSS_SELECTOR, css) if e.is_displayed()), None))
+        found: WebElement = self.wait(lambda: next(iter(self.all(css)), None))
+        return found
 
     def text(self, css: str) -> str:
         """The text of an element that can be seen, once there is one."""
-        return self.wait(lambda: [element.text for element in self.all(css)[:1]])[0]
+        texts: list[str] = self.wait(lambda: [element.text for element in self.all(css)[:1]])
+        return texts[0]
 
     def all(self, css: str) -> list[WebElement]:
         """Every element that can be seen."""
@@ -74,6 +76,10 @@ class Browser:
 
     def click(self, css: str) -> None:
         self.find(css).click()
+
+    def click_text(self, css: str, text: str) -> None:
+        """Clicks the element that says exactly this."""
+        self.wait(lambda: next((e for e in self.all(css) if e.text == text), None)).click()
 
     def press(self, *keys: str) -> None:
         """Presses keys wherever the focus is."""
@@ -100,10 +106,14 @@ class Browser:
 
     def read_logs(self) -> tuple[list[str], list[str]]:
         """Returns what the console complained about and every address that was asked for, since it was read last."""
-        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        events = [json.loads(entry["message"])["message"] for entry in self._log("performance")]
         asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
-        said = [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")]
+        said = [entry["message"] for entry in self._log("browser") if entry["level"] in ("WARNING", "SEVERE")]
         return said, [url for url in asked if urlsplit(url).scheme not in ("about", "data", "blob")]
+
+    def _log(self, kind: str) -> list[dict[str, Any]]:
+        entries: list[dict[str, Any]] = self.driver.get_log(kind)  # type: ignore[no-untyped-call]
+        return entries
 
 
 @contextmanager

@@ -60,7 +60,8 @@ def answer_of(page: Browser) -> str:
 def request_of(page: Browser) -> dict[str, object]:
     """What the page sent for the last answer."""
     page.find(f"{DONE} .turn-foot")
-    page.click(f"{LAST_ANSWER} [aria-label='Request and response as JSON']")
+    page.click(f"{LAST_ANSWER} [aria-label=More]")
+    page.click_text(f"{LAST_ANSWER} .menu-row", "Request and response as JSON")
     request = json.loads(page.run("return document.querySelector('#exchange .code-box code').textContent"))
     page.click("#exchange [aria-label=Close]")
     return request
@@ -173,7 +174,8 @@ def test_conversations_stand_side_by_side_and_one_can_be_forgotten(page):
     assert page.texts("#conversations .open") == ["What is the Python module json?", QUESTION]
     page.all("#conversations .open")[1].click()
     assert page.texts(".turn.user .said") == [QUESTION]
-    page.click(f"[aria-label='Forget: {QUESTION}']")
+    page.click(f"[aria-label='More: {QUESTION}']")
+    page.click_text(".menu-row", "Forget")
     assert page.texts("#conversations .open") == ["What is the Python module json?"]
     page.click("#toast button")
     assert page.texts("#conversations .open") == ["What is the Python module json?", QUESTION]
@@ -399,7 +401,8 @@ def test_a_conversation_leaves_as_json_and_as_markdown(page):
         " saved.push(text)), make(blob));"
     )
     for button in (1, 2):
-        page.click(f"[aria-label='Export: {QUESTION}']")
+        page.click(f"[aria-label='More: {QUESTION}']")
+        page.click_text(".menu-row", "Export")
         page.click(f"#exchange .choices button:nth-child({button})")
     markdown, data = page.wait(lambda: page.run("return saved.length === 2 && saved"))
     assert f"## You\n\n{QUESTION}\n\n## Answer\n\n{ANSWER}" in markdown

@@ -146,6 +146,18 @@ def test_markdown_and_code_are_drawn(answered_by, browser):
         assert browser.texts(".code-keyword") == ["def", "return"]
 
 
+def test_formulas_are_drawn_and_those_not_understood_are_shown_as_written(answered_by, browser):
+    with answered_by(says(r"So \(x^2\) and $\nonsense{y}$:" + "\n\n$$\\frac{1}{2}$$\n")):
+        ask(browser)
+        browser.find(f"{DONE} .prose")
+        drawn = browser.run(
+            "return [...document.querySelectorAll('.prose math')].map((e) => [e.namespaceURI, e.children[0].localName])"
+        )
+        assert drawn == [["http://www.w3.org/1998/Math/MathML", name] for name in ("msup", "mfrac")]
+        assert browser.texts(".prose code.tex") == [r"\nonsense{y}"]
+        assert browser.find("math[display=block] mfrac").size["height"] > 25
+
+
 def test_code_can_be_copied(answered_by, browser):
     with answered_by(says(RICH)):
         browser.run("navigator.clipboard.writeText = (text) => ((window.copied = text), Promise.resolve())")
@@ -200,6 +212,23 @@ def test_reasoning_is_folded_away(answered_by, browser):
         assert browser.text(".reasoning div").strip() == "first this, then that"
 
 
+def test_an_answer_after_reasoning_is_continued_as_an_answer(answered_by, browser):
+    def cut(request: Request) -> list[SequenceOutput | float | Exception]:
+        return [output(request, "<think>hm</think>\n\nforty"), output(request, end=FinishReason.LENGTH)]
+
+    with answered_by(then(cut, says("-two")), reasoning_parser="think"):
+        ask(browser)
+        browser.click(f"{DONE} .ending button")
+        browser.wait(lambda: browser.texts(f"{DONE} .prose") == ["forty-two"])
+        browser.click("[aria-label=More]")
+        browser.click_text(".menu-row", "Request and response as JSON")
+        request = json.loads(browser.run("return document.querySelector('#exchange .code-box code').textContent"))
+        assert request["messages"][-1] == {"role": "assistant", "content": "forty", "reasoning_content": "hm"}
+        browser.press(Keys.ESCAPE)
+        browser.click(".reasoning summary")
+        assert browser.text(".reasoning div").strip() == "hm"
+
+
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": [1, 2]}}\n</tool_call>'
 
@@ -213,14 +242,15 @@ def test_a_tool_call_is_shown_and_answered_by_hand(answered_by, browser):
         browser.find("#set-tools").send_keys(json.dumps([TOOL]))
         browser.press(Keys.ESCAPE)
         ask(browser, "Weather in Ulm?")
-        assert browser.text(".call .call-name") == "Calls weather"
+        assert browser.text(f"{DONE} .call .call-name") == "Calls weather waits for its result"
         assert browser.texts(".call .json-key") == ["city", "days", "0", "1"]
         assert browser.texts(".call .code-string") == ['"Ulm"']
         browser.find(".call-result textarea").send_keys('{"sky": "clear"}', Keys.ENTER)
         assert browser.text(f"{DONE} .prose") == "Sunny."
         assert not browser.all(".call-result")
         assert len(engine.taken) == 2
-        browser.click("li:last-child [aria-label='Request and response as JSON']")
+        browser.click("li:last-child [aria-label=More]")
+        browser.click_text(".menu-row", "Request and response as JSON")
         request = json.loads(browser.run("return document.querySelector('#exchange .code-box code').textContent"))
         call, result = request["messages"][1:]
         assert call["tool_calls"][0]["function"]["name"] == "weather"
@@ -311,7 +341,7 @@ def test_a_profile_without_streams_is_answered_whole(answered_by, browser):
         assert "Profile paranoid. Nothing that you send is reused" in browser.text("#privacy")
         ask(browser)
         assert browser.text(f"{DONE} .prose") == "all at once"
-        assert any(text.endswith("tokens/s in all") for text in browser.texts(f"{DONE} .figures span"))
+        assert any(text.startswith("answered in ") for text in browser.texts(f"{DONE} .figures span"))
 
 
 def test_the_board_of_a_strict_profile_says_why_it_shows_little(answered_by, browser):
@@ -321,6 +351,23 @@ def test_the_board_of_a_strict_profile_says_why_it_shows_little(answered_by, bro
         assert "lets out sums only" in card.text
         assert "Nothing has been let out yet." in card.text
         assert len(browser.all(".card")) == 1
+
+
+def test_a_profile_that_keeps_nothing_lets_the_page_keep_nothing(answered_by, browser):
+    with answered_by(says("x"), gate=make_gate("paranoid")):
+        kept = {"version": 1, "settings": {"keep": True}, "conversations": [], "current": ""}
+        browser.run("localStorage.setItem('cloister', arguments[0])", json.dumps(kept))
+        browser.open(browser.url)
+        ask(browser, "a secret")
+        browser.find(f"{DONE} .prose")
+        assert "secret" not in browser.run("return JSON.stringify(localStorage)")
+        assert "Nothing is kept" in browser.text("#keep-note")
+        browser.click("#open-settings")
+        browser.click("#set-keep")  # what was kept under another profile can be taken away
+        assert browser.run("return localStorage.length") == 0
+        browser.press(Keys.ESCAPE)
+        browser.click("#open-settings")
+        assert not browser.find("#set-keep").is_enabled()
 
 
 def test_two_conversations_are_answered_at_once(answered_by, browser):

@@ -37,6 +37,8 @@ def sketch(node: dict[str, Any]) -> str:
             return repr(node["text"])
         case "heading":
             return f"h{node['level']}({outline(node['spans'])})"
+        case "math":
+            return f"math({node['text']!r})"
         case "code":
             return f"code({node.get('language') or ''}:{node['text']!r})"
         case "link":
@@ -89,6 +91,11 @@ def sketch(node: dict[str, Any]) -> str:
         ("[a](javascript:alert(1))", "paragraph('[a](javascript:alert(1))')"),
         ("[a](/local) [b](#x) [c](data:x)", "paragraph('[a](/local) [b](#x) [c](data:x)')"),
         ("[a][b] [ ] (c)", "paragraph('[a][b] [ ] (c)')"),
+        ("so $x^2$ and \\(y\\)", "paragraph('so ' math('x^2') ' and ' math('y'))"),
+        ("$5 or $6, US$7, 8$ and $ 9 $", "paragraph('$5 or $6, US$7, 8$ and $ 9 $')"),
+        ("a\n$$\nx\n$$\nb", "paragraph('a') math('x') paragraph('b')"),
+        ("\\[ x \\]\n\n$$y$$.", "math('x') math('y')"),
+        ("$$open\n\n`$x$`", "paragraph('$$open') paragraph(code(:'$x$'))"),
         ("", ""),
     ],
 )
@@ -118,6 +125,11 @@ def test_markdown_becomes_a_tree(page, text, tree):
         "](",
         "1. ",
         "```\n",
+        "$",
+        "$a ",
+        "$$\n",
+        "\\[\n",
+        "\\(",
     ],
 )
 def test_no_text_makes_markdown_slow(page, piece):
@@ -132,6 +144,7 @@ def test_a_text_that_grows_is_always_drawn_whole(page):
         "```py\nx = 1\n\n```\n> q\n",
         "| a |\n|---|\n| 1 |\n",
         "---\n3. x\n",
+        "$a$ and\n$$\nb^2\n$$\n\\[ c \\]\n",
         "end",
     )
     text = "\n".join(blocks)
@@ -155,6 +168,46 @@ def test_code_keeps_every_character(page):
     for language in ("python", "py", "js", "c++", "sql", "json", "sh", "unknown", "constructor", ""):
         tokens = page.call("highlight.js", "m.highlight(a[0], a[1])", code, language)
         assert "".join(part for _, part in tokens) == code
+
+
+@pytest.mark.parametrize(
+    ("text", "tree"),
+    [
+        ("f_i'^2", "msubsup(f i mrow(′ 2))"),
+        ("x^2^3", None),
+        ("x_i^2", "msubsup(x i 2)"),
+        (r"\frac12 + \sqrt[3]{x}", "mfrac(1 2) + mroot(x 3)"),
+        (r"\sum_{i=1}^n i", "munderover(∑ mrow(i = 1) n) i"),
+        (r"\left(\hat{y}\right)", "mrow(( mover(y ^) ))"),
+        (r"\mathbb{R}^n \to \mathcal L", "msup(ℝ n) → ℒ"),
+        (r"\text{if } x \ge 0", "if  x ≥ 0"),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "mrow(( mtable(mtr(mtd(1) mtd(2)) mtr(mtd(3) mtd(4))) ))"),
+        (r"a&=b\\&=c", "mtable(mtr(mtd(a) mtd(mrow(= b))) mtr(mtd(mrow) mtd(mrow(= c))))"),
+        (r"\begin{cases}1\\0\end{cases}", "mrow({ mtable(mtr(mtd(1)) mtr(mtd(0))))"),
+        (r"\operatorname{rank}(A)", "rank ( A )"),
+        (r"f'", "msup(f ′)"),
+        (r"\href{javascript:x}{y}", None),
+        (r"\constructor", None),
+        (r"\frac{1}", None),
+        ("a_", None),
+        ("}", None),
+        ("{" * 100, None),
+        (r"\begin{__proto__}x\end{__proto__}", None),
+    ],
+)
+def test_formulas_become_mathml_or_stay_as_they_are(page, text, tree):
+    script = """((show) => { const math = m.parseTex(a[0], true); return math && math.children.map(show).join(" "); })
+        (function show({ name, text, children }) {
+            return children.length ? `${name}(${children.map(show).join(" ")})` : text || name; })"""
+    assert page.call("tex.js", script, text) == tree
+
+
+@pytest.mark.parametrize(
+    "piece", ["{", "\\frac", "x^", "\\left(", "\\begin{cases}", "\\sqrt[", "\\hat", "\\text{", "&", "\\\\"]
+)
+def test_no_formula_is_slow(page, piece):
+    script = "((start) => (m.parseTex(a[0].repeat(4000 / a[0].length), true), performance.now() - start))(performance.now())"
+    assert page.call("tex.js", script, piece) < 500
 
 
 def test_events_are_read_however_the_stream_is_cut(page):
@@ -188,19 +241,23 @@ def test_an_answer_is_put_together_from_its_pieces(page):
         ("c1", {"name": "f", "arguments": '{"x": 1}'}),
         ("c2", {"name": "g", "arguments": "{}"}),
     ]
-    assert figures == ["11 tokens", "20.0 tokens/s", "first after 150 ms", "prompt 7, 4 cached"]
+    assert [text for text, _ in figures] == ["11 tokens", "20.0 tokens/s", "150 ms to first token", "7 prompt tokens, 4 cached"]
 
 
 def test_speed_counts_tokens_after_the_first_where_that_can_be_timed(page):
-    def figures(count: int, sent: int, first: int, last: int) -> list[str]:
+    def figures(count: int, sent: int, first: int, last: int) -> list[list[str]]:
         usage = {"prompt_tokens": 5, "completion_tokens": count}
-        given = {"sentMs": sent, "firstMs": first, "lastMs": last, "usage": usage, "finish": "length"}
+        given = {"sentMs": sent, "firstMs": first, "lastMs": last, "usage": usage}
         return page.call("answer.js", "m.describeFigures(a[0])", given)
 
-    end = ["prompt 5", "reached its length limit"]
-    assert figures(101, 0, 2000, 4000) == ["101 tokens", "50.0 tokens/s", "first after 2.0 s", *end]
-    assert figures(10, 0, 40, 50) == ["10 tokens", "200 tokens/s in all", "first after 40 ms", *end]
-    assert figures(1, 0, 500, 500) == ["1 token", "2.0 tokens/s in all", "after 500 ms", *end]
+    def texts(*given: int) -> list[str]:
+        return [text for text, _ in figures(*given)]
+
+    assert texts(101, 0, 2000, 4000) == ["101 tokens", "50.0 tokens/s", "2.0 s to first token", "5 prompt tokens"]
+    assert texts(10, 0, 40, 50) == ["10 tokens", "200 tokens/s", "40 ms to first token", "5 prompt tokens"]
+    assert texts(1, 0, 500, 500) == ["1 token", "2.0 tokens/s", "answered in 500 ms", "5 prompt tokens"]
+    assert "after the first token" in figures(101, 0, 2000, 4000)[1][1]
+    assert "from the question" in figures(10, 0, 40, 50)[1][1]
 
 
 METRICS = """# HELP x y
@@ -264,15 +321,26 @@ def test_settings_say_what_is_wrong_and_leave_out_what_is_empty(page):
         assert page.call("settings.js", "m.faultOf(a[0], a[1])", name, value)
 
 
+def test_a_choice_that_is_undone_keeps_what_was_said_since(page):
+    script = """((one) => { const [first, second] = [m.newTurn("assistant"), m.newTurn("assistant")];
+        first.variants.push(second); one.turns.push(m.newTurn("user"), first);
+        const undo = m.choose(one, first, second);
+        const chosen = one.turns[1] === second && first.variants.length === 0;
+        one.turns.push(m.newTurn("user"));
+        undo();
+        return [chosen, one.turns[1] === first, first.variants.length, one.turns.length]; })(m.newConversation())"""
+    assert page.call("conversation.js", script) == [True, True, 1, 3]
+
+
 def test_an_answer_that_never_came_is_not_said_again(page):
     conversation = {
         "turns": [
-            {"id": "1", "role": "user", "content": "a", "toolCalls": []},
-            {"id": "2", "role": "assistant", "content": "", "toolCalls": [], "state": "failed"},
-            {"id": "3", "role": "user", "content": "b", "toolCalls": []},
+            {"id": "1", "role": "user", "content": "a", "files": [], "toolCalls": []},
+            {"id": "2", "role": "assistant", "content": "", "files": [], "toolCalls": [], "state": "failed"},
+            {"id": "3", "role": "user", "content": "b", "files": [], "toolCalls": []},
         ]
     }
-    messages = page.call("conversation.js", "m.messagesOf(a[0], ' ')", conversation)
+    messages = page.call("conversation.js", "m.messagesOf(a[0].turns, ' ')", conversation)
     assert messages == [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
 
 

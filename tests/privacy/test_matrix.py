@@ -32,6 +32,7 @@ THREATS = {
     "closed source": "V",
     "receipts of answers": "T",
     "stored requests and answers": "SE",
+    "conversations that the web page keeps": "S",
 }
 STRICTNESS = [Verdict.ALLOWED, Verdict.MITIGATED, Verdict.REFUSED]
 EVERY_RULING = [*(row.rulings for row in ROWS), *(feature.rulings for feature in FEATURES.values())]

@@ -127,5 +127,6 @@ def test_the_policy_says_who_shares_what(model_path):
 def test_the_policy_says_what_a_profile_refuses(model_path):
     report = {profile: policy_of(profile, model_path) for profile in ("open", "private", "paranoid")}
     assert [report[profile]["streaming"] for profile in report] == [True, True, False]
+    assert [report[profile]["keeping"] for profile in report] == [True, True, False]
     assert [report[profile]["metrics"] for profile in report] == ["all", "counts", "counts"]
     assert {profile: report[profile]["profile"] for profile in report} == {profile: profile for profile in report}

@@ -16,7 +16,13 @@ from cloister.cli.policy_plain import print_profile
 from cloister.privacy import PROFILING_THREAT, RUNTIME_ADAPTERS_THREAT, Entry, Profile, Ruling, Verdict, gather
 from cloister.privacy.catalogue import rows_in_build
 from cloister.privacy.document import show_letters, to_data, to_markdown
-from cloister.privacy.features import IDENTITY_TOKENS_THREAT, RECEIPT_THREAT, STORAGE_THREAT, judged_apart
+from cloister.privacy.features import (
+    IDENTITY_TOKENS_THREAT,
+    PAGE_STORAGE_THREAT,
+    RECEIPT_THREAT,
+    STORAGE_THREAT,
+    judged_apart,
+)
 from cloister.privacy.matrix import ROWS, row_of
 from cloister.privacy.noisy_windows import WINDOWS_THREAT
 from cloister.privacy.shape import SHAPING_THREAT
@@ -76,6 +82,7 @@ def list_entries() -> tuple[Entry, ...]:
         "receipts": RECEIPT_THREAT,
         "tokens of people": IDENTITY_TOKENS_THREAT,
         "files and batches": STORAGE_THREAT,
+        "conversations kept by the page": PAGE_STORAGE_THREAT,
         "metrics of sealed nodes": WINDOWS_THREAT,
     }
     return gather((BACKENDS, POLICIES, DRAFTERS), declared)

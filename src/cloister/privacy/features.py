@@ -339,6 +339,24 @@ STORAGE_THREAT = ThreatProfile(
     mitigations=("nothing on disk unless asked for", "AES-GCM under a key per owner", "30 days at most, an hour in memory"),
 )
 
+PAGE_STORAGE = Feature(
+    "page-storage",
+    "page-storage",
+    "the page's setting `Keep on this device`",
+    row_of("page-storage").rulings,
+    frozenset(),
+    "export a conversation as a file",
+)
+
+PAGE_STORAGE_THREAT = ThreatProfile(
+    row="conversations that the web page keeps",
+    threats=frozenset({Requirement.STATELESS}),
+    residue="conversations with their files, presets and settings",
+    where=("the client's disk",),
+    attack="whoever uses the device or copies its disk reads them",
+    mitigations=("off until a person switches it on", "never the API key", "taken away when it is switched off"),
+)
+
 RUNTIME_ADAPTERS = Feature(
     "runtime-adapters",
     "closed-source",
@@ -402,6 +420,7 @@ FEATURES: Mapping[str, Feature] = {
         RECEIPT,
         FILES,
         STORED_RESPONSES,
+        PAGE_STORAGE,
     )
 }
 

@@ -87,6 +87,7 @@ _COUNTS = mitigate(
 )
 _REQUEST_STATE = mitigate("state per request, a datastore of public text, or differential privacy")
 _DRAFTS_DIE = "drafts live no longer than their request"
+_PAGE_STORAGE = mitigate("only while the person at the page has switched it on, and without the API key")
 _RECEIPT = mitigate("only for who asks, sealed to the client; salted digests, and no time but the epoch's hour")
 _STEP_TIMES = mitigate("learns from token counts and step times only, keeps them in the engine, and exports nothing")
 
@@ -283,6 +284,17 @@ ROWS: tuple[Row, ...] = (
             "with AES-GCM under a key per owner; everything expires",
         ),
         open=_KEPT, team=_KEPT, private=_GONE, paranoid=_GONE,
+    ),
+    _row(
+        "page-storage",
+        _threat(
+            "conversations that the web page keeps", "S", residue="conversations with their files, presets and settings",
+            where=(_CLIENT,), attack="whoever uses the device or copies its disk reads them",
+            mitigation="written while the person at the page wants it, never otherwise and never with an API key; taken away "
+            "when that is switched off",
+        ),
+        open=allow(ONE_USER), team=_PAGE_STORAGE, private=_PAGE_STORAGE,
+        paranoid=refuse("what was said is gone when the page is closed; an export takes a person's own hand"),
     ),
 )  # fmt: skip
 

@@ -15,9 +15,9 @@ export class Announcer {
     this.region.textContent = text;
   }
 
-  /** Begins an answer. */
-  begin() {
-    this.said = 0;
+  /** Begins an answer, or goes on with one of which so many characters were said. */
+  begin(said = 0) {
+    this.said = said;
     this.lastMs = performance.now();
     this.say("Answering.");
   }

@@ -31,21 +31,21 @@ function takeCall(calls, delta) {
   call.function.arguments += delta.function?.arguments ?? "";
 }
 
-/** Returns the figures of an answer that begins now. */
-export function newFigures(nowMs) {
-  return { sentMs: nowMs, firstMs: null, lastMs: null, usage: null, model: null, finish: null };
+/** Returns the figures of an answer that begins now; `continues` one that goes on after a cut. */
+export function newFigures(nowMs, continues = false) {
+  return { sentMs: nowMs, firstMs: null, lastMs: null, usage: null, model: null, finish: null, continues };
 }
 
-/** Returns the figures as short texts: tokens, speed, time to first token, prompt. */
-export function describeFigures({ sentMs, firstMs, lastMs, usage, finish }) {
+/** Returns the figures as pairs of a short text and what it means: tokens, speed, time to first token, prompt. */
+export function describeFigures({ sentMs, firstMs, lastMs, usage, continues }) {
   const parts = [];
   const count = usage?.completion_tokens;
-  if (count !== undefined) parts.push(`${count} ${count === 1 ? "token" : "tokens"}`);
+  if (count !== undefined) parts.push([`${count} ${continues ? "more " : ""}${tokens(count)}`, "Length of the answer"]);
   if (count > 0 && firstMs !== null) parts.push(speed(count, sentMs, firstMs, lastMs));
-  if (firstMs !== null) parts.push(`${lastMs > firstMs ? "first after" : "after"} ${time(firstMs - sentMs)}`);
+  if (firstMs !== null) parts.push(wait(firstMs - sentMs, lastMs > firstMs));
   const cached = usage?.prompt_tokens_details?.cached_tokens;
-  if (usage) parts.push(`prompt ${usage.prompt_tokens}${cached ? `, ${cached} cached` : ""}`);
-  if (finish === "length") parts.push("reached its length limit");
+  const reused = cached ? `, ${cached} cached` : "";
+  if (usage) parts.push([`${usage.prompt_tokens} prompt ${tokens(usage.prompt_tokens)}${reused}`, "Everything that was sent; cached tokens were not computed again"]);
   return parts;
 }
 
@@ -53,7 +53,15 @@ export function describeFigures({ sentMs, firstMs, lastMs, usage, finish }) {
 function speed(count, sentMs, firstMs, lastMs) {
   const isTimed = count > 1 && lastMs - firstMs >= MIN_SPAN_MS;
   const perSecond = isTimed ? (count - 1) / (lastMs - firstMs) : count / Math.max(1, lastMs - sentMs);
-  return `${number(perSecond * 1000)} tokens/s${isTimed ? "" : " in all"}`;
+  return [`${number(perSecond * 1000)} tokens/s`, isTimed ? "Speed after the first token" : "Speed from the question to the end"];
+}
+
+function wait(ms, isFirst) {
+  return isFirst ? [`${time(ms)} to first token`, "Time from the question to the first token"] : [`answered in ${time(ms)}`, "Time from the question to the answer"];
+}
+
+function tokens(count) {
+  return count === 1 ? "token" : "tokens";
 }
 
 function time(ms) {

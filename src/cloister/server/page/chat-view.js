@@ -1,19 +1,22 @@
 // The chat: asks, stops, edits, retries, and shows the conversation that is open. Answers of others go on meanwhile.
 
 import { newFigures, takeChunk } from "./answer.js";
-import { cutAfter, cutFrom, messagesOf, newTurn, openCalls } from "./conversation.js";
+import { showLikelihoods } from "./likelihood-view.js";
+import { Composer } from "./composer.js";
+import { choose, cutAfter, cutFrom, messagesOf, newTurn, openCalls } from "./conversation.js";
 import { byId, setChildren } from "./dom.js";
 import { explain } from "./errors.js";
 import { showExchange } from "./exchange-view.js";
+import { Scroller } from "./scroller.js";
 import { fieldsOf } from "./settings.js";
 import { TurnView } from "./turn-view.js";
+import { askVariant } from "./variant-dialog.js";
 
-const NEAR_PX = 80;
 const HIDDEN_DRAW_MS = 500;
 
 export class ChatView {
   /**
-   * @param page what the views share: memory, api, announcer, policy, toast(text, undo) and changed(), to call when conversations did.
+   * @param page what the views share: memory, api, announcer, policy, served, toast(text, undo) and changed(), to call when conversations did.
    */
   constructor(page) {
     this.page = page;
@@ -22,22 +25,19 @@ export class ChatView {
     this.does = {
       edit: (turn, text) => this.edit(turn, text),
       retry: (turn) => this.retry(turn),
+      resume: (turn) => this.resume(turn),
+      vary: (turn) => askVariant(page, (settings, label) => this.vary(turn, settings, label)),
+      choose: (turn, variant) => this.choose(turn, variant),
       show: (turn) => showExchange(turn.exchange),
+      showLikelihoods: (turn) => showLikelihoods(turn.exchange),
       answerCall: (call, text) => this.answerCall(call, text),
       useKey: (turn, key) => this.useKey(turn, key),
       isOpen: (call) => openCalls(this.conversation).includes(call),
+      isLast: (turn) => this.conversation.turns.at(-1) === turn,
     };
-    this.scroller = byId("scroller");
-    this.message = byId("message");
-    byId("composer").addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.send();
-    });
+    this.scroller = new Scroller(byId("scroller"), byId("latest"));
+    this.composer = new Composer(page, (text, files) => this.send(text, files));
     byId("stop").addEventListener("click", () => this.stop());
-    byId("latest").addEventListener("click", () => this.toEnd());
-    this.message.addEventListener("keydown", (event) => this.key(event));
-    this.message.addEventListener("input", () => this.fit());
-    this.scroller.addEventListener("scroll", () => this.showLatest(), { passive: true });
   }
 
   get conversation() {
@@ -54,25 +54,29 @@ export class ChatView {
     this.views = new Map(turns.map((turn) => [turn.id, this.viewOf(turn)]));
     setChildren(byId("turns"), [...this.views.values()].map((view) => view.element));
     byId("welcome").hidden = turns.length > 0;
-    this.showRunning();
-    this.toEnd();
+    this.composer.showRunning(this.isRunning);
+    this.scroller.toEnd();
   }
 
   /** The view of a turn, drawn as the turn is now. */
   viewOf(turn) {
     const known = this.views.get(turn.id);
-    known?.update();
-    return known ?? new TurnView(turn, this.does);
+    if (known?.turn !== turn) return new TurnView(turn, this.does);
+    known.update();
+    return known;
   }
 
-  /** Asks what stands in the box. */
-  send() {
-    const text = this.message.value.trim();
-    if (!text || this.isRunning) return;
-    this.message.value = "";
-    this.fit();
-    this.conversation.turns.push(newTurn("user", { content: text }));
+  /** The view that shows a turn, itself or beside another one. */
+  viewWith(turn) {
+    return [...this.views.values()].find((view) => view.turn === turn || view.turn.variants.includes(turn));
+  }
+
+  /** Asks a question; returns whether it could be asked. */
+  send(text, files = []) {
+    if (this.isRunning) return false;
+    this.conversation.turns.push(newTurn("user", { content: text, files }));
     this.ask();
+    return true;
   }
 
   /** Ends the answer that comes in. */
@@ -81,6 +85,7 @@ export class ChatView {
   }
 
   retry(turn) {
+    if (!this.conversation.turns.includes(turn)) return this.retryVariant(turn);
     this.change(() => (turn.role === "assistant" ? cutFrom(this.conversation, turn) : cutAfter(this.conversation, turn)));
     this.ask();
   }
@@ -91,7 +96,7 @@ export class ChatView {
       this.changed();
       return;
     }
-    if (!text.trim()) return;
+    if (!text.trim() && !turn.files.length) return;
     this.change(() => {
       turn.content = text.trim();
       cutAfter(this.conversation, turn);
@@ -110,15 +115,56 @@ export class ChatView {
   }
 
   /** Asks for the next answer of the open conversation. */
-  async ask() {
+  ask() {
+    const { turns } = this.conversation;
+    const request = this.request(turns);
+    const turn = newTurn("assistant");
+    turns.push(turn);
+    return this.answer(turn, request);
+  }
+
+  /** Goes on with an answer that was cut: the server takes it as the beginning of what it is to say. */
+  resume(turn) {
+    const request = this.request(this.conversation.turns);
+    if (turn.reasoning) request.messages.at(-1).reasoning_content = turn.reasoning; // it goes on from what it thought
+    return this.answer(turn, { ...request, continue_final_message: true, add_generation_prompt: false }, true);
+  }
+
+  /** Asks for another answer, which stands beside the one there is. */
+  vary(turn, settings, label) {
+    this.stop();
+    const { turns } = this.conversation;
+    const variant = newTurn("assistant", { label });
+    turn.variants.push(variant);
+    return this.answer(variant, this.request(turns.slice(0, turns.indexOf(turn)), settings));
+  }
+
+  choose(turn, chosen) {
+    this.stop();
+    const undo = choose(this.conversation, turn, chosen);
+    this.changed();
+    this.page.toast("The other answers were dropped.", () => {
+      undo();
+      this.changed();
+    });
+  }
+
+  retryVariant(variant) {
+    const turn = this.viewWith(variant).turn;
+    const { turns } = this.conversation;
+    Object.assign(variant, { content: "", reasoning: "", toolCalls: [] });
+    return this.answer(variant, variant.exchange?.request ?? this.request(turns.slice(0, turns.indexOf(turn))));
+  }
+
+  /** Sends a request and puts what comes back into a turn. */
+  async answer(turn, request, continues = false) {
     const { page, conversation } = this;
-    const request = this.request();
-    const turn = newTurn("assistant", { state: "waiting", exchange: { request, response: [] }, figures: newFigures(performance.now()) });
+    const figures = newFigures(performance.now(), continues);
+    Object.assign(turn, { state: "waiting", error: null, exchange: { request, response: [] }, figures });
     const run = { controller: new AbortController(), turn };
-    conversation.turns.push(turn);
     this.runs.set(conversation.id, run);
     this.changed();
-    page.announcer.begin();
+    page.announcer.begin(turn.content.length);
     try {
       for await (const chunk of page.api.chat(request, run.controller.signal)) {
         takeChunk(turn, chunk, performance.now());
@@ -134,15 +180,13 @@ export class ChatView {
     this.ended(turn);
   }
 
-  request() {
-    const { page, conversation } = this;
-    const { settings } = page.memory;
-    const { streaming } = page.policy;
+  request(turns, settings = this.page.memory.settings) {
+    const { streaming } = this.page.policy;
     const options = streaming ? { stream: true, stream_options: { include_usage: true } } : { stream: false };
     const fields = fieldsOf(settings);
-    if (fields.tool_choice === "required" && conversation.turns.at(-1).role === "tool") fields.tool_choice = "auto"; // or it never ends
-    const model = settings.model || page.model;
-    return { ...(model && { model }), messages: messagesOf(conversation, settings.system), ...fields, ...options };
+    if (fields.tool_choice === "required" && turns.at(-1)?.role === "tool") fields.tool_choice = "auto"; // or it never ends
+    const model = this.page.modelOf(settings);
+    return { ...(model && { model }), messages: messagesOf(turns, settings.system), ...fields, ...options };
   }
 
   askUnlessOpen() {
@@ -170,23 +214,18 @@ export class ChatView {
   changed() {
     this.page.changed();
     this.show();
-    this.keepFocus();
-  }
-
-  /** Focus that was in something that is gone goes to the box. */
-  keepFocus() {
-    if (document.activeElement === document.body) this.focus();
+    if (document.activeElement === document.body) this.focus(); // it was in something that is gone
   }
 
   /** Goes to the box, but not where that would open a keyboard over the page. */
   focus() {
-    if (!matchMedia("(pointer: coarse)").matches) this.message.focus();
+    if (!matchMedia("(pointer: coarse)").matches) this.composer.focus();
   }
 
   ended(turn) {
-    const view = this.views.get(turn.id);
-    if (view) this.follow(() => view.update());
-    this.showRunning();
+    const view = this.viewWith(turn);
+    if (view) this.scroller.follow(() => view.update());
+    this.composer.showRunning(this.isRunning);
     this.page.changed();
     const ending = { done: "", stopped: "Stopped.", failed: "" }[turn.state];
     if (view) this.page.announcer.end(turn.content, ending);
@@ -198,51 +237,12 @@ export class ChatView {
     run.drawing = true;
     const draw = () => {
       run.drawing = false;
-      const view = this.views.get(run.turn.id);
+      const view = this.viewWith(run.turn);
       if (!view || run.turn.state !== "streaming") return;
-      this.follow(() => view.update());
+      this.scroller.follow(() => view.update());
       this.page.announcer.follow(run.turn.content);
     };
     if (document.hidden) setTimeout(draw, HIDDEN_DRAW_MS);
     else requestAnimationFrame(draw);
-  }
-
-  /** Draws, and stays at the end if it was there. */
-  follow(draw) {
-    const wasAtEnd = this.isAtEnd();
-    draw();
-    if (wasAtEnd) this.toEnd();
-    else this.showLatest();
-  }
-
-  isAtEnd() {
-    const { scrollHeight, scrollTop, clientHeight } = this.scroller;
-    return scrollHeight - scrollTop - clientHeight < NEAR_PX;
-  }
-
-  toEnd() {
-    this.scroller.scrollTop = this.scroller.scrollHeight;
-    this.showLatest();
-  }
-
-  showLatest() {
-    byId("latest").hidden = this.isAtEnd();
-  }
-
-  showRunning() {
-    byId("stop").hidden = !this.isRunning;
-    byId("send").hidden = this.isRunning;
-  }
-
-  key(event) {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-    event.preventDefault();
-    this.send();
-  }
-
-  /** Gives the box as many lines as its text has. */
-  fit() {
-    this.message.style.height = "auto";
-    this.message.style.height = `${Math.min(this.message.scrollHeight, innerHeight * 0.4)}px`;
   }
 }

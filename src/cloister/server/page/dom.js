@@ -1,5 +1,6 @@
 // Builds elements. A child that is a string becomes a text node, so nothing that a model or a server says is ever read as markup.
 
+const MATHML = "http://www.w3.org/1998/Math/MathML";
 const SVG = "http://www.w3.org/2000/svg";
 
 /** Returns an element. `on...` attributes are listeners; true sets an empty attribute, false, null and undefined none. */
@@ -10,6 +11,11 @@ export function h(name, attributes = {}, ...children) {
 /** Returns an SVG element. */
 export function svg(name, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, name), attributes, children);
+}
+
+/** Returns a MathML element. */
+export function mathml(name, attributes = {}, ...children) {
+  return fill(document.createElementNS(MATHML, name), attributes, children);
 }
 
 /** Returns one of the drawings at the end of the page, hidden from assistive technology: the text beside it says what it means. */

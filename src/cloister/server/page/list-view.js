@@ -1,23 +1,40 @@
-// The list of conversations: open, export, forget.
+// The list of conversations: open, search, rename, put into folders, export, forget.
 
-import { exportJson, exportMarkdown, importJson, titleOf } from "./conversation.js";
-import { byId, h, iconButton } from "./dom.js";
+import { askFor } from "./ask-dialog.js";
+import { exportJson, exportMarkdown, importJson, mentions, titleOf } from "./conversation.js";
+import { byId, h, icon } from "./dom.js";
+import { menuButton } from "./menu.js";
+
+const MIN_SEARCHED = 2;
 
 export class ListView {
   /** @param page what the views share: memory, toast, open(conversation) and changed(). */
   constructor(page) {
     this.page = page;
+    this.closed = new Set();
+    this.shown = [];
     byId("open-list").addEventListener("click", () => this.toggle());
     byId("shade").addEventListener("click", () => this.toggle(false));
     byId("new-conversation").addEventListener("click", () => page.begin());
     byId("bring-back").addEventListener("click", () => byId("exported").click());
     byId("exported").addEventListener("change", (event) => this.import(event.target));
+    byId("search").addEventListener("input", () => this.show());
+    byId("search").addEventListener("keydown", (event) => this.leaveSearch(event));
   }
 
   show() {
     const { memory } = this.page;
-    byId("conversations").replaceChildren(...memory.conversations.map((conversation) => this.row(conversation)));
-    byId("keep-note").textContent = memory.settings.keep
+    const search = byId("search");
+    search.hidden = memory.conversations.length < MIN_SEARCHED && !search.value;
+    const words = search.value.trim();
+    const found = memory.conversations.filter((conversation) => !words || mentions(conversation, words));
+    const folders = [...new Set(found.map(({ folder }) => folder).filter(Boolean))].sort();
+    const inside = ["", ...folders].map((name) => found.filter(({ folder }) => folder === name));
+    const [loose, ...filed] = inside.map((conversations) => conversations.map((conversation) => this.row(conversation)));
+    this.shown = inside.flat();
+    byId("conversations").replaceChildren(...loose, ...folders.map((name, i) => this.folder(name, filed[i], words)));
+    byId("found-none").textContent = words && !found.length ? "Nothing found." : "";
+    byId("keep-note").textContent = memory.settings.keep && memory.mayKeep
       ? "Kept in this browser until you switch that off."
       : "Nothing is kept: closing this page forgets all of it.";
   }
@@ -29,17 +46,48 @@ export class ListView {
     if (open) byId("new-conversation").focus();
   }
 
+  /** A folder; while something is searched for, every folder is open. */
+  folder(name, rows, isSearched) {
+    const details = h("details", { open: Boolean(isSearched) || !this.closed.has(name) });
+    details.append(h("summary", {}, icon("folder"), h("span", {}, name)), h("ul", {}, ...rows));
+    details.addEventListener("toggle", () => !isSearched && (details.open ? this.closed.delete(name) : this.closed.add(name)));
+    return h("li", { class: "folder" }, details);
+  }
+
   row(conversation) {
     const { page } = this;
     const isCurrent = conversation === page.memory.current;
     const title = titleOf(conversation);
-    const open = h("button", { type: "button", class: "open", onclick: () => page.open(conversation), "aria-current": isCurrent && "true" }, title);
-    const hasTurns = conversation.turns.length > 0;
-    const buttons = [
-      iconButton("export", `Export: ${title}`, () => this.export(conversation), { disabled: !hasTurns }),
-      iconButton("delete", `Forget: ${title}`, () => this.forget(conversation), { disabled: !hasTurns }),
+    const open = h("button", { type: "button", class: "open", onclick: () => page.open(conversation), "aria-current": isCurrent && "true", title }, title);
+    const menu = conversation.turns.length ? menuButton(`More: ${title}`, () => this.actions(conversation)) : [];
+    return h("li", { class: isCurrent ? "row current" : "row" }, open, ...menu);
+  }
+
+  actions(conversation) {
+    return [
+      ["edit", "Rename", () => this.rename(conversation)],
+      ["folder", "Move to a folder", () => this.move(conversation)],
+      ["export", "Export", () => this.export(conversation)],
+      ["delete", "Forget", () => this.forget(conversation)],
     ];
-    return h("li", { class: isCurrent ? "current" : null }, open, ...(hasTurns ? buttons : []));
+  }
+
+  rename(conversation) {
+    const hint = "Left empty, its first question names it.";
+    askFor({ title: "Rename the conversation", label: "Name", hint, value: titleOf(conversation) }, (title) => {
+      conversation.title = title === titleOf({ ...conversation, title: "" }) ? "" : title;
+      this.page.changed();
+    });
+  }
+
+  move(conversation) {
+    const { folder } = conversation;
+    const others = [...new Set(this.page.memory.conversations.map((other) => other.folder))].filter((name) => name && name !== folder).sort();
+    const hint = folder ? "Left empty, it is in no folder." : "A new name makes a new folder.";
+    askFor({ title: "Move to a folder", label: "Folder", hint, value: folder, action: "Move", choices: others }, (name) => {
+      conversation.folder = name;
+      this.page.changed();
+    });
   }
 
   forget(conversation) {
@@ -49,6 +97,14 @@ export class ListView {
       undo();
       this.page.open(conversation);
     });
+  }
+
+  leaveSearch(event) {
+    if (event.key !== "Escape" || !event.target.value) return;
+    event.stopPropagation();
+    event.preventDefault();
+    event.target.value = "";
+    this.show();
   }
 
   async import(input) {

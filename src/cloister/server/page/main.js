@@ -4,10 +4,13 @@ import { Announcer } from "./announce.js";
 import { Api, ApiError } from "./api.js";
 import { BoardView } from "./board-view.js";
 import { ChatView } from "./chat-view.js";
-import { byId, h, iconButton } from "./dom.js";
+import { showDialog } from "./dialog.js";
+import { byId, h } from "./dom.js";
 import { explain } from "./errors.js";
 import { ListView } from "./list-view.js";
 import { Memory } from "./memory.js";
+import { ModelSwitch } from "./model-switch.js";
+import { PrivacyLine } from "./privacy-line.js";
 import { SettingsView } from "./settings-view.js";
 import { Shortcuts } from "./shortcuts.js";
 import { showWelcome } from "./welcome.js";
@@ -20,16 +23,18 @@ class Page {
     this.memory = new Memory(storage());
     this.api = new Api();
     this.announcer = new Announcer(byId("spoken"));
-    this.policy = { profile: "", summary: "", api_key: false, streaming: true, metrics: "all" };
+    this.policy = { profile: "", summary: "", api_key: false, streaming: true, keeping: false, metrics: "all" };
     this.model = "";
     this.models = [];
+    this.privacy = new PrivacyLine(this);
+    this.switch = new ModelSwitch(this);
     this.list = new ListView(this);
     this.chat = new ChatView(this);
     this.board = new BoardView(this);
     this.settings = new SettingsView(this);
     this.shortcuts = new Shortcuts([
       ["Escape", "Stop the answer", () => this.escape()],
-      ["/", "Go to the message box", () => this.chat.message.focus()],
+      ["/", "Go to the message box", () => this.chat.composer.focus()],
       ["Alt N", "New conversation", () => this.begin()],
       ["Alt ArrowUp", "Conversation above", () => this.step(-1)],
       ["Alt ArrowDown", "Conversation below", () => this.step(1)],
@@ -53,7 +58,7 @@ class Page {
     document.querySelector(".skip").addEventListener("click", (event) => {
       event.preventDefault();
       location.hash = "#chat";
-      this.chat.message.focus();
+      this.chat.composer.focus();
     });
     await this.learnPolicy();
     await this.learnModels();
@@ -64,10 +69,11 @@ class Page {
   async learnPolicy() {
     try {
       this.policy = await this.api.json("/v1/policy");
-      const { profile, summary } = this.policy;
-      byId("privacy").replaceChildren(h("strong", {}, `Profile ${profile}.`), ` ${summary}`);
+      this.privacy.say(this.policy);
+      this.memory.learnPolicy(this.policy);
+      this.list.show();
     } catch (error) {
-      byId("privacy").textContent = `${explain(error).title}. What happens to what you send is not known.`;
+      this.privacy.fail(explain(error).title);
     }
   }
 
@@ -76,14 +82,21 @@ class Page {
       if (this.lacksKey) throw new ApiError(401);
       this.models = (await this.api.json("/v1/models")).data.map(({ id }) => id);
       this.model = this.models[0] ?? "";
-      byId("model-name").textContent = this.memory.settings.model || this.model;
+      this.switch.show();
     } catch (error) {
-      byId("model-name").textContent = error.status === 401 ? "asks for an API key" : "";
+      this.switch.say(error.status === 401 ? "asks for an API key" : "");
     }
-    showWelcome(this.model, (text) => {
-      this.chat.message.value = text;
-      this.chat.send();
-    });
+    showWelcome(this.model, (text) => this.chat.send(text));
+  }
+
+  /** The model that answers: the one that was chosen, if this server has it. */
+  get served() {
+    return this.modelOf(this.memory.settings);
+  }
+
+  /** The model that settings ask for: the first one, unless they choose another that this server has. */
+  modelOf({ model }) {
+    return this.models.includes(model) ? model : this.model;
   }
 
   /** Whether there is no use in asking the API for anything yet. */
@@ -101,7 +114,7 @@ class Page {
     this.memory.set(name, value);
     if (name === "theme") this.showTheme();
     if (name === "keep") this.list.show();
-    if (name === "model") byId("model-name").textContent = value || this.model;
+    if (name === "model") this.switch.show();
   }
 
   begin() {
@@ -119,8 +132,8 @@ class Page {
   }
 
   step(by) {
-    const { conversations, current } = this.memory;
-    const next = conversations[conversations.indexOf(current) + by];
+    const { shown } = this.list;
+    const next = shown[shown.indexOf(this.memory.current) + by];
     if (next) this.open(next);
   }
 
@@ -186,19 +199,14 @@ class Page {
 
   /** Lets the user choose one of a few things: pairs of words and what to do. */
   choose(title, choices) {
-    const dialog = byId("exchange");
     const button = ([label, work]) => {
       const take = () => {
-        dialog.close();
+        close();
         work();
       };
       return h("button", { type: "button", class: "button", onclick: take }, label);
     };
-    dialog.replaceChildren(
-      h("header", {}, h("h2", { id: "exchange-title" }, title), iconButton("close", "Close", () => dialog.close())),
-      h("div", { class: "panel-body choices" }, ...choices.map(button)),
-    );
-    dialog.showModal();
+    const close = showDialog(title, h("div", { class: "panel-body choices" }, ...choices.map(button)));
   }
 }
 

@@ -9,6 +9,7 @@ const PLACE = "cloister";
 export class Memory {
   constructor(storage) {
     this.storage = storage;
+    this.mayKeep = false;
     this.settings = { ...DEFAULTS };
     this.conversations = [newConversation()];
     this.current = this.conversations[0];
@@ -57,19 +58,21 @@ export class Memory {
     this.write();
   }
 
-  /** Writes everything down if the user wants it kept, else takes away what was. Returns whether it is kept. */
+  /** Learns whether the privacy profile lets anything be kept; until then nothing is written. */
+  learnPolicy({ keeping }) {
+    this.mayKeep = keeping === true;
+  }
+
+  /** Writes everything down if the user wants it kept and the profile allows it; takes away what was kept if the user does not want it. */
   write() {
     try {
-      if (!this.settings.keep) {
-        this.storage.removeItem(PLACE);
-        return false;
-      }
+      if (!this.settings.keep) this.storage.removeItem(PLACE);
+      if (!this.settings.keep || !this.mayKeep) return;
       const { settings, current } = this;
       const conversations = this.conversations.filter(({ turns }) => turns.length).map(withoutExchanges);
       this.storage.setItem(PLACE, JSON.stringify({ version: 1, settings, conversations, current: current.id }));
-      return true;
     } catch {
-      return false; // no storage, or no room in it: everything stays in memory
+      // no storage, or no room in it: everything stays in memory
     }
   }
 
@@ -88,11 +91,17 @@ export class Memory {
 }
 
 function withoutExchanges(conversation) {
-  return { ...conversation, turns: conversation.turns.map((turn) => ({ ...turn, exchange: null })) };
+  return eachTurn(conversation, (turn) => ({ ...turn, exchange: null }));
 }
 
 /** What was being answered when the page was left is not answered any more. */
 function ended(conversation) {
-  const ends = (turn) => (["waiting", "streaming"].includes(turn.state) ? { ...turn, state: "stopped" } : turn);
-  return { ...conversation, turns: conversation.turns.map(ends) };
+  return eachTurn(conversation, (turn) => (["waiting", "streaming"].includes(turn.state) ? { ...turn, state: "stopped" } : turn));
+}
+
+/** A conversation with each of its turns changed, and the answers beside them. Turns of earlier versions of the page have fewer fields. */
+function eachTurn(conversation, change) {
+  const { title = "", folder = "" } = conversation;
+  const changed = ({ files = [], label = "", variants = [], ...turn }) => change({ ...turn, files, label, variants: variants.map(changed) });
+  return { ...conversation, title, folder, turns: conversation.turns.map(changed) };
 }

@@ -1,8 +1,11 @@
 // Draws what `parseMarkdown` returns. Only nodes are made, and only of kinds that are named here.
 
-import { h, icon } from "./dom.js";
+import { h, icon, mathml } from "./dom.js";
 import { highlight } from "./highlight.js";
 import { parseMarkdown } from "./markdown.js";
+import { parseTex } from "./tex.js";
+
+const MAX_COLOURED = 100_000;
 
 /** Keeps an element equal to a text that grows: blocks that did not change keep their nodes, and with them selection and focus. */
 export class MarkdownView {
@@ -67,6 +70,7 @@ const BLOCKS = {
   code: (block) => codeBox(block.text, block.language),
   quote: (block) => h("blockquote", {}, ...block.blocks.map(drawBlock)),
   rule: () => h("hr"),
+  math: (block) => h("div", { class: "math-box", tabindex: "0", role: "group", "aria-label": "Formula" }, drawMath(block.text, true)),
   list: (block) => {
     const items = block.items.map((blocks) => h("li", {}, ...drawItem(blocks)));
     return block.ordered ? h("ol", { start: block.first }, ...items) : h("ul", {}, ...items);
@@ -86,9 +90,20 @@ const SPANS = {
   em: (span) => h("em", {}, ...drawSpans(span.spans)),
   del: (span) => h("del", {}, ...drawSpans(span.spans)),
   break: () => h("br"),
+  math: (span) => drawMath(span.text, span.isDisplay),
   link: (span) =>
     h("a", { href: span.url, rel: "noopener noreferrer nofollow", target: "_blank", title: span.url }, ...drawSpans(span.spans)),
 };
+
+/** A formula, or its source where that is not understood. */
+function drawMath(text, isDisplay) {
+  const formula = parseTex(text, isDisplay);
+  return formula ? drawNode(formula) : h("code", { class: "tex" }, text);
+}
+
+function drawNode({ name, attributes, text, children }) {
+  return mathml(name, attributes, text || null, ...children.map(drawNode));
+}
 
 function drawBlock(block) {
   return BLOCKS[block.kind](block);
@@ -105,5 +120,6 @@ function drawItem(blocks) {
 }
 
 function drawCode(text, language) {
+  if (text.length > MAX_COLOURED) return [text];
   return highlight(text, language).map(([kind, part]) => (kind === "plain" ? part : h("span", { class: `code-${kind}` }, part)));
 }

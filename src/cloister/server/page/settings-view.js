@@ -1,33 +1,29 @@
 // The dialog of settings. What is typed holds at once; what is wrong is said beside its field and not sent.
 
 import { UNWATCHED, byId, h, iconButton } from "./dom.js";
-import { faultOf } from "./settings.js";
+import { SAMPLING, fieldBox, selectBox } from "./field.js";
+import { presetBar } from "./preset-bar.js";
+import { schemaForm } from "./schema-form.js";
 
-const SECTIONS = [
-  [
-    "Answers",
-    [
-      { name: "model", label: "Model", kind: "select" },
-      { name: "system", label: "System prompt", kind: "area", rows: 3, hint: "Said to the model before every conversation." },
-      { name: "temperature", label: "Temperature", kind: "number", hint: "0 always takes the most likely token; up to 2." },
-      { name: "top_p", label: "Top p", kind: "number", hint: "From 0 to 1: only the likeliest tokens that make up this share." },
-      { name: "max_tokens", label: "Longest answer", kind: "number", hint: "In tokens." },
-      { name: "seed", label: "Seed", kind: "number", hint: "The same seed gives the same answer." },
-      { name: "stop", label: "Stop at", kind: "area", rows: 2, hint: "One text per line; the answer ends before it." },
-      { name: "format", label: "Form of the answer", kind: "select", options: { text: "Text", json_object: "JSON", json_schema: "JSON by a schema" } },
-      { name: "schema", label: "JSON schema", kind: "area", rows: 4, code: true, when: ({ format }) => format === "json_schema" },
-      { name: "more", label: "More fields", kind: "area", rows: 2, code: true, hint: "A JSON object that goes into every request, such as {\"top_k\": 20}." },
-    ],
-  ],
-  [
-    "Tools",
-    [
-      { name: "tools", label: "Tool definitions", kind: "area", rows: 5, code: true, hint: "JSON, as the OpenAI API takes it: a list, or one function. You answer calls by hand." },
-      { name: "tool_choice", label: "The model", kind: "select", options: { auto: "may call a tool", required: "must call a tool", none: "must not call a tool" }, when: ({ tools }) => tools.trim() !== "" },
-    ],
-  ],
+const FORMS = { text: "Text", json_object: "JSON", json_schema: "JSON by a schema" };
+const CHOICES = { auto: "may call a tool", required: "must call a tool", none: "must not call a tool" };
+const THEMES = { system: "Same as this device", light: "Light", dark: "Dark" };
+const isBySchema = ({ format }) => format === "json_schema";
+const ANSWERS = [
+  { name: "model", label: "Model", kind: "select" },
+  { name: "system", label: "System prompt", kind: "area", rows: 3, hint: "Said to the model before every conversation." },
+  ...SAMPLING,
+  { name: "stop", label: "Stop at", kind: "area", rows: 2, hint: "One text per line; the answer ends before it." },
+  { name: "format", label: "Form of the answer", kind: "select", options: FORMS },
+  { name: "fields", kind: "schema", when: isBySchema },
+  { name: "schema", label: "JSON schema", kind: "area", rows: 4, code: true, when: isBySchema },
+  { name: "likelihoods", label: "Likelihoods", kind: "check", hint: "Each answer also brings what else the model could have said; see its menu." },
+  { name: "more", label: "More fields", kind: "area", rows: 2, code: true, hint: "A JSON object that goes into every request, such as {\"top_k\": 20}." },
 ];
-const THEMES = { system: "As this device has it", light: "Light", dark: "Dark" };
+const TOOLS = [
+  { name: "tools", label: "Tool definitions", kind: "area", rows: 5, code: true, hint: "JSON, as the OpenAI API takes it: a list, or one function. You answer calls by hand." },
+  { name: "tool_choice", label: "The model", kind: "select", options: CHOICES, when: ({ tools }) => tools.trim() !== "" },
+];
 
 export class SettingsView {
   /** @param page what the views share: memory, api, models, useKey, set(name, value) and forgetAll(). */
@@ -38,60 +34,47 @@ export class SettingsView {
   }
 
   open() {
+    this.draw();
+    if (!this.dialog.open) this.dialog.showModal();
+  }
+
+  draw() {
     this.fields = [];
-    const sections = SECTIONS.map(([title, fields]) => h("fieldset", {}, h("legend", {}, title), ...fields.map((field) => this.field(field))));
+    const section = (title, first, fields) => h("fieldset", {}, h("legend", {}, title), first, ...fields.map((field) => this.field(field)));
+    const presets = presetBar(this.page, () => this.open());
     this.dialog.replaceChildren(
       h("header", {}, h("h2", { id: "settings-title" }, "Settings"), iconButton("close", "Close", () => this.dialog.close())),
-      h("div", { class: "panel-body" }, ...sections, this.access(), this.device()),
+      h("div", { class: "panel-body" }, section("Answers", presets, ANSWERS), section("Tools", null, TOOLS), this.access(), this.device()),
     );
     this.showConditional();
-    this.dialog.showModal();
   }
 
   field(field) {
-    const { name, label, hint } = field;
-    const id = `set-${name}`;
-    const fault = h("p", { class: "field-fault", id: `${id}-fault`, role: "alert" });
-    const input = this.input(field, id);
-    input.setAttribute("aria-describedby", `${id}-hint ${id}-fault`);
-    const check = () => {
-      fault.textContent = faultOf(name, input.value);
-      input.setAttribute("aria-invalid", String(fault.textContent !== ""));
-    };
-    const take = () => {
-      this.page.set(name, input.value);
-      check();
+    const { name } = field;
+    const { settings } = this.page.memory;
+    const take = (value) => {
+      this.page.set(name, value);
       this.showConditional();
     };
-    input.addEventListener(field.kind === "select" ? "change" : "input", take);
-    check();
-    const note = h("p", { class: "hint", id: `${id}-hint` }, hint ?? "");
-    const box = h("div", { class: `field ${field.kind}` }, h("label", { for: id }, label), input, note, fault);
+    const options = name === "model" ? this.models() : field.options;
+    const box = field.kind === "schema" ? this.schema() : fieldBox({ ...field, options }, settings[name], take);
     this.fields.push([field, box]);
     return box;
   }
 
-  input({ name, kind, rows, code, options }, id) {
-    const value = this.page.memory.settings[name];
-    if (kind === "select") return this.select(name === "model" ? this.models() : options, value, id);
-    const attributes = { id, placeholder: kind === "number" ? "as the model has it" : "", ...UNWATCHED };
-    const area = kind === "area";
-    const input = area
-      ? h("textarea", { ...attributes, rows, class: code && "code" })
-      : h("input", { ...attributes, type: "text", inputmode: "decimal" });
-    input.value = value;
-    return input;
-  }
-
-  select(options, value, id) {
-    const items = Object.entries(options).map(([key, label]) => h("option", { value: key, selected: key === value }, label));
-    return h("select", { id }, ...items);
+  /** The form that writes the JSON schema below it. */
+  schema() {
+    return schemaForm(this.page.memory.settings.schema, (text) => {
+      const area = byId("set-schema");
+      area.value = text;
+      area.dispatchEvent(new Event("input"));
+    });
   }
 
   models() {
     const { models, model } = this.page;
     const others = models.filter((name) => name !== model);
-    return { "": model || "the one that is served", ...Object.fromEntries(others.map((name) => [name, name])) };
+    return { "": model || "The one that is served", ...Object.fromEntries(others.map((name) => [name, name])) };
   }
 
   showConditional() {
@@ -110,11 +93,12 @@ export class SettingsView {
 
   device() {
     const { page } = this;
-    const theme = this.select(THEMES, page.memory.settings.theme, "set-theme");
+    const { mayKeep, settings } = page.memory;
+    const theme = selectBox(THEMES, settings.theme, "set-theme");
     theme.addEventListener("change", () => page.set("theme", theme.value));
-    const keep = h("input", { id: "set-keep", type: "checkbox", checked: page.memory.settings.keep, "aria-describedby": "set-keep-hint" });
-    keep.addEventListener("change", () => page.set("keep", keep.checked));
-    const keepHint = "Conversations and settings are written, readable, into this browser's storage. Switching it off takes them away.";
+    const allowed = "Conversations, presets and settings are written, readable, into this browser's storage. Switching it off takes them away.";
+    const refused = "The privacy profile does not allow it: nothing is written. What was kept before is taken away when this is switched off.";
+    const keep = { name: "keep", label: "Keep on this device", kind: "check", hint: mayKeep ? allowed : refused, disabled: !mayKeep && !settings.keep };
     const forget = () => {
       page.forgetAll();
       this.dialog.close();
@@ -124,7 +108,7 @@ export class SettingsView {
       {},
       h("legend", {}, "This device"),
       h("div", { class: "field select" }, h("label", { for: "set-theme" }, "Colours"), theme),
-      h("div", { class: "field check" }, keep, h("label", { for: "set-keep" }, "Keep on this device"), h("p", { class: "hint", id: "set-keep-hint" }, keepHint)),
+      fieldBox(keep, settings.keep, (value) => page.set("keep", value)),
       h("button", { type: "button", class: "button quiet", onclick: forget }, "Forget all conversations"),
     );
   }

@@ -13,10 +13,14 @@ export const DEFAULTS = Object.freeze({
   format: "text",
   schema: "",
   more: "",
+  likelihoods: false,
+  presets: [],
+  hidden_profile: "",
   theme: "system",
   keep: false,
 });
 
+const NUM_LIKELIEST = 5;
 const NUMBERS = {
   temperature: { low: 0, high: 2, whole: false },
   top_p: { low: 0, high: 1, whole: false },
@@ -50,6 +54,7 @@ export function fieldsOf(settings) {
   if (tools.length) Object.assign(fields, { tools, tool_choice: settings.tool_choice });
   const format = formatOf(settings);
   if (format) fields.response_format = format;
+  if (settings.likelihoods) Object.assign(fields, { logprobs: true, top_logprobs: NUM_LIKELIEST });
   const more = parseJson(settings.more);
   return isObject(more) ? { ...fields, ...more } : fields;
 }

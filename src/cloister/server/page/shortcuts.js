@@ -18,7 +18,7 @@ export class Shortcuts {
   }
 
   press(event) {
-    if (event.isComposing || event.ctrlKey || event.metaKey || document.querySelector("dialog[open]")) return;
+    if (event.isComposing || event.ctrlKey || event.metaKey || document.querySelector("dialog[open], :popover-open")) return;
     const isTyping = event.target.matches?.("input, textarea, select");
     const name = `${event.altKey ? "Alt " : ""}${event.altKey ? event.code.replace(/^Key/, "") : event.key}`;
     const found = this.keys.find(([key]) => key === name);

@@ -3,29 +3,36 @@
 import { describeFigures } from "./answer.js";
 import { callView } from "./call-view.js";
 import { speaker } from "./conversation.js";
-import { UNWATCHED, h, iconButton, setChildren } from "./dom.js";
+import { h, iconButton, setChildren } from "./dom.js";
 import { jsonTree } from "./json-tree.js";
+import { likelihoodsOf } from "./likelihoods.js";
+import { menuButton } from "./menu.js";
 import { MarkdownView, copyButton } from "./render.js";
+import { fileBox, saidText } from "./said.js";
 import { parseJson } from "./settings.js";
-
-const LONGEST_COUNT_S = 300;
+import { editForm } from "./turn-edit.js";
+import { faultBox } from "./turn-fault.js";
 
 /**
- * Shows a turn, and shows it again when `update` is called.
+ * Shows a turn, and the answers that stand beside it, and shows them again when `update` is called.
  *
- * `does` are the actions of the chat: edit(turn, text), retry(turn), show(turn), answerCall(call, text), useKey(turn, key),
- * isOpen(call).
+ * `does` are the actions of the chat: edit(turn, text), retry(turn), resume(turn), vary(turn), choose(turn, variant), show(turn),
+ * showLikelihoods(turn), answerCall(call, text), useKey(turn, key), isOpen(call), isLast(turn).
  */
 export class TurnView {
-  constructor(turn, does) {
+  /** @param beside the turn that this one is a variant of, or null. */
+  constructor(turn, does, beside = null) {
     this.turn = turn;
     this.does = does;
+    this.beside = beside;
     this.text = new MarkdownView();
     this.calls = new Map();
+    this.variants = new Map();
     this.isEditing = false;
+    this.head = h("div", { class: "turn-head" });
     this.body = h("div", { class: "turn-body" });
     this.foot = h("div", { class: "turn-foot" });
-    this.article = h("article", { class: `turn ${turn.role}`, "aria-label": speaker(turn) }, this.body, this.foot);
+    this.article = h("article", { class: `turn ${turn.role}`, "aria-label": speaker(turn) }, this.head, this.body, this.foot);
     this.element = h("li", {}, this.article);
     this.update();
   }
@@ -33,24 +40,53 @@ export class TurnView {
   /** Draws the turn as it is now; what did not change keeps its nodes. */
   update() {
     const { turn } = this;
+    this.updateVariants();
     if (this.isEditing) return;
     const isComing = turn.state === "waiting" || turn.state === "streaming";
     this.article.toggleAttribute("data-coming", isComing);
     this.article.setAttribute("aria-busy", String(isComing));
+    setChildren(this.head, this.headParts());
     setChildren(this.body, this.parts(isComing));
     setChildren(this.foot, isComing ? [] : this.footParts());
   }
 
+  updateVariants() {
+    const views = this.turn.variants.map((variant) => {
+      const view = this.variants.get(variant) ?? new TurnView(variant, this.does, this.turn);
+      this.variants.set(variant, view);
+      view.update();
+      return view.article;
+    });
+    this.element.classList.toggle("compared", views.length > 0);
+    setChildren(this.element, [this.article, ...views]);
+  }
+
+  /** What a compared answer was asked with, and the button that takes it. */
+  headParts() {
+    const { turn, does, beside } = this;
+    const first = beside ?? turn;
+    if (!first.variants.length) return [];
+    const label = beside ? turn.label : "In the conversation";
+    const take = h("button", { type: "button", class: "text-button", onclick: () => does.choose(first, turn) }, "Use this one");
+    return [h("span", {}, label), take];
+  }
+
   parts(isComing) {
     const { turn } = this;
-    const said = h("p", { class: "said" }, turn.content);
-    if (turn.role === "tool") return [h("p", { class: "caption" }, speaker(turn)), said];
-    if (turn.role === "user") return [said];
-    const parts = [this.reasoning(isComing), this.answer(), ...this.callViews(isComing), this.fault()];
+    if (turn.role === "tool") return [h("p", { class: "caption" }, speaker(turn)), ...this.said()];
+    if (turn.role === "user") return this.said();
+    const parts = [this.reasoning(isComing), this.answer(), ...this.callViews(isComing)];
+    if (turn.error) parts.push(faultBox(turn, this.does));
     if (turn.state === "waiting") parts.push(waiting());
-    if (turn.state === "stopped") parts.push(h("p", { class: "soft" }, "Stopped."));
-    if (turn.state === "done" && !turn.content && !turn.toolCalls.length) parts.push(h("p", { class: "soft" }, "The model said nothing."));
+    else if (!isComing) parts.push(this.ending());
     return parts.filter(Boolean);
+  }
+
+  said() {
+    const { content, files } = this.turn;
+    if (this.saidOf !== content) this.saidParts = [...(content ? saidText(content) : []), ...files.map(fileBox)];
+    this.saidOf = content;
+    return this.saidParts;
   }
 
   /** The answer as text, or as a tree when it is JSON as a whole. */
@@ -83,86 +119,73 @@ export class TurnView {
   callViews(isComing) {
     return this.turn.toolCalls.filter(Boolean).map((call) => {
       const isOpen = !isComing && this.turn.state === "done" && this.does.isOpen(call);
-      const key = `${isOpen} ${call.id} ${call.function.name} ${call.function.arguments}`;
+      const key = `${isComing} ${isOpen} ${call.id} ${call.function.name} ${call.function.arguments}`;
       const known = this.calls.get(call);
       if (known?.key === key) return known.view;
-      const view = callView(call, isOpen ? this.does.answerCall : null);
+      const view = callView(call, isComing, isOpen ? this.does.answerCall : null);
       this.calls.set(call, { key, view });
       return view;
     });
   }
 
-  fault() {
-    const { error } = this.turn;
-    if (!error) return null;
-    const help = error.helps === "key" ? this.keyForm() : error.helps === "retry" ? this.retryButton(error.waitS) : null;
-    return h("div", { class: "fault", role: "alert" }, h("strong", {}, error.title), h("p", {}, error.detail), help);
+  /** How an answer ended that did not simply end, and the button that goes on with one that was cut. */
+  ending() {
+    const { state, content, toolCalls, figures } = this.turn;
+    const isCut = state === "done" && figures?.finish === "length";
+    const isEmpty = state === "done" && !content && !toolCalls.length;
+    const words = state === "stopped" ? "Stopped." : isCut ? "Stopped at the length limit." : isEmpty ? "The model said nothing." : "";
+    const canResume = (isCut || state === "stopped" || state === "failed") && this.canResume();
+    if (!words && !canResume) return null;
+    const resume = h("button", { type: "button", class: "button quiet", onclick: () => this.does.resume(this.turn) }, "Continue");
+    return h("p", { class: "ending" }, words, canResume && resume);
   }
 
-  keyForm() {
-    const id = `key-${this.turn.id}`;
-    const input = h("input", { id, type: "password", ...UNWATCHED });
-    const use = (event) => {
-      event.preventDefault();
-      if (input.value.trim()) this.does.useKey(this.turn, input.value.trim());
-    };
-    const button = h("button", { type: "submit", class: "button" }, "Use it and try again");
-    return h("form", { class: "key-form", onsubmit: use }, h("label", { for: id }, "API key, kept until this page is closed"), input, button);
-  }
-
-  retryButton(waitS) {
-    const button = h("button", { type: "button", class: "button", onclick: () => this.does.retry(this.turn) }, "Try again");
-    const count = (left) => {
-      button.disabled = left > 0;
-      button.textContent = left > 0 ? `Try again in ${left} s` : "Try again";
-      if (left > 0) setTimeout(count, 1000, left - 1);
-    };
-    if (waitS && waitS <= LONGEST_COUNT_S) count(Math.ceil(waitS));
-    return button;
+  /** A server goes on with text alone, at the end of the conversation, and not inside a form. */
+  canResume() {
+    const { content, toolCalls, variants, exchange } = this.turn;
+    const isText = content.trim() && !toolCalls.length && !exchange?.request.response_format;
+    return isText && !this.beside && !variants.length && this.does.isLast(this.turn);
   }
 
   footParts() {
-    const { turn, does } = this;
+    const { turn, does, beside } = this;
     const figures = turn.figures ? describeFigures(turn.figures) : [];
     const buttons = [
       turn.content && copyButton(() => turn.content),
       iconButton("edit", `Edit: ${speaker(turn)}`, () => this.edit()),
-      turn.role !== "tool" && iconButton("retry", turn.role === "user" ? "Ask again" : "Answer again", () => does.retry(turn)),
-      turn.exchange && iconButton("json", "Request and response as JSON", () => does.show(turn)),
+      turn.role !== "tool" && !beside && iconButton("retry", turn.role === "user" ? "Ask again" : "Answer again", () => does.retry(turn)),
+      ...(turn.role === "assistant" && (turn.exchange || !beside) ? menuButton("More", () => this.actions()) : []),
     ];
-    const shown = figures.length ? h("p", { class: "figures" }, ...figures.map((text) => h("span", {}, text))) : null;
-    return [shown, h("div", { class: "turn-buttons" }, ...buttons.filter(Boolean))].filter(Boolean);
+    const shown = figures.map(([text, title]) => h("span", { title }, text));
+    return [shown.length ? h("p", { class: "figures" }, ...shown) : null, h("div", { class: "turn-buttons" }, ...buttons.filter(Boolean))].filter(Boolean);
+  }
+
+  /** What can be done with an answer beyond the plain things. */
+  actions() {
+    const { turn, does, beside } = this;
+    return [
+      !beside && ["compare", "Answer with other settings", () => does.vary(turn)],
+      likelihoodsOf(turn.exchange).length > 0 && ["chances", "What else it could have said", () => does.showLikelihoods(turn)],
+      turn.exchange && ["json", "Request and response as JSON", () => does.show(turn)],
+    ].filter(Boolean);
   }
 
   /** Puts the text into a box. A question that was changed is asked again; other turns only change. */
   edit() {
     const { turn, does } = this;
-    const rows = Math.min(16, turn.content.split("\n").length + 1);
-    const area = h("textarea", { "aria-label": `Edit: ${speaker(turn)}`, rows, ...UNWATCHED });
-    area.value = turn.content;
-    const back = () => {
+    const action = turn.role === "assistant" ? "Save" : "Save and ask";
+    const save = (text) => {
+      this.isEditing = false;
+      does.edit(turn, text);
+    };
+    const cancel = () => {
       this.isEditing = false;
       this.update();
       this.foot.querySelector("[aria-label^=Edit]")?.focus();
     };
-    const save = (event) => {
-      event.preventDefault();
-      this.isEditing = false;
-      does.edit(turn, area.value);
-    };
+    const { form, area } = editForm({ label: `Edit: ${speaker(turn)}`, text: turn.content, action }, save, cancel);
     this.isEditing = true;
-    area.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") {
-        event.stopPropagation();
-        back();
-      }
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) save(event);
-    });
-    const buttons = [
-      h("button", { type: "submit", class: "button" }, turn.role === "assistant" ? "Save" : "Save and ask"),
-      h("button", { type: "button", class: "button quiet", onclick: back }, "Cancel"),
-    ];
-    this.body.replaceChildren(h("form", { class: "edit", onsubmit: save }, area, h("div", { class: "edit-buttons" }, ...buttons)));
+    this.body.replaceChildren(form);
     this.foot.replaceChildren();
     area.focus();
     area.setSelectionRange(area.value.length, area.value.length);

@@ -28,13 +28,15 @@ class PolicyReport(msgspec.Struct, frozen=True):
     """What a client may rely on.
 
     `summary` says in words what the profile means for what is sent, `api_key` whether the API asks for a key, `streaming`
-    whether answers may be streamed; `metrics` is `counts` when only sums over many requests are let out.
+    whether answers may be streamed, `keeping` whether the page may keep conversations on a device whose user wants it;
+    `metrics` is `counts` when only sums over many requests are let out.
     """
 
     profile: str
     summary: str
     api_key: bool
     streaming: bool
+    keeping: bool
     metrics: Literal["all", "counts"]
     object: Literal["policy"] = "policy"
 
@@ -66,6 +68,7 @@ def describe_policy(gate: Gate, kept: Sequence[str] = ()) -> PolicyReport:
         summary=" ".join([_sharing(gate), _RECORDS[policy.profile], *kept]),
         api_key=gate.asks_for_keys,
         streaming=policy.allows("streaming"),
+        keeping=policy.allows("page-storage"),
         metrics="counts" if policy.counts_only else "all",
     )
 
