@@ -89,6 +89,31 @@ FEATURE_WORDS: Final[Mapping[str, tuple[str, str, str]]] = {
         "lets operators load and unload LoRA adapters while the server runs",
         "a model's name may stand for something else than what was published",
     ),
+    "default-model-download": (
+        "Download of the default model",
+        "fetches the default model from the package index at the first start",
+        "the index and the network see that this machine starts to serve it",
+    ),
+    "identity-tokens": (
+        "Sign-in by an OpenID issuer",
+        "takes tokens of people from an issuer that you name, beside API keys",
+        "the issuer learns who signs in and when, and the server learns which requests are one person's",
+    ),
+    "files": (
+        "Files and batches",
+        "keeps uploaded files and answers of batches on disk, encrypted, for 30 days at most",
+        "whoever has the disk and the key file can read them",
+    ),
+    "stored-responses": (
+        "Kept responses",
+        "keeps conversations of /v1/responses in memory for an hour, so that they can go on",
+        "what was said outlives its request",
+    ),
+    "page-storage": (
+        "Conversations kept by the page",
+        "lets a person keep conversations in the browser",
+        "whoever uses the device or copies its disk can read them",
+    ),
 }
 """Name in `FEATURES` -> title, what it does, what it endangers."""
 

@@ -18,13 +18,15 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "memory": ("max_model_len", "kv_memory_mb", "kv_dtype", "block_size", "prefix_cache"),
     "scheduling": (
         "scheduler", "max_num_seqs", "max_n", "max_batched_tokens", "target_step_ms", "max_stall", "stall_floor_ms",
-        "max_waiting", "stall_timeout_s", "request_timeout_s",
+        "max_waiting", "stall_timeout_s", "request_timeout_s", "default_max_tokens",
     ),
     "speculation": ("speculate", "draft_model", "draft_tokens", "datastore"),
-    "privacy": ("profile", "api_keys", "cache_scopes", "release_prefixes"),
+    "privacy": (
+        "profile", "api_keys", "oidc", "cache_scopes", "release_prefixes", "keep_responses", "files", "files_key", "files_mb",
+    ),
     "network": (
         "host", "port", "certfile", "keyfile", "allowed_origins", "page", "max_connections", "max_request_kb",
-        "drain_timeout_s",
+        "drain_timeout_s", "strict_fields",
     ),
     "observability": ("log_format", "log_requests", "log_clients", "otlp_endpoint"),
     "sealed": (
