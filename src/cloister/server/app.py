@@ -23,7 +23,7 @@ from cloister.server.errors import INTERNAL, MethodError, error_body, error_head
 from cloister.server.front import PREPARE_TIMEOUT_S, Front
 from cloister.server.logs import RequestLog
 from cloister.server.messages.errors import MessageErrors
-from cloister.server.metrics import Exposition, Facts, Metrics, ReleasedCounts
+from cloister.server.metrics import Exposition, Facts, Metrics, RecordedMetrics, ReleasedCounts
 from cloister.server.middleware.auth import Authentication
 from cloister.server.middleware.body import BodyReader
 from cloister.server.middleware.cors import CrossOrigin, parse_origins
@@ -121,7 +121,8 @@ def make_exposition(engine: AsyncEngine, gate: Gate, names: Sequence[str]) -> Ex
     """Returns the figures of one engine, as far as the profile lets them out."""
     if gate.policy.counts_only:
         return ReleasedCounts(CountRelease())
-    return Metrics(Facts(engine, next(iter(names), engine.model.name)))
+    metrics = Metrics(Facts(engine, next(iter(names), engine.model.name)))
+    return RecordedMetrics(metrics) if gate.policy.allows("metrics-history") else metrics
 
 
 def create_routes(

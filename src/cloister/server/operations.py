@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from cloister.server.answers import ChatChunk, ChatCompletion, Completion, Model, ModelList
 from cloister.server.embeddings import EmbeddingBody, EmbeddingList
 from cloister.server.messages.schemas import CountBody, MessagesBody
-from cloister.server.metrics import CONTENT_TYPE
+from cloister.server.metrics import CONTENT_TYPE, MetricsReport
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.routes.adapters import LoadBody, UnloadBody, Unloaded
 from cloister.server.routes.policy import PolicyReport
@@ -171,6 +171,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         "GET", "/health", _SERVER, "Tell whether steps advance", answer=Health, errors=(503,), is_open=True, unavailable=Health
     ),
     Operation("GET", "/metrics", _SERVER, "Show figures for Prometheus", media_type=CONTENT_TYPE.partition(";")[0]),
+    Operation("GET", "/metrics/history", _SERVER, "Show figures of the last day", answer=MetricsReport),
     Operation("GET", "/openapi.json", _SERVER, "Describe the API", answer=JsonObject, is_open=True),
     Operation("GET", "/docs", _SERVER, "Show the reference of the API", media_type=HTML, is_open=True),
 )

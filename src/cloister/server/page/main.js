@@ -20,7 +20,7 @@ class Page {
     this.memory = new Memory(storage());
     this.api = new Api();
     this.announcer = new Announcer(byId("spoken"));
-    this.policy = { profile: "", summary: "", api_key: false, streaming: true, metrics: "all" };
+    this.policy = { profile: "", summary: "", api_key: false, streaming: true, metrics: "all", metrics_history: false };
     this.model = "";
     this.models = [];
     this.list = new ListView(this);

@@ -28,7 +28,8 @@ class PolicyReport(msgspec.Struct, frozen=True):
     """What a client may rely on.
 
     `summary` says in words what the profile means for what is sent, `api_key` whether the API asks for a key, `streaming`
-    whether answers may be streamed; `metrics` is `counts` when only sums over many requests are let out.
+    whether answers may be streamed; `metrics` is `counts` when only sums over many requests are let out, and
+    `metrics_history` whether the figures of the last day are kept.
     """
 
     profile: str
@@ -36,6 +37,7 @@ class PolicyReport(msgspec.Struct, frozen=True):
     api_key: bool
     streaming: bool
     metrics: Literal["all", "counts"]
+    metrics_history: bool
     object: Literal["policy"] = "policy"
 
 
@@ -54,6 +56,7 @@ def describe_policy(gate: Gate) -> PolicyReport:
         api_key=gate.asks_for_keys,
         streaming=policy.allows("streaming"),
         metrics="counts" if policy.counts_only else "all",
+        metrics_history=policy.allows("metrics-history"),
     )
 
 
