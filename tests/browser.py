@@ -58,11 +58,15 @@ class Browser:
 
     def find(self, css: str) -> WebElement:
         """Waits for an element that can be seen, and returns it."""
-        return self.wait(lambda: next((e for e in self.driver.find_elements(By.CSS_SELECTOR, css) if e.is_displayed()), None))
+        found: WebElement = self.wait(
+            lambda: next((e for e in self.driver.find_elements(By.CSS_SELECTOR, css) if e.is_displayed()), None)
+        )
+        return found
 
     def text(self, css: str) -> str:
         """The text of an element that can be seen, once there is one."""
-        return self.wait(lambda: [element.text for element in self.all(css)[:1]])[0]
+        texts: list[str] = self.wait(lambda: [element.text for element in self.all(css)[:1]])
+        return texts[0]
 
     def all(self, css: str) -> list[WebElement]:
         """Every element that can be seen."""
@@ -100,9 +104,10 @@ class Browser:
 
     def read_logs(self) -> tuple[list[str], list[str]]:
         """Returns what the console complained about and every address that was asked for, since it was read last."""
-        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        performance, console = (self.driver.get_log(kind) for kind in ("performance", "browser"))  # type: ignore[no-untyped-call]
+        events = [json.loads(entry["message"])["message"] for entry in performance]
         asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
-        said = [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")]
+        said = [entry["message"] for entry in console if entry["level"] in ("WARNING", "SEVERE")]
         return said, [url for url in asked if urlsplit(url).scheme not in ("about", "data", "blob")]
 
 
