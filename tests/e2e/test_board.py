@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from cloister.privacy import Credentials, Limits
-from cloister.server.metrics import RecordedMetrics
+from cloister.server.metrics import Metrics
 from cloister.types.config import ServerConfig
 from cloister.types.events import Arrived, Ended, Event, Progressed, Scheduled
 from cloister.types.request import FinishReason
@@ -89,7 +89,9 @@ def test_no_line_leaves_its_plot_however_late_a_token_is(board, house):
 def let_pass(house: House, passed_s: float) -> None:
     """Sets the clock of the server's history forward."""
     assert isinstance(house.engine, ScriptedEngine)
-    (history,) = {observe.__self__ for observe in house.engine.listeners if isinstance(observe.__self__, RecordedMetrics)}
+    (history,) = {
+        observe.__self__.before_change.__self__ for observe in house.engine.listeners if isinstance(observe.__self__, Metrics)
+    }
     clock = history._clock
     history._clock = lambda: clock() + passed_s
 
