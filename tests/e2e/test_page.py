@@ -367,7 +367,7 @@ def test_the_board_shows_what_the_server_does(page):
     page.wait(lambda: number_of(page, "Tokens per second") not in ("–", "0"))
     page.wait(lambda: number_of(page, "Time between tokens").endswith("ms"))
     label = page.find(".card[aria-label='Tokens per second'] svg").get_attribute("aria-label")
-    assert re.fullmatch(r"Tokens per second, last two minutes: output [\d,.]+, at most [\d,.]+", label)
+    assert re.fullmatch(r"Tokens per second, last 2 minutes: output [\d,.]+, at most [\d,.]+", label)
     assert page.text(".card[aria-label='Memory budget'] .legend").count("MiB") >= 3
     page.click("#go-chat")
     page.press(Keys.ESCAPE)
@@ -383,13 +383,13 @@ def num_readings(page: Browser) -> int:
 def test_the_board_reads_only_while_somebody_looks(page):
     page.click("#go-board")
     page.wait(lambda: num_readings(page) >= 2)
-    page.click(".board-head button")
+    page.click(".board-head .pause")
     paused = num_readings(page)
     page.click("#go-chat")
     assert page.run("return new Promise((done) => setTimeout(done, 1500))") is None
     assert num_readings(page) - paused <= 1
     page.click("#go-board")
-    page.click(".board-head button")
+    page.click(".board-head .pause")
     page.wait(lambda: num_readings(page) >= paused + 2)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cloister.engine.machine import read_machine, resident_bytes
+from cloister.engine.machine import cpu_seconds, read_machine, resident_bytes
 
 GIB = 2**30
 HOST = {"proc/meminfo": f"MemTotal: {64 * 2**20} kB\nMemFree: 100 kB\nMemAvailable: {48 * 2**20} kB\n"}
@@ -111,3 +111,14 @@ def test_memory_in_use_is_that_of_the_process_and_none_of_one_that_is_gone():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     assert resident_bytes(ended.pid) == 0
+
+
+def test_processor_time_is_that_of_the_process_and_nothing_of_one_that_ended():
+    before_s = cpu_seconds()
+    deadline = time.process_time() + 0.1
+    while time.process_time() < deadline:
+        pass
+    assert 0.05 < cpu_seconds() - before_s < 5
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert cpu_seconds(ended.pid) is None

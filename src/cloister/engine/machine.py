@@ -65,8 +65,7 @@ def read_machine(root: Path = Path("/"), num_affine_cpus: int | None = None, add
 
 def process_age_s(root: Path = Path("/")) -> float:
     """Returns how long this process has lived: what its start took before any of its own code ran counts too."""
-    # proc(5), /proc/PID/stat: the 22nd field, counted in ticks since boot; the second may hold blanks, in parentheses.
-    fields = (root / "proc/self/stat").read_text().rpartition(")")[2].split()
+    fields = _stat_fields(root / "proc/self/stat")
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
@@ -74,6 +73,15 @@ def process_age_s(root: Path = Path("/")) -> float:
 def resident_bytes(pid: int | None = None, root: Path = Path("/")) -> int:
     """Returns the memory that a process, this one unless told, has in RAM: its own and what it maps; 0 if there is none."""
     return _statm_bytes(root / "proc" / ("self" if pid is None else str(pid)) / "statm", 1)
+
+
+def cpu_seconds(pid: int | None = None, root: Path = Path("/")) -> float | None:
+    """Returns the processor time of a process, this one unless told, user and system together; None if there is none."""
+    try:
+        fields = _stat_fields(root / "proc" / ("self" if pid is None else str(pid)) / "stat")
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def return_free_memory() -> None:
@@ -98,6 +106,11 @@ def _address_space_limit() -> int:
     """Bytes that this process may map (setrlimit(2), RLIMIT_AS)."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return _UNLIMITED_BYTES if limit == resource.RLIM_INFINITY else limit
+
+
+def _stat_fields(path: Path) -> list[str]:
+    """The fields of /proc/PID/stat (proc(5)) from the third on: utime is [11], stime [12], starttime [19], in ticks."""
+    return path.read_text().rpartition(")")[2].split()  # the second field, in parentheses, may hold blanks
 
 
 def _affine_cpus() -> int:

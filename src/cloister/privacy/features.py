@@ -287,6 +287,20 @@ TRACES = Feature(
     frozenset(),
     "leave the setting `otlp_endpoint` out",
 )
+METRICS_HISTORY = Feature(
+    "metrics-history",
+    "profiling",
+    "`/metrics/history`",
+    _own(
+        "profiling.metrics-history",
+        open=allow(ONE_USER),
+        team=allow("what `/metrics` showed, by the minute for an hour and by ten minutes for a day, in memory only"),
+        private=_NO_SINGLE_REQUESTS,
+        paranoid=_NO_SINGLE_REQUESTS,
+    ),
+    frozenset({Profile.OPEN, Profile.TEAM}),
+    "read `/metrics`, which shows what the profile lets out",
+)
 RECEIPT = Feature(
     "receipt",
     "receipts",
@@ -417,6 +431,7 @@ FEATURES: Mapping[str, Feature] = {
         KEYLESS_BIND,
         REQUEST_LOG,
         TRACES,
+        METRICS_HISTORY,
         RECEIPT,
         FILES,
         STORED_RESPONSES,

@@ -104,6 +104,11 @@ FEATURE_WORDS: Final[Mapping[str, tuple[str, str, str]]] = {
         "keeps uploaded files and answers of batches on disk, encrypted, for 30 days at most",
         "whoever has the disk and the key file can read them",
     ),
+    "metrics-history": (
+        "History of metrics",
+        "keeps the server's figures of the last day in memory, for the board",
+        "who opens the board sees when the server was used, also before they came",
+    ),
     "stored-responses": (
         "Kept responses",
         "keeps conversations of /v1/responses in memory for an hour, so that they can go on",

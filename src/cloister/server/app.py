@@ -26,7 +26,7 @@ from cloister.server.front import PREPARE_TIMEOUT_S, Front
 from cloister.server.logs import RequestLog
 from cloister.server.messages.errors import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages.errors import error_object as message_error
-from cloister.server.metrics import Exposition, Facts, Metrics, ReleasedCounts
+from cloister.server.metrics import Exposition, Facts, Metrics, RecordedMetrics, ReleasedCounts
 from cloister.server.middleware.auth import Authentication
 from cloister.server.middleware.body import BodyReader
 from cloister.server.middleware.cors import CrossOrigin, parse_origins
@@ -145,7 +145,8 @@ def make_exposition(engine: AsyncEngine, gate: Gate, names: Sequence[str]) -> Ex
     """Returns the figures of one engine, as far as the profile lets them out."""
     if gate.policy.counts_only:
         return ReleasedCounts(CountRelease())
-    return Metrics(Facts(engine, next(iter(names), engine.model.name)))
+    metrics = Metrics(Facts(engine, next(iter(names), engine.model.name)))
+    return RecordedMetrics(metrics) if gate.policy.allows("metrics-history") else metrics
 
 
 def create_routes(

@@ -1,12 +1,14 @@
 """Figures for Prometheus. No label comes from a request.
 
 `Metrics` shows every figure; `ReleasedCounts` the few sums that a strict profile lets out. Both read the engine's events
-(rule 7) and the statuses of replies. `Facts` says what was known before the first request.
+(rule 7) and the statuses of replies. `RecordedMetrics` remembers the
+last day. `Facts` says what is known without a request.
 """
 
 from cloister.server.metrics.exposition import CONTENT_TYPE, Exposition
 from cloister.server.metrics.facts import Facts
 from cloister.server.metrics.figures import Metrics
+from cloister.server.metrics.history import MetricsReport, RecordedMetrics
 from cloister.server.metrics.released import ReleasedCounts
 
-__all__ = ["CONTENT_TYPE", "Exposition", "Facts", "Metrics", "ReleasedCounts"]
+__all__ = ["CONTENT_TYPE", "Exposition", "Facts", "Metrics", "MetricsReport", "RecordedMetrics", "ReleasedCounts"]

@@ -1,19 +1,19 @@
-"""What is known before the first request: the model, the memory budget, how long the start took, and whether it is well."""
+"""What is known without a request: the model, the memory budget, how the start went, whether it is well, what processes use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 import cloister
 from cloister.engine.base import AsyncEngine
-from cloister.engine.machine import resident_bytes
+from cloister.engine.machine import cpu_seconds, process_age_s, resident_bytes
 
 
 class Facts:
-    """Gauges read from an engine when they are asked for: an engine that was started again may differ.
+    """Figures read from an engine when they are asked for: an engine that was started again may differ.
 
     Args:
         model_name: as clients know it.
@@ -24,18 +24,31 @@ class Facts:
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the gauges."""
+        """Yields the families."""
         yield GaugeMetricFamily(
             "cloister_engine_healthy", "1 while steps advance or nothing waits.", value=float(self._engine.health().good)
         )
         yield self._model()
         yield _gauges("memory_budget_bytes", "Memory budget, by what it is for.", "part", self._engine.memory)
         yield _gauges("process_memory_bytes", "Memory that a process has in RAM.", "process", self._memory())
+        yield self._cpu()
+        yield GaugeMetricFamily("cloister_uptime_seconds", "Time since the server process was started.", value=process_age_s())
         yield _gauges("startup_seconds", "Time that the start took, by phase.", "phase", self._engine.startup)
 
+    def _processes(self) -> list[tuple[str, int | None]]:
+        pid: int | None = getattr(self._engine, "pid", None)  # an engine in a thread has none of its own
+        return [("front", None), *([("engine", pid)] if pid is not None else [])]
+
     def _memory(self) -> list[tuple[str, float]]:
-        pid = getattr(self._engine, "pid", None)  # an engine in a thread has none of its own
-        return [("front", resident_bytes()), *([("engine", resident_bytes(pid))] if pid is not None else [])]
+        return [(name, resident_bytes(pid)) for name, pid in self._processes()]
+
+    def _cpu(self) -> Metric:
+        # Prometheus takes a counter that fell, such as that of an engine started again, for one that began anew.
+        family = CounterMetricFamily("cloister_process_cpu_seconds", "Processor time of a process.", labels=("process",))
+        for name, pid in self._processes():
+            if (used_s := cpu_seconds(pid)) is not None:
+                family.add_metric((name,), used_s)
+        return family
 
     def _model(self) -> Metric:
         model = self._engine.model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from prometheus_client import generate_latest
@@ -38,10 +38,14 @@ class Metrics:
 
     Args:
         others: whatever else has figures to show.
+
+    Attributes:
+        before_change: called before an event is taken, but for tokens: there are too many of them.
     """
 
     def __init__(self, *others: Collector) -> None:
         self._others = others
+        self.before_change: Callable[[], None] = _nothing
         self._lives = Lives()
         self._drafts = Drafts()
         self._sums = dict.fromkeys(_COUNTERS, 0)
@@ -70,6 +74,9 @@ class Metrics:
                 if before is not None and event.num_tokens:  # tokens that one step gives together share its time
                     self._gaps.observe((event.now_s - before) / event.num_tokens, event.num_tokens)
                 return
+            case _:
+                self.before_change()
+        match event:
             case Scheduled(resumed=False):
                 self._observe_start(event)
             case Preempted():
@@ -140,6 +147,10 @@ class Metrics:
         for state, count in self._blocks.items():
             family.add_metric((state,), count)
         return family
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

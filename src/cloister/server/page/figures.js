@@ -1,53 +1,16 @@
-// What the board shows, worked out from the readings of /metrics that are in memory. Pure.
+// What the cards of the board show, worked out from readings. Pure.
 
-import { observedBetween, quantileOf, riseOf, valueOf } from "./metrics.js";
+import { valueOf } from "./metrics.js";
 
-export const LENGTH = 121;
 const QUANTILES_MS = 15_000;
-const HITS_MS = 60_000;
-
-/** Readings of the last two minutes, the newest last. */
-export class History {
-  constructor() {
-    this.readings = [];
-  }
-
-  add(samples, atMs) {
-    this.readings.push({ samples, atMs });
-    if (this.readings.length > LENGTH) this.readings.shift();
-  }
-
-  get last() {
-    return this.readings.at(-1);
-  }
-
-  /** The oldest reading that is no older than so long before the last. */
-  before(spanMs) {
-    return this.readings.find(({ atMs }) => atMs >= this.last.atMs - spanMs);
-  }
-
-  /** How fast a counter rose at the last reading, per second. */
-  rate(name) {
-    const [then, now] = this.readings.slice(-2);
-    if (!now) return null;
-    const rise = riseOf(then.samples, now.samples, name);
-    return rise === null ? null : rise / Math.max(0.001, (now.atMs - then.atMs) / 1000);
-  }
-
-  /** The quantiles of what a histogram took lately, or nulls. */
-  quantiles(name) {
-    const histogram = observedBetween(this.before(QUANTILES_MS).samples, this.last.samples, name);
-    return [0.5, 0.9].map((quantile) => (histogram ? quantileOf(histogram, quantile) : null));
-  }
-
-  value(name) {
-    return valueOf(this.last.samples, name);
-  }
-}
+const MINUTE_MS = 60_000;
+const CPU_MS = 4000;
+const REPLIES = "cloister_http_replies_total";
+const DRAFTS = "cloister_spec_decode_num";
 
 /**
- * The plots: a title, the names of the lines, and what `read` makes of the history: a value per line, and a note.
- * `top` is what the axis reaches at least.
+ * The plots: a title, the names of the lines, and what `read` makes of a moment: a value for each line, and `note` a sentence.
+ * `top` is what the axis reaches at least; its top is a round number of `unit`, 1 where it is not given.
  */
 export const PLOTS = [
   {
@@ -55,49 +18,97 @@ export const PLOTS = [
     lines: ["output"],
     top: 10,
     show: count,
-    read: (history) => [[history.rate("cloister_generation_tokens_total")], `reading prompts: ${count(history.rate("cloister_prompt_tokens_total"))} tokens/s`],
+    read: (moment) => [moment.rate("cloister_generation_tokens_total")],
+    note: (moment) => `reading prompts: ${count(moment.rate("cloister_prompt_tokens_total"))} tokens/s`,
   },
   {
     title: "Requests",
     lines: ["running", "waiting"],
     top: 4,
     show: count,
-    read: (history) => [["running", "waiting"].map((name) => history.value(`cloister_num_requests_${name}`)), endings(history)],
+    read: (moment) => ["running", "waiting"].map((name) => moment.value(`cloister_num_requests_${name}`)),
+    note: () => "in the engine now",
   },
   {
-    title: "KV cache in use",
-    lines: ["in use"],
+    title: "Answers per minute",
+    lines: ["ended"],
+    top: 10,
+    show: count,
+    read: (moment) => [perMinute(moment, "cloister_request_success_total")],
+    note: ({ samples }) => endings(samples),
+  },
+  {
+    title: "Errors per minute",
+    lines: ["errors (5xx)", "refused (429)"],
+    top: 4,
+    show: count,
+    read: (moment) => [/^5/, /^429/].map((statuses) => perMinute(moment, REPLIES, ({ status }) => statuses.test(status)) ?? 0),
+    note: ({ samples }) => failures(samples),
+  },
+  {
+    title: "Time in the queue",
+    lines: ["p50", "p90"],
     top: 0.01,
-    show: percent,
-    read: (history) => [[history.value("cloister_kv_cache_usage_perc")], blocks(history)],
-  },
-  {
-    title: "Prefix hits",
-    lines: ["last minute"],
-    top: 1,
-    show: percent,
-    read: (history) => [[hits(history)], allHits(history)],
-  },
-  {
-    title: "Drafts accepted",
-    lines: ["last minute"],
-    top: 1,
-    show: percent,
-    read: (history) => [[accepted(history)], allDrafts(history)],
+    show: seconds,
+    read: (moment) => moment.quantiles("cloister_request_queue_time_seconds", QUANTILES_MS),
+    note: () => "of requests that began in the last 15 s",
   },
   {
     title: "Time to first token",
     lines: ["p50", "p90"],
     top: 0.05,
     show: seconds,
-    read: (history) => [history.quantiles("cloister_time_to_first_token_seconds"), "of requests that ended in the last 15 s"],
+    read: (moment) => moment.quantiles("cloister_time_to_first_token_seconds", QUANTILES_MS),
+    note: () => "of requests that ended in the last 15 s",
   },
   {
     title: "Time between tokens",
     lines: ["p50", "p90"],
     top: 0.01,
     show: seconds,
-    read: (history) => [history.quantiles("cloister_inter_token_latency_seconds"), "of tokens in the last 15 s"],
+    read: (moment) => moment.quantiles("cloister_inter_token_latency_seconds", QUANTILES_MS),
+    note: () => "of tokens in the last 15 s",
+  },
+  {
+    title: "KV cache in use",
+    lines: ["in use"],
+    top: 0.01,
+    show: percent,
+    read: (moment) => [moment.value("cloister_kv_cache_usage_perc")],
+    note: ({ samples }) => blocks(samples),
+  },
+  {
+    title: "Prefix hits",
+    lines: ["last minute"],
+    top: 1,
+    show: percent,
+    read: (moment) => [moment.share("cloister_prefix_cache_hits_total", "cloister_prefix_cache_queries_total", MINUTE_MS)],
+    note: allHits,
+  },
+  {
+    title: "Drafts accepted",
+    lines: ["last minute"],
+    top: 1,
+    show: percent,
+    read: (moment) => [moment.share(`${DRAFTS}_accepted_tokens_total`, `${DRAFTS}_draft_tokens_total`, MINUTE_MS)],
+    note: allDrafts,
+  },
+  {
+    title: "Processors in use",
+    lines: ["engine", "front"],
+    top: 1,
+    show: cores,
+    read: (moment) => ["engine", "front"].map((process) => moment.rate("cloister_process_cpu_seconds_total", CPU_MS, of(process))),
+    note: () => "1 is one processor, fully busy",
+  },
+  {
+    title: "Memory of the processes",
+    lines: ["engine", "front"],
+    top: 2 ** 26,
+    unit: 2 ** 20,
+    show: bytes,
+    read: (moment) => ["engine", "front"].map((process) => moment.value("cloister_process_memory_bytes", of(process))),
+    note: () => "in RAM, with what they map",
   },
 ];
 
@@ -111,9 +122,20 @@ export const SUMS = {
 };
 
 /** Returns the memory budget as pairs of part and bytes, the largest first. */
-export function memoryBudget({ samples }) {
+export function memoryBudget(samples) {
   const parts = samples.get("cloister_memory_budget_bytes") ?? [];
   return parts.map(({ labels, value }) => [labels.part, value]).sort(([, a], [, b]) => b - a);
+}
+
+/** Returns for how long the server has run, in words; nothing when it does not say. */
+export function uptime(samples) {
+  const value = valueOf(samples, "cloister_uptime_seconds");
+  if (value === null) return "";
+  const minutes = Math.floor(value / 60);
+  if (minutes < 1) return `up ${Math.floor(value)} s`;
+  if (minutes < 60) return `up ${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  return hours < 24 ? `up ${hours} h ${minutes % 60} min` : `up ${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
 export function count(value) {
@@ -131,42 +153,54 @@ export function seconds(value) {
 }
 
 export function bytes(value) {
+  if (value === null) return "–";
   const [size, unit] = value >= 2 ** 30 ? [value / 2 ** 30, "GiB"] : [value / 2 ** 20, "MiB"];
   return `${size >= 10 ? Math.round(size).toLocaleString("en") : size.toFixed(1)} ${unit}`;
 }
 
-function hits(history) {
-  const then = history.before(HITS_MS).samples;
-  const asked = riseOf(then, history.last.samples, "cloister_prefix_cache_queries_total");
-  return asked ? riseOf(then, history.last.samples, "cloister_prefix_cache_hits_total") / asked : null;
+function cores(value) {
+  return value === null ? "–" : value.toFixed(value < 10 ? 2 : 1);
 }
 
-function allHits(history) {
-  const asked = history.value("cloister_prefix_cache_queries_total");
-  const found = history.value("cloister_prefix_cache_hits_total");
+/** Chooses what is labelled with a process. */
+function of(name) {
+  return ({ process }) => process === name;
+}
+
+function perMinute(moment, name, isWanted) {
+  const rate = moment.rate(name, MINUTE_MS, isWanted);
+  return rate === null ? null : rate * 60;
+}
+
+function allHits(moment) {
+  const asked = moment.value("cloister_prefix_cache_queries_total");
+  const found = moment.value("cloister_prefix_cache_hits_total");
   return asked ? `since the start: ${percent(found / asked)} of ${count(asked)} prompt tokens` : "no prompt yet";
 }
 
-function accepted(history) {
-  const then = history.before(HITS_MS).samples;
-  const drafted = riseOf(then, history.last.samples, "cloister_spec_decode_num_draft_tokens_total");
-  return drafted ? riseOf(then, history.last.samples, "cloister_spec_decode_num_accepted_tokens_total") / drafted : null;
-}
-
-function allDrafts(history) {
-  const drafts = history.value("cloister_spec_decode_num_drafts_total");
+function allDrafts(moment) {
+  const drafts = moment.value(`${DRAFTS}_drafts_total`);
   if (!drafts) return "nothing drafted yet";
-  const tokens = 1 + history.value("cloister_spec_decode_num_accepted_tokens_total") / drafts;
+  const tokens = 1 + moment.value(`${DRAFTS}_accepted_tokens_total`) / drafts;
   return `since the start: ${tokens.toFixed(2)} tokens for each draft`;
 }
 
-function blocks(history) {
-  const parts = history.last.samples.get("cloister_kv_blocks") ?? [];
+function blocks(samples) {
+  const parts = samples.get("cloister_kv_blocks") ?? [];
   return parts.length ? `${parts.map(({ labels, value }) => `${count(value)} ${labels.state}`).join(", ")} blocks` : "no step yet";
 }
 
-function endings(history) {
-  const parts = history.last.samples.get("cloister_request_success_total") ?? [];
+function endings(samples) {
+  const parts = samples.get("cloister_request_success_total") ?? [];
   const ended = parts.filter(({ value }) => value > 0).map(({ labels, value }) => `${count(value)} ${labels.finished_reason}`);
-  return ended.length ? `ended: ${ended.join(", ")}` : "none has ended yet";
+  return ended.length ? `since the start: ${ended.join(", ")}` : "none has ended yet";
+}
+
+function failures(samples) {
+  const counts = new Map();
+  for (const { labels, value } of samples.get(REPLIES) ?? []) {
+    if (labels.status >= "400") counts.set(labels.status, (counts.get(labels.status) ?? 0) + value);
+  }
+  const shown = [...counts].sort().map(([status, value]) => `${count(value)} × ${status}`);
+  return shown.length ? `since the start: ${shown.join(", ")}` : "every reply so far was fine";
 }

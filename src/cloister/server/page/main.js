@@ -23,7 +23,9 @@ class Page {
     this.memory = new Memory(storage());
     this.api = new Api();
     this.announcer = new Announcer(byId("spoken"));
-    this.policy = { profile: "", summary: "", api_key: false, streaming: true, keeping: false, metrics: "all" };
+    this.policy = {
+      profile: "", summary: "", api_key: false, streaming: true, keeping: false, metrics: "all", metrics_history: false,
+    };
     this.model = "";
     this.models = [];
     this.privacy = new PrivacyLine(this);

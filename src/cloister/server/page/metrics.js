@@ -17,16 +17,28 @@ export function parseMetrics(text) {
   return samples;
 }
 
-/** Returns the sum of a figure over its labels, or null when there is no such figure. */
-export function valueOf(samples, name) {
-  const list = samples.get(name);
-  return list ? list.reduce((sum, { value }) => sum + value, 0) : null;
+/**
+ * Returns the readings of /metrics/history, oldest first, each with its samples and when it was taken.
+ * @param nowMs of the clock of `atMs`: the server says how old a reading is, not when it was.
+ */
+export function parseHistory(text, nowMs) {
+  const { series, readings } = JSON.parse(text);
+  return readings.map(({ age_s, values }) => {
+    const lines = values.map((value, i) => (value === null ? "" : `${series[i]} ${value}`));
+    return { samples: parseMetrics(lines.join("\n")), atMs: nowMs - age_s * 1000 };
+  });
+}
+
+/** Returns the sum of a figure over its labels, those that are wanted, or null when there is no such figure. */
+export function valueOf(samples, name, isWanted = () => true) {
+  const list = samples.get(name)?.filter(({ labels }) => isWanted(labels));
+  return list?.length ? list.reduce((sum, { value }) => sum + value, 0) : null;
 }
 
 /** Returns by how much a counter rose from one reading to another; a server that was started again counts from nothing. */
-export function riseOf(before, after, name) {
-  const now = valueOf(after, name);
-  const then = valueOf(before, name) ?? 0;
+export function riseOf(before, after, name, isWanted) {
+  const now = valueOf(after, name, isWanted);
+  const then = valueOf(before, name, isWanted) ?? 0;
   return now === null ? null : now >= then ? now - then : now;
 }
 

@@ -29,7 +29,8 @@ class PolicyReport(msgspec.Struct, frozen=True):
 
     `summary` says in words what the profile means for what is sent, `api_key` whether the API asks for a key, `streaming`
     whether answers may be streamed, `keeping` whether the page may keep conversations on a device whose user wants it;
-    `metrics` is `counts` when only sums over many requests are let out.
+    `metrics` is `counts` when only sums over many requests are let out, and `metrics_history` whether the figures of the last
+    day are kept.
     """
 
     profile: str
@@ -38,6 +39,7 @@ class PolicyReport(msgspec.Struct, frozen=True):
     streaming: bool
     keeping: bool
     metrics: Literal["all", "counts"]
+    metrics_history: bool
     object: Literal["policy"] = "policy"
 
 
@@ -70,6 +72,7 @@ def describe_policy(gate: Gate, kept: Sequence[str] = ()) -> PolicyReport:
         streaming=policy.allows("streaming"),
         keeping=policy.allows("page-storage"),
         metrics="counts" if policy.counts_only else "all",
+        metrics_history=policy.allows("metrics-history"),
     )
 
 

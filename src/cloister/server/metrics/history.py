@@ -1,0 +1,158 @@
+"""Figures of the last hour by the minute and of the last day by ten minutes, so that a page which is opened now shows the past.
+
+Numbers only, sums over everybody, in memory only. No I/O but what the collector does; the clock is an argument.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import msgspec
+from prometheus_client.metrics_core import Metric
+
+from cloister.server.metrics.figures import Metrics
+from cloister.types.events import Event
+
+PERIOD_S: Final = 60.0
+NUM_FINE: Final = 60
+COARSE_EVERY: Final = 10
+NUM_COARSE: Final = 144
+_LEFT_OUT: Final = frozenset({"route", "drafter"})
+"""Labels that are summed over: the board does not tell them apart."""
+_KEPT: Final = frozenset(
+    f"cloister_{name}"
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prompt_tokens",
+        "generation_tokens",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+        "request_success",
+        "http_replies",
+        "request_queue_time_seconds",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "process_cpu_seconds",
+        "process_memory_bytes",
+    )
+)
+_NONE: Final = float("nan")
+
+
+class PastReading(msgspec.Struct, frozen=True):
+    """Figures as they were.
+
+    Attributes:
+        age_s: how long ago.
+        values: one for each series of the report; None where there was no such series yet.
+    """
+
+    age_s: float
+    values: list[float | None]
+
+
+class MetricsReport(msgspec.Struct, frozen=True):
+    """Reply of /metrics/history.
+
+    Attributes:
+        series: names with labels, as in `/metrics`.
+        readings: oldest first.
+    """
+
+    series: list[str]
+    readings: list[PastReading]
+
+
+class RecordedMetrics:
+    """Metrics that also keep readings of themselves.
+
+    Between two events no figure of the engine changes, so whatever is about to change one closes the periods that are over
+    first: no timer runs, and a period in which nothing happened is known too. Tokens are not asked about, to keep them cheap:
+    those of the step in which a period ends count for it.
+
+    Args:
+        metrics: what is read.
+        clock: seconds, never set back.
+    """
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic, period_s: float | None = None) -> None:
+        self._metrics = metrics
+        metrics.before_change = self._close_periods
+        self._clock = clock
+        self._period_s = PERIOD_S if period_s is None else period_s
+        self._began_s = clock()
+        self._num_closed = 0
+        self._places: dict[str, int] = {}
+        """Series -> its place in a reading. They come of this server's routes, statuses and processes, never of a request."""
+        self._fine: deque[tuple[int, array[float]]] = deque(maxlen=NUM_FINE)
+        self._coarse: deque[tuple[int, array[float]]] = deque(maxlen=NUM_COARSE)
+
+    @property
+    def observe(self) -> Callable[[Event], None]:
+        """Takes one event of the engine: the metrics do, with no call in between for each token."""
+        return self._metrics.observe
+
+    def count_reply(self, route: str, status: int) -> None:
+        """Takes the outcome of one HTTP request."""
+        self._close_periods()
+        self._metrics.count_reply(route, status)
+
+    def render(self) -> bytes:
+        """Returns every figure of now as Prometheus reads it."""
+        self._close_periods()
+        return self._metrics.render()
+
+    def report(self) -> MetricsReport:
+        """Returns the readings that are kept."""
+        self._close_periods()
+        now_s = self._clock() - self._began_s
+        oldest_fine = self._fine[0][0] if self._fine else 0
+        kept = [*(reading for reading in self._coarse if reading[0] < oldest_fine), *self._fine]
+        return MetricsReport(
+            list(self._places),
+            [PastReading(round(now_s - number * self._period_s, 3), self._fill(values)) for number, values in kept],
+        )
+
+    def _close_periods(self) -> None:
+        num_over = int((self._clock() - self._began_s) / self._period_s)
+        if num_over == self._num_closed:
+            return
+        values = self._read()
+        # Nothing has happened since the first of these periods ended, so they all end alike.
+        for number in range(max(self._num_closed + 1, num_over - NUM_COARSE * COARSE_EVERY), num_over + 1):
+            self._fine.append((number, values))
+            if number % COARSE_EVERY == 0:
+                self._coarse.append((number, values))
+        self._num_closed = num_over
+
+    def _read(self) -> array[float]:
+        found = _sum_series(self._metrics.collect())
+        for name in found:
+            self._places.setdefault(name, len(self._places))
+        return array("d", (found.get(name, _NONE) for name in self._places))
+
+    def _fill(self, values: array[float]) -> list[float | None]:
+        known = [None if value != value else value for value in values]  # NaN is the one number that is not itself
+        return [*known, *[None] * (len(self._places) - len(known))]
+
+
+def _sum_series(families: Iterable[Metric]) -> dict[str, float]:
+    """The figures that are kept, by name with labels, without sums of histograms."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for family in families:
+        if family.name not in _KEPT:
+            continue
+        for sample in family.samples:
+            if sample.name.endswith(("_sum", "_count")):
+                continue
+            labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items() if name not in _LEFT_OUT)
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] += sample.value
+    return found

@@ -1,0 +1,161 @@
+"""The board in a real browser, before a scripted engine whose events are known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from cloister.privacy import Credentials, Limits
+from cloister.server.metrics import Metrics
+from cloister.types.config import ServerConfig
+from cloister.types.events import Arrived, Ended, Event, Progressed, Scheduled
+from cloister.types.request import FinishReason
+from tests.browser import Browser
+from tests.server.house import House, ScriptedEngine, make_gate, says, serving_script, write_model
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    path = write_model(tmp_path_factory.mktemp("board_model"))
+    with serving_script(path, ScriptedEngine(says("x")), config=ServerConfig(port=0, drain_timeout_s=1.0)) as house:
+        yield house
+
+
+@pytest.fixture
+def board(browser: Browser, house: House) -> Iterator[Browser]:
+    browser.open(house.url, "#board")
+    browser.find(".card")
+    yield browser
+    complaints, _ = browser.read_logs()
+    assert complaints == []
+    browser.driver.get("about:blank")
+
+
+def tell(house: House, *events: Event) -> None:
+    """Lets the server hear what happened in its engine."""
+    assert isinstance(house.engine, ScriptedEngine)
+    for event in events:
+        for listener in house.engine.listeners:
+            listener(event)
+
+
+def life(request_id: str, *, gap_s: float) -> list[Event]:
+    """A request whose second token is late."""
+    end = Ended(request_id, 1, 0, 12.0, FinishReason.STOP, 4, 2, 0, arrival_s=10.0, first_token_s=10.5, last=True)
+    tokens = [Progressed(request_id, 1, 0, at_s, 1, first=False) for at_s in (10.5, 10.5 + gap_s)]
+    return [Arrived(request_id, 10.0, 4), Scheduled(request_id, 10.2, 0.2, 0, 4), *tokens, end]
+
+
+def card_of(browser: Browser, title: str) -> str:
+    return browser.find(f".card[aria-label='{title}']").text
+
+
+def boxes(browser: Browser) -> list[tuple[int, int, int, int]]:
+    """Left, top, right and bottom of every card."""
+    script = """return [...document.querySelectorAll('.card')].map((card) => card.getBoundingClientRect())
+        .map((box) => [box.left, box.top, box.right, box.bottom].map(Math.round))"""
+    return [tuple(box) for box in browser.run(script)]
+
+
+@pytest.mark.parametrize(("width", "columns"), [(1600, 4), (1280, 3), (700, 2), (360, 2)])
+def test_the_cards_fill_every_row_of_the_grid(board, width, columns):
+    board.resize(width, 800, phone=width < 800)
+    cards = boxes(board)
+    left, right = min(card[0] for card in cards), max(card[2] for card in cards)
+    for top in {card[1] for card in cards}:
+        row = sorted(card for card in cards if card[1] == top)
+        assert len(row) in (1, columns)
+        assert abs(row[0][0] - left) <= 1
+        assert abs(row[-1][2] - right) <= 1
+
+
+def test_no_line_leaves_its_plot_however_late_a_token_is(board, house):
+    tell(house, *life("late", gap_s=9.0))
+    board.wait(lambda: "s" in card_of(board, "Time between tokens").split("p90")[0].split("p50")[1])
+    outside = board.run(
+        "return [...document.querySelectorAll('.plot .line')]"
+        ".filter((line) => { const box = line.getBBox(); return box.y < 0 || box.y + box.height > 72; }).length"
+    )
+    assert outside == 0
+    assert board.run("return document.querySelector('.plot .grid').getAttribute('y1')") == "0", "a line marks the top"
+    label = board.find(".card[aria-label='Time between tokens'] svg").get_attribute("aria-label")
+    top_s = float(board.text(".card[aria-label='Time between tokens'] .axis").removesuffix(" s"))
+    assert float(re.findall(r"p90 [\d.]+ s, at most ([\d.]+) s", label)[0]) <= top_s
+
+
+def let_pass(house: House, passed_s: float) -> None:
+    """Sets the clock of the server's history forward."""
+    assert isinstance(house.engine, ScriptedEngine)
+    (history,) = {
+        observe.__self__.before_change.__self__ for observe in house.engine.listeners if isinstance(observe.__self__, Metrics)
+    }
+    clock = history._clock
+    history._clock = lambda: clock() + passed_s
+
+
+def test_a_page_that_is_opened_now_shows_what_happened_before(board, house):
+    for minute in range(12):
+        let_pass(house, 60.0)
+        for number in range(10 if minute == 6 else 1):
+            tell(house, *life(f"past{minute}.{number}", gap_s=0.1))
+    board.driver.refresh()
+    board.find(".card")
+    board.click(".ranges button:nth-child(2)")
+    plot = ".card[aria-label='Answers per minute'] svg"
+    label = board.find(plot).get_attribute("aria-label")
+    assert re.fullmatch(r"Answers per minute, last 15 minutes: ended [\d.]+, at most 10", label)
+    line = board.run("return document.querySelector(arguments[0] + ' .line').getAttribute('d')", plot)
+    assert line.count("L") >= 10
+
+
+def test_a_range_is_chosen_with_the_keyboard_and_says_so(board):
+    board.run("document.querySelector('.ranges button:nth-child(3)').focus()")
+    board.press(" ")
+    pressed = board.run("return [...document.querySelectorAll('.ranges button')].map((e) => e.getAttribute('aria-pressed'))")
+    assert pressed == ["false", "false", "true", "false"]
+    assert "60 minutes ago" in card_of(board, "Requests")
+
+
+def test_the_board_counts_errors_and_says_how_long_the_server_is_up(board, house):
+    for _ in range(3):
+        httpx.get(f"{house.url}/v1/models/none")
+    board.wait(lambda: "3 × 404" in card_of(board, "Errors per minute"))
+    assert re.search(r"up \d+ (s|min|h)", board.text(".board-head"))
+    board.wait(lambda: re.search(r"MiB\s+front", card_of(board, "Memory of the processes")))
+    board.wait(lambda: re.search(r"\d\.\d\d\s+front", card_of(board, "Processors in use")))
+
+
+def test_a_refusal_for_too_many_requests_is_shown(browser, tmp_path):
+    credentials, key = Credentials.empty().add("ann", limits=Limits(requests_per_minute=1))
+    gate, config = make_gate("team", credentials), ServerConfig(port=0, drain_timeout_s=1.0)
+    with serving_script(write_model(tmp_path), ScriptedEngine(says("x")), gate=gate, config=config) as house:
+        headers = {"Authorization": f"Bearer {key}"}
+        body = {"model": "history", "prompt": "a", "max_tokens": 1}
+        replies = [httpx.post(f"{house.url}/v1/completions", json=body, headers=headers).status_code for _ in range(3)]
+        assert replies == [200, 429, 429]
+        browser.open(house.url)
+        browser.click("#open-settings")
+        browser.find("#set-key").send_keys(key)
+        browser.click("#settings [aria-label=Close]")
+        browser.click("#go-board")
+        browser.wait(lambda: "2 × 429" in card_of(browser, "Errors per minute"))
+        browser.driver.get("about:blank")
+
+
+def test_readings_of_a_day_are_few_and_their_line_reaches_the_edge(board):
+    days = """(() => { const t = new m.Timeline(m.RANGES[3]);
+        for (let s = 0; s < 2 * 86400; s += 20) t.add({ samples: new Map(), atMs: s * 1000 });
+        return [t.readings.length, t.last.atMs - t.readings[0].atMs >= 86400_000, t.isGap(1)]; })()"""
+    num, reaches, gap = board.call("readings.js", days)
+    assert 100 <= num <= 140
+    assert (reaches, gap) == (True, False)
+
+
+def test_a_gap_in_the_readings_is_a_gap_in_the_line(board):
+    gaps = """(() => { const t = new m.Timeline(m.RANGES[1]);
+        for (const s of [0, 8, 16, 400, 408]) t.add({ samples: new Map(), atMs: s * 1000 });
+        return t.readings.map((_, i) => t.isGap(i)); })()"""
+    assert board.call("readings.js", gaps) == [False, False, False, True, False]
