@@ -87,7 +87,7 @@ def make_keys(file: Path) -> list[str]:
 def serving(folder: Path) -> Iterator[str]:
     """Yields the address of `cloister serve` with the embedded model."""
     printed = folder / "printed"
-    command = [sys.executable, "-m", "cloister.cli", "serve", "--port", "0", "--num-threads", "1", "--api-keys"]
+    command = [sys.executable, "-m", "cloister.cli", "serve", "cloister-5m", "--port", "0", "--num-threads", "1", "--api-keys"]
     with (
         printed.open("w") as file,
         subprocess.Popen([*command, str(folder / "keys.json")], stdout=file, stderr=file) as process,

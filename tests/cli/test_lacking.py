@@ -21,7 +21,7 @@ def cloister(*arguments: str, environment: Mapping[str, str]) -> subprocess.Comp
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("verb", [["run", "Hello"], ["serve", "--port", "0"]], ids=["run", "serve"])
+@pytest.mark.parametrize("verb", [["run", "cloister-5m", "Hello"], ["serve", "cloister-5m", "--port", "0"]], ids=["run", "serve"])
 def test_without_kernels_and_torch_a_verb_says_in_one_line_what_to_install(verb: list[str], tmp_path: Path) -> None:
     done = cloister(*verb, environment=lacking(tmp_path, KERNELS, "torch"))
     assert done.returncode == 1
@@ -32,7 +32,7 @@ def test_without_kernels_and_torch_a_verb_says_in_one_line_what_to_install(verb:
 
 
 def test_without_torch_the_torch_back_end_says_how_to_install_it(tmp_path: Path) -> None:
-    done = cloister("run", "Hello", "--backend", "torch", environment=lacking(tmp_path, "torch"))
+    done = cloister("run", "cloister-5m", "Hello", "--backend", "torch", environment=lacking(tmp_path, "torch"))
     assert done.stderr == "error: torch is not installed; install it with: pip install 'cloister[torch]'\n"
 
 
@@ -40,7 +40,7 @@ def test_a_torch_that_does_not_load_says_why(tmp_path: Path) -> None:
     environment = lacking(tmp_path, "no.such.module")
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("raise ImportError('libtorch.so: cannot open shared object file')")
-    done = cloister("run", "Hello", "--backend", "torch", environment=environment)
+    done = cloister("run", "cloister-5m", "Hello", "--backend", "torch", environment=environment)
     assert done.stderr.startswith("error: torch cannot be loaded (libtorch.so: cannot open shared object file)")
 
 
@@ -56,7 +56,7 @@ def test_a_user_without_a_home_or_a_name_is_answered_and_told_that_nothing_is_ke
     nameless = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", "--inh-caps=+dac_read_search"]
     nameless += ["--ambient-caps=+dac_read_search", "--securebits=+no_setuid_fixup"]  # the interpreter may lie in root's home
     environment = {name: value for name, value in os.environ.items() if name != "HOME"}
-    command = [*nameless, sys.executable, "-m", "cloister.cli", "run", "Hello", "--max-tokens", "1"]
+    command = [*nameless, sys.executable, "-m", "cloister.cli", "run", "cloister-5m", "Hello", "--max-tokens", "1"]
     done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()

@@ -167,7 +167,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 def test_the_server_computes_where_no_memory_may_be_writable_and_executable():
     """As MemoryDenyWriteExecute= of the unit has it."""
-    run = ["-m", "cloister.cli", "run", "The king", "--max-tokens", "4", "--weights-cache", ""]
+    run = ["-m", "cloister.cli", "run", "cloister-5m", "The king", "--max-tokens", "4", "--weights-cache", ""]
     ended = subprocess.run(
         [sys.executable, "-c", WITHOUT_WRITABLE_CODE, *run], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
     )

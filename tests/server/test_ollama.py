@@ -217,10 +217,10 @@ def test_reasoning_is_thinking(model_path):
     assert "".join(line.response for line in lines) == "yes"
 
 
-def test_a_model_that_does_not_think_says_so(sdk):
-    with pytest.raises(ollama.ResponseError, match="`think` is refused") as caught:
-        sdk.chat(MODEL, HELLO, think=True)
-    assert caught.value.status_code == 400
+def test_a_model_that_does_not_think_answers_and_says_what_it_ignored(sdk):
+    assert not sdk.chat(MODEL, HELLO, think=True).message.thinking
+    reply = sdk._client.post("/api/chat", json={"model": MODEL, "messages": HELLO, "think": True, "stream": False})
+    assert reply.headers["cloister-ignored-fields"] == "think"
 
 
 def test_log_probabilities_come_with_the_tokens(real):

@@ -132,7 +132,7 @@ def test_a_server_with_a_broken_key_file_does_not_start(tmp_path, content):
     path = tmp_path / "keys.json"
     path.touch(mode=0o600)
     path.write_text(content)
-    command = [sys.executable, "-m", "cloister.cli", "serve", "--port", "0", "--api-keys", str(path)]
+    command = [sys.executable, "-m", "cloister.cli", "serve", "cloister-5m", "--port", "0", "--api-keys", str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert ended.returncode != 0
     assert "is broken" in ended.stdout + ended.stderr
