@@ -49,7 +49,9 @@ def test_sigterm_to_make_serve_ends_the_server(tmp_path: Path) -> None:
         (folder / ".venv" / name).touch()  # installed, as far as make can see
     port = free_port()
     environment = {**os.environ, "MAKEFLAGS": ""}
-    make = subprocess.Popen(["make", "serve", "MODEL=cloister-5m", f"PORT={port}"], cwd=folder, env=environment, start_new_session=True)
+    make = subprocess.Popen(
+        ["make", "serve", "MODEL=cloister-5m", f"PORT={port}"], cwd=folder, env=environment, start_new_session=True
+    )
     try:
         wait_until(port, opened=True)
         make.send_signal(signal.SIGTERM)
