@@ -301,6 +301,7 @@ def test_a_page_elsewhere_cannot_send_a_form(house):
     form = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
     refused = httpx.post(f"{house.url}/v1/files", headers={"origin": "https://evil.example"}, **form)
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert httpx.post(f"{house.url}/v1/files", headers={"origin": "http://[evil"}, **form).status_code == 403
     assert httpx.post(f"{house.url}/v1/files", headers={"origin": house.url}, **form).status_code == 200
 
 
