@@ -38,6 +38,14 @@ def short(model_path: Path) -> Iterator[tuple[House, ScriptedEngine]]:
         ("/v1/completions", {"prompt": "hi", "max_tokens": 200}, 200),
         ("/v1/responses", {"input": "hi"}, 40),
         ("/v1/responses", {"input": "hi", "max_output_tokens": 50}, 50),
+        ("/api/chat", {"messages": HELLO}, 40),
+        ("/api/generate", {"prompt": "hi"}, 40),
+        ("/api/generate", {"prompt": "hi", "raw": True}, 40),
+        ("/api/generate", {"prompt": "hi", "raw": True, "options": {"num_predict": 90}}, 90),
+        ("/api/chat", {"messages": HELLO, "options": {"num_predict": -1}}, WINDOW - len("user: hi\nassistant:")),
+        ("/completion", {"prompt": "hi"}, 40),
+        ("/completion", {"prompt": "hi", "n_predict": 90}, 90),
+        ("/completion", {"prompt": "hi", "n_predict": -1}, WINDOW - 2),
     ],
 )
 def test_an_answer_is_as_long_as_the_request_says_or_else_the_setting(short, path, body, expected):

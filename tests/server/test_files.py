@@ -171,6 +171,15 @@ def test_a_server_that_starts_again_goes_on_where_the_one_before_it_was(model_pa
     assert len(again.taken) == 1
 
 
+def test_a_server_that_starts_again_takes_the_lines_that_the_one_before_it_took(model_path, tmp_path):
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(endless)) as house, sdk_of(house) as sdk:
+        batch = begin(sdk, line("a", priority=1))
+        assert batch.status == "in_progress"
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok"))) as house, sdk_of(house) as sdk:
+        batch = wait(sdk, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 1)
+
+
 def test_a_batch_that_is_cancelled_keeps_its_answers(model_path, tmp_path):
     def script(request):
         return endless(request) if b"slow" in bytes(request.token_ids) else says("ok")(request)
@@ -292,6 +301,7 @@ def test_a_page_elsewhere_cannot_send_a_form(house):
     form = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
     refused = httpx.post(f"{house.url}/v1/files", headers={"origin": "https://evil.example"}, **form)
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert httpx.post(f"{house.url}/v1/files", headers={"origin": "http://[evil"}, **form).status_code == 403
     assert httpx.post(f"{house.url}/v1/files", headers={"origin": house.url}, **form).status_code == 200
 
 

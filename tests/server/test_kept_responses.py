@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from contextlib import contextmanager
 
 import httpx
@@ -198,6 +199,18 @@ def test_a_response_stays_an_hour_after_its_last_use():
     assert names(store, b"ann") == []
     put(store, b"ann", "b")
     assert list(store._kept) == ["b"]
+
+
+def test_what_has_had_its_time_is_gone_though_nobody_asks_for_anything(monkeypatch):
+    monkeypatch.setattr("cloister.server.responses.keeping.LIFETIME_S", 0.05)
+    store = ResponseStore()
+    put(store, b"ann", "a")
+    put(store, b"ann", "b")
+    for _ in range(500):
+        if not store._kept:
+            break
+        time.sleep(0.01)
+    assert not store._kept
 
 
 def test_whoever_fills_the_store_loses_their_own():

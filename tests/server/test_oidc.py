@@ -182,6 +182,12 @@ def test_what_the_issuer_did_not_sign_is_refused_with_nothing_of_it(client, issu
     assert "/mine" not in issuer.asked
 
 
+def test_a_header_that_is_nested_deep_is_refused_and_no_fault_of_the_server(client, caplog):
+    reply = ask(client, ".".join([part(b"[" * 3000), part({}), part(b"x")]))
+    assert reply.status_code == 401
+    assert "RecursionError" not in caplog.text
+
+
 def test_a_role_lets_an_operator_do_what_others_may_not(client, issuer):
     def load(*roles: str) -> str:
         token = issuer.token(realm_access={"roles": [*roles]})

@@ -217,10 +217,14 @@ def test_reasoning_is_thinking(model_path):
     assert "".join(line.response for line in lines) == "yes"
 
 
-def test_a_model_that_does_not_think_answers_and_says_what_it_ignored(sdk):
-    assert not sdk.chat(MODEL, HELLO, think=True).message.thinking
-    reply = sdk._client.post("/api/chat", json={"model": MODEL, "messages": HELLO, "think": True, "stream": False})
-    assert reply.headers["cloister-ignored-fields"] == "think"
+@pytest.mark.parametrize(("is_strict", "status"), [(False, 200), (True, 400)])
+def test_a_model_that_does_not_think_says_so(model_path, is_strict, status):
+    config = ServerConfig(port=0, drain_timeout_s=1.0, strict_fields=is_strict)
+    with serving_script(model_path, ScriptedEngine(says("ok")), config=config) as house:
+        reply = httpx.post(f"{house.url}/api/chat", json={"messages": HELLO, "think": True, "stream": False})
+    assert reply.status_code == status
+    assert reply.headers.get("cloister-ignored-fields") == (None if is_strict else "think")
+    assert ("`think` is refused" in reply.text) == is_strict
 
 
 def test_log_probabilities_come_with_the_tokens(real):

@@ -44,6 +44,7 @@ def test_every_route_is_in_the_reference_and_nothing_else():
         for method in route.methods - {"HEAD"}
     }
     assert {(operation.method, operation.path) for operation in OPERATIONS} == routes
+    assert len(OPERATIONS) == len(routes)
 
 
 def test_schemas_are_schemas_and_references_lead_somewhere(document):

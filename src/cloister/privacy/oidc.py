@@ -7,7 +7,6 @@ start and keeps nowhere, so that no log, figure or file of two starts can be put
 from __future__ import annotations
 
 import hmac
-import math
 import os
 import re
 import tomllib
@@ -29,6 +28,8 @@ _TYPES: Final = frozenset({"jwt", "at+jwt", "application/at+jwt"})
 """`typ` of an access token (RFC 9068, 2.1) and of tokens older than that."""
 _KEY_BYTES: Final = 32
 _MAX_CLAIM_CHARS: Final = 1024
+_MOST_SECONDS: Final = 1e15
+"""A time claim beyond this is no time; neither are NaN and infinity, which compare as false."""
 _PATH: Final = re.compile(r"[^.\s]+(\.[^.\s]+)*")
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
@@ -153,7 +154,7 @@ class People:
             value = claims.get(name)
             if value is None and not is_needed:
                 continue
-            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _MOST_SECONDS:
                 raise TokenError("this token does not say until when it is valid; ask the issuer for another one")
             if name == "exp" and now_s >= value + skew_s:
                 raise TokenError("this token has expired; sign in again")

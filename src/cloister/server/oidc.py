@@ -100,13 +100,13 @@ class TokenVerifier:
             raise broken
         try:
             header = jws.extract_compact(token.encode(), registry=self._registry).headers()
-        except (JoseError, ValueError, TypeError):
+        except (JoseError, ValueError, TypeError, RecursionError):
             raise broken from None
         key_id = header.get("kid")
         keys = await self._current(key_id if isinstance(key_id, str) else None)
         try:
             read = jwt.decode(token, keys.keys, registry=self._registry)
-        except (JoseError, ValueError, TypeError):  # its text may have words of the token
+        except (JoseError, ValueError, TypeError, RecursionError):  # its text may have words of the token
             raise broken from None
         return self._people.admit(read.header, read.claims, self._now())
 

@@ -232,10 +232,6 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("POST", "/tokenize", _TOKENS, "Cut a text or a chat into tokens", TokenizeBody, Tokenized),
     Operation("POST", "/detokenize", _TOKENS, "Join tokens to a text", DetokenizeBody, Detokenized),
     Operation("GET", "/tokenizer_info", _TOKENS, "Tell which tokens begin and end a text", answer=TokenizerInfo),
-    Operation(
-        "GET", "/v1/responses/{response_id}", _GENERATE, "Show a response that was kept", answer=JsonObject, errors=(404,)
-    ),
-    Operation("DELETE", "/v1/responses/{response_id}", _GENERATE, "Forget a response", answer=DeletedResponse, errors=(404,)),
     Operation("GET", "/v1/models", _SERVER, "List what is served", answer=ModelList),
     Operation("GET", "/v1/models/{model_id}", _SERVER, "Describe one model", answer=Model, errors=(404,)),
     Operation("POST", "/v1/load_lora_adapter", _SERVER, "Load a LoRA adapter", LoadBody, Model),

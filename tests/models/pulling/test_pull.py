@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import signal
 import socket
@@ -258,6 +259,39 @@ def test_two_processes_do_not_pull_at_once_and_what_a_killed_one_left_is_cleared
     with store.adding(0), pytest.raises(ModelError, match="another process"), Store().adding(0):
         pass
     assert names_in(store) == []
+
+
+def put(store: Store, content: bytes) -> None:
+    with store.adding(0) as scratch:
+        home = scratch / "model"
+        home.mkdir()
+        (home / "a.gguf").write_bytes(content)
+        store.commit(home, PulledModel("a", "pypi:a==1", "a.gguf", "", len(content)))
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_newer_model_that_does_not_come_into_place_leaves_the_older_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    put(store, b"older")
+    if is_killed:
+        (store.root / "a").rename(store.root / ".pulling-older-a")
+        with store.adding(0):
+            pass
+    else:
+        rename = Path.rename
+
+        def refuse(path: Path, target: Path) -> Path:
+            if path.name == "model":
+                raise OSError(errno.EIO, "Input/output error")
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", refuse)
+        with pytest.raises(ModelError, match="cannot be kept"):
+            put(store, b"newer")
+    model = store.find("a")
+    assert model is not None
+    assert store.path(model).read_bytes() == b"older"
 
 
 def test_a_model_is_removed_by_its_name_and_nothing_else_is(store: Store, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ MANIFEST: Final = "model.json"
 """What a pulled model's directory says of it; by it the model is found by its name."""
 _SAMPLING: Final = "generation_config.json"
 _SCRATCH: Final = ".pulling-"
+_OLDER: Final = f"{_SCRATCH}older-"
+"""A model whose place is being taken; it gets it back if that comes to nothing."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")
 _SPARE_BYTES: Final = 64 << 20
 """Room that a download leaves on the disk."""
@@ -114,10 +116,10 @@ class Store:
             raise ModelError(f"models cannot be kept in {self.root}: {error.strerror}") from None
         self.check_room(need_bytes)
         with self._lock():
-            for left_behind in self.root.glob(f"{_SCRATCH}*"):  # by a process that was killed here
-                shutil.rmtree(left_behind, ignore_errors=True)
             scratch = None
             try:
+                for left_behind in self.root.glob(f"{_SCRATCH}*"):  # by a process that was killed here
+                    self._clear(left_behind)
                 scratch = Path(mkdtemp(prefix=_SCRATCH, dir=self.root))
                 yield scratch
             except OSError as error:
@@ -153,12 +155,24 @@ class Store:
             (scratch / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
         _write_json(scratch / MANIFEST, asdict(model))
         scratch.chmod(0o755)
-        place, older = self.root / model.name, scratch.parent / f"{_SCRATCH}older-{model.name}"
+        place, older = self.root / model.name, self.root / f"{_OLDER}{model.name}"
         if place.exists():
             place.rename(older)
-        scratch.rename(place)
+        try:
+            scratch.rename(place)
+        except OSError:
+            self._clear(older)
+            raise
         shutil.rmtree(older, ignore_errors=True)
         return model
+
+    def _clear(self, left_behind: Path) -> None:
+        """Removes what no model needs; one that was on its way out goes back to its place if nothing is there."""
+        name = left_behind.name.removeprefix(_OLDER)
+        if name != left_behind.name and left_behind.is_dir() and not (self.root / name).exists():
+            left_behind.rename(self.root / name)
+        else:
+            shutil.rmtree(left_behind, ignore_errors=True)
 
     @contextmanager
     def _lock(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from cloister.privacy.gate import Admission, Gate
 from cloister.server.files.batches import ENDED, Batch, Line, Mistake, Status, done_ids, read_lines
 from cloister.server.files.inward import Reply, post
 from cloister.server.files.store import FileStore, Owner, Shelf
+from cloister.server.ignored import IgnoredFields, noting
 from cloister.types.errors import CloisterError, NotFoundError
 
 SIDE_BY_SIDE: Final = 4
@@ -130,7 +131,8 @@ class BatchRunner:
 
     def _read(self, batch: Batch, owner: Owner) -> list[Line]:
         stored = self._files.shelf.find(batch.input_file_id, owner)
-        lines, mistakes = read_lines(self._files.content(stored, owner), batch.endpoint)
+        with noting(IgnoredFields(is_strict=False)):  # they were taken when the batch was made
+            lines, mistakes = read_lines(self._files.content(stored, owner), batch.endpoint)
         if mistakes:
             raise CloisterError(mistakes[0].message, code=mistakes[0].code)
         return lines

@@ -108,7 +108,7 @@ def _ask(
         "model": body.model,
         "prompt": prompt,
         "stream": body.stream,
-        "max_tokens": INT32 - 1 if most is None or most < 0 else most,
+        "max_tokens": INT32 - 1 if most is not None and most < 0 else most,
         "repetition_penalty": 1.0 if body.repeat_last_n == 0 else body.repeat_penalty,
         "seed": None if body.seed == -1 else body.seed,
         "logit_bias": _biases(body.logit_bias),

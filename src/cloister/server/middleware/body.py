@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -123,7 +122,7 @@ def _check_media_type(scope: Scope, *, is_form: bool) -> None:
         if media_type != "multipart/form-data":
             raise MediaTypeError("The body must be a form with a file; send the header `Content-Type: multipart/form-data`.")
         origin = _header(scope, b"origin")
-        if origin and urlsplit(origin).netloc != _header(scope, b"host"):
+        if origin and origin.partition("://")[2] != _header(scope, b"host"):
             raise OriginError
     elif media_type != "application/json" and not _is_curl(scope, media_type):
         raise MediaTypeError("The body must be JSON; send the header `Content-Type: application/json`.")

@@ -107,7 +107,6 @@ def _continue(reader: PromptReader, body: OllamaGenerateBody, fields: dict[str, 
         fields |= {"prompt": infill.encode(body.prompt or "", body.suffix), "stop_token_ids": infill.stop_token_ids}
     else:
         fields["prompt"] = f"{body.system}\n\n{body.prompt}" if body.system else body.prompt
-    fields["max_tokens"] = fields["max_tokens"] or INT32 - 1
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
     if body.logprobs:
@@ -157,9 +156,9 @@ def _streams(reader: PromptReader, wish: bool | None) -> bool:
 
 def _sampling(options: Options | None) -> dict[str, Any]:
     given = check_fields({}, Options) if options is None else options
-    is_bounded = given.num_predict is not None and given.num_predict > 0  # -1 is no bound, -2 the end of the window
+    most = given.num_predict
     fields = {
-        "max_tokens": given.num_predict if is_bounded else None,
+        "max_tokens": most if most is None or most > 0 else INT32 - 1,  # -1 is no bound, -2 the end of the window
         "repetition_penalty": 1.0 if given.repeat_last_n == 0 else given.repeat_penalty,
         "seed": None if given.seed == -1 else given.seed,
     }

@@ -21,6 +21,8 @@ from cloister.types.errors import NotFoundError
 
 LIFETIME_S: Final = 3600.0
 """How long a response is kept after it was made or last gone on from."""
+SLACK_S: Final = 1.0
+"""How much later it goes at most."""
 MOST_BYTES: Final = 64 << 20
 """For all owners together. One owner alone may have all of it; others' newer ones then take its place."""
 
@@ -58,7 +60,8 @@ class ResponseStore:
         self._most_bytes = most_bytes
         self._clock = clock
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()  # whose time is over first comes first
+        self._timer: threading.Timer | None = None
 
     def keep(self, owner: bytes, body: ResponsesBody, response: Mapping[str, Any]) -> None:
         """Keeps a response with what was said before it. Where there is no room, the oldest one of whoever has most goes."""
@@ -70,6 +73,7 @@ class ResponseStore:
         with self._lock:
             self._kept[response["id"]] = kept
             self._make_room()
+            self._watch()
 
     def find(self, owner: bytes, response_id: str, param: str | None = None) -> KeptResponse:
         """Returns a response of an owner, which then stays longer.
@@ -95,10 +99,27 @@ class ResponseStore:
         with self._lock:
             self._kept.pop(response_id, None)
 
-    def _make_room(self) -> None:
+    def _watch(self) -> None:
+        """Sees to it that what has had its time goes, though nobody asks for anything."""
+        if self._timer is None and self._kept:
+            first = next(iter(self._kept.values()))
+            self._timer = threading.Timer(max(0.0, first.expires_s - self._clock()) + SLACK_S, self._sweep)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _sweep(self) -> None:
+        with self._lock:
+            self._timer = None
+            self._forget_expired()
+            self._watch()
+
+    def _forget_expired(self) -> None:
         now_s = self._clock()
         for response_id in [name for name, kept in self._kept.items() if kept.expires_s <= now_s]:
             del self._kept[response_id]
+
+    def _make_room(self) -> None:
+        self._forget_expired()
         shares: dict[bytes, int] = {}
         for kept in self._kept.values():
             shares[kept.owner] = shares.get(kept.owner, 0) + kept.num_bytes
