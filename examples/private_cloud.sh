@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
 # A whole private cloud on this machine, to try it: log, two witnesses, issuer, two nodes, gateway, relay, and the local proxy.
 #
-#   pip wheel --no-deps --wheel-dir dist .          # once: what a release names
-#   examples/private_cloud.sh [DIRECTORY]           # then: curl http://127.0.0.1:8080/v1/models
+#   .venv/bin/pip wheel --no-deps --wheel-dir dist .    # once, after `make serve`: what a release names
+#   examples/private_cloud.sh [DIRECTORY]               # then, in a second terminal: curl http://127.0.0.1:8080/v1/models
 #
 # Everything that different people must run is run by one here, and no hardware vouches for the nodes. So it shows how the parts
 # fit together; it protects nobody from who owns this machine, and the proxy says so (NOT PROVED).
 set -euo pipefail
 
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+command -v cloister >/dev/null || PATH=$root/.venv/bin:$PATH # what `make serve` made
+command -v cloister >/dev/null || { echo "there is no program cloister; run \`make serve\` once" >&2; exit 2; }
 here=${1:-$(mktemp -d)}
 wheel=${WHEEL:-$(ls dist/cloister-*.whl 2>/dev/null | tail -1)}
 model=${MODEL:-cloister-5m}
 port=${PORT:-9000} # this one and the eight above it
-[ -n "$wheel" ] || { echo "no wheel in dist/; make one: pip wheel --no-deps --wheel-dir dist ." >&2; exit 2; }
+[ -n "$wheel" ] || { echo "no wheel in dist/; make one: $(dirname "$(command -v cloister)")/pip wheel --no-deps --wheel-dir dist ." >&2; exit 2; }
 mkdir -p "$here" && cd "$here" && wheel=$(cd "$OLDPWD" && realpath "$wheel")
 
 pids=()
@@ -90,6 +93,8 @@ run relay cloister relay --gateway "http://127.0.0.1:$((port + 6))" --secret-fil
 await gateway "http://127.0.0.1:$((port + 7))/.well-known/cloister/epoch"
 
 echo "relay at http://127.0.0.1:$((port + 7)); Ctrl-C stops everything"
+echo "without the proxy: $(dirname "$(command -v cloister)")/python examples/sealed.py --relay http://127.0.0.1:$((port + 7))" \
+  "--trust $PWD/trust.json --api-key-file $PWD/api-key --accept-software"
 cloister proxy --relay "http://127.0.0.1:$((port + 7))" --trust trust.json --api-key-file api-key --state view.json \
   --accept-software --port "${PROXY_PORT:-8080}" & pids+=($!)
 wait "$!"

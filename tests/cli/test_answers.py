@@ -100,6 +100,15 @@ def test_chat_answers_until_the_input_ends(capsys, monkeypatch):
     assert out
 
 
+@pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])
+def test_a_word_ends_the_chat(capsys, monkeypatch, word):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{word}\nhello\n"))
+    status, out, err = run(capsys, "chat", *ENGINE, "--max-tokens", "4")
+    assert status == 0
+    assert "no such command" not in err
+    assert out.strip("> ") == ""
+
+
 def test_throughput_counts_every_token(capsys, tmp_path):
     flags = ("--num-requests", "3", "--input-tokens", "20", "--output-tokens", "5", "--json", "--output", str(tmp_path))
     status, out, err = run(capsys, "bench", "throughput", *ENGINE, *flags)

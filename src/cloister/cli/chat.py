@@ -14,7 +14,7 @@ from cloister.cli.sampling import MaxTokens, Seed, Temperature, TopK, TopP, choo
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError
 
-HELP = "/reset forgets what was said, /help shows this, Ctrl-C stops an answer, Ctrl-D leaves"
+HELP = "/reset forgets what was said, /help shows this, Ctrl-C stops an answer, /exit or Ctrl-D leaves"
 
 
 @with_settings(EngineConfig)
@@ -27,7 +27,7 @@ def chat(
     top_k: TopK = None,
     seed: Seed = None,
 ) -> None:
-    """Talk to a model, several turns. Ctrl-C stops an answer, Ctrl-D leaves."""
+    """Talk to a model, several turns. Ctrl-C stops an answer, /exit or Ctrl-D leaves."""
     from cloister.llm import open_llm
 
     with open_llm(settings.flags, settings.config_file) as llm:
@@ -36,7 +36,7 @@ def chat(
 
 
 def talk(conversation: Conversation, name: str) -> None:
-    """Reads lines and answers them until the input ends."""
+    """Reads lines and answers them until the input ends or somebody leaves."""
     err.print(f"[bold]{name}[/]. {HELP}.", highlight=False)
     while (line := read_line()) is not None:
         match line.strip():
@@ -45,6 +45,8 @@ def talk(conversation: Conversation, name: str) -> None:
             case "/reset":
                 conversation.reset()
                 err.print("Forgotten.", style="dim")
+            case "/exit" | "/quit" | "/bye":
+                return
             case "/help":
                 err.print(f"{HELP}.", highlight=False)
             case command if command.startswith("/"):

@@ -71,9 +71,10 @@ def show_argument(argument: Any) -> str:
 
 
 def suggest(given: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean X?` for the nearest known word, or nothing."""
-    near = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    """Returns `; did you mean X?` for the nearest known word, or nothing. Dashes before it make no word nearer."""
+    words = {word.lstrip("-"): word for word in known}
+    near = difflib.get_close_matches(given.lstrip("-"), list(words), n=1, cutoff=0.6)
+    return f"; did you mean {words[near[0]]}?" if near else ""
 
 
 def _suggest_option(error: Any) -> str:
