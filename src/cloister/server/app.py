@@ -199,10 +199,11 @@ def surround(
     write_timeout_s: float = WRITE_TIMEOUT_S,
 ) -> ASGIApp:
     """Puts around routes what every request passes, and begins with the batches in `stored`."""
-    app = TellIgnored(app, strict=config.strict_fields)
     if stored is not None:
-        stored.begin(Failures(KeyLimits(app), calls, PLAIN_PATHS))
+        told = TellIgnored(app, strict=config.strict_fields)
+        stored.begin(Failures(KeyLimits(told), calls, PLAIN_PATHS))
     app = CancelOnDisconnect(app, write_timeout_s)
+    app = TellIgnored(app, strict=config.strict_fields)  # around the task of the route, so that tokens do not pass through it
     app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, forms=FORM_PATHS)
     app = KeyLimits(app)
     app = Authentication(app, gate, TokenVerifier(gate.people) if gate.people is not None else None)

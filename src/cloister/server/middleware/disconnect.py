@@ -55,7 +55,7 @@ class CancelOnDisconnect:
             finally:
                 patience.since_s = None
 
-        work = asyncio.create_task(_run(self._app, scope, receive_body, send_in_time))
+        work = asyncio.ensure_future(self._app(scope, receive_body, send_in_time))
         try:
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -67,16 +67,12 @@ class CancelOnDisconnect:
             work.result()  # passes its error on
 
 
-async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    await app(scope, receive, send)
-
-
 async def _wait_until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _end(task: asyncio.Task[None]) -> None:
+async def _end(task: asyncio.Future[None]) -> None:
     """Cancels a task and waits until it is over; what it raised stays in it."""
     task.cancel()
     await asyncio.wait([task])
