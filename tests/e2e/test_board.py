@@ -124,7 +124,7 @@ def test_the_board_counts_errors_and_says_how_long_the_server_is_up(board, house
         httpx.get(f"{house.url}/v1/models/none")
     board.wait(lambda: "3 × 404" in card_of(board, "Errors per minute"))
     assert re.search(r"up \d+ (s|min|h)", board.text(".board-head"))
-    board.wait(lambda: re.search(r"MiB\s+front", card_of(board, "Memory of the processes")))
+    board.wait(lambda: re.search(r"[MG]iB\s+front", card_of(board, "Memory of the processes")))
     board.wait(lambda: re.search(r"\d\.\d\d\s+front", card_of(board, "Processors in use")))
 
 
