@@ -53,7 +53,7 @@ def test_a_limit_of_the_address_space_counts_and_what_is_mapped_already_with_it(
 
 
 def test_a_model_that_the_address_space_cannot_hold_is_refused_with_the_figure_that_would() -> None:
-    limited = 'ulimit -v 500000; exec "$0" -m cloister.cli run Hello --max-tokens 1'
+    limited = 'ulimit -v 500000; exec "$0" -m cloister.cli run cloister-5m Hello --max-tokens 1'
     done = subprocess.run(["sh", "-c", limited, sys.executable], capture_output=True, text=True, timeout=60, check=False)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1
