@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cloister.models import foreign
+from cloister.models.pulling.store import Store
 from cloister.models.shelf import ShelvedModel, list_models
 from tests.gguf_factory import make_gguf
 from tests.model_factory import make_model
@@ -30,7 +31,7 @@ def find(root: Path, name: str, **options: Path) -> ShelvedModel:
 
 
 def test_embedded_models_are_always_there(tmp_path: Path) -> None:
-    names = [model.name for model in list_models(hub_cache=tmp_path / "none")]
+    names = [model.name for model in list_models(hub_cache=tmp_path / "none", store=Store(tmp_path / "pulled"))]
     assert names == ["cloister-5m", "cloister-draft"]
 
 

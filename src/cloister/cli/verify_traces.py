@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -44,7 +44,8 @@ def traces(
     try:
         config, rows, model_path = _prepare(settings)
         maker = MarkMaker(Tokenizer(model_path))
-        path = _start(str(config.profile), settings, requests, direct)
+        # The node gets the model by name: left out, `serve` would take its own default, and its rows would be another's.
+        path = _start(str(config.profile), {**settings.flags, "model": config.model}, requests, direct)
         try:
             verdict = asyncio.run(try_node(path, maker, requests, rows))
         finally:
@@ -77,13 +78,12 @@ def _prepare(settings: GivenSettings) -> tuple[EngineConfig, Callable[[Sequence[
     return config, rows, str(locate(config.model))
 
 
-def _start(profile: str, settings: GivenSettings, num_requests: int, direct: bool) -> Path:
+def _start(profile: str, flags: Mapping[str, object], num_requests: int, direct: bool) -> Path:
     """Starts the whole way to a sealed node where the profile asks for one, else a server."""
     from cloister.client.traces.cloud import Cloud
     from cloister.client.traces.node import SealedNode, Server
 
-    flags = {name: value for name, value in settings.flags.items() if name != "profile"}
-    arguments = [part for name, value in flags.items() for part in _as_flag(name, value)]
+    arguments = [part for name, value in flags.items() if name != "profile" for part in _as_flag(name, value)]
     if not overwrites(profile):
         return Server(profile, arguments)
     return SealedNode(profile, arguments) if direct else Cloud(profile, arguments, num_tokens=num_requests + SPARE_TOKENS)

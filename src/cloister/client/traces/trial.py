@@ -28,6 +28,7 @@ NUM_ROWS: Final = 25
 NUM_WATCHED: Final = 2
 _SLICE: Final = 48
 _WATCHED_CHUNKS: Final = 6
+_WATCH_ATTEMPTS: Final = 3
 
 RowNeedles = Callable[[Sequence[int], int], list[Needle]]
 """From the token ids of a prompt and its owner to needles of what a model computes from it."""
@@ -122,10 +123,7 @@ async def _look_during(
     """Searches while a stream runs, of a conversation and of token ids; then leaves it alone, so that it is cancelled."""
     conversation, ids = marks
     looked = await _watch(client, path, family, conversation, long_stream(conversation), [])
-    computed = rows(prompt_ids(ids), ids.owner)
-    second = await _watch(client, path, family, ids, long_ids(ids), computed)
-    if computed and not any(find.kind == KV_KIND for one in second.searched for find in one.finds):
-        second.missing.append("the engine: no K/V rows of the request, so they are not what is looked for afterwards")
+    second = await _watch(client, path, family, ids, long_ids(ids), rows(prompt_ids(ids), ids.owner))
     return Looked(
         [*looked.searched, *second.searched],
         looked.roles | second.roles,
@@ -137,7 +135,18 @@ async def _look_during(
 async def _watch(
     client: httpx.AsyncClient, path: Path, family: Family, mark: Mark, call: Call, computed: list[Needle]
 ) -> Looked:
+    """Searches while a stream runs; on a busy machine it may end before everything stands still, so it is sent again."""
     finder = Finder([*mark.needles(), *computed])
+    for attempt in range(_WATCH_ATTEMPTS):
+        looked = await _watch_once(client, path, family, mark, call, finder)
+        if computed and not any(find.kind == KV_KIND for one in looked.searched for find in one.finds):
+            looked.missing.append("the engine: no K/V rows of the request, so they are not what is looked for afterwards")
+        if not looked.missing or attempt == _WATCH_ATTEMPTS - 1:
+            break
+    return looked
+
+
+async def _watch_once(client: httpx.AsyncClient, path: Path, family: Family, mark: Mark, call: Call, finder: Finder) -> Looked:
     num_chunks = 0
     async with client.stream("POST", call.path, content=call.body, headers={"content-type": "application/json"}) as reply:
         async for _ in reply.aiter_bytes():
