@@ -28,6 +28,8 @@ FLOOD_PROMPT, FLOOD_ANSWER = 512, 64
 MAX_NUM_SEQS, MAX_MODEL_LEN = 16, 1024
 NUM_APART = 8
 """Times to first token between two requests of the victim: with its answer it asks for a quarter of the engine at most."""
+NUM_APART_ALONE = 3
+"""The same without a flood, where they only have to miss each other."""
 
 
 def main() -> int:
@@ -46,6 +48,7 @@ def main() -> int:
     parser.add_argument("--models", default=MODEL, help="models, with commas: names, directories, or smollm2")
     parser.add_argument("--kernels", default="best", help="instruction sets, with commas; best is the processor's own")
     parser.add_argument("--quant", default="none", help="number format of matrices, made on load")
+    parser.add_argument("--no-fcfs", action="store_true", help="leave out what fcfs does, and the picture")
     parser.add_argument("--runs", type=int, default=1, help="runs of each model and instruction set")
     options = parser.parse_args()
     bench = Bench(
@@ -56,7 +59,7 @@ def main() -> int:
     )
     for model in options.models.split(","):
         for kernels, run in itertools.product(options.kernels.split(","), range(options.runs)):
-            compare(bench, options, Case(find_path(model), kernels), is_first=run == 0)
+            compare(bench, options, Case(find_path(model), kernels), is_first=run == 0 and not options.no_fcfs)
     return bench.finish(options)
 
 
@@ -80,7 +83,7 @@ def find_path(model: str) -> str:
 def compare(bench: Bench, options: argparse.Namespace, case: Case, *, is_first: bool) -> None:
     """Measures the victim alone and flooded; under `fcfs` and for the picture the first time only."""
     interval_s = options.interval_s or NUM_APART * measure_one(options, case)
-    alone = measure(options, case, "fair", interval_s, flooded=False)
+    alone = measure(options, case, "fair", interval_s * NUM_APART_ALONE / NUM_APART, flooded=False)
     schedulers = ("fcfs", "fair") if is_first else ("fair",)
     flooded = {scheduler: measure(options, case, scheduler, interval_s, flooded=True) for scheduler in schedulers}
     base = float(np.percentile(alone, 99))

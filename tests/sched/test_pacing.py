@@ -8,6 +8,7 @@ from cloister.bench.drive import Timed, make_requests
 from cloister.bench.replay import StepCosts, make_scheduler, replay
 from cloister.bench.workloads import WorkItem
 from cloister.sched import BudgetConfig, SchedulerConfig
+from cloister.sched.scheduler import BURST_LASTS_S
 from cloister.types.config import EngineConfig
 from cloister.types.request import Request, SamplingParams
 
@@ -36,9 +37,9 @@ def burst(apart_s=0.0):
     return make_requests(items, "burst")
 
 
-def request(name, due_s, length, num_new):
+def request(name, due_s, length, num_new, tenant="local"):
     sampling = SamplingParams(max_tokens=num_new)
-    return Timed(due_s, Request(request_id=name, token_ids=[5] * length, sampling=sampling))
+    return Timed(due_s, Request(request_id=name, token_ids=[5] * length, sampling=sampling, tenant=tenant))
 
 
 def seconds(steps):
@@ -112,3 +113,17 @@ def test_a_burst_of_another_class_does_not_hold_up_a_stream_either():
     ]
     done = replay(make_scheduler(config, 4000, 16), [*lessons, urgent, *others], COSTS).recorder
     assert max(gaps([done.record_of("urgent")])) < 1.1 * DEFAULT.floor_s
+
+
+@pytest.mark.parametrize("apart", [8.0, 7.3, 6.1], ids=lambda apart: f"every {apart} prompts")
+@pytest.mark.parametrize("costs", [COSTS, StepCosts(0.008, 1.0e-3, 5e-4, 5e-8)], ids=["fast prompts", "slow prompts"])
+def test_a_flood_by_one_tenant_adds_a_step_to_what_another_waits_for_its_first_token(costs, apart):
+    config = SchedulerConfig(1024, budget=DEFAULT, prefix_cache=False, policy="fair", max_num_seqs=16)
+    one_s = costs.step_s + 512 * costs.token_s
+    flood = [request(f"flood-{n}", START_S, 512, 64, tenant="flood") for n in range(200)]
+    begin_s = START_S + 3 * BURST_LASTS_S  # at its beginning a burst may take steps of 0.2 s
+    victims = [request(f"victim-{n}", begin_s + n * apart * one_s, 512, 16, tenant="victim") for n in range(8)]
+    lessons = make_requests([WorkItem(0.0, [5] * length, length, 8) for length in (64, 520)], "lesson")
+    done = replay(make_scheduler(config, 2000, 16), [*lessons, *flood, *victims], costs).recorder
+    waits = [record.ttft_s for record in done.records[-len(victims) :]]
+    assert max(waits) < one_s + 2 * DEFAULT.floor_s

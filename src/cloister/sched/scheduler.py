@@ -380,8 +380,8 @@ class Scheduler:
         """Moves a waiting sequence to running and introduces it to the runner."""
         self._policy.pop()
         self._roster.num_waiting -= 1
-        self._roster.run(sequence)
         sequence.num_planned = sequence.num_committed = num_hit
+        self._roster.run(sequence)
         sequence.num_kept = num_hit // self.pool.block_size
         group = sequence.group
         self._roster.renew(sequence, step.now)

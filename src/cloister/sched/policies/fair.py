@@ -3,7 +3,8 @@
 Each tenant has a counter of the work done for it. The tenant with the smallest counter goes first. A tenant that was idle
 starts at the virtual time: absence earns no credit, and neither does an engine that only one tenant used. It starts earlier
 only by work that another tenant has running on several sequences at once, up to `burst`: virtual time is then a start tag
-(start-time fair queueing, Goyal et al. 1996, section 2), so that a flood which took every slot makes room at once.
+(start-time fair queueing, Goyal et al. 1996, section 2), so that a flood which took every slot makes room at once. What a
+tenant has asked for counts as well, up to `burst`: of a flood that has just begun nothing is computed yet.
 """
 
 from __future__ import annotations
@@ -20,14 +21,22 @@ DECODE_WEIGHT = 2.0
 
 
 class _Tenant:
-    """Its counter, and the counter at which each of its running sequences started, oldest first."""
+    """Its counter, and what it has asked for.
 
-    __slots__ = ("counter", "queue", "starts", "sweep_at")
+    Attributes:
+        starts: by seq_id, the counter at which each of its running sequences started, oldest first.
+        num_uncomputed: by seq_id, the prompt tokens that each of them still has to compute.
+        num_queued: tokens of its waiting sequences; those that ended count until they are swept out.
+    """
+
+    __slots__ = ("counter", "num_queued", "num_uncomputed", "queue", "starts", "sweep_at")
 
     def __init__(self, counter: float) -> None:
         self.counter = counter
         self.starts: dict[int, float] = {}
+        self.num_uncomputed: dict[int, int] = {}
         self.queue: deque[Sequence] = deque()
+        self.num_queued = 0
         self.sweep_at = MIN_SWEEP
 
     @property
@@ -38,6 +47,28 @@ class _Tenant:
     def crowd_start(self) -> float:
         """Counter at which its second sequence started: what it did since then, it did beside itself."""
         return next(itertools.islice(self.starts.values(), 1, None), self.counter)
+
+    @property
+    def backlog(self) -> int:
+        """Prompt tokens that it has asked for and that are not computed yet."""
+        return self.num_queued + sum(self.num_uncomputed.values())
+
+    def enqueue(self, sequence: Sequence, *, first: bool) -> None:
+        (self.queue.appendleft if first else self.queue.append)(sequence)
+        self.num_queued += len(sequence.token_ids)
+        if len(self.queue) >= self.sweep_at:
+            self.queue = deque(waiting for waiting in self.queue if waiting.status is Status.WAITING)
+            self.num_queued = sum(len(waiting.token_ids) for waiting in self.queue)
+            self.sweep_at = max(MIN_SWEEP, 2 * len(self.queue))
+
+    def dequeue(self) -> None:
+        self.num_queued -= len(self.queue.popleft().token_ids)
+
+    def head(self) -> Sequence | None:
+        """Returns its first waiting sequence, and drops those before it that ended."""
+        while self.queue and self.queue[0].status is not Status.WAITING:
+            self.dequeue()
+        return self.queue[0] if self.queue else None
 
 
 @POLICIES.register("fair", PRIORITY_THREAT)
@@ -54,7 +85,7 @@ class Fair:
         self._quantum = quantum
         self._tenants: dict[str, _Tenant] = {}
         self._floor = 0.0
-        self._ahead: float | None = None
+        self._ahead: tuple[float, float] | None = None
 
     def attach_cache(self, num_cached: Callable[[Sequence], int]) -> None:
         """The order does not follow the cache."""
@@ -62,23 +93,19 @@ class Fair:
     def push(self, sequence: Sequence) -> None:
         tenant = self._tenant(sequence)
         self._ahead = None
-        if sequence.num_output or sequence.group.scheduled_s is not None:
-            tenant.queue.appendleft(sequence)  # preempted: it was first before
-        else:
-            tenant.queue.append(sequence)
-        if len(tenant.queue) >= tenant.sweep_at:
-            tenant.queue = deque(waiting for waiting in tenant.queue if waiting.status is Status.WAITING)
-            tenant.sweep_at = max(MIN_SWEEP, 2 * len(tenant.queue))
+        was_preempted = sequence.num_output > 0 or sequence.group.scheduled_s is not None
+        tenant.enqueue(sequence, first=was_preempted)
 
     def peek(self) -> Sequence | None:
-        waiting = [tenant for tenant in self._tenants.values() if self._head(tenant) is not None]
-        return self._head(min(waiting, key=lambda tenant: tenant.counter)) if waiting else None
+        waiting = [tenant for tenant in self._tenants.values() if tenant.head() is not None]
+        return min(waiting, key=lambda tenant: (not self._lags(tenant), tenant.counter)).head() if waiting else None
 
     def pop(self) -> Sequence:
         sequence = self.peek()
         if sequence is None:
             raise IndexError("nobody waits")
-        self._tenant(sequence).queue.popleft()
+        self._tenant(sequence).dequeue()
+        self._ahead = None
         return sequence
 
     def may_admit(self, num_running: int) -> bool:
@@ -88,29 +115,35 @@ class Fair:
         return 0 if self._lags(self._tenants[sequence.group.request.tenant]) else 1
 
     def rank(self, sequence: Sequence) -> tuple[float, int]:
-        return self._counter(sequence), sequence.group.order
+        return self._tenant_of(sequence).counter, sequence.group.order
 
     def displaces(self, candidate: Sequence, victim: Sequence) -> bool:
         if self.level(candidate) >= self.level(victim):
             return False
         # It must still lag when its own start and the victim's second one are paid for: else two tenants with long
         # prompts would take each other's place for ever, and compute nothing but beginnings.
-        ahead = self._counter(victim) - self._counter(candidate)
+        winner, loser = self._tenant_of(candidate), self._tenant_of(victim)
+        ahead = loser.counter - winner.counter
+        if len(loser.starts) > 1:
+            ahead = max(ahead, self._committed(loser) - self._committed(winner))
         return ahead > self._quantum + len(candidate.token_ids) + victim.num_planned
 
     def charge(self, sequence: Sequence, num_prefill: int, num_decode: int) -> None:
-        self._tenants[sequence.group.request.tenant].counter += num_prefill + DECODE_WEIGHT * num_decode
+        tenant = self._tenant_of(sequence)
+        tenant.counter += num_prefill + DECODE_WEIGHT * num_decode
+        tenant.num_uncomputed[sequence.seq_id] = max(0, tenant.num_uncomputed[sequence.seq_id] - num_prefill)
         self._ahead = None
 
     def join(self, sequence: Sequence) -> None:
-        tenant = self._tenants[sequence.group.request.tenant]
+        tenant = self._tenant_of(sequence)
         tenant.starts[sequence.seq_id] = tenant.counter
+        tenant.num_uncomputed[sequence.seq_id] = len(sequence.token_ids) - sequence.num_planned
         self._ahead = None
 
     def leave(self, sequence: Sequence) -> None:
-        tenant = self._tenants[sequence.group.request.tenant]
+        tenant = self._tenant_of(sequence)
         self._survey()  # while it still counts: who comes when all are gone must not gain from its work
-        del tenant.starts[sequence.seq_id]
+        del tenant.starts[sequence.seq_id], tenant.num_uncomputed[sequence.seq_id]
         self._ahead = None
         if not tenant.is_active:
             self._forget_idle()
@@ -130,18 +163,28 @@ class Fair:
         crowds = [t.crowd_start for t in self._tenants.values() if len(t.starts) > 1]
         return min(self._floor, max(self._floor - self._burst, min(crowds, default=self._floor)))
 
-    def _counter(self, sequence: Sequence) -> float:
-        return self._tenants[sequence.group.request.tenant].counter
+    def _tenant_of(self, sequence: Sequence) -> _Tenant:
+        return self._tenants[sequence.group.request.tenant]
+
+    def _committed(self, tenant: _Tenant) -> float:
+        """Returns its counter with the prompts it has asked for, up to `burst` of them.
+
+        A flood of which nothing is computed yet is ahead of others already (start tags again: the requests of a flood
+        have later ones, each by the work of those before it).
+        """
+        return tenant.counter + min(self._burst, tenant.backlog)
 
     def _lags(self, tenant: _Tenant) -> bool:
-        return tenant.counter + self._quantum < self._survey()
+        done, committed = self._survey()
+        return tenant.counter + self._quantum < done or self._committed(tenant) + self._quantum < committed
 
-    def _survey(self) -> float:
-        """Returns the counter of the tenant farthest ahead, and lets the floor follow the one farthest behind."""
+    def _survey(self) -> tuple[float, float]:
+        """Returns how far ahead the first tenant is, by work done and by work asked for; the floor follows the last one."""
         if self._ahead is None:
-            active = [t.counter for t in self._tenants.values() if t.is_active]
-            self._ahead = max(active, default=0.0)
-            self._floor = max(self._floor, min(active, default=0.0))
+            active = [tenant for tenant in self._tenants.values() if tenant.is_active]
+            done = max((tenant.counter for tenant in active), default=0.0)
+            self._ahead = done, max((self._committed(tenant) for tenant in active), default=0.0)
+            self._floor = max(self._floor, min((tenant.counter for tenant in active), default=0.0))
         return self._ahead
 
     def _forget_idle(self) -> None:
@@ -150,9 +193,3 @@ class Fair:
         for name in idle:
             if self._tenants[name].counter <= self._floor - self._burst:
                 del self._tenants[name]
-
-    @staticmethod
-    def _head(tenant: _Tenant) -> Sequence | None:
-        while tenant.queue and tenant.queue[0].status is not Status.WAITING:
-            tenant.queue.popleft()
-        return tenant.queue[0] if tenant.queue else None
