@@ -132,6 +132,20 @@ def test_explain_says_what_would_be_downloaded_and_downloads_nothing(capsys, ind
     assert index.asked == []
 
 
+def test_the_doctor_looks_at_what_serve_would_serve(capsys, index: Index, store: Store) -> None:
+    def look() -> dict[str, object]:
+        _, out, _ = run(capsys, "doctor", "--no-hub", "--json")
+        return next(check for check in json.loads(out)["checks"] if check["name"] == "model")
+
+    check = look()
+    assert check["good"]
+    assert f"{DEFAULT_MODEL} is not here yet; `serve` downloads it at its first start (93 MB)" in str(check["detail"])
+    assert index.asked == []
+    put(store, DEFAULT_MODEL)  # with a file that is no model
+    check = look()
+    assert (check["good"], check["detail"]) == (False, DEFAULT_MODEL)
+
+
 def test_serve_takes_a_model_by_its_name(capsys, store: Store) -> None:
     status, out, _ = run(capsys, "serve", "cloister-draft", "--explain", "--json")
     (model,) = (row for row in json.loads(out) if row["setting"] == "model")
