@@ -15,6 +15,7 @@ from cloister.app.sealed import manifests
 from cloister.models.pulling import DEFAULT_MODEL, PulledModel, Store
 from cloister.models.pulling.catalogue import CATALOGUE, CatalogueModel, Wheel
 from cloister.types.config import EngineConfig
+from cloister.types.errors import ModelError
 from tests.cli.test_main import run
 from tests.package_index import Index, package_index, set_pip, sha256
 
@@ -88,6 +89,31 @@ def test_where_the_index_does_not_answer_the_embedded_model_serves_and_one_line_
     (line,) = said
     assert "cloister-5m serves" in line
     assert "the package index does not answer" in line
+
+
+@pytest.mark.parametrize("has_json", [False, True])
+def test_a_package_that_is_not_the_published_one_stops_the_start(
+    index: Index, store: Store, default: CatalogueModel, has_json: bool
+) -> None:
+    index.has_json = has_json
+    index.add("tiny", "1.0", {"tiny/tiny.gguf": b"GGUF of somebody else"})
+    with pytest.raises(ModelError, match=r"tiny==1\.0 is not the file that was published.*`cloister serve cloister-5m`"):
+        choose_default_model(resolve_settings({}), pytest.fail, store=store, default=default)
+    assert store.find(default.name) is None
+
+
+def test_a_download_that_breaks_off_is_gone_on_with_at_the_next_start(
+    index: Index, store: Store, default: CatalogueModel
+) -> None:
+    said: list[str] = []
+    index.has_tags, index.cut = True, 100
+    settings = choose_default_model(resolve_settings({}), said.append, store=store, default=default)
+    assert model_of(settings)[0] == EMBEDDED
+    assert "broke off" in said[0]
+    index.cut = None
+    index.ranges.clear()
+    settings = choose_default_model(resolve_settings({}), said.append, store=store, default=default)
+    assert (model_of(settings)[0], index.ranges) == (default.name, ["bytes=300-"])
 
 
 @pytest.mark.parametrize("profile", ["team", "private", "paranoid"])
