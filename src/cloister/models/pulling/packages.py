@@ -1,6 +1,6 @@
 """Wheels from the Python package index that pip is set to, with its proxy and certificates; pip need not be installed.
 
-Where pip is set to more than that (a keyring, client certificates, a directory of wheels), and is there, it downloads itself: no
+Where pip is set to more than that (a keyring, client certificates, a directory of wheels) and is there, it downloads: no
 dependencies, no source distributions, so nothing of a package is executed. What it downloads begins anew when it is cut short.
 """
 
