@@ -71,9 +71,11 @@ class Page {
   async learnPolicy() {
     try {
       this.policy = await this.api.json("/v1/policy");
-      this.privacy.say(this.policy);
       this.memory.learnPolicy(this.policy);
+      this.privacy.say(this.policy);
+      this.showTheme();
       this.list.show();
+      this.chat.show();
     } catch (error) {
       this.privacy.fail(explain(error).title);
     }
