@@ -368,7 +368,12 @@ PAGE_STORAGE_THREAT = ThreatProfile(
     residue="conversations with their files, presets and settings",
     where=("the client's disk",),
     attack="whoever uses the device or copies its disk reads them",
-    mitigations=("off until a person switches it on", "never the API key", "taken away when it is switched off", "never read where the profile refuses it"),
+    mitigations=(
+        "off until a person switches it on",
+        "never the API key",
+        "taken away when it is switched off",
+        "never read where the profile refuses it",
+    ),
 )
 
 RUNTIME_ADAPTERS = Feature(
