@@ -26,7 +26,7 @@ from cloister.server.front import PREPARE_TIMEOUT_S, Front
 from cloister.server.logs import RequestLog
 from cloister.server.messages.errors import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages.errors import error_object as message_error
-from cloister.server.metrics import Exposition, Facts, Metrics, RecordedMetrics, ReleasedCounts
+from cloister.server.metrics import Exposition, Facts, Metrics, RecordedMetrics, ReleasedCounts, make_tenant_figures
 from cloister.server.middleware.auth import Authentication
 from cloister.server.middleware.body import BodyReader
 from cloister.server.middleware.cors import CrossOrigin, parse_origins
@@ -123,7 +123,7 @@ def create_app(
         write_timeout_s: how long a client may leave a reply unread.
     """
     exposition = make_exposition(engine, gate, config.served_names)
-    calls = Calls(exposition.count_reply, (*request_log(config, gate), *listeners))
+    calls = Calls(exposition.count_reply, (*request_log(config, gate), *listeners), make_tenant_figures(gate))
     app: ASGIApp = create_routes(
         engine,
         tokenizer,

@@ -24,7 +24,7 @@ class Page {
     this.api = new Api();
     this.announcer = new Announcer(byId("spoken"));
     this.policy = {
-      profile: "", summary: "", api_key: false, streaming: true, keeping: false, metrics: "all", metrics_history: false,
+      profile: "", summary: "", api_key: false, streaming: true, keeping: false, metrics: "all", metrics_history: false, tenants: false,
     };
     this.model = "";
     this.models = [];
