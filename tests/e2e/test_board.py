@@ -145,6 +145,28 @@ def test_a_refusal_for_too_many_requests_is_shown(browser, tmp_path):
         browser.driver.get("about:blank")
 
 
+@pytest.mark.parametrize("is_operator", [True, False])
+def test_tenants_are_shown_to_operators_alone(browser, tmp_path, is_operator):
+    credentials, key = Credentials.empty().add("ann", is_operator=is_operator)
+    gate, config = make_gate("team", credentials), ServerConfig(port=0, drain_timeout_s=1.0)
+    with serving_script(write_model(tmp_path), ScriptedEngine(says("x")), gate=gate, config=config) as house:
+        headers = {"Authorization": f"Bearer {key}"}
+        body = {"model": "history", "prompt": "a", "max_tokens": 1}
+        assert httpx.post(f"{house.url}/v1/completions", json=body, headers=headers).status_code == 200
+        browser.open(house.url)
+        browser.click("#open-settings")
+        browser.find("#set-key").send_keys(key)
+        browser.click("#settings [aria-label=Close]")
+        browser.click("#go-board")
+        if is_operator:
+            browser.wait(lambda: "ann" in card_of(browser, "Tenants"))
+        assert "2 ×" not in card_of(browser, "Errors per minute")  # a refusal is not asked for again and again
+        asked = [url for url in browser.read_logs()[1] if url.endswith("/metrics/tenants")]
+        assert len(browser.all(".card[aria-label=Tenants]")) == is_operator
+        assert asked if is_operator else len(asked) <= 1
+        browser.driver.get("about:blank")
+
+
 def test_readings_of_a_day_are_few_and_their_line_reaches_the_edge(board):
     days = """(() => { const t = new m.Timeline(m.RANGES[3]);
         for (let s = 0; s < 2 * 86400; s += 20) t.add({ samples: new Map(), atMs: s * 1000 });

@@ -353,21 +353,47 @@ def test_the_board_of_a_strict_profile_says_why_it_shows_little(answered_by, bro
         assert len(browser.all(".card")) == 1
 
 
-def test_a_profile_that_keeps_nothing_lets_the_page_keep_nothing(answered_by, browser):
+def keep_secretly(browser: Browser) -> None:
+    """Puts a conversation where another profile let the page keep one, and comes back."""
+    turn = {"id": "1", "role": "user", "content": "a kept question", "toolCalls": [], "reasoning": "", "state": "done"}
+    conversations = [{"id": "0", "turns": [turn]}]
+    kept = {"version": 1, "settings": {"keep": True, "system": "kept"}, "conversations": conversations, "current": "0"}
+    browser.run("localStorage.setItem('cloister', arguments[0])", json.dumps(kept))
+    browser.open(browser.url)
+
+
+def test_a_profile_that_keeps_nothing_neither_reads_nor_writes_what_another_one_kept(answered_by, browser):
     with answered_by(says("x"), gate=make_gate("paranoid")):
-        kept = {"version": 1, "settings": {"keep": True}, "conversations": [], "current": ""}
-        browser.run("localStorage.setItem('cloister', arguments[0])", json.dumps(kept))
-        browser.open(browser.url)
+        keep_secretly(browser)
+        assert "a kept question" not in browser.run("return document.body.textContent")
+        before = browser.run("return localStorage.getItem('cloister')")
         ask(browser, "a secret")
         browser.find(f"{DONE} .prose")
-        assert "secret" not in browser.run("return JSON.stringify(localStorage)")
+        assert browser.run("return localStorage.getItem('cloister')") == before
         assert "Nothing is kept" in browser.text("#keep-note")
         browser.click("#open-settings")
-        browser.click("#set-keep")  # what was kept under another profile can be taken away
-        assert browser.run("return localStorage.length") == 0
-        browser.press(Keys.ESCAPE)
-        browser.click("#open-settings")
         assert not browser.find("#set-keep").is_enabled()
+        assert browser.find("#set-system").get_attribute("value") == ""
+        browser.press(Keys.ESCAPE)
+
+
+def test_a_profile_that_keeps_nothing_offers_to_delete_what_another_one_kept(answered_by, browser):
+    with answered_by(says("x"), gate=make_gate("paranoid")):
+        assert not browser.all("#kept-before")
+        keep_secretly(browser)
+        assert "does not read" in browser.text("#kept-before")
+        browser.click_text("#kept-before button", "Delete it")
+        assert browser.run("return localStorage.length") == 0
+        assert not browser.all("#kept-before")
+        assert "deleted" in browser.text("#toast")
+
+
+def test_what_was_kept_is_read_where_the_profile_lets_it_be(answered_by, browser):
+    with answered_by(says("x")):
+        keep_secretly(browser)
+        assert browser.texts(".turn.user .said") == ["a kept question"]
+        assert not browser.all("#kept-before")
+        browser.run("localStorage.clear()")
 
 
 def test_two_conversations_are_answered_at_once(answered_by, browser):

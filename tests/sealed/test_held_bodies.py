@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Message, Scope
 
 from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
-from cloister.sealed.workers.crew import Crew, WorkerFront
+from cloister.sealed.workers.crew import WORKER_CEILING_BYTES, WORKER_COPIES, WORKER_FREE_BYTES, Crew, WorkerFront
 from cloister.sealed.workers.figures import Figures
 from cloister.sealed.workers.wire import Part, Piece, Start, frame, receive_for_worker
 from cloister.server.body_budget import SMALL_BODY_BYTES, BodyBudget
@@ -116,6 +116,24 @@ def test_large_requests_whose_answers_last_take_no_memory_from_others() -> None:
             await asyncio.sleep(0.2)
             door.crew.go.set()
             assert await asyncio.gather(*others) == [200, 200]
+
+    asyncio.run(live())
+
+
+def test_copies_of_bodies_in_workers_have_a_ceiling_that_short_requests_pass() -> None:
+    async def live() -> None:
+        async with open_door(read=True) as door:  # four of 16 MiB, of which each worker makes several copies
+            more = [asyncio.create_task(door.post(LARGE)) for _ in range(8)]
+            short = asyncio.create_task(door.post(WORKER_FREE_BYTES))
+            await asyncio.sleep(0.3)
+            refused = [task.result() for task in more if task.done()]
+            assert refused == [503] * len(refused)
+            assert (4 + 8 - len(refused)) * LARGE * WORKER_COPIES <= WORKER_CEILING_BYTES
+            assert not short.done()  # it has a worker
+            door.crew.go.set()
+            assert await short == 200
+            await asyncio.gather(*more)
+        assert await door.post(LARGE) == 200  # what ended is given back
 
     asyncio.run(live())
 

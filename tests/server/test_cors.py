@@ -41,7 +41,7 @@ def test_a_preflight_of_a_named_origin_is_answered_without_a_key(model_path):
         reply = client.options("/v1/chat/completions", headers={"origin": GOOD, **ASK})
         assert reply.status_code == 200
         assert reply.headers["access-control-allow-origin"] == GOOD
-        assert reply.headers["access-control-allow-methods"] == "GET, POST"
+        assert reply.headers["access-control-allow-methods"] == "GET, POST, DELETE"
         assert reply.headers["access-control-allow-headers"] == ASK["access-control-request-headers"]
         assert reply.headers["vary"] == "origin"
         assert reply.content == b""

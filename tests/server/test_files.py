@@ -20,12 +20,13 @@ from cloister.engine.base import AsyncEngine
 from cloister.privacy import Credentials, Gate, Policy
 from cloister.server.app import create_app
 from cloister.server.files import batches, running
-from cloister.server.files import store as stores
+from cloister.server.files import shelf as shelves
 from cloister.server.files.batches import Batch, read_lines
 from cloister.server.files.form import read_form
 from cloister.server.files.running import BatchRunner
 from cloister.server.files.service import FileService
-from cloister.server.files.store import LIFETIME_S, FileStore, Owner, Shelf
+from cloister.server.files.shelf import Owner, Shelf
+from cloister.server.files.store import LIFETIME_S, FileStore
 from cloister.server.files.vault import DamagedError, StorageFullError, Vault
 from cloister.server.routes import batches as batch_routes
 from cloister.server.serve import Server, Site, address_of, bind
@@ -464,10 +465,77 @@ def test_an_owner_who_floods_the_store_leaves_room_for_others(tmp_path, monkeypa
     with pytest.raises(StorageFullError, match="delete some"):
         store.create(ann, "a", bytes(10_000))
     store.create(bob, "b", bytes(10_000))
-    monkeypatch.setattr(stores, "MAX_OBJECTS", 5)
+    monkeypatch.setattr(shelves, "MAX_OBJECTS", 5)
     with pytest.raises(StorageFullError, match="delete some"):
         store.create(ann, "a", b"")
     store.create(bob, "b", b"")
+
+
+def test_what_a_batch_has_written_counts_against_its_owners_share_while_it_runs(tmp_path):
+    vault = Vault(tmp_path / "kept", KEY, 100_000)
+    store = FileStore(vault, most_each_bytes=50_000)
+    ann, bob = Owner.of(vault, b"ann"), Owner.of(vault, b"bob")
+    output_id, error_id = store.shelf.new_id(), store.shelf.new_id()
+    for number in range(4):
+        store.append(output_id, ann, number, bytes(10_000))
+    with pytest.raises(StorageFullError, match="delete some"):
+        store.append(error_id, ann, 0, bytes(10_000))
+    with pytest.raises(StorageFullError, match="delete some"):
+        store.create(ann, "a", bytes(10_000))
+    store.create(bob, "b", bytes(10_000))
+    again = FileStore(vault, most_each_bytes=50_000)  # as a server that starts again
+    assert len(again.lines(output_id, ann)) == 4
+    with pytest.raises(StorageFullError, match="delete some"):
+        again.create(ann, "a", bytes(10_000))
+    store.publish(ann, output_id, "out", 40_004)
+    assert not store._unfinished  # nothing is remembered of uploads that were refused
+    store.create(ann, "a", bytes(9_000))  # counted once
+    with pytest.raises(StorageFullError, match="delete some"):
+        store.create(ann, "a", bytes(9_000))
+
+
+def test_uploads_that_come_at_once_do_not_pass_the_share_together(tmp_path):
+    vault = Vault(tmp_path / "kept", KEY, 1_000_000)
+    store = FileStore(vault, most_each_bytes=50_000)
+    ann = Owner.of(vault, b"ann")
+    replace, both = vault.replace, threading.Barrier(2)
+
+    def slow(*args, **kwargs):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+        return replace(*args, **kwargs)
+
+    vault.replace = slow
+    outcomes = []
+
+    def upload():
+        try:
+            outcomes.append(store.create(ann, "a", bytes(30_000)).bytes)
+        except StorageFullError:
+            outcomes.append("full")
+
+    threads = [threading.Thread(target=upload) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(str, outcomes)) == ["30000", "full"]
+
+
+def test_a_page_of_an_allowed_origin_sends_a_form_and_removes_the_file(model_path, tmp_path):
+    page = "https://chat.example.org"
+    form = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok")), allowed_origins=page) as house:
+        files = f"{house.url}/v1/files"
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        assert httpx.options(files, headers={"origin": page, **asked}).headers["access-control-allow-origin"] == page
+        stored = httpx.post(files, headers={"origin": page}, **form)
+        assert (stored.status_code, stored.headers["access-control-allow-origin"]) == (200, page)
+        assert httpx.post(files, headers={"origin": "https://evil.example"}, **form).status_code == 403
+        one = f"{files}/{stored.json()['id']}"
+        asked = {"access-control-request-method": "DELETE"}
+        assert "DELETE" in httpx.options(one, headers={"origin": page, **asked}).headers["access-control-allow-methods"]
+        assert httpx.delete(one, headers={"origin": page}).json()["deleted"]
 
 
 def test_an_owner_with_many_batches_waits_and_others_do_not(model_path, tmp_path, two_tenants, monkeypatch):

@@ -162,6 +162,40 @@ def test_ollamas_suffix_does_the_same(filling):
     assert engine.taken[0].token_ids == [257, *b"def f(", 258, *b"):", 259]
 
 
+def test_the_suffix_of_completions_does_the_same(filling):
+    model = msgspec.structs.replace(INFO, vocab_size=260)
+    body = {"prompt": ["def f(", ""], "suffix": "):", "stop_token_ids": [7]}
+    engine = ScriptedEngine(says("ok"), model=model)
+    with serving_script(filling, engine) as house:
+        reply = httpx.post(f"{house.url}/v1/completions", json=body)
+    assert [choice["text"] for choice in reply.json()["choices"]] == ["ok", "ok"]
+    taken = sorted(engine.taken, key=lambda request: request.request_id)
+    assert [request.token_ids for request in taken] == [[257, *b"def f(", 258, *b"):", 259], [257, 258, *b"):", 259]]
+    assert {request.sampling.stop_token_ids for request in taken} == {(7, 257, 258, 259)}
+
+
+def test_without_a_suffix_a_text_is_gone_on_with(filling):
+    _, request = asked_of(filling, "/v1/completions", prompt="def f(", suffix="")
+    assert (request.token_ids, request.sampling.stop_token_ids) == ([*b"def f("], ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"prompt": [1, 2]}, "prompt"), ({"prompt": "a", "echo": True}, "echo")],
+)
+def test_a_suffix_goes_with_a_text_that_is_not_repeated(filling, fields, param):
+    reply, request = asked_of(filling, "/v1/completions", suffix="):", **fields)
+    assert (reply.status_code, reply.json()["error"]["param"], request) == (400, param, None)
+    assert "suffix" in reply.json()["error"]["message"]
+
+
+def test_completions_of_a_model_that_does_not_fill_in_refuse_a_suffix(client):
+    reply = client.post("/v1/completions", json={"prompt": "def f(", "suffix": "zanzibar"})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["code"]) == (400, "suffix", "no_infill")
+    assert "zanzibar" not in reply.text
+
+
 def test_a_model_that_does_not_fill_in_says_so(client):
     reply = client.post("/infill", json={"input_prefix": "a", "input_suffix": "b"})
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "no_infill")

@@ -28,6 +28,9 @@ def choose_default_model(
         announce: told in one line why the embedded model serves, where it does though another one is the default.
         may_pull: False only says what would be done.
         store: of pulled models; None is this user's.
+
+    Raises:
+        ModelError: what came for the default model is not what was published.
     """
     is_named = next(reason.why for reason in settings.engine.reasons if reason.name == "model") != "default"
     if is_named or settings.models or settings.server.config.sealed:
@@ -43,10 +46,13 @@ def choose_default_model(
             settings, default.name, f"the default; it is downloaded at start ({default.download_bytes / 1e6:.0f} MB)"
         )
     else:
+        from cloister.models.pulling.digests import DigestMismatchError
         from cloister.models.pulling.pull import pull_catalogue_model
 
         try:
             pull_catalogue_model(default, store, progress=True)
+        except DigestMismatchError as error:  # an attack or a broken mirror: nobody should learn of it from a line in a log
+            raise ModelError(f"{error.message}. `cloister serve {embedded}` serves the model in the package") from None
         except ModelError as error:
             why = error.message
         else:

@@ -29,6 +29,7 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     from cloister.server.app import request_log, surround
     from cloister.server.calls import Calls
     from cloister.server.files.service import FileService
+    from cloister.server.metrics import make_tenant_figures
     from cloister.server.responses.keeping import ResponseStore
     from cloister.server.rotation import Rotation
     from cloister.server.serve import Site
@@ -56,6 +57,7 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     calls = Calls(
         lambda route, status: rotation.shown.count_reply(route, status) if rotation.shown is not None else None,
         [*request_log(front, gate), *([tracer.write] if tracer is not None else [])],
+        make_tenant_figures(gate),
     )
     await rotation.begin(next(iter(settings.models)))
     if (notice := gate.notice()) is not None:

@@ -46,7 +46,9 @@ class Check:
 
 def doctor(
     port: Annotated[int, typer.Option(help="Port that the server would listen on.", min=1, max=65535)] = 8000,
-    model: Annotated[str, typer.Option(help="Model that the server would load.")] = "cloister-5m",
+    model: Annotated[
+        str | None, typer.Option(help="Model that the server would load; unset, the one that `serve` takes by itself.")
+    ] = None,
     hub: Annotated[bool, typer.Option(help="Ask whether the model hub answers.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -61,7 +63,7 @@ def doctor(
     raise typer.Exit(1 if failed else 0)
 
 
-def examine(port: int, model: str, hub: bool) -> Iterator[Check]:
+def examine(port: int, model: str | None, hub: bool) -> Iterator[Check]:
     """Yields every check, in the order in which they build on each other."""
     yield check_python()
     chosen = chosen_backend()
@@ -71,9 +73,14 @@ def examine(port: int, model: str, hub: bool) -> Iterator[Check]:
     yield check_cpus()
     yield check_hardening()
     yield check_port(port)
-    opened = check_model(model)
-    yield opened
-    yield check_memory(model if opened.good else None)
+    name = model or served_model()
+    if is_pullable(name):
+        yield check_download(name)
+        yield check_memory(None)
+    else:
+        opened = check_model(name)
+        yield opened
+        yield check_memory(name if opened.good else None)
     yield check_cache()
     if hub:
         yield check_hub()
@@ -174,9 +181,36 @@ def check_port(port: int) -> Check:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            advice = f"stop what listens there, or serve with --port {port + 1 if port < 65535 else 8000}"
+            free = port + 1 if port < 65535 else 8000
+            advice = f"stop what listens there, or serve with --port {free} (`make serve PORT={free}`)"
             return Check("port", False, f"{port}: {error.strerror}", advice, essential=False)
     return Check("port", True, f"{port} is free")
+
+
+def served_model() -> str:
+    """The model that `serve` would take here where nobody names one."""
+    from cloister.app import resolve_settings
+    from cloister.app.default_model import choose_default_model
+
+    return choose_default_model(resolve_settings(), lambda _: None, may_pull=False).engine.config.model
+
+
+def is_pullable(name: str) -> bool:
+    """Is it a model of the catalogue that is not on this machine?"""
+    from cloister.models.location import find_named
+    from cloister.models.pulling import CATALOGUE
+
+    return name in CATALOGUE and find_named(name) is None and not Path(name).exists()
+
+
+def check_download(name: str) -> Check:
+    """How a model that is not on this machine will come here; nothing is downloaded by looking."""
+    from cloister.models.pulling import CATALOGUE
+
+    model = CATALOGUE[name]
+    who = f"`cloister pull {name}`" if model.terms_url else "`serve`"
+    when = "" if model.terms_url else " at its first start"
+    return Check("model", True, f"{name} is not here yet; {who} downloads it{when} ({model.download_bytes / 1e6:.0f} MB)")
 
 
 def check_model(name: str) -> Check:

@@ -301,6 +301,20 @@ METRICS_HISTORY = Feature(
     frozenset({Profile.OPEN, Profile.TEAM}),
     "read `/metrics`, which shows what the profile lets out",
 )
+TENANT_FIGURES = Feature(
+    "tenant-figures",
+    "profiling",
+    "`/metrics/tenants`",
+    _own(
+        "profiling.tenant-figures",
+        open=allow(ONE_USER),
+        team=mitigate("an operator's key or role is asked for: counts since the start, in memory only, and no times"),
+        private=_NO_SINGLE_REQUESTS,
+        paranoid=_NO_SINGLE_REQUESTS,
+    ),
+    frozenset({Profile.OPEN, Profile.TEAM}),
+    "read `/metrics`, which shows what the profile lets out",
+)
 RECEIPT = Feature(
     "receipt",
     "receipts",
@@ -368,7 +382,12 @@ PAGE_STORAGE_THREAT = ThreatProfile(
     residue="conversations with their files, presets and settings",
     where=("the client's disk",),
     attack="whoever uses the device or copies its disk reads them",
-    mitigations=("off until a person switches it on", "never the API key", "taken away when it is switched off"),
+    mitigations=(
+        "off until a person switches it on",
+        "never the API key",
+        "taken away when it is switched off",
+        "never read where the profile refuses it",
+    ),
 )
 
 RUNTIME_ADAPTERS = Feature(
@@ -432,6 +451,7 @@ FEATURES: Mapping[str, Feature] = {
         REQUEST_LOG,
         TRACES,
         METRICS_HISTORY,
+        TENANT_FIGURES,
         RECEIPT,
         FILES,
         STORED_RESPONSES,

@@ -109,6 +109,11 @@ FEATURE_WORDS: Final[Mapping[str, tuple[str, str, str]]] = {
         "keeps the server's figures of the last day in memory, for the board",
         "who opens the board sees when the server was used, also before they came",
     ),
+    "tenant-figures": (
+        "Figures of tenants",
+        "counts requests and tokens of each tenant, for operators",
+        "an operator sees who uses the server how much, and, who watches, when",
+    ),
     "stored-responses": (
         "Kept responses",
         "keeps conversations of /v1/responses in memory for an hour, so that they can go on",

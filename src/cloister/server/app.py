@@ -26,7 +26,7 @@ from cloister.server.front import PREPARE_TIMEOUT_S, Front
 from cloister.server.logs import RequestLog
 from cloister.server.messages.errors import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages.errors import error_object as message_error
-from cloister.server.metrics import Exposition, Facts, Metrics, RecordedMetrics, ReleasedCounts
+from cloister.server.metrics import Exposition, Facts, Metrics, RecordedMetrics, ReleasedCounts, make_tenant_figures
 from cloister.server.middleware.auth import Authentication
 from cloister.server.middleware.body import BodyReader
 from cloister.server.middleware.cors import CrossOrigin, parse_origins
@@ -123,7 +123,7 @@ def create_app(
         write_timeout_s: how long a client may leave a reply unread.
     """
     exposition = make_exposition(engine, gate, config.served_names)
-    calls = Calls(exposition.count_reply, (*request_log(config, gate), *listeners))
+    calls = Calls(exposition.count_reply, (*request_log(config, gate), *listeners), make_tenant_figures(gate))
     app: ASGIApp = create_routes(
         engine,
         tokenizer,
@@ -204,13 +204,14 @@ def surround(
         stored.begin(Failures(KeyLimits(told), calls, PLAIN_PATHS))
     app = CancelOnDisconnect(app, write_timeout_s)
     app = TellIgnored(app, strict=config.strict_fields)  # around the task of the route, so that tokens do not pass through it
-    app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, forms=FORM_PATHS)
+    origins = parse_origins(config.allowed_origins or "")
+    app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, forms=FORM_PATHS, origins=origins)
     app = KeyLimits(app)
     app = Authentication(app, gate, TokenVerifier(gate.people) if gate.people is not None else None)
     if config.api_keys is None and gate.people is None and is_loopback(config.host):
         app = LocalHostOnly(app)
-    if config.allowed_origins:
-        app = CrossOrigin(app, parse_origins(config.allowed_origins))
+    if origins:
+        app = CrossOrigin(app, origins)
     app = Failures(app, calls, PLAIN_PATHS, has_tls=config.certfile is not None)
     return Prefixed(ErrorForms(app, {MESSAGES_FOLDER: message_error, "/api": ollama_error}))
 

@@ -20,6 +20,7 @@ from starlette.types import Scope
 from cloister.engine.base import AsyncEngine, EventListener, Health
 from cloister.engine.faults import describe
 from cloister.privacy.limits import Account, Charge
+from cloister.server.metrics.tenants import TenantFigures
 from cloister.types.errors import InvalidRequestError
 from cloister.types.events import Arrived, Ended, Event, Preempted, Progressed, Scheduled, Stepped
 from cloister.types.request import Request, SequenceOutput
@@ -113,9 +114,13 @@ class Calls:
     Args:
         count_reply: told of every reply.
         listeners: told of every call that is over.
+        tenants: figures of each tenant; None where nobody may see them.
     """
 
-    def __init__(self, count_reply: ReplyCounter, listeners: Sequence[CallListener] = ()) -> None:
+    def __init__(
+        self, count_reply: ReplyCounter, listeners: Sequence[CallListener] = (), tenants: TenantFigures | None = None
+    ) -> None:
+        self.tenants = tenants
         self._count_reply = count_reply
         self._listeners = tuple(listeners)
         self._at_work: dict[str, Call] = {}
@@ -160,6 +165,8 @@ class Calls:
         """Takes one event of the engine."""
         if isinstance(event, Progressed | Stepped) or (call := self._at_work.get(event.request_id)) is None:
             return  # `Ended` sums up what the tokens before it said one by one
+        if self.tenants is not None:
+            self.tenants.observe(event)
         work = call.works[event.request_id]
         if work.follow(event):
             self.settle(call, event.request_id, work.num_prompt_tokens + work.num_output_tokens)
@@ -175,11 +182,15 @@ class Calls:
         call.works[request.request_id] = Work(num_prompt_tokens=len(request.token_ids))
         call.num_open += 1
         self._at_work[request.request_id] = call
+        if self.tenants is not None:
+            self.tenants.begin(request)
 
     def settle(self, call: Call, request_id: str, num_tokens: int) -> None:
         """Notes that the engine is done with a request, for which it handled `num_tokens`."""
         if self._at_work.pop(request_id, None) is None:
             return
+        if self.tenants is not None:
+            self.tenants.end(request_id)
         call.num_open -= 1
         if call.charge is not None:
             call.charge.settle(request_id, num_tokens)

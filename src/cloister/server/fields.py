@@ -36,7 +36,6 @@ REFUSED: Final[Mapping[str, Refused]] = {
     "moderation": Refused("this server does not moderate"),
     "store": Refused("nothing is kept here, so there is nothing to store in", (False,)),
     "service_tier": Refused("a request's class comes from its API key", ("auto", "default")),
-    "suffix": Refused("models here do not fill in the middle", ("",)),
 }
 
 

@@ -16,7 +16,7 @@ from cloister.server.files.batches import BatchBody
 from cloister.server.llamacpp.schemas import ApplyTemplateBody, LlamaCompletionBody, LlamaInfillBody
 from cloister.server.messages.schemas import REFUSED as MESSAGES_REFUSED
 from cloister.server.messages.schemas import CountBody, MessagesBody
-from cloister.server.metrics import CONTENT_TYPE, MetricsReport
+from cloister.server.metrics import CONTENT_TYPE, MetricsReport, TenantsReport
 from cloister.server.ollama.models import OllamaModels, OllamaRunningModels, OllamaShown
 from cloister.server.ollama.schemas import (
     OllamaChatBody,
@@ -243,6 +243,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     ),
     Operation("GET", "/metrics", _SERVER, "Show figures for Prometheus", media_type=CONTENT_TYPE.partition(";")[0]),
     Operation("GET", "/metrics/history", _SERVER, "Show figures of the last day", answer=MetricsReport),
+    Operation("GET", "/metrics/tenants", _SERVER, "Show figures of each tenant to an operator", answer=TenantsReport),
     Operation("GET", "/openapi.json", _SERVER, "Describe the API", answer=JsonObject, is_open=True),
     Operation("GET", "/docs", _SERVER, "Show the reference of the API", media_type=HTML, is_open=True),
     Operation("POST", "/v1/files", _FILES, "Keep a file", UploadForm, FileObject, errors=(507,), body_type=FORM),

@@ -11,6 +11,7 @@ import msgspec
 from cloister.privacy.gate import Admission, Gate
 from cloister.server.conversation import Manner
 from cloister.server.errors import invalid
+from cloister.server.infill import read_suffix
 from cloister.server.job import Echo, Job, make_job
 from cloister.server.messages.reading import to_chat as message_to_chat
 from cloister.server.messages.schemas import REFUSED as MESSAGES_REFUSED
@@ -111,7 +112,8 @@ class PromptReader:
 
     def read_completion(self, raw: bytes, admission: Admission) -> Job:
         """Reads a body of /v1/completions; errors as in `read_chat`."""
-        return self.complete(parse_body(raw, CompletionBody), admission, prefix="cmpl")
+        body = read_suffix(parse_body(raw, CompletionBody), self.tokenizer)
+        return self.complete(body, admission, prefix="cmpl")
 
     def complete(self, body: CompletionBody, admission: Admission, *, prefix: str, fits: bool = False) -> Job:
         """Makes prompts ready that are gone on with as they stand, whichever route they came by; arguments as in `converse`."""

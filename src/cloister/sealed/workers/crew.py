@@ -33,6 +33,12 @@ ZYGOTE_MODULE: Final = "cloister.sealed.workers.zygote"
 SEALER_MODULE: Final = "cloister.sealed.workers.sealer"
 START_TIMEOUT_S: Final = 60.0
 FORK_TIMEOUT_S: Final = 10.0
+WORKER_COPIES: Final = 12
+"""How many times its body a worker has in memory at most: 46 MiB with 4 MB (sealed, opened, parsed, text, tokens)."""
+WORKER_CEILING_BYTES: Final = 2**30
+"""For what all workers have of their bodies."""
+WORKER_FREE_BYTES: Final = 64 * 2**10
+"""A body of so much or less needs no room below that ceiling: a hundred of them are 75 MiB with their copies."""
 _LIMIT_BYTES: Final = 2**20
 _BUFFER_BYTES: Final = 1 << 20
 _BUSY: Final = "This node has as many requests as it takes; try again in a moment."
@@ -202,6 +208,8 @@ class WorkerFront:
         self._body_timeout_s = body_timeout_s
         self._max_workers = max_workers
         self._budget = BodyBudget(max(BODY_CEILING_BYTES, max_request_bytes))
+        self._worker_bytes = 0
+        self._worker_ceiling_bytes = max(WORKER_CEILING_BYTES, WORKER_COPIES * max_request_bytes)
         self.num_workers = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -212,8 +220,10 @@ class WorkerFront:
             self._check(scope)
             self._check_room()
             pieces = [piece async for piece in body.pieces(keeps=True)]
-            self._check_room()  # a place is for requests that are there: slow ones hold none
+            num_bytes = WORKER_COPIES * sum(map(len, pieces))
+            self._check_room(num_bytes)  # a place is for requests that are there: slow ones hold none
             self.num_workers += 1
+            self._worker_bytes += num_bytes
             try:
                 begun_s, is_whole = time.monotonic(), False
                 try:
@@ -223,6 +233,7 @@ class WorkerFront:
                     self._figures.count(time.monotonic() - begun_s, answered=is_whole)
             finally:
                 self.num_workers -= 1
+                self._worker_bytes -= num_bytes
         except GoneError:
             return
         except CloisterError as error:
@@ -230,8 +241,10 @@ class WorkerFront:
         finally:
             body.close()
 
-    def _check_room(self) -> None:
-        if self.num_workers >= self._max_workers:
+    def _check_room(self, num_bytes: int = 0) -> None:
+        """Raises `ProblemError` where there is no place, or no memory for a large body whose copies take so much."""
+        is_large = num_bytes > WORKER_COPIES * WORKER_FREE_BYTES
+        if self.num_workers >= self._max_workers or (is_large and self._worker_bytes + num_bytes > self._worker_ceiling_bytes):
             raise ProblemError(503, _BUSY, fields=((b"retry-after", b"1"),))
 
     async def _carry(

@@ -11,7 +11,7 @@ import msgspec
 from pydantic import Field
 
 from cloister.server.errors import invalid
-from cloister.server.files.store import Kept
+from cloister.server.files.shelf import Kept
 from cloister.server.parse import check_fields, parse_json
 from cloister.server.schemas import MAX_METADATA, MetadataText, Strict
 from cloister.types.errors import InvalidRequestError

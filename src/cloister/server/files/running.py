@@ -16,7 +16,8 @@ from cloister.engine.faults import describe
 from cloister.privacy.gate import Admission, Gate
 from cloister.server.files.batches import ENDED, Batch, Line, Mistake, Status, done_ids, read_lines
 from cloister.server.files.inward import Reply, post
-from cloister.server.files.store import FileStore, Owner, Shelf
+from cloister.server.files.shelf import Owner, Shelf
+from cloister.server.files.store import FileStore
 from cloister.server.ignored import IgnoredFields, noting
 from cloister.types.errors import CloisterError, NotFoundError
 

@@ -10,7 +10,8 @@ from cloister.privacy.gate import Admission, Gate
 from cloister.privacy.policy import Use
 from cloister.server.files.batches import Batch
 from cloister.server.files.running import BatchRunner
-from cloister.server.files.store import FileStore, Owner, Shelf
+from cloister.server.files.shelf import Owner, Shelf
+from cloister.server.files.store import FileStore
 from cloister.server.files.vault import DamagedError, Vault, read_key
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError, NotFoundError, PolicyError

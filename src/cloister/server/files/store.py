@@ -1,41 +1,22 @@
-"""Files of users: what each is called, whose it is, how long it stays. Contents are sealed under a key of the owner's."""
+"""Files of users. Contents are sealed under a key of the owner's, and counted against the owner's share of the room."""
 
 from __future__ import annotations
 
 import re
-import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final, Generic, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final, Literal
 
-import msgspec
-
+from cloister.server.files.shelf import Kept, Owner, Shelf
 from cloister.server.files.vault import DamagedError, StorageFullError, Vault
-from cloister.types.errors import NotFoundError
 
 LIFETIME_S: Final = 30 * 24 * 3600
 """How long a file or batch stays; a client may want less."""
-MAX_OBJECTS: Final = 1_000
-"""Of each kind, for each owner."""
 
-_META: Final = ".meta"
 _DATA: Final = ".data"
 _ID: Final = re.compile(r"[a-z]+[-_][0-9a-f]{32}")
-
-
-class Kept(msgspec.Struct, kw_only=True):
-    """What all things that are kept have in common.
-
-    Attributes:
-        owner: tag of whose it is, worked out from a secret that no name leads to.
-    """
-
-    id: str
-    owner: str
-    created_at: int
-    expires_at: int
 
 
 class StoredFile(Kept, kw_only=True):
@@ -46,117 +27,20 @@ class StoredFile(Kept, kw_only=True):
     bytes: int
 
 
-K = TypeVar("K", bound=Kept)
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Whose something is.
-
-    Attributes:
-        tag: says which things are the owner's.
-        key: of their contents.
-    """
-
-    tag: str
-    key: bytes
-
-    @classmethod
-    def of(cls, vault: Vault, secret: bytes) -> Owner:
-        """Returns the owner who has a secret (`Admission.owner`)."""
-        return cls(vault.derive(b"tag\0" + secret).hex()[:32], vault.derive(b"content\0" + secret))
-
-
-class Shelf(Generic[K]):
-    """Everything of one kind: held in memory, and sealed on disk.
-
-    Args:
-        prefix: of ids, such as "file-".
-        clock: seconds since 1970.
-    """
-
-    def __init__(self, vault: Vault, kind: type[K], prefix: str, clock: Callable[[], float] = time.time) -> None:
-        self._vault = vault
-        self._kind = kind
-        self._prefix = prefix
-        self._clock = clock
-        self._key = vault.derive(b"meta\0")
-        self._lock = threading.Lock()
-        self._kept: dict[str, K] = {}
-        for name in vault.names():
-            if name.startswith(prefix) and name.endswith(_META):
-                for record in vault.read(name, self._key):
-                    kept = msgspec.json.decode(record, type=kind)
-                    self._kept[kept.id] = kept
-
-    def new_id(self) -> str:
-        """Returns an id with nothing in it."""
-        return f"{self._prefix}{secrets.token_hex(16)}"
-
-    def now(self) -> int:
-        return int(self._clock())
-
-    def put(self, kept: K) -> None:
-        """Keeps something, or what became of it.
-
-        Raises:
-            StorageFullError: there is no room.
-        """
-        with self._lock:
-            if kept.id not in self._kept and sum(each.owner == kept.owner for each in self._kept.values()) >= MAX_OBJECTS:
-                raise StorageFullError(f"Nobody may keep more than {MAX_OBJECTS}; delete some, or wait until they expire.")
-        self._vault.replace(kept.id + _META, self._key, msgspec.json.encode(kept), is_small=True)
-        with self._lock:
-            self._kept[kept.id] = kept
-
-    def find(self, kept_id: str, owner: Owner) -> K:
-        """Returns what an owner keeps under an id.
-
-        Raises:
-            NotFoundError: there is no such thing, or it is another's.
-        """
-        kept = self._kept.get(kept_id)
-        if kept is None or not self._is_there(kept) or not secrets.compare_digest(kept.owner, owner.tag):
-            raise NotFoundError("There is no such file or batch, or it is gone: all expire.", code="not_found")
-        return kept
-
-    def of(self, owner: Owner) -> list[K]:
-        """Returns all that an owner keeps, the newest first."""
-        with self._lock:
-            found = [kept for kept in self._kept.values() if kept.owner == owner.tag and self._is_there(kept)]
-        return sorted(found, key=lambda kept: (-kept.created_at, kept.id))
-
-    def all(self) -> list[K]:
-        """Returns what everybody keeps."""
-        with self._lock:
-            return list(self._kept.values())
-
-    def remove(self, kept_id: str) -> None:
-        """Forgets something."""
-        with self._lock:
-            self._kept.pop(kept_id, None)
-        self._vault.remove(kept_id + _META)
-
-    def expired(self) -> list[str]:
-        """Returns the ids of what has had its time."""
-        with self._lock:
-            return [kept.id for kept in self._kept.values() if not self._is_there(kept)]
-
-    def _is_there(self, kept: Kept) -> bool:
-        return kept.expires_at > self._clock()
-
-
 class FileStore:
     """The files of all owners.
 
     Args:
-        most_each_bytes: what the files of one owner may take, so that others find room; None for as much as there is.
+        most_each_bytes: what the files of one owner may take, those included that are being written, so that others find
+            room; None for as much as there is.
     """
 
     def __init__(self, vault: Vault, clock: Callable[[], float] = time.time, *, most_each_bytes: int | None = None) -> None:
         self.vault = vault
         self._most_each_bytes = most_each_bytes
         self.shelf = Shelf(vault, StoredFile, "file-", clock)
+        self._lock = threading.Lock()
+        self._unfinished: dict[str, tuple[str, int]] = {}  # id of what is no file yet -> tag of its owner, bytes
 
     def create(self, owner: Owner, filename: str, content: bytes, lifetime_s: int = LIFETIME_S) -> StoredFile:
         """Keeps a file that came whole.
@@ -164,14 +48,9 @@ class FileStore:
         Raises:
             StorageFullError: there is no room; nothing is kept.
         """
-        if self._most_each_bytes is not None:
-            held = sum(stored.bytes for stored in self.shelf.of(owner))
-            if held + len(content) > self._most_each_bytes:
-                raise StorageFullError(
-                    "Your files take all the room that one may have; delete some, or wait until they expire."
-                )
         file_id, now = self.shelf.new_id(), self.shelf.now()
-        self.vault.replace(file_id + _DATA, owner.key, content)
+        with self._reserving(owner, file_id, len(content)):
+            self.vault.replace(file_id + _DATA, owner.key, content)
         stored = StoredFile(
             id=file_id,
             owner=owner.tag,
@@ -203,8 +82,41 @@ class FileStore:
         except BaseException:
             if stored.purpose == "batch":
                 self.vault.remove(stored.id + _DATA)
+                self._finish(stored.id)
             raise
+        self._finish(stored.id)  # from here on the shelf counts it
         return stored
+
+    @contextmanager
+    def _reserving(self, owner: Owner, file_id: str, num_bytes: int) -> Iterator[None]:
+        """Counts bytes against their owner's share before they are written, unless the block fails.
+
+        Raises:
+            StorageFullError: the share is used up.
+        """
+        with self._lock:
+            held = sum(stored.bytes for stored in self.shelf.of(owner) if stored.id not in self._unfinished)
+            held += sum(size for tag, size in self._unfinished.values() if tag == owner.tag)
+            if self._most_each_bytes is not None and held + num_bytes > self._most_each_bytes:
+                raise StorageFullError(
+                    "Your files take all the room that one may have; delete some, or wait until they expire."
+                )
+            self._count(owner, file_id, num_bytes)
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._count(owner, file_id, -num_bytes)
+            raise
+
+    def _count(self, owner: Owner, file_id: str, num_bytes: int) -> None:
+        total = self._unfinished.pop(file_id, ("", 0))[1] + num_bytes
+        if total:
+            self._unfinished[file_id] = (owner.tag, total)
+
+    def _finish(self, file_id: str) -> None:
+        with self._lock:
+            self._unfinished.pop(file_id, None)
 
     def content(self, stored: StoredFile, owner: Owner) -> bytes:
         """Returns a file's content.
@@ -218,17 +130,24 @@ class FileStore:
         return content
 
     def lines(self, file_id: str, owner: Owner) -> list[bytes]:
-        """Returns what was appended under an id so far, so that more can follow."""
-        return self.vault.mend(file_id + _DATA, owner.key)
+        """Returns what was appended under an id so far, so that more can follow. It counts against the owner's share."""
+        records = self.vault.mend(file_id + _DATA, owner.key)
+        with self._lock:
+            self._unfinished.pop(file_id, None)
+            self._count(owner, file_id, sum(map(len, records)))
+        return records
 
     def append(self, file_id: str, owner: Owner, number: int, line: bytes) -> None:
-        """Adds a line to what becomes a file later; errors as in `Vault.append`."""
-        self.vault.append(file_id + _DATA, owner.key, number, line + b"\n")
+        """Adds a line to what becomes a file later; errors as in `create`, and what was there stays."""
+        record = line + b"\n"
+        with self._reserving(owner, file_id, len(record)):
+            self.vault.append(file_id + _DATA, owner.key, number, record)
 
     def remove(self, file_id: str) -> None:
         """Removes a file with its content."""
         self.shelf.remove(file_id)
         self.vault.remove(file_id + _DATA)
+        self._finish(file_id)
 
     def sweep(self) -> None:
         """Removes what has expired."""
@@ -246,10 +165,3 @@ class FileStore:
             is_content = name.endswith(_DATA) and _ID.fullmatch(name.removesuffix(_DATA)) is not None
             if name.startswith(".") or (is_content and name.removesuffix(_DATA) not in known):
                 self.vault.remove(name)
-
-
-def page(items: Sequence[K], limit: int, after: str | None) -> tuple[list[K], bool]:
-    """Returns the items that follow the one called `after`, `limit` at most, and whether there are more."""
-    ids = [item.id for item in items]
-    start = ids.index(after) + 1 if after in ids else 0
-    return list(items[start : start + limit]), start + limit < len(items)

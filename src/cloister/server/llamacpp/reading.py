@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from cloister.privacy.gate import Admission
 from cloister.server.errors import invalid
+from cloister.server.infill import require_infill
 from cloister.server.job import Job
 from cloister.server.llamacpp.schemas import (
     REFUSED,
@@ -19,7 +20,6 @@ from cloister.server.parse import check_fields, parse_body
 from cloister.server.prompts import PromptReader
 from cloister.server.renaming import renamed
 from cloister.server.schemas import INT32, ChatBody, CompletionBody
-from cloister.text.infill import Infill
 
 NAMES: Final[Mapping[str, str]] = {
     r"max_tokens": "n_predict",
@@ -61,24 +61,10 @@ def read_completion(reader: PromptReader, raw: bytes, admission: Admission) -> L
 def read_infill(reader: PromptReader, raw: bytes, admission: Admission) -> LlamaJob:
     """Reads a body of /infill; errors as in `PromptReader.read_chat`."""
     body = parse_body(raw, LlamaInfillBody, REFUSED)
-    infill = require_infill(reader)
+    infill = require_infill(reader.tokenizer)
     extra = "".join(f"{each.text}\n" for each in body.input_extra or ())
     token_ids = infill.encode(f"{extra}{body.input_prefix}{body.prompt or ''}", body.input_suffix)
     return _ask(reader, body, token_ids, infill.stop_token_ids, "", admission)
-
-
-def require_infill(reader: PromptReader) -> Infill:
-    """Returns how the model fills in the middle.
-
-    Raises:
-        InvalidRequestError: it was not trained to.
-    """
-    if (infill := Infill.of(reader.tokenizer)) is None:
-        raise invalid(
-            "This model does not fill in the middle: its vocabulary has no tokens for that. Serve one that was trained to.",
-            code="no_infill",
-        )
-    return infill
 
 
 def apply_template(reader: PromptReader, raw: bytes) -> str:

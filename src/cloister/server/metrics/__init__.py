@@ -2,7 +2,8 @@
 
 `Metrics` shows every figure; `ReleasedCounts` the few sums that a strict profile lets out. Both read the engine's events
 (rule 7) and the statuses of replies. `RecordedMetrics` remembers the
-last day. `Facts` says what is known without a request.
+last day. `Facts` says what is known without a request,
+and `TenantFigures` what each tenant did, for operators.
 """
 
 from cloister.server.metrics.exposition import CONTENT_TYPE, Exposition
@@ -10,5 +11,18 @@ from cloister.server.metrics.facts import Facts
 from cloister.server.metrics.figures import Metrics
 from cloister.server.metrics.history import MetricsReport, RecordedMetrics
 from cloister.server.metrics.released import ReleasedCounts
+from cloister.server.metrics.tenants import TenantFigures, TenantsReport, make_tenant_figures, tells_tenants
 
-__all__ = ["CONTENT_TYPE", "Exposition", "Facts", "Metrics", "MetricsReport", "RecordedMetrics", "ReleasedCounts"]
+__all__ = [
+    "CONTENT_TYPE",
+    "Exposition",
+    "Facts",
+    "Metrics",
+    "MetricsReport",
+    "RecordedMetrics",
+    "ReleasedCounts",
+    "TenantFigures",
+    "TenantsReport",
+    "make_tenant_figures",
+    "tells_tenants",
+]

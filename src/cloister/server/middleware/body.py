@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget, BodyCharge
 from cloister.server.body_pace import Pace, ShedError, receive_piece
 from cloister.server.errors import BodyTimeoutError, MediaTypeError, OriginError, OverloadedError
+from cloister.server.middleware.cors import is_allowed
 from cloister.server.middleware.failures import send_error
 from cloister.server.networks import client_network
 from cloister.types.errors import CloisterError, RequestTooLargeError
@@ -29,6 +30,7 @@ class BodyReader:
         paths: those that read a body; elsewhere its kind is not looked at and nothing of it is kept (some of these paths ask
             for no key), and the router says what is wrong.
         forms: those of them whose body is a form with a file.
+        origins: pages that may send one, beside the server's own.
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class BodyReader:
         paths: Collection[str],
         budget: BodyBudget | None = None,
         forms: Collection[str] = (),
+        origins: Collection[str] = (),
     ) -> None:
         self._app = app
         self._limit_bytes = limit_bytes
         self._timeout_s = timeout_s
         self._paths = frozenset(paths)
         self._forms = frozenset(forms)
+        self._origins = frozenset(origins)
         self._budget = budget or BodyBudget(max(BODY_CEILING_BYTES, limit_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,7 +83,10 @@ class BodyReader:
     async def _read(self, scope: Scope, receive: Receive, charge: BodyCharge) -> bytes:
         is_wanted = scope["method"] == "POST" and scope["path"] in self._paths
         if is_wanted:
-            _check_media_type(scope, is_form=scope["path"] in self._forms)
+            is_form = scope["path"] in self._forms
+            _check_media_type(scope, is_form=is_form)
+            if is_form:
+                _check_origin(scope, self._origins)
         if _declared_bytes(scope) > self._limit_bytes:
             raise self._too_large()
         try:
@@ -121,13 +128,16 @@ def _check_media_type(scope: Scope, *, is_form: bool) -> None:
     if is_form:
         if media_type != "multipart/form-data":
             raise MediaTypeError("The body must be a form with a file; send the header `Content-Type: multipart/form-data`.")
-        origin = _header(scope, b"origin")
-        if origin and origin.partition("://")[2] != _header(scope, b"host"):
-            raise OriginError
     elif media_type != "application/json" and not _is_curl(scope, media_type):
         raise MediaTypeError("The body must be JSON; send the header `Content-Type: application/json`.")
     if _header(scope, b"content-encoding") not in ("", "identity"):
         raise MediaTypeError("The body must not be compressed; leave out the header `Content-Encoding`.")
+
+
+def _check_origin(scope: Scope, origins: Collection[str]) -> None:
+    origin = _header(scope, b"origin")
+    if origin and origin.partition("://")[2] != _header(scope, b"host") and not is_allowed(origin, origins):
+        raise OriginError
 
 
 def _is_curl(scope: Scope, media_type: str) -> bool:

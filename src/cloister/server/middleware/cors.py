@@ -18,7 +18,7 @@ from cloister.server.middleware.failures import send_error
 from cloister.types.errors import ConfigError
 
 ANY: Final = "*"
-METHODS: Final = b"GET, POST"
+METHODS: Final = b"GET, POST, DELETE"
 MAX_AGE_S: Final = b"600"
 EXPOSED: Final = b"retry-after, x-request-id, cloister-ignored-fields, " + b", ".join(
     f"x-ratelimit-{what}-{kind}".encode() for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
@@ -44,6 +44,11 @@ def parse_origins(setting: str) -> frozenset[str]:
     return origins
 
 
+def is_allowed(origin: str, origins: Collection[str]) -> bool:
+    """Whether pages of an origin may read replies and send forms."""
+    return ANY in origins or origin.lower() in origins
+
+
 class CrossOrigin:
     """Answers preflights, and says on every reply whether the page that asked may read it.
 
@@ -59,7 +64,7 @@ class CrossOrigin:
         if scope["type"] != "http" or (origin := _header(scope, b"origin")) is None:
             await self._app(scope, receive, send)
             return
-        allowed = self._allows(origin)
+        allowed = is_allowed(origin.decode("latin-1"), self._origins)
         if scope["method"] == "OPTIONS" and _header(scope, b"access-control-request-method") is not None:
             await (_answer_preflight(scope, send, origin) if allowed else send_error(send, OriginError()))
             return
@@ -71,9 +76,6 @@ class CrossOrigin:
             await send(message)
 
         await self._app(scope, receive, send_with_origin)
-
-    def _allows(self, origin: bytes) -> bool:
-        return ANY in self._origins or origin.decode("latin-1").lower() in self._origins
 
 
 _VARY: Final = [(b"vary", b"origin")]

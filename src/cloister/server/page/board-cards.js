@@ -83,6 +83,24 @@ export class MemoryCard {
   }
 }
 
+/** What each tenant did since the start, for operators. */
+export class TenantsCard {
+  constructor() {
+    const names = ["Tenant", "Running", "Waiting", "Requests", "Prompt tokens", "Output tokens"];
+    this.rows = h("tbody", {});
+    const head = h("tr", {}, ...names.map((name) => h("th", { scope: "col" }, name)));
+    const table = h("div", { class: "tenants", role: "region", tabindex: 0, "aria-label": "Figures of tenants" }, h("table", {}, h("thead", {}, head), this.rows));
+    this.element = h("section", { class: "card whole", "aria-label": "Tenants" }, h("h3", {}, "Tenants, since the server started"), table);
+  }
+
+  /** @param tenants as `/metrics/tenants` has them. */
+  show(tenants) {
+    const figures = ({ running, waiting, requests, prompt_tokens, generation_tokens }) => [running, waiting, requests, prompt_tokens, generation_tokens];
+    const row = (one) => h("tr", {}, h("th", { scope: "row" }, one.name ?? "all others"), ...figures(one).map((value) => h("td", {}, count(value))));
+    this.rows.replaceChildren(...tenants.map(row));
+  }
+}
+
 /** All there is under a profile that lets sums out and no more. */
 export class SumsCard {
   constructor(profile) {

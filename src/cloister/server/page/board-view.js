@@ -1,7 +1,7 @@
 // The live board: reads /metrics every second while somebody looks at it, and what the server remembers of before.
 
 import { ApiError } from "./api.js";
-import { MemoryCard, PlotCard, SumsCard } from "./board-cards.js";
+import { MemoryCard, PlotCard, SumsCard, TenantsCard } from "./board-cards.js";
 import { byId, h } from "./dom.js";
 import { explain } from "./errors.js";
 import { PLOTS, uptime } from "./figures.js";
@@ -21,6 +21,8 @@ export class BoardView {
     this.isOpen = false;
     this.isPaused = false;
     this.timer = null;
+    this.tenants = null;
+    this.refusedKey = null;
     document.addEventListener("visibilitychange", () => this.schedule(0));
   }
 
@@ -81,6 +83,7 @@ export class BoardView {
       if (this.page.lacksKey) throw new ApiError(401);
       const samples = parseMetrics(await this.fetch("/metrics"));
       await this.take({ samples, atMs: performance.now() });
+      await this.readTenants();
       this.say(valueOf(samples, "cloister_engine_healthy") === 0 ? "The engine is not well: nothing advances." : "");
       this.draw();
     } catch (error) {
@@ -106,8 +109,25 @@ export class BoardView {
     for (const card of this.cards) card.forget?.();
   }
 
+  /** Reads the figures of tenants where there are some. A key that is no operator's is not tried again. */
+  async readTenants() {
+    const { policy, api } = this.page;
+    if (!policy.tenants || api.key === this.refusedKey) return;
+    try {
+      const { data } = JSON.parse(await this.fetch("/metrics/tenants"));
+      this.tenants ??= new TenantsCard();
+      this.tenants.show(data);
+      if (!this.tenants.element.isConnected) this.grid.append(this.tenants.element);
+    } catch (error) {
+      if (error.status !== 403) throw error;
+      this.refusedKey = api.key;
+      this.tenants?.element.remove();
+      this.tenants = null;
+    }
+  }
+
   draw() {
-    if (!this.grid.childElementCount) this.grid.replaceChildren(...this.cards.map((card) => card.element));
+    if (!this.cards[0].element.isConnected) this.grid.prepend(...this.cards.map((card) => card.element));
     const now = this.timelines[0].moments().at(-1);
     this.uptime.textContent = uptime(now.samples);
     for (const card of this.cards) card.draw({ now, timeline: this.timelines[this.chosen], range: RANGES[this.chosen] });

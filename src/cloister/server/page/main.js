@@ -24,7 +24,7 @@ class Page {
     this.api = new Api();
     this.announcer = new Announcer(byId("spoken"));
     this.policy = {
-      profile: "", summary: "", api_key: false, streaming: true, keeping: false, metrics: "all", metrics_history: false,
+      profile: "", summary: "", api_key: false, streaming: true, keeping: false, metrics: "all", metrics_history: false, tenants: false,
     };
     this.model = "";
     this.models = [];
@@ -71,9 +71,11 @@ class Page {
   async learnPolicy() {
     try {
       this.policy = await this.api.json("/v1/policy");
-      this.privacy.say(this.policy);
       this.memory.learnPolicy(this.policy);
+      this.privacy.say(this.policy);
+      this.showTheme();
       this.list.show();
+      this.chat.show();
     } catch (error) {
       this.privacy.fail(explain(error).title);
     }

@@ -9,11 +9,10 @@ const PLACE = "cloister";
 export class Memory {
   constructor(storage) {
     this.storage = storage;
-    this.mayKeep = false;
+    this.mayKeep = false; // until the profile is known
     this.settings = { ...DEFAULTS };
     this.conversations = [newConversation()];
     this.current = this.conversations[0];
-    this.read();
   }
 
   /** Begins a conversation, unless the current one is empty still. */
@@ -58,16 +57,32 @@ export class Memory {
     this.write();
   }
 
-  /** Learns whether the privacy profile lets anything be kept; until then nothing is written. */
+  /** Learns whether the privacy profile lets anything be kept; until then, and where it does not, nothing is read or written. */
   learnPolicy({ keeping }) {
     this.mayKeep = keeping === true;
+    if (this.mayKeep) this.read();
+  }
+
+  /** Whether something lies in the storage that this profile does not let the page read. */
+  get hasUnread() {
+    try {
+      return !this.mayKeep && Object.hasOwn(this.storage, PLACE);
+    } catch {
+      return false;
+    }
+  }
+
+  /** Deletes what lies in the storage, unread. */
+  deleteKept() {
+    this.storage.removeItem(PLACE);
   }
 
   /** Writes everything down if the user wants it kept and the profile allows it; takes away what was kept if the user does not want it. */
   write() {
+    if (!this.mayKeep) return;
     try {
       if (!this.settings.keep) this.storage.removeItem(PLACE);
-      if (!this.settings.keep || !this.mayKeep) return;
+      if (!this.settings.keep) return;
       const { settings, current } = this;
       const conversations = this.conversations.filter(({ turns }) => turns.length).map(withoutExchanges);
       this.storage.setItem(PLACE, JSON.stringify({ version: 1, settings, conversations, current: current.id }));
@@ -82,8 +97,9 @@ export class Memory {
       if (kept?.version !== 1) return;
       this.settings = { ...DEFAULTS, ...kept.settings };
       if (!kept.conversations.length) return;
-      this.conversations = kept.conversations.map(ended);
-      this.current = this.conversations.find(({ id }) => id === kept.current) ?? this.conversations[0];
+      const begun = this.conversations.filter(({ turns }) => turns.length); // while the profile was asked for
+      this.conversations = [...begun, ...kept.conversations.map(ended)];
+      this.current = begun[0] ?? this.conversations.find(({ id }) => id === kept.current) ?? this.conversations[0];
     } catch {
       this.storage?.removeItem(PLACE);
     }

@@ -25,7 +25,22 @@ export class PrivacyLine {
     const name = `Privacy: profile ${profile}`;
     this.shield.setAttribute("aria-label", name);
     this.shield.title = name;
+    this.showKept();
     this.show();
+  }
+
+  /** Says that another profile let the page keep something here, and offers to delete it. */
+  showKept() {
+    const { memory } = this.page;
+    const remove = () => {
+      memory.deleteKept();
+      this.showKept();
+      this.page.toast("What was kept in this browser is deleted.");
+      byId("message").focus();
+    };
+    const told = "Something is in this browser that another profile let this page keep. Under this one the page does not read it. ";
+    byId("kept-before").hidden = !memory.hasUnread;
+    byId("kept-before").replaceChildren(told, h("button", { type: "button", class: "text-button", onclick: remove }, "Delete it"));
   }
 
   /** Says that the profile is not known. That cannot be hidden. */

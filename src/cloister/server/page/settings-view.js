@@ -97,8 +97,8 @@ export class SettingsView {
     const theme = selectBox(THEMES, settings.theme, "set-theme");
     theme.addEventListener("change", () => page.set("theme", theme.value));
     const allowed = "Conversations, presets and settings are written, readable, into this browser's storage. Switching it off takes them away.";
-    const refused = "The privacy profile does not allow it: nothing is written. What was kept before is taken away when this is switched off.";
-    const keep = { name: "keep", label: "Keep on this device", kind: "check", hint: mayKeep ? allowed : refused, disabled: !mayKeep && !settings.keep };
+    const refused = "The privacy profile does not allow it: nothing is written, and nothing that was kept before is read.";
+    const keep = { name: "keep", label: "Keep on this device", kind: "check", hint: mayKeep ? allowed : refused, disabled: !mayKeep };
     const forget = () => {
       page.forgetAll();
       this.dialog.close();

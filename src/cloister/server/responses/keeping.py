@@ -75,12 +75,23 @@ class ResponseStore:
             self._make_room()
             self._watch()
 
-    def find(self, owner: bytes, response_id: str, param: str | None = None) -> KeptResponse:
-        """Returns a response of an owner, which then stays longer.
+    def find(self, owner: bytes, response_id: str) -> KeptResponse:
+        """Returns a response of an owner, whose time goes on.
 
         Raises:
             NotFoundError: there is none: it was never kept, it is another's, or its time is over.
         """
+        return self._find(owner, response_id, None, renews=False)
+
+    def go_on(self, owner: bytes, response_id: str, param: str) -> KeptResponse:
+        """Returns a response of an owner that another one goes on from; its time begins anew.
+
+        Args:
+            param: the field that names it, for the error, which is as in `find`.
+        """
+        return self._find(owner, response_id, param, renews=True)
+
+    def _find(self, owner: bytes, response_id: str, param: str | None, *, renews: bool) -> KeptResponse:
         with self._lock:
             kept = self._kept.get(response_id)
             if kept is None or kept.owner != owner or kept.expires_s <= self._clock():
@@ -89,8 +100,9 @@ class ResponseStore:
                     param=param,
                     code="previous_response_not_found" if param is not None else "not_found",
                 )
-            self._kept[response_id] = replace(kept, expires_s=self._clock() + LIFETIME_S)
-            self._kept.move_to_end(response_id)
+            if renews:
+                self._kept[response_id] = replace(kept, expires_s=self._clock() + LIFETIME_S)
+                self._kept.move_to_end(response_id)
             return kept
 
     def remove(self, owner: bytes, response_id: str) -> None:
@@ -144,7 +156,7 @@ def read_body(raw: bytes, store: ResponseStore | None, owner: bytes | None) -> R
     body = parse_body(raw, ResponsesBody, _REFUSED_BESIDE)
     items: list[Item] = list(body.input)
     if body.previous_response_id is not None:
-        kept = store.find(owner, body.previous_response_id, "previous_response_id")
+        kept = store.go_on(owner, body.previous_response_id, "previous_response_id")
         items = [*_items.validate_json(kept.items), *items]
         if len(items) > MAX_MESSAGES:
             raise invalid(f"The conversation has more than {MAX_MESSAGES} items; begin a new one.", "previous_response_id")

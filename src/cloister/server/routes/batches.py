@@ -11,7 +11,8 @@ from starlette.responses import Response
 from cloister.privacy.gate import Admission
 from cloister.server.files.batches import ENDED, WINDOW_S, Batch, BatchBody, describe_batch, read_lines
 from cloister.server.files.service import FileService
-from cloister.server.files.store import LIFETIME_S, Owner, page
+from cloister.server.files.shelf import Owner, page
+from cloister.server.files.store import LIFETIME_S
 from cloister.server.front import admission_of, json_response
 from cloister.server.parse import parse_body
 from cloister.server.routes.files import opened, read_limit

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from cloister.server.errors import invalid
 from cloister.server.files.form import FormPart, read_form
 from cloister.server.files.service import FileService, require
-from cloister.server.files.store import LIFETIME_S, Owner, StoredFile, page
+from cloister.server.files.shelf import Owner, page
+from cloister.server.files.store import LIFETIME_S, StoredFile
 from cloister.server.front import Front, admission_of, front_of, json_response
 from cloister.server.parse import check_fields
 from cloister.server.schemas import Strict

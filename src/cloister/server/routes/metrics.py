@@ -1,4 +1,4 @@
-"""`/metrics` in the text format of Prometheus, and its past as JSON."""
+"""`/metrics` in the text format of Prometheus, its past as JSON, and what each tenant did, for operators."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.privacy.policy import Use
-from cloister.server.front import front_of, json_response
+from cloister.server.front import admission_of, front_of, json_response
 from cloister.server.metrics import CONTENT_TYPE, RecordedMetrics
+from cloister.types.errors import NotFoundError
 
 router = APIRouter()
 
@@ -30,3 +31,19 @@ async def report_history(request: Request) -> Response:
     front.reader.gate.policy.check({"metrics-history": Use(True, "the request")})
     assert isinstance(front.metrics, RecordedMetrics)
     return json_response(front.metrics.report())
+
+
+@router.get("/metrics/tenants")
+async def report_tenants(request: Request) -> Response:
+    """Returns what each tenant did since the start and has open.
+
+    Raises:
+        PolicyError: the profile tells no tenants apart, or whoever asks is no operator.
+        NotFoundError: the server asks for no keys, so there are no tenants.
+    """
+    front = front_of(request)
+    front.reader.gate.policy.check({"tenant-figures": Use(True, "the request")})
+    front.reader.gate.check_operator(admission_of(request))
+    if front.calls.tenants is None:
+        raise NotFoundError("This server asks for no API keys, so it knows of no tenants.", code="no_tenants")
+    return json_response(front.calls.tenants.report())

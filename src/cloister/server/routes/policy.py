@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from cloister.privacy import Gate, Profile
 from cloister.server.front import Front, front_of, json_response
+from cloister.server.metrics import tells_tenants
 from cloister.types.scope import ScopeKind
 
 router = APIRouter()
@@ -29,8 +30,8 @@ class PolicyReport(msgspec.Struct, frozen=True):
 
     `summary` says in words what the profile means for what is sent, `api_key` whether the API asks for a key, `streaming`
     whether answers may be streamed, `keeping` whether the page may keep conversations on a device whose user wants it;
-    `metrics` is `counts` when only sums over many requests are let out, and `metrics_history` whether the figures of the last
-    day are kept.
+    `metrics` is `counts` when only sums over many requests are let out, `metrics_history` whether the figures of the last day
+    are kept, and `tenants` whether an operator may see those of each tenant.
     """
 
     profile: str
@@ -40,6 +41,7 @@ class PolicyReport(msgspec.Struct, frozen=True):
     keeping: bool
     metrics: Literal["all", "counts"]
     metrics_history: bool
+    tenants: bool
     object: Literal["policy"] = "policy"
 
 
@@ -73,6 +75,7 @@ def describe_policy(gate: Gate, kept: Sequence[str] = ()) -> PolicyReport:
         keeping=policy.allows("page-storage"),
         metrics="counts" if policy.counts_only else "all",
         metrics_history=policy.allows("metrics-history"),
+        tenants=tells_tenants(gate),
     )
 
 

@@ -1,0 +1,170 @@
+"""Wheels on a Python package index: PEP 691 (JSON) where it is spoken, else PEP 503 (HTML)."""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from typing import Any, Final
+from urllib.parse import unquote, urljoin, urlsplit
+
+import httpx
+
+from cloister.models.pulling.pip_settings import PipSettings
+from cloister.models.pulling.urls import check_scheme
+from cloister.types.errors import ModelError
+
+REACH_TIMEOUT_S: Final = 20.0
+"""How long the index may take to say which files it has."""
+_JSON: Final = "application/vnd.pypi.simple.v1+json"
+_ACCEPT: Final = f"{_JSON}, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
+_MAX_PAGE_BYTES: Final = 32 << 20
+
+
+class IndexUnavailableError(ModelError):
+    """The package index does not answer, or nothing is there to ask it with."""
+
+
+@dataclass(frozen=True, slots=True)
+class WheelLink:
+    """A wheel on an index.
+
+    Attributes:
+        url: without a login.
+        sha256: as the index states it (hex); None if it does not.
+        auth: login of the index, if the file is on the same host.
+    """
+
+    name: str
+    url: str
+    sha256: str | None
+    auth: httpx.Auth | None = None
+
+
+def open_client(settings: PipSettings) -> httpx.Client:
+    """Returns a client with pip's certificates and proxy, or else those of the system.
+
+    Raises:
+        ModelError: they cannot be read.
+    """
+    try:
+        if settings.cert is not None:
+            context = ssl.create_default_context(cafile=settings.cert)
+        else:
+            context = httpx.create_ssl_context()  # SSL_CERT_FILE, or those that come with httpx
+            context.load_default_certs()
+        return httpx.Client(verify=context, proxy=settings.proxy, timeout=REACH_TIMEOUT_S, follow_redirects=True)
+    except OSError:
+        raise ModelError(
+            "the file of certificates that pip is set to (`cert`) cannot be read; mend its configuration"
+        ) from None
+    except (ValueError, httpx.InvalidURL):
+        raise ModelError("the proxy that pip is set to is no URL; mend its configuration") from None
+
+
+def find_wheel(client: httpx.Client, settings: PipSettings, requirement: str, *, is_pinned: bool = False) -> WheelLink:
+    """Returns the wheel of a package from the first index that has it, one for every platform first.
+
+    Args:
+        requirement: "NAME==VERSION".
+        is_pinned: a digest that is known says whether it is the right one, so that plain HTTP may carry what the index says.
+
+    Raises:
+        IndexUnavailableError: no index that answers has it, and one does not answer.
+        ModelError: no index has it.
+    """
+    package, _, version = requirement.partition("==")
+    missing: list[str] = []
+    for url in settings.index_urls:
+        try:
+            check_scheme(httpx.URL(url), is_pinned, settings.trusted_hosts)
+            links = list(_read_index(client, url, package))
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            missing.append(str(error) if isinstance(error, TimeoutError) else "the package index does not answer")
+            continue
+        found = [link for link in links if _is_of(link.name, package, version)]
+        if found:
+            return min(found, key=lambda link: not link.name.endswith("-none-any.whl"))
+    if missing:
+        raise IndexUnavailableError(f"{missing[0]}, so {requirement} cannot be fetched")
+    raise ModelError(f"the package index has no wheel of {requirement}; check its name and version")
+
+
+def _read_index(client: httpx.Client, index_url: str, package: str) -> Iterator[WheelLink]:
+    """Yields the wheels that an index has of a package; none where it does not know it."""
+    name = re.sub(r"[-_.]+", "-", package).lower()  # PEP 503, "Normalized Names"
+    with client.stream("GET", f"{index_url.rstrip('/')}/{name}/", headers={"accept": _ACCEPT}) as reply:
+        if reply.status_code in (404, 410):
+            return
+        if reply.status_code in (401, 403, 407):
+            raise ModelError(
+                f"{reply.url.host} answered {reply.status_code}: the package index asks for a login; put it into "
+                "the index URL that pip is set to, or give pip a keyring"
+            )
+        reply.raise_for_status()
+        page = _read_page(reply)
+        is_json = reply.headers.get("content-type", "").startswith(_JSON)
+        base = str(reply.url.copy_with(userinfo=b""))
+    login = httpx.URL(index_url)
+    auth = httpx.BasicAuth(login.username, login.password) if login.userinfo else None
+    for href, sha256 in _files_in_json(page) if is_json else _files_in_html(page):
+        url = urljoin(base, href)
+        wheel = unquote(urlsplit(url).path.rpartition("/")[2])
+        if wheel.endswith(".whl"):
+            yield WheelLink(
+                wheel, url.partition("#")[0], sha256, auth if urlsplit(url).netloc == login.netloc.decode() else None
+            )
+
+
+def _read_page(reply: httpx.Response) -> str:
+    content, began_s = bytearray(), time.monotonic()
+    for piece in reply.iter_bytes():
+        content += piece
+        if len(content) > _MAX_PAGE_BYTES:
+            raise ModelError("the package index says more of this package than 32 MiB; is it one?")
+        if time.monotonic() - began_s > REACH_TIMEOUT_S:
+            raise TimeoutError(f"the package index needed more than {REACH_TIMEOUT_S:g} s")
+    return content.decode(errors="replace")
+
+
+def _files_in_json(page: str) -> Iterator[tuple[str, str | None]]:
+    try:
+        files: Any = json.loads(page)["files"]
+        for file in files:
+            yield str(file["url"]), _digest(file["hashes"].get("sha256"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError("the package index answers with JSON that is not PEP 691's; is its URL right?") from None
+
+
+def _files_in_html(page: str) -> Iterator[tuple[str, str | None]]:
+    reader = _LinkReader()
+    reader.feed(page)
+    for href in reader.links:
+        kind, _, digest = href.partition("#")[2].partition("=")
+        yield href, _digest(digest) if kind == "sha256" else None
+
+
+def _digest(value: object) -> str | None:
+    return value.lower() if isinstance(value, str) and re.fullmatch(r"[0-9a-fA-F]{64}", value) else None
+
+
+class _LinkReader(HTMLParser):
+    """Collects what the links of a page lead to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value for name, value in attrs if tag == "a" and name == "href" and value]
+
+
+def _is_of(wheel: str, package: str, version: str) -> bool:
+    """Whether a file is a wheel of this version (binary distribution format, "File name convention")."""
+    parts = wheel.removesuffix(".whl").split("-")
+    same = re.sub(r"[-_.]+", "_", package).lower()
+    return len(parts) in (5, 6) and re.sub(r"[-_.]+", "_", parts[0]).lower() == same and parts[1] == version.lower()

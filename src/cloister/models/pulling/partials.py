@@ -1,0 +1,89 @@
+"""Files that a broken-off download left, to be gone on with later."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from cloister.types.errors import ModelError
+
+_PREFIX: Final = ".partial-"
+_MAX_AGE_S: Final = 7 * 24 * 3600.0
+"""How long nobody may have gone on with one until the next download removes it."""
+
+
+class BrokenDownloadError(ModelError):
+    """A download ended before the file did; what came is kept, and a further one goes on from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """What is there of one file.
+
+    Attributes:
+        path: its first bytes, or all of them.
+    """
+
+    path: Path
+
+    @property
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    @property
+    def etag(self) -> str | None:
+        """Which state of the file the bytes are of, as its server named it; None if it did not."""
+        try:
+            return self._etag_path.read_text(encoding="latin-1") or None
+        except OSError:
+            return None
+
+    def begin(self, etag: str | None) -> None:
+        """Forgets the bytes that are there; those that come belong to another state of the file."""
+        self.path.write_bytes(b"")  # first, so that bytes never stand beside the tag of others
+        self._etag_path.write_text(etag or "", encoding="latin-1")
+
+    def remove(self) -> None:
+        """Deletes it."""
+        for path in (self.path, self._etag_path):
+            path.unlink(missing_ok=True)
+
+    @property
+    def _etag_path(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.etag")
+
+
+@dataclass
+class Partials:
+    """Those of one pull. They outlive it only where a download broke off, or the process ended.
+
+    Args:
+        root: the directory of the store, whose lock is held.
+    """
+
+    root: Path
+    _used: list[Partial] = field(default_factory=list)
+
+    def of(self, address: str) -> Partial:
+        """Returns what is there of the file at an address, which has no password and no query."""
+        digest = hashlib.sha256(address.encode()).hexdigest()[:32]
+        self._used.append(Partial(self.root / f"{_PREFIX}{digest}"))
+        return self._used[-1]
+
+    def __enter__(self) -> Self:
+        for path in self.root.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _MAX_AGE_S:
+                    path.unlink()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        is_kept = kind is not None and (issubclass(kind, BrokenDownloadError) or not issubclass(kind, Exception))
+        for partial in self._used:
+            if not is_kept or partial.etag is None:
+                partial.remove()
