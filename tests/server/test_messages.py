@@ -113,7 +113,7 @@ def test_system_and_blocks_of_every_kind_reach_the_template(model_path):
 
 @pytest.mark.parametrize("thinking", ["hm", ""])
 def test_a_turn_that_only_thought_goes_back(model_path, thinking):
-    """An answer that `max_tokens` cut while it thought, as clients that keep whole turns send it; some leave the thoughts out."""
+    """An answer that `max_tokens` cut while it thought: clients send whole turns back, some without the thoughts."""
     thought = {"role": "assistant", "content": [{"type": "thinking", "thinking": thinking, "signature": ""}]}
     message, prompt = asking(model_path, "ok", lambda sdk: create(sdk, messages=[*HELLO, thought, *HELLO]))
     assert prompt == "user: hello\nassistant: \nuser: hello\nassistant:"

@@ -5,7 +5,7 @@ From the outside in: failures (and counting), other origins, host, authenticatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from fastapi import APIRouter, FastAPI
