@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import sys
+import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Check = Callable[..., Any]
+PROGRAMS = Path(sys.executable).parent
+"""Where the programs of a client lie."""
+TOKENIZER = Path(__file__).resolve().parents[2] / "src/cloister/models/embedded/cloister-5m"
+"""A tokenizer for clients that count tokens themselves."""
 
 
 def run_checks(client: str, checks: dict[str, Check]) -> None:
@@ -28,6 +35,12 @@ def run_checks(client: str, checks: dict[str, Check]) -> None:
 def server_url() -> str:
     """The server's address, from the command line."""
     return sys.argv[1].rstrip("/") if len(sys.argv) > 1 else "http://127.0.0.1:8000"
+
+
+def model_name(url: str) -> str:
+    """The model that the server at `url` serves."""
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as reply:
+        return str(json.load(reply)["data"][0]["id"])
 
 
 WEATHER = {

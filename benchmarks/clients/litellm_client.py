@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-import httpx
 import litellm
-from checks import QUESTION, WEATHER, run_checks, server_url
+from checks import QUESTION, WEATHER, model_name, run_checks, server_url
 
 URL = server_url()
-MODEL = httpx.get(f"{URL}/v1/models").json()["data"][0]["id"]
+MODEL = model_name(URL)
 OPTIONS = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "none", "num_retries": 0}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 

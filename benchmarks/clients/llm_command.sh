@@ -1,8 +1,10 @@
 #!/bin/sh
 # The `llm` command (pip install llm): a prompt, a stream, a conversation that goes on, --schema.
-# Usage: llm_command.sh URL MODEL
+# Usage: llm_command.sh URL
 set -eu
-url=${1:-http://127.0.0.1:8000} model=${2:-cloister-5m}
+status=0
+url=${1:-http://127.0.0.1:8000}
+model=$(curl -fsS "$url/v1/models" | python3 -c 'import json,sys; print(json.load(sys.stdin)["data"][0]["id"])')
 LLM_USER_PATH=$(mktemp -d)
 export LLM_USER_PATH
 trap 'rm -rf "$LLM_USER_PATH"' EXIT
@@ -13,7 +15,7 @@ question="What does the PostgreSQL command VACUUM do?"
 check() { # name, then a command whose output says what was seen
   name=$1; shift
   if seen=$("$@" 2>&1); then printf 'llm\t%s\tok: %s\n' "$name" "$seen"
-  else printf 'llm\t%s\tFAILED: %s\n' "$name" "$(printf %s "$seen" | tail -n 1)"; fi
+  else status=1; printf 'llm\t%s\tFAILED: %s\n' "$name" "$(printf %s "$seen" | tail -n 1)"; fi
 }
 ask() { llm -m local "$@" "$question" -o max_tokens 200; }
 count() { text=$("$@"); test -n "$text"; echo "${#text} characters"; }
@@ -24,3 +26,4 @@ check "stream" count ask
 check "conversation" count ask -c
 check "--schema, JSON" keys "$schema"
 check "--schema, short form" keys "age int, weight int"
+exit $status

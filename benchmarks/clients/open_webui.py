@@ -1,64 +1,147 @@
-"""Drives open-webui's page in headless Chromium: it lists our model, and a question typed there is answered as a stream.
-
-Start open-webui first (README.md has the command); needs selenium, chromium and chromedriver.
-"""
+"""The back end of open-webui, as its page calls it, before our OpenAI and Ollama APIs: chat, streams, titles, embeddings."""
 
 from __future__ import annotations
 
-import shutil
-import sys
+import json
+import os
+import socket
+import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from checks import QUESTION, run_checks
-from selenium import webdriver
-from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.ui import WebDriverWait
+import httpx
+from checks import PROGRAMS, QUESTION, model_name, run_checks, server_url
 
-URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8080"
-SHOT = Path(sys.argv[2]) if len(sys.argv) > 2 else None
-EXPECTED = "garbage-collect"
-"""A word of the embedded model's answer."""
-
-options = webdriver.ChromeOptions()
-for argument in ("--headless=new", "--no-sandbox", "--window-size=1200,900", "--disable-dev-shm-usage"):
-    options.add_argument(argument)
-browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
-wait = WebDriverWait(browser, 60)
-
-
-def open_page() -> str:
-    browser.get(URL)
-    wait.until(lambda page: page.find_elements(By.CSS_SELECTOR, "#chat-input"))
-    for button in browser.find_elements(By.XPATH, "//button[contains(., 'Okay')]"):  # what is new in this version
-        button.click()
-    return browser.title
+URL = server_url()
+MODEL = model_name(URL)
+START_LIMIT_S = 240
+SETTINGS = {
+    "WEBUI_AUTH": "False",
+    "WEBUI_SECRET_KEY": "secret",
+    "OFFLINE_MODE": "True",
+    "OPENAI_API_BASE_URL": f"{URL}/v1",
+    "OPENAI_API_KEY": "none",
+    "ENABLE_OLLAMA_API": "True",
+    "OLLAMA_BASE_URL": URL,
+    "OLLAMA_API_CONFIGS": "{}",
+    "RAG_EMBEDDING_ENGINE": "openai",  # else it would look for a model on a hub
+    "RAG_OPENAI_API_BASE_URL": f"{URL}/v1",
+    "RAG_OPENAI_API_KEY": "none",
+    "RAG_EMBEDDING_MODEL": MODEL,
+}
 
 
-def pick_model() -> str:
-    shown = wait.until(lambda page: page.find_element(By.CSS_SELECTOR, "button[id^='model-selector']"))
-    wait.until(lambda _: shown.text.strip())
-    return f"the page shows {shown.text.strip()!r}"
+@contextmanager
+def open_webui() -> Iterator[httpx.Client]:
+    """Yields a client that is logged in at an open-webui of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w") as log:
+        variables = {**os.environ, **SETTINGS, "DATA_DIR": folder, "HF_HOME": folder}
+        command = [str(PROGRAMS / "open-webui"), "serve", "--host", "127.0.0.1", "--port", str(port)]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables, cwd=folder)
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+                wait(client, process)
+                token = (
+                    client.post("/api/v1/auths/signin", json={"email": "", "password": ""}).raise_for_status().json()["token"]
+                )
+                client.headers["Authorization"] = f"Bearer {token}"
+                yield client
+        finally:
+            process.terminate()
+            process.wait(20)
 
 
-def ask() -> str:
-    field: WebElement = browser.find_element(By.CSS_SELECTOR, "#chat-input")
-    field.click()
-    field.send_keys(QUESTION[0]["content"], Keys.ENTER)
-    for _ in range(600):
-        text = browser.execute_script("return [...document.querySelectorAll('.chat-assistant')].map(e => e.innerText).join()")
-        if EXPECTED in text:
-            break
-        time.sleep(0.05)
-    assert EXPECTED in text, "no answer"
-    if SHOT is not None:
-        browser.save_screenshot(str(SHOT))
-    return f"answered on the page: {' '.join(text.split())[:60]!r}"
+def wait(client: httpx.Client, process: subprocess.Popen[bytes]) -> None:
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline_s and process.poll() is None:
+        try:
+            if client.get("/health").is_success:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.5)
+    raise SystemExit("open-webui did not start")
 
 
-try:
-    run_checks("open-webui", {"page": open_page, "model": pick_model, "chat": ask})
-finally:
-    browser.quit()
+def post(path: str, **fields: object) -> Any:
+    reply = client.post(path, json=fields)
+    assert reply.is_success, f"{reply.status_code} {reply.text[:200]}"
+    return reply.json()
+
+
+def models() -> str:
+    names = [model["id"] for model in client.get("/api/models").raise_for_status().json()["data"]]
+    assert any(MODEL in name for name in names), names
+    return ", ".join(sorted(names))
+
+
+def chat() -> str:
+    reply = post("/openai/chat/completions", model=MODEL, messages=QUESTION, stream=False, max_tokens=24)
+    assert reply["choices"][0]["message"]["content"]
+    return f"{reply['usage']['completion_tokens']} tokens"
+
+
+def stream() -> str:
+    body = {"model": MODEL, "messages": QUESTION, "stream": True, "max_tokens": 24}
+    with client.stream("POST", "/openai/chat/completions", json=body) as reply:
+        events = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    text = "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1])
+    assert text
+    return f"{len(events)} events"
+
+
+def whole_chat() -> str:
+    """The route of the page, which adds its own tools and filters."""
+    reply = post("/api/chat/completions", model=MODEL, messages=QUESTION, stream=False, max_tokens=24)
+    assert reply["choices"][0]["message"]["content"]
+    return "by the route of the page"
+
+
+def title() -> str:
+    reply = post(
+        "/api/v1/tasks/title/completions", model=MODEL, messages=[*QUESTION, {"role": "assistant", "content": "It..."}]
+    )
+    assert reply["choices"][0]["message"]["content"]
+    return "a title was generated"
+
+
+def embeddings() -> str:
+    reply = post("/api/embeddings", model=MODEL, input="one")
+    return f"{len(reply['data'][0]['embedding'])} numbers"
+
+
+def ollama_models() -> str:
+    found = client.get("/ollama/api/tags").raise_for_status().json()["models"]
+    assert found and client.get("/ollama/api/version").raise_for_status().json()["version"]
+    return found[0]["model"]
+
+
+def ollama_chat() -> str:
+    name = client.get("/ollama/api/tags").json()["models"][0]["model"]
+    reply = post("/ollama/api/chat", model=name, messages=QUESTION, stream=False, options={"num_predict": 24})
+    assert reply["message"]["content"] and reply["done"]
+    return f"{reply['eval_count']} tokens"
+
+
+with open_webui() as client:
+    run_checks(
+        "open-webui",
+        {
+            "models": models,
+            "chat": chat,
+            "stream": stream,
+            "chat of the page": whole_chat,
+            "title": title,
+            "embeddings": embeddings,
+            "Ollama: models": ollama_models,
+            "Ollama: chat": ollama_chat,
+        },
+    )

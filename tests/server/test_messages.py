@@ -111,6 +111,15 @@ def test_system_and_blocks_of_every_kind_reach_the_template(model_path):
     assert message.stop_reason == "end_turn"
 
 
+@pytest.mark.parametrize("thinking", ["hm", ""])
+def test_a_turn_that_only_thought_goes_back(model_path, thinking):
+    """An answer that `max_tokens` cut while it thought: clients send whole turns back, some without the thoughts."""
+    thought = {"role": "assistant", "content": [{"type": "thinking", "thinking": thinking, "signature": ""}]}
+    message, prompt = asking(model_path, "ok", lambda sdk: create(sdk, messages=[*HELLO, thought, *HELLO]))
+    assert prompt == "user: hello\nassistant: \nuser: hello\nassistant:"
+    assert message.content[0].text == "ok"
+
+
 def test_a_last_message_of_the_assistant_is_gone_on_with(model_path):
     begun = [*HELLO, {"role": "assistant", "content": "It is "}]
     message, prompt = asking(model_path, "so.", lambda sdk: create(sdk, messages=begun))

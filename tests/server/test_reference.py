@@ -195,7 +195,28 @@ def test_a_method_that_is_not_stated_is_not_allowed_whatever_comes_with_it(clien
     for path, methods in document["paths"].items():
         unknown = {"get", "post", "put", "delete", "patch"} - methods.keys()
         for method in unknown:
-            assert client.request(method.upper(), path.replace("{model_id}", MODEL)).status_code == 405, (method, path)
+            reply = client.request(method.upper(), path.replace("{model_id}", MODEL))
+            assert reply.status_code == 405, (method, path)
+            assert set(reply.headers["allow"].lower().split(", ")) - {"head"} == methods.keys(), (
+                path
+            )  # RFC 9110, 10.2.1
+
+
+def test_sampling_has_the_same_bounds_in_every_dialect(document):
+    schemas = document["components"]["schemas"]
+    for dialect in ("LlamaCompletionBody", "LlamaInfillBody", "Options"):
+        for name, schema in schemas[dialect]["properties"].items():
+            if bounds := bounds_of(schemas["CompletionBody"]["properties"].get(NAMES_ELSEWHERE.get(name, name), {})):
+                assert bounds_of(schema) == bounds, (dialect, name)
+
+
+NAMES_ELSEWHERE = {"repeat_penalty": "repetition_penalty", "max_tokens": "-"}
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+
+def bounds_of(schema):
+    """Returns the bounds of a number that may be null."""
+    return [{key: kind[key] for key in BOUNDS if key in kind} for kind in schema.get("anyOf", ()) if kind.keys() & set(BOUNDS)]
 
 
 def test_bounds_are_the_models_own(document):

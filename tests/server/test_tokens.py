@@ -47,8 +47,25 @@ def test_a_chat_is_rendered_first(prompted, fields, end):
 
 
 def test_tokens_become_text_again_with_control_tokens_in_it(client):
-    assert post(client, "/detokenize", model=MODEL, tokens=[*"Grüße".encode(), 256]) == {"prompt": "Grüße<eos>"}
-    assert post(client, "/detokenize", tokens=[]) == {"prompt": ""}
+    answer = post(client, "/detokenize", model=MODEL, tokens=[*"Grüße".encode(), 256])
+    assert answer == {"prompt": "Grüße<eos>", "content": "Grüße<eos>"}
+    assert post(client, "/detokenize", tokens=[]) == {"prompt": "", "content": ""}
+
+
+def test_a_text_may_be_called_content_as_clients_of_llamacpp_do(client):
+    assert post(client, "/tokenize", content="Grüße")["tokens"] == list("Grüße".encode())
+    assert post(client, "/tokenize", content="a<eos>")["tokens"] == [97, 256]
+    assert post(client, "/tokenize", content="a<eos>", parse_special=False)["tokens"] == list(b"a<eos>")
+    pieces = post(client, "/tokenize", content="aü", add_special=False, with_pieces=True)["tokens"]
+    assert pieces == [{"id": 97, "piece": "a"}, {"id": 0xC3, "piece": [0xC3]}, {"id": 0xBC, "piece": [0xBC]}]
+
+
+def test_content_has_the_tokens_around_a_text_only_where_they_are_asked_for(tmp_path):
+    path = write_model(tmp_path)
+    (path / "tokenizer_config.json").write_text('{"bos_token": "<eos>", "add_bos_token": true}')
+    with serving_script(path, ScriptedEngine(says("x"))) as house, httpx.Client(base_url=house.url) as client:
+        assert post(client, "/tokenize", content="a")["tokens"] == [97]
+        assert post(client, "/tokenize", content="a", add_special=True)["tokens"] == [256, 97]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +75,10 @@ def test_tokens_become_text_again_with_control_tokens_in_it(client):
         ("/tokenize", {"prompt": "a", "messages": [HELLO]}, 400, "prompt"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, 400, "add_generation_prompt"),
         ("/tokenize", {"prompt": 1}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "content": "a"}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "with_pieces": True}, 400, "with_pieces"),
+        ("/tokenize", {"messages": [HELLO], "parse_special": True}, 400, "parse_special"),
+        ("/tokenize", {"content": "a", "add_special_tokens": True}, 400, "add_special_tokens"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
         ("/detokenize", {}, 400, "tokens"),

@@ -5,14 +5,14 @@ From the outside in: failures (and counting), other origins, host, authenticatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from cloister.engine.base import AdapterEngine, AsyncEngine
@@ -223,13 +223,14 @@ def request_log(config: ServerConfig, gate: Gate) -> list[CallListener]:
     return [RequestLog(shows_clients=config.log_clients).write]
 
 
-def _routes(front: Front, extra: Iterable[APIRouter]) -> FastAPI:
+def _routes(front: Front, extra: Sequence[APIRouter]) -> FastAPI:
     # The pages of FastAPI's documentation would load scripts from other hosts; docs/ has the reference.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.front = front
     app.add_exception_handler(CloisterError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(Exception, _answer_mistake)
+    app.state.routes = [route for router in (*_ROUTERS, *extra) for route in router.routes if isinstance(route, Route)]
     for router in (*_ROUTERS, *extra):
         app.include_router(router)
     return app
@@ -245,11 +246,17 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     if error.status_code == 404:
         return _reply(NotFoundError(explain_absence(request.scope["path"]), code="unknown_route"))
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = ", ".join(sorted(_methods(request)))
         reply = _reply(MethodError(f"This route does not take the method; it takes {allowed}."))
         reply.headers["allow"] = allowed
         return reply
     return _reply(invalid("The request cannot be read; check it against the documentation."))
+
+
+def _methods(request: Request) -> set[str]:
+    """Returns every method that the path takes: each is a route of its own, and the first one answers with its own only."""
+    found = (route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return {method for route in found for method in route.methods or ()}
 
 
 async def _answer_mistake(_: Request, __: Exception) -> Response:

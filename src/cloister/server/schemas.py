@@ -53,6 +53,13 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[StopString], Field(max_length=MAX_STOP)]
 Stop = Annotated[Stops, BeforeValidator(_as_list, json_schema_input_type=StopString | Stops)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, lt=INT32)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=-INT64, lt=INT64)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10)]
 TokenId = Annotated[int, Field(ge=0, lt=INT32, json_schema_extra={"x-below": "vocab_size"})]
 MetadataText = Annotated[str, Field(max_length=512)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -95,16 +102,16 @@ class GenerationBody(Strict):
     n: int | None = Field(None, ge=1, json_schema_extra={"x-most": "max_n"})
     stop: Stop | None = None
     max_tokens: int | None = Field(None, ge=0, lt=INT32, json_schema_extra=BELOW_WINDOW)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=-INT64, lt=INT64)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS, json_schema_extra=TOKEN_KEYS)] | None = None
 
-    top_k: int | None = Field(None, ge=-1, lt=INT32)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     min_tokens: int | None = Field(None, ge=0, lt=INT32, json_schema_extra=BELOW_WINDOW)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None

@@ -15,11 +15,18 @@ from cloister.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Message,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
     Stop,
     Strict,
+    Temperature,
     TemplateSettings,
     TokenId,
     ToolSpec,
+    TopK,
+    TopP,
 )
 
 MAX_GRAMMAR_CHARS: Final = 8192
@@ -82,15 +89,15 @@ class _Sampling(Strict):
     stream: bool | None = None
     n_predict: int | None = Field(None, ge=-2, lt=INT32)
     max_tokens: int | None = Field(None, ge=-1, lt=INT32)
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     repeat_last_n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
     stop: Stop | None = None
     ignore_eos: bool | None = None
     logit_bias: Any = None

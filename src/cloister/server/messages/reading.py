@@ -86,7 +86,7 @@ def _assistant(message: MessageParam, path: str) -> dict[str, Any]:
                 made.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
             case ToolResultBlock():
                 raise invalid(f"`{path}.content` has a result of a tool; these belong to the role user.", f"{path}.content")
-    return made if len(made) > 1 else made | {"content": ""}
+    return made if "content" in made or "tool_calls" in made else made | {"content": ""}
 
 
 def _others(message: MessageParam, path: str) -> list[dict[str, Any]]:

@@ -9,7 +9,23 @@ from pydantic import BeforeValidator, Field
 
 from cloister.server.embeddings import MAX_INPUTS
 from cloister.server.fields import Refused, refuse_unsupported
-from cloister.server.schemas import INT32, MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS, FunctionName, FunctionSpec, Stop, Strict
+from cloister.server.schemas import (
+    INT32,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    FunctionName,
+    FunctionSpec,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Strict,
+    Temperature,
+    TopK,
+    TopP,
+)
 
 _TEXT: Final = "models here read and write text only"
 _CUT: Final = "a prompt that is too long is refused, not cut"
@@ -41,16 +57,16 @@ class Options(Strict):
     """How to sample. What a client leaves open is taken from the model's own generation_config.json."""
 
     num_predict: int | None = Field(None, gt=-INT32, lt=INT32)
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
     stop: Stop | None = None
-    repeat_penalty: float | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     repeat_last_n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
 
     # How a model is loaded is the operator's affair: checked for their type and forgotten.
     num_ctx: int | None = None
