@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tomllib
@@ -67,7 +68,25 @@ def test_the_commands_and_programs_of_a_page_run(
         gc.collect()
 
 
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("cloister keys add ann --file keys.json\ncloister keys add ann --file keys.json", "there is a key named 'ann'"),
+        ("cloister serve cloister-5m --quant int3", "unknown number format"),
+        ("curl -s http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' -d '{}'", "prompt"),
+    ],
+)
+def test_a_command_that_fails_is_found_and_named(script: str, message: str, sandbox: Sandbox, address: str) -> None:
+    block = Block("docs/shown.md", 7, "bash", script, reason="")
+    with pytest.raises(AssertionError, match="docs/shown.md:7") as caught:
+        run_shell(block, script.replace("127.0.0.1:8000", address), sandbox)
+    assert message in str(caught.value)
+
+
 def run_shell(block: Block, script: str, sandbox: Sandbox) -> None:
+    for program in ("curl", "openssl"):
+        if program in script and shutil.which(program) is None:
+            pytest.skip(f"there is no {program} here")
     environment = {**sandbox.environment, **({} if block.page in STARTED_FOR_REAL else {"EXPLAIN": "1"})}
     command = ["bash", "-euo", "pipefail", "-c", script.replace("smollm2-135m", "cloister-5m")]
     with subprocess.Popen(
