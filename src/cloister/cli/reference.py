@@ -29,15 +29,17 @@ PowerShell.
 A configuration file is TOML, with the names below in tables by group, or without tables; a flag wins over the file, the file
 over what is chosen:
 
-    # cloister serve --config cloister.toml
-    [model]
-    model = "cloister-5m"
+```toml
+# cloister serve --config cloister.toml
+[model]
+model = "cloister-5m"
 
-    [scheduling]
-    scheduler = "fair"
+[scheduling]
+scheduler = "fair"
 
-    [network]
-    port = 9000
+[network]
+port = 9000
+```
 
 `cloister serve --explain` prints every setting, its value and why it has it.
 """

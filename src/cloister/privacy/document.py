@@ -15,9 +15,9 @@ _HEAD = """# Threats
 
 <!-- Printed from the code by `cloister policy show --markdown`; do not edit. -->
 
-What every feature of a language-model server endangers, what it leaves behind, and what each privacy profile makes of it.
+What every feature of a language-model server endangers, what it leaves behind, and how each privacy profile treats it.
 [Privacy](privacy.md) explains the profiles. A feature is *in this build* when an implementation is registered or declared
-in the code; the other rows say what must hold before one comes."""
+in the code; the other rows say what must hold before one is added."""
 
 _PROFILES = """A rule is named `T6.<row>.<profile>`, or `T6.<row>.<part>.<profile>` where a part of a row is judged by itself.
 **Allowed**: nothing has to hold. **Mitigated**: allowed, since what the cell says holds. **Refused**: no flag, config file or

@@ -24,7 +24,7 @@ REQUIREMENTS = {
     Requirement.STATELESS: (
         "stateless computation",
         "what a user sent serves the request only and is gone after it: it is in no log, metric, dump or swap, and in no "
-        "cache that another user can feel",
+        "cache that another user can detect",
     ),
     Requirement.ENFORCEABLE: (
         "enforceable guarantees",
@@ -32,7 +32,7 @@ REQUIREMENTS = {
     ),
     Requirement.NO_PRIVILEGED_ACCESS: (
         "no privileged runtime access",
-        "no interface takes an operator past the guarantees, in an outage either",
+        "no interface lets an operator bypass the guarantees, not even in an outage",
     ),
     Requirement.NON_TARGETABLE: (
         "non-targetability",
