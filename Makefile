@@ -24,13 +24,17 @@ TAKE_TORCH := $(if $(HAS_GPU),:,$(PIP) install $(TORCH_FLAGS) "$(TORCH)+cpu" 2>/
 INSTALL = $(PIP) install $(TORCH_FLAGS) --no-build-isolation --config-settings=build-dir='build/{wheel_tag}' \
   --config-settings=cmake.define.CLOISTER_ISA=$(ISA) --editable
 
-.PHONY: serve test check install docs gpu-pack clean
+.PHONY: serve test test-slow check install docs gpu-pack clean
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/cloister serve $(if $(MODEL),--model "$(MODEL)") --port $(PORT)
 
+# A process for each core, up to eight: each imports torch and takes about a gigabyte. Tests of one file share their servers.
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+
+test-slow: $(VENV)/.installed-test
+	@$(BIN)/python -m pytest -m slow
 
 check: $(VENV)/.installed-check
 	@$(BIN)/ruff check .

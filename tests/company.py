@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -22,7 +23,11 @@ def differing_arrangements(
     block_sizes: Sequence[int] = (1, 5, 256),
     companions: Sequence[int] = (1, 2, 9, 31, 63),
 ) -> list[str]:
-    """Names the arrangements in which some logit of `tokens` differs from the sequence alone in one chunk."""
+    """Names the arrangements in which some logit of `tokens` differs from the sequence alone in one chunk.
+
+    Arrangements of the same block size and number of threads share a program, as requests do.
+    """
+    make = cache(make)
     reference = _alone(make(16, 1), tokens)
     found = [
         *_cut_otherwise(make, tokens, chunks, block_sizes),

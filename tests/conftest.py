@@ -6,6 +6,7 @@ kernels are skipped; others run.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Iterable
@@ -36,3 +37,9 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
         return None  # pytest's own; kernels that a compiler should have made are not passed over
     module: pytest.Module = ModuleWithoutKernels.from_parent(parent, path=module_path)
     return module
+
+
+def pytest_collection_finish() -> None:
+    """Exempts libraries and collected tests, a million objects, from every later garbage collection: engines collect often."""
+    gc.collect()
+    gc.freeze()

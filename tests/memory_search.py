@@ -42,9 +42,8 @@ class Needle:
         return found
 
     def _count_in(self, words: Words) -> int:
-        np.bitwise_not(words, out=words)
-        (places,) = np.nonzero(words[: len(words) - len(self._inverted) + 1] == self._inverted[0])
-        return sum(np.array_equal(words[at : at + len(self._inverted)], self._inverted) for at in places)
+        (places,) = np.nonzero(words[: len(words) - len(self._inverted) + 1] == ~self._inverted[0])
+        return sum(np.array_equal(~words[at : at + len(self._inverted)], self._inverted) for at in places)
 
 
 def _writable() -> Iterator[tuple[int, int]]:

@@ -1,6 +1,7 @@
 """Where truncation ends, natively: among tens of thousands of equal tokens, in flat rows, and far from the best one."""
 
 from array import array
+from functools import cache
 
 import numpy as np
 import pytest
@@ -72,15 +73,23 @@ def barred(rng):
 SHAPES = [flat, equal, steps, rising, falling, distant, barred]
 
 
+def wide_rows(shape):
+    return np.tile(shape(np.random.default_rng(3)).astype(np.float32), (len(WIDE), 1))
+
+
+@cache
+def specified_for_wide_rows(shape):
+    """Draws, and the tokens that they give: once for all kernels, for it takes long."""
+    every = [make_draws(WIDE, temperature, seed=int(temperature * 10)) for temperature in (1.0, 1.5)]
+    return [(draws, specified(wide_rows(shape), draws)) for draws in every]
+
+
 @EVERY
 @pytest.mark.parametrize("shape", SHAPES)
 def test_wide_truncation_of_a_whole_vocabulary_draws_the_specified_tokens(kernels, shape):
-    row = shape(np.random.default_rng(3)).astype(np.float32)
-    logits = np.tile(row, (len(WIDE), 1))
-    program = make_drawing_program(kernels, VOCAB)
-    for temperature in (1.0, 1.5):
-        draws = make_draws(WIDE, temperature, seed=int(temperature * 10))
-        assert draw(program, logits, draws) == specified(logits, draws)
+    program, logits = make_drawing_program(kernels, VOCAB), wide_rows(shape)
+    for draws, tokens in specified_for_wide_rows(shape):
+        assert draw(program, logits, draws) == tokens
 
 
 def draws_that_two_tokens_would_win(vocab_size, last, limit):

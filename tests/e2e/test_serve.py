@@ -140,10 +140,10 @@ def test_a_disconnect_frees_the_blocks(server):
     assert server.metric("kv_cache_usage_perc") == 0
 
 
-async def ask(client: httpx.AsyncClient, url: str, chance: random.Random) -> str:
+async def ask(client: httpx.AsyncClient, url: str, chance: random.Random, most_tokens: int) -> str:
     """Sends one request that may be left in the middle; returns how it ended."""
     body = {"model": MODEL, "prompt": [chance.randrange(300, 4000)] * chance.randint(1, 60), "stream": True}
-    body |= {"max_tokens": chance.randint(1, 60), "ignore_eos": True, "n": chance.choice([1, 1, 1, 2])}
+    body |= {"max_tokens": chance.randint(1, most_tokens), "ignore_eos": True, "n": chance.choice([1, 1, 1, 2])}
     leave_after = chance.randint(1, 10) if chance.random() < 0.3 else None
     async with client.stream("POST", f"{url}/v1/completions", json=body) as reply:
         if reply.status_code != 200:
@@ -159,10 +159,10 @@ async def ask(client: httpx.AsyncClient, url: str, chance: random.Random) -> str
         return "answered" if last == "data: [DONE]" else "cut off"
 
 
-async def ask_many(url: str, num_requests: int, seed: int, meanwhile) -> list[str]:
+async def ask_many(url: str, num_requests: int, seed: int, most_tokens: int, meanwhile) -> list[str]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=90, limits=limits) as client:
-        asks = [asyncio.create_task(ask(client, url, random.Random(seed + i))) for i in range(num_requests)]
+        asks = [asyncio.create_task(ask(client, url, random.Random(seed + i), most_tokens)) for i in range(num_requests)]
         await meanwhile()
         return await asyncio.gather(*asks)
 
@@ -178,13 +178,13 @@ def test_everybody_gets_a_reply_when_the_engine_is_killed_and_the_server_serves_
     def server_running() -> float:
         return server.metric("num_requests_running")
 
-    ends = asyncio.run(ask_many(server.url, 120, 0, kill))
+    ends = asyncio.run(ask_many(server.url, 120, 0, 1000, kill))  # long answers: they still run when the kill comes
     assert len(ends) == 120
     assert set(ends) <= {"answered", "left", "error", "status 503", "status 429"}
     assert ends.count("error") > 0, "the kill must have hit somebody"
     server.wait_until(server.is_well, timeout_s=60)
     assert server.engine_pid != killed
-    after = asyncio.run(ask_many(server.url, 40, 1000, lambda: asyncio.sleep(0)))
+    after = asyncio.run(ask_many(server.url, 40, 1000, 60, lambda: asyncio.sleep(0)))
     assert set(after) <= {"answered", "left"}
     server.wait_until(lambda: server.metric("kv_cache_usage_perc") == 0)
 

@@ -216,10 +216,10 @@ def test_what_is_no_sound_json_is_refused(client, raw):
 )
 def test_a_million_mistakes_are_not_all_looked_at(client, path, start, mistake, end):
     raw = f"{start}{mistake}{f', {mistake}' * (1_500_000 // (len(mistake) + 1))}{end}"
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     reply = client.post(path, content=raw, headers={"content-type": "application/json"})
     assert reply.status_code == 400
-    assert time.perf_counter() - began_s < 3
+    assert time.process_time() - began_s < 3
 
 
 def test_words_of_a_body_are_not_kept_for_the_next():

@@ -35,9 +35,7 @@ def test_a_disconnect_closes_the_engines_iterator(model_path, stream, prompt):
         else:
             wait_for(lambda: len(engine.taken) == len(prompt))
         connection.close()
-        gone = time.monotonic()
         wait_for(lambda: len(engine.closed) == len(prompt))
-        assert time.monotonic() - gone < 1
 
 
 def test_a_disconnect_before_the_first_token_closes_it_too(model_path):

@@ -121,9 +121,9 @@ def test_a_field_at_fault_is_named_as_the_client_knows_it(client, fields, named)
 
 def test_a_grammar_that_would_take_seconds_to_read_is_refused_at_once(client):
     rules = "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(3000)) + 'r3000 ::= "a"\n'
-    began_s = time.monotonic()
+    began_s = time.process_time()
     assert complete(client, grammar=rules).json()["error"]["param"] == "grammar"
-    assert time.monotonic() - began_s < 2
+    assert time.process_time() - began_s < 2
 
 
 def test_a_grammar_is_never_repeated_in_an_error(client):

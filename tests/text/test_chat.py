@@ -288,7 +288,7 @@ def test_a_chat_holds_json_values_only(tmp_path):
 def test_guarding_a_long_page_takes_no_time():
     added = {i: f"<|reserved_special_token_{i}|>" for i in range(256)}
     guard = Guard(SpecialTokens(added, frozenset(added), {}, are_literal=True))
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     for text in ("<p>a < b</p> " * 20_000, "<" * 200_000, "<|reserved_special_token_" * 8_000):
         assert len(guard.mark(text)) <= len(text) + 1
-    assert time.perf_counter() - started_s < 2
+    assert time.process_time() - started_s < 2

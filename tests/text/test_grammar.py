@@ -315,10 +315,10 @@ def test_references_that_only_lead_to_references_are_refused(schema):
 
 @pytest.mark.parametrize("source", ["\n" * 16_000 + "x", "start: " + " " * 16_000 + "x", "\n \t" * 5_000 + "x"])
 def test_empty_lines_of_a_grammar_are_passed_at_once(source):
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     with pytest.raises(InvalidRequestError):
         check_grammar(Grammar(GrammarKind.LARK, source), "grammar")
-    assert time.perf_counter() - began_s < 1
+    assert time.process_time() - began_s < 1
 
 
 @pytest.mark.parametrize("schema", HOSTILE, ids=range(len(HOSTILE)))

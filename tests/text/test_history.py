@@ -150,7 +150,7 @@ def test_what_a_template_says_of_calls_is_told():
 
 def test_many_results_are_joined_in_little_time():
     results = [{"role": "tool", "tool_call_id": "c", "content": "rain" * 60}] * 16_000
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     (fitted,) = Habits.of("{{ messages }}").fit(results, None, EXAMPLE)
-    assert time.perf_counter() - began_s < 2
+    assert time.process_time() - began_s < 2
     assert fitted["content"].count("rain" * 60) == 16_000

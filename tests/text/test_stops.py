@@ -77,7 +77,7 @@ def test_long_stop_strings_cost_little_however_near_the_answer_comes():
         ["a" * 1000 + "c", *("b" * 1000 + str(i) for i in range(7)), *("ab" * 500 + str(i) for i in range(8))]
     )
     watcher.push("a" * 1000)
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     for _ in range(500):
         assert watcher.push("a") == ("a", None)
-    assert time.perf_counter() - began_s < 0.3
+    assert time.process_time() - began_s < 0.3

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +30,6 @@ TEXT = "nobody else would ever write this ü"
 @pytest.fixture(scope="module")
 def mark() -> Mark:
     return MarkMaker(Tokenizer(locate("cloister-5m")), seed=5).make(7)
-
-
-def this_process() -> Process:
-    return Process(os.getpid(), os.getppid(), 0, "pytest", "")
 
 
 @pytest.mark.parametrize("offset", range(9))
@@ -88,38 +86,50 @@ os.write(1, b"held")
 time.sleep(600)
 """
 
+HOLD_LIST = """
+import os, sys, time
+kept, others = [], []
+for number in sys.stdin.readline().split():
+    others.append([int(f"{number}{digit}") for digit in range(5)])  # so that they do not lie side by side
+    kept.append(int(number))
+os.write(1, b"held")
+time.sleep(600)
+"""
 
-def test_a_needle_across_two_blocks_of_memory_is_found_once() -> None:
-    needle = of_bytes("bytes", 0, os.urandom(64))
-    command = [sys.executable, "-c", HOLD_ACROSS, str(BLOCK_BYTES), "64"]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+@contextmanager
+def holding(code: str, given: bytes, *arguments: str) -> Iterator[Process]:
+    """A small process that holds what it is given."""
+    child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert child.stdin is not None
         assert child.stdout is not None
-        child.stdin.write(needle.pieces[0][1])
+        child.stdin.write(given)
         child.stdin.flush()
         assert child.stdout.read(4) == b"held"
-        searched = search_process(Process(child.pid, os.getpid(), 0, "child", ""), Finder([needle]))
-        assert len(searched.finds) == 1
-        assert not searched.gaps
+        yield Process(child.pid, os.getpid(), 0, "child", "")
     finally:
         child.kill()
         child.communicate()
 
 
-def test_a_list_whose_integers_lie_anywhere_is_found(mark: Mark) -> None:
-    kept: list[int] = []
-    others = []
-    for token_id in (token_id for run in mark.runs for token_id in run):
-        others.append([int(f"{token_id}{digit}") for digit in range(5)])
-        kept.append(int(str(token_id)))
+def test_a_needle_across_two_blocks_of_memory_is_found_once() -> None:
     needle = of_bytes("bytes", 0, os.urandom(64))
-    without = search_process(this_process(), Finder([needle]))
-    searched = search_process(this_process(), Finder([needle]), runs=[(7, run) for run in mark.runs])
-    assert not without.finds or {find.kind for find in without.finds} == {"bytes"}
-    assert "list of python ints" in {find.kind for find in searched.finds}
-    assert {find.owner for find in searched.finds if find.kind == "list of python ints"} == {7}
-    assert len(kept) == NUM_WORDS
+    with holding(HOLD_ACROSS, needle.pieces[0][1], str(BLOCK_BYTES), "64") as child:
+        searched = search_process(child, Finder([needle]))
+    assert len(searched.finds) == 1
+    assert not searched.gaps
+
+
+def test_a_list_whose_integers_lie_anywhere_is_found(mark: Mark) -> None:
+    finder = Finder([of_bytes("bytes", 0, os.urandom(64))])
+    numbers = " ".join(str(token_id) for run in mark.runs for token_id in run)
+    with holding(HOLD_LIST, f"{numbers}\n".encode()) as child:
+        without = search_process(child, finder)
+        searched = search_process(child, finder, runs=[(7, run) for run in mark.runs])
+    assert not without.finds
+    assert {find.kind for find in searched.finds} == {"list of python ints"}
+    assert {find.owner for find in searched.finds} == {7}
 
 
 def test_a_process_that_cannot_be_read_is_a_gap() -> None:
