@@ -197,9 +197,7 @@ def test_a_method_that_is_not_stated_is_not_allowed_whatever_comes_with_it(clien
         for method in unknown:
             reply = client.request(method.upper(), path.replace("{model_id}", MODEL))
             assert reply.status_code == 405, (method, path)
-            assert set(reply.headers["allow"].lower().split(", ")) - {"head"} == methods.keys(), (
-                path
-            )  # RFC 9110, 10.2.1
+            assert set(reply.headers["allow"].lower().split(", ")) - {"head"} == methods.keys(), path  # RFC 9110, 10.2.1
 
 
 def test_sampling_has_the_same_bounds_in_every_dialect(document):
