@@ -43,3 +43,7 @@ def pytest_collection_finish() -> None:
     """Exempts libraries and collected tests, a million objects, from every later garbage collection: engines collect often."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # so that libraries find at the end what they made

@@ -50,7 +50,11 @@ def test_paranoid_has_none() -> None:
         scope_of(LAB.gate("paranoid"), ONE, LAB.ann)
 
 
-@pytest.mark.parametrize("bits", ["", "ab", ONE[:-2], ONE + "00", "z" * 64, f"{ONE},{OTHER}"])
+@pytest.mark.parametrize(
+    "bits",
+    ["", "ab", ONE[:-2], ONE + "00", "z" * 64, f"{ONE},{OTHER}"],
+    ids=["empty", "short", "a byte less", "a byte more", "no hex", "two"],
+)
 def test_what_is_no_secret_is_refused_and_not_repeated(bits: str) -> None:
     with pytest.raises(InvalidRequestError, match="64 hexadecimal digits") as refusal:
         scope_of(LAB.gate("private"), bits, LAB.ann)

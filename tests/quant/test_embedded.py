@@ -58,6 +58,7 @@ def test_a_cache_of_8_bits_costs_next_to_nothing() -> None:
     assert abs(measured(MODEL.weights, "int8").perplexity - plain().perplexity) < 0.03
 
 
+@pytest.mark.slow  # test_on_load.py sees the same of `int4`
 def test_gptq_takes_back_a_quarter_of_what_qoq_changes() -> None:
     number_format = FORMATS.get("qoq")(FormatOptions())
     text = cut_windows(MODEL, read_passages(CALIBRATION), 4096)

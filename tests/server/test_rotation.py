@@ -9,6 +9,7 @@ import pytest
 from cloister.server.errors import OverloadedError
 from cloister.server.rotation import Rotation
 from cloister.types.errors import EngineError, ModelError
+from tests import virtual_time
 
 
 class Place:
@@ -46,7 +47,7 @@ def run(scenario: Callable[[], Awaitable[Any]]) -> Any:
         async with asyncio.timeout(10):
             return await scenario()
 
-    return asyncio.run(bounded())
+    return virtual_time.run(bounded())
 
 
 async def use(rotation: Rotation, name: str, order: list[str] | None = None, for_s: float = 0.0) -> str:
