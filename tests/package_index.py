@@ -47,6 +47,7 @@ class Index:
         ranges: the `Range` of every request for a file, None where it had none.
         logins: the `Authorization` of every request.
         cut: bytes of each file after which the connection ends.
+        login: `Authorization` without which nothing is told; None tells everybody.
         hangs_after_cut: the connection stays open instead, until this is false.
         has_tags: files have an `ETag`, and the rest of one may be asked for.
         has_json: the index speaks PEP 691.
@@ -59,6 +60,7 @@ class Index:
     ranges: list[str | None] = field(default_factory=list)
     logins: list[str | None] = field(default_factory=list)
     cut: int | None = None
+    login: str | None = None
     hangs_after_cut: bool = False
     has_tags: bool = False
     has_json: bool = False
@@ -94,6 +96,8 @@ def package_index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
             index.asked.append(path)
             index.logins.append(self.headers["Authorization"])
             content = index.files.get(path)
+            if index.login is not None and self.headers["Authorization"] != index.login:
+                return self.reply(401, b"", {"WWW-Authenticate": "Basic"})
             if path.startswith("/simple") and content is not None:
                 kind = "application/vnd.pypi.simple.v1+json"
                 if index.has_json and kind in self.headers["Accept"]:

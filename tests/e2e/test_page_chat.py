@@ -14,6 +14,7 @@ from cloister.types.config import ServerConfig
 from cloister.types.errors import QueueFullError
 from cloister.types.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 from tests.browser import Browser, Keys
+from tests.pdf_factory import make_pdf
 from tests.server.house import INFO, House, ScriptedEngine, output, says, serving_script, write_model
 
 DONE = "li:last-child > .turn.assistant[aria-busy=false]"
@@ -191,7 +192,7 @@ def test_text_files_go_with_a_message_and_others_are_refused_in_words(answered_b
     data.write_bytes(b"\xff\xfe\x00\x01")
     engine = answered_by(says("x"))
     chooser = browser.driver.find_element("id", "files")
-    for file, fault in ((paper, "pdftotext"), (picture, "is an image"), (data, "is not text")):
+    for file, fault in ((paper, "cannot be attached"), (picture, "is an image"), (data, "is not text")):
         chooser.send_keys(str(file))
         browser.wait(lambda fault=fault: fault in "".join(browser.texts("#toast span")))
     assert not browser.all("#attached li")
@@ -206,6 +207,17 @@ def test_text_files_go_with_a_message_and_others_are_refused_in_words(answered_b
     assert browser.texts(".said") == ["Sum up."]
     browser.click(".file summary")
     assert browser.text(".file pre") == "first line\n```\nlast line"
+
+
+def test_a_pdf_is_attached_with_its_text(answered_by, browser, tmp_path):
+    pytest.importorskip("pypdf")
+    engine = answered_by(says("x"))
+    paper = tmp_path / "paper.pdf"
+    paper.write_bytes(make_pdf(["All about hashes", "The end"]))
+    browser.driver.find_element("id", "files").send_keys(str(paper))
+    browser.wait(lambda: browser.texts("#attached li") == ["paper.pdf"])
+    ask(browser, "Sum up.")
+    assert "user: Sum up.\n\nFile: paper.pdf\n```\nAll about hashes\n\nThe end\n```\n" in prompt_of(engine.taken[0])
 
 
 def paste(browser: Browser, text: str, content: str) -> bool:

@@ -40,6 +40,7 @@ from cloister.server.middleware.paths import Prefixed
 from cloister.server.oidc import TokenVerifier
 from cloister.server.ollama.writing import error_object as ollama_error
 from cloister.server.operations import BODY_PATHS, FORM_PATHS
+from cloister.server.pdf.reading import PdfReader
 from cloister.server.prompts import PromptReader
 from cloister.server.responses.keeping import ResponseStore
 from cloister.server.routes import (
@@ -56,6 +57,7 @@ from cloister.server.routes import (
     models,
     ollama,
     page,
+    pdf,
     policy,
     reference,
     responses,
@@ -85,6 +87,7 @@ _ROUTERS: Final = (
     ollama.router,
     files.router,
     batches.router,
+    pdf.router,
     llamacpp.router,
     vllm.router,
     version.router,
@@ -184,7 +187,9 @@ def create_routes(
     )
     engine.subscribe(exposition.observe)
     engine.subscribe(calls.observe)
-    front = Front(engine, reader, exposition, calls, prepare_timeout_s, files=stored)
+    front = Front(
+        engine, reader, exposition, calls, prepare_timeout_s, files=stored, pdf=None if config.sealed else PdfReader()
+    )
     return _routes(front, (page.router,) if config.page else ())
 
 

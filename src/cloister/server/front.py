@@ -20,6 +20,7 @@ from cloister.server.calls import Calls, call_of
 from cloister.server.errors import OverloadedError
 from cloister.server.files.service import FileService
 from cloister.server.metrics import Exposition
+from cloister.server.pdf.reading import PdfReader
 from cloister.server.prompts import PromptReader
 
 PREPARE_TIMEOUT_S: Final = 30.0
@@ -38,6 +39,7 @@ class Front:
 
     Attributes:
         files: what users keep here; None where nothing is kept.
+        pdf: reads PDF files; None on a sealed node.
     """
 
     engine: AsyncEngine
@@ -47,6 +49,7 @@ class Front:
     prepare_timeout_s: float = PREPARE_TIMEOUT_S
     threads: anyio.CapacityLimiter = field(default_factory=_few_threads)
     files: FileService | None = None
+    pdf: PdfReader | None = None
 
     async def off_the_loop(self, work: Callable[..., T], *args: Any) -> T:
         """Runs text work in a thread, with a deadline.

@@ -33,6 +33,7 @@ from cloister.server.routes.adapters import LoadBody, UnloadBody, Unloaded
 from cloister.server.routes.files import DeletedFile, FileList, FileObject, UploadForm
 from cloister.server.routes.llamacpp import TemplatedPrompt
 from cloister.server.routes.ollama import OllamaEmbedding, OllamaEmbeddings, OllamaStatus
+from cloister.server.routes.pdf import PdfForm, PdfText
 from cloister.server.routes.policy import PolicyReport
 from cloister.server.routes.responses import DeletedResponse
 from cloister.server.routes.version import Version
@@ -229,6 +230,9 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("POST", "/v1/rerank", _VECTORS, "Sort documents by relevance", RerankBody, Ranking),
     Operation("POST", "/v2/rerank", _VECTORS, "Sort documents by relevance (path of Cohere)", RerankBody, Ranking),
     Operation("POST", "/rerank", _VECTORS, "Sort documents by relevance (path of Jina)", RerankBody, Ranking),
+    Operation(
+        "POST", "/v1/pdf/text", _TOKENS, "Take the text out of a PDF file", PdfForm, PdfText, errors=(404,), body_type=FORM
+    ),
     Operation("POST", "/tokenize", _TOKENS, "Cut a text or a chat into tokens", TokenizeBody, Tokenized),
     Operation("POST", "/detokenize", _TOKENS, "Join tokens to a text", DetokenizeBody, Detokenized),
     Operation("GET", "/tokenizer_info", _TOKENS, "Tell which tokens begin and end a text", answer=TokenizerInfo),

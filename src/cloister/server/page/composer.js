@@ -7,7 +7,7 @@ const MAX_HEIGHT = 0.4;
 
 export class Composer {
   /**
-   * @param page what the views share: toast(text).
+   * @param page what the views share: api and toast(text).
    * @param onsend takes a text and its files; returns whether it took them.
    */
   constructor(page, onsend) {
@@ -86,7 +86,7 @@ export class Composer {
     this.numReading += 1;
     for (const file of files) {
       try {
-        this.files.push(await readTextFile(file));
+        this.files.push(await readTextFile(file, this.page.api));
       } catch (fault) {
         this.page.toast(fault.message);
       }

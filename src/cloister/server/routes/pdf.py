@@ -1,0 +1,55 @@
+"""`/v1/pdf/text`: the text layer of a PDF file, for the page and for whoever has no tool for it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cloister.server.errors import invalid
+from cloister.server.files.form import read_form
+from cloister.server.front import front_of, json_response
+from cloister.server.schemas import Strict
+from cloister.types.errors import NotFoundError
+
+router = APIRouter()
+
+
+class PdfForm(Strict):
+    """Parts of the form of /v1/pdf/text."""
+
+    file: Annotated[str, Field(json_schema_extra={"format": "binary"})]
+
+
+class PdfText(msgspec.Struct, frozen=True):
+    """Reply of /v1/pdf/text."""
+
+    pages: int
+    text: str
+    object: Literal["pdf.text"] = "pdf.text"
+
+
+@router.post("/v1/pdf/text")
+async def read_pdf(request: Request) -> Response:
+    """Returns the text layer of a PDF file, and keeps nothing of it.
+
+    Raises:
+        NotFoundError: this server reads none.
+        InvalidRequestError: there is no text to be had; the message says why.
+    """
+    front = front_of(request)
+    if front.pdf is None:
+        raise NotFoundError(
+            "A sealed node reads no PDF: that takes a process, and its worker may start none. Turn it into text first, for "
+            "example with pdftotext.",
+            code="no_pdf_reader",
+        )
+    parts = await front.off_the_loop(read_form, request.headers.get("content-type", ""), await request.body())
+    if "file" not in parts:
+        raise invalid("The form must have the part `file`.", "file", "invalid_form")
+    answer = await front.pdf.read(parts["file"].data)
+    return json_response(PdfText(answer.num_pages, answer.text))
