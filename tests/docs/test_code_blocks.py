@@ -78,7 +78,7 @@ def test_the_commands_and_programs_of_a_page_run(
 )
 def test_a_command_that_fails_is_found_and_named(script: str, message: str, sandbox: Sandbox, address: str) -> None:
     block = Block("docs/shown.md", 7, "bash", script, reason="")
-    with pytest.raises(AssertionError, match="docs/shown.md:7") as caught:
+    with pytest.raises(AssertionError, match=r"docs/shown\.md:7") as caught:
         run_shell(block, script.replace("127.0.0.1:8000", address), sandbox)
     assert message in str(caught.value)
 
