@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,8 @@ from tests.docs.pages import Block, iterate_blocks, list_pages, read_blocks
 TIMEOUT_S = 120
 STARTED_FOR_REAL = ("README.md",)
 """Pages whose servers are started; on the others their settings are resolved, which takes a fifth of the time."""
+NAMED = re.compile(r"# (\w+\.toml)\n")
+"""The first line of a configuration that the page's commands read."""
 PARSERS: dict[str, Callable[[str], Any]] = {"json": json.loads, "toml": tomllib.loads}
 READERS: dict[str, Callable[[Path], object]] = {
     "docs/attestation.md": read_policy,
@@ -60,6 +63,8 @@ def test_the_commands_and_programs_of_a_page_run(
             continue
         if block.language == "bash":
             run_shell(block, text, sandbox)
+        elif block.language == "toml" and (named := NAMED.match(block.text)):
+            Path(named[1]).write_text(block.text, encoding="utf-8")
         elif block.language == "python":
             exec(compile("\n" * (block.line - 1) + text.replace("smollm2-135m", "cloister-5m"), block.page, "exec"), namespace)
     with warnings.catch_warnings():  # programs of a few lines leave it to their end to close connections
