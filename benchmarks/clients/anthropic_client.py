@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import anthropic
-import httpx
-from checks import QUESTION, WEATHER, run_checks, server_url
+from checks import QUESTION, WEATHER, model_name, run_checks, server_url
 
 URL = server_url()
-MODEL = httpx.get(f"{URL}/v1/models").json()["data"][0]["id"]
+MODEL = model_name(URL)
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
 TOOL = {"name": "get_weather", "description": "The weather.", "input_schema": WEATHER["function"]["parameters"]}
 
