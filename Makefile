@@ -30,8 +30,9 @@ serve: $(VENV)/.installed
 	@exec $(BIN)/cloister serve $(if $(MODEL),--model "$(MODEL)") --port $(PORT)
 
 # A process for each core, up to eight: each imports torch and takes about a gigabyte. Tests of one file share their servers.
+# More threads of OpenMP than cores wait for each other in a loop: small products would take six times the processor time.
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 test-slow: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest -m slow
