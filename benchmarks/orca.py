@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from benchmarks.harness import CONTEXT_TOKENS, Bench, find_scale, make_parser, make_progress, open_engine, read_azure
+from benchmarks.replay import StepCosts, make_scheduler, replay
 from cloister.bench.drive import Timed, drive, make_requests
 from cloister.bench.plots import BLUE, GREY, ORANGE, draw
 from cloister.bench.recorder import EventRecorder
-from cloister.bench.replay import StepCosts, make_scheduler, replay
 from cloister.bench.workloads import Recipe, WorkItem, build_workload, heavy_tailed_lengths, make_tokens
 from cloister.sched import BudgetConfig, SchedulerConfig
 from cloister.types.config import EngineConfig
