@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Final
@@ -71,10 +70,16 @@ class IssuerFaultError(CloisterError):
     """The issuer cannot work: its keys cannot be read, or a signature came out wrong and was kept back."""
 
 
-def issuer_app(issuer: Issuer, url: str, identity: PrivateKey, now: Callable[[], float] = time.time) -> Starlette:
-    """Returns the ASGI application of an issuer that clients know by `url` and by the verifier key of `identity`."""
+def issuer_app(
+    issuer: Issuer, url: str, identity: PrivateKey, now: Callable[[], float] = time.time, *, num_cpus: int = 1
+) -> Starlette:
+    """Returns the ASGI application of an issuer that clients know by `url` and by the verifier key of `identity`.
+
+    Args:
+        num_cpus: how many requests are signed at once.
+    """
     url = url.rstrip("/")
-    slots = asyncio.Semaphore(os.cpu_count() or 1)
+    slots = asyncio.Semaphore(num_cpus)
 
     async def issue(content_type: str, authorization: str, body: bytes) -> tuple[str, bytes]:
         media_type = content_type.split(";")[0].strip().lower()
