@@ -38,6 +38,7 @@ from cloister.privacy.transparency.issuer_keys import IssuerStatement, sign_stat
 from cloister.privacy.transparency.note import PrivateKey
 from cloister.sealed.issuer_file import sign_keys
 from cloister.sealed.purchases import SealedPurchases
+from cloister.server.bearer import read_bearer
 from cloister.server.errors import error_body, error_headers
 from cloister.types.errors import CloisterError, ConfigError, DeadlineError, InvalidRequestError, RequestTooLargeError
 
@@ -92,7 +93,7 @@ def issuer_app(
             raise UnprocessableError(f"this is no token request: {error}") from None
         async with slots:
             try:
-                signatures = await asyncio.to_thread(issuer.issue, _bearer(authorization), requests)
+                signatures = await asyncio.to_thread(issuer.issue, read_bearer(authorization), requests)
             except BlindSignatureError as error:
                 raise IssuerFaultError(str(error)) from None
             except InvalidRequestError as error:
@@ -164,8 +165,3 @@ async def _read(request: Request, most_bytes: int) -> bytes:
     except ClientDisconnect:
         raise UnprocessableError("the body ended early") from None
     return bytes(body)
-
-
-def _bearer(authorization: str) -> str | None:
-    scheme, _, key = authorization.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else None
