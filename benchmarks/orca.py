@@ -11,12 +11,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+import numpy as np
+
 from benchmarks.harness import CONTEXT_TOKENS, Bench, find_scale, make_parser, make_progress, open_engine, read_azure
+from benchmarks.replay import StepCosts, make_scheduler, replay
 from cloister.bench.drive import Timed, drive, make_requests
 from cloister.bench.plots import BLUE, GREY, ORANGE, draw
 from cloister.bench.recorder import EventRecorder
-from cloister.bench.replay import StepCosts, make_scheduler, replay
-from cloister.bench.workloads import Recipe, WorkItem, build_workload, heavy_tailed_lengths, make_tokens
+from cloister.bench.workloads import Recipe, WorkItem, build_workload, make_tokens
 from cloister.sched import BudgetConfig, SchedulerConfig
 from cloister.types.config import EngineConfig
 from cloister.types.events import Ended, Event
@@ -62,6 +64,14 @@ def main() -> int:
     bench.check_true("a request that arrives mid-run gets its first token before the running ones end", joins(options))
     plot(bench, options, runs)
     return bench.finish(options)
+
+
+def heavy_tailed_lengths(low: int, high: int, num: int, seed: int, shape: float = 1.0) -> list[int]:
+    """Draws lengths from a Pareto distribution cut to [low, high], by inversion. Many short ones, a few very long."""
+    u = np.random.default_rng([seed, 3]).random(num)
+    ratio = (low / high) ** shape
+    lengths = low * (1 - u * (1 - ratio)) ** (-1 / shape)
+    return [int(length) for length in np.clip(np.rint(lengths), low, high)]
 
 
 def make_heavy_tail(options: argparse.Namespace) -> list[Timed]:

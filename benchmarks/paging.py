@@ -11,9 +11,9 @@ import sys
 import numpy as np
 
 from benchmarks.harness import CONTEXT_TOKENS, Bench, find_scale, make_parser, make_progress, read_azure
+from benchmarks.replay import StepCosts, make_scheduler, replay
 from cloister.bench.drive import make_requests
 from cloister.bench.plots import BLUE, GREY, ORANGE, draw
-from cloister.bench.replay import StepCosts, make_scheduler, replay
 from cloister.bench.workloads import Recipe, build_workload
 from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.types.step import StepPlan

@@ -16,10 +16,10 @@ from itertools import pairwise
 import numpy as np
 
 from benchmarks.harness import CONTEXT_TOKENS, MOONCAKE, Bench, make_parser, make_progress, open_engine
+from benchmarks.ideal import IdealCache, count_ideal_id_hits
+from benchmarks.replay import make_scheduler, replay_one_by_one
 from cloister.bench.drive import Drive, Timed, drive, make_request
-from cloister.bench.ideal import IdealCache, count_ideal_id_hits
 from cloister.bench.plots import BLUE, GREY, ORANGE, draw
-from cloister.bench.replay import make_scheduler, replay_one_by_one
 from cloister.bench.traces import Trace, TraceRow, read_trace
 from cloister.bench.workloads import Recipe, WorkItem, build_workload
 from cloister.sched import SchedulerConfig

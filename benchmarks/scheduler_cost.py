@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 
 from benchmarks.harness import CONTEXT_TOKENS, Bench, make_parser, open_engine
+from benchmarks.replay import CountingRunner, make_scheduler
 from cloister.bench.drive import drive, make_requests
 from cloister.bench.plots import BLUE, ORANGE, draw
-from cloister.bench.replay import CountingRunner, make_scheduler
 from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.sched import BudgetConfig, SchedulerConfig
 from cloister.types.step import StepPlan

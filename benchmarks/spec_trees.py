@@ -24,7 +24,7 @@ from cloister.runner.drafters import DraftingPlace
 from cloister.runner.drafters.draft_files import open_drafts
 from cloister.runner.drafters.draft_model import make_draft_model
 from cloister.runner.drafters.spec_infer import RATES, SpecInferDrafter, make_spec_infer
-from cloister.runner.drafters.tree_shape import expected_accepted, grow_shape
+from cloister.runner.drafters.tree_shape import grow_shape
 
 BUDGETS: Final = (4, 8, 16)
 MEASURED: Final = ("docs", "docs, T 1, seed", "docs, T 1, no seed", "text", "code")
@@ -88,6 +88,21 @@ def measure_rates(bench: Bench, opened: OpenedModel, workloads: Sequence[Workloa
     bench.print_rows("Accepted drafts expected of a shape", ("drafts", "of spec_infer", "of the best", "parents"), kept)
     for budget, own_accepted, best_accepted, _ in kept:
         bench.check(f"{budget} drafts: the shape over the best for these rates", own_accepted / best_accepted, low=0.98)
+
+
+def expected_accepted(parents: Sequence[int], rates: Sequence[Sequence[float]]) -> float:
+    """Returns how many drafts of a tree are accepted on average if children are accepted at these rates."""
+    chances: list[float] = []
+    depths: list[int] = []
+    num_children: dict[int, int] = {}
+    for parent in parents:
+        depth = 0 if parent < 0 else depths[parent] + 1
+        rank = num_children.get(parent, 0)
+        num_children[parent] = rank + 1
+        rate = rates[depth][rank] if depth < len(rates) and rank < len(rates[depth]) else 0.0
+        chances.append((1.0 if parent < 0 else chances[parent]) * rate)
+        depths.append(depth)
+    return sum(chances)
 
 
 def count_ranks(answers: Sequence[Answer]) -> npt.NDArray[np.int64]:

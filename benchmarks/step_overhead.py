@@ -1,6 +1,6 @@
 """What a decode step costs besides its arithmetic: CPU time of plan, runner, output and commit, of `LLM`, and of the server.
 
-The model computes nothing (`cloister.bench.idle`), so that everything measured is our own cost. CPU time, not time on the
+The model computes nothing (`benchmarks.idle`), so that everything measured is our own cost. CPU time, not time on the
 clock: other programs of the machine then disturb little.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Bench, make_parser
-from cloister.bench.idle import IdleDrawingProgram, IdleEngine, IdleGreedyProgram, IdleProgram, make_idle_engine
+from benchmarks.idle import IdleDrawingProgram, IdleEngine, IdleGreedyProgram, IdleProgram, make_idle_engine
 from cloister.bench.plots import COLOURS, draw
 from cloister.engine import EngineCore, ProcessEngine, ThreadEngine
 from cloister.privacy import Gate, Policy

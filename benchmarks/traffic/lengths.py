@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import Bench
+from benchmarks.traffic.leak import count_bits, count_waste
 from cloister.bench.traces import read_trace
-from cloister.privacy.shape import count_bits, count_waste, find_edge, shape_of
+from cloister.privacy.shape import find_edge, shape_of
 from cloister.privacy.shape.frames import capacity
 from cloister.text import Tokenizer
 

@@ -28,9 +28,10 @@ from benchmarks.speculation_workloads import Prompts
 from benchmarks.traffic import live
 from benchmarks.traffic.captures import Capture
 from benchmarks.traffic.fingerprint import VIEWS, Share, find_prompts
+from benchmarks.traffic.leak import count_bits
 from benchmarks.traffic.pictures import plot_shares
 from cloister import LLM, SamplingParams
-from cloister.privacy.shape import count_bits, shape_of
+from cloister.privacy.shape import shape_of
 
 NUM_PROMPTS: Final = 50
 NUM_TOKENS: Final = 24

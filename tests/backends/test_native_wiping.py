@@ -8,10 +8,10 @@ import itertools
 import numpy as np
 import pytest
 
+from benchmarks.idle import make_idle_engine
 from cloister.backends.base import DRAW, FloatArray
 from cloister.backends.native.program import NativeProgram
 from cloister.backends.spec import MlpSpec, MoeSpec
-from cloister.bench.idle import make_idle_engine
 from cloister.types.events import Submit
 from cloister.types.request import Request, SamplingParams
 from tests.driving import Driver, RandomWeights, make_spec

@@ -3,9 +3,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from benchmarks.orca import heavy_tailed_lengths
 from cloister.bench.settings import ArrivalsConfig, WorkloadConfig
 from cloister.bench.traces import Trace, TraceRow
-from cloister.bench.workloads import Recipe, build_workload, heavy_tailed_lengths, load_workload, parse_scale
+from cloister.bench.workloads import Recipe, build_workload, load_workload, parse_scale
 from cloister.types.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 
-from cloister.bench.idle import IdleProgram, make_idle_engine
+from benchmarks.idle import IdleProgram, make_idle_engine
 from cloister.engine.tidying import TIDY_EVERY_S, Tidier
 from cloister.models import locate
 from cloister.text import Tokenizer

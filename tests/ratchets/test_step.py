@@ -1,6 +1,6 @@
 """Ratchets: what a decode step does besides its arithmetic, counted, never timed. The counts may fall and must not rise.
 
-Counted on a model that computes nothing (`cloister.bench.idle`), so that everything counted is our own:
+Counted on a model that computes nothing (`benchmarks.idle`), so that everything counted is our own:
 
 - program calls: calls of the back end, by any method; each takes the GIL back once.
 - Python calls: Python functions entered, which is what a step's Python costs (about 0.1 us each when hot).
@@ -23,7 +23,7 @@ from types import FrameType
 
 import pytest
 
-from cloister.bench.idle import IdleDrawingProgram, IdleGreedyProgram, IdleProgram, make_idle_engine
+from benchmarks.idle import IdleDrawingProgram, IdleGreedyProgram, IdleProgram, make_idle_engine
 from cloister.engine import EngineCore
 from cloister.types.events import Submit
 from cloister.types.request import Request, SamplingParams

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.replay import StepCosts, make_scheduler, replay
 from cloister.bench.drive import Timed, make_requests
-from cloister.bench.replay import StepCosts, make_scheduler, replay
 from cloister.bench.workloads import WorkItem
 from cloister.sched import BudgetConfig, SchedulerConfig
 from cloister.sched.scheduler import BURST_LASTS_S

@@ -100,6 +100,7 @@ async def _open_seat(
             stored=stored,
             responses_kept=responses_kept,
             request_timeout_s=config.request_timeout_s,
+            num_threads=config.num_threads,
         )
     except BaseException:
         await engine.drain(0.0)

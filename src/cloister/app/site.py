@@ -69,6 +69,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             stored=stored,
             responses_kept=ResponseStore() if front.keep_responses else None,
             request_timeout_s=config.request_timeout_s,
+            num_threads=config.num_threads,
         )
     except BaseException:
         await engine.drain(0.0)

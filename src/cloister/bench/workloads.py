@@ -182,14 +182,6 @@ def scale_length(num_tokens: int, scale: Fraction) -> int:
     return max(1, math.ceil(num_tokens * scale))
 
 
-def heavy_tailed_lengths(low: int, high: int, num: int, seed: int, shape: float = 1.0) -> list[int]:
-    """Draws lengths from a Pareto distribution cut to [low, high], by inversion. Many short ones, a few very long."""
-    u = np.random.default_rng([seed, 3]).random(num)
-    ratio = (low / high) ** shape
-    lengths = low * (1 - u * (1 - ratio)) ** (-1 / shape)
-    return [int(length) for length in np.clip(np.rint(lengths), low, high)]
-
-
 def iter_lengths(rows: Sequence[TraceRow], scale: Fraction) -> Iterator[tuple[int, int]]:
     """Yields (input, output) lengths after scaling."""
     return ((scale_length(r.num_input_tokens, scale), scale_length(r.num_output_tokens, scale)) for r in rows)

@@ -39,6 +39,7 @@ def issuer(
     until when it signs, until when its tokens are taken, their budget, and the signature of --key. Clients buy through the
     relay, sealed to a key that lives in this process alone: run one.
     """
+    from cloister.engine.machine import read_machine
     from cloister.privacy import read_credentials
     from cloister.privacy.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook
     from cloister.privacy.transparency.keyfiles import read_key
@@ -63,8 +64,9 @@ def issuer(
     program.current_keys()
     listener = bind(host, port)
     typer.echo(f"Issuer at {address_of(listener, has_tls=tls_cert is not None)}, for clients {url}")
+    app = issuer_app(program, url, identity, num_cpus=read_machine().num_cpus)
     try:
-        status = run_program(issuer_app(program, url, identity), listener, tls_cert=tls_cert, tls_key=tls_key)
+        status = run_program(app, listener, tls_cert=tls_cert, tls_key=tls_key)
     finally:
         book.close()
     raise typer.Exit(status)

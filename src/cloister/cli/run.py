@@ -16,7 +16,6 @@ from cloister.types.config import EngineConfig
 from cloister.types.errors import InvalidRequestError, ModelError
 from cloister.types.request import FinishReason, SequenceOutput
 
-WORDS = "[MODEL] PROMPT"
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
 
 

@@ -30,14 +30,6 @@ class GrowingInts:
         self._store[self._size] = value
         self._size += 1
 
-    def replace_from(self, start: int, values: list[int]) -> None:
-        """Makes the values from `start` (at most the length) on become `values`."""
-        if start > self._size:
-            raise IndexError("a gap would be left")
-        self._reserve(start + len(values))
-        self._store[start : start + len(values)] = values
-        self._size = start + len(values)
-
     def copy(self) -> GrowingInts:
         return GrowingInts(self.view)
 

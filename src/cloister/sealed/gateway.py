@@ -6,7 +6,6 @@ Order of checks: size, relay, key, replay, HPKE, token, spending; then the body,
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
 import time
 from collections.abc import AsyncIterator, Callable
@@ -39,11 +38,11 @@ from cloister.sealed.exchange import (
     Body,
     GoneError,
     Outgoing,
-    find_header,
     media_type,
     run_while_there,
 )
 from cloister.sealed.nodes import NodeBook
+from cloister.sealed.peers import check_peer
 from cloister.sealed.problems import ProblemError, problem_of
 from cloister.sealed.public import File, LogFiles
 from cloister.sealed.sealed_reply import SealedReply
@@ -164,7 +163,7 @@ class _Gateway:
         reply: SealedReply | None = None
         try:
             body.check_size()
-            self._check_relay(scope)
+            check_peer(scope, self._config.relay_secrets, "This gateway takes requests of its relays only.")
             opened = await self._open(scope, body)
             parts = read_parts(opened.plaintext)
             head = await _first(parts, opened, out)
@@ -174,15 +173,6 @@ class _Gateway:
             if out.has_begun:
                 return  # left unfinished: the client sees that there is no final chunk
             await _refuse(problem_of(error), reply, out)
-
-    def _check_relay(self, scope: Scope) -> None:
-        scheme, _, secret = (find_header(scope, b"authorization") or "").partition(" ")
-        given = secret.strip().encode("latin-1")
-        known = [hmac.compare_digest(given, one.encode()) for one in self._config.relay_secrets]
-        if scheme.lower() != "bearer" or not any(known):
-            raise ProblemError(
-                401, "This gateway takes requests of its relays only.", fields=((b"www-authenticate", b"Bearer"),)
-            )
 
     async def _open(self, scope: Scope, body: Body) -> Opened:
         form = FORMS.get(media_type(scope))

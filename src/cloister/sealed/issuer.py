@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Final
@@ -39,6 +38,7 @@ from cloister.privacy.transparency.issuer_keys import IssuerStatement, sign_stat
 from cloister.privacy.transparency.note import PrivateKey
 from cloister.sealed.issuer_file import sign_keys
 from cloister.sealed.purchases import SealedPurchases
+from cloister.server.bearer import read_bearer
 from cloister.server.errors import error_body, error_headers
 from cloister.types.errors import CloisterError, ConfigError, DeadlineError, InvalidRequestError, RequestTooLargeError
 
@@ -71,10 +71,16 @@ class IssuerFaultError(CloisterError):
     """The issuer cannot work: its keys cannot be read, or a signature came out wrong and was kept back."""
 
 
-def issuer_app(issuer: Issuer, url: str, identity: PrivateKey, now: Callable[[], float] = time.time) -> Starlette:
-    """Returns the ASGI application of an issuer that clients know by `url` and by the verifier key of `identity`."""
+def issuer_app(
+    issuer: Issuer, url: str, identity: PrivateKey, now: Callable[[], float] = time.time, *, num_cpus: int = 1
+) -> Starlette:
+    """Returns the ASGI application of an issuer that clients know by `url` and by the verifier key of `identity`.
+
+    Args:
+        num_cpus: how many requests are signed at once.
+    """
     url = url.rstrip("/")
-    slots = asyncio.Semaphore(os.cpu_count() or 1)
+    slots = asyncio.Semaphore(num_cpus)
 
     async def issue(content_type: str, authorization: str, body: bytes) -> tuple[str, bytes]:
         media_type = content_type.split(";")[0].strip().lower()
@@ -87,7 +93,7 @@ def issuer_app(issuer: Issuer, url: str, identity: PrivateKey, now: Callable[[],
             raise UnprocessableError(f"this is no token request: {error}") from None
         async with slots:
             try:
-                signatures = await asyncio.to_thread(issuer.issue, _bearer(authorization), requests)
+                signatures = await asyncio.to_thread(issuer.issue, read_bearer(authorization), requests)
             except BlindSignatureError as error:
                 raise IssuerFaultError(str(error)) from None
             except InvalidRequestError as error:
@@ -159,8 +165,3 @@ async def _read(request: Request, most_bytes: int) -> bytes:
     except ClientDisconnect:
         raise UnprocessableError("the body ended early") from None
     return bytes(body)
-
-
-def _bearer(authorization: str) -> str | None:
-    scheme, _, key = authorization.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else None

@@ -5,7 +5,6 @@ flush by flush. It never learns who asks.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import Callable
@@ -46,6 +45,7 @@ from cloister.sealed.exchange import (
 )
 from cloister.sealed.gateway import NODE_PATH
 from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
+from cloister.sealed.peers import check_gateway
 from cloister.sealed.problems import ProblemError, problem_of
 from cloister.sealed.public import File
 from cloister.sealed.receipts import AnswerEnding
@@ -126,7 +126,7 @@ class _Node:
     async def _answer(self, scope: Scope, body: Body, out: Outgoing) -> None:
         try:
             body.check_size()
-            self._check_gateway(scope)
+            check_gateway(scope, self._config.gateway_secret)
             opened, message = await self._open(scope, body)
             request, budget = _read_request(message), _read_budget(scope)
             _check_budget(request, budget)
@@ -142,14 +142,6 @@ class _Node:
         except Exception as error:
             # The answer is left without its final chunk. What an exception says may be content, so its kind alone is logged.
             _logger.error("a sealed answer was broken off (%s)", type(error).__name__)
-
-    def _check_gateway(self, scope: Scope) -> None:
-        if self._config.gateway_secret is None:
-            return
-        scheme, _, secret = (find_header(scope, b"authorization") or "").partition(" ")
-        is_known = hmac.compare_digest(secret.strip().encode("latin-1"), self._config.gateway_secret.encode())
-        if scheme.lower() != "bearer" or not is_known:
-            raise ProblemError(401, "This node takes requests of its gateway only.", fields=((b"www-authenticate", b"Bearer"),))
 
     async def _open(self, scope: Scope, body: Body) -> tuple[Opened, bytes]:
         """Opens the whole request before anything is done with it, so that every failure is answered alike."""

@@ -22,7 +22,7 @@ from cloister.server.calls import CallListener, Calls
 from cloister.server.conversation import Manner
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, invalid
 from cloister.server.files.service import FileService
-from cloister.server.front import PREPARE_TIMEOUT_S, Front
+from cloister.server.front import PREPARE_TIMEOUT_S, Front, limit_text_threads
 from cloister.server.logs import RequestLog
 from cloister.server.messages.errors import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages.errors import error_object as message_error
@@ -113,6 +113,7 @@ def create_app(
     body_timeout_s: float = BODY_TIMEOUT_S,
     prepare_timeout_s: float = PREPARE_TIMEOUT_S,
     write_timeout_s: float = WRITE_TIMEOUT_S,
+    num_threads: int | None = None,
 ) -> ASGIApp:
     """Puts a server together.
 
@@ -124,6 +125,7 @@ def create_app(
         body_timeout_s: how long a body may take to arrive.
         prepare_timeout_s: how long a prompt may take to become tokens.
         write_timeout_s: how long a client may leave a reply unread.
+        num_threads: of the kernels; text work gets as many, but 2 to 8.
     """
     exposition = make_exposition(engine, gate, config.served_names)
     calls = Calls(exposition.count_reply, (*request_log(config, gate), *listeners), make_tenant_figures(gate))
@@ -140,6 +142,7 @@ def create_app(
         responses_kept=responses_kept,
         request_timeout_s=request_timeout_s,
         prepare_timeout_s=prepare_timeout_s,
+        num_threads=num_threads,
     )
     return surround(app, calls, gate, config, stored=stored, body_timeout_s=body_timeout_s, write_timeout_s=write_timeout_s)
 
@@ -166,11 +169,13 @@ def create_routes(
     responses_kept: ResponseStore | None = None,
     request_timeout_s: float,
     prepare_timeout_s: float = PREPARE_TIMEOUT_S,
+    num_threads: int | None = None,
 ) -> FastAPI:
     """Puts the routes of one model together; `surround` puts around them what every request passes.
 
     Args:
         names: that clients use; none is the model's own.
+        num_threads: of the kernels; text work gets as many, but 2 to 8.
     """
     model_name, *other_names = names or (engine.model.name,)
     reader = PromptReader(
@@ -187,9 +192,9 @@ def create_routes(
     )
     engine.subscribe(exposition.observe)
     engine.subscribe(calls.observe)
-    front = Front(
-        engine, reader, exposition, calls, prepare_timeout_s, files=stored, pdf=None if config.sealed else PdfReader()
-    )
+    pdf = None if config.sealed else PdfReader()
+    threads = limit_text_threads(num_threads)
+    front = Front(engine, reader, exposition, calls, prepare_timeout_s, threads, stored, pdf)
     return _routes(front, (page.router,) if config.page else ())
 
 

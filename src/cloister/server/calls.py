@@ -72,7 +72,7 @@ class Call:
 
     Attributes:
         call_id: random; the client finds it in the header `x-request-id`.
-        began_s, replied_s, ended_s: of the monotonic clock; the first byte of the reply, and its last one.
+        began_s, ended_s: of the monotonic clock; the last byte of the reply.
         traceparent: the client's header of that name (W3C Trace Context), as it came.
         client: address of the client.
         account: limits of its API key.
@@ -89,7 +89,6 @@ class Call:
     call_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(12)}")
     route: str = "none"
     status: int = LEFT
-    replied_s: float | None = None
     ended_s: float | None = None
     account: Account | None = None
     charge: Charge | None = None

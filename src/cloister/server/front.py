@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,8 +28,9 @@ PREPARE_TIMEOUT_S: Final = 30.0
 T = TypeVar("T")
 
 
-def _few_threads() -> anyio.CapacityLimiter:
-    return anyio.CapacityLimiter(max(2, min(8, os.cpu_count() or 2)))
+def limit_text_threads(num_threads: int | None) -> anyio.CapacityLimiter:
+    """Returns how many threads may parse, template and tokenize: as many as the kernels have, but 2 to 8."""
+    return anyio.CapacityLimiter(max(2, min(8, num_threads or 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class Front:
     """The parts of a server, put together by `create_app`.
 
     Attributes:
+        threads: for text work, beside the event loop.
         files: what users keep here; None where nothing is kept.
         pdf: reads PDF files; None on a sealed node.
     """
@@ -47,7 +48,7 @@ class Front:
     metrics: Exposition
     calls: Calls
     prepare_timeout_s: float = PREPARE_TIMEOUT_S
-    threads: anyio.CapacityLimiter = field(default_factory=_few_threads)
+    threads: anyio.CapacityLimiter = field(default_factory=lambda: limit_text_threads(None))
     files: FileService | None = None
     pdf: PdfReader | None = None
 

@@ -31,7 +31,6 @@ from cloister.privacy.sealing import (
     encode_keys,
     encode_request,
     header_bytes,
-    most_leaked_bits,
     parse_configuration,
     parse_keys,
     seal_chunked_request,
@@ -125,9 +124,6 @@ def test_nobody_holds_a_key_whose_time_is_over() -> None:
         ring.rotate(90.0 * turn + 10)
         assert num_other_holders(old) == 0, "OpenSSL overwrites it when the last holder lets go"
     assert len(ids) == 7, "neighbours never have the same number"
-    last = ring.current.private_key
-    ring.destroy()
-    assert num_other_holders(last) == 0
 
 
 def test_a_ring_that_slept_comes_back_with_one_fresh_key() -> None:
@@ -202,7 +198,6 @@ def test_requests_of_one_bucket_have_one_sealed_length() -> None:
         sealed, _ = seal_chunked_request(configuration, encode_request(request, padded_to=bucket_bytes(len(plain))))
         lengths.add(len(sealed))
     assert lengths == {39 + 1 + 1024 + 16}
-    assert most_leaked_bits() == 3.0
 
 
 def test_what_fits_no_bucket_is_refused() -> None:

@@ -24,9 +24,9 @@ from cloister.privacy.transparency.merkle import (
     verify_inclusion,
 )
 from cloister.privacy.transparency.note import Kind, PrivateKey
-from cloister.privacy.transparency.reader import LogReader, entry_bundles
+from cloister.privacy.transparency.reader import LogReader
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
-from cloister.privacy.transparency.tiles import ENTRIES, Tile, grow, tile_nodes, unpack_entries
+from cloister.privacy.transparency.tiles import ENTRIES, Tile, bundles_between, grow, tile_nodes, unpack_entries
 from cloister.types.errors import ConfigError
 
 KEY = PrivateKey.generate("log.example", Kind.NOTE)
@@ -109,10 +109,8 @@ def test_a_log_grown_in_any_steps_is_the_same_log(tmp_path_factory: Any, steps: 
     index = data.draw(st.integers(0, size - 1))
     assert log.entries(index, index + 1, size) == [entry(index)]
     read: list[bytes] = []
-    for path in entry_bundles(index, size):
-        tile = Tile.parse(path)
-        served = log.resource(path)
-        assert tile is not None
+    for tile in bundles_between(index, size, size):
+        served = log.resource(tile.path)
         assert served is not None
         read += unpack_entries(served[0], tile.width)
     assert read[index - size :] == [entry(number) for number in range(index, size)]

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.spec_trees import expected_accepted
 from cloister.runner.drafters.branches import kept_chain, levels_of
-from cloister.runner.drafters.tree_shape import expected_accepted, grow_shape
+from cloister.runner.drafters.tree_shape import grow_shape
 
 RATES = ((0.5, 0.2, 0.1), (0.6, 0.3), (0.4, 0.35, 0.2))
 

@@ -53,21 +53,3 @@ def requests_needed(
         enough = power(middle, users=users, rate=rate, captured=captured, tests=tests, level=level) >= wanted
         least, most = (least, middle) if enough else (middle, most)
     return most
-
-
-def requests_needed_by_share(*, rate: float, captured: float, tests: int, seeds: int = 20, chance: float = 0.99) -> int:
-    """Returns how many requests would be needed if only the shares could be looked at, by the normal approximation.
-
-    A gateway that could move `rate` of the requests into the captured set shifts its share by rate * (1 - t).
-    """
-    shift = rate * (1.0 - captured)
-    significant = _normal_quantile(DETECTED_BELOW / tests / 2.0)
-    reached = _normal_quantile(1.0 - chance ** (1.0 / seeds))
-    return math.ceil(captured * (1.0 - captured) * ((significant + reached) / shift) ** 2)
-
-
-def _normal_quantile(tail: float) -> float:
-    """Returns z with P(Z >= z) = tail."""
-    from statistics import NormalDist
-
-    return -NormalDist().inv_cdf(tail)

@@ -59,7 +59,7 @@ from cloister.privacy.sealing.ohttp import (
     seal_request,
     seal_response,
 )
-from cloister.privacy.sealing.padding import LARGEST_BUCKET_BYTES, bucket_bytes, most_leaked_bits
+from cloister.privacy.sealing.padding import LARGEST_BUCKET_BYTES, bucket_bytes
 from cloister.privacy.sealing.receiver import Receiver
 from cloister.privacy.sealing.replay import ReplayCache
 from cloister.privacy.sealing.xwing import XWING
@@ -122,7 +122,6 @@ __all__ = [
     "encode_response",
     "find_field",
     "header_bytes",
-    "most_leaked_bits",
     "open_response",
     "parse_configuration",
     "parse_keys",

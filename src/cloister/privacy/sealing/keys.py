@@ -132,11 +132,6 @@ class KeyRing:
         key, _ = self._receipt_keys[self.current.configuration.key_id]
         return key.public_key().public_bytes_raw()
 
-    def destroy(self) -> None:
-        """Drops every key: nothing is opened or signed any more."""
-        self._generations.clear()
-        self._receipt_keys.clear()
-
     def _draw(self, first_id: int, now_s: float) -> tuple[SealingKey, ...]:
         ends_s = now_s + self.life_s
         keys = tuple(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 from cloister.types.errors import RequestTooLargeError
@@ -10,7 +9,6 @@ from cloister.types.errors import RequestTooLargeError
 SMALLEST_BUCKET_BYTES: Final = 1024
 LARGEST_BUCKET_BYTES: Final = SMALLEST_BUCKET_BYTES * 4**7
 """16 MiB."""
-NUM_BUCKETS: Final = 8
 
 
 def bucket_bytes(num_bytes: int) -> int:
@@ -25,8 +23,3 @@ def bucket_bytes(num_bytes: int) -> int:
     if bucket > LARGEST_BUCKET_BYTES:
         raise RequestTooLargeError(f"A sealed request holds {LARGEST_BUCKET_BYTES // 2**20} MiB; make it shorter.")
     return bucket
-
-
-def most_leaked_bits() -> float:
-    """Returns what the length of a request tells at most, in bits: which of the buckets it is in."""
-    return math.log2(NUM_BUCKETS)

@@ -1,14 +1,12 @@
 """How a stream of answer bytes becomes frames that tell little by their sizes and times (docs/traffic.md).
 
 Pure: bytes in, frames out, time is an argument. `Shaper` is the node's side, `Unshaper` the client's. What a frame looks like
-is in `frames`, and for clients of other makers in `binary_http`. Which profile asks for which shape is in `shapes`; what
-buckets leak, in `leak`.
+is in `frames`, and for clients of other makers in `binary_http`. Which profile asks for which shape is in `shapes`.
 """
 
 from cloister.privacy.shape.binary_http import BinaryHttpShaper
 from cloister.privacy.shape.frames import Frame, ShapeError
 from cloister.privacy.shape.framings import BINARY_HTTP, FRAMES, FRAMING_FIELD, FRAMINGS
-from cloister.privacy.shape.leak import count_bits, count_waste
 from cloister.privacy.shape.shaper import Shaper
 from cloister.privacy.shape.shapes import SHAPES, Shape, find_edge, shape_of
 from cloister.privacy.shape.threat import SHAPING_THREAT
@@ -27,8 +25,6 @@ __all__ = [
     "ShapeError",
     "Shaper",
     "Unshaper",
-    "count_bits",
-    "count_waste",
     "find_edge",
     "shape_of",
 ]

@@ -9,7 +9,7 @@ from cloister.privacy.transparency.checkpoint import Checkpoint, open_checkpoint
 from cloister.privacy.transparency.merkle import hash_leaf, make_root, prove_consistency, prove_inclusion
 from cloister.privacy.transparency.note import Note, PublicKey
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
-from cloister.privacy.transparency.tiles import ENTRIES, WIDTH, Tile, bundles_between, cut, tile_at, tile_nodes, unpack_entries
+from cloister.privacy.transparency.tiles import WIDTH, Tile, bundles_between, cut, tile_at, tile_nodes, unpack_entries
 from cloister.types.errors import ConfigError
 
 CHECKPOINT = "checkpoint"
@@ -99,11 +99,6 @@ def read_resource(directory: Path, path: str) -> tuple[bytes, str] | None:
         tile = Tile.parse(path)
         data, media_type = (_find(directory, tile) if tile else None), "application/octet-stream"
     return None if data is None else (data, media_type)
-
-
-def entry_bundles(begin: int, size: int) -> list[str]:
-    """The paths of what a client reads to know every entry from `begin` on, below the log's URL."""
-    return [tile.path for tile in bundles_between(begin, size, size) if tile.level == ENTRIES]
 
 
 def _find(directory: Path, tile: Tile) -> bytes | None:

@@ -37,18 +37,3 @@ def grow_shape(rates: Sequence[Sequence[float]], num_nodes: int) -> tuple[int, .
         offer(parent, depth, rank + 1, reached[parent])
         offer(place, depth + 1, 0, -chance)
     return tuple(parents)
-
-
-def expected_accepted(parents: Sequence[int], rates: Sequence[Sequence[float]]) -> float:
-    """Returns how many drafts of a tree are accepted on average if children are accepted at these rates."""
-    chances: list[float] = []
-    depths: list[int] = []
-    num_children: dict[int, int] = {}
-    for parent in parents:
-        depth = 0 if parent < 0 else depths[parent] + 1
-        rank = num_children.get(parent, 0)
-        num_children[parent] = rank + 1
-        rate = rates[depth][rank] if depth < len(rates) and rank < len(rates[depth]) else 0.0
-        chances.append((1.0 if parent < 0 else chances[parent]) * rate)
-        depths.append(depth)
-    return sum(chances)

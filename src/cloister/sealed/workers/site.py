@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable
 from typing import Final
 
@@ -14,10 +13,10 @@ from starlette.types import Scope
 
 from cloister.engine.base import Health
 from cloister.privacy.sealing import KEYS_MEDIA_TYPE
-from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES, find_header
+from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
 from cloister.sealed.gateway import NODE_PATH
 from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
-from cloister.sealed.problems import ProblemError
+from cloister.sealed.peers import check_gateway
 from cloister.sealed.public import File
 from cloister.sealed.serving import Post, handlers
 from cloister.sealed.workers.crew import Crew, WorkerFront
@@ -47,12 +46,7 @@ def worker_site(
     """
 
     def check(scope: Scope) -> None:
-        if gateway_secret is None:
-            return
-        scheme, _, secret = (find_header(scope, b"authorization") or "").partition(" ")
-        is_known = hmac.compare_digest(secret.strip().encode("latin-1"), gateway_secret.encode())
-        if scheme.lower() != "bearer" or not is_known:
-            raise ProblemError(401, "This node takes requests of its gateway only.", fields=((b"www-authenticate", b"Bearer"),))
+        check_gateway(scope, gateway_secret)
 
     async def read_evidence() -> bytes | None:
         return evidence()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloister.privacy.gate import SESSION_HEADER, Admission, Gate
+from cloister.server.bearer import read_bearer
 from cloister.server.middleware.failures import send_error
 from cloister.server.oidc import TokenVerifier, looks_like_token
 from cloister.types.errors import CloisterError
@@ -53,8 +54,7 @@ def presented_key(scope: Scope) -> str | None:
         return keys[0].strip() if len(keys) == 1 else None
     if len(given) > 1:
         return None
-    scheme, _, token = given[0].partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else None
+    return read_bearer(given[0])
 
 
 def _session(scope: Scope) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -50,7 +49,6 @@ class Failures:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                call.replied_s = time.monotonic()
                 message["headers"] = [*_with_defaults(message.get("headers", ()), self._defaults), *_headers_of(call)]
             elif not message.get("more_body", False):
                 # Before its end is sent: who has a whole reply finds it among the figures.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
-
-from pydantic import BaseModel
+from typing import Any, Final
 
 from cloister.privacy.gate import Admission
 from cloister.server.embeddings import PooledBody, Text, pooled_job
@@ -41,8 +39,6 @@ NAMES: Final[Mapping[str, str]] = {
 }
 """Names in /v1/chat/completions -> names here, for errors."""
 PROMPT_NAMES: Final[Mapping[str, str]] = {**NAMES, r"messages.*": "prompt"}
-
-AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -77,9 +77,6 @@ class OllamaGenerateLine(_Line, frozen=True, kw_only=True):
 
     response: str
     thinking: str | UnsetType = UNSET
-
-
-AnyLine = TypeVar("AnyLine", OllamaChatLine, OllamaGenerateLine)
 
 
 @dataclass(slots=True)

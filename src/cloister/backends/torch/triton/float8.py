@@ -1,4 +1,7 @@
-"""Products in FP8 (e4m3): one scale for each output, one for each token, sums in float32."""
+"""Products in FP8 (e4m3): one scale for each output, one for each token, sums in float32.
+
+Measured and tested; no program multiplies by it yet: FP8 checkpoints become bfloat16 (`models.quantized.fp8`).
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cloister.privacy.shape import count_bits, count_waste
+from benchmarks.traffic.leak import count_bits, count_waste
 
 
 def test_one_bucket_tells_nothing_and_two_equal_ones_tell_a_bit() -> None:
