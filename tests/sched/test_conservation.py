@@ -161,7 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.scheduler.plan(self.now)
         assert plan is None or not plan.sequences
         if self.scheduler.tree is not None:
-            assert not self.scheduler.tree.lifetimes.queue, "a session outlived its time"
+            assert not self.scheduler.tree.ttl.queue, "a session outlived its time"
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
         self.pool.check()
 

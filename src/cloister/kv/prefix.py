@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from cloister.kv.lifetimes import RETRY_S, Lifetimes
+from cloister.kv.cache_ttl import RETRY_S, CacheTTL
 from cloister.kv.pool import BlockPool
 from cloister.kv.quotas import Quotas
 from cloister.types.threat import Requirement, ThreatProfile
@@ -48,13 +48,13 @@ class PrefixTree:
         quotas: what each owner may keep; None for one cache that all share, the least recently used block goes first.
 
     Attributes:
-        lifetimes: when `expire` has something to do.
+        ttl: when `expire` has something to do.
     """
 
     def __init__(self, pool: BlockPool, pinned: frozenset[bytes] = frozenset(), quotas: Quotas | None = None) -> None:
         self._pool = pool
         self._pinned = pinned
-        self.lifetimes = Lifetimes()
+        self.ttl = CacheTTL()
         self._nodes: dict[bytes, _Node] = {}
         self._by_block: dict[int, _Node] = {}
         self._evictable: dict[bytes | None, list[tuple[int, int, _Node]]] = {None: []}
@@ -124,11 +124,11 @@ class PrefixTree:
 
     def renew(self, root: bytes, deadline_s: float) -> None:
         """Lets the blocks that were inserted with `root` stay until then, should nobody use them."""
-        self.lifetimes.renew(root, deadline_s)
+        self.ttl.renew(root, deadline_s)
 
     def expire(self, now: float) -> None:
         """Drops the blocks whose scope's deadline has passed; those in use are looked at again a little later."""
-        for root, keys in self.lifetimes.take_due(now):
+        for root, keys in self.ttl.take_due(now):
             leaves = [self._nodes[key] for key in keys if self._is_evictable(self._nodes[key])]
             while leaves:
                 node = leaves.pop()
@@ -137,7 +137,7 @@ class PrefixTree:
                 if node.parent is not None and node.parent.key in keys and self._is_evictable(node.parent):
                     leaves.append(node.parent)
             if keys:
-                self.lifetimes.renew(root, now + RETRY_S)
+                self.ttl.renew(root, now + RETRY_S)
 
     def evict_one(self) -> int | None:
         """Drops the least recently used unused leaf that is nobody's; returns its block, or None if there is none."""
@@ -200,7 +200,7 @@ class PrefixTree:
         elif owner is not None:
             self._quotas.add(owner)
         if root is not None:
-            self.lifetimes.keep(root, key)
+            self.ttl.keep(root, key)
         node = _Node(key, block, parent, root, owner)
         if parent is not None:
             parent.num_children += 1
@@ -213,7 +213,7 @@ class PrefixTree:
         del self._nodes[node.key]
         del self._by_block[node.block]
         if node.root is not None:
-            self.lifetimes.drop(node.root, node.key)
+            self.ttl.drop(node.root, node.key)
         if self._quotas is not None and node.owner is not None:
             self._quotas.drop(node.owner)
             if not self._quotas.keeps_any(node.owner):

@@ -56,8 +56,8 @@ class Roster:
         while self._deadlines and self._deadlines[0][2] not in self.groups:
             heapq.heappop(self._deadlines)
         first = self._deadlines[0][0] if self._deadlines else None
-        if self.tree is not None and self.tree.lifetimes.queue:
-            due_s = self.tree.lifetimes.queue[0][0]
+        if self.tree is not None and self.tree.ttl.queue:
+            due_s = self.tree.ttl.queue[0][0]
             return due_s if first is None else min(first, due_s)
         return first
 
@@ -272,7 +272,7 @@ class Roster:
     def expire(self, now: float) -> None:
         """Ends requests whose deadline has passed, whatever they wait for, and drops blocks whose scope's has."""
         while (deadline := self.next_deadline_s) is not None and deadline <= now:
-            if self.tree is not None and self.tree.lifetimes.queue:
+            if self.tree is not None and self.tree.ttl.queue:
                 self.tree.expire(now)
             if not self._deadlines or self._deadlines[0][0] > now:
                 return

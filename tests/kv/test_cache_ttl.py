@@ -84,7 +84,7 @@ def test_blocks_in_use_stay_until_they_are_not(pool, tree):
     assert tree.match_length(chain(root)) == 3
     tree.expire(11.1)
     assert tree.match_length(chain(root)) == 0
-    assert not tree.lifetimes.queue
+    assert not tree.ttl.queue
 
 
 def test_what_was_evicted_before_is_no_matter(pool, tree):

@@ -8,7 +8,7 @@ RETRY_S = 1.0
 """How much later a scope is looked at again whose blocks were still in use at its deadline."""
 
 
-class Lifetimes:
+class CacheTTL:
     """Deadlines by the root of a prefix-key chain, and what is kept under it. Scopes without a deadline are not in here.
 
     Attributes:
