@@ -1,9 +1,9 @@
 """KV memory as bookkeeping: blocks, block tables, prefix keys and the prefix tree. Pure: no I/O, no clock, no arrays."""
 
+from cloister.kv.cache_quotas import CacheQuotas
 from cloister.kv.keys import PrefixKeys
 from cloister.kv.pool import BlockPool, BlockState, OutOfBlocksError
 from cloister.kv.prefix import PREFIX_CACHE_THREAT, PrefixTree
-from cloister.kv.quotas import Quotas
 from cloister.kv.table import BlockTable
 
 __all__ = [
@@ -11,8 +11,8 @@ __all__ = [
     "BlockPool",
     "BlockState",
     "BlockTable",
+    "CacheQuotas",
     "OutOfBlocksError",
     "PrefixKeys",
     "PrefixTree",
-    "Quotas",
 ]

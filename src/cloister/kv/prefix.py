@@ -9,9 +9,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from cloister.kv.cache_quotas import CacheQuotas
 from cloister.kv.cache_ttl import RETRY_S, CacheTTL
 from cloister.kv.pool import BlockPool
-from cloister.kv.quotas import Quotas
 from cloister.types.threat import Requirement, ThreatProfile
 
 PREFIX_CACHE_THREAT = ThreatProfile(
@@ -51,7 +51,7 @@ class PrefixTree:
         ttl: when `expire` has something to do.
     """
 
-    def __init__(self, pool: BlockPool, pinned: frozenset[bytes] = frozenset(), quotas: Quotas | None = None) -> None:
+    def __init__(self, pool: BlockPool, pinned: frozenset[bytes] = frozenset(), quotas: CacheQuotas | None = None) -> None:
         self._pool = pool
         self._pinned = pinned
         self.ttl = CacheTTL()

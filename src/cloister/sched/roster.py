@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 
-from cloister.kv import BlockPool, BlockTable, PrefixKeys, PrefixTree, Quotas
+from cloister.kv import BlockPool, BlockTable, CacheQuotas, PrefixKeys, PrefixTree
 from cloister.sched.policies import Policy
 from cloister.sched.sequence import RequestState, Sequence, Status
 from cloister.types.events import Arrived, Ended, Event, Preempted
@@ -34,7 +34,7 @@ class Roster:
         answers: those of beam searches that were not taken yet, whole, as if they arrived.
     """
 
-    def __init__(self, pool: BlockPool, policy: Policy, keys: PrefixKeys | None, quotas: Quotas | None = None) -> None:
+    def __init__(self, pool: BlockPool, policy: Policy, keys: PrefixKeys | None, quotas: CacheQuotas | None = None) -> None:
         self.pool = pool
         self.tree = PrefixTree(pool, keys.public, quotas) if keys is not None else None
         self.groups: dict[str, RequestState] = {}

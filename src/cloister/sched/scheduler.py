@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cloister.kv import BlockPool, BlockTable, OutOfBlocksError, PrefixKeys, PrefixTree, Quotas
+from cloister.kv import BlockPool, BlockTable, CacheQuotas, OutOfBlocksError, PrefixKeys, PrefixTree
 from cloister.sched.admission import Limits, count_positions, find_refusal
 from cloister.sched.beam_search import BeamSearches
 from cloister.sched.beams import Beams
@@ -82,7 +82,7 @@ class Scheduler:
         num_usable = pool.num_total - (len(keys.public) if keys is not None else 0)
         quotas = None
         if keys is not None and config.cache_scopes:
-            quotas = Quotas.plan(config.cache_scopes, num_usable, -(-config.max_model_len // pool.block_size))
+            quotas = CacheQuotas.plan(config.cache_scopes, num_usable, -(-config.max_model_len // pool.block_size))
             num_usable -= quotas.num_most  # whoever runs alone must get along with what full shares leave
         self._roster = Roster(pool, self._policy, keys, quotas)
         self._policy.attach_cache(self._roster.count_cached)

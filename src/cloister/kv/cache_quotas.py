@@ -11,7 +11,7 @@ CACHE_SHARE = 0.5
 """At most this part of the pool is in shares."""
 
 
-class Quotas:
+class CacheQuotas:
     """Counts kept blocks by owner.
 
     Args:
@@ -26,7 +26,7 @@ class Quotas:
         self._counts: dict[bytes, int] = {}
 
     @classmethod
-    def plan(cls, num_scopes: int, num_blocks: int, num_for_one: int) -> Quotas:
+    def plan(cls, num_scopes: int, num_blocks: int, num_for_one: int) -> CacheQuotas:
         """Shares out a pool.
 
         Args:
