@@ -52,7 +52,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
 
 def _build(config: EngineConfig, loading: Loading) -> EngineCore:
     from cloister.engine import EngineCore, Output
-    from cloister.engine.tidying import Tidier
+    from cloister.engine.memory_scrubber import MemoryScrubber
     from cloister.runner import Grammars, ModelRunner
     from cloister.runner.adapters import plan_room
     from cloister.text import Tokenizer
@@ -124,7 +124,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
     )
     drafters.bind(runner.draws)
     public = _release_prefixes(config, model.path, tokenizer)
-    tidier = Tidier(runner.wipe_buffers) if overwrites(config.profile) else None
+    scrubber = MemoryScrubber(runner.wipe_buffers) if overwrites(config.profile) else None
     return EngineCore(
         build_scheduler(config, info, budget.num_blocks, public, drafters.speculation()),
         runner,
@@ -134,7 +134,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         startup=watch.laps,
         adapters=adapters,
         grammars=grammars,
-        tidier=tidier,
+        scrubber=scrubber,
     )
 
 

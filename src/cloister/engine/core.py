@@ -12,8 +12,8 @@ from cloister.engine.compiling import CompilingRequests, Grammars
 from cloister.engine.drafting import describe_drafting, measure, weigh
 from cloister.engine.faults import describe
 from cloister.engine.inbox import Inbox
+from cloister.engine.memory_scrubber import MemoryScrubber
 from cloister.engine.output import Output
-from cloister.engine.tidying import Tidier
 from cloister.sched import Scheduler
 from cloister.text import Tokenizer
 from cloister.types.clock import Clock, WallClock
@@ -62,7 +62,7 @@ class EngineCore:
         adapters: those that requests may ask for.
         draw_seed: seed of the sampling noise of a request that brings none.
         grammars: compiles those of requests, beside the steps.
-        tidier: clears away what requests left; None leaves it until it is overwritten.
+        scrubber: clears away what requests left; None leaves it until it is overwritten.
 
     Attributes:
         inbox: where the front's messages are put, from any thread.
@@ -82,7 +82,7 @@ class EngineCore:
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
         adapters: AdapterRegister | None = None,
         grammars: Grammars | None = None,
-        tidier: Tidier | None = None,
+        scrubber: MemoryScrubber | None = None,
     ) -> None:
         self.model = model
         self.memory = memory
@@ -96,7 +96,7 @@ class EngineCore:
         self._clock = clock or WallClock()
         self._draw_seed = draw_seed
         self._compiling = CompilingRequests(grammars, lambda: self.inbox.wake())
-        self._tidier = tidier
+        self._scrubber = scrubber
         self._open: set[str] = set()
         self._drain_by_s: float | None = None
         self._num_failures = 0
@@ -108,8 +108,8 @@ class EngineCore:
 
     def settle(self) -> None:
         """Says that this process does nothing else from now on, and holds nothing of a request yet."""
-        if self._tidier is not None:
-            self._tidier.settle()
+        if self._scrubber is not None:
+            self._scrubber.settle()
 
     def run(self, emit: Callable[[Outputs], None]) -> None:
         """Steps until it is told to shut down; `emit` gets what each step brought.
@@ -150,8 +150,8 @@ class EngineCore:
         if plan is not None and emit is not None and (early := self._collect(self._scheduler.take_events())) is not None:
             emit(early)
         outputs = self._collect(self._perform(plan) if plan is not None else self._scheduler.take_events())
-        if self._tidier is not None:
-            self._tidier.tidy(now, is_idle=plan is None)
+        if self._scrubber is not None:
+            self._scrubber.tidy(now, is_idle=plan is None)
         self.is_done = self._drain_by_s is not None and plan is None and not self._open
         return outputs
 
@@ -161,8 +161,8 @@ class EngineCore:
             if isinstance(event, Ended) and event.last:
                 self._open.discard(event.request_id)
                 self.adapters.leave(event.request_id)
-                if self._tidier is not None:
-                    self._tidier.note_end()
+                if self._scrubber is not None:
+                    self._scrubber.note_end()
         replies, self.adapters.replies = self.adapters.replies, []
         answers = self._scheduler.take_answers() if self._scheduler.answers else ()
         return Outputs(self._output.collect(events, answers), events, replies) if events or replies else None

@@ -14,7 +14,7 @@ TIDY_EVERY_S: Final = 0.25
 """While other requests run, what ended ones left is cleared away so often."""
 
 
-class Tidier:
+class MemoryScrubber:
     """Clears away; called between two steps.
 
     Args:

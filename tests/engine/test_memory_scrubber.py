@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.idle import IdleProgram, make_idle_engine
-from cloister.engine.tidying import TIDY_EVERY_S, Tidier
+from cloister.engine.memory_scrubber import TIDY_EVERY_S, MemoryScrubber
 from cloister.models import locate
 from cloister.text import Tokenizer
 from cloister.types.events import Submit
@@ -29,14 +29,14 @@ def wipes() -> list[float]:
 
 
 def test_garbage_that_refers_to_itself_goes_when_a_request_has_ended(wipes: list[float]) -> None:
-    tidier = Tidier(lambda: wipes.append(0.0))
+    scrubber = MemoryScrubber(lambda: wipes.append(0.0))
     gc.disable()
     try:
         gone = weakref.ref(Loop())
-        tidier.tidy(0.0, is_idle=True)
+        scrubber.tidy(0.0, is_idle=True)
         assert gone() is not None
-        tidier.note_end()
-        tidier.tidy(0.0, is_idle=True)
+        scrubber.note_end()
+        scrubber.tidy(0.0, is_idle=True)
         assert gone() is None
     finally:
         gc.enable()
@@ -44,17 +44,17 @@ def test_garbage_that_refers_to_itself_goes_when_a_request_has_ended(wipes: list
 
 
 def test_while_others_run_it_clears_away_now_and_then(wipes: list[float]) -> None:
-    tidier = Tidier(lambda: wipes.append(0.0))
+    scrubber = MemoryScrubber(lambda: wipes.append(0.0))
     for step in range(100):
-        tidier.note_end()
-        tidier.tidy(1.0 + step * TIDY_EVERY_S / 10, is_idle=False)
+        scrubber.note_end()
+        scrubber.tidy(1.0 + step * TIDY_EVERY_S / 10, is_idle=False)
     assert len(wipes) == 10
 
 
 def test_an_idle_engine_has_cleared_away_what_its_last_request_left() -> None:
     wipes: list[float] = []
     engine = make_idle_engine(IdleProgram(4096, 8), vocab_size=4096, num_seqs=1)
-    engine.core._tidier = Tidier(lambda: wipes.append(0.0))
+    engine.core._scrubber = MemoryScrubber(lambda: wipes.append(0.0))
     ids = np.arange(1000, 1040).tolist()
     engine.core.inbox.put(
         Submit(Request(request_id="a", token_ids=ids, sampling=SamplingParams(max_tokens=3, ignore_eos=True)))
