@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cloister.sched.admission import count_positions
 from cloister.sched.beams import Beams
-from cloister.sched.roster import Roster
+from cloister.sched.request_table import RequestTable
 from cloister.sched.sequence import RequestState, Sequence, introduce
 from cloister.types.events import Progressed
 from cloister.types.request import FinishReason
@@ -15,11 +15,11 @@ class BeamSearches:
     """Carries the searches of a scheduler on.
 
     Args:
-        roster: who is there; the beams are sequences there, and their answers go there.
+        requests: who is there; the beams are sequences there, and their answers go there.
     """
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, requests: RequestTable) -> None:
+        self._requests = requests
 
     def count_promised(self) -> int:
         """Returns the blocks that all searches may still need."""
@@ -27,7 +27,7 @@ class BeamSearches:
 
     def _searching(self) -> list[RequestState]:
         """Returns the requests whose beams run."""
-        groups = {s.group.order: s.group for s in self._roster.running.values() if s.group.beams is not None}
+        groups = {s.group.order: s.group for s in self._requests.running.values() if s.group.beams is not None}
         return list(groups.values())
 
     def count_blocks(self, group: RequestState) -> int:
@@ -38,7 +38,7 @@ class BeamSearches:
         assert group.beams is not None
         width = group.beams.search.width
         num_positions = count_positions(group.num_prompt_tokens, group.sequences[0].max_output)
-        num_each = -(-num_positions // self._roster.pool.block_size) + 1  # one more while a shared block is copied
+        num_each = -(-num_positions // self._requests.pool.block_size) + 1  # one more while a shared block is copied
         held = {block for s in group.sequences if s.table is not None for block in s.table.blocks}
         return max(0, width * num_each - len(held))
 
@@ -46,7 +46,9 @@ class BeamSearches:
         """Takes what may follow one beam; with those of all beams the search goes on, or ends."""
         group = sequence.group
         if sample.logprobs is None:
-            self._roster.end_group(group, FinishReason.ERROR, now, error="the engine gave no log-probabilities for beam search")
+            self._requests.end_group(
+                group, FinishReason.ERROR, now, error="the engine gave no log-probabilities for beam search"
+            )
             return
         if not beams.take(sequence.seq_id, sample.logprobs[0].top):
             return
@@ -55,25 +57,25 @@ class BeamSearches:
         if beams.is_done:
             self._end(group, beams, now)
             return
-        children = [self._roster.carry_on(parents[b.parent_id], place, b.token_id) for place, b in enumerate(kept)]
+        children = [self._requests.carry_on(parents[b.parent_id], place, b.token_id) for place, b in enumerate(kept)]
         for parent in parents.values():
-            self._roster.drop(parent)
+            self._requests.drop(parent)
         group.sequences = children
         beams.start({child.seq_id: beam.logprob for child, beam in zip(children, kept, strict=True)})
 
     def _end(self, group: RequestState, beams: Beams, now: float) -> None:
         """Ends a beam search with its best answers."""
         prompt, group.first_token_s = group.request.token_ids, now
-        self._roster.drop_beams(group)
+        self._requests.drop_beams(group)
         for index, found in enumerate(beams.hypotheses[: group.request.sampling.n]):
-            answer = self._roster.make_sequence(group, index, [*prompt, *found.token_ids], 0)
-            self._roster.answers.append(introduce(answer))
+            answer = self._requests.make_sequence(group, index, [*prompt, *found.token_ids], 0)
+            self._requests.answers.append(introduce(answer))
             last = found.token_ids[-1]
-            self._roster.events.append(
+            self._requests.events.append(
                 Progressed(group.request.request_id, answer.seq_id, index, now, len(found.token_ids), index == 0)
             )
             is_asked_for = found.is_ended and last in group.request.sampling.stop_token_ids
             reason = FinishReason.STOP if found.is_ended else FinishReason.LENGTH
-            self._roster.end(answer, reason, now, stop_reason=last if is_asked_for else None)
+            self._requests.end(answer, reason, now, stop_reason=last if is_asked_for else None)
         if group.num_open:
-            self._roster.end_group(group, FinishReason.ERROR, now, error="beam search found fewer answers than n")
+            self._requests.end_group(group, FinishReason.ERROR, now, error="beam search found fewer answers than n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cloister.sched.budget import StepCost, StepSize
 from cloister.sched.policies.base import Policy
-from cloister.sched.roster import Roster, table_of
+from cloister.sched.request_table import RequestTable, table_of
 from cloister.sched.sequence import Sequence, Status
 from cloister.sched.speculation import Choice, Speculation
 from cloister.sched.step import Step
@@ -16,16 +16,18 @@ class DraftRoom:
 
     Args:
         speculation: says how many tokens to draft.
-        roster: who is there.
+        requests: who is there.
         policy: says who comes next.
         cost: what steps of the model cost.
         max_num_seqs: sequences that run at once.
     """
 
-    def __init__(self, speculation: Speculation, roster: Roster, policy: Policy, cost: StepCost, max_num_seqs: int) -> None:
+    def __init__(
+        self, speculation: Speculation, requests: RequestTable, policy: Policy, cost: StepCost, max_num_seqs: int
+    ) -> None:
         self._speculation = speculation
-        self._roster = roster
-        self._pool = roster.pool
+        self._requests = requests
+        self._pool = requests.pool
         self._policy = policy
         self._cost = cost
         self._max_num_seqs = max_num_seqs
@@ -42,7 +44,7 @@ class DraftRoom:
         num_left, num_spare = step.budget.num_left - len(decodes), self._pool.num_available
         for sequence in decodes:
             num_spare -= 1 + table_of(sequence).num_missing(sequence.num_planned + 1)
-        has_others = bool(self._roster.num_waiting) or len(self._roster.running) > len(decodes)
+        has_others = bool(self._requests.num_waiting) or len(self._requests.running) > len(decodes)
         if has_others:
             num_others, num_blocks = self._count_others(step, decodes, num_spare)
             has_others = num_others > 0
@@ -73,11 +75,11 @@ class DraftRoom:
         Args:
             num_spare: blocks beside those of the decodes. The next one that waits counts only if they are enough for it.
         """
-        running = self._roster.running
+        running = self._requests.running
         in_step = step.planned() | {sequence.seq_id for sequence in decodes}
         others = [sequence for seq_id, sequence in running.items() if seq_id not in in_step]
         num_blocks = sum(1 + table_of(s).num_missing(len(s.token_ids) + s.num_pending) for s in others)
-        may_come = self._roster.num_waiting and step.may_admit and len(running) < self._max_num_seqs
+        may_come = self._requests.num_waiting and step.may_admit and len(running) < self._max_num_seqs
         first = self._policy.peek() if may_come else None
         if first is None:
             return len(others), num_blocks

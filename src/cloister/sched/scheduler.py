@@ -17,7 +17,7 @@ from cloister.sched.beams import Beams
 from cloister.sched.budget import BudgetConfig, StepBudget, StepCost
 from cloister.sched.draft_room import DraftRoom
 from cloister.sched.policies import POLICIES
-from cloister.sched.roster import Roster, table_of
+from cloister.sched.request_table import RequestTable, table_of
 from cloister.sched.sequence import Sequence, Status, introduce
 from cloister.sched.speculation import NO_DRAFTS, Choice, Speculation
 from cloister.sched.step import Step
@@ -84,16 +84,16 @@ class Scheduler:
         if keys is not None and config.cache_scopes:
             quotas = CacheQuotas.plan(config.cache_scopes, num_usable, -(-config.max_model_len // pool.block_size))
             num_usable -= quotas.num_most  # whoever runs alone must get along with what full shares leave
-        self._roster = Roster(pool, self._policy, keys, quotas)
-        self._policy.attach_cache(self._roster.count_cached)
+        self._requests = RequestTable(pool, self._policy, keys, quotas)
+        self._policy.attach_cache(self._requests.count_cached)
         self._draft_room = (
-            DraftRoom(speculation, self._roster, self._policy, self.cost, config.max_num_seqs)
+            DraftRoom(speculation, self._requests, self._policy, self.cost, config.max_num_seqs)
             if speculation is not None
             else None
         )
         self._num_usable = num_usable * pool.block_size
-        self._searches = BeamSearches(self._roster)
-        self.answers = self._roster.answers
+        self._searches = BeamSearches(self._requests)
+        self.answers = self._requests.answers
         self._steps: deque[Step] = deque()
         self._next_plan = 0
 
@@ -101,16 +101,16 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._roster.running)
+        return len(self._requests.running)
 
     @property
     def num_waiting(self) -> int:
-        return self._roster.num_waiting
+        return self._requests.num_waiting
 
     @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
-        return len(self._roster.groups)
+        return len(self._requests.groups)
 
     @property
     def num_in_flight(self) -> int:
@@ -120,20 +120,20 @@ class Scheduler:
     @property
     def next_deadline_s(self) -> float | None:
         """When `plan` must be called again even if nothing else happens."""
-        return self._roster.next_deadline_s
+        return self._requests.next_deadline_s
 
     @property
     def tree(self) -> PrefixTree | None:
         """The prefix cache, if there is one."""
-        return self._roster.tree
+        return self._requests.tree
 
     def num_unused_slots(self) -> int:
         """KV positions that are allocated to running sequences and hold nothing: the waste of paging, in tokens."""
-        return self._roster.num_unused_slots()
+        return self._requests.num_unused_slots()
 
     def take_events(self) -> list[Event]:
         """Returns what happened since the last call, oldest first."""
-        return self._roster.take_events()
+        return self._requests.take_events()
 
     def take_answers(self) -> list[NewSequence]:
         """Returns `answers` and forgets them."""
@@ -150,7 +150,7 @@ class Scheduler:
             seed: of the sampling noise, if the request brings none.
             refusal: why it can never run, where the caller knows that already.
         """
-        group = self._roster.enlist(request, now, request.sampling.seed if request.sampling.seed is not None else seed)
+        group = self._requests.enlist(request, now, request.sampling.seed if request.sampling.seed is not None else seed)
         eos = () if request.sampling.ignore_eos else self.config.eos_token_ids
         group.stop_token_ids = tuple(dict.fromkeys((*eos, *request.sampling.stop_token_ids)))
         most = 0 if request.pooling is not None else request.sampling.max_tokens
@@ -160,7 +160,7 @@ class Scheduler:
         )
         if request.sampling.beams is not None:
             group.beams = Beams(request.sampling.beams, group.stop_token_ids, max_output)
-        sequence = self._roster.make_sequence(group, 0, list(request.token_ids), max_output)
+        sequence = self._requests.make_sequence(group, 0, list(request.token_ids), max_output)
         if group.beams is not None:
             group.beams.start({sequence.seq_id: 0.0})
         limits = Limits(self.config.max_model_len, self.config.max_num_seqs, self._num_usable, self.pool.block_size)
@@ -168,39 +168,39 @@ class Scheduler:
         if refusal is None and group.beams is not None:
             refusal = group.beams.find_excess()
         if refusal is not None:
-            self._roster.end_group(group, FinishReason.REJECTED, now, error=refusal)
+            self._requests.end_group(group, FinishReason.REJECTED, now, error=refusal)
         else:
-            self._roster.wait(sequence)
+            self._requests.wait(sequence)
 
     def abort(self, request_id: str, now: float) -> None:
         """Ends a request that nobody waits for; does nothing if it has ended already."""
-        group = self._roster.groups.get(request_id)
+        group = self._requests.groups.get(request_id)
         if group is not None:
-            self._roster.end_group(group, FinishReason.ABORT, now)
+            self._requests.end_group(group, FinishReason.ABORT, now)
 
     def fail(self, message: str, now: float) -> None:
         """Ends every request that a plan in flight names, and forgets those plans: the step could not be done."""
         steps, self._steps = list(self._steps), deque()
         for step in steps:
             self._land(step)
-            self._roster.departures.extend(step.plan.departures)
+            self._requests.departures.extend(step.plan.departures)
         for step in steps:
             for sequence in (*(part[0] for part in step.parts), *step.forked):
                 if sequence.status is not Status.ENDED:
-                    self._roster.end_group(sequence.group, FinishReason.ERROR, now, error=message)
-                self._roster.settle(sequence)
+                    self._requests.end_group(sequence.group, FinishReason.ERROR, now, error=message)
+                self._requests.settle(sequence)
             self.pool.wipe_again(step.plan.wipes)
 
     # One step
 
     def plan(self, now: float) -> StepPlan | None:
         """Fills one step, or returns None if there is nothing to do (never while blocks wait to be wiped)."""
-        self._roster.expire(now)
+        self._requests.expire(now)
         step = Step(StepPlan(plan_id=self._next_plan), StepBudget(self.cost, self.config.budget), now)
         self._fill(step)
         plan = step.plan
         plan.wipes = self.pool.take_wipes()
-        plan.departures = self._roster.take_departures()
+        plan.departures = self._requests.take_departures()
         if not (plan.sequences or plan.wipes or plan.departures):
             return None
         self._next_plan += 1
@@ -226,8 +226,8 @@ class Scheduler:
                 self._policy.charge(sequence, num_prefill, end - sequence.num_committed - num_prefill)
                 sequence.num_committed = end
                 if end // block_size > sequence.num_kept and sequence.seq_id not in result.failures:
-                    self._roster.keep_blocks(sequence)
-                    self._roster.renew(sequence, now)
+                    self._requests.keep_blocks(sequence)
+                    self._requests.renew(sequence, now)
         for sample in result.samples:
             self._take_sample(sample, stops.get(sample.seq_id), now)
         for seq_id, message in result.failures.items():
@@ -236,7 +236,7 @@ class Scheduler:
             if sequence.status is not Status.RUNNING or not sequence.max_output:
                 self._after_step(sequence, now)
         for sequence in step.forked:
-            self._roster.settle(sequence)
+            self._requests.settle(sequence)
         if step.parts:
             elapsed_s = result.elapsed_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
             self.cost.learn(size, elapsed_s)
@@ -257,10 +257,10 @@ class Scheduler:
 
     def _fill(self, step: Step) -> None:
         """Level by level: waiting sequences of more urgent levels, then decodes, then prefill in what time they leave."""
-        step.may_admit = self._policy.may_admit(len(self._roster.running))
+        step.may_admit = self._policy.may_admit(len(self._requests.running))
         by_level: dict[int, tuple[list[Sequence], list[Sequence]]] = {}
         level_of = self._policy.level
-        for sequence in self._roster.running.values():
+        for sequence in self._requests.running.values():
             num_wanted = sequence.num_wanted
             if num_wanted > 0:
                 level = level_of(sequence)
@@ -288,7 +288,7 @@ class Scheduler:
         if not step.is_held_up:
             decodes = [sequence for sequence in decodes if sequence.status is Status.RUNNING]  # some may have been displaced
             plain = step.budget.size.plus_decodes([sequence.num_planned for sequence in decodes])
-            is_burst = bool(prefills or self._roster.num_waiting) and self._are_of_burst(step, prefills)
+            is_burst = bool(prefills or self._requests.num_waiting) and self._are_of_burst(step, prefills)
             step.budget.bound_by_decodes(plain, BURST_FLOOR_S if is_burst else 0.0)
             if self._draft_room is not None:
                 choices = self._draft_room.choose(step, decodes, plain)
@@ -308,7 +308,7 @@ class Scheduler:
         if not pending:
             return False
         since_s, young_s = min(pending) - BURST_S, step.now - BURST_LASTS_S
-        for sequence in self._roster.running.values():
+        for sequence in self._requests.running.values():
             group = sequence.group
             if group.first_token_s is not None and (group.arrival_s < since_s or group.first_token_s < young_s):
                 return False
@@ -333,7 +333,7 @@ class Scheduler:
             step.enter(self._policy.level(sequence))
             if not self._make_room(step, sequence):
                 return
-            keys = self._roster.match_keys(sequence)
+            keys = self._requests.match_keys(sequence)
             hits = self.tree.match(keys) if self.tree is not None else []
             num_hit = len(hits) * self.pool.block_size
             if not step.budget.fit(num_hit, len(sequence.token_ids) - num_hit, strict=step.prefill_level is not None):
@@ -349,13 +349,13 @@ class Scheduler:
 
     def _make_room(self, step: Step, sequence: Sequence) -> bool:
         """Frees running slots for a waiting sequence, by displacing others if the policy says so."""
-        num_taken = sum(s.num_slots for s in self._roster.running.values())
+        num_taken = sum(s.num_slots for s in self._requests.running.values())
         while num_taken + sequence.num_slots > self.config.max_num_seqs:
             victim = self._choose_victim(step, behind=sequence)
             if victim is None:
                 return False
             num_taken -= victim.num_slots
-            self._roster.preempt(victim, step.now)
+            self._requests.preempt(victim, step.now)
         return True
 
     def _reserve(self, step: Step, sequence: Sequence) -> bool:
@@ -364,32 +364,32 @@ class Scheduler:
         needed = table_of(sequence).num_missing(min(len(sequence.token_ids) + 1, num_most))
         if sequence.group.beams is not None:
             needed = self._searches.count_blocks(sequence.group)
-        while self._roster.running:
-            promised = sum(table_of(s).num_missing(len(s.token_ids)) for s in self._roster.running.values())
+        while self._requests.running:
+            promised = sum(table_of(s).num_missing(len(s.token_ids)) for s in self._requests.running.values())
             promised += self._searches.count_promised()
-            headroom = len(self._roster.running)  # a block each, so that admission does not preempt a step later
+            headroom = len(self._requests.running)  # a block each, so that admission does not preempt a step later
             if self.pool.num_available >= needed + promised + headroom:
                 return True
             victim = self._choose_victim(step, behind=sequence)
             if victim is None:
                 return False
-            self._roster.preempt(victim, step.now)
+            self._requests.preempt(victim, step.now)
         return self.pool.num_available >= needed
 
     def _start(self, step: Step, sequence: Sequence, num_hit: int) -> None:
         """Moves a waiting sequence to running and introduces it to the runner."""
         self._policy.pop()
-        self._roster.num_waiting -= 1
+        self._requests.num_waiting -= 1
         sequence.num_planned = sequence.num_committed = num_hit
-        self._roster.run(sequence)
+        self._requests.run(sequence)
         sequence.num_kept = num_hit // self.pool.block_size
         group = sequence.group
-        self._roster.renew(sequence, step.now)
+        self._requests.renew(sequence, step.now)
         resumed = group.scheduled_s is not None
         if not resumed:
             group.scheduled_s = step.now
             group.num_cached_tokens = num_hit
-        self._roster.events.append(
+        self._requests.events.append(
             Scheduled(
                 request_id=group.request.request_id,
                 now_s=step.now,
@@ -397,7 +397,7 @@ class Scheduler:
                 num_cached_tokens=num_hit,
                 num_prompt_tokens=group.num_prompt_tokens,
                 resumed=resumed,
-                num_queried_tokens=group.num_prompt_tokens if self._roster.reads_prefixes(group.request) else 0,
+                num_queried_tokens=group.num_prompt_tokens if self._requests.reads_prefixes(group.request) else 0,
             )
         )
         step.plan.arrivals.append(introduce(sequence))
@@ -461,7 +461,7 @@ class Scheduler:
                 victim = self._choose_victim(step, behind=None)
                 if victim is None:
                     return False
-                self._roster.preempt(victim, step.now)
+                self._requests.preempt(victim, step.now)
                 if victim is sequence or victim.num_in_flight:
                     return False  # its blocks come back when the plans that name it are committed
 
@@ -469,14 +469,14 @@ class Scheduler:
         """Makes the request's other sequences from the one that has just computed the prompt."""
         group = parent.group
         for index in range(len(group.sequences), group.request.sampling.n):
-            child = self._roster.make_sequence(group, index, list(parent.token_ids), parent.max_output)
+            child = self._requests.make_sequence(group, index, list(parent.token_ids), parent.max_output)
             child.table = table_of(parent).fork()
             child.num_planned = parent.num_planned
             child.num_committed = parent.num_planned
             child.num_kept = parent.num_planned // self.pool.block_size
             child.num_pending = 1
             child.num_in_flight = 1
-            self._roster.run(child)
+            self._requests.run(child)
             step.forked.append(child)
             step.plan.forks.append(Fork(parent.seq_id, child.seq_id, index))
 
@@ -489,7 +489,7 @@ class Scheduler:
         planned = step.planned()
         choices = [
             s
-            for s in self._roster.running.values()
+            for s in self._requests.running.values()
             if s.seq_id not in planned and s.group.beams is None and (behind is None or self._policy.displaces(behind, s))
         ]
         return max(choices, key=lambda s: (self._policy.level(s), self._policy.rank(s)), default=None)
@@ -497,7 +497,7 @@ class Scheduler:
     # What a step brought
 
     def _take_sample(self, sample: Sample, stop: Stop | None, now: float) -> None:
-        sequence = self._roster.sequences.get(sample.seq_id)
+        sequence = self._requests.sequences.get(sample.seq_id)
         if sequence is None or sequence.status is Status.ENDED:
             return
         sequence.num_pending -= 1
@@ -509,27 +509,27 @@ class Scheduler:
         token_ids = sample.token_ids[: num_left if stop is None else min(num_left, stop.num_tokens)]
         sequence.token_ids += token_ids
         if sample.accepted and sequence.status is Status.RUNNING:
-            self._roster.keep_blocks(sequence)  # their tokens were not known when its positions were committed
+            self._requests.keep_blocks(sequence)  # their tokens were not known when its positions were committed
         first = group.first_token_s is None
         if first:
             group.first_token_s = now
-        self._roster.events.append(
+        self._requests.events.append(
             Progressed(group.request.request_id, sequence.seq_id, sequence.index, now, len(token_ids), first)
         )
         if stop is not None:
-            self._roster.end(sequence, FinishReason.STOP, now, stop_reason=stop.reason)
+            self._requests.end(sequence, FinishReason.STOP, now, stop_reason=stop.reason)
         elif len(token_ids) >= num_left:
-            self._roster.end(sequence, FinishReason.LENGTH, now)
+            self._requests.end(sequence, FinishReason.LENGTH, now)
 
     def _after_step(self, sequence: Sequence, now: float) -> None:
         """Ends what only wanted its prompt computed, and settles who left while the step ran."""
         is_done = not sequence.max_output and sequence.num_committed >= len(sequence.token_ids)
         if sequence.status is Status.RUNNING and is_done:
             is_whole = sequence.group.request.pooling is not None  # its vector is the answer
-            self._roster.end_group(sequence.group, FinishReason.STOP if is_whole else FinishReason.LENGTH, now)
-        self._roster.settle(sequence)
+            self._requests.end_group(sequence.group, FinishReason.STOP if is_whole else FinishReason.LENGTH, now)
+        self._requests.settle(sequence)
 
     def _fail_sequence(self, seq_id: int, message: str, now: float) -> None:
-        sequence = self._roster.sequences.get(seq_id)
+        sequence = self._requests.sequences.get(seq_id)
         if sequence is not None and sequence.status is not Status.ENDED:
-            self._roster.end_group(sequence.group, FinishReason.ERROR, now, error=message)
+            self._requests.end_group(sequence.group, FinishReason.ERROR, now, error=message)

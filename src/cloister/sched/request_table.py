@@ -16,7 +16,7 @@ from cloister.types.scope import ScopeKind
 from cloister.types.step import NewSequence
 
 
-class Roster:
+class RequestTable:
     """Requests that have not ended, and how they come and go.
 
     Args:
