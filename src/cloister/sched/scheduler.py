@@ -15,7 +15,7 @@ from cloister.sched.admission import Limits, count_positions, find_refusal
 from cloister.sched.beam_search import BeamSearches
 from cloister.sched.beams import Beams
 from cloister.sched.budget import BudgetConfig, StepBudget, StepCost
-from cloister.sched.draft_room import DraftRoom
+from cloister.sched.draft_allocator import DraftAllocator
 from cloister.sched.policies import POLICIES
 from cloister.sched.request_table import RequestTable, table_of
 from cloister.sched.sequence import Sequence, Status, introduce
@@ -87,7 +87,7 @@ class Scheduler:
         self._requests = RequestTable(pool, self._policy, keys, quotas)
         self._policy.attach_cache(self._requests.count_cached)
         self._draft_room = (
-            DraftRoom(speculation, self._requests, self._policy, self.cost, config.max_num_seqs)
+            DraftAllocator(speculation, self._requests, self._policy, self.cost, config.max_num_seqs)
             if speculation is not None
             else None
         )

@@ -11,7 +11,7 @@ from cloister.sched.step import Step
 from cloister.types.step import Sample, StepResult
 
 
-class DraftRoom:
+class DraftAllocator:
     """Gives drafts the room that nobody else needs, and takes it back where they were not accepted.
 
     Args:
