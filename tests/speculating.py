@@ -29,7 +29,7 @@ from cloister.runner.drafters.guessing import make_guesser
 from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.sched.budget import StepCost, StepSize
 from cloister.sched.sequence import Sequence as Running
-from cloister.sched.speculation import Choice
+from cloister.sched.speculation import DraftDecision
 from cloister.text import Tokenizer
 from cloister.text.grammar import GrammarCompiler
 from cloister.types.events import Ended, Preempted
@@ -206,10 +206,10 @@ class AlwaysDrafts:
     num_accepted: int = 0
     num_steps: int = 0
 
-    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[Choice]:
-        return [Choice(self.drafter, self.num_drafts, None, True)] * len(sequences)
+    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
+        return [DraftDecision(self.drafter, self.num_drafts, None, True)] * len(sequences)
 
-    def learn(self, sequence: Running, choice: Choice, sample: Sample) -> None:
+    def learn(self, sequence: Running, choice: DraftDecision, sample: Sample) -> None:
         self.num_steps += 1
         self.num_drafted += sample.num_drafted
         self.num_accepted += len(sample.accepted)

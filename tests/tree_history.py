@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cloister.runner.drafters import NOTHING, Draft, DraftAsk, Drafter
-from cloister.sched.speculation import Choice
+from cloister.sched.speculation import DraftDecision
 from tests.history_program import FloatArray, HistoryProgram, history_logits
 from tests.samplers import DrawingHistoryProgram
 
@@ -127,7 +127,9 @@ class Erratic:
 
     def choose(self, sequences, cost, size, num_left):
         counts = self._rng.integers(0, self._most + 1, len(sequences)).tolist()
-        return [Choice(self._drafter, count, None, True) if count else Choice(is_watched=True) for count in counts]
+        return [
+            DraftDecision(self._drafter, count, None, True) if count else DraftDecision(is_watched=True) for count in counts
+        ]
 
     def learn(self, sequence, choice, sample) -> None:
         self.num_learned += 1

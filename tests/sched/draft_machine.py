@@ -9,7 +9,7 @@ from typing import Any
 
 from cloister.sched import StepCost, StepSize
 from cloister.sched.sequence import RequestState, Sequence
-from cloister.sched.speculation import AdaptiveSpeculation, Choice, DrafterLimits, Speculation, SpeculationConfig
+from cloister.sched.speculation import AdaptiveSpeculation, DraftDecision, DrafterLimits, Speculation, SpeculationConfig
 from cloister.types.request import Request, SamplingParams
 from cloister.types.step import Sample
 
@@ -126,7 +126,7 @@ class Machine:
         size = StepSize()
         for sequence in self.running:
             size = size.plus(sequence.num_planned, 1)
-        choices = [Choice()] * self.batch
+        choices = [DraftDecision()] * self.batch
         if self.speculation is not None:
             choices = self.speculation.choose(self.running, self.cost, size, 2048 - self.batch)
         assert len(choices) == self.batch

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from cloister.sched import StepCost, StepSize
-from cloister.sched.speculation import Choice, DrafterLimits, FixedSpeculation
+from cloister.sched.speculation import DraftDecision, DrafterLimits, FixedSpeculation
 from cloister.sched.speculation.allocation import Allocation, Bid
 from cloister.sched.speculation.draft_times import DraftTimes
 from cloister.sched.speculation.step_times import Attention, StepTimes
@@ -83,7 +83,7 @@ def test_of_two_drafters_the_better_one_is_asked():
     asked: dict[str, int] = {}
     choose = made.speculation.choose
 
-    def count(*arguments: object) -> list[Choice]:
+    def count(*arguments: object) -> list[DraftDecision]:
         choices = choose(*arguments)
         for choice in choices:
             asked[choice.drafter] = asked.get(choice.drafter, 0) + choice.num_drafts
@@ -101,7 +101,7 @@ def test_a_drafter_that_must_watch_is_asked_only_after_a_step_that_it_was_shown(
     for _ in range(400):
         sequences = list(made.running)
         before = {s.seq_id for s in sequences if s.num_output <= 1}
-        choices: list[Choice] = []
+        choices: list[DraftDecision] = []
         choose = made.speculation.choose
         made.speculation.choose = lambda *given, ask=choose, keep=choices: (keep.extend(found := ask(*given)), found)[1]
         made.step()
@@ -225,7 +225,7 @@ def test_a_fixed_number_is_asked_for_whatever_comes_of_it():
     made = machine("memory", 3, {"tree": Drafting(WRONG)})
     size = StepSize(3, 300, 300)
     choices = fixed.choose(made.running, StepCost(), size, 100)
-    assert choices == [Choice("tree", 4, (-1, 0, 0, 1), True)] * 3
+    assert choices == [DraftDecision("tree", 4, (-1, 0, 0, 1), True)] * 3
     fixed.learn(made.running[0], choices[0], Sample(0, [0], None, 4, ()))
     assert [choice.num_drafts for choice in fixed.choose(made.running, StepCost(), size, 6)] == [4, 2, 0]
 

@@ -6,7 +6,7 @@ from cloister.sched.budget import StepCost, StepSize
 from cloister.sched.policies.base import Policy
 from cloister.sched.request_table import RequestTable, table_of
 from cloister.sched.sequence import Sequence, Status
-from cloister.sched.speculation import Choice, Speculation
+from cloister.sched.speculation import DraftDecision, Speculation
 from cloister.sched.step import Step
 from cloister.types.step import Sample, StepResult
 
@@ -32,7 +32,7 @@ class DraftAllocator:
         self._cost = cost
         self._max_num_seqs = max_num_seqs
 
-    def choose(self, step: Step, decodes: list[Sequence], plain: StepSize) -> list[Choice]:
+    def choose(self, step: Step, decodes: list[Sequence], plain: StepSize) -> list[DraftDecision]:
         """Returns what each sequence drafts.
 
         Drafts displace no one: they take blocks that nobody needs, and leave others half of the tokens of the step and three

@@ -19,7 +19,7 @@ from cloister.sched.draft_allocator import DraftAllocator
 from cloister.sched.policies import POLICIES
 from cloister.sched.request_table import RequestTable, table_of
 from cloister.sched.sequence import Sequence, Status, introduce
-from cloister.sched.speculation import NO_DRAFTS, Choice, Speculation
+from cloister.sched.speculation import NO_DRAFTS, DraftDecision, Speculation
 from cloister.sched.step import Step
 from cloister.types.events import Event, Progressed, Scheduled
 from cloister.types.request import FinishReason, Request
@@ -284,7 +284,7 @@ class Scheduler:
         """
         if len(decodes) > step.budget.num_left:
             decodes = sorted(decodes, key=self._policy.rank)
-        choices: list[Choice] = []
+        choices: list[DraftDecision] = []
         if not step.is_held_up:
             decodes = [sequence for sequence in decodes if sequence.status is Status.RUNNING]  # some may have been displaced
             plain = step.budget.size.plus_decodes([sequence.num_planned for sequence in decodes])
@@ -402,7 +402,7 @@ class Scheduler:
         )
         step.plan.arrivals.append(introduce(sequence))
 
-    def _extend(self, step: Step, sequence: Sequence, num_tokens: int, choice: Choice = NO_DRAFTS) -> bool:
+    def _extend(self, step: Step, sequence: Sequence, num_tokens: int, choice: DraftDecision = NO_DRAFTS) -> bool:
         """Puts the next `num_tokens` positions of a running sequence into the plan, and those of drafts behind them, preempting
         others for blocks."""
         num_left = step.budget.num_left - num_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cloister.sched.budget import StepBudget
 from cloister.sched.sequence import Sequence
-from cloister.sched.speculation import Choice
+from cloister.sched.speculation import DraftDecision
 from cloister.types.step import StepPlan
 
 LEVEL_SLACK = 1.1
@@ -22,7 +22,7 @@ class Step:
         self.now = now
         self.parts: list[tuple[Sequence, int, int]] = []
         """(sequence, first position behind its part, positions of the part that are prefill)"""
-        self.choices: dict[int, Choice] = {}
+        self.choices: dict[int, DraftDecision] = {}
         """What sequences draft in this step, by id."""
         self.forked: list[Sequence] = []
         self.prefill_level: int | None = None

@@ -13,7 +13,7 @@ from cloister.models import locate
 from cloister.runner.drafters import DRAFTERS
 from cloister.sched.budget import StepCost, StepSize
 from cloister.sched.sequence import Sequence as Running
-from cloister.sched.speculation import Choice
+from cloister.sched.speculation import DraftDecision
 from cloister.text import Tokenizer
 from cloister.types.request import Request, SamplingParams
 from cloister.types.step import Sample
@@ -42,7 +42,7 @@ class Turns:
         self._limits = {name: DRAFTERS.get(name)(place_for(locate(MODEL))) for name in names}
         self._names, self._most, self._num_steps = names, most, 0
 
-    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[Choice]:
+    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
         self._num_steps += 1
         choices = []
         for number, sequence in enumerate(sequences):
@@ -50,10 +50,12 @@ class Turns:
             shape = self._limits[name].shape
             count = min(1 + 5 * self._num_steps % self._most, sequence.max_drafts, num_left)
             num_left -= count
-            choices.append(Choice(name, count, None if shape is None else shape[:count], is_watched=self._num_steps % 5 > 0))
-        return [choice if choice.num_drafts > 0 else Choice() for choice in choices]
+            choices.append(
+                DraftDecision(name, count, None if shape is None else shape[:count], is_watched=self._num_steps % 5 > 0)
+            )
+        return [choice if choice.num_drafts > 0 else DraftDecision() for choice in choices]
 
-    def learn(self, sequence: Running, choice: Choice, sample: Sample) -> None: ...
+    def learn(self, sequence: Running, choice: DraftDecision, sample: Sample) -> None: ...
 
     def learn_cost(self, num_drafted: Mapping[str, tuple[int, int]], draft_s: Mapping[str, float]) -> None: ...
 

@@ -18,7 +18,7 @@ from typing import Final
 from cloister.sched.budget import StepCost, StepSize
 from cloister.sched.sequence import Sequence as Running
 from cloister.sched.speculation.allocation import Allocation, Bid
-from cloister.sched.speculation.choice import NO_DRAFTS, Choice, DrafterLimits
+from cloister.sched.speculation.decision import NO_DRAFTS, DraftDecision, DrafterLimits
 from cloister.sched.speculation.draft_times import DraftTimes
 from cloister.sched.speculation.rates import Rates
 from cloister.sched.speculation.record import MOST_SAVED, TRIAL_SHARE, WATCHED, Record
@@ -147,7 +147,7 @@ class AdaptiveSpeculation:
 
     # What a step drafts
 
-    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[Choice]:
+    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
         """Returns a choice for each sequence (`Speculation.choose`); most of the time those that stand."""
         self._num_steps += 1
         num = len(sequences)
@@ -165,7 +165,7 @@ class AdaptiveSpeculation:
             return []
         return self._decide(sequences, cost, size, num_left)
 
-    def _decide(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[Choice]:
+    def _decide(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
         num = len(sequences)
         records = [self._record(sequence) for sequence in sequences]
         self._cost, self._is_dirty, self._num_last = cost, False, num
@@ -356,7 +356,7 @@ class AdaptiveSpeculation:
 
     # What a step says
 
-    def learn(self, sequence: Running, choice: Choice, sample: Sample) -> None:
+    def learn(self, sequence: Running, choice: DraftDecision, sample: Sample) -> None:
         """Takes in which drafts were accepted (`Speculation.learn`)."""
         record = sequence.drafting
         if not isinstance(record, Record) or choice.drafter not in record.rates:
@@ -379,7 +379,7 @@ class AdaptiveSpeculation:
             if record.num_misses == NUM_MISSES:
                 record.num_misses, self._is_dirty = 0, True
 
-    def _drafting_s(self, choice: Choice) -> float:
+    def _drafting_s(self, choice: DraftDecision) -> float:
         """Returns one sequence's part of what asking its drafter took."""
         call_s, in_row_s, each_s, sequence_s = self._draft_times[choice.drafter].terms
         users = max(1, self._num_users.get(choice.drafter, 1))
@@ -425,7 +425,7 @@ class AdaptiveSpeculation:
             return self._num_plain_tries % PATIENCE != 0
         return self._num_since_plain >= (PLAIN_EVERY if count >= NUM_UNSURE else PLAIN_EVERY_UNSURE)
 
-    def _rest(self, records: list[Record]) -> list[Choice]:
+    def _rest(self, records: list[Record]) -> list[DraftDecision]:
         """Lets everybody do without drafts for a step, and watch where they watched."""
         self._next_decision = self._news_decision = self._num_steps + 1
         self._num_asked = 0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from cloister.sched.budget import StepCost, StepSize
 from cloister.sched.sequence import Sequence as Running
-from cloister.sched.speculation.choice import NO_DRAFTS, Choice, DrafterLimits
+from cloister.sched.speculation.decision import NO_DRAFTS, DraftDecision, DrafterLimits
 from cloister.types.step import Sample
 
 
@@ -25,7 +25,7 @@ class FixedSpeculation:
             for num in range(self._num_drafts + 1)
         ]
 
-    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[Choice]:
+    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
         """Returns that many drafts for each sequence; the last ones go short where the step is full."""
         choices = []
         for _ in sequences:
@@ -34,7 +34,7 @@ class FixedSpeculation:
             choices.append(self._choices[num])
         return choices
 
-    def learn(self, sequence: Running, choice: Choice, sample: Sample) -> None:
+    def learn(self, sequence: Running, choice: DraftDecision, sample: Sample) -> None:
         """Nothing to learn."""
 
     def learn_cost(self, num_drafted: Mapping[str, tuple[int, int]], draft_s: Mapping[str, float]) -> None:

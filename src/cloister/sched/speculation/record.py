@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from cloister.sched.speculation.choice import Choice
+from cloister.sched.speculation.decision import DraftDecision
 from cloister.sched.speculation.rates import Rates
 
-WATCHED: Final = Choice(is_watched=True)
+WATCHED: Final = DraftDecision(is_watched=True)
 TRIAL_SHARE: Final = 0.008
 """Of a sequence's time that may go into trials of what is expected to lose."""
 MOST_SAVED: Final = 1.0

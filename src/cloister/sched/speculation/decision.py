@@ -11,7 +11,7 @@ from cloister.sched.sequence import Sequence as Running
 from cloister.types.step import Sample
 
 
-class Choice(NamedTuple):
+class DraftDecision(NamedTuple):
     """What one sequence drafts in a step.
 
     Attributes:
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     is_watched: bool = False
 
 
-NO_DRAFTS = Choice()
+NO_DRAFTS = DraftDecision()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +44,16 @@ class DrafterLimits:
     shape: tuple[int, ...] | None = None
     watches: bool = True
 
-    def choose(self, drafter: str, num_drafts: int) -> Choice:
+    def choose(self, drafter: str, num_drafts: int) -> DraftDecision:
         """Returns the choice of so many drafts, under this drafter's name."""
         parents = None if self.shape is None else self.shape[:num_drafts]
-        return Choice(drafter, num_drafts, parents, self.watches)
+        return DraftDecision(drafter, num_drafts, parents, self.watches)
 
 
 class Speculation(Protocol):
     """Says how many tokens to draft."""
 
-    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[Choice]:
+    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
         """Returns a choice for each sequence that decodes in a step.
 
         Args:
@@ -63,7 +63,7 @@ class Speculation(Protocol):
         """
         ...
 
-    def learn(self, sequence: Running, choice: Choice, sample: Sample) -> None:
+    def learn(self, sequence: Running, choice: DraftDecision, sample: Sample) -> None:
         """Takes in what became of a choice."""
         ...
 
