@@ -21,7 +21,7 @@ from cloister.sched.speculation.allocation import Allocation, Bid
 from cloister.sched.speculation.decision import NO_DRAFTS, DraftDecision, DrafterLimits
 from cloister.sched.speculation.draft_times import DraftTimes
 from cloister.sched.speculation.rates import Rates
-from cloister.sched.speculation.record import MOST_SAVED, TRIAL_SHARE, WATCHED, Record
+from cloister.sched.speculation.sequence_stats import MOST_SAVED, TRIAL_SHARE, WATCHED, SequenceStats
 from cloister.sched.speculation.step_times import NUM_UNSURE, Attention, StepTimes
 from cloister.types.step import Sample
 from cloister.types.threat import Requirement, ThreatProfile
@@ -156,7 +156,7 @@ class AdaptiveSpeculation:
             choices = []
             for sequence in sequences:
                 record = sequence.drafting
-                if not isinstance(record, Record):
+                if not isinstance(record, SequenceStats):
                     break
                 choices.append(record.choice)
             else:
@@ -220,7 +220,7 @@ class AdaptiveSpeculation:
                 least = 1
             self._next_decision = self._news_decision = self._num_steps + least
 
-    def _bid(self, record: Record, sequence: Running, attention: Attention, most: int) -> Bid | None:
+    def _bid(self, record: SequenceStats, sequence: Running, attention: Attention, most: int) -> Bid | None:
         """Returns what the drafter that promises most offers for one sequence."""
         row_s = _row_s(sequence, attention)
         most = record.bound(most, self._share_s, self._row_s)
@@ -238,7 +238,7 @@ class AdaptiveSpeculation:
         most = self._drafters[name].max_drafts
         return most if self._draft_times[name].is_known else min(most, FIRST_SIZE)
 
-    def _offer(self, record: Record, name: str, room: int, row_s: float, step_row_s: float | None = None) -> Bid:
+    def _offer(self, record: SequenceStats, name: str, room: int, row_s: float, step_row_s: float | None = None) -> Bid:
         """Returns one drafter's offer, worth what its drafts bring beyond their cost, in tokens.
 
         Args:
@@ -261,7 +261,7 @@ class AdaptiveSpeculation:
             value += net
         return Bid(name, gains, found, room, row_s, draft, value)
 
-    def _apply(self, records: list[Record], bids: list[Bid]) -> int:
+    def _apply(self, records: list[SequenceStats], bids: list[Bid]) -> int:
         """Turns bids into choices; returns drafts that are asked for. A drafter that must watch is asked a step later."""
         watched = [record.choice.is_watched for record in records]
         num_asked = 0
@@ -277,7 +277,7 @@ class AdaptiveSpeculation:
                 self._num_users[bid.drafter] = self._num_users.get(bid.drafter, 0) + 1
         return num_asked
 
-    def _ask(self, record: Record, name: str, num_drafts: int, *, is_watched: bool) -> int:
+    def _ask(self, record: SequenceStats, name: str, num_drafts: int, *, is_watched: bool) -> int:
         """Asks a drafter, or lets it watch first; returns drafts that are asked for."""
         record.tried[name] = self._num_steps
         if self._drafters[name].watches and not is_watched:
@@ -287,7 +287,7 @@ class AdaptiveSpeculation:
         record.choice = self._choices[name][num_drafts]
         return num_drafts
 
-    def _try(self, sequences: Sequence[Running], records: list[Record], num_left: int, attention: Attention) -> int:
+    def _try(self, sequences: Sequence[Running], records: list[SequenceStats], num_left: int, attention: Attention) -> int:
         """Puts drafters on trial for some sequences that saved enough for that; returns drafts that are asked for."""
         if self._num_steps < self._next_trial:
             return 0
@@ -302,7 +302,7 @@ class AdaptiveSpeculation:
             self._next_trial = self._num_steps + max(TRIAL_GAP, 2 * self._interval)
         return num_asked
 
-    def _try_one(self, sequence: Running, record: Record, num_left: int, num_rows: int, attention: Attention) -> int:
+    def _try_one(self, sequence: Running, record: SequenceStats, num_left: int, num_rows: int, attention: Attention) -> int:
         """Puts a drafter on trial that was not heard of for long, or more drafts of the one that is asked."""
         now, row_s = record.choice, _row_s(sequence, attention)
         name = min((n for n in self._drafters if n != now.drafter), key=lambda n: record.tried.get(n, -1), default="")
@@ -345,7 +345,7 @@ class AdaptiveSpeculation:
         before_s = times.drafting_s(num_rows, attention) if num_rows > self._num_last else self._plain_s
         return max(self._row_s, (times.drafting_s(num_rows + num_more, attention) - before_s) / num_more)
 
-    def _hold_trial(self, record: Record, *, is_watched: bool) -> int:
+    def _hold_trial(self, record: SequenceStats, *, is_watched: bool) -> int:
         """Holds the trial of a sequence, or lets its drafter watch first; returns drafts that are asked for."""
         name = record.trial
         num_asked = self._ask(record, name, record.trial_size, is_watched=is_watched)
@@ -359,7 +359,7 @@ class AdaptiveSpeculation:
     def learn(self, sequence: Running, choice: DraftDecision, sample: Sample) -> None:
         """Takes in which drafts were accepted (`Speculation.learn`)."""
         record = sequence.drafting
-        if not isinstance(record, Record) or choice.drafter not in record.rates:
+        if not isinstance(record, SequenceStats) or choice.drafter not in record.rates:
             return
         num_drafted, accepted = sample.num_drafted, sample.accepted
         self._depths[choice.drafter] = max(choice.num_drafts, self._depths.get(choice.drafter, 0))
@@ -406,10 +406,10 @@ class AdaptiveSpeculation:
 
     # What is kept
 
-    def _record(self, sequence: Running) -> Record:
+    def _record(self, sequence: Running) -> SequenceStats:
         record = sequence.drafting
-        if not isinstance(record, Record):
-            sequence.drafting = record = Record(is_proven=bool(self._shared))
+        if not isinstance(record, SequenceStats):
+            sequence.drafting = record = SequenceStats(is_proven=bool(self._shared))
             self._num_quick = max(self._num_quick, NUM_QUICK)
             for name, prior in self._priors.items():
                 shared = self._shared.get(name)
@@ -425,7 +425,7 @@ class AdaptiveSpeculation:
             return self._num_plain_tries % PATIENCE != 0
         return self._num_since_plain >= (PLAIN_EVERY if count >= NUM_UNSURE else PLAIN_EVERY_UNSURE)
 
-    def _rest(self, records: list[Record]) -> list[DraftDecision]:
+    def _rest(self, records: list[SequenceStats]) -> list[DraftDecision]:
         """Lets everybody do without drafts for a step, and watch where they watched."""
         self._next_decision = self._news_decision = self._num_steps + 1
         self._num_asked = 0

@@ -18,7 +18,7 @@ LOST_SHARE: Final = 0.008
 """Of a sequence's time that they may take besides."""
 
 
-class Record:
+class SequenceStats:
     """One sequence.
 
     Attributes:
