@@ -34,7 +34,7 @@ from benchmarks.speculation_workloads import Prompts, Workload
 from cloister.models import locate
 from cloister.models.vocabulary import digest_tokenizer
 from cloister.quant.passages import CALIBRATION, HELD_OUT, read_passages
-from cloister.runner.drafters import Draft, DraftAsk, Drafter, Seen, lookahead
+from cloister.runner.drafters import Draft, DraftAsk, Drafter, VerifyFeedback, lookahead
 from cloister.runner.drafters.datastore import Datastore
 from cloister.runner.drafters.lookahead import LookaheadDrafter
 from cloister.runner.drafters.ngram import NgramDrafter
@@ -122,7 +122,7 @@ def _time(drafter: Drafter, text: Sequence[int], length: int) -> tuple[float, li
         took_s.append(time.thread_time() - since_s)
         top = rng.integers(0, 4096, (1 + len(draft.token_ids), max(1, drafter.num_top)), np.int32)
         state.tokens.append(text[length + number])
-        seen = Seen(state, len(state.tokens) - 2, draft, (), top[:, 0], top=top)
+        seen = VerifyFeedback(state, len(state.tokens) - 2, draft, (), top[:, 0], top=top)
         since_s = time.thread_time()
         drafter.observe([seen])
         took_s[-1] += time.thread_time() - since_s

@@ -25,7 +25,7 @@ from cloister.backends.base import FloatArray, HeadProgram, HiddenProgram, KVLay
 from cloister.backends.draft_heads import DraftHeads
 from cloister.llm import LLM
 from cloister.models import locate
-from cloister.runner.drafters import DRAFTERS, NOTHING, DraftAsk, Drafter, DraftingPlace, Seen, blockwise, medusa
+from cloister.runner.drafters import DRAFTERS, NOTHING, DraftAsk, Drafter, DraftingPlace, VerifyFeedback, blockwise, medusa
 from cloister.runner.drafters.guessing import guess_hidden, make_guesser
 from cloister.runner.drafters.heads import HeadsCard, open_heads
 from cloister.runner.state import BatchState
@@ -155,7 +155,7 @@ def time_draft(drafter: Drafter, batch: BatchState, hidden: FloatArray, num_seqs
     """Returns the microseconds of the quickest draft, what it is shown before included."""
     asks = [DraftAsk(batch[number], num_drafts) for number in range(num_seqs)]
     rows, chosen = hidden[:num_seqs, None].copy(), np.zeros(1, np.int32)
-    seen = [Seen(batch[number], 1, NOTHING, (), chosen, rows[number]) for number in range(num_seqs)]
+    seen = [VerifyFeedback(batch[number], 1, NOTHING, (), chosen, rows[number]) for number in range(num_seqs)]
     times = []
     for _ in range(NUM_CALLS):
         since = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from cloister.runner.drafters import NOTHING, Draft, DraftAsk, Drafter, Seen
+from cloister.runner.drafters import NOTHING, Draft, DraftAsk, Drafter, VerifyFeedback
 from cloister.runner.state import SequenceState
 from cloister.types.clock import Clock
 from cloister.types.errors import EngineError
@@ -20,7 +20,7 @@ class Drafting:
         takes_trees: the program computes token trees; else drafts are cut down to one branch.
 
     Attributes:
-        wants_hidden, num_top: what `Seen` shall have for them.
+        wants_hidden, num_top: what `VerifyFeedback` shall have for them.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter], clock: Clock, *, takes_trees: bool) -> None:
@@ -78,7 +78,7 @@ class Drafting:
             with self._timing(name):
                 self._drafters[name].follow(prompts)
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[VerifyFeedback]) -> None:
         """Shows what a step said."""
         for name in self._observers if seen else ():
             with self._timing(name):

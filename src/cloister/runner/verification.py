@@ -24,7 +24,7 @@ from cloister.backends.base import (
 )
 from cloister.runner.acceptance import accept_child, distribution
 from cloister.runner.adjusting import adjusted
-from cloister.runner.drafters import NOTHING, Seen
+from cloister.runner.drafters import NOTHING, VerifyFeedback
 from cloister.runner.drafting import Drafting
 from cloister.runner.drawing import ProgramSampler
 from cloister.runner.inputs import Part, forward_batch, row_slices, split_scored
@@ -70,7 +70,7 @@ class Verifier:
         self._wants_hidden = drafting.wants_hidden
         self._num_top = drafting.num_top
 
-    def run(self, live: list[Part], forks: Sequence[Fork], result: StepResult) -> list[Seen]:
+    def run(self, live: list[Part], forks: Sequence[Fork], result: StepResult) -> list[VerifyFeedback]:
         """Computes a step, adds its samples to `result`, and returns what drafters are to see of it."""
         if self._chooses_alone(live):
             walks, seen = self._run_bare(live, forks)
@@ -98,7 +98,7 @@ class Verifier:
 
     # The program chooses
 
-    def _run_bare(self, live: list[Part], forks: Sequence[Fork]) -> tuple[list[Walk], list[Seen]]:
+    def _run_bare(self, live: list[Part], forks: Sequence[Fork]) -> tuple[list[Walk], list[VerifyFeedback]]:
         assert self._drawing is not None
         batch = forward_batch(live, self._block_size)
         walks = self._start(live, forks, row_slices(live))
@@ -141,7 +141,9 @@ class Verifier:
 
     # Logits are wanted
 
-    def _run_logits(self, run: list[Part], forks: Sequence[Fork], result: StepResult) -> tuple[list[Walk], list[Seen]]:
+    def _run_logits(
+        self, run: list[Part], forks: Sequence[Fork], result: StepResult
+    ) -> tuple[list[Walk], list[VerifyFeedback]]:
         rows = row_slices(run)
         logits = self._forward(run)
         finite = finite_rows(logits)
@@ -157,7 +159,9 @@ class Verifier:
             going = self._advance(going, logits, finite)
         return walks, self._show(walks, _watched(run, forks), logits, hidden)
 
-    def _show(self, walks: list[Walk], watched: set[int], logits: FloatArray, hidden: FloatArray | None) -> list[Seen]:
+    def _show(
+        self, walks: list[Walk], watched: set[int], logits: FloatArray, hidden: FloatArray | None
+    ) -> list[VerifyFeedback]:
         """Returns what drafters are to see of a step of which there are logits: off the path, what is most likely."""
         walks = [walk for walk in walks if walk.state.seq_id in watched and walk.token_ids and walk.state.failure is None]
         if not walks:
@@ -275,10 +279,10 @@ def _watched(parts: list[Part], forks: Sequence[Fork]) -> set[int]:
     return watched | {fork.child_id for fork in forks if fork.parent_id in watched}
 
 
-def _see(walk: Walk, chosen: IntArray, hidden: FloatArray | None, top: IntArray | None) -> Seen:
+def _see(walk: Walk, chosen: IntArray, hidden: FloatArray | None, top: IntArray | None) -> VerifyFeedback:
     own = slice(walk.root, walk.root + 1 + len(walk.draft.token_ids))
     start = len(walk.state.tokens) - len(walk.token_ids) - 1
-    return Seen(
+    return VerifyFeedback(
         state=walk.state,
         start=start,
         draft=walk.draft,

@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 
 from cloister.backends.base import KVLayout
-from cloister.runner.drafters.base import NOTHING, Draft, DraftAsk, Drafter, Seen
+from cloister.runner.drafters.base import NOTHING, Draft, DraftAsk, Drafter, VerifyFeedback
 from cloister.runner.state import BatchState, SequenceState
 from tests.runner.drafters.small_models import BLOCK, VOCAB, arrive, ask, make_batch
 
@@ -79,7 +79,7 @@ class BlockWorld:
             start = len(each.state.tokens) - 1
             self._gain(each.state, [*[draft.token_ids[place] for place in path], self.random.randrange(2, VOCAB)])
             self._shrink(each.state)
-            seen.append(Seen(each.state, start, draft, path, np.zeros(1 + len(draft.token_ids), np.int32)))
+            seen.append(VerifyFeedback(each.state, start, draft, path, np.zeros(1 + len(draft.token_ids), np.int32)))
         self.drafter.observe(seen)
 
     def go_on(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from cloister.backends.base import FloatArray, ForwardBatch, KVLayout
 from cloister.runner.acceptance import distribution
-from cloister.runner.drafters.base import NOTHING, Draft, DraftAsk, Drafter, Seen
+from cloister.runner.drafters.base import NOTHING, Draft, DraftAsk, Drafter, VerifyFeedback
 from cloister.runner.drafters.draft_draws import DraftChooser
 from cloister.runner.drafters.draft_model import DraftModelDrafter
 from cloister.runner.drafters.small_model import FEW, MAX_CAUGHT_UP, MAX_FOLLOWED, PagedDrafter
@@ -183,7 +183,7 @@ def accept_all(drafter: Drafter, state: SequenceState, draft: Draft) -> None:
     start = len(state.tokens) - 1
     state.tokens.extend([*draft.token_ids, 9])
     path = tuple(range(len(draft.token_ids)))
-    drafter.observe([Seen(state, start, draft, path, np.zeros(1 + len(path), np.int32))])
+    drafter.observe([VerifyFeedback(state, start, draft, path, np.zeros(1 + len(path), np.int32))])
 
 
 def test_accepted_drafts_are_not_computed_again() -> None:

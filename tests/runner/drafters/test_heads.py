@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cloister.runner.drafters import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, Seen
+from cloister.runner.drafters import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, VerifyFeedback
 from cloister.runner.drafters.base import FloatArray
 from cloister.runner.drafters.guessing import NumpyGuesser
 from cloister.runner.drafters.heads import CARD, TENSORS, HeadsCard, heads_directory, write_heads
@@ -78,7 +78,7 @@ def make(model: Path) -> Callable[[str], Drafter]:
 
 def show(drafter: Drafter, state: SequenceState, hidden: FloatArray) -> None:
     """A step chose the last token of a sequence from that hidden state."""
-    drafter.observe([Seen(state, len(state.tokens) - 1, NOTHING, (), np.zeros(1, np.int32), hidden[None])])
+    drafter.observe([VerifyFeedback(state, len(state.tokens) - 1, NOTHING, (), np.zeros(1, np.int32), hidden[None])])
 
 
 def hidden_states(count: int) -> FloatArray:
@@ -153,7 +153,7 @@ def test_only_the_state_of_the_last_token_is_drafted_from(make: Callable[[str], 
     state.append(7)  # by a step that nobody showed
     assert drafter.draft([DraftAsk(state, 3), DraftAsk(other, 3)]) == [NOTHING, NOTHING]
     path_row = np.stack([hidden[1], hidden[0], hidden[1]])
-    drafter.observe([Seen(state, 1, Draft([7, 8]), (0,), np.zeros(3, np.int32), path_row)])
+    drafter.observe([VerifyFeedback(state, 1, Draft([7, 8]), (0,), np.zeros(3, np.int32), path_row)])
     assert drafter.draft([DraftAsk(state, 3)]) == first
 
 

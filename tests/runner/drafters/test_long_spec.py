@@ -11,7 +11,7 @@ import pytest
 from cloister.backends.base import FloatArray, ForwardBatch, KVLayout
 from cloister.runner.acceptance import distribution
 from cloister.runner.drafters import DRAFTERS
-from cloister.runner.drafters.base import NOTHING, Draft, Seen
+from cloister.runner.drafters.base import NOTHING, Draft, VerifyFeedback
 from cloister.runner.drafters.long_spec import NUM_SINKS, LongSpecDrafter
 from cloister.runner.drafters.small_model import MAX_FOLLOWED
 from cloister.runner.state import BatchState, SequenceState
@@ -68,7 +68,7 @@ def observe(drafter: LongSpecDrafter, state: SequenceState, draft: Draft, num_ac
     start = len(state.tokens) - 1
     state.tokens.extend([*draft.token_ids[:num_accepted], last])
     path = tuple(range(num_accepted))
-    drafter.observe([Seen(state, start, draft, path, np.zeros(1 + len(draft.token_ids), np.int32))])
+    drafter.observe([VerifyFeedback(state, start, draft, path, np.zeros(1 + len(draft.token_ids), np.int32))])
 
 
 @pytest.mark.parametrize("seed", range(3))

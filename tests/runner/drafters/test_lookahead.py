@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.runner.drafters import DRAFTERS, Draft, Seen
+from cloister.runner.drafters import DRAFTERS, Draft, VerifyFeedback
 from cloister.runner.drafters.lookahead import MAX_COLUMNS, MAX_DRAFTS, NUM_LEVELS, LookaheadDrafter
 from cloister.runner.drafters.ngram_pool import NUM_BYTES, NUM_FOLLOWING, NUM_KEPT, NUM_SLOTS, NgramPool
 from cloister.runner.state import SequenceState
@@ -32,7 +32,7 @@ def step(drafter: LookaheadDrafter, state: SequenceState, draft: Draft, model: M
     path = walk(draft, future)
     for token in future[: len(path) + 1]:
         state.append(token)
-    drafter.observe([Seen(state, start, draft, tuple(path), np.array(chosen, np.int32))])
+    drafter.observe([VerifyFeedback(state, start, draft, tuple(path), np.array(chosen, np.int32))])
     return len(path)
 
 
@@ -101,7 +101,7 @@ def test_the_window_outlives_the_drafts_of_others_and_rows_that_are_not_finite()
     step(drafter, state, Draft([by_position(0, len(state.tokens) - 1), 7]), by_position)
     assert [column.tolist() for column in drafter._of(state).columns] == before
     draft = ask_for(state, MAX_DRAFTS, drafter)
-    drafter.observe([Seen(state, len(state.tokens) - 1, draft, (), np.full(len(draft.token_ids) + 1, -1, np.int32))])
+    drafter.observe([VerifyFeedback(state, len(state.tokens) - 1, draft, (), np.full(len(draft.token_ids) + 1, -1, np.int32))])
     assert [column.tolist() for column in drafter._of(state).columns] == before
 
 

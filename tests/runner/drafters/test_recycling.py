@@ -11,18 +11,20 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.runner.drafters import DRAFTERS, Draft, DraftAsk, Seen
+from cloister.runner.drafters import DRAFTERS, Draft, DraftAsk, VerifyFeedback
 from cloister.runner.drafters.adjacency import NUM_BYTES, NUM_SLOTS, WIDTH, Adjacency
 from cloister.runner.drafters.recycling import MAX_DRAFTS, RecyclingDrafter, grow_shape
 from cloister.runner.state import SequenceState
 from tests.runner.drafters.answering import Sequences, ask_for, known, parents_of, place_for, walk
 
 
-def saw(state: SequenceState, top: Sequence[Sequence[int]], draft: Draft | None = None, path: tuple[int, ...] = ()) -> Seen:
+def saw(
+    state: SequenceState, top: Sequence[Sequence[int]], draft: Draft | None = None, path: tuple[int, ...] = ()
+) -> VerifyFeedback:
     """A step whose rows had these candidates, for a state that has gained its tokens."""
     rows = np.array([[*row, *range(200, 200 + WIDTH - len(row))] for row in top], np.int32)
     start = len(state.tokens) - 2 - len(path)
-    return Seen(state, start, draft or Draft([]), path, rows[:, 0].copy(), top=rows)
+    return VerifyFeedback(state, start, draft or Draft([]), path, rows[:, 0].copy(), top=rows)
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,7 +1,7 @@
 """What drafts tokens for the model to verify: one drafter a file, found by name."""
 
 from cloister.runner.drafters import blockwise, draft_model, long_spec, lookahead, medusa, ngram, recycling, rest, spec_infer
-from cloister.runner.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, Seen
+from cloister.runner.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, VerifyFeedback
 
 __all__ = [
     "DRAFTERS",
@@ -10,7 +10,7 @@ __all__ = [
     "DraftAsk",
     "Drafter",
     "DraftingPlace",
-    "Seen",
+    "VerifyFeedback",
     "blockwise",
     "draft_model",
     "long_spec",

@@ -75,7 +75,7 @@ class DraftAsk:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class VerifyFeedback:
     """What a step said of one watched sequence. Rows: the last token that was known before the step, then each draft.
 
     Attributes:
@@ -107,8 +107,8 @@ class Drafter:
     """Drafts for the sequences of one runner. Not thread-safe. Whatever it keeps of a sequence, `forget` overwrites.
 
     Attributes:
-        wants_hidden: `Seen.hidden` shall be there.
-        num_top: how many tokens `Seen.top` shall have.
+        wants_hidden: `VerifyFeedback.hidden` shall be there.
+        num_top: how many tokens `VerifyFeedback.top` shall have.
         shape: parents of the tree that it fills best first, of which any prefix may be asked for; None if it decides itself.
         max_drafts: how many tokens it can draft at most for one sequence.
         kv_block_bytes: what it keeps for each block of the model's: KV, or an index of the tokens.
@@ -138,7 +138,7 @@ class Drafter:
     def follow(self, parts: Sequence[tuple[SequenceState, int]]) -> None:
         """Takes notice of prompts that this step computes up to (not with) the position given; for drafters with KV."""
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[VerifyFeedback]) -> None:
         """Learns what a step said of watched sequences, drafts of this drafter or another one."""
 
     def forget(self, seq_id: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from cloister.backends.base import KVLayout
 from cloister.backends.draft_heads import DraftHeads
-from cloister.runner.drafters.base import DraftAsk, Drafter, DraftingPlace, FloatArray, Guesser, IntArray, Seen
+from cloister.runner.drafters.base import DraftAsk, Drafter, DraftingPlace, FloatArray, Guesser, IntArray, VerifyFeedback
 from cloister.types.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ class LastHidden:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, seen: Seen) -> None:
+    def keep(self, seen: VerifyFeedback) -> None:
         """Takes the row of a step."""
         if seen.hidden is None:
             return
@@ -87,7 +87,7 @@ class HeadDrafter(Drafter):
         """Returns the likeliest ids of the first heads, best first, [num_heads, num_rows, num_top]."""
         return self._ready_guesser().guess(hidden, num_heads, num_top)
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[VerifyFeedback]) -> None:
         for one in seen:
             self._last.keep(one)
 

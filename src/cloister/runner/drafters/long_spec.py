@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from cloister.backends.base import BufferedProgram, IntArray, KVLayout, Program
-from cloister.runner.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, DraftModel, Seen
+from cloister.runner.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, DraftModel, VerifyFeedback
 from cloister.runner.drafters.chain import ChainGrower, Stretch
 from cloister.runner.drafters.draft_files import open_draft
 from cloister.runner.drafters.small_model import FEW, MAX_FOLLOWED, common_length
@@ -118,7 +118,7 @@ class LongSpecDrafter(Drafter):
                 drafts[place] = draft
         return drafts
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[VerifyFeedback]) -> None:
         """Counts the KV of drafts that became known tokens."""
         for each in seen:
             cache = self._caches.get(each.state.seq_id)

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from cloister.runner.drafters.base import DRAFTERS, Draft, DraftAsk, Drafter, DraftingPlace, IntArray, Seen
+from cloister.runner.drafters.base import DRAFTERS, Draft, DraftAsk, Drafter, DraftingPlace, IntArray, VerifyFeedback
 from cloister.runner.drafters.ngram_pool import NUM_BYTES, NUM_FOLLOWING, NgramPool
 from cloister.runner.drafters.residue import overwrite
 from cloister.runner.drafters.trie import Trie, fill_shape
@@ -101,7 +101,7 @@ class LookaheadDrafter(Drafter):
     def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         return [self._draft(ask) for ask in asks]
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[VerifyFeedback]) -> None:
         for each in seen:
             window = self._of(each.state)
             window.read(each.state.tokens)

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from cloister.runner.drafters.adjacency import NUM_BYTES, WIDTH, Adjacency
-from cloister.runner.drafters.base import DRAFTERS, Draft, DraftAsk, Drafter, DraftingPlace, Seen
+from cloister.runner.drafters.base import DRAFTERS, Draft, DraftAsk, Drafter, DraftingPlace, VerifyFeedback
 from cloister.runner.state import SequenceState
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -77,7 +77,7 @@ class RecyclingDrafter(Drafter):
     def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         return [self._draft(ask) for ask in asks]
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[VerifyFeedback]) -> None:
         for each in seen:
             if each.top is not None:
                 self._learn(each)
@@ -117,7 +117,7 @@ class RecyclingDrafter(Drafter):
                 parents.append(kept[parent])
         return Draft(token_ids, parents)
 
-    def _learn(self, seen: Seen) -> None:
+    def _learn(self, seen: VerifyFeedback) -> None:
         """Takes in the candidates behind every row, those of what was accepted last: of equal tokens these count."""
         assert seen.top is not None
         tokens = np.array([seen.state.tokens[seen.start], *seen.draft.token_ids], np.int32)

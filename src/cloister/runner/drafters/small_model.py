@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from cloister.backends.base import BufferedProgram, IntArray, KVLayout, Program
-from cloister.runner.drafters.base import DraftAsk, Drafter, DraftingPlace, DraftModel, Seen
+from cloister.runner.drafters.base import DraftAsk, Drafter, DraftingPlace, DraftModel, VerifyFeedback
 from cloister.runner.drafters.chain import ChainGrower, Stretch
 from cloister.runner.drafters.draft_kv import DraftKV
 from cloister.runner.state import SequenceState
@@ -73,7 +73,7 @@ class PagedDrafter(Drafter):
                 num_left = max(0, num_left - count)
         self._compute(stretches)
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, seen: Sequence[VerifyFeedback]) -> None:
         """Counts the KV of drafts that became known tokens."""
         for each in seen:
             seq_id = each.state.seq_id
