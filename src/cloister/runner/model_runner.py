@@ -21,8 +21,8 @@ from cloister.backends.base import (
     Program,
     TreeProgram,
 )
+from cloister.runner.drafter_group import DrafterGroup
 from cloister.runner.drafters import NOTHING, Drafter
-from cloister.runner.drafting import Drafting
 from cloister.runner.drawing import ProgramSampler
 from cloister.runner.grammar import Grammars
 from cloister.runner.inputs import Part, forward_batch, make_part, row_slices, split_scored
@@ -75,7 +75,7 @@ class ModelRunner:
         self._batch = BatchState(vocab_size=vocab_size, max_model_len=max_model_len, adapters=adapters, grammars=grammars)
         self._sampler = Sampler(vocab_size) if self._drawing is None else ProgramSampler(self._drawing)
         self._drafts = bool(drafters)
-        self._drafting = Drafting(drafters or {}, self._clock, takes_trees=isinstance(program, TreeProgram))
+        self._drafting = DrafterGroup(drafters or {}, self._clock, takes_trees=isinstance(program, TreeProgram))
         self._verifier = Verifier(program, self._batch, self._sampler, self._drafting, block_size=block_size)
 
     def draws(self, states: list[SequenceState], rows: list[int]) -> DrawArray:

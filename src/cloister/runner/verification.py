@@ -24,8 +24,8 @@ from cloister.backends.base import (
 )
 from cloister.runner.acceptance import accept_child, distribution
 from cloister.runner.adjusting import adjusted
+from cloister.runner.drafter_group import DrafterGroup
 from cloister.runner.drafters import NOTHING, VerifyFeedback
-from cloister.runner.drafting import Drafting
 from cloister.runner.drawing import ProgramSampler
 from cloister.runner.inputs import Part, forward_batch, row_slices, split_scored
 from cloister.runner.noise import Domain, noise_keys, uniforms
@@ -54,7 +54,7 @@ class Verifier:
         program: Program,
         batch: BatchState,
         sampler: Sampler | ProgramSampler,
-        drafting: Drafting,
+        drafting: DrafterGroup,
         *,
         block_size: int,
     ) -> None:

@@ -12,7 +12,7 @@ from cloister.types.errors import EngineError
 from cloister.types.step import SequencePlan
 
 
-class Drafting:
+class DrafterGroup:
     """Every drafter that a runner has.
 
     Args:
