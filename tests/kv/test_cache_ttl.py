@@ -2,7 +2,7 @@
 
 import pytest
 
-from cloister.kv import BlockPool, BlockState, BlockTable, PrefixKeys, PrefixTree
+from cloister.kv import BlockPool, BlockState, BlockTable, PrefixCache, PrefixKeys
 from cloister.types.scope import Scope, ScopeKind
 
 SIZE = 4
@@ -16,7 +16,7 @@ def pool():
 
 @pytest.fixture
 def tree(pool):
-    return PrefixTree(pool)
+    return PrefixCache(pool)
 
 
 def root_of(name: bytes) -> bytes:
@@ -29,7 +29,7 @@ def chain(root: bytes, num_blocks: int = 3) -> list[bytes]:
     return found
 
 
-def remember(pool: BlockPool, tree: PrefixTree, root: bytes) -> BlockTable:
+def remember(pool: BlockPool, tree: PrefixCache, root: bytes) -> BlockTable:
     table = BlockTable(pool)
     table.grow(0, len(TOKENS))
     tree.insert(chain(root), table.blocks, 0, root)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cloister.kv import BlockPool, BlockTable, PrefixKeys, PrefixTree
+from cloister.kv import BlockPool, BlockTable, PrefixCache, PrefixKeys
 from cloister.types.scope import Scope, ScopeKind
 
 SIZE = 4
@@ -56,7 +56,7 @@ def test_without_prefixes_keys_are_what_they_were():
 
 def test_a_public_block_is_never_evicted_once_it_is_there():
     pool = BlockPool(4, SIZE)
-    tree = PrefixTree(pool, KEYS.public)
+    tree = PrefixCache(pool, KEYS.public)
     tokens = [*PROMPT[:8], 1, 1, 1, 1]
     found = chain(tokens, ANN)
     table = BlockTable(pool)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloister.kv import BlockPool, PrefixKeys, PrefixTree
+from cloister.kv import BlockPool, PrefixCache, PrefixKeys
 from cloister.privacy import Admission, Credentials, Gate, Policy, Profile
 from cloister.types.errors import AuthenticationError, ConfigError, PolicyError
 from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
@@ -45,7 +45,7 @@ LAB = make_lab()
 def hits(first: Scope, second: Scope) -> int:
     """Blocks that a prompt in `second` finds after the same prompt ran in `first`, on the real pool and tree."""
     pool, keys = BlockPool(8, 4), PrefixKeys("model", 4)
-    tree = PrefixTree(pool)
+    tree = PrefixCache(pool)
     tokens = list(range(12))
     chains: list[list[bytes]] = []
     for scope in (first, second):

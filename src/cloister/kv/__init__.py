@@ -3,7 +3,7 @@
 from cloister.kv.cache_quotas import CacheQuotas
 from cloister.kv.keys import PrefixKeys
 from cloister.kv.pool import BlockPool, BlockState, OutOfBlocksError
-from cloister.kv.prefix import PREFIX_CACHE_THREAT, PrefixTree
+from cloister.kv.prefix_cache import PREFIX_CACHE_THREAT, PrefixCache
 from cloister.kv.table import BlockTable
 
 __all__ = [
@@ -13,6 +13,6 @@ __all__ = [
     "BlockTable",
     "CacheQuotas",
     "OutOfBlocksError",
+    "PrefixCache",
     "PrefixKeys",
-    "PrefixTree",
 ]

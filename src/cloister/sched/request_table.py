@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 
-from cloister.kv import BlockPool, BlockTable, CacheQuotas, PrefixKeys, PrefixTree
+from cloister.kv import BlockPool, BlockTable, CacheQuotas, PrefixCache, PrefixKeys
 from cloister.sched.policies import Policy
 from cloister.sched.sequence import RequestState, Sequence, Status
 from cloister.types.events import Arrived, Ended, Event, Preempted
@@ -36,7 +36,7 @@ class RequestTable:
 
     def __init__(self, pool: BlockPool, policy: Policy, keys: PrefixKeys | None, quotas: CacheQuotas | None = None) -> None:
         self.pool = pool
-        self.tree = PrefixTree(pool, keys.public, quotas) if keys is not None else None
+        self.tree = PrefixCache(pool, keys.public, quotas) if keys is not None else None
         self.groups: dict[str, RequestState] = {}
         self.sequences: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}

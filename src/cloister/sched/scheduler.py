@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cloister.kv import BlockPool, BlockTable, CacheQuotas, OutOfBlocksError, PrefixKeys, PrefixTree
+from cloister.kv import BlockPool, BlockTable, CacheQuotas, OutOfBlocksError, PrefixCache, PrefixKeys
 from cloister.sched.admission import Limits, count_positions, find_refusal
 from cloister.sched.beam_search import BeamSearches
 from cloister.sched.beams import Beams
@@ -123,7 +123,7 @@ class Scheduler:
         return self._requests.next_deadline_s
 
     @property
-    def tree(self) -> PrefixTree | None:
+    def tree(self) -> PrefixCache | None:
         """The prefix cache, if there is one."""
         return self._requests.tree
 

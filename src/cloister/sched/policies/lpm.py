@@ -10,7 +10,7 @@ from bisect import insort
 from collections.abc import Callable
 from itertools import islice
 
-from cloister.kv.prefix import PREFIX_CACHE_THREAT
+from cloister.kv.prefix_cache import PREFIX_CACHE_THREAT
 from cloister.sched.policies.base import MIN_SWEEP, POLICIES
 from cloister.sched.policies.fcfs import FirstComeFirstServed, order_of_arrival
 from cloister.sched.sequence import Sequence, Status

@@ -38,7 +38,7 @@ class _Node:
         self.offered = False
 
 
-class PrefixTree:
+class PrefixCache:
     """Finds, keeps and evicts blocks by prefix key.
 
     Args:

@@ -1,6 +1,6 @@
 import pytest
 
-from cloister.kv import BlockPool, BlockTable, PrefixKeys, PrefixTree
+from cloister.kv import BlockPool, BlockTable, PrefixCache, PrefixKeys
 from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
 
 SIZE = 4
@@ -13,7 +13,7 @@ def pool():
 
 @pytest.fixture
 def tree(pool):
-    return PrefixTree(pool)
+    return PrefixCache(pool)
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def chain(keys: PrefixKeys, tokens: list[int], scope: Scope = LOCAL_SCOPE) -> li
     return found
 
 
-def remember(pool: BlockPool, tree: PrefixTree, found: list[bytes]) -> list[int]:
+def remember(pool: BlockPool, tree: PrefixCache, found: list[bytes]) -> list[int]:
     table = BlockTable(pool)
     table.grow(0, len(found) * SIZE)
     blocks = list(table.blocks)
