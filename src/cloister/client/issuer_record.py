@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from cloister.client.errors import IssuerContradictionError, NoTokensError
-from cloister.privacy.transparency.checks import Believed, View, unpack_fetched
+from cloister.privacy.transparency.checks import VerifiedEpoch, View, unpack_fetched
 from cloister.privacy.transparency.epoch import EPOCH_PREFIX, Count, IssuerEntry, parse_epoch
 from cloister.privacy.transparency.files import SECRET, locked, remove_unfinished_of, write_whole
 from cloister.privacy.transparency.issuer_keys import MAX_KEY_LIFE_S, OVERLAP_S, IssuerIdentity, content_of, find_contradiction
@@ -79,7 +79,7 @@ class IssuerRecord:
         """Returns the view from which the log has to be read: the client's own, or an empty one if this record is behind it."""
         return view if self.size == view.size else View()
 
-    def read_log(self, begin: View, believed: Believed, fetched: Mapping[str, bytes], now: float) -> None:
+    def read_log(self, begin: View, believed: VerifiedEpoch, fetched: Mapping[str, bytes], now: float) -> None:
         """Takes in the entries of the log from `begin` on, which were verified before.
 
         Raises:

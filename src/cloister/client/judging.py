@@ -22,7 +22,7 @@ from cloister.privacy.attestation import (
 from cloister.privacy.attestation.chips import name_chips, name_processor
 from cloister.privacy.attestation.software import SoftwareVerifier
 from cloister.privacy.attestation.verify import verify_evidence
-from cloister.privacy.transparency.checks import Believed, Logged
+from cloister.privacy.transparency.checks import Logged, VerifiedEpoch
 from cloister.privacy.transparency.epoch import NodeEntry
 from cloister.privacy.transparency.membership import Membership, find_member
 from cloister.privacy.transparency.refusal import TransparencyError
@@ -75,7 +75,7 @@ def judge_node(node: NodeEntry, evidence: bytes | None, believed: Logged, trust:
         return findings
     _bind(findings, node, statement)
     judge_keys(findings, "the node", statement.keys, policy)
-    if isinstance(believed, Believed):
+    if isinstance(believed, VerifiedEpoch):
         _check_member(findings, node, read, believed.membership)
     _check_life(findings, statement, believed)
     _check_nonce(findings, statement, believed, trust, policy, now)

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from cloister.privacy.transparency.checks import Believed, View
+from cloister.privacy.transparency.checks import VerifiedEpoch, View
 from cloister.privacy.transparency.held import MOST_HELD, add_held, held_within_a_day, least_kept
 from cloister.privacy.transparency.membership import Membership
 from cloister.privacy.transparency.note import cosigned_at, parse_note
@@ -53,7 +53,7 @@ class Limits:
                 raise ConfigError(f"{name} is a part of the capacity, between 0 and 1", param=name)
 
 
-def hold_to_limits(limits: Limits, believed: Believed, trust: Trust) -> View:
+def hold_to_limits(limits: Limits, believed: VerifiedEpoch, trust: Trust) -> View:
     """Checks an epoch that everybody was shown against the limits.
 
     Args:
@@ -71,7 +71,7 @@ def hold_to_limits(limits: Limits, believed: Believed, trust: Trust) -> View:
     return _check_change(limits, believed)
 
 
-def _check_pace(believed: Believed, trust: Trust) -> None:
+def _check_pace(believed: VerifiedEpoch, trust: Trust) -> None:
     if believed.view.pace.excess:
         raise TransparencyError(
             Reason.TOO_FAST,
@@ -105,7 +105,7 @@ def _check_share(limits: Limits, membership: Membership) -> None:
         )
 
 
-def _check_present(limits: Limits, believed: Believed) -> None:
+def _check_present(limits: Limits, believed: VerifiedEpoch) -> None:
     present = believed.epoch.capacity / believed.membership.capacity
     if present < limits.least_present - _ROUNDING:
         names = {node.member for node in believed.epoch.nodes}
@@ -119,7 +119,7 @@ def _check_present(limits: Limits, believed: Believed) -> None:
         )
 
 
-def _check_change(limits: Limits, believed: Believed) -> View:
+def _check_change(limits: Limits, believed: VerifiedEpoch) -> View:
     view, membership, now = believed.view, believed.membership, believed.epoch.not_before
     past = held_within_a_day(view.past, now)
     if past and membership.number > limits.accept_membership:

@@ -36,7 +36,7 @@ from cloister.privacy.tokens import Token, authorization
 from cloister.privacy.tokens.names import challenge_between
 from cloister.privacy.tokens.spki import key_id
 from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES
-from cloister.privacy.transparency.checks import Believed, believe, needed_paths
+from cloister.privacy.transparency.checks import VerifiedEpoch, believe, needed_paths
 from cloister.privacy.transparency.epoch import Epoch, NodeEntry
 from cloister.privacy.transparency.issuer_keys import OVERLAP_S
 from cloister.privacy.transparency.membership import Member
@@ -119,7 +119,7 @@ class Session:
         self._memory = Memory(state or state_file(self.trust.log)) if remember else None
         self._below = below
         self._seen = SharedView(self._memory)
-        self._believed: Believed | None = None
+        self._believed: VerifiedEpoch | None = None
         self._believed_at = 0.0
         self._is_doubted = False
         self._findings: dict[str, Findings] = {}
@@ -141,7 +141,7 @@ class Session:
         )
 
     @property
-    def believed(self) -> Believed | None:
+    def believed(self) -> VerifiedEpoch | None:
         """The epoch that is believed; None before the first request."""
         return self._believed
 
@@ -202,7 +202,7 @@ class Session:
         token, budget = yield from self._take_token(believed.epoch)
         return Ready(believed.epoch, member, node, findings, token, order, budget)
 
-    def _believe(self) -> Step[Believed]:
+    def _believe(self) -> Step[VerifiedEpoch]:
         now = self.now()
         if self._believed is not None and now < self._believed.epoch.not_after and not self._is_doubtful(now):
             return self._believed
@@ -233,7 +233,7 @@ class Session:
     def _is_doubtful(self, now: float) -> bool:
         return self._is_doubted and now - self._believed_at >= DOUBT_AFTER_S
 
-    def _fetch_epoch(self, now: float) -> Step[tuple[Believed, bytes]]:
+    def _fetch_epoch(self, now: float) -> Step[tuple[VerifiedEpoch, bytes]]:
         for _ in range(MOST_TRIES):
             bundle = yield from self._fetch("epoch", MAX_BUNDLE_BYTES)
             seen, fetched = self._seen.begin(), {}
@@ -250,7 +250,7 @@ class Session:
                 return believed, bundle
         raise ConfigError("other programs keep changing the file that remembers the log; give this one its own (state)")
 
-    def _judge_nodes(self, believed: Believed, now: float) -> Step[dict[str, Findings]]:
+    def _judge_nodes(self, believed: VerifiedEpoch, now: float) -> Step[dict[str, Findings]]:
         policy = fill_policy(self._policy, believed)
         findings, keys, documents = dict[str, Findings](), dict[str, bytes](), dict[str, bytes]()
         for node in believed.epoch.nodes:

@@ -23,7 +23,7 @@ from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES
 from cloister.privacy.attestation.measuring import measure_profile
 from cloister.privacy.attestation.verify import verify_evidence
 from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES
-from cloister.privacy.transparency.checks import Believed, View, believe, needed_paths
+from cloister.privacy.transparency.checks import VerifiedEpoch, View, believe, needed_paths
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.privacy.transparency.trust import Trust
 from cloister.privacy.verdict import Profile
@@ -149,7 +149,7 @@ def _fetch_log(fetch: Fetch, bundle: bytes, trust: Trust, view: View) -> dict[st
     return {path: content for path, content in fetched.items() if content is not None}
 
 
-def _tell_epoch(findings: Findings, believed: Believed, trust: Trust, view: View) -> None:
+def _tell_epoch(findings: Findings, believed: VerifiedEpoch, trust: Trust, view: View) -> None:
     epoch, size = believed.epoch, believed.checkpoint.size
     findings.prove(
         "epoch",
@@ -173,7 +173,7 @@ def _tell_epoch(findings: Findings, believed: Believed, trust: Trust, view: View
     )
 
 
-def _tell_issuer(findings: Findings, believed: Believed, trust: Trust, record: IssuerRecord) -> None:
+def _tell_issuer(findings: Findings, believed: VerifiedEpoch, trust: Trust, record: IssuerRecord) -> None:
     if trust.issuer is None:
         return
     try:

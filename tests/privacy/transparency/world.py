@@ -12,7 +12,7 @@ from cloister.privacy.attestation.evidence import Statement
 from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.sealing import KeyRing
 from cloister.privacy.transparency.asking import NearWitness
-from cloister.privacy.transparency.checks import Believed, View, believe, needed_paths
+from cloister.privacy.transparency.checks import VerifiedEpoch, View, believe, needed_paths
 from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry
 from cloister.privacy.transparency.log import Log
 from cloister.privacy.transparency.membership import build_membership, membership_entry, sign_member
@@ -125,6 +125,6 @@ class World:
         found = {path: self.log.resource(path) for path in needed_paths(bundle, self.trust, view)}
         return {path: resource[0] for path, resource in found.items() if resource}
 
-    def believe(self, bundle: bytes, view: View | None = None, trust: Trust | None = None) -> Believed:
+    def believe(self, bundle: bytes, view: View | None = None, trust: Trust | None = None) -> VerifiedEpoch:
         view = view or View()
         return believe(bundle, trust or self.trust, view, self.fetch(bundle, view), self.now)

@@ -25,7 +25,7 @@ from cloister.client.wallet import BATCH
 from cloister.privacy.attestation import Outcome
 from cloister.privacy.tokens.issuance import DIRECTORY_PATH
 from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES, parse_bundle
-from cloister.privacy.transparency.checks import Believed
+from cloister.privacy.transparency.checks import VerifiedEpoch
 from cloister.privacy.transparency.epoch import epoch_leaf
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.types.errors import CloisterError
@@ -233,7 +233,7 @@ class _Borrowed(httpx.AsyncBaseTransport):
         return await self._carrier.handle_async_request(request)
 
 
-def _spell(believed: Believed) -> Spell:
+def _spell(believed: VerifiedEpoch) -> Spell:
     capacities = {member.name: member.capacity for member in believed.membership.members}
     present = {node.member for node in believed.epoch.nodes}
     return Spell(capacities, down=frozenset(capacities) - present)

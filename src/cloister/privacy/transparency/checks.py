@@ -74,7 +74,7 @@ class Logged:
 
 
 @dataclass(frozen=True)
-class Believed(Logged):
+class VerifiedEpoch(Logged):
     """An epoch that passed every check.
 
     Attributes:
@@ -101,7 +101,7 @@ def needed_paths(data: bytes, trust: Trust, view: View) -> list[str]:
     return [tile.path for tile in bundles_between(view.size, size, size)]
 
 
-def believe(data: bytes, trust: Trust, view: View, fetched: Mapping[str, bytes], now: float) -> Believed:
+def believe(data: bytes, trust: Trust, view: View, fetched: Mapping[str, bytes], now: float) -> VerifiedEpoch:
     """Checks a bundle from beginning to end.
 
     Args:
@@ -122,7 +122,7 @@ def believe(data: bytes, trust: Trust, view: View, fetched: Mapping[str, bytes],
     after = _read_on(checkpoint, bundle, view, fetched, trust)
     release = check_release(bundle, trust, after)
     membership = check_members(bundle.epoch, after.roll.current)
-    return Believed(bundle.epoch, release, checkpoint, bundle.checkpoint, membership, after)
+    return VerifiedEpoch(bundle.epoch, release, checkpoint, bundle.checkpoint, membership, after)
 
 
 def check_inclusion(bundle: EpochBundle, checkpoint: Checkpoint) -> None:
