@@ -11,9 +11,9 @@ import pytest
 from starlette.types import Message, Scope
 
 from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
-from cloister.sealed.workers.crew import WORKER_CEILING_BYTES, WORKER_COPIES, WORKER_FREE_BYTES, Crew, WorkerFront
 from cloister.sealed.workers.figures import Figures
 from cloister.sealed.workers.wire import Part, Piece, Start, frame, receive_for_worker
+from cloister.sealed.workers.worker_pool import WORKER_CEILING_BYTES, WORKER_COPIES, WORKER_FREE_BYTES, WorkerFront, WorkerPool
 from cloister.server.body_budget import SMALL_BODY_BYTES, BodyBudget
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/ohttp", "headers": [], "client": ("192.0.2.1", 1)}
@@ -21,7 +21,7 @@ MIB = 2**20
 LARGE = 16 * MIB
 
 
-class HeldAnswers(Crew):
+class HeldAnswers(WorkerPool):
     """Workers of this process, behind real sockets, that answer when they are told to."""
 
     def __init__(self, *, read: bool) -> None:
@@ -63,9 +63,9 @@ class Door:
     """A front whose requests are there as soon as they are sent."""
 
     def __init__(self, *, read: bool) -> None:
-        self.crew = HeldAnswers(read=read)
+        self.pool = HeldAnswers(read=read)
         self._front = WorkerFront(
-            self.crew,
+            self.pool,
             lambda _: None,
             Figures(),
             max_request_bytes=MAX_REQUEST_BYTES,
@@ -99,14 +99,14 @@ async def open_door(*, read: bool) -> AsyncIterator[Door]:
     door = Door(read=read)
     held = [asyncio.create_task(door.post(LARGE)) for _ in range(4)]
     async with asyncio.timeout(20):
-        while len(door.crew.bodies) < 4 if read else len(door.crew.workers) < 4:
+        while len(door.pool.bodies) < 4 if read else len(door.pool.workers) < 4:
             await asyncio.sleep(0.01)
         try:
             yield door
         finally:
-            door.crew.go.set()
+            door.pool.go.set()
         assert await asyncio.gather(*held) == [200] * 4
-        assert sorted(door.crew.bodies)[-4:] == [LARGE] * 4
+        assert sorted(door.pool.bodies)[-4:] == [LARGE] * 4
 
 
 def test_large_requests_whose_answers_last_take_no_memory_from_others() -> None:
@@ -114,7 +114,7 @@ def test_large_requests_whose_answers_last_take_no_memory_from_others() -> None:
         async with open_door(read=True) as door:
             others = [asyncio.create_task(door.post(num_bytes)) for num_bytes in (LARGE, 4000)]
             await asyncio.sleep(0.2)
-            door.crew.go.set()
+            door.pool.go.set()
             assert await asyncio.gather(*others) == [200, 200]
 
     asyncio.run(live())
@@ -130,7 +130,7 @@ def test_copies_of_bodies_in_workers_have_a_ceiling_that_short_requests_pass() -
             assert refused == [503] * len(refused)
             assert (4 + 8 - len(refused)) * LARGE * WORKER_COPIES <= WORKER_CEILING_BYTES
             assert not short.done()  # it has a worker
-            door.crew.go.set()
+            door.pool.go.set()
             assert await short == 200
             await asyncio.gather(*more)
         assert await door.post(LARGE) == 200  # what ended is given back
@@ -144,7 +144,7 @@ def test_a_small_request_gets_in_where_whole_bodies_reach_the_ceiling() -> None:
             assert await door.post(LARGE) == 503
             small = asyncio.create_task(door.post(4000))
             await asyncio.sleep(0.2)
-            door.crew.go.set()
+            door.pool.go.set()
             assert await small == 200
 
     asyncio.run(live())
@@ -153,9 +153,9 @@ def test_a_small_request_gets_in_where_whole_bodies_reach_the_ceiling() -> None:
 def test_a_request_without_a_body_reaches_its_worker() -> None:
     async def live() -> None:
         door = Door(read=True)
-        door.crew.go.set()
+        door.pool.go.set()
         assert await door.post(0) == 200
-        assert door.crew.bodies == [0]
+        assert door.pool.bodies == [0]
 
     asyncio.run(live())
 

@@ -98,17 +98,17 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     from cloister.privacy.shape import shape_of
     from cloister.sealed.attesting import check_prefixes, open_announcer, read_attesting
     from cloister.sealed.secret_files import read_secret
-    from cloister.sealed.workers.crew import Crew, start_module
     from cloister.sealed.workers.sealer import SealerBoot
     from cloister.sealed.workers.site import WAITING_WORKERS, WORKER_ENTRY, worker_site
+    from cloister.sealed.workers.worker_pool import WorkerPool, start_module
     from cloister.sealed.workers.zygote import ZygoteBoot
     from cloister.server.serve import Site
     from cloister.types.events import Ready
 
     config, front = settings.engine.config, settings.server.config
     gateway_secret = read_secret(Path(front.gateway_secret)) if front.gateway_secret is not None else None
-    crew = Crew(start_module if hardening.sealed() is None else start_sealed_module)
-    engine = make_engine(config, front, crew.keep_door)
+    pool = WorkerPool(start_module if hardening.sealed() is None else start_sealed_module)
+    engine = make_engine(config, front, pool.keep_door)
     await engine.start()
     started_s = time.time()
     try:
@@ -116,13 +116,13 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
         paths = [path for path in sys.path if path]
         must_lock = overwrites(config.profile)
         shape = shape_of(settings.policy.profile, drafts=config.speculates)
-        await crew.open(SealerBoot(must_lock=must_lock), ZygoteBoot(WORKER_ENTRY, config, front, ready, paths, shape))
+        await pool.open(SealerBoot(must_lock=must_lock), ZygoteBoot(WORKER_ENTRY, config, front, ready, paths, shape))
         check_prefixes(config.release_prefixes, Path(engine.model.path))
         announcer = await open_announcer(
             read_attesting(front),
             settings.policy.profile,
             Path(engine.model.path),
-            crew.unsealer,
+            pool.unsealer,
             started_s,
             _tell_hardening,
             None if hardening.sealed() is None else start_sealed_module,
@@ -130,15 +130,15 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
             describe_settings(config, front),
         )
     except BaseException:
-        crew.close()
+        pool.close()
         await engine.drain(0.0)
         raise
     return_free_memory()
     for line in describe_start(settings, engine.model, engine.memory, engine.startup, gate.notice()):
         announce(line)
-    announce(f"keys in a sealer ({crew.memory}), one worker for each request")
+    announce(f"keys in a sealer ({pool.memory}), one worker for each request")
     app = worker_site(
-        crew,
+        pool,
         engine.health,
         evidence=announcer.evidence,
         gateway_secret=gateway_secret,
@@ -148,9 +148,9 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
 
     def close() -> None:
         announcing.cancel()
-        crew.close()
+        pool.close()
 
-    return Site(app, engine, (), close, lambda: crew.fault or engine.fault())
+    return Site(app, engine, (), close, lambda: pool.fault or engine.fault())
 
 
 def _tell_hardening() -> Mapping[str, str]:

@@ -19,8 +19,8 @@ from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
 from cloister.sealed.peers import check_gateway
 from cloister.sealed.public import File
 from cloister.sealed.serving import Post, handlers
-from cloister.sealed.workers.crew import Crew, WorkerFront
 from cloister.sealed.workers.figures import CONTENT_TYPE, Figures
+from cloister.sealed.workers.worker_pool import WorkerFront, WorkerPool
 
 WORKER_ENTRY: Final = "cloister.sealed.workers.building:build_worker"
 STALLED: Final = "requests wait and the engine makes no progress; it is replaced if that goes on"
@@ -30,7 +30,7 @@ WAITING_WORKERS: Final = 64
 
 
 def worker_site(
-    crew: Crew,
+    pool: WorkerPool,
     health: Callable[[], Health],
     *,
     evidence: Callable[[], bytes | None] = lambda: None,
@@ -52,7 +52,7 @@ def worker_site(
         return evidence()
 
     def find_fault() -> str | None:
-        return crew.fault or (None if health().good else STALLED)
+        return pool.fault or (None if health().good else STALLED)
 
     async def tell_health(_: Request) -> Response:
         fault = find_fault()
@@ -65,11 +65,11 @@ def worker_site(
 
     figures = Figures()
     front = WorkerFront(
-        crew, check, figures, max_request_bytes=MAX_REQUEST_BYTES, body_timeout_s=BODY_TIMEOUT_S, max_workers=max_workers
+        pool, check, figures, max_request_bytes=MAX_REQUEST_BYTES, body_timeout_s=BODY_TIMEOUT_S, max_workers=max_workers
     )
     routes = [
         Route(NODE_PATH, Post(front)),
-        Route(KEYS_PATH, File(crew.unsealer.publish, KEYS_MEDIA_TYPE)),
+        Route(KEYS_PATH, File(pool.unsealer.publish, KEYS_MEDIA_TYPE)),
         Route(EVIDENCE_PATH, File(read_evidence, "application/json")),
         Route("/health", tell_health, methods=["GET"]),
         Route("/metrics", tell_figures, methods=["GET"]),

@@ -60,7 +60,7 @@ def start_module(module: str, sock: socket.socket) -> Process:
     )
 
 
-class Crew:
+class WorkerPool:
     """Sealer and zygote of one node.
 
     Args:
@@ -193,7 +193,7 @@ class WorkerFront:
 
     def __init__(
         self,
-        crew: Crew,
+        pool: WorkerPool,
         check: Callable[[Scope], None],
         figures: Figures,
         *,
@@ -201,7 +201,7 @@ class WorkerFront:
         body_timeout_s: float,
         max_workers: int,
     ) -> None:
-        self._crew = crew
+        self._pool = pool
         self._figures = figures
         self._check = check
         self._max_request_bytes = max_request_bytes
@@ -227,7 +227,7 @@ class WorkerFront:
             try:
                 begun_s, is_whole = time.monotonic(), False
                 try:
-                    near = await self._crew.fork()
+                    near = await self._pool.fork()
                     is_whole = await self._carry(scope, body, pieces, near, receive, send)
                 finally:
                     self._figures.count(time.monotonic() - begun_s, answered=is_whole)
