@@ -1,6 +1,6 @@
 """What receipts cost a node and its clients: `python -m benchmarks.receipts`. Medians of wall time on this machine.
 
-A node signs every answer, asked or not, so its cost falls on every request: one question to the sealer's process.
+A node signs every answer, asked or not, so its cost falls on every request: one question to the key service's process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from cloister.privacy.sealing import (
     parse_keys,
     seal_chunked_request,
 )
+from cloister.sealed.workers.key_service import MESSAGE_BYTES, KeyServiceBoot
 from cloister.sealed.workers.remote import RemoteUnsealer
-from cloister.sealed.workers.sealer import MESSAGE_BYTES, SealerBoot
 
 NUM_TIMES = 400
 DIGEST = "00" * 32
@@ -57,13 +57,13 @@ async def median_of(work: Callable[[Header], Awaitable[object]], headers: list[H
 
 
 async def ask_sealer() -> float:
-    """Returns how long a worker waits for the signature of a sealer in a process of its own, in microseconds."""
+    """Returns how long a worker waits for the signature of a key service in a process of its own, in microseconds."""
     control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with far:
-        command = [sys.executable, "-m", "cloister.sealed.workers.sealer", str(far.fileno())]
+        command = [sys.executable, "-m", "cloister.sealed.workers.key_service", str(far.fileno())]
         process = subprocess.Popen(command, pass_fds=(far.fileno(),))
     try:
-        control.send(msgspec.msgpack.encode(SealerBoot(must_lock=False)))
+        control.send(msgspec.msgpack.encode(KeyServiceBoot(must_lock=False)))
         control.recv(MESSAGE_BYTES)
         door = _knock(control)
         worker = RemoteUnsealer()
@@ -96,7 +96,7 @@ def main() -> None:
     content = bytes(1 << 20)
     print("| work | median, microseconds |\n|---|---|")
     print(f"| signature, in the process | {median_us(lambda: key.sign(CLAIMS.signing_input)):.0f} |")
-    print(f"| signature of the sealer's process, from a worker | {asyncio.run(ask_sealer()):.0f} |")
+    print(f"| signature of the key service's process, from a worker | {asyncio.run(ask_sealer()):.0f} |")
     print(f"| salt and digest of a request of 1 kB | {median_us(lambda: Transcript(exchange, request)):.0f} |")
     print(f"| digest of 1 MiB of answer | {median_us(lambda: Transcript(exchange, request).add(content)):.0f} |")
     print(f"| check of a signature, at the client | {median_us(lambda: is_signed(CLAIMS, signature, public)):.0f} |")

@@ -1,4 +1,5 @@
-"""A program that holds one private key of X-Wing as a sealer does: it reads it from stdin, opens a request, then destroys it.
+"""A program that holds one private key of X-Wing as a key service does: it reads it from stdin, opens a request, then destroys
+it.
 
 It says "held", waits for a byte, destroys, says "destroyed", and waits to be killed.
 """

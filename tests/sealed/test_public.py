@@ -15,4 +15,4 @@ def test_keys_of_a_sealer_that_cannot_be_reached_are_refused_and_are_no_mistake_
     app = Starlette(routes=[Route("/keys", File(RemoteUnsealer().publish, KEYS_MEDIA_TYPE))])
     reply = TestClient(app).get("/keys")
     assert reply.status_code == 503
-    assert "sealer" in reply.json()["title"]
+    assert "key service" in reply.json()["title"]

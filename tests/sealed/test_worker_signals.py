@@ -27,7 +27,7 @@ class Captured:
     async def warm_up(self) -> None:
         pass
 
-    async def serve(self, front: socket.socket, engine: socket.socket, sealer: socket.socket) -> None:
+    async def serve(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
         front.send(msgspec.json.encode([may_kill(pid) for pid in (*self._victims, os.getpid())]))
 
 

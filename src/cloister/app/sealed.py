@@ -93,12 +93,12 @@ def _draft_names(config: EngineConfig) -> list[str]:
 
 
 async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
-    """Starts engine, sealer and zygote, and the front that carries sealed bytes between them and a gateway."""
+    """Starts engine, key service and zygote, and the front that carries sealed bytes between them and a gateway."""
     from cloister.privacy.attestation.configuration import describe_settings
     from cloister.privacy.shape import shape_of
     from cloister.sealed.attesting import check_prefixes, open_announcer, read_attesting
     from cloister.sealed.secret_files import read_secret
-    from cloister.sealed.workers.sealer import SealerBoot
+    from cloister.sealed.workers.key_service import KeyServiceBoot
     from cloister.sealed.workers.site import WAITING_WORKERS, WORKER_ENTRY, worker_site
     from cloister.sealed.workers.worker_pool import WorkerPool, start_module
     from cloister.sealed.workers.zygote import ZygoteBoot
@@ -116,7 +116,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
         paths = [path for path in sys.path if path]
         must_lock = overwrites(config.profile)
         shape = shape_of(settings.policy.profile, drafts=config.speculates)
-        await pool.open(SealerBoot(must_lock=must_lock), ZygoteBoot(WORKER_ENTRY, config, front, ready, paths, shape))
+        await pool.open(KeyServiceBoot(must_lock=must_lock), ZygoteBoot(WORKER_ENTRY, config, front, ready, paths, shape))
         check_prefixes(config.release_prefixes, Path(engine.model.path))
         announcer = await open_announcer(
             read_attesting(front),

@@ -19,12 +19,12 @@ ENGINE_MODULE: Final = "cloister.engine.child"
 WORKER: Final = "worker"
 WORKER_MODULE: Final = "cloister.sealed.workers.zygote"
 SEALER: Final = "sealer"
-SEALER_MODULE: Final = "cloister.sealed.workers.sealer"
+KEY_SERVICE_MODULE: Final = "cloister.sealed.workers.key_service"
 ATTESTER: Final = "attester"
 ATTESTER_MODULE: Final = "cloister.privacy.attestation.process"
 REPORTS: Final = "/sys/kernel/config/tsm/report"
 """Where the kernel gives reports of the processor to whoever makes a directory."""
-ROLE_OF: Final = {ENGINE_MODULE: ENGINE, WORKER_MODULE: WORKER, SEALER_MODULE: SEALER, ATTESTER_MODULE: ATTESTER}
+ROLE_OF: Final = {ENGINE_MODULE: ENGINE, WORKER_MODULE: WORKER, KEY_SERVICE_MODULE: SEALER, ATTESTER_MODULE: ATTESTER}
 HUB_SNAPSHOTS: Final = "snapshots"
 """In the hub's cache, models--OWNER--NAME/snapshots/COMMIT holds links to files in models--OWNER--NAME/blobs."""
 
@@ -69,7 +69,7 @@ class Launch:
         return {
             ENGINE: Role(ENGINE_MODULE, Needs(ENGINE, read=self.read, write=self.write), "before it is ready"),
             WORKER: Role(WORKER_MODULE, Needs(WORKER, read=self.read, fork=True), "before its first request"),
-            SEALER: Role(SEALER_MODULE, Needs(SEALER), "before it makes keys"),
+            SEALER: Role(KEY_SERVICE_MODULE, Needs(SEALER), "before it makes keys"),
             ATTESTER: Role(ATTESTER_MODULE, Needs(ATTESTER, read=self.read, write=self._reports)),
         }
 

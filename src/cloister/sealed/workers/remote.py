@@ -1,4 +1,4 @@
-"""The sealer as others see it: an `Unsealer` behind a channel."""
+"""The key service as others see it: an `Unsealer` behind a channel."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import msgspec
 from cloister.privacy.sealing import Exchange, Form, Header, ReplayCacheFullError, UnsealError
 from cloister.privacy.sealing.hpke import Context, ContextSecrets, Suite
 from cloister.sealed.unsealing import PublicKeys
-from cloister.sealed.workers.sealer import CACHE_FULL, MESSAGE_BYTES, Answer, Question
+from cloister.sealed.workers.key_service import CACHE_FULL, MESSAGE_BYTES, Answer, Question
 from cloister.types.errors import EngineError
 
 ANSWER_TIMEOUT_S: Final = 10.0
 
 
 class RemoteUnsealer:
-    """Asks a sealer. One question at a time."""
+    """Asks a key service. One question at a time."""
 
     def __init__(self) -> None:
         self._sock: socket.socket | None = None
@@ -51,7 +51,7 @@ class RemoteUnsealer:
     async def _ask(self, question: Question) -> Answer:
         loop = asyncio.get_running_loop()
         if self._sock is None:
-            raise EngineError("the sealer has not been reached")
+            raise EngineError("the key service has not been reached")
         try:
             async with self._turn, asyncio.timeout(ANSWER_TIMEOUT_S):
                 await loop.sock_sendall(self._sock, msgspec.msgpack.encode(question))
@@ -59,7 +59,7 @@ class RemoteUnsealer:
         except (OSError, TimeoutError):
             said = b""
         if not said:
-            raise EngineError("the sealer does not answer; the node has to be restarted")
+            raise EngineError("the key service does not answer; the node has to be restarted")
         answer = msgspec.msgpack.decode(said, type=Answer)
         if answer.error == CACHE_FULL:
             raise ReplayCacheFullError("The receiver has as many requests as it can keep apart; try again in a moment.")

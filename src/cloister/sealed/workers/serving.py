@@ -74,10 +74,10 @@ class NodeServing:
             await app(to_scope(Head("POST", NODE_PATH, [(b"content-type", CHUNKED.request_type.encode())])), receive, send)
         self._rehearsal = None
 
-    async def serve(self, front: socket.socket, engine: socket.socket, sealer: socket.socket) -> None:
+    async def serve(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
         reader, writer = await asyncio.open_unix_connection(sock=front, limit=_LIMIT_BYTES)
         await self._engine.attach(engine)
-        self._unsealer.attach(sealer)
+        self._unsealer.attach(key_service)
         head = await receive_for_worker(reader)
         if not isinstance(head, Head):
             return

@@ -1,4 +1,4 @@
-"""The front's side: starts sealer and zygote, has workers made, and carries sealed bytes to them and back."""
+"""The front's side: starts key service and zygote, has workers made, and carries sealed bytes to them and back."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from cloister.privacy.tokens.paid import BUDGET_FIELD
 from cloister.sealed.exchange import Body, GoneError, Outgoing
 from cloister.sealed.problems import ProblemError, problem_of
 from cloister.sealed.workers.figures import Figures
+from cloister.sealed.workers.key_service import KeyServiceBoot, KeyServiceReady
 from cloister.sealed.workers.remote import RemoteUnsealer
-from cloister.sealed.workers.sealer import SealerBoot, SealerReady
 from cloister.sealed.workers.wire import Gone, Head, Part, Piece, Start, frame, receive_for_front, to_asgi
 from cloister.sealed.workers.zygote import ENGINE_DOOR, MESSAGE_BYTES, SEALER_DOOR, WORK, ZygoteBoot, ZygoteReady
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
@@ -30,7 +30,7 @@ from cloister.types.allocator import OVERWRITING
 from cloister.types.errors import CloisterError, EngineError
 
 ZYGOTE_MODULE: Final = "cloister.sealed.workers.zygote"
-SEALER_MODULE: Final = "cloister.sealed.workers.sealer"
+KEY_SERVICE_MODULE: Final = "cloister.sealed.workers.key_service"
 START_TIMEOUT_S: Final = 60.0
 FORK_TIMEOUT_S: Final = 10.0
 WORKER_COPIES: Final = 12
@@ -61,19 +61,19 @@ def start_module(module: str, sock: socket.socket) -> Process:
 
 
 class WorkerPool:
-    """Sealer and zygote of one node.
+    """Key service and zygote of one node.
 
     Args:
         start: makes their processes.
 
     Attributes:
-        unsealer: the front's own channel to the sealer, which publishes keys.
-        memory: how the sealer keeps its keys from swap.
+        unsealer: the front's own channel to the key service, which publishes keys.
+        memory: how the key service keeps its keys from swap.
     """
 
     def __init__(self, start: Start_ = start_module) -> None:
         self._start = start
-        self._sealer: socket.socket | None = None
+        self._key_service: socket.socket | None = None
         self._zygote: socket.socket | None = None
         self._processes: list[Process] = []
         self._turn = asyncio.Lock()
@@ -87,9 +87,9 @@ class WorkerPool:
 
     @property
     def fault(self) -> str | None:
-        """Why no request can be answered any more; None while sealer and zygote run."""
+        """Why no request can be answered any more; None while key service and zygote run."""
         if any(process.poll() is not None for process in self._processes):
-            return "the sealer or the zygote of this node has ended; start the node again"
+            return "the key service or the zygote of this node has ended; start the node again"
         return None
 
     def keep_door(self, door: socket.socket) -> None:
@@ -98,23 +98,23 @@ class WorkerPool:
         if self._zygote is not None:
             self._pass_door(self._zygote)
 
-    async def open(self, sealer: SealerBoot, zygote: ZygoteBoot) -> None:
+    async def open(self, key_service: KeyServiceBoot, zygote: ZygoteBoot) -> None:
         """Starts both; the engine must have been started.
 
         Raises:
             EngineError: one of them cannot start; the message says why.
         """
-        self._sealer, said = await self._boot(SEALER_MODULE, msgspec.msgpack.encode(sealer), SealerReady)
+        self._key_service, said = await self._boot(KEY_SERVICE_MODULE, msgspec.msgpack.encode(key_service), KeyServiceReady)
         if said.error:
-            raise EngineError(f"the sealer does not start: {said.error}")
+            raise EngineError(f"the key service does not start: {said.error}")
         self.memory = said.memory
-        self.unsealer.attach(self._sealer)
+        self.unsealer.attach(self._key_service)
         self._zygote, told = await self._boot(ZYGOTE_MODULE, msgspec.msgpack.encode(zygote), ZygoteReady)
         if told.error:
             raise EngineError(f"the zygote does not start: {told.error}")
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with near, far:  # the sealer takes no other door, so this process has no way to a request's secrets from here on
-            socket.send_fds(self._sealer, [KNOCK], [far.fileno()])
+        with near, far:  # the key service takes no other, so this process has no way to a request's secrets from here on
+            socket.send_fds(self._key_service, [KNOCK], [far.fileno()])
             socket.send_fds(self._zygote, [SEALER_DOOR], [near.fileno()])
         self._pass_door(self._zygote)
 
@@ -148,7 +148,7 @@ class WorkerPool:
         for process in self._processes:
             while process.poll() is None:
                 pass
-        for sock in (self._sealer, self._zygote, self._engine_door):
+        for sock in (self._key_service, self._zygote, self._engine_door):
             if sock is not None:
                 sock.close()
 

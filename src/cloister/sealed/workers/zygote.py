@@ -1,7 +1,7 @@
 """The zygote: `python -m cloister.sealed.workers.zygote FD`. It loads everything once, and forks a worker for each request.
 
 It has one thread and never holds content: it hands on descriptors, of the front's exchange, of a channel to the engine and of
-one to the sealer, and reads none of them. A worker serves one exchange and ends, whatever comes of it.
+one to the key service, and reads none of them. A worker serves one exchange and ends, whatever comes of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cloister.types.naming import name_process
 
 MESSAGE_BYTES: Final = 1 << 20
 ENGINE_DOOR, SEALER_DOOR, WORK = b"e", b"s", b"w"
-"""Words to a zygote, each with a descriptor: a new engine's door, the sealer's, and an exchange to serve."""
+"""Words to a zygote, each with a descriptor: a new engine's door, the key service's, and an exchange to serve."""
 TAKEN: Final = b"+"
 """The answer to `WORK`; a door gets none."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -74,7 +74,7 @@ class Serving(Protocol):
     def close(self) -> None:
         """Takes from this process, and all that it forks, what is not needed any more."""
 
-    async def serve(self, front: socket.socket, engine: socket.socket, sealer: socket.socket) -> None:
+    async def serve(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
         """Serves one exchange."""
 
 
@@ -113,12 +113,12 @@ class Zygote:
             _reap()
 
     def _work(self, front: socket.socket) -> None:
-        """Forks a worker; one that cannot reach engine or sealer is not made, and the front sees its exchange close."""
+        """Forks a worker; one that cannot reach engine or key service is not made, and the front sees its exchange close."""
         with front:
             try:
-                with self._channel(ENGINE_DOOR) as engine, self._channel(SEALER_DOOR) as sealer:
+                with self._channel(ENGINE_DOOR) as engine, self._channel(SEALER_DOOR) as key_service:
                     if os.fork() == 0:
-                        self._become_worker(front, engine, sealer)
+                        self._become_worker(front, engine, key_service)
             except (OSError, KeyError):
                 return
 
@@ -129,7 +129,7 @@ class Zygote:
             socket.send_fds(self._doors[door], [KNOCK], [far.fileno()])
         return near
 
-    def _become_worker(self, front: socket.socket, engine: socket.socket, sealer: socket.socket) -> None:
+    def _become_worker(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
         """Serves and ends; never returns."""
         status = 1
         try:
@@ -140,7 +140,7 @@ class Zygote:
             signal.setitimer(signal.ITIMER_REAL, self._life_s)
             for sock in (self._control, *self._doors.values()):
                 sock.close()
-            asyncio.run(self._serving.serve(front, engine, sealer))
+            asyncio.run(self._serving.serve(front, engine, key_service))
             status = 0
         except BaseException as error:
             os.write(2, f"a worker failed: {describe(error) if isinstance(error, Exception) else 'stopped'}\n".encode())

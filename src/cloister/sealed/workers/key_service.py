@@ -1,4 +1,5 @@
-"""The sealer: the one process with private keys. `python -m cloister.sealed.workers.sealer FD`, its end of a socket pair.
+"""The key service: the one process with private keys. `python -m cloister.sealed.workers.key_service FD`, its end of a socket
+pair.
 
 It gives the secrets of one request against the header of that request, remembers what was opened, and replaces its keys on
 time. It never sees a body. Its memory is locked, so that no key reaches swap; it ends with its parent, and its keys with it.
@@ -48,8 +49,8 @@ _MCL_CURRENT, _MCL_FUTURE = 1, 2
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class SealerBoot(msgspec.Struct, frozen=True):
-    """The first message to a sealer.
+class KeyServiceBoot(msgspec.Struct, frozen=True):
+    """The first message to a key service.
 
     Attributes:
         must_lock: it does not start if its memory cannot be locked and there is swap.
@@ -60,7 +61,7 @@ class SealerBoot(msgspec.Struct, frozen=True):
     must_lock: bool = True
 
 
-class SealerReady(msgspec.Struct, frozen=True):
+class KeyServiceReady(msgspec.Struct, frozen=True):
     """Its answer: how its memory is kept from swap, or why it does not start."""
 
     memory: str = ""
@@ -91,14 +92,14 @@ class Answer(msgspec.Struct, frozen=True):
     aead_id: int = 0
 
 
-class Sealer:
+class KeyService:
     """Answers questions; no I/O.
 
     Args:
         now: a clock that never goes back, in seconds.
     """
 
-    def __init__(self, boot: SealerBoot, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, boot: KeyServiceBoot, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._receiver = Receiver(KeyRing(now(), life_s=boot.life_s, overlap_s=boot.overlap_s), ReplayCache(boot.life_s))
 
@@ -157,14 +158,14 @@ def lock_memory(swaps: Path = Path("/proc/swaps")) -> str:
     raise OSError(ctypes.get_errno(), "memory cannot be locked; raise the limit (ulimit -l), or switch swap off")
 
 
-def serve(control: socket.socket, sealer: Sealer) -> None:
+def serve(control: socket.socket, key_service: KeyService) -> None:
     """Answers every channel until the other end of `control` is gone."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     door: socket.socket | None = None
     encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(Question).decode
     while True:
-        for key, _ in selector.select(sealer.patience_s):
+        for key, _ in selector.select(key_service.patience_s):
             sock = key.fileobj
             assert isinstance(sock, socket.socket)
             try:
@@ -178,7 +179,7 @@ def serve(control: socket.socket, sealer: Sealer) -> None:
                 if message and not descriptors:
                     question = decode(message)
                     may_ask = question.what == PUBLISH or sock not in (control, door)
-                    answer = sealer.answer(question) if may_ask else Answer(error=UNSEAL_FAILED)
+                    answer = key_service.answer(question) if may_ask else Answer(error=UNSEAL_FAILED)
                     sock.send(encode(answer), socket.MSG_DONTWAIT)
             except (OSError, msgspec.MsgspecError):
                 message = b""
@@ -187,40 +188,40 @@ def serve(control: socket.socket, sealer: Sealer) -> None:
                     return
                 selector.unregister(sock)
                 sock.close()
-        sealer.turn()
+        key_service.turn()
 
 
-def _rehearse(boot: SealerBoot) -> None:
+def _rehearse(boot: KeyServiceBoot) -> None:
     """Does once what requests will ask, with keys that are dropped, so that all code for it is loaded."""
-    sealer = Sealer(boot)
-    for configuration in parse_keys(sealer.answer(Question("publish")).keys):
+    key_service = KeyService(boot)
+    for configuration in parse_keys(key_service.answer(Question("publish")).keys):
         header = begin_request(configuration, CHUNKED).header.encode()
         for what in ("begin", "accept", "sign"):
-            sealer.answer(Question(what, header, CHUNKED.request_type))
+            key_service.answer(Question(what, header, CHUNKED.request_type))
 
 
 def main(descriptor: int) -> int:
-    """Becomes a sealer; returns the exit status."""
+    """Becomes a key service; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     name_process("sealer")
     control = socket.socket(fileno=descriptor)
-    boot = msgspec.msgpack.decode(control.recv(MESSAGE_BYTES), type=SealerBoot)
+    boot = msgspec.msgpack.decode(control.recv(MESSAGE_BYTES), type=KeyServiceBoot)
     try:
         memory = lock_memory()
     except OSError as error:
         if boot.must_lock:
-            control.send(msgspec.msgpack.encode(SealerReady(error=str(error.strerror))))
+            control.send(msgspec.msgpack.encode(KeyServiceReady(error=str(error.strerror))))
             return 1
         memory = "not locked"
     _rehearse(boot)
     if hardening.sealed() is not None:
         hardening.preload(["cloister.privacy.sealing"])
         hardening.close_this()
-    sealer = Sealer(boot)
-    control.send(msgspec.msgpack.encode(SealerReady(memory=memory)))
-    serve(control, sealer)
+    key_service = KeyService(boot)
+    control.send(msgspec.msgpack.encode(KeyServiceReady(memory=memory)))
+    serve(control, key_service)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The sealer gives what opens one request, takes each once, and forgets its keys."""
+"""The key service gives what opens one request, takes each once, and forgets its keys."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from cloister.privacy.sealing import (
     parse_keys,
     seal_chunked_request,
 )
+from cloister.sealed.workers.key_service import KeyService, KeyServiceBoot, KeyServiceReady, Question
 from cloister.sealed.workers.remote import RemoteUnsealer
-from cloister.sealed.workers.sealer import Question, Sealer, SealerBoot, SealerReady
 from cloister.types.errors import EngineError
 
 
@@ -36,13 +36,13 @@ class Clock:
         return self.now_s
 
 
-def sealed_to(sealer: Sealer, message: bytes = b"secret") -> bytes:
+def sealed_to(sealer: KeyService, message: bytes = b"secret") -> bytes:
     keys = parse_keys(sealer.answer(Question("publish")).keys)[0]
     return seal_chunked_request(keys, message)[0]
 
 
 def test_a_request_is_begun_and_taken_once() -> None:
-    sealer = Sealer(SealerBoot(), Clock())
+    sealer = KeyService(KeyServiceBoot(), Clock())
     header = Header.parse(sealed_to(sealer)).encode()
     assert sealer.answer(Question("begin", header, CHUNKED.request_type)).key
     assert sealer.answer(Question("accept", header)).error == ""
@@ -51,7 +51,7 @@ def test_a_request_is_begun_and_taken_once() -> None:
 
 def test_a_key_opens_nothing_when_its_time_is_over() -> None:
     clock = Clock()
-    sealer = Sealer(SealerBoot(life_s=100.0, overlap_s=10.0), clock)
+    sealer = KeyService(KeyServiceBoot(life_s=100.0, overlap_s=10.0), clock)
     header = Header.parse(sealed_to(sealer)).encode()
     secrets = sealer.answer(Question("begin", header, CHUNKED.request_type))
     clock.now_s = 99.0
@@ -65,21 +65,21 @@ NO_QUESTIONS = [Question("begin", b"short", CHUNKED.request_type), Question("beg
 
 @pytest.mark.parametrize("question", NO_QUESTIONS, ids=["short", "another form", "another verb"])
 def test_what_is_no_question_gets_no_secrets(question: Question) -> None:
-    answer = Sealer(SealerBoot(), Clock()).answer(question)
+    answer = KeyService(KeyServiceBoot(), Clock()).answer(question)
     assert answer.error
     assert not answer.key
 
 
 class Running:
-    """A sealer as a process."""
+    """A key service as a process."""
 
     def __init__(self) -> None:
         self.control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "cloister.sealed.workers.sealer", str(far.fileno())]
+        command = [sys.executable, "-m", "cloister.sealed.workers.key_service", str(far.fileno())]
         with far:
             self.process = subprocess.Popen(command, pass_fds=(far.fileno(),))
-        self.control.send(msgspec.msgpack.encode(SealerBoot(must_lock=False)))
-        self.ready = msgspec.msgpack.decode(self.control.recv(65536), type=SealerReady)
+        self.control.send(msgspec.msgpack.encode(KeyServiceBoot(must_lock=False)))
+        self.ready = msgspec.msgpack.decode(self.control.recv(65536), type=KeyServiceReady)
         self.door = self.knock(self.control)
         self.channels: list[socket.socket] = []
 
