@@ -20,7 +20,7 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the models on this machine: embedded, pulled, in the hub's cache, and in the directories given. Reads no weights."""
-    from cloister.models.shelf import list_models
+    from cloister.models.local_models import list_models
     from cloister.types.errors import ModelError
 
     missing = next((place for place in directories or () if not place.is_dir()), None)

@@ -31,9 +31,9 @@ def describe_model(name: str) -> dict[str, Any]:
     Raises:
         ModelError: there is no such model here.
     """
+    from cloister.models.local_models import describe
     from cloister.models.location import embedded_names, locate_here
     from cloister.models.pulling import CATALOGUE, Store
-    from cloister.models.shelf import describe
 
     known, store = CATALOGUE.get(name), Store()
     pulled = store.find(name)

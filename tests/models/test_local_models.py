@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from cloister.models import foreign
+from cloister.models.local_models import ShelvedModel, list_models
 from cloister.models.pulling.store import Store
-from cloister.models.shelf import ShelvedModel, list_models
 from tests.gguf_factory import make_gguf
 from tests.model_factory import make_model
 
