@@ -103,7 +103,7 @@ def test_what_a_model_without_a_spec_cannot_do_is_told(path: Path, settings: dic
 
 
 def test_without_the_library_the_error_lists_what_is_supported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloister.models.foreign.find_spec", lambda name: None)
+    monkeypatch.setattr("cloister.models.transformers_fallback.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"LlamaForCausalLM.*pip install 'cloister\[fallback\]'"):
         load(path)
 

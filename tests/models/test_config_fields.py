@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import transformers
 
-from cloister.models import foreign, load
+from cloister.models import load, transformers_fallback
 from cloister.models.config import HARMLESS
 from cloister.models.families import FAMILIES
 from cloister.types.errors import ModelError
@@ -250,7 +250,9 @@ def test_a_field_changes_the_logits_as_it_does_in_transformers(
 def test_a_field_that_cannot_be_honoured_is_refused(
     family: str, field: str, copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foreign, "find_spec", lambda _: None)  # else an unknown architecture is left to transformers
+    monkeypatch.setattr(
+        transformers_fallback, "find_spec", lambda _: None
+    )  # else an unknown architecture is left to transformers
     path = copy(family)
     change(path, field, refused(family)[field])
     with pytest.raises(ModelError):
@@ -340,7 +342,7 @@ def test_yarn_stretches_the_context_that_the_config_still_calls_short(tmp_path: 
 def test_an_unknown_architecture_gets_the_list_of_those_known(
     copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foreign, "find_spec", lambda _: None)
+    monkeypatch.setattr(transformers_fallback, "find_spec", lambda _: None)
     path = copy("llama")
     change(path, "architectures", ["MambaForCausalLM"])
     with pytest.raises(ModelError, match="LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"):

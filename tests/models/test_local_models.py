@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cloister.models import foreign
+from cloister.models import transformers_fallback
 from cloister.models.local_models import ShelvedModel, list_models
 from cloister.models.pulling.store import Store
 from tests.gguf_factory import make_gguf
@@ -52,7 +52,7 @@ def test_format_is_that_of_most_weights(shelf: Path) -> None:
 
 
 def test_a_model_that_cannot_be_served_says_why(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "find_spec", lambda _: None)
+    monkeypatch.setattr(transformers_fallback, "find_spec", lambda _: None)
     strange = find(shelf, "/strange")
     assert strange.obstacle is not None
     assert "StrangeForCausalLM" in strange.obstacle
@@ -67,7 +67,7 @@ def test_a_model_without_a_tokenizer_says_so(shelf: Path, tmp_path: Path) -> Non
 
 
 def test_a_model_that_transformers_may_run_is_not_called_unsupported(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "find_spec", lambda name: name)
+    monkeypatch.setattr(transformers_fallback, "find_spec", lambda name: name)
     strange = find(shelf, "/strange")
     assert (strange.architecture, strange.format) == ("StrangeForCausalLM", find(shelf, "/tiny").format)
     assert strange.obstacle is not None

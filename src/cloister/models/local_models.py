@@ -18,7 +18,6 @@ from huggingface_hub.errors import CacheNotFound
 from cloister.models.config import read_json
 from cloister.models.decoder import choose_family, find_family, read_spec
 from cloister.models.directory import choose_gguf, require_tokenizer
-from cloister.models.foreign import open_foreign
 from cloister.models.gguf.architecture import find_architecture
 from cloister.models.gguf.architecture import read_spec as read_gguf_spec
 from cloister.models.gguf.blocks import TYPES
@@ -26,6 +25,7 @@ from cloister.models.location import embedded_names, locate
 from cloister.models.pulling import Store
 from cloister.models.quantized import split_config
 from cloister.models.safetensors import read_header
+from cloister.models.transformers_fallback import open_foreign
 from cloister.types.errors import CloisterError
 from cloister.types.gguf import is_gguf, read_gguf
 
