@@ -20,8 +20,8 @@ from cloister.runner.drafters import DRAFTERS
 from cloister.runner.drafters.guessing import NumpyGuesser
 from cloister.runner.drafters.heads import heads_directory, read_card
 from cloister.train.decoder import Decoder, Shape
+from cloister.train.hidden_states import batch_passages
 from cloister.train.passages import Passage
-from cloister.train.places import batch_passages
 from tests.model_factory import make_model
 from tests.runner.drafters.answering import place_for
 

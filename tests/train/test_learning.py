@@ -18,10 +18,10 @@ from cloister.runner.drafters import blockwise, medusa
 from cloister.runner.drafters.guessing import guess_hidden
 from cloister.text import Tokenizer
 from cloister.train.heads import MAKERS, HeadsModule
+from cloister.train.hidden_states import HiddenStates, batch_passages, find_targets, read_places
 from cloister.train.learning import Lesson, learn
 from cloister.train.measuring import measure_ranks, summarise
 from cloister.train.passages import Passage, cut_passages
-from cloister.train.places import Places, batch_passages, find_targets, read_places
 from cloister.train.teacher import Teacher, read_rows
 from cloister.types.errors import ConfigError
 
@@ -49,7 +49,7 @@ def program() -> Program:
 
 
 @pytest.fixture(scope="module")
-def places(program: Program, passages: list[Passage], tmp_path_factory: pytest.TempPathFactory) -> Places:
+def places(program: Program, passages: list[Passage], tmp_path_factory: pytest.TempPathFactory) -> HiddenStates:
     return read_places(program, passages, HIDDEN, 16, BLOCKS, tmp_path_factory.mktemp("places") / "hidden.bin", QUIET)
 
 
@@ -59,7 +59,7 @@ def teacher(model: LoadedModel) -> Teacher:
 
 
 @pytest.fixture(scope="module")
-def choices(teacher: Teacher, places: Places) -> IntArray:
+def choices(teacher: Teacher, places: HiddenStates) -> IntArray:
     return teacher.choose(places, QUIET)
 
 
@@ -67,7 +67,9 @@ def make_heads(kind: str, width: int) -> HeadsModule:
     return MAKERS[kind](HEADS, HIDDEN, width, torch.Generator().manual_seed(0))
 
 
-def test_hidden_states_are_the_programs_own(program: Program, passages: list[Passage], places: Places, tmp_path: Path) -> None:
+def test_hidden_states_are_the_programs_own(
+    program: Program, passages: list[Passage], places: HiddenStates, tmp_path: Path
+) -> None:
     one = passages[3]
     alone = read_places(program, [one], HIDDEN, 16, BLOCKS, tmp_path / "one.bin", QUIET)
     start = sum(len(passage.token_ids) for passage in passages[:3])
@@ -99,7 +101,7 @@ def test_a_place_without_room_is_refused_before_any_work(
 
 
 def test_the_teachers_choices_are_the_models(
-    program: Program, passages: list[Passage], places: Places, choices: IntArray
+    program: Program, passages: list[Passage], places: HiddenStates, choices: IntArray
 ) -> None:
 
     best = program.forward(batch_passages(passages[:2], 16)).argmax(1)
@@ -108,7 +110,7 @@ def test_the_teachers_choices_are_the_models(
     assert (choices[~places.is_learned] == -1).all()
 
 
-def test_targets_end_with_the_passage(places: Places, choices: IntArray) -> None:
+def test_targets_end_with_the_passage(places: HiddenStates, choices: IntArray) -> None:
     last = int(places.ends[0]) - 1
     targets = find_targets(places, choices, np.array([0, last - 1, last]), 2)
     assert targets.T.tolist() == [[choices[1], choices[2]], [choices[last], -1], [-1, -1]]
@@ -136,7 +138,7 @@ def test_the_gradient_in_closed_form_is_torchs(softcap: float | None) -> None:
 
 @pytest.mark.parametrize(("kind", "width"), [("medusa", 1), ("blockwise", 128)])
 def test_heads_learn_what_comes_later(
-    teacher: Teacher, places: Places, choices: IntArray, tmp_path: Path, kind: str, width: int
+    teacher: Teacher, places: HiddenStates, choices: IntArray, tmp_path: Path, kind: str, width: int
 ) -> None:
     heads = make_heads(kind, width)
     before = summarise(*measure_ranks(heads, HEADS, teacher, places, choices, QUIET))
@@ -151,7 +153,7 @@ def test_heads_learn_what_comes_later(
 
 
 @pytest.mark.parametrize("kind", ["medusa", "blockwise"])
-def test_what_was_trained_is_what_is_served(kind: str, places: Places) -> None:
+def test_what_was_trained_is_what_is_served(kind: str, places: HiddenStates) -> None:
     heads = make_heads(kind, 2)
     with torch.no_grad():
         for weight in heads.parameters():
@@ -165,7 +167,7 @@ def test_what_was_trained_is_what_is_served(kind: str, places: Places) -> None:
 
 
 def test_training_that_was_stopped_ends_with_the_same_heads(
-    teacher: Teacher, places: Places, choices: IntArray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    teacher: Teacher, places: HiddenStates, choices: IntArray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cloister.train.learning.CHECKPOINT_EVERY", 4)
     lesson = Lesson(steps=10, rows=16, rate=1e-2, seed=1)

@@ -18,9 +18,9 @@ from cloister.runner.drafters.heads import heads_directory
 from cloister.train.checkpoints import Checkpoints, step_generator
 from cloister.train.decoder import Decoder, Shape
 from cloister.train.draft_files import check_source, write_draft
+from cloister.train.hidden_states import HiddenStates, RowArray
 from cloister.train.optimizer import Optimizer, Schedule
 from cloister.train.passages import Passage, check_size
-from cloister.train.places import Places, RowArray
 from cloister.train.session import Material, Reporter, check_place, open_session
 from cloister.train.teacher import Teacher, read_rows
 
@@ -142,7 +142,7 @@ def choose_shape(model: LoadedModel, settings: DraftSettings) -> Shape:
 def _distil(
     draft: Decoder,
     teacher: Teacher,
-    places: Places,
+    places: HiddenStates,
     passages: Sequence[Passage],
     settings: DraftSettings,
     seed: int,
@@ -168,7 +168,7 @@ def _distil(
             checkpoints.save(step + 1, draft, optimizer)
 
 
-def _divergence(draft: Decoder, teacher: Teacher, places: Places, starts: RowArray) -> Tensor:
+def _divergence(draft: Decoder, teacher: Teacher, places: HiddenStates, starts: RowArray) -> Tensor:
     """Returns the mean Kullback-Leibler divergence from model to draft over the learned places of passages, in nats."""
     tokens, rows, is_there = _pad(places, starts)
     states = draft.hidden_states(tokens)[is_there]
@@ -182,7 +182,7 @@ def _divergence(draft: Decoder, teacher: Teacher, places: Places, starts: RowArr
 
 
 @torch.no_grad()
-def _measure(draft: Decoder, teacher: Teacher, places: Places, starts: Sequence[int], source: str) -> Agreement:
+def _measure(draft: Decoder, teacher: Teacher, places: HiddenStates, starts: Sequence[int], source: str) -> Agreement:
     top1 = acceptance = 0.0
     num_places = 0
     for start in starts:
@@ -196,7 +196,7 @@ def _measure(draft: Decoder, teacher: Teacher, places: Places, starts: Sequence[
     return Agreement(source, round(top1 / total, 4), round(acceptance / total, 4), num_places)
 
 
-def _pad(places: Places, starts: RowArray) -> tuple[Tensor, RowArray, Tensor]:
+def _pad(places: HiddenStates, starts: RowArray) -> tuple[Tensor, RowArray, Tensor]:
     """Returns tokens [num_passages, longest], the places to learn from, and where in the tokens those are."""
     ends = places.ends[starts]
     longest = int((ends - starts).max())

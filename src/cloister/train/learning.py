@@ -14,8 +14,8 @@ from torch import Tensor
 from cloister.backends.base import IntArray
 from cloister.train.checkpoints import Checkpoints, step_generator
 from cloister.train.heads import HeadsModule
+from cloister.train.hidden_states import HiddenStates, RowArray, TargetArray, find_targets
 from cloister.train.optimizer import Optimizer, Schedule
-from cloister.train.places import Places, RowArray, TargetArray, find_targets
 from cloister.train.teacher import Teacher, read_rows
 
 FARTHER: Final = 0.8
@@ -44,7 +44,7 @@ def learn(
     heads: HeadsModule,
     num_heads: int,
     teacher: Teacher,
-    places: Places,
+    places: HiddenStates,
     choices: IntArray,
     lesson: Lesson,
     checkpoint: Path,

@@ -11,7 +11,7 @@ import torch
 
 from cloister.backends.base import IntArray
 from cloister.train.heads import HeadsModule
-from cloister.train.places import Places, find_targets
+from cloister.train.hidden_states import HiddenStates, find_targets
 from cloister.train.teacher import Teacher, read_rows
 from cloister.train.tree import MISSED, NOTHING_THERE, RankArray
 
@@ -40,7 +40,12 @@ class Accuracy:
 
 @torch.no_grad()
 def measure_ranks(
-    heads: HeadsModule, num_heads: int, teacher: Teacher, places: Places, choices: IntArray, advance: Callable[[int], object]
+    heads: HeadsModule,
+    num_heads: int,
+    teacher: Teacher,
+    places: HiddenStates,
+    choices: IntArray,
+    advance: Callable[[int], object],
 ) -> tuple[RankArray, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
     """Returns the rank of the model's token for each head at held-out places, and which of them are in answers of its own.
 

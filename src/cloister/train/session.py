@@ -20,8 +20,8 @@ from cloister.llm import LLM
 from cloister.models import LoadedModel, load, locate
 from cloister.text import Tokenizer
 from cloister.train.answers import answer, cut_beginnings, render_questions
+from cloister.train.hidden_states import HiddenStates, digest_passages, read_places
 from cloister.train.passages import Passage, cut_passages, read_files
-from cloister.train.places import Places, digest_passages, read_places
 from cloister.train.teacher import Teacher
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
@@ -140,7 +140,7 @@ class Session:
         """Returns what tells files of these passages from others."""
         return digest_passages(self.model.info.fingerprint, passages)
 
-    def choose(self, teacher: Teacher, places: Places, passages: Sequence[Passage]) -> IntArray:
+    def choose(self, teacher: Teacher, places: HiddenStates, passages: Sequence[Passage]) -> IntArray:
         """Returns what the model would go on with behind each place, computed once (`Teacher.choose`)."""
         file = self.work / f"choices-{self.name(passages)}.npy"
         if file.exists():
@@ -152,8 +152,8 @@ class Session:
         partial.replace(file)
         return choices
 
-    def read_places(self, passages: Sequence[Passage]) -> Places:
-        """Returns every place of passages with its hidden state (`train.places` says what it raises)."""
+    def read_places(self, passages: Sequence[Passage]) -> HiddenStates:
+        """Returns every place of passages with its hidden state (`train.hidden_states` says what it raises)."""
         block_size = self.config.block_size
         longest = max(len(passage.token_ids) for passage in passages)
         num_blocks = -(-max(_STEP_TOKENS, longest) // block_size)

@@ -13,7 +13,7 @@ from torch import Tensor
 from cloister.backends.base import IntArray
 from cloister.backends.tensors import dequantized
 from cloister.models import LoadedModel
-from cloister.train.places import Places
+from cloister.train.hidden_states import HiddenStates
 
 _ROWS: Final = 2048
 _ROWS_IN_CACHE: Final = 128
@@ -67,7 +67,7 @@ class Teacher:
         return total, gradient
 
     @torch.no_grad()
-    def choose(self, places: Places, advance: Callable[[int], object]) -> IntArray:
+    def choose(self, places: HiddenStates, advance: Callable[[int], object]) -> IntArray:
         """Returns the token that the model would go on with behind each place that is learned from, [num_places] int32.
 
         -1 elsewhere.
@@ -81,7 +81,7 @@ class Teacher:
         return chosen
 
 
-def read_rows(places: Places, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+def read_rows(places: HiddenStates, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
     """Returns the hidden states of some places, [num_rows, hidden] bfloat16."""
     bits = np.ascontiguousarray(places.hidden[rows]).view(np.int16)  # torch reads no ml_dtypes
     return torch.from_numpy(bits).view(torch.bfloat16)

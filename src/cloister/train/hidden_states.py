@@ -30,7 +30,7 @@ _SPARE_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class HiddenStates:
     """Places of all passages, one after another.
 
     Attributes:
@@ -63,7 +63,7 @@ def read_places(
     num_blocks: int,
     file: Path,
     advance: Callable[[int], object],
-) -> Places:
+) -> HiddenStates:
     """Runs passages through a model; a file that was begun before is gone on with.
 
     Args:
@@ -81,7 +81,7 @@ def read_places(
     ends = lengths.cumsum()
     firsts = np.repeat(ends - lengths, lengths)
     prompts = np.repeat(np.array([passage.start for passage in passages], np.int64), lengths)
-    return Places(
+    return HiddenStates(
         hidden=np.memmap(file, ml_dtypes.bfloat16, "r", shape=(total, hidden_size)),
         token_ids=np.concatenate([np.array(passage.token_ids, np.int32) for passage in passages]),
         ends=np.repeat(ends, lengths),
@@ -91,7 +91,7 @@ def read_places(
     )
 
 
-def find_targets(places: Places, choices: IntArray, rows: RowArray, num_heads: int) -> TargetArray:
+def find_targets(places: HiddenStates, choices: IntArray, rows: RowArray, num_heads: int) -> TargetArray:
     """Returns what each head shall guess at some places, [num_heads, num_rows]: the model's choice so many places further.
 
     -1 where the passage ends before: behind an answer nothing comes.
