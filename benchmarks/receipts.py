@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from cloister.engine.door import KNOCK
+from cloister.engine.worker_channels import CONNECT
 from cloister.privacy.receipts.claims import Claims, is_signed
 from cloister.privacy.receipts.transcript import Transcript
 from cloister.privacy.sealing import (
@@ -65,9 +65,9 @@ async def ask_sealer() -> float:
     try:
         control.send(msgspec.msgpack.encode(KeyServiceBoot(must_lock=False)))
         control.recv(MESSAGE_BYTES)
-        door = _knock(control)
+        listener = _connect(control)
         worker = RemoteUnsealer()
-        worker.attach(_knock(door))
+        worker.attach(_connect(listener))
         keys = parse_keys(await worker.publish())[0]
         sealed = [seal_chunked_request(keys, b"")[0] for _ in range(NUM_TIMES)]
         headers = [Header.parse(one[: header_bytes(one)]) for one in sealed]
@@ -79,10 +79,10 @@ async def ask_sealer() -> float:
         process.wait(20)
 
 
-def _knock(way: socket.socket) -> socket.socket:
+def _connect(way: socket.socket) -> socket.socket:
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with far:
-        socket.send_fds(way, [KNOCK], [far.fileno()])
+        socket.send_fds(way, [CONNECT], [far.fileno()])
     return near
 
 

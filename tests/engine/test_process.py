@@ -214,7 +214,7 @@ def test_an_engine_that_does_not_start_leaves_no_socket_open(model_path: Path, f
     async def main() -> None:
         kept: list[socket.socket] = []
         engine = ProcessEngine(
-            "tests.engine.replica:build_broken", make_config(model_path), spawn=spawn, doorkeeper=kept.append
+            "tests.engine.replica:build_broken", make_config(model_path), spawn=spawn, keep_listener=kept.append
         )
         gc.collect()
         before = set(os.listdir("/proc/self/fd"))

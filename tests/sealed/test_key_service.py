@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from cloister.engine.door import KNOCK
+from cloister.engine.worker_channels import CONNECT
 from cloister.privacy.sealing import (
     CHUNKED,
     ChunkOpener,
@@ -80,24 +80,24 @@ class Running:
             self.process = subprocess.Popen(command, pass_fds=(far.fileno(),))
         self.control.send(msgspec.msgpack.encode(KeyServiceBoot(must_lock=False)))
         self.ready = msgspec.msgpack.decode(self.control.recv(65536), type=KeyServiceReady)
-        self.door = self.knock(self.control)
+        self.listener = self.connect(self.control)
         self.channels: list[socket.socket] = []
 
-    def knock(self, way: socket.socket) -> socket.socket:
+    def connect(self, way: socket.socket) -> socket.socket:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
-            socket.send_fds(way, [KNOCK], [far.fileno()])
+            socket.send_fds(way, [CONNECT], [far.fileno()])
         return near
 
     def channel(self, way: socket.socket | None = None) -> RemoteUnsealer:
-        near = self.knock(way or self.door)
+        near = self.connect(way or self.listener)
         unsealer = RemoteUnsealer()
         unsealer.attach(near)
         self.channels.append(near)
         return unsealer
 
     def close(self) -> None:
-        for sock in (self.control, self.door, *self.channels):
+        for sock in (self.control, self.listener, *self.channels):
             sock.close()
         self.process.wait(20)
 
@@ -133,7 +133,7 @@ def test_a_front_that_is_captured_gets_public_keys_of_a_sealer_and_no_secrets() 
             header = Header.parse(seal_chunked_request(keys, b"secret")[0])
             with pytest.raises(UnsealError):
                 await front.begin(header, CHUNKED)
-            with pytest.raises(EngineError):  # it gave its door away when it started, and gets no other
+            with pytest.raises(EngineError):  # it gave its listener away when it started, and gets no other
                 await running.channel(running.control).begin(header, CHUNKED)
             assert (await running.channel().begin(header, CHUNKED)).header == header
         finally:

@@ -18,15 +18,15 @@ SEALED_ENGINE_ENTRY: Final = "cloister.app:build_sealed_engine"
 
 
 def make_engine(
-    config: EngineConfig, front: ServerConfig, doorkeeper: Callable[[socket.socket], None] | None = None
+    config: EngineConfig, front: ServerConfig, keep_listener: Callable[[socket.socket], None] | None = None
 ) -> ProcessEngine:
     """Returns an engine in a process of its own, one with no way in if the front has none."""
     from cloister.engine import ProcessEngine
 
     if hardening.sealed() is None:
-        return ProcessEngine(ENGINE_ENTRY, config, log_format=front.log_format, doorkeeper=doorkeeper)
+        return ProcessEngine(ENGINE_ENTRY, config, log_format=front.log_format, keep_listener=keep_listener)
     return ProcessEngine(
-        SEALED_ENGINE_ENTRY, config, log_format=front.log_format, spawn=_start_sealed_engine, doorkeeper=doorkeeper
+        SEALED_ENGINE_ENTRY, config, log_format=front.log_format, spawn=_start_sealed_engine, keep_listener=keep_listener
     )
 
 

@@ -108,7 +108,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     config, front = settings.engine.config, settings.server.config
     gateway_secret = read_secret(Path(front.gateway_secret)) if front.gateway_secret is not None else None
     pool = WorkerPool(start_module if hardening.sealed() is None else start_sealed_module)
-    engine = make_engine(config, front, pool.keep_door)
+    engine = make_engine(config, front, pool.keep_listener)
     await engine.start()
     started_s = time.time()
     try:

@@ -77,7 +77,7 @@ async def receive(reader: asyncio.StreamReader, limit_bytes: int = MAX_FRAME_BYT
 
 
 def receive_boot(sock: socket.socket) -> tuple[bytes | None, list[int]]:
-    """As `receive_blocking`, of the first frame, which may come with the descriptor of a door."""
+    """As `receive_blocking`, of the first frame, which may come with the descriptor of a listener."""
     while True:
         try:
             head, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, 1)

@@ -20,9 +20,9 @@ from typing import Final
 
 from cloister.engine import channel
 from cloister.engine.core import EngineCore
-from cloister.engine.door import Door
 from cloister.engine.faults import describe
 from cloister.engine.inbox import Inbox
+from cloister.engine.worker_channels import WorkerChannels
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
 from cloister.types.events import EngineMessage, Failed, Outputs, Ready
@@ -46,7 +46,7 @@ def main(fd: int) -> int:
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     sock.settimeout(SEND_TIMEOUT_S)
-    frame, doors = channel.receive_boot(sock)
+    frame, listeners = channel.receive_boot(sock)
     if frame is None:
         return 0
     boot = channel.decode_boot(frame)
@@ -55,11 +55,11 @@ def main(fd: int) -> int:
     inbox = Inbox()
     threading.Thread(target=_listen, args=(sock, inbox), name="cloister-channel", daemon=True).start()
 
-    door = Door(socket.socket(fileno=doors[0]), inbox, boot.config.max_num_seqs) if doors else None
+    listener = WorkerChannels(socket.socket(fileno=listeners[0]), inbox, boot.config.max_num_seqs) if listeners else None
 
     def send(message: EngineMessage) -> None:
-        if door is not None and isinstance(message, Outputs):
-            message = door.deliver(message)
+        if listener is not None and isinstance(message, Outputs):
+            message = listener.deliver(message)
         sock.sendall(channel.frame(message))
 
     core = _build(boot, send)
@@ -67,8 +67,8 @@ def main(fd: int) -> int:
         return 1
     core.inbox = inbox
     core.settle()
-    if door is not None:
-        threading.Thread(target=door.run, name="cloister-door", daemon=True).start()
+    if listener is not None:
+        threading.Thread(target=listener.run, name="cloister-channels", daemon=True).start()
     send(Ready(core.model, core.memory, core.adapters.loaded, core.startup))
     try:
         core.run(send)

@@ -118,7 +118,7 @@ async def launch(
     timeout_s: float,
     log_format: str = "text",
     spawn: Spawn = spawn_program,
-    door: socket.socket | None = None,
+    listener: socket.socket | None = None,
 ) -> EngineChild:
     """Starts an engine process and waits until its model is loaded.
 
@@ -126,7 +126,7 @@ async def launch(
         entry: "module:function" that builds its EngineCore.
         log_format: how it writes its log.
         spawn: makes the process.
-        door: through which others than this process send it channels (`engine.door`); it is closed here.
+        listener: through which others than this process send it channels (`engine.worker_channels`); it is closed here.
 
     Raises:
         CloisterError: what the engine refused to start for.
@@ -134,15 +134,15 @@ async def launch(
     """
     boot = channel.frame(channel.Boot(entry, config, [path for path in sys.path if path], log_format))
     with contextlib.ExitStack() as unused:
-        if door is not None:
-            unused.enter_context(door)
+        if listener is not None:
+            unused.enter_context(listener)
         near, far = socket.socketpair()
         on_failure = unused.enter_context(contextlib.ExitStack())
         on_failure.enter_context(near)
         with far:
             process = spawn(far)
         on_failure.callback(process.kill)
-        socket.send_fds(near, [boot], [] if door is None else [door.fileno()])
+        socket.send_fds(near, [boot], [] if listener is None else [listener.fileno()])
         near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         reader, writer = await asyncio.open_unix_connection(sock=near, limit=_READ_LIMIT_BYTES)

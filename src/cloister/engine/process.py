@@ -12,11 +12,11 @@ from typing import Final
 from cloister.engine.adapter_calls import AdapterCalls
 from cloister.engine.base import EventListener, Health
 from cloister.engine.desk import Desk
-from cloister.engine.door import open_door
 from cloister.engine.faults import describe
 from cloister.engine.launch import EngineChild, Spawn, launch, spawn_overwriting, spawn_program
 from cloister.engine.restarts import Restarts
 from cloister.engine.watchdog import Watchdog
+from cloister.engine.worker_channels import open_listener
 from cloister.types.allocator import overwrites
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
@@ -62,7 +62,8 @@ class ProcessEngine:
         log_format: how the child writes its log.
         spawn: makes the child process; unset, by executing the interpreter, with memory that is overwritten when it is freed
             if the profile asks for that.
-        doorkeeper: gets the near end of the door of each engine process (`engine.door`), to keep; None, engines have no door.
+        keep_listener: gets the near end of the listener of each engine process (`engine.worker_channels`), to keep; None,
+        engines have no listener.
 
     Attributes:
         model, memory: as the engine said; set by `start`.
@@ -82,7 +83,7 @@ class ProcessEngine:
         clock: Clock | None = None,
         log_format: str = "text",
         spawn: Spawn | None = None,
-        doorkeeper: Callable[[socket.socket], None] | None = None,
+        keep_listener: Callable[[socket.socket], None] | None = None,
     ) -> None:
         self._entry = entry
         self._spawn: Spawn = spawn or (spawn_overwriting if overwrites(config.profile) else spawn_program)
@@ -98,7 +99,7 @@ class ProcessEngine:
         self._keeper: asyncio.Task[None] | None = None
         self._drain_s: float | None = None
         self._is_broken = False
-        self._doorkeeper = doorkeeper
+        self._keep_listener = keep_listener
         self._elsewhere: set[str] = set()
 
     async def start(self) -> None:
@@ -148,7 +149,7 @@ class ProcessEngine:
     async def _launch(self) -> None:
         config = replace(self._config, lora=self.adapters.as_setting(self._config.lora))
         begun_s = self._clock.now()
-        near, far = open_door() if self._doorkeeper is not None else (None, None)
+        near, far = open_listener() if self._keep_listener is not None else (None, None)
         timeout_s = self._supervision.start_timeout_s
         try:
             child = await launch(self._entry, config, timeout_s, self._log_format, self._spawn, far)
@@ -156,8 +157,8 @@ class ProcessEngine:
             if near is not None:
                 near.close()
             raise
-        if self._doorkeeper is not None and near is not None:
-            self._doorkeeper(near)
+        if self._keep_listener is not None and near is not None:
+            self._keep_listener(near)
         self._child = child
         self.model, self.memory = child.ready.model, child.ready.memory
         phases = child.ready.startup
@@ -190,7 +191,7 @@ class ProcessEngine:
         try:
             while isinstance(message := await child.receive(), Outputs):
                 self._watchdog.note(message.events)
-                if self._doorkeeper is not None:
+                if self._keep_listener is not None:
                     self._note_elsewhere(message.events)
                 self._desk.deliver(message)
                 self.adapters.deliver(message.replies)

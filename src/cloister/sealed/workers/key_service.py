@@ -4,9 +4,9 @@ pair.
 It gives the secrets of one request against the header of that request, remembers what was opened, and replaces its keys on
 time. It never sees a body. Its memory is locked, so that no key reaches swap; it ends with its parent, and its keys with it.
 
-Its socket is the front's, which gets public keys and nothing else. Once, at the start, a descriptor of a door comes through it,
-which the front hands on to the zygote and forgets; through the door come channels of workers (`engine.door`). Questions are
-datagrams: publish, begin, accept, sign.
+Its socket is the front's, which gets public keys and nothing else. Once, at the start, a descriptor of a listener comes through
+it, which the front hands on to the zygote and forgets; through the listener come channels of workers
+(`engine.worker_channels`). Questions are datagrams: publish, begin, accept, sign.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def serve(control: socket.socket, key_service: KeyService) -> None:
     """Answers every channel until the other end of `control` is gone."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
-    door: socket.socket | None = None
+    listener: socket.socket | None = None
     encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(Question).decode
     while True:
         for key, _ in selector.select(key_service.patience_s):
@@ -171,14 +171,14 @@ def serve(control: socket.socket, key_service: KeyService) -> None:
             try:
                 message, descriptors, _, _ = socket.recv_fds(sock, MESSAGE_BYTES, 1)
                 for one in [socket.socket(fileno=descriptor) for descriptor in descriptors]:
-                    if sock is door or (sock is control and door is None):
+                    if sock is listener or (sock is control and listener is None):
                         selector.register(one, selectors.EVENT_READ)
-                        door = door or one
+                        listener = listener or one
                     else:
                         one.close()
                 if message and not descriptors:
                     question = decode(message)
-                    may_ask = question.what == PUBLISH or sock not in (control, door)
+                    may_ask = question.what == PUBLISH or sock not in (control, listener)
                     answer = key_service.answer(question) if may_ask else Answer(error=UNSEAL_FAILED)
                     sock.send(encode(answer), socket.MSG_DONTWAIT)
             except (OSError, msgspec.MsgspecError):

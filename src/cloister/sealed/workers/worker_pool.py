@@ -15,8 +15,8 @@ from typing import Final, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from cloister.engine.door import KNOCK
 from cloister.engine.launch import Process
+from cloister.engine.worker_channels import CONNECT
 from cloister.privacy.tokens.paid import BUDGET_FIELD
 from cloister.sealed.exchange import Body, GoneError, Outgoing
 from cloister.sealed.problems import ProblemError, problem_of
@@ -24,7 +24,7 @@ from cloister.sealed.workers.figures import Figures
 from cloister.sealed.workers.key_service import KeyServiceBoot, KeyServiceReady
 from cloister.sealed.workers.remote import RemoteUnsealer
 from cloister.sealed.workers.wire import Gone, Head, Part, Piece, Start, frame, receive_for_front, to_asgi
-from cloister.sealed.workers.zygote import ENGINE_DOOR, MESSAGE_BYTES, SEALER_DOOR, WORK, ZygoteBoot, ZygoteReady
+from cloister.sealed.workers.zygote import ENGINE_LISTENER, KEY_SERVICE_LISTENER, MESSAGE_BYTES, WORK, ZygoteBoot, ZygoteReady
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 from cloister.types.allocator import OVERWRITING
 from cloister.types.errors import CloisterError, EngineError
@@ -77,7 +77,7 @@ class WorkerPool:
         self._zygote: socket.socket | None = None
         self._processes: list[Process] = []
         self._turn = asyncio.Lock()
-        self._engine_door: socket.socket | None = None
+        self._engine_listener: socket.socket | None = None
         self.unsealer = RemoteUnsealer()
         self.memory = ""
 
@@ -92,11 +92,11 @@ class WorkerPool:
             return "the key service or the zygote of this node has ended; start the node again"
         return None
 
-    def keep_door(self, door: socket.socket) -> None:
-        """Takes the door of a new engine and hands it on; this process keeps no way to the engine's content."""
-        self._engine_door = door
+    def keep_listener(self, listener: socket.socket) -> None:
+        """Takes the listener of a new engine and hands it on; this process keeps no way to the engine's content."""
+        self._engine_listener = listener
         if self._zygote is not None:
-            self._pass_door(self._zygote)
+            self._pass_listener(self._zygote)
 
     async def open(self, key_service: KeyServiceBoot, zygote: ZygoteBoot) -> None:
         """Starts both; the engine must have been started.
@@ -114,9 +114,9 @@ class WorkerPool:
             raise EngineError(f"the zygote does not start: {told.error}")
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with near, far:  # the key service takes no other, so this process has no way to a request's secrets from here on
-            socket.send_fds(self._key_service, [KNOCK], [far.fileno()])
-            socket.send_fds(self._zygote, [SEALER_DOOR], [near.fileno()])
-        self._pass_door(self._zygote)
+            socket.send_fds(self._key_service, [CONNECT], [far.fileno()])
+            socket.send_fds(self._zygote, [KEY_SERVICE_LISTENER], [near.fileno()])
+        self._pass_listener(self._zygote)
 
     async def fork(self) -> socket.socket:
         """Has a worker made and returns the way to it.
@@ -148,15 +148,15 @@ class WorkerPool:
         for process in self._processes:
             while process.poll() is None:
                 pass
-        for sock in (self._key_service, self._zygote, self._engine_door):
+        for sock in (self._key_service, self._zygote, self._engine_listener):
             if sock is not None:
                 sock.close()
 
-    def _pass_door(self, zygote: socket.socket) -> None:
-        door, self._engine_door = self._engine_door, None
-        if door is not None:
-            with door:
-                socket.send_fds(zygote, [ENGINE_DOOR], [door.fileno()])
+    def _pass_listener(self, zygote: socket.socket) -> None:
+        listener, self._engine_listener = self._engine_listener, None
+        if listener is not None:
+            with listener:
+                socket.send_fds(zygote, [ENGINE_LISTENER], [listener.fileno()])
 
     async def _boot(self, module: str, boot: bytes, kind: type[R]) -> tuple[socket.socket, R]:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

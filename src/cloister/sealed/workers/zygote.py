@@ -21,8 +21,8 @@ from typing import Final, Protocol
 
 import msgspec
 
-from cloister.engine.door import KNOCK
 from cloister.engine.faults import describe
+from cloister.engine.worker_channels import CONNECT
 from cloister.privacy.hardening.landlock import confine_signals
 from cloister.privacy.shape import Shape
 from cloister.types.config import EngineConfig, ServerConfig
@@ -31,10 +31,10 @@ from cloister.types.events import Ready
 from cloister.types.naming import name_process
 
 MESSAGE_BYTES: Final = 1 << 20
-ENGINE_DOOR, SEALER_DOOR, WORK = b"e", b"s", b"w"
-"""Words to a zygote, each with a descriptor: a new engine's door, the key service's, and an exchange to serve."""
+ENGINE_LISTENER, KEY_SERVICE_LISTENER, WORK = b"e", b"s", b"w"
+"""Words to a zygote, each with a descriptor: a new engine's listener, the key service's, and an exchange to serve."""
 TAKEN: Final = b"+"
-"""The answer to `WORK`; a door gets none."""
+"""The answer to `WORK`; a listener gets none."""
 _PR_SET_PDEATHSIG: Final = 1
 THREADS_END_S: Final = 5.0
 LIFE_MARGIN_S: Final = 120
@@ -93,7 +93,7 @@ class Zygote:
         self._control = control
         self._serving = serving
         self._life_s = life_s
-        self._doors: dict[bytes, socket.socket] = {}
+        self._listeners: dict[bytes, socket.socket] = {}
 
     def run(self) -> None:
         """Answers until the front is gone."""
@@ -107,26 +107,26 @@ class Zygote:
                     self._work(sock)
                     self._control.send(TAKEN)
                 else:
-                    if (old := self._doors.pop(message, None)) is not None:
+                    if (old := self._listeners.pop(message, None)) is not None:
                         old.close()
-                    self._doors[message] = sock
+                    self._listeners[message] = sock
             _reap()
 
     def _work(self, front: socket.socket) -> None:
         """Forks a worker; one that cannot reach engine or key service is not made, and the front sees its exchange close."""
         with front:
             try:
-                with self._channel(ENGINE_DOOR) as engine, self._channel(SEALER_DOOR) as key_service:
+                with self._channel(ENGINE_LISTENER) as engine, self._channel(KEY_SERVICE_LISTENER) as key_service:
                     if os.fork() == 0:
                         self._become_worker(front, engine, key_service)
             except (OSError, KeyError):
                 return
 
-    def _channel(self, door: bytes) -> socket.socket:
-        kind = socket.SOCK_STREAM if door == ENGINE_DOOR else socket.SOCK_SEQPACKET
+    def _channel(self, listener: bytes) -> socket.socket:
+        kind = socket.SOCK_STREAM if listener == ENGINE_LISTENER else socket.SOCK_SEQPACKET
         near, far = socket.socketpair(socket.AF_UNIX, kind)
         with far:
-            socket.send_fds(self._doors[door], [KNOCK], [far.fileno()])
+            socket.send_fds(self._listeners[listener], [CONNECT], [far.fileno()])
         return near
 
     def _become_worker(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
@@ -138,7 +138,7 @@ class Zygote:
             confine_signals()
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, self._life_s)
-            for sock in (self._control, *self._doors.values()):
+            for sock in (self._control, *self._listeners.values()):
                 sock.close()
             asyncio.run(self._serving.serve(front, engine, key_service))
             status = 0

@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cloister.engine.door import KNOCK
 from cloister.engine.linked import GONE, NOT_LINKED, LinkedEngine
 from cloister.engine.process import ProcessEngine, Supervision
 from cloister.engine.restarts import Restarts
+from cloister.engine.worker_channels import CONNECT
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError
 from cloister.types.events import Ended, Event, Progressed, Ready, Submit
@@ -27,15 +27,15 @@ ONCE = Supervision(restarts=Restarts(max_restarts=0))
 
 
 class House:
-    """An engine process with a door, and the events that its front heard."""
+    """An engine process with a listener, and the events that its front heard."""
 
     def __init__(
         self, entry: str = "cloister.app:build_engine", config: EngineConfig = CONFIG, supervision: Supervision = ONCE
     ) -> None:
         self.config = config
-        self.doors: list[socket.socket] = []
+        self.listeners: list[socket.socket] = []
         self.events: list[Event] = []
-        self.engine = ProcessEngine(entry, config, supervision=supervision, doorkeeper=self.doors.append)
+        self.engine = ProcessEngine(entry, config, supervision=supervision, keep_listener=self.listeners.append)
         self.engine.subscribe(self.events.append)
         self.heard: list[Event] = []
         self.links: list[LinkedEngine] = []
@@ -50,13 +50,13 @@ class House:
         for link in self.links:
             await link.drain(0.0)
         await self.engine.drain(1.0)
-        for door in self.doors:
-            door.close()
+        for listener in self.listeners:
+            listener.close()
 
     async def link(self) -> LinkedEngine:
         near, far = socket.socketpair()
         with far:
-            socket.send_fds(self.doors[-1], [KNOCK], [far.fileno()])
+            socket.send_fds(self.listeners[-1], [CONNECT], [far.fileno()])
         engine = LinkedEngine(Ready(self.engine.model, self.engine.memory), self.config)
         await engine.attach(near)
         self.links.append(engine)

@@ -1,8 +1,8 @@
 """A second way to an engine: each process that handles one request has a channel of its own, and the front carries none of it.
 
-Through the door, a socket without a name, come descriptors of new channels; they speak the frames of `engine.channel`, and only
-`Submit` and `Abort` are taken from them. A channel that closes takes its requests with it; one that gives a request the name of
-one that runs, or says what no worker says, is closed: it would get what is another's.
+Through the listener, a socket without a name, come descriptors of new channels; they speak the frames of `engine.channel`, and
+only `Submit` and `Abort` are taken from them. A channel that closes takes its requests with it; one that gives a request the
+name of one that runs, or says what no worker says, is closed: it would get what is another's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from cloister.engine import channel
 from cloister.engine.inbox import Inbox
 from cloister.types.events import Abort, Ended, Event, Outputs, Stepped, Submit
 
-KNOCK: Final = b"+"
+CONNECT: Final = b"+"
 """What comes with a descriptor."""
 _READ_BYTES: Final = 65536
 _LENGTH: Final = struct.Struct(">I")
 
 
-def open_door() -> tuple[socket.socket, socket.socket]:
-    """Returns both ends of a door: one for whoever makes channels, one for the engine."""
+def open_listener() -> tuple[socket.socket, socket.socket]:
+    """Returns both ends of a listener: one for whoever makes channels, one for the engine."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
@@ -73,11 +73,11 @@ class _Channel:
         return False
 
 
-class Door:
+class WorkerChannels:
     """The engine's end.
 
     Args:
-        sock: of the door.
+        sock: of the listener.
         inbox: gets what comes through channels, as it gets what the front says.
         max_num_seqs: most sequences that a request may ask for.
     """
@@ -97,7 +97,7 @@ class Door:
         self._stuck: set[_Channel] = set()
 
     def run(self) -> None:
-        """Reads and writes until the door is closed from outside; for a thread of its own."""
+        """Reads and writes until the listener is closed from outside; for a thread of its own."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._sock:
@@ -161,7 +161,7 @@ class Door:
             self._selector.modify(one.sock, wanted, one)
 
     def _admit(self) -> bool:
-        message, descriptors, _, _ = socket.recv_fds(self._sock, len(KNOCK), 1)
+        message, descriptors, _, _ = socket.recv_fds(self._sock, len(CONNECT), 1)
         if not message:
             return False
         for descriptor in descriptors:
