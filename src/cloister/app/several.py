@@ -30,8 +30,8 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     from cloister.server.calls import Calls
     from cloister.server.files.service import FileService
     from cloister.server.metrics import make_tenant_figures
+    from cloister.server.model_switcher import ModelSwitcher
     from cloister.server.responses.keeping import ResponseStore
-    from cloister.server.rotation import Rotation
     from cloister.server.serve import Site
     from cloister.server.switch import ModelSwitch, list_entry
     from cloister.server.trace_export import open_tracer
@@ -53,19 +53,19 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
 
     stored = FileService.open(front, gate)
     responses_kept = ResponseStore() if front.keep_responses else None
-    rotation = Rotation(open_seat, settings.engine.config.request_timeout_s)
+    switcher = ModelSwitcher(open_seat, settings.engine.config.request_timeout_s)
     calls = Calls(
-        lambda route, status: rotation.shown.count_reply(route, status) if rotation.shown is not None else None,
+        lambda route, status: switcher.shown.count_reply(route, status) if switcher.shown is not None else None,
         [*request_log(front, gate), *([tracer.write] if tracer is not None else [])],
         make_tenant_figures(gate),
     )
-    await rotation.begin(next(iter(settings.models)))
+    await switcher.begin(next(iter(settings.models)))
     if (notice := gate.notice()) is not None:
         announce(notice)
     announce(f"one at a time in memory: {', '.join(settings.models)}")
-    app = surround(ModelSwitch(rotation, entries), calls, gate, front, stored=stored)
+    app = surround(ModelSwitch(switcher, entries), calls, gate, front, stored=stored)
     close = tracer.close if tracer is not None else lambda: None
-    return Site(app, rotation, reread_sources(settings, gate), close, lambda: engine.fault() if engine is not None else None)
+    return Site(app, switcher, reread_sources(settings, gate), close, lambda: engine.fault() if engine is not None else None)
 
 
 async def _open_seat(

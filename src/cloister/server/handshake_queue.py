@@ -1,4 +1,4 @@
-"""TLS handshakes take turns: one at a time, networks in rotation, and a bounded share of the event loop.
+"""TLS handshakes take turns: one at a time, networks in turn, and a bounded share of the event loop.
 
 Answering a ClientHello costs a key exchange and a signature, the most that a stranger can make a server compute for one packet.
 asyncio answers all that have arrived before it serves anybody else. Here a handshake waits until its hello is there, and the

@@ -1,4 +1,4 @@
-"""Sends a request to the application of the model that it names, of several that take turns in memory (`rotation`).
+"""Sends a request to the application of the model that it names, of several that take turns in memory (`model_switcher`).
 
 Questions about the server itself (health, metrics, the page) go to the model that is there, and load none.
 """
@@ -15,9 +15,9 @@ from cloister.engine.base import AsyncEngine
 from cloister.server.answers import Model, ModelList
 from cloister.server.metrics import Exposition
 from cloister.server.middleware.failures import send_error
+from cloister.server.model_switcher import ModelSwitcher
 from cloister.server.ollama.models import list_entries
 from cloister.server.ollama.names import served_name
-from cloister.server.rotation import Rotation
 from cloister.types.errors import CloisterError, NotFoundError
 from cloister.types.request import ModelInfo
 
@@ -36,7 +36,7 @@ ONE_MODEL = _Template("/v1/models/{model_id:path}")
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A model in memory (protocol `rotation.Place`): its routes, its engine, and its figures."""
+    """A model in memory (protocol `model_switcher.ResidentModel`): its routes, its engine, and its figures."""
 
     app: ASGIApp
     engine: AsyncEngine
@@ -69,8 +69,8 @@ class ModelSwitch:
         models: served name -> its entry in the list of models; the first one answers requests that name none.
     """
 
-    def __init__(self, rotation: Rotation, models: Mapping[str, Model]) -> None:
-        self._rotation = rotation
+    def __init__(self, switcher: ModelSwitcher, models: Mapping[str, Model]) -> None:
+        self._switcher = switcher
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,7 +82,7 @@ class ModelSwitch:
         first = await receive()
         try:
             name = self._pick(first.get("body", b""))
-            async with self._rotation.lend(name) as place:
+            async with self._switcher.lend(name) as place:
                 await place.app(scope, _replay(first, receive), send)
         except CloisterError as error:
             await send_error(send, error)
@@ -94,7 +94,7 @@ class ModelSwitch:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             name = None
         if name is None:
-            return self._rotation.name or next(iter(self._models))
+            return self._switcher.name or next(iter(self._models))
         if name not in self._models:
             served = ", ".join(f"`{known}`" for known in self._models)
             raise NotFoundError(f"This server has no such model; it serves {served}.", param="model", code="model_not_found")
@@ -102,7 +102,7 @@ class ModelSwitch:
 
     async def _answer_question(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["method"] == "GET" else ""
-        if path == HEALTH and self._rotation.is_changing:
+        if path == HEALTH and self._switcher.is_changing:
             await _send_json(send, b'{"status":"ok"}')  # loading has a deadline: it is progress
         elif path == MODELS:
             await _send_json(send, msgspec.json.encode(ModelList(list(self._models.values()))))
@@ -112,7 +112,7 @@ class ModelSwitch:
             scope["route"] = ONE_MODEL
             await _send_json(send, msgspec.json.encode(model))
         else:
-            app: ASGIApp = self._rotation.shown.app if self._rotation.shown is not None else _not_yet
+            app: ASGIApp = self._switcher.shown.app if self._switcher.shown is not None else _not_yet
             await app(scope, receive, send)
 
 

@@ -27,7 +27,7 @@ NOT_LOADED: Final = "this model could not be loaded; the operator finds the reas
 _logger = logging.getLogger(__name__)
 
 
-class Place(Protocol):
+class ResidentModel(Protocol):
     """A model in memory: the application that answers for it, and how to let it go."""
 
     @property
@@ -40,7 +40,7 @@ class Place(Protocol):
         ...
 
 
-Opener = Callable[[str], Awaitable[Place]]
+Opener = Callable[[str], Awaitable[ResidentModel]]
 """Loads the model of that name; raises CloisterError when it cannot be."""
 
 
@@ -50,7 +50,7 @@ class _Waiter:
     admitted: asyncio.Future[None]
 
 
-class Rotation:
+class ModelSwitcher:
     """Lends models to requests. Used from one event loop.
 
     Args:
@@ -64,10 +64,10 @@ class Rotation:
 
     def __init__(self, open: Opener, patience_s: float) -> None:
         self.name: str | None = None
-        self.shown: Place | None = None
+        self.shown: ResidentModel | None = None
         self._open = open
         self._patience_s = patience_s
-        self._place: Place | None = None
+        self._place: ResidentModel | None = None
         self._num_lent = 0
         self._queue: list[_Waiter] = []
         self._change: asyncio.Task[None] | None = None
@@ -84,7 +84,7 @@ class Rotation:
         self.name = name
 
     @asynccontextmanager
-    async def lend(self, name: str) -> AsyncIterator[Place]:
+    async def lend(self, name: str) -> AsyncIterator[ResidentModel]:
         """Yields the place of model `name`, which stays in memory meanwhile.
 
         Raises:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cloister.server.errors import OverloadedError
-from cloister.server.rotation import Rotation
+from cloister.server.model_switcher import ModelSwitcher
 from cloister.types.errors import EngineError, ModelError
 from tests import virtual_time
 
@@ -50,8 +50,8 @@ def run(scenario: Callable[[], Awaitable[Any]]) -> Any:
     return virtual_time.run(bounded())
 
 
-async def use(rotation: Rotation, name: str, order: list[str] | None = None, for_s: float = 0.0) -> str:
-    async with rotation.lend(name) as place:
+async def use(switcher: ModelSwitcher, name: str, order: list[str] | None = None, for_s: float = 0.0) -> str:
+    async with switcher.lend(name) as place:
         if order is not None:
             order.append(name)
         await asyncio.sleep(for_s)
@@ -63,8 +63,8 @@ async def use(rotation: Rotation, name: str, order: list[str] | None = None, for
 def test_a_model_is_loaded_once_for_many_requests() -> None:
     async def scenario() -> None:
         shelf = Shelf(0.01)
-        rotation = Rotation(shelf.open, 5)
-        assert await asyncio.gather(*(use(rotation, "a") for _ in range(20))) == ["a"] * 20
+        switcher = ModelSwitcher(shelf.open, 5)
+        assert await asyncio.gather(*(use(switcher, "a") for _ in range(20))) == ["a"] * 20
         assert shelf.log == ["+a"]
 
     run(scenario)
@@ -73,10 +73,10 @@ def test_a_model_is_loaded_once_for_many_requests() -> None:
 def test_the_old_model_leaves_before_the_new_one_comes_and_only_when_unused() -> None:
     async def scenario() -> None:
         shelf = Shelf()
-        rotation = Rotation(shelf.open, 5)
-        first = asyncio.create_task(use(rotation, "a", for_s=0.05))
+        switcher = ModelSwitcher(shelf.open, 5)
+        first = asyncio.create_task(use(switcher, "a", for_s=0.05))
         await asyncio.sleep(0.01)
-        second = asyncio.create_task(use(rotation, "b"))
+        second = asyncio.create_task(use(switcher, "b"))
         await asyncio.sleep(0.01)
         assert shelf.log == ["+a"]
         assert await asyncio.gather(first, second) == ["a", "b"]
@@ -88,12 +88,12 @@ def test_the_old_model_leaves_before_the_new_one_comes_and_only_when_unused() ->
 def test_a_stream_of_requests_for_one_model_does_not_starve_another() -> None:
     async def scenario() -> None:
         shelf = Shelf()
-        rotation, order = Rotation(shelf.open, 5), list[str]()
-        running = asyncio.create_task(use(rotation, "a", order, 0.02))
+        switcher, order = ModelSwitcher(shelf.open, 5), list[str]()
+        running = asyncio.create_task(use(switcher, "a", order, 0.02))
         await asyncio.sleep(0.005)
-        other = asyncio.create_task(use(rotation, "b", order))
+        other = asyncio.create_task(use(switcher, "b", order))
         await asyncio.sleep(0)
-        late = [asyncio.create_task(use(rotation, "a", order)) for _ in range(3)]
+        late = [asyncio.create_task(use(switcher, "a", order)) for _ in range(3)]
         await asyncio.gather(running, other, *late)
         assert order == ["a", "b", "a", "a", "a"]
         assert shelf.log == ["+a", "-a", "+b", "-b", "+a"]
@@ -104,12 +104,12 @@ def test_a_stream_of_requests_for_one_model_does_not_starve_another() -> None:
 def test_whoever_waits_too_long_is_told_so_and_leaves_no_trace() -> None:
     async def scenario() -> None:
         shelf = Shelf()
-        rotation = Rotation(shelf.open, 0.02)
-        running = asyncio.create_task(use(rotation, "a", for_s=0.1))
+        switcher = ModelSwitcher(shelf.open, 0.02)
+        running = asyncio.create_task(use(switcher, "a", for_s=0.1))
         await asyncio.sleep(0.005)
         with pytest.raises(OverloadedError):
-            await use(rotation, "b")
-        assert await use(rotation, "a") == "a"  # nobody waits any more, so it may go on beside the running one
+            await use(switcher, "b")
+        assert await use(switcher, "a") == "a"  # nobody waits any more, so it may go on beside the running one
         await running
         assert shelf.log == ["+a"]
 
@@ -120,12 +120,12 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_only() -> None:
     async def scenario() -> None:
         shelf = Shelf()
         shelf.broken.add("b")
-        rotation = Rotation(shelf.open, 5)
-        await use(rotation, "a")
-        results = await asyncio.gather(use(rotation, "b"), use(rotation, "b"), use(rotation, "a"), return_exceptions=True)
+        switcher = ModelSwitcher(shelf.open, 5)
+        await use(switcher, "a")
+        results = await asyncio.gather(use(switcher, "b"), use(switcher, "b"), use(switcher, "a"), return_exceptions=True)
         assert [type(result) for result in results] == [EngineError, EngineError, str]
         shelf.broken.clear()
-        assert await use(rotation, "b") == "b"
+        assert await use(switcher, "b") == "b"
 
     run(scenario)
 
@@ -133,12 +133,12 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_only() -> None:
 def test_a_client_that_hangs_up_while_it_waits_does_not_keep_the_model() -> None:
     async def scenario() -> None:
         shelf = Shelf(0.02)
-        rotation = Rotation(shelf.open, 5)
-        gone = asyncio.create_task(use(rotation, "a"))
+        switcher = ModelSwitcher(shelf.open, 5)
+        gone = asyncio.create_task(use(switcher, "a"))
         await asyncio.sleep(0.005)
         gone.cancel()
-        assert await use(rotation, "b") == "b"
-        assert await use(rotation, "a") == "a"
+        assert await use(switcher, "b") == "b"
+        assert await use(switcher, "a") == "a"
 
     run(scenario)
 
@@ -146,15 +146,15 @@ def test_a_client_that_hangs_up_while_it_waits_does_not_keep_the_model() -> None
 def test_draining_refuses_those_who_wait_and_ends_what_is_loaded() -> None:
     async def scenario() -> None:
         shelf = Shelf()
-        rotation = Rotation(shelf.open, 5)
-        async with rotation.lend("a"):
-            waiting = asyncio.create_task(use(rotation, "b"))
+        switcher = ModelSwitcher(shelf.open, 5)
+        async with switcher.lend("a"):
+            waiting = asyncio.create_task(use(switcher, "b"))
             await asyncio.sleep(0)
-            await rotation.drain(1.0)
+            await switcher.drain(1.0)
         with pytest.raises(EngineError):
             await waiting
         with pytest.raises(EngineError):
-            await use(rotation, "a")
+            await use(switcher, "a")
         assert shelf.log == ["+a", "-a"]
 
     run(scenario)
