@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cloister.server.files.service import FileService
     from cloister.server.responses.keeping import ResponseStore
     from cloister.server.serve import Site
-    from cloister.server.switch import Seat
+    from cloister.server.switch import LoadedApp
 
 
 async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
@@ -41,19 +41,19 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     tracer = open_tracer(front, "several")
     engine: ProcessEngine | None = None
 
-    async def open_seat(name: str) -> Seat:
+    async def open_app(name: str) -> LoadedApp:
         one = replace(settings, engine=settings.models[name])
         nonlocal engine
         engine = make_engine(one.engine.config, front)
-        seat = await _open_seat(one, engine, gate, calls, name, stored, responses_kept)
-        entries[name] = list_entry(name, seat.engine.model.name, seat.engine.model)
-        for line in describe_start(one, seat.engine.model, seat.engine.memory, seat.engine.startup, None):
+        loaded = await _open_app(one, engine, gate, calls, name, stored, responses_kept)
+        entries[name] = list_entry(name, loaded.engine.model.name, loaded.engine.model)
+        for line in describe_start(one, loaded.engine.model, loaded.engine.memory, loaded.engine.startup, None):
             announce(line)
-        return seat
+        return loaded
 
     stored = FileService.open(front, gate)
     responses_kept = ResponseStore() if front.keep_responses else None
-    switcher = ModelSwitcher(open_seat, settings.engine.config.request_timeout_s)
+    switcher = ModelSwitcher(open_app, settings.engine.config.request_timeout_s)
     calls = Calls(
         lambda route, status: switcher.shown.count_reply(route, status) if switcher.shown is not None else None,
         [*request_log(front, gate), *([tracer.write] if tracer is not None else [])],
@@ -68,7 +68,7 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     return Site(app, switcher, reread_sources(settings, gate), close, lambda: engine.fault() if engine is not None else None)
 
 
-async def _open_seat(
+async def _open_app(
     settings: Settings,
     engine: ProcessEngine,
     gate: Gate,
@@ -76,10 +76,10 @@ async def _open_seat(
     name: str,
     stored: FileService | None,
     responses_kept: ResponseStore | None,
-) -> Seat:
+) -> LoadedApp:
     """Starts the engine of one of several models, and its routes."""
     from cloister.server.app import create_routes, make_exposition
-    from cloister.server.switch import Seat
+    from cloister.server.switch import LoadedApp
     from cloister.text import ChatTemplate, Tokenizer
 
     config, front = settings.engine.config, settings.server.config
@@ -106,4 +106,4 @@ async def _open_seat(
         await engine.drain(0.0)
         raise
     return_free_memory()
-    return Seat(routes, engine, exposition)
+    return LoadedApp(routes, engine, exposition)

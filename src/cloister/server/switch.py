@@ -35,7 +35,7 @@ ONE_MODEL = _Template("/v1/models/{model_id:path}")
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class LoadedApp:
     """A model in memory (protocol `model_switcher.ResidentModel`): its routes, its engine, and its figures."""
 
     app: ASGIApp
