@@ -13,11 +13,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from cloister.backends import native
 from cloister.cli.doctor import COMPILERS
 
 os.environ["PIP_NO_INDEX"] = "1"
+settings.register_profile("cloister", deadline=None)  # how long an example takes depends on who else uses the machine
+settings.load_profile("cloister")
 
 
 class ModuleWithoutKernels(pytest.Module):
