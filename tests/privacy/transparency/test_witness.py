@@ -9,7 +9,7 @@ import pytest
 from cloister.privacy.transparency.checkpoint import Checkpoint
 from cloister.privacy.transparency.log import Log
 from cloister.privacy.transparency.note import Kind, Note, PrivateKey, cosigned_at, parse_signatures
-from cloister.privacy.transparency.witness import SIZE_TYPE, Answer, Witness, encode_request
+from cloister.privacy.transparency.witness import SIZE_TYPE, CosignResponse, Witness, encode_request
 from cloister.types.errors import ConfigError
 
 NOW = 1_790_000_000.0
@@ -29,7 +29,7 @@ def witness(tmp_path: Path) -> Witness:
     return Witness(tmp_path / "witness", KEY, [LOG.public])
 
 
-def ask(witness: Witness, log: Log, old: int) -> Answer:
+def ask(witness: Witness, log: Log, old: int) -> CosignResponse:
     checkpoint, note = log.checkpoint()
     return witness.add_checkpoint(encode_request(old, log.prove_consistency(old, checkpoint.size), note), NOW)
 
@@ -50,7 +50,7 @@ def test_a_witness_says_which_size_it_knows(log: Log, witness: Witness, tmp_path
     log.append([b"more"])
     again = Witness(tmp_path / "witness", KEY, [LOG.public])  # the state is on disk
     for old in (0, 2, 4):
-        assert ask(again, log, old) == Answer(409, "3\n", SIZE_TYPE)
+        assert ask(again, log, old) == CosignResponse(409, "3\n", SIZE_TYPE)
     assert ask(again, log, 3).status == 200
 
 
@@ -58,7 +58,7 @@ def test_a_witness_does_not_cosign_a_second_history(log: Log, witness: Witness, 
     ask(witness, log, 0)
     other = Log.create(tmp_path / "other", LOG)
     other.append([b"one", b"two", b"another"])
-    assert ask(witness, other, 3) == Answer(409, "3\n", SIZE_TYPE)
+    assert ask(witness, other, 3) == CosignResponse(409, "3\n", SIZE_TYPE)
     other.append([b"more"])
     assert ask(witness, other, 3).status == 422
     checkpoint, note = log.checkpoint()

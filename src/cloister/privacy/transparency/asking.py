@@ -13,7 +13,7 @@ import httpx
 from cloister.privacy.transparency.checkpoint import parse_checkpoint
 from cloister.privacy.transparency.note import Note, PublicKey, Signature, cosigned_at, parse_signatures
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
-from cloister.privacy.transparency.witness import MAX_REQUEST_BYTES, SIZE_TYPE, Answer, Witness, encode_request
+from cloister.privacy.transparency.witness import MAX_REQUEST_BYTES, SIZE_TYPE, CosignResponse, Witness, encode_request
 
 DEADLINE_S = 10.0
 ATTEMPTS = 3
@@ -69,7 +69,7 @@ class _Asking:
             self._known = int(known)
         raise self._refused("its state keeps changing")
 
-    async def _ask(self, body: bytes) -> Answer:
+    async def _ask(self, body: bytes) -> CosignResponse:
         raise NotImplementedError
 
     def _split(self) -> SplitViewError:
@@ -97,7 +97,7 @@ class HttpWitness(_Asking):
         self._client = client
         self._deadline_s = deadline_s
 
-    async def _ask(self, body: bytes) -> Answer:
+    async def _ask(self, body: bytes) -> CosignResponse:
         received = bytearray()
         try:
             async with asyncio.timeout(self._deadline_s), self._client.stream("POST", self._url, content=body) as response:
@@ -108,7 +108,7 @@ class HttpWitness(_Asking):
             text = received.decode()
         except (httpx.HTTPError, TimeoutError, UnicodeDecodeError) as error:
             raise self._refused(type(error).__name__) from None
-        return Answer(response.status_code, text, response.headers.get("content-type", ""))
+        return CosignResponse(response.status_code, text, response.headers.get("content-type", ""))
 
 
 class NearWitness(_Asking):
@@ -119,5 +119,5 @@ class NearWitness(_Asking):
         self._witness = witness
         self._clock = clock
 
-    async def _ask(self, body: bytes) -> Answer:
+    async def _ask(self, body: bytes) -> CosignResponse:
         return self._witness.add_checkpoint(body, self._clock())

@@ -25,7 +25,7 @@ SIZE_TYPE = "text/x.tlog.size"
 
 
 @dataclass(frozen=True)
-class Answer:
+class CosignResponse:
     """What a witness answers over HTTP.
 
     Attributes:
@@ -70,7 +70,7 @@ class Witness:
         except OSError as error:
             raise ConfigError(f"cannot make the witness's directory {directory}: {error.strerror}") from None
 
-    def add_checkpoint(self, body: bytes, now: float) -> Answer:
+    def add_checkpoint(self, body: bytes, now: float) -> CosignResponse:
         """Answers a request of a log.
 
         Args:
@@ -84,15 +84,15 @@ class Witness:
             old, proof, text = _decode_request(body)
             log = self._logs.get(parse_checkpoint(parse_note(text).text).origin)
         except TransparencyError as error:
-            return Answer(400, f"{error.message}\n")
+            return CosignResponse(400, f"{error.message}\n")
         if log is None:
-            return Answer(404, "this witness does not watch a log of this origin\n")
+            return CosignResponse(404, "this witness does not watch a log of this origin\n")
         try:
             checkpoint, note = open_checkpoint(text, log)
         except TransparencyError as error:
-            return Answer(403, f"{error.message}\n")
+            return CosignResponse(403, f"{error.message}\n")
         if old > checkpoint.size:
-            return Answer(400, "the old size is larger than the checkpoint's\n")
+            return CosignResponse(400, "the old size is larger than the checkpoint's\n")
         with locked(self._directory):  # compare and keep are one step: no older checkpoint overtakes
             return self._judge(old, proof, checkpoint, note, log, int(now))
 
@@ -112,12 +112,14 @@ class Witness:
                 f"the witness's state {path} is damaged; restore it, or it could cosign a second history"
             ) from None
 
-    def _judge(self, old: int, proof: list[bytes], checkpoint: Checkpoint, note: Note, log: PublicKey, now: int) -> Answer:
+    def _judge(
+        self, old: int, proof: list[bytes], checkpoint: Checkpoint, note: Note, log: PublicKey, now: int
+    ) -> CosignResponse:
         known = self.known(log)
         if old != known.size:
-            return Answer(409, f"{known.size}\n", SIZE_TYPE)
+            return CosignResponse(409, f"{known.size}\n", SIZE_TYPE)
         if old == checkpoint.size and checkpoint.root != known.root:
-            return Answer(409, f"{known.size}\n", SIZE_TYPE)
+            return CosignResponse(409, f"{known.size}\n", SIZE_TYPE)
         try:
             if old == 0:
                 if proof or (checkpoint.size == 0 and checkpoint.root != EMPTY_ROOT):
@@ -125,9 +127,9 @@ class Witness:
             else:
                 verify_consistency(old, checkpoint.size, known.root, checkpoint.root, proof)
         except TransparencyError as error:
-            return Answer(422, f"{error.message}\n")
+            return CosignResponse(422, f"{error.message}\n")
         write_whole(self._path(log), str(note).encode())
-        return Answer(200, str(cosign(note.text, self._private, now)))
+        return CosignResponse(200, str(cosign(note.text, self._private, now)))
 
     def _path(self, log: PublicKey) -> Path:
         return self._directory / f"{hashlib.sha256(log.name.encode()).hexdigest()}.checkpoint"
