@@ -48,7 +48,7 @@ from cloister.sealed.public import File, LogFiles
 from cloister.sealed.sealed_reply import SealedReply
 from cloister.sealed.serving import Health, Lifespan, Post, handlers
 from cloister.sealed.unsealing import Opened, Unsealer, open_request, read_head, read_parts
-from cloister.sealed.upstream import Answer, Upstream
+from cloister.sealed.upstream import Upstream, UpstreamResponse
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 from cloister.types.errors import CloisterError
 
@@ -260,7 +260,7 @@ async def _contents(parts: AsyncIterator[Part], body: Body) -> AsyncIterator[byt
     body.close()  # it is on its way to the node, and nothing of it stays here
 
 
-async def _pass_on(answer: Answer, expected: str, reply: SealedReply) -> None:
+async def _pass_on(answer: UpstreamResponse, expected: str, reply: SealedReply) -> None:
     if answer.status != 200 or answer.media_type != expected:
         # 503 may pass; everything else is said as a failure of the node, which another draw may avoid
         status = 503 if answer.status == 503 else 502

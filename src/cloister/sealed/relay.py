@@ -22,7 +22,7 @@ from cloister.privacy.tokens.purchase import REQUEST_TYPE as PURCHASE_TYPE
 from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES, Body, Outgoing, join_pieces, media_type, run_while_there
 from cloister.sealed.problems import ProblemError
 from cloister.sealed.serving import Health, Post, handlers
-from cloister.sealed.upstream import Answer, Upstream
+from cloister.sealed.upstream import Upstream, UpstreamResponse
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 
 PASSED_FIELDS: Final = ("cache-control", "incremental", "retry-after")
@@ -177,14 +177,14 @@ class _PublicFiles:
                 await out.refuse(problem)
 
 
-async def _pass_on(answer: Answer, out: Outgoing) -> None:
+async def _pass_on(answer: UpstreamResponse, out: Outgoing) -> None:
     await out.begin(answer.status, _fields_of(answer))
     async for piece in answer.pieces:
         await out.write(piece)
     await out.write(b"", last=True)
 
 
-def _fields_of(answer: Answer) -> Fields:
+def _fields_of(answer: UpstreamResponse) -> Fields:
     names = [name for name in PASSED_FIELDS if name in answer.fields]
     kind = answer.fields.get("content-type")
     first = ((b"content-type", kind.encode("latin-1")),) if kind is not None else ()

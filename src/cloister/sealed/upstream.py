@@ -32,7 +32,7 @@ _URL: Final = re.compile(r"https?://(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-
 
 
 @dataclass(frozen=True)
-class Answer:
+class UpstreamResponse:
     """The head of an answer, and its body while it comes.
 
     Attributes:
@@ -72,7 +72,7 @@ class Upstream:
         pieces: AsyncIterator[bytes] | None = None,
         *,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncIterator[UpstreamResponse]:
         """Sends a request and gives the answer when its head is there; leaving the context ends it.
 
         Raises:
@@ -92,7 +92,7 @@ class Upstream:
             raise self._problem(error) from None
         try:
             kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
-            yield Answer(response.status_code, kind, response.headers, self._read(response))
+            yield UpstreamResponse(response.status_code, kind, response.headers, self._read(response))
         finally:
             await response.aclose()
 
