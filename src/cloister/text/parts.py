@@ -72,7 +72,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Answer:
+class ParsedOutput:
     """Parts gathered into a whole answer.
 
     Attributes:

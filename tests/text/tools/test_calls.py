@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.text.answer_parser import AnswerForm, AnswerParser
-from cloister.text.parts import Answer, Arguments, CallBegun, CallBroken, CallEnded, Reasoning, Text
+from cloister.text.parts import Arguments, CallBegun, CallBroken, CallEnded, ParsedOutput, Reasoning, Text
 from cloister.text.reasoning import REASONINGS, detect_reasoning
 from cloister.text.tools import FAMILIES, Tool, detect_family
 
@@ -65,7 +65,7 @@ def parse(family, *pieces, **more):
 
 
 def gathered(parts):
-    answer = Answer()
+    answer = ParsedOutput()
     answer.add(parts)
     return answer.text, answer.reasoning, [(call.name, call.arguments) for call in answer.calls.values()]
 

@@ -10,7 +10,7 @@ import pytest
 from cloister.text import Tokenizer
 from cloister.text.answer_parser import AnswerForm, AnswerParser
 from cloister.text.grammar import GrammarCompiler
-from cloister.text.parts import Answer
+from cloister.text.parts import ParsedOutput
 from cloister.text.tools import FAMILIES, Tool
 from cloister.text.tools.base import literal
 from cloister.types.grammar import Grammar, GrammarKind
@@ -87,7 +87,7 @@ def test_whatever_is_chosen_under_the_grammar_is_calls_that_follow_their_schemas
         if text is None:
             continue
         num_read += 1
-        answer, parser = Answer(), AnswerParser(AnswerForm(family=FAMILIES.get(family), tools=tools))
+        answer, parser = ParsedOutput(), AnswerParser(AnswerForm(family=FAMILIES.get(family), tools=tools))
         answer.add(parser.push(text) + parser.flush())
         assert answer.text == "", text
         assert len(answer.calls) == 1 if is_one else answer.calls

@@ -32,7 +32,7 @@ from cloister.server.job import Job
 from cloister.server.logprobs import chat_logprobs
 from cloister.server.stream import Chunks, EventTemplate, events, open_stream
 from cloister.server.turns import Turn, make_call_id, read_turns
-from cloister.text.parts import Answer, Arguments, CallBegun, CallBroken, CallEnded, Part, Reasoning, Text
+from cloister.text.parts import Arguments, CallBegun, CallBroken, CallEnded, ParsedOutput, Part, Reasoning, Text
 from cloister.types.request import SequenceOutput
 
 router = APIRouter()
@@ -53,7 +53,7 @@ async def answer_chat(job: Job, outputs: AsyncGenerator[Numbered, None]) -> Chat
     """Returns the whole reply."""
     wants_logprobs = job.requests[0].sampling.logprobs is not None
     choices = [Choice(logprobs=[] if wants_logprobs else None) for _ in range(job.num_choices)]
-    answers = [Answer() for _ in choices]
+    answers = [ParsedOutput() for _ in choices]
     reasons = [""] * len(choices)
     tally = Tally(job)
     async with aclosing(read_turns(job, outputs, tally)) as turns:
@@ -79,7 +79,7 @@ async def answer_chat(job: Job, outputs: AsyncGenerator[Numbered, None]) -> Chat
     )
 
 
-def _message(answer: Answer) -> ChatMessage:
+def _message(answer: ParsedOutput) -> ChatMessage:
     calls = [ToolCallAnswer(make_call_id(), CalledFunction(c.name, c.arguments)) for c in answer.calls.values()]
     reasoning = answer.reasoning or UNSET
     return ChatMessage(
