@@ -77,7 +77,7 @@ class Question(msgspec.Struct, frozen=True):
     message: bytes = b""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class KeyServiceAnswer(msgspec.Struct, frozen=True):
     """What it gets: an error, or what it asked for."""
 
     error: str = ""
@@ -112,19 +112,19 @@ class KeyService:
         """Replaces and destroys the keys whose time has come."""
         self._receiver.ring.rotate(self._now())
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, question: Question) -> KeyServiceAnswer:
         """Returns the answer; what cannot be opened gets secrets too, of a key that nobody seals to (`Receiver`)."""
         try:
             match question.what:
                 case "publish":
                     self.turn()
                     ring = self._receiver.ring
-                    return Answer(keys=ring.publish(), receipt_key=ring.publish_receipt_key())
+                    return KeyServiceAnswer(keys=ring.publish(), receipt_key=ring.publish_receipt_key())
                 case "begin":
                     header = Header.parse(question.header)
                     secrets = self._receiver.begin(header, FORMS[question.media_type], self._now()).context.secrets
                     suite = secrets.suite
-                    return Answer(
+                    return KeyServiceAnswer(
                         key=secrets.key,
                         base_nonce=secrets.base_nonce,
                         exporter=secrets.exporter,
@@ -134,14 +134,16 @@ class KeyService:
                     )
                 case "accept":
                     self._receiver.accept(Header.parse(question.header), self._now())
-                    return Answer()
+                    return KeyServiceAnswer()
                 case "sign":
-                    return Answer(signature=self._receiver.sign(Header.parse(question.header), question.message, self._now()))
+                    return KeyServiceAnswer(
+                        signature=self._receiver.sign(Header.parse(question.header), question.message, self._now())
+                    )
         except ReplayCacheFullError:
-            return Answer(error=CACHE_FULL)
+            return KeyServiceAnswer(error=CACHE_FULL)
         except (UnsealError, KeyError):
             pass
-        return Answer(error=UNSEAL_FAILED)
+        return KeyServiceAnswer(error=UNSEAL_FAILED)
 
 
 def lock_memory(swaps: Path = Path("/proc/swaps")) -> str:
@@ -179,7 +181,7 @@ def serve(control: socket.socket, key_service: KeyService) -> None:
                 if message and not descriptors:
                     question = decode(message)
                     may_ask = question.what == PUBLISH or sock not in (control, listener)
-                    answer = key_service.answer(question) if may_ask else Answer(error=UNSEAL_FAILED)
+                    answer = key_service.answer(question) if may_ask else KeyServiceAnswer(error=UNSEAL_FAILED)
                     sock.send(encode(answer), socket.MSG_DONTWAIT)
             except (OSError, msgspec.MsgspecError):
                 message = b""

@@ -11,7 +11,7 @@ import msgspec
 from cloister.privacy.sealing import Exchange, Form, Header, ReplayCacheFullError, UnsealError
 from cloister.privacy.sealing.hpke import Context, ContextSecrets, Suite
 from cloister.sealed.unsealing import PublicKeys
-from cloister.sealed.workers.key_service import CACHE_FULL, MESSAGE_BYTES, Answer, Question
+from cloister.sealed.workers.key_service import CACHE_FULL, MESSAGE_BYTES, KeyServiceAnswer, Question
 from cloister.types.errors import EngineError
 
 ANSWER_TIMEOUT_S: Final = 10.0
@@ -48,7 +48,7 @@ class RemoteUnsealer:
     async def sign(self, header: Header, message: bytes) -> bytes:
         return (await self._ask(Question("sign", header.encode(), message=message))).signature
 
-    async def _ask(self, question: Question) -> Answer:
+    async def _ask(self, question: Question) -> KeyServiceAnswer:
         loop = asyncio.get_running_loop()
         if self._sock is None:
             raise EngineError("the key service has not been reached")
@@ -60,7 +60,7 @@ class RemoteUnsealer:
             said = b""
         if not said:
             raise EngineError("the key service does not answer; the node has to be restarted")
-        answer = msgspec.msgpack.decode(said, type=Answer)
+        answer = msgspec.msgpack.decode(said, type=KeyServiceAnswer)
         if answer.error == CACHE_FULL:
             raise ReplayCacheFullError("The receiver has as many requests as it can keep apart; try again in a moment.")
         if answer.error:
