@@ -11,7 +11,7 @@ from cloister.backends.native.packing import PackedMatrix, Packer
 _SITES: Final = ("q", "k", "v", "o", "gate", "up", "down")  # cpp/lora.hpp
 
 
-class AdapterShelf:
+class NativeAdapters:
     """The adapters of one program, by slot; the kernels hold pointers into their arrays."""
 
     def __init__(self, program: _native.Program, packer: Packer) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from cloister.backends.base import AdapterWeights, DrawArray, FloatArray, ForwardBatch, IntArray, KVLayout, MaskArray, Span
 from cloister.backends.draft_heads import DraftHeads
 from cloister.backends.native import _native
-from cloister.backends.native.adapters import AdapterShelf
+from cloister.backends.native.adapters import NativeAdapters
 from cloister.backends.native.heads import HeadShelf
 from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import PackedModel
@@ -50,7 +50,7 @@ class NativeProgram:
         self._model = model  # the kernels hold pointers into its arrays
         self._program = _native.Program(kernels, pool, spec.vocab_size, spec.hidden_size, spec.norm_eps)
         self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
-        self._adapters, self._heads = AdapterShelf(self._program, packer), HeadShelf(self._program, packer)
+        self._adapters, self._heads = NativeAdapters(self._program, packer), HeadShelf(self._program, packer)
         self._set_ends(spec)
         self._caches: list[ByteArray] = []
         ropes: dict[RopeSpec, int] = {}
