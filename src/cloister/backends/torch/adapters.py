@@ -63,7 +63,7 @@ class RowAdapters:
                 start = end
 
 
-class AdapterShelf:
+class TorchAdapters:
     """The adapters of one program, by slot; their products are of the program's type."""
 
     def __init__(self, spec: DecoderSpec, team: Team, dtype: torch.dtype, device: torch.device) -> None:

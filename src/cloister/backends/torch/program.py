@@ -14,7 +14,7 @@ from torch import Tensor
 from cloister.backends.base import AdapterWeights, FloatArray, ForwardBatch, IntArray, KVLayout, Span, Weights
 from cloister.backends.spec import AttentionSpec, DecoderSpec
 from cloister.backends.tensors import dequantized
-from cloister.backends.torch.adapters import AdapterShelf, RowAdapters
+from cloister.backends.torch.adapters import RowAdapters, TorchAdapters
 from cloister.backends.torch.attention import attend, attention_tiles, split_widths
 from cloister.backends.torch.cache import KVCache
 from cloister.backends.torch.decoder import Layer
@@ -62,7 +62,7 @@ class TorchProgram:
         ropes = {layer.attention.rope for layer in spec.layers} - {None}
         self._ropes = {rope: RopeTable(rope, device) for rope in ropes if rope is not None}
         self._cache = KVCache(kv, [layer.attention for layer in spec.layers], dtype, device)
-        self._adapters = AdapterShelf(spec, team, dtype, device)
+        self._adapters = TorchAdapters(spec, team, dtype, device)
         self._normed = self._nothing = torch.empty(0, spec.hidden_size, device=device)  # what the head read in the last step
         self._num_normed = 0
 
