@@ -7,7 +7,6 @@ from typing import Any
 
 from cloister.server.parse import check_fields
 from cloister.server.responses.schemas import (
-    AllowedChoice,
     CallItem,
     CallOutputItem,
     Choice,
@@ -15,10 +14,11 @@ from cloister.server.responses.schemas import (
     InputPart,
     Item,
     MessageItem,
-    NamedChoice,
     ReasoningItem,
     ResponsesBody,
     SchemaFormat,
+    ToolChoiceAllowed,
+    ToolChoiceFunction,
 )
 from cloister.server.schemas import ChatBody
 
@@ -93,16 +93,16 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
 
 def _choice(choice: Choice) -> dict[str, Any]:
     match choice:
-        case NamedChoice():
+        case ToolChoiceFunction():
             return _named(choice)
-        case AllowedChoice():
+        case ToolChoiceAllowed():
             allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
         case _:
             return {"type": choice.type}
 
 
-def _named(choice: NamedChoice) -> dict[str, Any]:
+def _named(choice: ToolChoiceFunction) -> dict[str, Any]:
     return {"type": "function", "function": {"name": choice.name}}
 
 

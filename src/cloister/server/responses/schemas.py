@@ -126,32 +126,32 @@ class FunctionTool(Strict):
     strict: bool | None = None
 
 
-class PlainChoice(Strict):
+class ToolChoiceMode(Strict):
     """Whether the model may or must call, as a client writes it in one word."""
 
     type: Literal["none", "auto", "required"]
 
 
-class NamedChoice(Strict):
+class ToolChoiceFunction(Strict):
     """The model must call this function."""
 
     type: Literal["function"]
     name: FunctionName
 
 
-class AllowedChoice(Strict):
+class ToolChoiceAllowed(Strict):
     """The model may or must call some of the tools only."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[ToolChoiceFunction], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 def _as_choice(value: object) -> object:
     return {"type": value} if isinstance(value, str) else value
 
 
-AnyChoice = Annotated[PlainChoice | NamedChoice | AllowedChoice, Field(discriminator="type")]
+AnyChoice = Annotated[ToolChoiceMode | ToolChoiceFunction | ToolChoiceAllowed, Field(discriminator="type")]
 Choice = Annotated[
     AnyChoice, BeforeValidator(_as_choice, json_schema_input_type=Literal["none", "auto", "required"] | AnyChoice)
 ]
