@@ -10,7 +10,7 @@ from cloister.sched import StepCost, StepSize
 from cloister.sched.speculation import DraftDecision, DrafterLimits, FixedSpeculation
 from cloister.sched.speculation.allocation import Allocation, Bid
 from cloister.sched.speculation.draft_times import DraftTimes
-from cloister.sched.speculation.step_times import Attention, StepTimes
+from cloister.sched.speculation.step_times import AttentionCost, StepTimes
 from cloister.types.step import Sample
 from tests.sched.draft_machine import (
     CURVES,
@@ -201,7 +201,7 @@ def test_one_sequence_whose_drafts_are_right_does_not_slow_down_fifteen_others()
     gains, all_found = [0.95, 0.9, 0.85, 0.8], [1.0] * 4
 
     def share_out(num_bids: int) -> list[int]:
-        allocation = Allocation(16, plain_s, times, Attention(cost, StepSize(16, 1600, 1600)), {"one": DraftTimes()})
+        allocation = Allocation(16, plain_s, times, AttentionCost(cost, StepSize(16, 1600, 1600)), {"one": DraftTimes()})
         bids = [Bid("one", gains, all_found, 4, 0.0, 0.0, 0.0) for _ in range(num_bids)]
         allocation.fill(bids, 16 / plain_s, 64)
         return [bid.num_drafts for bid in bids]

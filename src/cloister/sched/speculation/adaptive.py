@@ -22,7 +22,7 @@ from cloister.sched.speculation.decision import NO_DRAFTS, DraftDecision, Drafte
 from cloister.sched.speculation.draft_times import DraftTimes
 from cloister.sched.speculation.rates import Rates
 from cloister.sched.speculation.sequence_stats import MOST_SAVED, TRIAL_SHARE, WATCHED, SequenceStats
-from cloister.sched.speculation.step_times import NUM_UNSURE, Attention, StepTimes
+from cloister.sched.speculation.step_times import NUM_UNSURE, AttentionCost, StepTimes
 from cloister.types.step import Sample
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -169,7 +169,7 @@ class AdaptiveSpeculation:
         num = len(sequences)
         records = [self._record(sequence) for sequence in sequences]
         self._cost, self._is_dirty, self._num_last = cost, False, num
-        attention = Attention(cost, size)
+        attention = AttentionCost(cost, size)
         plain_s = self._times.plain_s(num, attention) or cost.predict(size)
         since = self._num_steps - self._last_decision
         self._last_decision = self._num_steps
@@ -220,7 +220,7 @@ class AdaptiveSpeculation:
                 least = 1
             self._next_decision = self._news_decision = self._num_steps + least
 
-    def _bid(self, record: SequenceStats, sequence: Running, attention: Attention, most: int) -> Bid | None:
+    def _bid(self, record: SequenceStats, sequence: Running, attention: AttentionCost, most: int) -> Bid | None:
         """Returns what the drafter that promises most offers for one sequence."""
         row_s = _row_s(sequence, attention)
         most = record.bound(most, self._share_s, self._row_s)
@@ -287,7 +287,7 @@ class AdaptiveSpeculation:
         record.choice = self._choices[name][num_drafts]
         return num_drafts
 
-    def _try(self, sequences: Sequence[Running], records: list[SequenceStats], num_left: int, attention: Attention) -> int:
+    def _try(self, sequences: Sequence[Running], records: list[SequenceStats], num_left: int, attention: AttentionCost) -> int:
         """Puts drafters on trial for some sequences that saved enough for that; returns drafts that are asked for."""
         if self._num_steps < self._next_trial:
             return 0
@@ -302,7 +302,7 @@ class AdaptiveSpeculation:
             self._next_trial = self._num_steps + max(TRIAL_GAP, 2 * self._interval)
         return num_asked
 
-    def _try_one(self, sequence: Running, record: SequenceStats, num_left: int, num_rows: int, attention: Attention) -> int:
+    def _try_one(self, sequence: Running, record: SequenceStats, num_left: int, num_rows: int, attention: AttentionCost) -> int:
         """Puts a drafter on trial that was not heard of for long, or more drafts of the one that is asked."""
         now, row_s = record.choice, _row_s(sequence, attention)
         name = min((n for n in self._drafters if n != now.drafter), key=lambda n: record.tried.get(n, -1), default="")
@@ -337,7 +337,7 @@ class AdaptiveSpeculation:
         for name in names:
             self._draft_times[name].doubt(DOUBTED)
 
-    def _step_row_s(self, num_rows: int, num_more: int, attention: Attention) -> float:
+    def _step_row_s(self, num_rows: int, num_more: int, attention: AttentionCost) -> float:
         """Returns what each row costs that makes a step of so many rows larger, where the step of kernels' tiles counts."""
         if num_more <= 0:
             return self._row_s
@@ -435,6 +435,6 @@ class AdaptiveSpeculation:
         return [record.choice for record in records]
 
 
-def _row_s(sequence: Running, attention: Attention) -> float:
+def _row_s(sequence: Running, attention: AttentionCost) -> float:
     """Returns what the attention of a draft costs beyond that of an average one."""
     return attention.key_s * (sequence.num_planned - attention.context)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from cloister.sched.speculation.draft_times import DraftTimes
-from cloister.sched.speculation.step_times import Attention, StepTimes, bucket_of
+from cloister.sched.speculation.step_times import AttentionCost, StepTimes, bucket_of
 
 LEAST_GAIN: Final = 0.02
 """Drafts that are accepted more seldom are not considered."""
@@ -78,7 +78,7 @@ class Allocation:
         num: int,
         plain_s: float,
         times: StepTimes,
-        attention: Attention,
+        attention: AttentionCost,
         draft_times: Mapping[str, DraftTimes],
     ) -> None:
         self._num = num

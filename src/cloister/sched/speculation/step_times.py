@@ -65,7 +65,7 @@ class _Point:
         self.last = now
 
 
-class Attention:
+class AttentionCost:
     """What attention costs now.
 
     Attributes:
@@ -115,7 +115,7 @@ class Curve:
         place = bisect_left(self._rows, key)
         return self._points[place].num_visits if place < len(self._rows) and self._rows[place] == key else 0
 
-    def learn(self, rows: int, elapsed_s: float, attention: Attention, expected_s: float, now: int) -> None:
+    def learn(self, rows: int, elapsed_s: float, attention: AttentionCost, expected_s: float, now: int) -> None:
         """Takes in the time of a step.
 
         Args:
@@ -161,7 +161,7 @@ class Curve:
             return self._rows[0]
         return self._rows[-1] if rows > self._rows[-1] else None
 
-    def predict(self, rows: float, attention: Attention) -> float:
+    def predict(self, rows: float, attention: AttentionCost) -> float:
         """Returns the time of so many rows; 0 if nothing was seen."""
         known, points = self._rows, self._points
         if not known:
@@ -202,17 +202,17 @@ class StepTimes:
         count = curve.count(rows)
         if count > NUM_SURE and self._num_steps % STRIDE:
             return
-        attention = Attention(cost, size)
+        attention = AttentionCost(cost, size)
         expected_s = 0.0
         if not count:
             expected_s = self.drafting_s(rows, attention) if is_drafting else curve.predict(rows, attention)
         curve.learn(rows, elapsed_s, attention, expected_s, self._num_steps)
 
-    def plain_s(self, rows: float, attention: Attention) -> float:
+    def plain_s(self, rows: float, attention: AttentionCost) -> float:
         """Returns the seconds of a step without drafts; 0 if nothing was learned."""
         return self.plain.predict(rows, attention)
 
-    def drafting_s(self, rows: float, attention: Attention) -> float:
+    def drafting_s(self, rows: float, attention: AttentionCost) -> float:
         """Returns the seconds of a step that verifies drafts, those among its rows; 0 if nothing was learned."""
         curve, plain = self.drafting, self.plain
         end = curve.nearest(rows) if curve else None
