@@ -22,7 +22,7 @@ _LARGE_ROWS: Final = 64
 _SMALL_ROWS: Final = 16
 
 
-class Attention(Protocol):
+class AttentionKernels(Protocol):
     """How a step attends."""
 
     def attend(self, number: int, heads: Heads, queries: Tensor, slots: Tensor, step: StepInputs) -> Tensor:
@@ -58,7 +58,7 @@ class PagedAttention:
         self._counters.zero_()
 
     def attend(self, number: int, heads: Heads, queries: Tensor, slots: Tensor, step: StepInputs) -> Tensor:
-        """Returns [num_rows, num_heads * head_dim] (`Attention.attend`)."""
+        """Returns [num_rows, num_heads * head_dim] (`AttentionKernels.attend`)."""
         work, partials = step.works[heads], self._partials[heads]
         out = torch.zeros_like(queries)  # rows that only fill a captured step up are left as they are
         attend(

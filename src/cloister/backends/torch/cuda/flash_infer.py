@@ -21,7 +21,7 @@ from cloister.backends.torch.triton.attention import Heads
 
 
 class FlashInferAttention:
-    """Attends with one FlashInfer wrapper for each shape of layer (protocol `attention.Attention`).
+    """Attends with one FlashInfer wrapper for each shape of layer (protocol `attention.AttentionKernels`).
 
     Args:
         layers: the heads of each layer.
@@ -51,7 +51,7 @@ class FlashInferAttention:
             )  # fmt: skip
 
     def attend(self, number: int, heads: Heads, queries: Tensor, slots: Tensor, step: StepInputs) -> Tensor:
-        """Returns [num_rows, num_heads * head_dim] (`attention.Attention.attend`)."""
+        """Returns [num_rows, num_heads * head_dim] (`attention.AttentionKernels.attend`)."""
         pages = slots[:-1].view(self._kv.num_blocks, self._kv.block_size, 2, heads.num_kv_heads, heads.head_dim)
         out: Tensor = self._wrappers[heads].run(queries, (pages[:, :, 0], pages[:, :, 1]))
         return out.reshape(len(out), -1)

@@ -14,7 +14,7 @@ from cloister.backends import tensors
 from cloister.backends.base import FloatArray, ForwardBatch, IntArray, KVLayout, Weights
 from cloister.backends.spec import DecoderSpec, RopeSpec
 from cloister.backends.torch.cache import KVCache
-from cloister.backends.torch.cuda.attention import Attention, PagedAttention
+from cloister.backends.torch.cuda.attention import AttentionKernels, PagedAttention
 from cloister.backends.torch.cuda.graphs import DecodeGraphs, Outputs, pad_decode
 from cloister.backends.torch.cuda.inputs import Courier, StepInputs, padded_arrays, step_arrays, unpack
 from cloister.backends.torch.cuda.layer import Layer
@@ -147,7 +147,7 @@ class CudaProgram:
             return torch.empty(0, self._spec.vocab_size)
         return self._compute(*self._prepare(batch))
 
-    def _prepare(self, batch: ForwardBatch) -> tuple[StepInputs, Attention]:
+    def _prepare(self, batch: ForwardBatch) -> tuple[StepInputs, AttentionKernels]:
         """Moves the arrays of a step that is not captured, and readies what attends in it."""
         self._check(batch)
         arrays = step_arrays(batch, self._attention.cut(batch), self._kv.block_size)
@@ -160,7 +160,7 @@ class CudaProgram:
     def _unpack(self, parts: list[Tensor]) -> StepInputs:
         return unpack(parts, self._attention.layers, self._kv.block_size)
 
-    def _attention_for(self, batch: ForwardBatch) -> Attention:
+    def _attention_for(self, batch: ForwardBatch) -> AttentionKernels:
         """Returns what attends in a step that is not captured, ready for it."""
         if self._prefill is not None:
             self._prefill.plan(batch)
@@ -176,11 +176,11 @@ class CudaProgram:
         outputs.largest.copy_(find_largest(logits))
         return outputs
 
-    def _compute(self, step: StepInputs, attention: Attention) -> Tensor:
+    def _compute(self, step: StepInputs, attention: AttentionKernels) -> Tensor:
         """Launches every kernel of a step and returns logits. All that it reads is on the device, so it can be captured."""
         return self._head.multiply(self._compute_normed(step, attention), torch.float32)
 
-    def _compute_normed(self, step: StepInputs, attention: Attention) -> Tensor:
+    def _compute_normed(self, step: StepInputs, attention: AttentionKernels) -> Tensor:
         """Launches every kernel before the head, and returns what it reads, [num_logits, hidden]."""
         hidden = self._embedding.index_select(0, step.token_ids).float()
         normed = torch.empty_like(hidden, dtype=self._dtype)
