@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cloister.runner.bias import Bias, apply_bias
+from cloister.runner.bias import LogitBias, apply_bias
 from cloister.runner.grammar import MaskArray, bar_tokens
 from cloister.runner.penalties import Penalties, apply_penalties
 from cloister.runner.state import SequenceState
@@ -18,9 +18,9 @@ FloatArray = npt.NDArray[np.float32]
 def adjusted(logits: FloatArray, states: Sequence[SequenceState]) -> FloatArray:
     """Returns logits after penalties, bias, bars and grammars: a copy, or the very array when no row asks for any."""
     penalties: dict[int, Penalties] = {}
-    biases: dict[int, Bias] = {}
+    biases: dict[int, LogitBias] = {}
     masks: dict[int, MaskArray] = {}
-    bars: dict[int, Bias] = {}
+    bars: dict[int, LogitBias] = {}
     for row, state in enumerate(states):
         if state.penalties is not None:
             penalties[row] = state.penalties

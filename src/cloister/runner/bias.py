@@ -12,7 +12,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Bias:
+class LogitBias:
     """What to add to which tokens.
 
     Attributes:
@@ -24,12 +24,12 @@ class Bias:
     values: FloatArray
 
     @classmethod
-    def bar(cls, ids: Sequence[int]) -> Bias:
+    def bar(cls, ids: Sequence[int]) -> LogitBias:
         """Bars each of `ids`."""
         return cls(np.array(ids, np.int64), np.full(len(ids), -np.inf, np.float32))
 
 
-def apply_bias(scores: FloatArray, rows: Sequence[int], biases: Sequence[Bias]) -> None:
+def apply_bias(scores: FloatArray, rows: Sequence[int], biases: Sequence[LogitBias]) -> None:
     """Adds to `scores` [num_rows, vocab] in place: `biases[i]` to row `rows[i]`; no row is named twice."""
     row = np.repeat(np.asarray(rows), [bias.ids.size for bias in biases])
     ids = np.concatenate([bias.ids for bias in biases])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloister.backends.base import DRAW, DrawArray, IntArray
-from cloister.runner.bias import Bias
+from cloister.runner.bias import LogitBias
 from cloister.runner.grammar import Grammars, GrammarState
 from cloister.runner.penalties import Penalties, TokenCounts
 from cloister.runner.pool import Pool
@@ -46,8 +46,8 @@ class SequenceState:
     is_bare: bool = False
     is_plain: bool = False
     penalties: Penalties | None = None
-    bias: Bias | None = None
-    bar: Bias | None = None
+    bias: LogitBias | None = None
+    bar: LogitBias | None = None
     grammar: GrammarState | None = None
     pool: Pool | None = None
     stops: frozenset[int] = frozenset()
@@ -70,7 +70,7 @@ class SequenceState:
         return is_changed or self.active_bar is not None
 
     @property
-    def active_bar(self) -> Bias | None:
+    def active_bar(self) -> LogitBias | None:
         """The bar on stop tokens, while the output is shorter than `min_tokens` and can become longer."""
         if self.grammar is not None and self.grammar.must_end:
             return None
@@ -254,9 +254,9 @@ class BatchState:
         except CloisterError as error:
             state.failure = error.message
 
-    def _bar(self, new: NewSequence) -> Bias | None:
+    def _bar(self, new: NewSequence) -> LogitBias | None:
         ids = sorted({token for token in new.stop_token_ids if 0 <= token < self._vocab_size})
-        return Bias.bar(ids) if ids and new.sampling.min_tokens else None
+        return LogitBias.bar(ids) if ids and new.sampling.min_tokens else None
 
 
 def _is_bare(state: SequenceState) -> bool:
@@ -272,8 +272,8 @@ def _penalties(sampling: SamplingParams, new: NewSequence) -> Penalties | None:
     return Penalties(*asked, TokenCounts(np.array(new.token_ids, np.int32), new.num_prompt_tokens))
 
 
-def _bias(sampling: SamplingParams) -> Bias | None:
+def _bias(sampling: SamplingParams) -> LogitBias | None:
     if not sampling.logit_bias:
         return None
     ids, values = zip(*sampling.logit_bias.items(), strict=True)
-    return Bias(np.array(ids, np.int64), np.array(values, np.float32))
+    return LogitBias(np.array(ids, np.int64), np.array(values, np.float32))
