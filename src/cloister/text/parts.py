@@ -59,7 +59,7 @@ Part = Text | Reasoning | CallBegun | Arguments | CallEnded | CallBroken
 
 
 @dataclass(slots=True)
-class Call:
+class PartialToolCall:
     """A call as it grows."""
 
     name: str
@@ -81,7 +81,7 @@ class ParsedOutput:
 
     texts: list[str] = field(default_factory=list)
     reasonings: list[str] = field(default_factory=list)
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, PartialToolCall] = field(default_factory=dict)
 
     def add(self, parts: Iterable[Part]) -> None:
         """Takes in what came next."""
@@ -92,7 +92,7 @@ class ParsedOutput:
                 case Reasoning():
                     self.reasonings.append(part.text)
                 case CallBegun():
-                    self.calls[part.index] = Call(part.name)
+                    self.calls[part.index] = PartialToolCall(part.name)
                 case Arguments():
                     self.calls[part.index].pieces.append(part.text)
                 case CallBroken():
