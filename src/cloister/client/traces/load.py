@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import httpx
 
-from cloister.client.traces.shapes import Call
+from cloister.client.traces.shapes import MarkedRequest
 
 NUM_AT_ONCE: Final = 8
 _TEXT_KEYS: Final = frozenset({"content", "text", "reasoning_content"})
@@ -32,7 +32,7 @@ class Sent:
     failures: Counter[str] = field(default_factory=Counter)
 
 
-async def send_all(client: httpx.AsyncClient, calls: Sequence[tuple[int, Call]]) -> Sent:
+async def send_all(client: httpx.AsyncClient, calls: Sequence[tuple[int, MarkedRequest]]) -> Sent:
     """Sends every (owner, call) and waits for the last answer."""
     sent = Sent()
     waiting = iter(calls)
@@ -48,7 +48,7 @@ async def send_all(client: httpx.AsyncClient, calls: Sequence[tuple[int, Call]])
     return sent
 
 
-async def _send(client: httpx.AsyncClient, owner: int, call: Call, sent: Sent) -> None:
+async def _send(client: httpx.AsyncClient, owner: int, call: MarkedRequest, sent: Sent) -> None:
     headers = {"content-type": "application/json"}
     async with client.stream("POST", call.path, content=call.body, headers=headers) as reply:
         pieces: list[bytes] = []

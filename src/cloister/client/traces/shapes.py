@@ -16,7 +16,7 @@ _WIDEST: Final = " \U0001f512 and"  # and one with this in four
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MarkedRequest:
     """One request.
 
     Attributes:
@@ -32,20 +32,22 @@ class Call:
     is_refused: bool = False
 
 
-Make = Callable[[Mark], Call]
+Make = Callable[[Mark], MarkedRequest]
 
 
-def _call(shape: str, path: str, body: Mapping[str, Any], *, cancels: bool = False, is_refused: bool = False) -> Call:
-    return Call(shape, path, json.dumps(body).encode(), cancels, is_refused)
+def _call(shape: str, path: str, body: Mapping[str, Any], *, cancels: bool = False, is_refused: bool = False) -> MarkedRequest:
+    return MarkedRequest(shape, path, json.dumps(body).encode(), cancels, is_refused)
 
 
-def _chat(mark: Mark, shape: str, *, around: str = "", cancels: bool = False, is_refused: bool = False, **more: Any) -> Call:
+def _chat(
+    mark: Mark, shape: str, *, around: str = "", cancels: bool = False, is_refused: bool = False, **more: Any
+) -> MarkedRequest:
     messages = [{"role": "system", "content": "Answer in words."}, {"role": "user", "content": f"Explain{around}{mark.text}."}]
     body = {"messages": messages, "max_tokens": NUM_TOKENS, "temperature": 1.2, "ignore_eos": True, **more}
     return _call(shape, "/v1/chat/completions", body, cancels=cancels, is_refused=is_refused)
 
 
-def _completion(mark: Mark, shape: str, *, cancels: bool = False, is_refused: bool = False, **more: Any) -> Call:
+def _completion(mark: Mark, shape: str, *, cancels: bool = False, is_refused: bool = False, **more: Any) -> MarkedRequest:
     body = {"prompt": f"Notes on{mark.text}:", "max_tokens": NUM_TOKENS, "temperature": 1.2, "ignore_eos": True, **more}
     return _call(shape, "/v1/completions", body, cancels=cancels, is_refused=is_refused)
 
@@ -55,7 +57,7 @@ def prompt_ids(mark: Mark) -> list[int]:
     return [token_id for run in mark.runs for token_id in run]
 
 
-def _structured(mark: Mark) -> Call:
+def _structured(mark: Mark) -> MarkedRequest:
     words = mark.text.strip()
     schema = {"type": "object", "properties": {"said": {"enum": [words, "no" + mark.text]}}, "required": ["said"]}
     form = {
@@ -65,15 +67,15 @@ def _structured(mark: Mark) -> Call:
     return _chat(mark, "structured output", response_format=form, max_tokens=160)
 
 
-def _tool(mark: Mark) -> Call:
+def _tool(mark: Mark) -> MarkedRequest:
     parameters = {"type": "object", "properties": {"what": {"type": "string", "description": mark.text}}}
     tool = {"type": "function", "function": {"name": "look_up", "description": mark.text, "parameters": parameters}}
     return _chat(mark, "tool", tools=[tool])
 
 
-def _broken(mark: Mark) -> Call:
+def _broken(mark: Mark) -> MarkedRequest:
     body = f'{{"messages": [{{"role": "user", "content": "{mark.text}'
-    return Call("broken JSON", "/v1/chat/completions", body.encode(), is_refused=True)
+    return MarkedRequest("broken JSON", "/v1/chat/completions", body.encode(), is_refused=True)
 
 
 SHAPES: Final[tuple[Make, ...]] = (
@@ -103,12 +105,12 @@ SHAPES: Final[tuple[Make, ...]] = (
 """Request i has shape i modulo their number."""
 
 
-def long_stream(mark: Mark) -> Call:
+def long_stream(mark: Mark) -> MarkedRequest:
     """A stream that is long enough to be looked at while it runs."""
     return _chat(mark, "watched stream", stream=True, max_tokens=LONG_ANSWER, temperature=0)
 
 
-def long_ids(mark: Mark) -> Call:
+def long_ids(mark: Mark) -> MarkedRequest:
     """As `long_stream`, of a prompt that is token ids, so that it is known what the model computes from it."""
     body = {"prompt": prompt_ids(mark), "max_tokens": LONG_ANSWER, "temperature": 0, "ignore_eos": True, "stream": True}
     return _call("watched stream", "/v1/completions", body)

@@ -13,7 +13,7 @@ import httpx
 
 from cloister.client.traces.load import Sent, send_all
 from cloister.client.traces.node import Path
-from cloister.client.traces.shapes import SHAPES, Call, long_ids, long_stream, prompt_ids
+from cloister.client.traces.shapes import SHAPES, MarkedRequest, long_ids, long_stream, prompt_ids
 from cloister.privacy.residue.files import USUAL_ROOTS, search_files
 from cloister.privacy.residue.finder import Finder
 from cloister.privacy.residue.marks import Mark, MarkMaker
@@ -133,7 +133,7 @@ async def _look_during(
 
 
 async def _watch(
-    client: httpx.AsyncClient, path: Path, family: Family, mark: Mark, call: Call, computed: list[Needle]
+    client: httpx.AsyncClient, path: Path, family: Family, mark: Mark, call: MarkedRequest, computed: list[Needle]
 ) -> Looked:
     """Searches while a stream runs; on a busy machine it may end before everything stands still, so it is sent again."""
     finder = Finder([*mark.needles(), *computed])
@@ -146,7 +146,9 @@ async def _watch(
     return looked
 
 
-async def _watch_once(client: httpx.AsyncClient, path: Path, family: Family, mark: Mark, call: Call, finder: Finder) -> Looked:
+async def _watch_once(
+    client: httpx.AsyncClient, path: Path, family: Family, mark: Mark, call: MarkedRequest, finder: Finder
+) -> Looked:
     num_chunks = 0
     async with client.stream("POST", call.path, content=call.body, headers={"content-type": "application/json"}) as reply:
         async for _ in reply.aiter_bytes():
