@@ -115,7 +115,7 @@ def shape_generate(gain: Gain) -> dict[str, Any]:
     return {"response": "".join(gain.texts), "thinking": "".join(gain.thoughts) or UNSET}
 
 
-class CallReader:
+class ToolCallCollector:
     """Gathers the calls of an answer: a line has whole ones only."""
 
     def __init__(self) -> None:

@@ -21,11 +21,11 @@ from cloister.server.ollama.reading import Asked, find_name, read_chat, read_emb
 from cloister.server.ollama.schemas import NO_FIELDS, OllamaPullBody, OllamaShowBody
 from cloister.server.ollama.writing import (
     NDJSON,
-    CallReader,
     Gain,
     LineWriter,
     OllamaChatLine,
     OllamaGenerateLine,
+    ToolCallCollector,
     durations,
     lines,
     shape_chat,
@@ -93,7 +93,7 @@ async def _answer(front: Front, asked: Asked, writer: LineWriter) -> Response:
 
 async def _gather(job: Job, writer: LineWriter, outputs: AsyncGenerator[Numbered, None]) -> OllamaChatLine | OllamaGenerateLine:
     """Returns the whole reply."""
-    tally, reader, whole, reason = Tally(job), CallReader(), Gain(), ""
+    tally, reader, whole, reason = Tally(job), ToolCallCollector(), Gain(), ""
     async with aclosing(read_turns(job, outputs, tally)) as turns:
         async for turn in turns:
             whole.add(reader.read(turn))
@@ -103,7 +103,7 @@ async def _gather(job: Job, writer: LineWriter, outputs: AsyncGenerator[Numbered
 
 async def _stream(job: Job, writer: LineWriter, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
     """Yields lines."""
-    tally, reader, reason = Tally(job), CallReader(), ""
+    tally, reader, reason = Tally(job), ToolCallCollector(), ""
     async with aclosing(read_turns(job, outputs, tally)) as turns:
         async for turn in turns:
             if gain := reader.read(turn):
