@@ -44,7 +44,7 @@ _FOUND = {
 
 
 @dataclass(frozen=True)
-class Charge:
+class OperatorFault:
     """One thing that speaks against the operator.
 
     Attributes:
@@ -69,7 +69,7 @@ class AuditVerdict:
         tests: how many.
     """
 
-    charges: tuple[Charge, ...]
+    charges: tuple[OperatorFault, ...]
     unfinished: tuple[str, ...]
     p_value: float
     tests: int
@@ -88,11 +88,11 @@ def judge_audit(audit: Audit) -> AuditVerdict:
     return AuditVerdict(tuple(charges), tuple(unfinished), min(corrected, default=1.0), len(findings))
 
 
-def _charge_refusals(audit: Audit) -> Iterator[Charge]:
+def _charge_refusals(audit: Audit) -> Iterator[OperatorFault]:
     for refusal in audit.refusals:
         kind = _kind_of(refusal.error)
         if kind:
-            yield Charge(kind, refusal.user, refusal.error.message)
+            yield OperatorFault(kind, refusal.user, refusal.error.message)
 
 
 def _kind_of(error: SealedError) -> str:
@@ -106,19 +106,19 @@ def _kind_of(error: SealedError) -> str:
     return ""
 
 
-def _charge_nodes(audit: Audit) -> Iterator[Charge]:
+def _charge_nodes(audit: Audit) -> Iterator[OperatorFault]:
     for member, steps in sorted(audit.failed_steps.items()):
         for step in sorted(steps & _STEPS.keys()):
-            yield Charge(_STEPS[step], "", f"the node that the epoch names for {member} fails the step {step}")
+            yield OperatorFault(_STEPS[step], "", f"the node that the epoch names for {member} fails the step {step}")
 
 
-def _charge_differences(audit: Audit) -> Iterator[Charge]:
+def _charge_differences(audit: Audit) -> Iterator[OperatorFault]:
     for what in audit.differences:
         kind, text = _SAID[what]
-        yield Charge(kind, "", text)
+        yield OperatorFault(kind, "", text)
 
 
-def _charge_finding(finding: Finding, p_value: float) -> Charge:
+def _charge_finding(finding: Finding, p_value: float) -> OperatorFault:
     about = f" (nodes {' '.join(finding.captured)})" if finding.captured else ""
     user = finding.user if finding.user != "everybody" else ""
-    return Charge(finding.family, user, f"{_FOUND[finding.family]}{about}: p = {p_value:.1e}, corrected for all tests")
+    return OperatorFault(finding.family, user, f"{_FOUND[finding.family]}{about}: p = {p_value:.1e}, corrected for all tests")
