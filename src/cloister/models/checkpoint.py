@@ -24,7 +24,7 @@ _MOST_MISSING = 1000  # before it is not worth while to name the first
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class Checkpoint:
+class ModelCheckpoint:
     """Weights on disk (protocol `backends.base.Weights`); nothing is in memory before it is read."""
 
     def __init__(self, entries: Mapping[str, Stored]) -> None:
@@ -46,7 +46,7 @@ class Checkpoint:
         return ((name, entry.read()) for name, entry in self._entries.items())
 
 
-def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Scheme | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Scheme | None = None) -> ModelCheckpoint:
     """Maps the checkpoint in a model directory.
 
     Args:
@@ -68,7 +68,7 @@ def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Schem
     if spec.tied_embeddings:
         _check_tied(found.pop(f"{family.tensors['head'].name}.weight", None), entries["embed.weight"])
     _refuse_extra(found, family)
-    return Checkpoint(entries)
+    return ModelCheckpoint(entries)
 
 
 def _take(stored: str, place: Place, found: dict[str, TensorEntry], scheme: Scheme | None) -> Stored:
