@@ -144,7 +144,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class Completion(msgspec.Struct, frozen=True):
+class CompletionResponse(msgspec.Struct, frozen=True):
     """A reply of /v1/completions, or one event of its stream."""
 
     id: str

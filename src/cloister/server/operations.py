@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 from pydantic import BaseModel
 
-from cloister.server.answers import ChatChunk, ChatCompletion, Completion, Model, ModelList
+from cloister.server.answers import ChatChunk, ChatCompletion, CompletionResponse, Model, ModelList
 from cloister.server.embeddings import EmbeddingBody, EmbeddingList
 from cloister.server.fields import REFUSED, Refused
 from cloister.server.files.batches import BatchBody
@@ -190,7 +190,16 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
         "POST", "/v1/chat/completions", _GENERATE, "Answer a conversation", ChatBody, ChatCompletion, ChatChunk, refused=REFUSED
     ),
-    Operation("POST", "/v1/completions", _GENERATE, "Continue a text", CompletionBody, Completion, Completion, refused=REFUSED),
+    Operation(
+        "POST",
+        "/v1/completions",
+        _GENERATE,
+        "Continue a text",
+        CompletionBody,
+        CompletionResponse,
+        CompletionResponse,
+        refused=REFUSED,
+    ),
     Operation(
         "POST",
         "/v1/responses",

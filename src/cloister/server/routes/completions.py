@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
+from cloister.server.answers import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from cloister.server.choices import Choice, choose_best, collect
 from cloister.server.front import admission_of, front_of, json_response
 from cloister.server.generation import Numbered, Tally, run_job
@@ -37,7 +37,7 @@ async def create_completion(request: Request) -> Response:
     return json_response(await answer_completion(job, outputs))
 
 
-async def answer_completion(job: Job, outputs: AsyncGenerator[Numbered, None]) -> Completion:
+async def answer_completion(job: Job, outputs: AsyncGenerator[Numbered, None]) -> CompletionResponse:
     """Returns the whole reply."""
     choices, usage = await collect(job, outputs)
     whole: list[CompletionChoice] = []
@@ -91,7 +91,7 @@ class _StreamWriter:
             return b""
         return template.fill(output.text)
 
-    def add(self, number: int, output: SequenceOutput) -> list[Completion]:
+    def add(self, number: int, output: SequenceOutput) -> list[CompletionResponse]:
         """Returns the chunks that an output of prompt `number` allows to be written."""
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[number] = output.prompt_logprobs
@@ -101,7 +101,7 @@ class _StreamWriter:
             return []
         return [chunk for item in ready if (chunk := self._write(number, item)) is not None]
 
-    def _write(self, number: int, output: SequenceOutput) -> Completion | None:
+    def _write(self, number: int, output: SequenceOutput) -> CompletionResponse | None:
         index = number * self._job.n + output.index
         text, head = "", None
         if index not in self._scribes:
@@ -140,12 +140,12 @@ def _joined(head: CompletionLogprobs | None, rest: CompletionLogprobs | None) ->
     return joined(head, rest)
 
 
-def _text_chunk(job: Job, index: int, text: str) -> Completion:
+def _text_chunk(job: Job, index: int, text: str) -> CompletionResponse:
     return _completion(job, [CompletionChoice(index, text)])
 
 
-def _completion(job: Job, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-    return Completion(
+def _completion(job: Job, choices: list[CompletionChoice], usage: Usage | None = None) -> CompletionResponse:
+    return CompletionResponse(
         id=job.job_id,
         created=job.created_s,
         model=job.model_name,
