@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from cloister.app import resolve_settings
-from cloister.server.metrics import Facts, Metrics
+from cloister.server.metrics import EngineGauges, Metrics
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
 from cloister.types.events import Drafting, Stepped
 from tests.server.house import ScriptedEngine, says
@@ -33,7 +33,7 @@ needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reas
 def exported() -> dict[str, set[str]]:
     """Every series that a server has, with its labels."""
     engine = ScriptedEngine(says("x"), memory=[("weights", 1)], startup=[("import", 1.0)])
-    metrics = Metrics(Facts(engine, "m"))
+    metrics = Metrics(EngineGauges(engine, "m"))
     metrics.count_reply("/v1/models", 200)
     metrics.observe(Stepped(1.0, 0.1, 1, 1, 1, 0, 1, 0, 8, drafting=(Drafting("ngram", 1, (1,), (1,), 0.01),)))
     found: dict[str, set[str]] = {}
@@ -117,7 +117,7 @@ def test_prometheus_understands_every_query_of_the_dashboard(tmp_path):
 @needs_promtool
 def test_prometheus_reads_what_a_server_exports(tmp_path):
     engine = ScriptedEngine(says("x"), memory=[("weights", 1)], startup=[("import", 1.0)])
-    text = Metrics(Facts(engine, "m")).render()
+    text = Metrics(EngineGauges(engine, "m")).render()
     ended = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
     complaints = [line for line in ended.stderr.decode().splitlines() if not any(known in line for known in KEPT_NAMES)]
     assert complaints == []

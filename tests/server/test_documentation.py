@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cloister.server.fields import REFUSED
-from cloister.server.metrics import Facts, Metrics
+from cloister.server.metrics import EngineGauges, Metrics
 from cloister.server.schemas import ChatBody, CompletionBody
 from tests.server.house import ScriptedEngine, says
 
@@ -26,7 +26,7 @@ def test_no_field_is_both_accepted_and_refused():
 
 def test_every_figure_is_on_the_page():
     engine = ScriptedEngine(says("x"))
-    families = [*Metrics(Facts(engine, "m")).collect()]
+    families = [*Metrics(EngineGauges(engine, "m")).collect()]
     assert len(families) > 20
     for family in families:
         assert f"{family.name.removeprefix('cloister_')}" in PAGE

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cloister.privacy import CountRelease
-from cloister.server.metrics import Facts, Metrics, ReleasedCounts
+from cloister.server.metrics import EngineGauges, Metrics, ReleasedCounts
 from cloister.types.events import Arrived, Drafting, Ended, Preempted, Progressed, Scheduled, Stepped
 from cloister.types.request import FinishReason
 from tests.server.house import MODEL, ScriptedEngine, make_gate, says, serving, start_speaking
@@ -167,7 +167,7 @@ def test_prefill_and_decode_are_told_apart_also_after_a_preemption():
 
 def test_what_was_known_at_the_start_is_shown_as_it_is_now():
     engine = ScriptedEngine(says("x"), memory=[("weights", 5), ("KV cache", 7)], startup=[("read", 0.5), ("build", 1.5)])
-    metrics = Metrics(Facts(engine, "org/served"))
+    metrics = Metrics(EngineGauges(engine, "org/served"))
     shown = figures(metrics.render().decode())
     assert shown["cloister_memory_budget_bytes{part=KV cache}"] == 7
     assert shown["cloister_startup_seconds{phase=build}"] == 1.5

@@ -26,7 +26,7 @@ from cloister.server.front import PREPARE_TIMEOUT_S, Front, limit_text_threads
 from cloister.server.logs import RequestLog
 from cloister.server.messages.errors import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages.errors import error_object as message_error
-from cloister.server.metrics import Exposition, Facts, Metrics, RecordedMetrics, ReleasedCounts, make_tenant_figures
+from cloister.server.metrics import EngineGauges, Exposition, Metrics, RecordedMetrics, ReleasedCounts, make_tenant_figures
 from cloister.server.middleware.auth import Authentication
 from cloister.server.middleware.body import BodyReader
 from cloister.server.middleware.cors import CrossOrigin, parse_origins
@@ -151,7 +151,7 @@ def make_exposition(engine: AsyncEngine, gate: Gate, names: Sequence[str]) -> Ex
     """Returns the figures of one engine, as far as the profile lets them out."""
     if gate.policy.counts_only:
         return ReleasedCounts(CountRelease())
-    metrics = Metrics(Facts(engine, next(iter(names), engine.model.name)))
+    metrics = Metrics(EngineGauges(engine, next(iter(names), engine.model.name)))
     return RecordedMetrics(metrics) if gate.policy.allows("metrics-history") else metrics
 
 

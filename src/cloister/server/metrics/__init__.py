@@ -2,12 +2,12 @@
 
 `Metrics` shows every figure; `ReleasedCounts` the few sums that a strict profile lets out. Both read the engine's events
 (rule 7) and the statuses of replies. `RecordedMetrics` remembers the
-last day. `Facts` says what is known without a request,
+last day. `EngineGauges` says what is known without a request,
 and `TenantFigures` what each tenant did, for operators.
 """
 
 from cloister.server.metrics.exposition import CONTENT_TYPE, Exposition
-from cloister.server.metrics.facts import Facts
+from cloister.server.metrics.facts import EngineGauges
 from cloister.server.metrics.figures import Metrics
 from cloister.server.metrics.history import MetricsReport, RecordedMetrics
 from cloister.server.metrics.released import ReleasedCounts
@@ -15,8 +15,8 @@ from cloister.server.metrics.tenants import TenantFigures, TenantsReport, make_t
 
 __all__ = [
     "CONTENT_TYPE",
+    "EngineGauges",
     "Exposition",
-    "Facts",
     "Metrics",
     "MetricsReport",
     "RecordedMetrics",

@@ -12,7 +12,7 @@ from cloister.engine.base import AsyncEngine
 from cloister.engine.machine import cpu_seconds, process_age_s, resident_bytes
 
 
-class Facts:
+class EngineGauges:
     """Figures read from an engine when they are asked for: an engine that was started again may differ.
 
     Args:
