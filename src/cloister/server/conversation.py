@@ -18,7 +18,7 @@ from cloister.server.tools import ToolUse, read_tools
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.text.answer_parser import AnswerForm
 from cloister.text.reasoning import REASONINGS, Marks, detect_reasoning
-from cloister.text.tools import FAMILIES, Family, detect_family
+from cloister.text.tools import FAMILIES, ToolCallFormat, detect_family
 from cloister.text.tools.base import literal
 from cloister.types.config import ServerConfig
 from cloister.types.grammar import Grammar
@@ -61,7 +61,7 @@ class Manner:
 
     tokenizer: Tokenizer
     template: ChatTemplate
-    family: Family
+    family: ToolCallFormat
     marks: Marks | None
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any, Final
 from cloister.server.errors import invalid
 from cloister.server.schemas import AllowedChoice, ChatBody, FunctionSpec, NamedChoice
 from cloister.text import grammar as grammars
-from cloister.text.tools import Family, Tool
+from cloister.text.tools import Tool, ToolCallFormat
 from cloister.text.tools.base import json_value
 from cloister.types.grammar import Grammar, GrammarKind
 
@@ -39,7 +39,7 @@ class ToolUse:
         """Returns the tools as chat templates take them."""
         return [tool.to_template() for tool in self.offered] or None
 
-    def grammar(self, family: Family, spell: Callable[[str], str], answer: Grammar | None) -> Grammar | None:
+    def grammar(self, family: ToolCallFormat, spell: Callable[[str], str], answer: Grammar | None) -> Grammar | None:
         """Returns the form of an answer that must call, or may call and has a form otherwise; else what is asked for.
 
         Args:

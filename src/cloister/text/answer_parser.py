@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cloister.text.parts import CallBroken, Part, Reasoning, Text
 from cloister.text.reasoning import Marks, read_reasoning
-from cloister.text.tools.base import Family, Tool
+from cloister.text.tools.base import Tool, ToolCallFormat
 from cloister.text.tools.parser import read_calls
 from cloister.text.tools.reading import Reading, Source
 
@@ -26,7 +26,7 @@ class AnswerForm:
 
     marks: Marks | None = None
     is_open: bool = False
-    family: Family | None = None
+    family: ToolCallFormat | None = None
     tools: Mapping[str, Tool] = field(default_factory=dict)
     parallel: bool = True
 

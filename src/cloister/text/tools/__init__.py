@@ -4,14 +4,14 @@ Importing this package registers every family in `FAMILIES`.
 """
 
 from cloister.text.tools import deepseek, hermes, listed, llama3, mistral_args, qwen3_coder
-from cloister.text.tools.base import FAMILIES, Family, Tool
+from cloister.text.tools.base import FAMILIES, Tool, ToolCallFormat
 from cloister.text.tools.detection import detect_family
 from cloister.text.tools.parser import read_calls
 
 __all__ = [
     "FAMILIES",
-    "Family",
     "Tool",
+    "ToolCallFormat",
     "deepseek",
     "detect_family",
     "hermes",

@@ -46,7 +46,7 @@ Spell = Callable[[str], str]
 """Returns a mark as Lark's notation writes it: a string, or the token that it is."""
 
 
-class Family(Protocol):
+class ToolCallFormat(Protocol):
     """How a family of models writes calls."""
 
     @property
@@ -86,7 +86,7 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: Final[Registry[Family]] = Registry("tool parser")
+FAMILIES: Final[Registry[ToolCallFormat]] = Registry("tool parser")
 
 
 class CallReader:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cloister.text.tools.base import CallReader, Family, Tool
+from cloister.text.tools.base import CallReader, Tool, ToolCallFormat
 from cloister.text.tools.reading import MalformedError, Reading, Source
 
 
-def read_calls(source: Source, family: Family, tools: Mapping[str, Tool]) -> Reading[None]:
+def read_calls(source: Source, family: ToolCallFormat, tools: Mapping[str, Tool]) -> Reading[None]:
     """Reads an answer to its end: text and calls.
 
     Args:
@@ -27,7 +27,7 @@ def read_calls(source: Source, family: Family, tools: Mapping[str, Tool]) -> Rea
         mark = yield from _find_next(reader, family)
 
 
-def _find_first(reader: CallReader, family: Family) -> Reading[str | None]:
+def _find_first(reader: CallReader, family: ToolCallFormat) -> Reading[str | None]:
     if family.is_bare:
         yield from reader.source.skip_space()
         if (yield from reader.source.peek()) == "{":
@@ -35,5 +35,5 @@ def _find_first(reader: CallReader, family: Family) -> Reading[str | None]:
     return (yield from _find_next(reader, family))
 
 
-def _find_next(reader: CallReader, family: Family) -> Reading[str | None]:
+def _find_next(reader: CallReader, family: ToolCallFormat) -> Reading[str | None]:
     return (yield from reader.source.pass_text(family.marks, drops_last_space=reader.num_calls > 0))
