@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cloister.client.traces.node import SealedNode, Server
-from cloister.privacy.residue.processes import Family
+from cloister.privacy.residue.processes import ProcessTree
 
 TICKS = os.sysconf("SC_CLK_TCK")
 LENGTHS = (1, 64)
 
 
-def cpu_s(family: Family, server: Server) -> Mapping[str, float]:
+def cpu_s(family: ProcessTree, server: Server) -> Mapping[str, float]:
     """Role -> CPU seconds so far, those of children that ended and were waited for included."""
     found: dict[str, float] = {}
     for process in family.alive():
@@ -35,7 +35,7 @@ def cpu_s(family: Family, server: Server) -> Mapping[str, float]:
 async def measure(server: Server, count: int, num_tokens: int) -> tuple[Mapping[str, float], float]:
     """Sends requests one after the other; returns CPU seconds by role and the least time of one."""
     least_s = float("inf")
-    with Family(server.roots) as family:
+    with ProcessTree(server.roots) as family:
         async with server.client() as client:
             body = {"prompt": "A node", "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
             for _ in range(3):

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from cloister.client.traces.node import SealedNode
-from cloister.privacy.residue.processes import Family
+from cloister.privacy.residue.processes import ProcessTree
 from cloister.privacy.sealing import (
     CHUNKED,
     Request,
@@ -44,7 +44,7 @@ class Node(SealedNode):
         return self._program.process
 
     def pids(self, role: str) -> list[int]:
-        family = Family(self.roots)
+        family = ProcessTree(self.roots)
         return [process.pid for process in family.alive() if self.role(process) == role and process.parent]
 
     def ask(self, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:

@@ -17,7 +17,7 @@ from cloister.privacy.residue.files import search_files
 from cloister.privacy.residue.finder import Finder
 from cloister.privacy.residue.marks import Mark, MarkMaker
 from cloister.privacy.residue.needles import of_bytes
-from cloister.privacy.residue.processes import Family
+from cloister.privacy.residue.processes import ProcessTree
 from cloister.privacy.residue.scan import found_in, search_all
 from cloister.text import Tokenizer
 
@@ -100,7 +100,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set[st
             needles.append(of_bytes("logits", number, rows[::-1].tobytes()))
         finder = Finder(needles)
         runs = [(program.mark.owner, run) for program in programs for run in program.mark.runs]
-        with Family([program.process.pid for program in programs]) as family, family.frozen() as processes:
+        with ProcessTree([program.process.pid for program in programs]) as family, family.frozen() as processes:
             searched = search_all(processes, finder, runs)
             searched.append(search_files(processes, finder, since_s=since_s, roots=["/dev/shm", directory]))
         assert not [gap for one in searched for gap in one.gaps]
@@ -110,7 +110,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set[st
         yield kinds
     finally:
         for program in programs:
-            with Family([program.process.pid]) as family:
+            with ProcessTree([program.process.pid]) as family:
                 for process in family.alive():
                     os.kill(process.pid, 9)
             program.process.communicate()

@@ -20,7 +20,7 @@ from cloister.models import locate
 from cloister.privacy.residue.finder import Finder
 from cloister.privacy.residue.marks import NUM_WORDS, Mark, MarkMaker
 from cloister.privacy.residue.needles import SHORTEST, of_bytes, of_text, of_token_ids
-from cloister.privacy.residue.processes import Family, Process
+from cloister.privacy.residue.processes import Process, ProcessTree
 from cloister.privacy.residue.scan import BLOCK_BYTES, Find, Searched, search_process
 from cloister.text import Tokenizer
 
@@ -158,7 +158,7 @@ def test_children_that_come_and_go_are_listed_and_what_is_frozen_stands_still() 
     root = subprocess.Popen([sys.executable, "-c", FORK_THREE], stdout=subprocess.PIPE)
     stat = Path(f"/proc/{root.pid}/stat")
     try:
-        with Family([root.pid]) as family:
+        with ProcessTree([root.pid]) as family:
             assert root.stdout is not None
             root.stdout.readline()
             assert len(family.ended()) == 3

@@ -18,7 +18,7 @@ from cloister.privacy.residue.files import USUAL_ROOTS, search_files
 from cloister.privacy.residue.finder import Finder
 from cloister.privacy.residue.marks import Mark, MarkMaker
 from cloister.privacy.residue.needles import Needle, of_text
-from cloister.privacy.residue.processes import Family, Process
+from cloister.privacy.residue.processes import Process, ProcessTree
 from cloister.privacy.residue.rows import KV_KIND
 from cloister.privacy.residue.scan import Runs, Searched, search_all
 
@@ -94,7 +94,7 @@ async def try_node(path: Path, maker: MarkMaker, num_requests: int, rows: RowNee
     calls = [(mark.owner, SHAPES[mark.owner % len(SHAPES)](mark)) for mark in marks[:num_requests]]
     shapes = {owner: call.shape for owner, call in calls}
     shapes |= dict.fromkeys(range(num_requests, num_requests + NUM_WATCHED), "watched stream")
-    with Family(path.roots) as family:
+    with ProcessTree(path.roots) as family:
         async with path.client() as client:
             during = await _look_during(client, path, family, marks[-NUM_WATCHED:], rows)
             sent = await send_all(client, calls)
@@ -118,7 +118,7 @@ async def try_node(path: Path, maker: MarkMaker, num_requests: int, rows: RowNee
 
 
 async def _look_during(
-    client: httpx.AsyncClient, path: Path, family: Family, marks: Sequence[Mark], rows: RowNeedles
+    client: httpx.AsyncClient, path: Path, family: ProcessTree, marks: Sequence[Mark], rows: RowNeedles
 ) -> Looked:
     """Searches while a stream runs, of a conversation and of token ids; then leaves it alone, so that it is cancelled."""
     conversation, ids = marks
@@ -133,7 +133,7 @@ async def _look_during(
 
 
 async def _watch(
-    client: httpx.AsyncClient, path: Path, family: Family, mark: Mark, call: MarkedRequest, computed: list[Needle]
+    client: httpx.AsyncClient, path: Path, family: ProcessTree, mark: Mark, call: MarkedRequest, computed: list[Needle]
 ) -> Looked:
     """Searches while a stream runs; on a busy machine it may end before everything stands still, so it is sent again."""
     finder = Finder([*mark.needles(), *computed])
@@ -147,7 +147,7 @@ async def _watch(
 
 
 async def _watch_once(
-    client: httpx.AsyncClient, path: Path, family: Family, mark: Mark, call: MarkedRequest, finder: Finder
+    client: httpx.AsyncClient, path: Path, family: ProcessTree, mark: Mark, call: MarkedRequest, finder: Finder
 ) -> Looked:
     num_chunks = 0
     async with client.stream("POST", call.path, content=call.body, headers={"content-type": "application/json"}) as reply:
@@ -158,7 +158,7 @@ async def _watch_once(
     return Looked(missing=[f"everything: the watched stream ended after {num_chunks} chunks with status {reply.status_code}"])
 
 
-def _look(path: Path, family: Family, finder: Finder, runs: Runs, since_s: float | None) -> Looked:
+def _look(path: Path, family: ProcessTree, finder: Finder, runs: Runs, since_s: float | None) -> Looked:
     """Searches everything while it stands still.
 
     Args:

@@ -41,7 +41,7 @@ class Process:
         return f"{self.pid} {self.name} {self.command}".strip()
 
 
-class Family:
+class ProcessTree:
     """Watches processes and their children from outside.
 
     Args:
@@ -57,7 +57,7 @@ class Family:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="family watch", daemon=True)
 
-    def __enter__(self) -> Family:
+    def __enter__(self) -> ProcessTree:
         self.alive()
         self._thread.start()
         return self
