@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, NoTokensError, SealedError
 from cloister.client.routing.audit import Audit
-from cloister.client.routing.hypotheses import Finding, examine
+from cloister.client.routing.hypotheses import HypothesisResult, examine
 from cloister.client.routing.tails import holm
 from cloister.client.routing.timing import compare_times
 from cloister.client.routing.verdict import HONEST_ABOVE
@@ -118,7 +118,7 @@ def _charge_differences(audit: Audit) -> Iterator[OperatorFault]:
         yield OperatorFault(kind, "", text)
 
 
-def _charge_finding(finding: Finding, p_value: float) -> OperatorFault:
+def _charge_finding(finding: HypothesisResult, p_value: float) -> OperatorFault:
     about = f" (nodes {' '.join(finding.captured)})" if finding.captured else ""
     user = finding.user if finding.user != "everybody" else ""
     return OperatorFault(finding.family, user, f"{_FOUND[finding.family]}{about}: p = {p_value:.1e}, corrected for all tests")

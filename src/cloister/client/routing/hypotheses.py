@@ -28,7 +28,7 @@ EVERYBODY = "everybody"
 
 
 @dataclass(frozen=True)
-class Finding:
+class HypothesisResult:
     """One hypothesis, tested.
 
     Attributes:
@@ -61,9 +61,9 @@ def subsets(nodes: list[str]) -> list[tuple[str, ...]]:
     return [group for group in listed if 2 * len(group) < len(nodes) or nodes[0] in group]
 
 
-def examine(log: Log) -> list[Finding]:
+def examine(log: Log) -> list[HypothesisResult]:
     """Returns every hypothesis with its p-value: for n nodes and u users about 3 * (u + 1) * (2 ** (n - 1) - 1)."""
-    findings: list[Finding] = []
+    findings: list[HypothesisResult] = []
     groups = subsets(log.nodes())
     for user, sent in [(EVERYBODY, list(log.sent)), *((u, [r for r in log.sent if r.user == u]) for u in log.users())]:
         findings.append(_nodes(log, user, sent))
@@ -90,25 +90,25 @@ def _by_spell(sent: Iterable[Sent]) -> Iterator[tuple[int, list[Sent]]]:
 
 def _finding(
     family: Family, user: str, captured: tuple[str, ...], parts: list[Probabilities], observed: int, trials: int
-) -> Finding:
+) -> HypothesisResult:
     distribution = add(parts)
     expected = float(sum(k * p for k, p in enumerate(distribution)))
-    return Finding(family, user, captured, two_sided(distribution, observed), observed, expected, trials)
+    return HypothesisResult(family, user, captured, two_sided(distribution, observed), observed, expected, trials)
 
 
-def _draw(log: Log, user: str, sent: list[Sent], captured: tuple[str, ...]) -> Finding:
+def _draw(log: Log, user: str, sent: list[Sent], captured: tuple[str, ...]) -> HypothesisResult:
     parts = [binomial(len(requests), log.spells[spell].share(captured)) for spell, requests in _by_spell(sent)]
     return _finding("draw", user, captured, parts, sum(request.draws[0] in captured for request in sent), len(sent))
 
 
-def _land(log: Log, user: str, sent: list[Sent], captured: tuple[str, ...]) -> Finding:
+def _land(log: Log, user: str, sent: list[Sent], captured: tuple[str, ...]) -> HypothesisResult:
     opened = [request for request in sent if request.opened]
     parts = [binomial(len(requests), log.spells[spell].share_of_up(captured)) for spell, requests in _by_spell(opened)]
     observed = sum(any(node in captured for node in request.opened) for request in opened)
     return _finding("land", user, captured, parts, observed, len(opened))
 
 
-def _loss_of_nodes(log: Log, user: str, sent: list[Sent], captured: tuple[str, ...]) -> Finding:
+def _loss_of_nodes(log: Log, user: str, sent: list[Sent], captured: tuple[str, ...]) -> HypothesisResult:
     parts: list[Probabilities] = []
     observed = lost_in_all = 0
     for spell, requests in _by_spell(sent):
@@ -121,7 +121,7 @@ def _loss_of_nodes(log: Log, user: str, sent: list[Sent], captured: tuple[str, .
     return _finding("loss", user, captured, parts, observed, lost_in_all)
 
 
-def _loss_of_users(log: Log) -> Iterator[Finding]:
+def _loss_of_users(log: Log) -> Iterator[HypothesisResult]:
     """Yields for each user whether losses fall on them more often than their draws; per spell and node, so that a node
     which loses requests of all alike accuses nobody."""
     draws: Counter[tuple[int, str, str]] = Counter()
@@ -139,10 +139,10 @@ def _loss_of_users(log: Log) -> Iterator[Finding]:
         observed = sum(losses[*place, user] for place in places)
         expected = float(sum(k * p for k, p in enumerate(distribution)))
         lost = sum(lost for _, lost in of_all.values())
-        yield Finding("loss", user, (), upper_tail(distribution, observed), observed, expected, lost)
+        yield HypothesisResult("loss", user, (), upper_tail(distribution, observed), observed, expected, lost)
 
 
-def _nodes(log: Log, user: str, sent: list[Sent]) -> Finding:
+def _nodes(log: Log, user: str, sent: list[Sent]) -> HypothesisResult:
     """Chi-square of first draws over all nodes; spells with an expected count below 5 are left to the exact tests."""
     statistic, degrees, counted = 0.0, 0, 0
     for spell, requests in _by_spell(sent):
@@ -154,4 +154,4 @@ def _nodes(log: Log, user: str, sent: list[Sent]) -> Finding:
         statistic += sum((seen[node] - expected[node]) ** 2 / expected[node] for node in capacities)
         degrees += len(capacities) - 1
         counted += len(requests)
-    return Finding("nodes", user, (), chi_square_tail(statistic, degrees), statistic, float(degrees), counted)
+    return HypothesisResult("nodes", user, (), chi_square_tail(statistic, degrees), statistic, float(degrees), counted)

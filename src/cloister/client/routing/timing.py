@@ -10,13 +10,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from cloister.client.routing.hypotheses import Finding
+from cloister.client.routing.hypotheses import HypothesisResult
 
 LEAST_TIMES = 20
 """Of each side: below, the normal approximation of the rank sum is not good enough to accuse anybody."""
 
 
-def compare_times(times: Sequence[tuple[str, float]]) -> Iterator[Finding]:
+def compare_times(times: Sequence[tuple[str, float]]) -> Iterator[HypothesisResult]:
     """Yields for each user whether the times of its requests rank above or below those of all others.
 
     Args:
@@ -27,7 +27,7 @@ def compare_times(times: Sequence[tuple[str, float]]) -> Iterator[Finding]:
         others = [seconds for who, seconds in times if who != user]
         if min(len(own), len(others)) >= LEAST_TIMES:
             observed, expected, p_value = rank_sum(own, others)
-            yield Finding("timing", user, (), p_value, observed, expected, len(own))
+            yield HypothesisResult("timing", user, (), p_value, observed, expected, len(own))
 
 
 def rank_sum(own: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cloister.client.routing.hypotheses import Finding, examine
+from cloister.client.routing.hypotheses import HypothesisResult, examine
 from cloister.client.routing.records import Log
 from cloister.client.routing.tails import holm
 
@@ -24,7 +24,7 @@ class Verdict:
     """
 
     p_value: float
-    worst: tuple[tuple[Finding, float], ...]
+    worst: tuple[tuple[HypothesisResult, float], ...]
     tests: int
     strays: int
 
