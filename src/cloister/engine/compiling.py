@@ -12,7 +12,7 @@ COMPILE_TIMEOUT_S: Final = 5.0
 """How long a grammar may take; after that its request goes on, and fails with the reason."""
 
 
-class Grammars(Protocol):
+class GrammarCompilation(Protocol):
     """What compiles beside the engine's thread."""
 
     def prepare(self, grammar: Grammar, then: Callable[[], None]) -> bool: ...
@@ -31,7 +31,7 @@ class CompilingRequests:
         held: by request id: what waits, its grammar, and when it waits no longer.
     """
 
-    def __init__(self, grammars: Grammars | None, wake: Callable[[], None]) -> None:
+    def __init__(self, grammars: GrammarCompilation | None, wake: Callable[[], None]) -> None:
         self._grammars = grammars
         self._wake = wake
         self.held: dict[str, tuple[Request, Grammar, float]] = {}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from cloister.engine.adapter_register import AdapterRegister
-from cloister.engine.compiling import CompilingRequests, Grammars
+from cloister.engine.compiling import CompilingRequests, GrammarCompilation
 from cloister.engine.drafting import describe_drafting, measure, weigh
 from cloister.engine.faults import describe
 from cloister.engine.inbox import Inbox
@@ -81,7 +81,7 @@ class EngineCore:
         clock: Clock | None = None,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
         adapters: AdapterRegister | None = None,
-        grammars: Grammars | None = None,
+        grammars: GrammarCompilation | None = None,
         scrubber: MemoryScrubber | None = None,
     ) -> None:
         self.model = model
