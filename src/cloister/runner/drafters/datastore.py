@@ -2,7 +2,8 @@
 
 `tokens.bin`: the ids of all documents, big-endian, so that bytes sort as tokens do; behind each document lies the largest
 number there is. `suffixes.bin`: uint32 places of all suffixes in the order of their first `SORTED_TOKENS` tokens. `heads.bin`:
-for each id where the suffixes that begin with it start in that order, then where the last ones end. `datastore.json`: `Header`.
+for each id where the suffixes that begin with it start in that order, then where the last ones end. `datastore.json`:
+`DatastoreHeader`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HEADER, TOKENS, SUFFIXES, HEADS = "datastore.json", "tokens.bin", "suffixes.bin"
 BUILD = "build it with `cloister datastore build`"
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
+class DatastoreHeader(msgspec.Struct, frozen=True, kw_only=True):
     """What a datastore says of itself.
 
     Attributes:
@@ -137,9 +138,9 @@ class Continuations:
         return found
 
 
-def _read_header(path: Path) -> Header:
+def _read_header(path: Path) -> DatastoreHeader:
     try:
-        header = msgspec.json.decode((path / HEADER).read_bytes(), type=Header)
+        header = msgspec.json.decode((path / HEADER).read_bytes(), type=DatastoreHeader)
     except OSError:
         raise ConfigError(f"there is no datastore at {path}; {BUILD}", param="datastore") from None
     except msgspec.DecodeError:

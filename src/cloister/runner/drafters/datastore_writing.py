@@ -11,14 +11,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cloister.runner.drafters.datastore import HEADER, HEADS, SORTED_TOKENS, SUFFIXES, TOKENS, VERSION, Header
+from cloister.runner.drafters.datastore import HEADER, HEADS, SORTED_TOKENS, SUFFIXES, TOKENS, VERSION, DatastoreHeader
 from cloister.types.errors import ConfigError
 
 MAX_PLACES: Final = (1 << 31) - 1
 """Of tokens and ends of documents: ranks of two suffixes fit into one number."""
 
 
-def write_datastore(path: Path, documents: Iterable[Sequence[int]], *, num_ids: int, tokenizer: str) -> Header:
+def write_datastore(path: Path, documents: Iterable[Sequence[int]], *, num_ids: int, tokenizer: str) -> DatastoreHeader:
     """Writes a datastore of public text; about 40 bytes of memory for each token.
 
     Args:
@@ -44,7 +44,7 @@ def write_datastore(path: Path, documents: Iterable[Sequence[int]], *, num_ids: 
     tokens = np.frombuffer(text, np.uint32)
     order = sort_suffixes(tokens, bits=8 * width)
     order = order[: len(order) - num_documents]  # the ends of documents sort last
-    header = Header(
+    header = DatastoreHeader(
         version=VERSION,
         tokenizer=tokenizer,
         token_bytes=width,
