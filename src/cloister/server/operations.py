@@ -49,7 +49,7 @@ BYTES: Final = "application/octet-stream"
 JSON: Final = "application/json"
 
 
-class Health(msgspec.Struct, frozen=True):
+class HealthResponse(msgspec.Struct, frozen=True):
     """Reply of /health."""
 
     status: Literal["ok", "unavailable"]
@@ -252,7 +252,14 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("GET", "/v1/policy", _SERVER, "Tell the privacy profile in force", answer=PolicyReport, is_open=True),
     Operation("GET", "/version", _SERVER, "Tell the version", answer=Version),
     Operation(
-        "GET", "/health", _SERVER, "Tell whether steps advance", answer=Health, errors=(503,), is_open=True, unavailable=Health
+        "GET",
+        "/health",
+        _SERVER,
+        "Tell whether steps advance",
+        answer=HealthResponse,
+        errors=(503,),
+        is_open=True,
+        unavailable=HealthResponse,
     ),
     Operation("GET", "/metrics", _SERVER, "Show figures for Prometheus", media_type=CONTENT_TYPE.partition(";")[0]),
     Operation("GET", "/metrics/history", _SERVER, "Show figures of the last day", answer=MetricsReport),
@@ -273,10 +280,24 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("POST", "/apply-template", _LLAMA, "Show the text of a conversation", ApplyTemplateBody, TemplatedPrompt),
     Operation("GET", "/props", _LLAMA, "Describe what is served", answer=JsonObject),
     Operation(
-        "GET", "/ping", _VLLM, "Tell whether steps advance", answer=Health, errors=(503,), is_open=True, unavailable=Health
+        "GET",
+        "/ping",
+        _VLLM,
+        "Tell whether steps advance",
+        answer=HealthResponse,
+        errors=(503,),
+        is_open=True,
+        unavailable=HealthResponse,
     ),
     Operation(
-        "POST", "/ping", _VLLM, "Tell whether steps advance", answer=Health, errors=(503,), is_open=True, unavailable=Health
+        "POST",
+        "/ping",
+        _VLLM,
+        "Tell whether steps advance",
+        answer=HealthResponse,
+        errors=(503,),
+        is_open=True,
+        unavailable=HealthResponse,
     ),
     Operation("GET", "/load", _VLLM, "Count requests at work", answer=Load),
     Operation("POST", "/pooling", _VLLM, "Make vectors of texts", EmbeddingBody, PooledList),
