@@ -46,7 +46,7 @@ from cloister.sealed.peers import check_peer
 from cloister.sealed.problems import ProblemError, problem_of
 from cloister.sealed.public import File, LogFiles
 from cloister.sealed.sealed_reply import SealedReply
-from cloister.sealed.serving import Health, Lifespan, Post, handlers
+from cloister.sealed.serving import HealthEndpoint, Lifespan, Post, handlers
 from cloister.sealed.unsealing import Opened, Unsealer, open_request, read_head, read_parts
 from cloister.sealed.upstream import Upstream, UpstreamResponse
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
@@ -121,7 +121,7 @@ def gateway_app(
     """
     routes: list[BaseRoute] = [
         Route("/", Post(_Gateway(config, unsealer, tokens, nodes, upstream, now))),
-        Route("/health", Health()),
+        Route("/health", HealthEndpoint()),
         Route("/.well-known/ohttp-gateway", File(unsealer.publish, KEYS_MEDIA_TYPE)),
         Route("/.well-known/cloister/evidence/{digest}", _Evidence(nodes)),
     ]

@@ -21,7 +21,7 @@ from cloister.privacy.tokens.purchase import PURCHASE_BYTES, PURCHASE_PATH, STAT
 from cloister.privacy.tokens.purchase import REQUEST_TYPE as PURCHASE_TYPE
 from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES, Body, Outgoing, join_pieces, media_type, run_while_there
 from cloister.sealed.problems import ProblemError
-from cloister.sealed.serving import Health, Post, handlers
+from cloister.sealed.serving import HealthEndpoint, Post, handlers
 from cloister.sealed.upstream import Upstream, UpstreamResponse
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 
@@ -68,7 +68,7 @@ def relay_app(config: RelayConfig, upstream: Upstream, issuer: Upstream | None =
     budget = BodyBudget(max(config.body_ceiling_bytes, config.max_request_bytes))
     routes = [
         Route("/", Post(_Carrier(config, upstream, _gateway_target(config), budget))),
-        Route("/health", Health()),
+        Route("/health", HealthEndpoint()),
         Route("/.well-known/{path:path}", _PublicFiles(config.gateway_url, upstream)),
     ]
     if issuer is not None:

@@ -59,7 +59,7 @@ class Post:
             await Outgoing(send).refuse(ProblemError(405, "This path takes POST.", fields=((b"allow", b"POST"),)))
 
 
-class Health:
+class HealthEndpoint:
     """Says that the program runs; it waits for nothing, so that is all there is to say."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
