@@ -13,7 +13,7 @@ from cloister.privacy.attestation.registers import REGISTERS
 from cloister.types.errors import ConfigError
 
 
-class Kind(StrEnum):
+class TeeKind(StrEnum):
     """The hardware that measures."""
 
     SEV_SNP = "sev-snp"
@@ -25,7 +25,7 @@ def print_measurements(
     kernel: Path,
     initrd: Path,
     command_line: Path,
-    kind: Kind,
+    kind: TeeKind,
     vcpus: int,
     cpu: str,
     features: str,
@@ -40,7 +40,7 @@ def print_measurements(
     if "�" in line or "\n" in line:
         raise ConfigError(f"{command_line} is not one line of ASCII, as a kernel takes it")
     boot = DirectBoot(_read(kernel), _read(initrd), line)
-    if kind is Kind.SEV_SNP:
+    if kind is TeeKind.SEV_SNP:
         digest = measure_snp(ovmf, boot, vcpus=vcpus, cpu_signature=_find_cpu(cpu), features=_read_hex(features))
         typer.echo(f"{kind}={digest.hex()}")
         return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloister.cli.launching import Kind, print_measurements, read_launch
+from cloister.cli.launching import TeeKind, print_measurements, read_launch
 from cloister.cli.options import MODEL, choose_model
 from cloister.privacy.verdict import Profile
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
@@ -142,7 +142,7 @@ def image(
     kernel: Annotated[Path, typer.Option(help="The image's kernel.", metavar="FILE")],
     initrd: Annotated[Path, typer.Option(help="The image's initrd.", metavar="FILE")],
     command_line: Annotated[Path, typer.Option(help="File with the kernel's command line.", metavar="FILE")],
-    kind: Annotated[Kind, typer.Option(help="The hardware.")] = Kind.SEV_SNP,
+    kind: Annotated[TeeKind, typer.Option(help="The hardware.")] = TeeKind.SEV_SNP,
     vcpus: Annotated[int, typer.Option(help="SEV-SNP: processors of the guest.", metavar="N")] = 1,
     cpu: Annotated[str, typer.Option(help="SEV-SNP: the guest's processor (`-cpu` of QEMU).", metavar="NAME")] = "EPYC-v4",
     features: Annotated[str, typer.Option(help="SEV-SNP: SEV_FEATURES that the host sets.", metavar="HEX")] = "0x1",
