@@ -17,7 +17,7 @@ from cloister.app.calibrating import cut_windows
 from cloister.backends.base import Weights
 from cloister.backends.native import _native
 from cloister.backends.native.model import pack_model
-from cloister.backends.native.packing import Kind, PackedMatrix, Packer
+from cloister.backends.native.packing import PackedKind, PackedMatrix, Packer
 from cloister.bench.plots import BLUE, GREY, ORANGE, draw
 from cloister.models import LoadedModel, load, locate
 from cloister.quant import FORMATS, FormatOptions, HeldWeights, KVDtype, QuantizedWeights, quantize_on_read
@@ -147,7 +147,7 @@ def spread(outcome: Outcome, plain: Outcome) -> float:
 
 def count_bits(model: LoadedModel, weights: Weights) -> tuple[float, float]:
     """Returns bits per weight as the kernels keep them, scales and padding included: of the layers, and of the whole model."""
-    packed = pack_model(model.spec, weights, Packer(_native.Pool(1), Kind.BF16))
+    packed = pack_model(model.spec, weights, Packer(_native.Pool(1), PackedKind.BF16))
     layers = [matrix for name, matrix in packed.matrices.items() if name.startswith("layers.")]
     return bits_per_weight(layers), bits_per_weight(list(packed.matrices.values()))
 

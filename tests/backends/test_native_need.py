@@ -12,7 +12,7 @@ from cloister.backends.base import KVLayout, Weights
 from cloister.backends.native import _native
 from cloister.backends.native.backend import NativeBackend
 from cloister.backends.native.model import pack_model
-from cloister.backends.native.packing import Kind, Packer
+from cloister.backends.native.packing import PackedKind, Packer
 from cloister.backends.native.store import array_bytes
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import Activations, GroupedTensor, QuantizedTensor, Tensor, take_rows
@@ -78,7 +78,7 @@ def test_weights_take_what_was_named_whatever_becomes_of_them(case: str, dtype: 
     weights, spec = CASES[case], SPEC if case == "numbers" else WIDE
     backend = NativeBackend(num_threads=1, device="cpu", dtype=dtype)
     named = backend.need(spec, weights, block_size=16, max_batched_tokens=16).weights_bytes
-    packed = pack_model(spec, weights, Packer(_native.Pool(1), Kind.F32 if dtype == "float32" else Kind.BF16))
+    packed = pack_model(spec, weights, Packer(_native.Pool(1), PackedKind.F32 if dtype == "float32" else PackedKind.BF16))
     assert named == array_bytes(packed)
 
 
@@ -92,6 +92,6 @@ def test_whatever_a_spec_asks_for_takes_what_was_named(name: str, dtype: str) ->
     driver = Driver(program, 32, 16)
     program.forward(driver.plan({"a": list(range(num_tokens))}, [num_tokens - 1]))
     need = backend.need(spec, weights, block_size=16, max_batched_tokens=num_tokens)
-    packed = pack_model(spec, weights, Packer(_native.Pool(1), Kind.F32 if dtype == "float32" else Kind.BF16))
+    packed = pack_model(spec, weights, Packer(_native.Pool(1), PackedKind.F32 if dtype == "float32" else PackedKind.BF16))
     assert need.weights_bytes == array_bytes(packed)
     assert program.buffer_bytes < need.activations_bytes < 2.1 * program.buffer_bytes

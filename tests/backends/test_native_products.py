@@ -15,7 +15,7 @@ import pytest
 
 from cloister.backends.base import FloatArray
 from cloister.backends.native import _native
-from cloister.backends.native.packing import Kind, Packer
+from cloister.backends.native.packing import PackedKind, Packer
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor
 from tests.native import KERNELS, GivenWeights, build_native, exact_product, multiply, relative_error, without_layers
 
@@ -202,7 +202,7 @@ def test_four_bits_that_meet_bfloat16_have_the_bits_of_their_dequantisation(name
 
 def test_four_bits_that_meet_bfloat16_stay_four_bits() -> None:
     tensor = replace(grouped(512, 128, 4, zeros=True, vocab=64), activations="bfloat16")
-    packed = Packer(_native.Pool(1), Kind.BF16).join([tensor], [None])
+    packed = Packer(_native.Pool(1), PackedKind.BF16).join([tensor], [None])
     assert packed.num_bytes < tensor.codes.size * 4.5 / 8
 
 

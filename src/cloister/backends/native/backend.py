@@ -6,7 +6,7 @@ from cloister.backends.base import KVLayout, MemoryNeed, Weights
 from cloister.backends.native import _native
 from cloister.backends.native.buffers import buffer_bytes
 from cloister.backends.native.model import PackedModel, pack_model, packed_model_bytes
-from cloister.backends.native.packing import LAYOUT, Kind, Packer
+from cloister.backends.native.packing import LAYOUT, PackedKind, Packer
 from cloister.backends.native.program import KV_KINDS, NativeProgram
 from cloister.backends.native.store import PackedStore
 from cloister.backends.spec import DecoderSpec
@@ -53,7 +53,7 @@ class NativeBackend:
         if kernels is not None and kernels not in names:
             raise ConfigError(f"this processor runs the kernels {', '.join(names)}, not {kernels!r}", param="kernels")
         self.kernels = kernels or names[0]
-        self._dense = Kind.F32 if dtype == "float32" else Kind.BF16
+        self._dense = PackedKind.F32 if dtype == "float32" else PackedKind.BF16
         self._pool = _native.Pool(num_threads)
         self._store = store
         self.fingerprint = f"native-{NUMERICS}-{LAYOUT}-{self.kernels}-{dtype}-{self._kv_dtype}"
@@ -73,7 +73,7 @@ class NativeBackend:
                 num_tokens=max_batched_tokens,
                 num_threads=self._pool.num_threads,
                 kernels=self.kernels,
-                is_wide=self._dense is Kind.F32,
+                is_wide=self._dense is PackedKind.F32,
             ),
             logit_row_bytes=4 * spec.vocab_size,
         )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.base import Weights
-from cloister.backends.native.packing import PANEL, Kind, PackedMatrix, Packer, packed_bytes
+from cloister.backends.native.packing import PANEL, PackedKind, PackedMatrix, Packer, packed_bytes
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
 from cloister.backends.tensors import Tensor, dequantized
 
@@ -119,17 +119,17 @@ def _padded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def packed_model_bytes(spec: DecoderSpec, weights: Weights, dense: Kind) -> int:
+def packed_model_bytes(spec: DecoderSpec, weights: Weights, dense: PackedKind) -> int:
     """Returns the bytes that `pack_model` will take, from what each matrix becomes; nothing large is read."""
     matrices = sum(_matrix_bytes(parts, weights, dense) for parts in matrices_of(spec))
     return matrices + sum(4 * length for _, length in vectors_of(spec))
 
 
-def _matrix_bytes(parts: MatrixParts, weights: Weights, dense: Kind) -> int:
+def _matrix_bytes(parts: MatrixParts, weights: Weights, dense: PackedKind) -> int:
     heights = [weights.shape(f"{name}.weight")[0] for name in parts.sources]
     rows = [_form_row(weights, f"{name}.weight", parts.exact) for name in parts.sources]
     outputs = _padded(heights[0], PANEL // 2) * 2 if parts.interleaved else sum(heights)
-    return packed_bytes(rows, outputs, Kind.F32 if parts.exact else dense, has_bias=parts.biased)
+    return packed_bytes(rows, outputs, PackedKind.F32 if parts.exact else dense, has_bias=parts.biased)
 
 
 def _form_row(weights: Weights, name: str, exact: bool) -> Tensor:

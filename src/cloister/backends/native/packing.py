@@ -30,7 +30,7 @@ _SUM_LENGTH = 32  # the kernels keep sums of inputs for groups of this length an
 IntArray = npt.NDArray[np.int32]
 
 
-class Kind(IntEnum):
+class PackedKind(IntEnum):
     """What a packed matrix holds (cpp/layout.hpp, `Kind`)."""
 
     F32 = 0
@@ -61,7 +61,7 @@ class PackedMatrix:
         parts: flat arrays by name: codes, channel_scales, scales, zeros, offsets, group_scales, bias.
     """
 
-    kind: Kind
+    kind: PackedKind
     outputs: int
     inputs: int
     group: int
@@ -104,7 +104,7 @@ class Packer:
         dense: kind of matrices that come as numbers, F32 or BF16.
     """
 
-    def __init__(self, pool: _native.Pool, dense: Kind) -> None:
+    def __init__(self, pool: _native.Pool, dense: PackedKind) -> None:
         self._pool, self._dense = pool, dense
 
     def join(self, tensors: Sequence[Tensor], biases: Sequence[npt.NDArray[Any] | None]) -> PackedMatrix:
@@ -115,7 +115,7 @@ class Packer:
 
     def join_exactly(self, tensors: Sequence[npt.NDArray[Any]]) -> PackedMatrix:
         """`join` in float32, whatever the others are."""
-        return Packer(self._pool, Kind.F32).join(tensors, [None] * len(tensors))
+        return Packer(self._pool, PackedKind.F32).join(tensors, [None] * len(tensors))
 
     def interleave(self, gate: Tensor, up: Tensor, biases: Sequence[npt.NDArray[Any] | None]) -> PackedMatrix:
         """Packs gate and up so that a panel holds 16 outputs of each."""
@@ -141,14 +141,14 @@ class Packer:
                 for t, bias in zip(tensors, biases, strict=True)
             ]
             parts["bias"] = _by_panel(shifts, places, panels)
-        grouped = kind is Kind.QOQ or "scales" in parts
+        grouped = kind is PackedKind.QOQ or "scales" in parts
         group = tensors[0].group_size if grouped and not isinstance(tensors[0], np.ndarray) else 0
         rounding = rounding_of(tensors[0]) or InputRounding()
         return PackedMatrix(
             kind, outputs, inputs, group, _zero_point(kind, tensors), rounding.group_size > 0, rounding.rotation, parts
         )
 
-    def _pack_codes(self, kind: Kind, tensor: Tensor, places: IntArray, codes: ByteArray) -> None:
+    def _pack_codes(self, kind: PackedKind, tensor: Tensor, places: IntArray, codes: ByteArray) -> None:
         data = tensor if isinstance(tensor, np.ndarray) else tensor.codes
         if data.dtype not in _SOURCES:
             data = data.astype(np.float32)
@@ -157,9 +157,9 @@ class Packer:
         _native.pack(self._pool, int(kind), _SOURCES[data.dtype], flat, data.shape[0], data.shape[1], places, codes)
 
 
-def _zero_point(kind: Kind, tensors: Sequence[Tensor]) -> int:
+def _zero_point(kind: PackedKind, tensors: Sequence[Tensor]) -> int:
     """Returns what is taken off every code, where that is one number for all."""
-    middle = {Kind.INT8: 128, Kind.INT4: 8, Kind.QOQ: 128, Kind.W4A16: 8}.get(kind, 0)
+    middle = {PackedKind.INT8: 128, PackedKind.INT4: 8, PackedKind.QOQ: 128, PackedKind.W4A16: 8}.get(kind, 0)
     common = _common_zero([t for t in tensors if isinstance(t, GroupedTensor)])
     return middle if common is None else common
 
@@ -180,7 +180,7 @@ def _places(start: int, end: int) -> IntArray:
     return np.arange(start, end, dtype=np.int32)
 
 
-def packed_bytes(rows: Sequence[Tensor], outputs: int, dense: Kind, *, has_bias: bool) -> int:
+def packed_bytes(rows: Sequence[Tensor], outputs: int, dense: PackedKind, *, has_bias: bool) -> int:
     """Returns the bytes that matrices take packed as one, for a row [1, in] of each (`Weights.form`).
 
     Args:
@@ -238,12 +238,12 @@ def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [t if isinstance(t, np.ndarray) else _as_numbers(t) for t in tensors]
 
 
-def _kind_of(tensor: GroupedTensor | ProgressiveTensor) -> Kind:
+def _kind_of(tensor: GroupedTensor | ProgressiveTensor) -> PackedKind:
     if isinstance(tensor, ProgressiveTensor):
-        return Kind.QOQ
+        return PackedKind.QOQ
     if tensor.bits == 8:
-        return Kind.INT8
-    return Kind.W4A16 if tensor.activations == "bfloat16" else Kind.INT4
+        return PackedKind.INT8
+    return PackedKind.W4A16 if tensor.activations == "bfloat16" else PackedKind.INT4
 
 
 def _metadata(tensors: Sequence[Tensor]) -> dict[str, list[npt.NDArray[Any]]]:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import PackedModel
-from cloister.backends.native.packing import LAYOUT, Kind, PackedMatrix
+from cloister.backends.native.packing import LAYOUT, PackedKind, PackedMatrix
 
 _logger = logging.getLogger(__name__)
 READER: Final = 3
@@ -216,7 +216,7 @@ def _assemble(header: Mapping[str, Any], arrays: Mapping[str, Array]) -> PackedM
 
     def matrix(name: str, described: list[int]) -> PackedMatrix:
         kind, outputs, inputs, group, zero_point, group_inputs, rotation = described
-        packed = PackedMatrix(Kind(kind), outputs, inputs, group, zero_point, bool(group_inputs), rotation, parts[name])
+        packed = PackedMatrix(PackedKind(kind), outputs, inputs, group, zero_point, bool(group_inputs), rotation, parts[name])
         packed.bind()  # refuses parts that are shorter than the shape asks for
         return packed
 
