@@ -11,7 +11,7 @@ from cloister.backends.torch.layers import Norm, rms_norm, rotate
 from cloister.backends.torch.reading import AnyLinear, WeightReader
 
 
-class Layer:
+class DecoderLayer:
     """One block of the decoder, all but attention itself: what is computed row by row.
 
     Attributes:

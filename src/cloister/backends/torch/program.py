@@ -17,7 +17,7 @@ from cloister.backends.tensors import dequantized
 from cloister.backends.torch.adapters import RowAdapters, TorchAdapters
 from cloister.backends.torch.attention import attend, attention_tiles, split_widths
 from cloister.backends.torch.cache import KVCache
-from cloister.backends.torch.decoder import Layer
+from cloister.backends.torch.decoder import DecoderLayer
 from cloister.backends.torch.layers import RopeTable, cap, on_whole_vectors
 from cloister.backends.torch.linear import common_tiles
 from cloister.backends.torch.reading import WeightReader, to_torch
@@ -53,7 +53,7 @@ class TorchProgram:
         self._spec, self._team, self._device = spec, team, device
         self._embedding = dequantized(weights.read("embed.weight"))
         self._learned = dequantized(weights.read("positions.weight")) if spec.position_embeddings else None
-        self._layers = [Layer(spec, number, reader) for number in range(len(spec.layers))]
+        self._layers = [DecoderLayer(spec, number, reader) for number in range(len(spec.layers))]
         self._norm = reader.norm("norm", spec)
         self._head = reader.linear("embed" if spec.tied_embeddings else "head", bias=False)
         self._head_bias = reader.vector("head.bias") if spec.head_bias else None
@@ -181,7 +181,7 @@ class TorchProgram:
         return units
 
     def _project(
-        self, layer: Layer, hidden: Tensor, cos_sin: Tensor | None, adapters: Sequence[RowAdapters | None]
+        self, layer: DecoderLayer, hidden: Tensor, cos_sin: Tensor | None, adapters: Sequence[RowAdapters | None]
     ) -> tuple[Tensor, Tensor]:
         """Returns queries [num_rows, num_heads, head_dim] and keys and values [num_rows, 2, num_kv_heads, head_dim]."""
         spec, num_rows = layer.attention, len(hidden)

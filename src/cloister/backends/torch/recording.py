@@ -8,10 +8,10 @@ from types import ModuleType
 
 from cloister.backends.base import Span
 from cloister.backends.recording import Watched, watch
-from cloister.backends.torch.decoder import Layer
+from cloister.backends.torch.decoder import DecoderLayer
 
 
-def record(program: object, module: ModuleType, layers: Iterable[Layer]) -> AbstractContextManager[list[Span]]:
+def record(program: object, module: ModuleType, layers: Iterable[DecoderLayer]) -> AbstractContextManager[list[Span]]:
     """Records a program's calls (`backends.base.Recording`).
 
     Args:
@@ -20,7 +20,7 @@ def record(program: object, module: ModuleType, layers: Iterable[Layer]) -> Abst
     return watch(_list_calls(program, module, layers))
 
 
-def _list_calls(program: object, module: ModuleType, layers: Iterable[Layer]) -> Iterator[Watched]:
+def _list_calls(program: object, module: ModuleType, layers: Iterable[DecoderLayer]) -> Iterator[Watched]:
     yield Watched(program, "_embed", "embed")
     yield Watched(program, "_schedule", "schedule")
     yield Watched(module, "attend", "attention")
