@@ -14,7 +14,7 @@ from cloister.backends.torch.triton.norm import add_and_norm
 from cloister.backends.torch.triton.rotary import rotate_and_write
 
 
-class Layer:
+class CudaLayer:
     """All of a block but attention itself.
 
     Attributes:

@@ -17,7 +17,7 @@ from cloister.backends.torch.cache import KVCache
 from cloister.backends.torch.cuda.attention import AttentionKernels, PagedAttention
 from cloister.backends.torch.cuda.graphs import DecodeGraphs, Outputs, pad_decode
 from cloister.backends.torch.cuda.inputs import Courier, StepInputs, padded_arrays, step_arrays, unpack
-from cloister.backends.torch.cuda.layer import Layer
+from cloister.backends.torch.cuda.layer import CudaLayer
 from cloister.backends.torch.cuda.limits import check_computable, rope_of
 from cloister.backends.torch.cuda.matrices import Matrix, MatrixReader
 from cloister.backends.torch.cuda.memory import CAPTURED_SEQS
@@ -60,7 +60,7 @@ class CudaProgram:
         num_places = count_places(device)
         reader = MatrixReader(weights, dtype, device, TileBook(num_places), is_exact)
         self._embedding = to_torch(tensors.dequantized(weights.read("embed.weight"))).to(device, dtype)
-        self._layers = [Layer(layer, reader, f"layers.{number}", spec.norm_eps) for number, layer in enumerate(spec.layers)]
+        self._layers = [CudaLayer(layer, reader, f"layers.{number}", spec.norm_eps) for number, layer in enumerate(spec.layers)]
         self._norms = [*(layer.attention_norm for layer in self._layers), reader.norm("norm")]
         self._head = self._read_head(weights, reader)
         self._num_positions = min(spec.max_positions, kv.num_blocks * kv.block_size)
