@@ -23,7 +23,7 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from cloister.privacy import Credentials, Limits
+from cloister.privacy import Credentials, KeyQuota
 from cloister.privacy.keyfile import write_credentials
 from tests.browser import Browser, browsing
 
@@ -78,7 +78,7 @@ def make_keys(file: Path) -> list[str]:
     credentials, operator = Credentials.empty().add("ops", tenant="operations", is_operator=True)
     credentials, ann = credentials.add("ann", tenant="lab")
     credentials, bob = credentials.add("bob", tenant="press-office")
-    credentials, eve = credentials.add("eve", tenant="students", limits=Limits(requests_per_minute=20))
+    credentials, eve = credentials.add("eve", tenant="students", limits=KeyQuota(requests_per_minute=20))
     write_credentials(file, credentials)
     return [operator, ann, bob, eve]
 

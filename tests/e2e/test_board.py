@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from cloister.privacy import Credentials, Limits
+from cloister.privacy import Credentials, KeyQuota
 from cloister.server.metrics import Metrics
 from cloister.types.config import ServerConfig
 from cloister.types.events import Arrived, Ended, Event, Progressed, Scheduled
@@ -129,7 +129,7 @@ def test_the_board_counts_errors_and_says_how_long_the_server_is_up(board, house
 
 
 def test_a_refusal_for_too_many_requests_is_shown(browser, tmp_path):
-    credentials, key = Credentials.empty().add("ann", limits=Limits(requests_per_minute=1))
+    credentials, key = Credentials.empty().add("ann", limits=KeyQuota(requests_per_minute=1))
     gate, config = make_gate("team", credentials), ServerConfig(port=0, drain_timeout_s=1.0)
     with serving_script(write_model(tmp_path), ScriptedEngine(says("x")), gate=gate, config=config) as house:
         headers = {"Authorization": f"Bearer {key}"}

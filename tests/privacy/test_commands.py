@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cloister.cli import keys, policy
-from cloister.privacy import Limits, read_credentials
+from cloister.privacy import KeyQuota, read_credentials
 from cloister.privacy.document import to_markdown
 from cloister.privacy.features import FEATURES
 from cloister.privacy.matrix import ROWS
@@ -112,11 +112,11 @@ def test_limits_are_set_with_the_key_and_changed_later(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     made = run("keys", "add", "ann", "--rpm", "60", "--tokens-per-day", "100000", "--file", str(file))
     assert made.exit_code == 0, made.output
-    assert read_credentials(file).keys[0].limits == Limits(60, None, 100_000)
+    assert read_credentials(file).keys[0].limits == KeyQuota(60, None, 100_000)
     assert "100,000" in run("keys", "list", "--file", str(file)).output
     changed = run("keys", "limit", "ann", "--rpm", "0", "--concurrent", "4", "--file", str(file))
     assert changed.exit_code == 0, changed.output
-    assert read_credentials(file).keys[0].limits == Limits(None, 4, 100_000)
+    assert read_credentials(file).keys[0].limits == KeyQuota(None, 4, 100_000)
     assert read_credentials(file).find(made.stdout.strip()) is not None
     unknown = run("keys", "limit", "bob", "--rpm", "1", "--file", str(file))
     assert "there is no key named 'bob'" in str(unknown.exception)
@@ -128,7 +128,7 @@ def test_a_key_file_from_before_there_were_limits_is_read(tmp_path: Path) -> Non
     data = json.loads(file.read_bytes())
     del data["keys"][0]["limits"]
     file.write_text(json.dumps(data))
-    assert read_credentials(file).keys[0].limits == Limits()
+    assert read_credentials(file).keys[0].limits == KeyQuota()
     data["keys"][0]["limits"] = {"requests_per_minute": 0}
     file.write_text(json.dumps(data))
     with pytest.raises(ConfigError, match=r"is broken .*requests_per_minute must be at least 1"):

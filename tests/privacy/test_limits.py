@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cloister.privacy import Account, Charge, Credentials, Gate, Limits, Policy
+from cloister.privacy import Account, Charge, Credentials, Gate, KeyQuota, Policy
 from cloister.privacy.limits import DAY_S, MINUTE_S
 from cloister.types.errors import AuthenticationError, RateLimitError
 
@@ -15,7 +15,7 @@ NOON = 12 * 3600.0
 
 
 def test_the_request_after_the_last_one_of_a_minute_is_told_when_to_come_back() -> None:
-    account = Account(Limits(requests_per_minute=2))
+    account = Account(KeyQuota(requests_per_minute=2))
     account.enter(0.0)
     account.enter(10.0)
     with pytest.raises(RateLimitError, match="2 requests a minute") as refusal:
@@ -26,7 +26,7 @@ def test_the_request_after_the_last_one_of_a_minute_is_told_when_to_come_back() 
 
 
 def test_a_request_that_could_not_be_served_does_not_count_against_the_minute() -> None:
-    account = Account(Limits(requests_per_minute=1))
+    account = Account(KeyQuota(requests_per_minute=1))
     charge = account.enter(0.0)
     charge.leave(refund=True)
     charge.leave(refund=True)
@@ -36,7 +36,7 @@ def test_a_request_that_could_not_be_served_does_not_count_against_the_minute() 
 
 
 def test_so_many_may_be_open_at_once_and_no_more() -> None:
-    account = Account(Limits(concurrent_requests=2))
+    account = Account(KeyQuota(concurrent_requests=2))
     first = account.enter(0.0)
     account.enter(0.0)
     with pytest.raises(RateLimitError, match="2 requests open at once"):
@@ -49,7 +49,7 @@ def test_so_many_may_be_open_at_once_and_no_more() -> None:
 
 
 def test_unused_tokens_are_given_back_once() -> None:
-    account = Account(Limits(tokens_per_day=100))
+    account = Account(KeyQuota(tokens_per_day=100))
     charge = account.enter(0.0)
     charge.reserve("a", 90, NOON)
     with pytest.raises(RateLimitError, match=r"100 tokens a day \(UTC\) and have 10 left, and this request may need 11"):
@@ -61,7 +61,7 @@ def test_unused_tokens_are_given_back_once() -> None:
 
 
 def test_midnight_utc_opens_a_new_day_and_takes_nothing_back_from_it() -> None:
-    account = Account(Limits(tokens_per_day=100))
+    account = Account(KeyQuota(tokens_per_day=100))
     charge = account.enter(0.0)
     charge.reserve("late", 100, DAY_S - 1)
     with pytest.raises(RateLimitError) as refusal:
@@ -74,7 +74,7 @@ def test_midnight_utc_opens_a_new_day_and_takes_nothing_back_from_it() -> None:
 
 
 def test_a_clock_that_is_set_back_opens_no_day_twice() -> None:
-    account = Account(Limits(tokens_per_day=100))
+    account = Account(KeyQuota(tokens_per_day=100))
     account.enter(0.0).reserve("a", 100, DAY_S + 5)
     with pytest.raises(RateLimitError):
         account.enter(0.0).reserve("b", 1, DAY_S - 5)
@@ -82,7 +82,7 @@ def test_a_clock_that_is_set_back_opens_no_day_twice() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 40), st.booleans()), max_size=60), st.integers(1, 5))
 def test_in_no_minute_more_requests_begin(pauses: list[tuple[float, bool]], limit: int) -> None:
-    account, now_s, begun = Account(Limits(requests_per_minute=limit)), 0.0, []
+    account, now_s, begun = Account(KeyQuota(requests_per_minute=limit)), 0.0, []
     for pause_s, refund in pauses:
         now_s += pause_s
         try:
@@ -101,7 +101,7 @@ class Books(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.account = Account(Limits(concurrent_requests=3, tokens_per_day=50))
+        self.account = Account(KeyQuota(concurrent_requests=3, tokens_per_day=50))
         self.open: list[tuple[Charge, dict[str, int]]] = []
         self.used = 0
         self.utc_s = NOON
@@ -161,7 +161,7 @@ def make_gate(credentials: Credentials) -> Gate:
 
 
 def test_what_a_key_used_still_counts_after_the_keys_changed() -> None:
-    credentials, key = Credentials.empty().add("ann", limits=Limits(requests_per_minute=2))
+    credentials, key = Credentials.empty().add("ann", limits=KeyQuota(requests_per_minute=2))
     gate = make_gate(credentials)
     gate.admit(key).account.enter(0.0)
     gate.change_keys(credentials.add("bob")[0])
@@ -169,9 +169,9 @@ def test_what_a_key_used_still_counts_after_the_keys_changed() -> None:
     account.enter(0.0)
     with pytest.raises(RateLimitError):
         account.enter(0.0)
-    gate.change_keys(credentials.limit("ann", Limits(requests_per_minute=3)))
+    gate.change_keys(credentials.limit("ann", KeyQuota(requests_per_minute=3)))
     gate.admit(key).account.enter(0.0)
-    gate.change_keys(credentials.limit("ann", Limits()))
+    gate.change_keys(credentials.limit("ann", KeyQuota()))
     assert gate.admit(key).account is None
 
 
@@ -189,8 +189,8 @@ def test_a_key_that_was_removed_stops_working_and_the_last_one_too() -> None:
 
 
 def test_two_keys_of_one_tenant_have_their_own_limits() -> None:
-    credentials, first = Credentials.empty().add("a", tenant="lab", limits=Limits(concurrent_requests=1))
-    credentials, second = credentials.add("b", tenant="lab", limits=Limits(concurrent_requests=1))
+    credentials, first = Credentials.empty().add("a", tenant="lab", limits=KeyQuota(concurrent_requests=1))
+    credentials, second = credentials.add("b", tenant="lab", limits=KeyQuota(concurrent_requests=1))
     gate = make_gate(credentials)
     gate.admit(first).account.enter(0.0)
     gate.admit(second).account.enter(0.0)
@@ -200,4 +200,4 @@ def test_two_keys_of_one_tenant_have_their_own_limits() -> None:
 @pytest.mark.parametrize("name", ["requests_per_minute", "concurrent_requests", "tokens_per_day"])
 def test_a_limit_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1"):
-        Limits(**{name: 0})
+        KeyQuota(**{name: 0})

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from cloister.engine.base import AdapterEngine
-from cloister.privacy import Account, Limits
+from cloister.privacy import Account, KeyQuota
 from cloister.server.calls import Call, Calls, most_tokens
 from cloister.types.errors import QueueFullError, RateLimitError
 from cloister.types.events import Arrived, Ended, Scheduled
@@ -24,7 +24,7 @@ class Books:
         self.over: list[Call] = []
         self.replies: list[tuple[str, int]] = []
         self.calls = Calls(lambda route, status: self.replies.append((route, status)), [self.over.append])
-        self.account = Account(Limits(concurrent_requests=1, tokens_per_day=100))
+        self.account = Account(KeyQuota(concurrent_requests=1, tokens_per_day=100))
 
     def open(self) -> Call:
         call = self.calls.open({"method": "POST", "headers": [], "client": ("10.0.0.7", 1)})

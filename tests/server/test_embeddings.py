@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from cloister.engine.thread import ThreadEngine
-from cloister.privacy import Credentials, Limits
+from cloister.privacy import Credentials, KeyQuota
 from cloister.runner import ModelRunner
 from cloister.runner.pool import Pool
 from cloister.server.generation import MAX_SIDE_BY_SIDE
@@ -228,7 +228,7 @@ async def start_pooling(path):
 
 
 def test_tokens_that_are_pooled_count_for_their_key(model_path):
-    credentials, key = Credentials.empty().add("ann", limits=Limits(tokens_per_day=30))
+    credentials, key = Credentials.empty().add("ann", limits=KeyQuota(tokens_per_day=30))
     with (
         serving(model_path, lambda: start_pooling(model_path), gate=make_gate("team", credentials)) as house,
         httpx.Client(base_url=house.url, headers={"authorization": f"Bearer {key}"}, timeout=20) as client,

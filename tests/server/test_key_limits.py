@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from cloister.privacy import Credentials, Limits
+from cloister.privacy import Credentials, KeyQuota
 from cloister.server.limits import format_duration
 from cloister.types.config import ServerConfig
 from cloister.types.errors import EngineError, QueueFullError
@@ -20,7 +20,7 @@ CONFIG = ServerConfig(port=0, api_keys="keys.json", drain_timeout_s=1.0)
 
 
 @contextmanager
-def limited(model_path, limits: Limits, engine: ScriptedEngine | None = None, start=start_speaking):
+def limited(model_path, limits: KeyQuota, engine: ScriptedEngine | None = None, start=start_speaking):
     """A server and a client whose key has the limits."""
     credentials, key = Credentials.empty().add("ann", limits=limits)
     gate = make_gate("team", credentials)
@@ -39,7 +39,7 @@ def complete(client: httpx.Client, **fields: object) -> httpx.Response:
 
 
 def test_a_request_too_many_in_a_minute_is_refused_and_reading_is_free(model_path):
-    with limited(model_path, Limits(requests_per_minute=2)) as client:
+    with limited(model_path, KeyQuota(requests_per_minute=2)) as client:
         first = complete(client)
         assert first.headers["x-ratelimit-limit-requests"] == "2"
         assert first.headers["x-ratelimit-remaining-requests"] == "1"
@@ -58,7 +58,7 @@ def test_a_request_too_many_in_a_minute_is_refused_and_reading_is_free(model_pat
 
 @pytest.mark.parametrize("error", [QueueFullError("full"), EngineError("the engine is being restarted; try again")])
 def test_what_the_server_could_not_serve_is_not_charged(model_path, error):
-    with limited(model_path, Limits(2, 1, 50), ScriptedEngine(lambda _: [error])) as client:
+    with limited(model_path, KeyQuota(2, 1, 50), ScriptedEngine(lambda _: [error])) as client:
         for _ in range(5):
             reply = complete(client)
             assert reply.status_code == error.status
@@ -68,7 +68,7 @@ def test_what_the_server_could_not_serve_is_not_charged(model_path, error):
 
 def test_so_many_requests_at_once_and_the_next_when_one_has_ended(model_path):
     engine = ScriptedEngine(lambda r: [0.5, *says("ok")(r)])
-    with limited(model_path, Limits(concurrent_requests=1), engine) as client:
+    with limited(model_path, KeyQuota(concurrent_requests=1), engine) as client:
         slow = threading.Thread(target=complete, args=(client,))
         slow.start()
         while not engine.taken:
@@ -81,7 +81,7 @@ def test_so_many_requests_at_once_and_the_next_when_one_has_ended(model_path):
 
 
 def test_a_client_that_leaves_makes_room_for_the_next(model_path):
-    with limited(model_path, Limits(concurrent_requests=1), start=start_slow) as client:
+    with limited(model_path, KeyQuota(concurrent_requests=1), start=start_slow) as client:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 150, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as reply:
             lines = reply.iter_lines()
@@ -98,7 +98,7 @@ def remaining(client: httpx.Client) -> int:
 
 
 def test_tokens_are_reserved_and_what_was_not_used_comes_back(model_path):
-    with limited(model_path, Limits(tokens_per_day=100)) as client:
+    with limited(model_path, KeyQuota(tokens_per_day=100)) as client:
         reply = complete(client, max_tokens=50, stop="5")
         used = reply.json()["usage"]
         assert used["completion_tokens"] < 50
@@ -113,7 +113,7 @@ def test_tokens_are_reserved_and_what_was_not_used_comes_back(model_path):
 
 
 def test_one_prompt_of_several_that_is_too_much_refuses_the_call_and_gives_the_others_back(model_path):
-    with limited(model_path, Limits(tokens_per_day=100), start=start_slow) as client:
+    with limited(model_path, KeyQuota(tokens_per_day=100), start=start_slow) as client:
         assert complete(client, prompt=["four"] * 3, max_tokens=40).status_code == 429
         deadline = time.monotonic() + 10
         while remaining(client) < 60:
@@ -122,12 +122,12 @@ def test_one_prompt_of_several_that_is_too_much_refuses_the_call_and_gives_the_o
 
 
 def test_a_key_without_limits_gets_no_headers_of_limits(model_path):
-    with limited(model_path, Limits()) as client:
+    with limited(model_path, KeyQuota()) as client:
         assert not [name for name in complete(client).headers if name.startswith("x-ratelimit")]
 
 
 def test_every_reply_has_an_id_of_its_own(model_path):
-    with limited(model_path, Limits()) as client:
+    with limited(model_path, KeyQuota()) as client:
         ids = {complete(client, **fields).headers["x-request-id"] for fields in ({}, {"stream": True}, {"n": 0})}
         ids.add(httpx.get(f"{client.base_url}/v1/models").headers["x-request-id"])
     assert len(ids) == 4

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cloister.privacy.credentials import MAX_PRIORITY, MIN_PRIORITY, Credentials
 from cloister.privacy.keyfile import locked, read_credentials, write_credentials
-from cloister.privacy.limits import Limits
+from cloister.privacy.limits import KeyQuota
 
 app = typer.Typer(help="Make, list and remove API keys.", no_args_is_help=True)
 
@@ -46,7 +46,7 @@ def add(
             name,
             tenant=tenant,
             priority=priority,
-            limits=Limits(rpm or None, concurrent or None, tokens_per_day or None),
+            limits=KeyQuota(rpm or None, concurrent or None, tokens_per_day or None),
             is_operator=operator,
         )
         write_credentials(path, credentials)
@@ -82,9 +82,9 @@ def limit(
     """Change the limits of a key; 0 takes one away, and one that is not given stays. A running server follows."""
     with locked(file) as path:
         credentials = read_credentials(path)
-        before = next((key.limits for key in credentials.keys if key.name == name), Limits())
+        before = next((key.limits for key in credentials.keys if key.name == name), KeyQuota())
         given = (rpm, concurrent, tokens_per_day)
-        after = Limits(*((old if new is None else new or None) for (_, old), new in zip(before.items(), given, strict=True)))
+        after = KeyQuota(*((old if new is None else new or None) for (_, old), new in zip(before.items(), given, strict=True)))
         write_credentials(path, credentials.limit(name, after))
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cloister.privacy.features import RUNTIME_ADAPTERS_THREAT
     from cloister.privacy.gate import Admission, Gate
     from cloister.privacy.keyfile import read_credentials
-    from cloister.privacy.limits import Account, Charge, Limits
+    from cloister.privacy.limits import Account, Charge, KeyQuota
     from cloister.privacy.policy import Policy, Use
     from cloister.privacy.profile import default_profile, is_loopback
     from cloister.privacy.settings import settle, settle_front
@@ -34,7 +34,7 @@ __all__ = [
     "Credentials",
     "Entry",
     "Gate",
-    "Limits",
+    "KeyQuota",
     "Policy",
     "Profile",
     "Ruling",
@@ -58,7 +58,7 @@ _HOME = {
     "Credentials": "cloister.privacy.credentials",
     "Entry": "cloister.privacy.catalogue",
     "Gate": "cloister.privacy.gate",
-    "Limits": "cloister.privacy.limits",
+    "KeyQuota": "cloister.privacy.limits",
     "PROFILING_THREAT": "cloister.privacy.counts",
     "Policy": "cloister.privacy.policy",
     "Profile": "cloister.privacy.verdict",

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from cloister.privacy.limits import NO_LIMITS, Limits
+from cloister.privacy.limits import NO_LIMITS, KeyQuota
 from cloister.types.errors import ConfigError
 
 RandomBytes = Callable[[int], bytes]
@@ -44,7 +44,7 @@ class Credential:
     tenant: str
     priority: int
     digest: bytes = field(repr=False)
-    limits: Limits = NO_LIMITS
+    limits: KeyQuota = NO_LIMITS
     is_operator: bool = False
 
 
@@ -92,7 +92,7 @@ class Credentials:
         *,
         tenant: str | None = None,
         priority: int = 0,
-        limits: Limits = NO_LIMITS,
+        limits: KeyQuota = NO_LIMITS,
         is_operator: bool = False,
         random: RandomBytes = os.urandom,
     ) -> tuple[Credentials, str]:
@@ -115,7 +115,7 @@ class Credentials:
         salt = self.tenants.get(tenant) or random(_NUM_BYTES)
         return replace(self, keys=(*self.keys, added), tenants={**self.tenants, tenant: salt}), api_key
 
-    def limit(self, name: str, limits: Limits) -> Credentials:
+    def limit(self, name: str, limits: KeyQuota) -> Credentials:
         """Returns credentials in which the key called `name` has other limits (ConfigError when there is none)."""
         self._check_exists(name)
         return replace(self, keys=tuple(replace(key, limits=limits) if key.name == name else key for key in self.keys))

@@ -20,7 +20,7 @@ BUSY_RETRY_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class KeyQuota:
     """Bounds of one API key; None is no bound.
 
     Attributes:
@@ -49,7 +49,7 @@ class Limits:
         return any(value is not None for _, value in self.items())
 
 
-NO_LIMITS: Final = Limits()
+NO_LIMITS: Final = KeyQuota()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Account:
         limits: may be exchanged at any time; what was used stays.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: KeyQuota) -> None:
         self.limits = limits
         self._begun_s: deque[float] = deque()
         self._num_open = 0

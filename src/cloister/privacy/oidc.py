@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from cloister.privacy.credentials import MAX_PRIORITY, MIN_PRIORITY, RandomBytes
-from cloister.privacy.limits import NO_LIMITS, Limits
+from cloister.privacy.limits import NO_LIMITS, KeyQuota
 from cloister.privacy.profile import is_loopback
 from cloister.types.errors import AuthenticationError, ConfigError, PolicyError
 
@@ -99,7 +99,7 @@ class Person:
     tenant: str = field(repr=False)
     salt: bytes = field(repr=False)
     priority: int = 0
-    limits: Limits = NO_LIMITS
+    limits: KeyQuota = NO_LIMITS
     is_operator: bool = False
 
 
@@ -113,7 +113,7 @@ class People:
     def __init__(self, config: OidcConfig, random: RandomBytes = os.urandom) -> None:
         self.config = config
         self._key = random(_KEY_BYTES)
-        self._limits = Limits(**msgspec.structs.asdict(config.limits))
+        self._limits = KeyQuota(**msgspec.structs.asdict(config.limits))
 
     def admit(self, header: Mapping[str, Any], claims: Mapping[str, Any], now_s: float) -> Person:
         """Returns who holds a token whose signature was verified (RFC 7519, 4.1; RFC 9068, 4).
