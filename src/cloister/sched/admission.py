@@ -14,7 +14,7 @@ MAX_CANDIDATES: Final = 32768
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What one engine can hold.
 
     Attributes:
@@ -30,7 +30,7 @@ class Limits:
     block_size: int = 1
 
 
-def find_refusal(request: Request, limits: Limits) -> str | None:
+def find_refusal(request: Request, limits: EngineLimits) -> str | None:
     """Says why a request can never run on an engine, or returns None if it can."""
     return (
         find_wrong_sampling(request.sampling)
@@ -94,7 +94,7 @@ def _find_wrong_pooling(request: Request) -> str | None:
     return None
 
 
-def _find_misfit(request: Request, limits: Limits) -> str | None:
+def _find_misfit(request: Request, limits: EngineLimits) -> str | None:
     num_prompt = len(request.token_ids)
     num_output = request.sampling.max_tokens
     if num_prompt < 1:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cloister.kv import BlockPool, BlockTable, CacheQuotas, OutOfBlocksError, PrefixCache, PrefixKeys
-from cloister.sched.admission import Limits, count_positions, find_refusal
+from cloister.sched.admission import EngineLimits, count_positions, find_refusal
 from cloister.sched.beam_search import BeamSearches
 from cloister.sched.beams import Beams
 from cloister.sched.budget import BudgetConfig, StepBudget, StepCost
@@ -163,7 +163,7 @@ class Scheduler:
         sequence = self._requests.make_sequence(group, 0, list(request.token_ids), max_output)
         if group.beams is not None:
             group.beams.start({sequence.seq_id: 0.0})
-        limits = Limits(self.config.max_model_len, self.config.max_num_seqs, self._num_usable, self.pool.block_size)
+        limits = EngineLimits(self.config.max_model_len, self.config.max_num_seqs, self._num_usable, self.pool.block_size)
         refusal = refusal or find_refusal(request, limits)
         if refusal is None and group.beams is not None:
             refusal = group.beams.find_excess()
