@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 from cloister.backends.base import ForwardBatch
 from cloister.backends.torch.cuda.inputs import StepInputs
 from cloister.backends.torch.cuda.memory import PARTIAL_BYTES
-from cloister.backends.torch.cuda.work import Limits, Work, cut_work
+from cloister.backends.torch.cuda.work import KernelLimits, Work, cut_work
 from cloister.backends.torch.schedule import Shape
 from cloister.backends.torch.triton.attention import Binding, Heads, Pages, Partials, Tiles, attend, make_partials
 from cloister.backends.torch.triton.join import join_splits
@@ -70,7 +70,7 @@ class PagedAttention:
 
     def _cut(self, batch: ForwardBatch, heads: Heads) -> Work:
         tiles = self._tiles[heads]
-        limits = Limits(tiles.large, tiles.small, self._num_places, len(self._partials[heads].mixed))
+        limits = KernelLimits(tiles.large, tiles.small, self._num_places, len(self._partials[heads].mixed))
         return cut_work(batch.query_starts, batch.context_lens, shape_of(heads), limits)
 
 
@@ -109,7 +109,7 @@ def _sample(heads: Heads, dtype: torch.dtype, device: torch.device, tiles: Tiles
     table = torch.arange(num_keys, dtype=torch.int32, device=device)
     starts, contexts = table[:2], table[num_keys - 1 :] + 1
     pages = Pages(table[None], starts, contexts, block_size=1)
-    limits = Limits(tiles.large, tiles.small, 1, 0)
+    limits = KernelLimits(tiles.large, tiles.small, 1, 0)
     work = cut_work(np.array([0, 1], np.int32), np.array([num_keys], np.int32), shape_of(heads), limits)
     out = torch.empty_like(queries)
     large, small = (torch.from_numpy(items).to(device) for items in (work.large, work.small))
