@@ -55,7 +55,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
-class Linear(nn.Linear):
+class CastLinear(nn.Linear):
     """A bias-free projection whose weight is cast to the type of its input."""
 
     def __init__(self, fan_in: int, fan_out: int) -> None:
@@ -71,10 +71,10 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.q_proj = Linear(shape.hidden, shape.num_heads * shape.head_dim)
-        self.k_proj = Linear(shape.hidden, shape.num_kv_heads * shape.head_dim)
-        self.v_proj = Linear(shape.hidden, shape.num_kv_heads * shape.head_dim)
-        self.o_proj = Linear(shape.num_heads * shape.head_dim, shape.hidden)
+        self.q_proj = CastLinear(shape.hidden, shape.num_heads * shape.head_dim)
+        self.k_proj = CastLinear(shape.hidden, shape.num_kv_heads * shape.head_dim)
+        self.v_proj = CastLinear(shape.hidden, shape.num_kv_heads * shape.head_dim)
+        self.o_proj = CastLinear(shape.num_heads * shape.head_dim, shape.hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, positions, _ = x.shape
@@ -94,9 +94,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate_proj = Linear(shape.hidden, shape.intermediate)
-        self.up_proj = Linear(shape.hidden, shape.intermediate)
-        self.down_proj = Linear(shape.intermediate, shape.hidden)
+        self.gate_proj = CastLinear(shape.hidden, shape.intermediate)
+        self.up_proj = CastLinear(shape.hidden, shape.intermediate)
+        self.down_proj = CastLinear(shape.intermediate, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
