@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from cloister.client.draw import MAX_DRAWS
-from cloister.client.routing.records import Log, Sent, Spell
+from cloister.client.routing.records import Sent, Spell, TrialLog
 
 Rule = Callable[[random.Random, str, str], bool]
 """Takes (random source, user, node drawn) and says whether the draw is lost."""
@@ -18,14 +18,14 @@ SPELLS = (
 )
 
 
-def simulate(seed: int, lost: Rule, *, users: int = 10, requests: int = 600) -> Log:
+def simulate(seed: int, lost: Rule, *, users: int = 10, requests: int = 600) -> TrialLog:
     """Returns the log of `requests` requests of each user, spread evenly over three spells."""
     source = random.Random(seed)
     sent = []
     for number in range(users * requests):
         spell = number * len(SPELLS) // (users * requests)
         sent.append(_send(source, f"user {number % users}", spell, lost))
-    return Log(SPELLS, tuple(sent))
+    return TrialLog(SPELLS, tuple(sent))
 
 
 def _send(source: random.Random, user: str, spell: int, lost: Rule) -> Sent:

@@ -8,14 +8,14 @@ from pathlib import Path
 from cloister.client.draw import MAX_DRAWS
 from cloister.client.routing.adversary import make_adversary
 from cloister.client.routing.attack import Attack
-from cloister.client.routing.records import Log, Spell
+from cloister.client.routing.records import Spell, TrialLog
 from cloister.client.routing.trial import CAPTURED, PLAN, Size, run_trial
 from cloister.client.routing.verdict import judge
 
 SMALL = (PLAN[0], PLAN[3])
 
 
-def run(directory: Path, attack: Attack, size: Size, *, rate: float = 1.0, plan: tuple[Spell, ...] = PLAN) -> Log:
+def run(directory: Path, attack: Attack, size: Size, *, rate: float = 1.0, plan: tuple[Spell, ...] = PLAN) -> TrialLog:
     book = make_adversary(attack, rate=rate, captured=CAPTURED, victim="user-1", seed=1)
     return asyncio.run(run_trial(directory, size, seed=1, make_book=book, plan=plan))
 

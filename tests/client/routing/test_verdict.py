@@ -4,7 +4,7 @@ import pytest
 
 from cloister.client.routing.hypotheses import examine, subsets
 from cloister.client.routing.power import losses_needed, power, requests_needed
-from cloister.client.routing.records import Log, Sent, Spell
+from cloister.client.routing.records import Sent, Spell, TrialLog
 from cloister.client.routing.verdict import HONEST_ABOVE, judge
 from tests.client.routing.simulation import against, chance, nothing, simulate
 
@@ -45,7 +45,7 @@ def test_the_same_loss_for_every_user_is_found_by_the_node_it_spares() -> None:
 def test_a_client_that_prefers_a_node_is_found_by_its_draws() -> None:
     spell = Spell({"a": 1, "b": 1})
     sent = [Sent("u", 0, (node,), True, (node,)) for node in ["a"] * 380 + ["b"] * 220]
-    verdict = judge(Log((spell,), tuple(sent)))
+    verdict = judge(TrialLog((spell,), tuple(sent)))
     assert not verdict.honest
     assert "draw" in {finding.family for finding, _ in verdict.worst}
 
@@ -55,15 +55,15 @@ def test_requests_that_captured_nodes_open_again_are_found_where_they_land() -> 
     spell = Spell({"a": 1, "b": 1})
     plain = [Sent(f"user {n % 10}", 0, (node,), True, (node,)) for n in range(200) for node in "ab"]
     twice = [Sent("user 1", 0, ("b", "a"), True, ("b", "a")) for _ in range(60)]
-    findings = {(f.family, f.user, f.captured): f for f in examine(Log((spell,), tuple(plain + twice)))}
+    findings = {(f.family, f.user, f.captured): f for f in examine(TrialLog((spell,), tuple(plain + twice)))}
     assert findings["land", "user 1", ("a",)].observed == findings["draw", "user 1", ("a",)].observed + 60
 
 
 def test_a_node_that_says_it_was_away_accuses_nobody() -> None:
     spell = Spell({"a": 1, "b": 1}, frozenset({"b"}))
     sent = [Sent(f"user {n % 5}", 0, ("b", "a") if n % 2 else ("a",), True, ("a",)) for n in range(500)]
-    assert judge(Log((spell,), tuple(sent))).honest
-    assert not judge(Log((Spell({"a": 1, "b": 1}),), tuple(sent))).honest
+    assert judge(TrialLog((spell,), tuple(sent))).honest
+    assert not judge(TrialLog((Spell({"a": 1, "b": 1}),), tuple(sent))).honest
 
 
 def test_a_set_and_its_complement_are_tested_once() -> None:
@@ -83,4 +83,4 @@ def test_the_number_of_requests_comes_from_the_power_computation() -> None:
 
 
 def test_a_trial_without_requests_shows_nothing_and_accuses_nobody() -> None:
-    assert judge(Log((Spell({"a": 1, "b": 1}),), ())).p_value == 1.0
+    assert judge(TrialLog((Spell({"a": 1, "b": 1}),), ())).p_value == 1.0

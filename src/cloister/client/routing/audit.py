@@ -18,7 +18,7 @@ from cloister.client.asking import DEADLINE_S
 from cloister.client.asynchronous import AsyncSealedTransport
 from cloister.client.draw import MAX_DRAWS
 from cloister.client.errors import FinalRefusalError, NoAnswerError, RelayUnreachableError, SealedError
-from cloister.client.routing.records import Log, Sent, Spell
+from cloister.client.routing.records import Sent, Spell, TrialLog
 from cloister.client.session import WELL_KNOWN, Session
 from cloister.client.tries import DRAWN
 from cloister.client.wallet import BATCH
@@ -83,9 +83,9 @@ class Audit:
     times: list[tuple[str, float]] = field(default_factory=list)
 
     @property
-    def log(self) -> Log:
+    def log(self) -> TrialLog:
         """What was drawn and what answered, for the hypotheses."""
-        return Log(tuple(self.spells), tuple(self.sent))
+        return TrialLog(tuple(self.spells), tuple(self.sent))
 
 
 def most_tokens(users: int, requests: int) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from cloister.client.routing.records import Log, Sent
+from cloister.client.routing.records import Sent, TrialLog
 from cloister.client.routing.tails import Probabilities, add, binomial, chi_square_tail, hypergeometric, two_sided, upper_tail
 
 Family = Literal["draw", "nodes", "land", "loss", "timing"]
@@ -61,7 +61,7 @@ def subsets(nodes: list[str]) -> list[tuple[str, ...]]:
     return [group for group in listed if 2 * len(group) < len(nodes) or nodes[0] in group]
 
 
-def examine(log: Log) -> list[HypothesisResult]:
+def examine(log: TrialLog) -> list[HypothesisResult]:
     """Returns every hypothesis with its p-value: for n nodes and u users about 3 * (u + 1) * (2 ** (n - 1) - 1)."""
     findings: list[HypothesisResult] = []
     groups = subsets(log.nodes())
@@ -96,19 +96,19 @@ def _finding(
     return HypothesisResult(family, user, captured, two_sided(distribution, observed), observed, expected, trials)
 
 
-def _draw(log: Log, user: str, sent: list[Sent], captured: tuple[str, ...]) -> HypothesisResult:
+def _draw(log: TrialLog, user: str, sent: list[Sent], captured: tuple[str, ...]) -> HypothesisResult:
     parts = [binomial(len(requests), log.spells[spell].share(captured)) for spell, requests in _by_spell(sent)]
     return _finding("draw", user, captured, parts, sum(request.draws[0] in captured for request in sent), len(sent))
 
 
-def _land(log: Log, user: str, sent: list[Sent], captured: tuple[str, ...]) -> HypothesisResult:
+def _land(log: TrialLog, user: str, sent: list[Sent], captured: tuple[str, ...]) -> HypothesisResult:
     opened = [request for request in sent if request.opened]
     parts = [binomial(len(requests), log.spells[spell].share_of_up(captured)) for spell, requests in _by_spell(opened)]
     observed = sum(any(node in captured for node in request.opened) for request in opened)
     return _finding("land", user, captured, parts, observed, len(opened))
 
 
-def _loss_of_nodes(log: Log, user: str, sent: list[Sent], captured: tuple[str, ...]) -> HypothesisResult:
+def _loss_of_nodes(log: TrialLog, user: str, sent: list[Sent], captured: tuple[str, ...]) -> HypothesisResult:
     parts: list[Probabilities] = []
     observed = lost_in_all = 0
     for spell, requests in _by_spell(sent):
@@ -121,7 +121,7 @@ def _loss_of_nodes(log: Log, user: str, sent: list[Sent], captured: tuple[str, .
     return _finding("loss", user, captured, parts, observed, lost_in_all)
 
 
-def _loss_of_users(log: Log) -> Iterator[HypothesisResult]:
+def _loss_of_users(log: TrialLog) -> Iterator[HypothesisResult]:
     """Yields for each user whether losses fall on them more often than their draws; per spell and node, so that a node
     which loses requests of all alike accuses nobody."""
     draws: Counter[tuple[int, str, str]] = Counter()
@@ -142,7 +142,7 @@ def _loss_of_users(log: Log) -> Iterator[HypothesisResult]:
         yield HypothesisResult("loss", user, (), upper_tail(distribution, observed), observed, expected, lost)
 
 
-def _nodes(log: Log, user: str, sent: list[Sent]) -> HypothesisResult:
+def _nodes(log: TrialLog, user: str, sent: list[Sent]) -> HypothesisResult:
     """Chi-square of first draws over all nodes; spells with an expected count below 5 are left to the exact tests."""
     statistic, degrees, counted = 0.0, 0, 0
     for spell, requests in _by_spell(sent):

@@ -53,7 +53,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Log:
+class TrialLog:
     """A whole trial.
 
     Attributes:

@@ -16,7 +16,7 @@ from cloister.client.draw import Below
 from cloister.client.errors import EvidenceRefusedError, NoAnswerError
 from cloister.client.limits import Limits
 from cloister.client.routing.house import RELAY, House, MakeBook, asking
-from cloister.client.routing.records import Log, Sent, Spell
+from cloister.client.routing.records import Sent, Spell, TrialLog
 from cloister.client.session import Session
 from cloister.privacy.attestation import Policy
 
@@ -92,7 +92,7 @@ async def run_trial(
     make_book: MakeBook | None = None,
     plan: Sequence[Spell] = PLAN,
     tell: Callable[[int], None] = lambda done: None,
-) -> Log:
+) -> TrialLog:
     """Runs a trial and returns what was seen.
 
     Args:
@@ -121,7 +121,7 @@ async def _run(
     source: random.Random,
     plan: Sequence[Spell],
     tell: Callable[[int], None],
-) -> Log:
+) -> TrialLog:
     seen: list[_Seen] = []
 
     async def work(spell: int, due: Iterator[tuple[_User, str]]) -> None:
@@ -139,4 +139,4 @@ async def _run(
         await asyncio.gather(*(work(number, due) for _ in range(AT_ONCE)))
     opened = house.opened()
     sent = [Sent(one.user, one.spell, one.drawn, one.answered, tuple(opened.get(one.mark, ()))) for one in seen]
-    return Log(tuple(plan), tuple(sent), house.strays)
+    return TrialLog(tuple(plan), tuple(sent), house.strays)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cloister.client.routing.hypotheses import HypothesisResult, examine
-from cloister.client.routing.records import Log
+from cloister.client.routing.records import TrialLog
 from cloister.client.routing.tails import holm
 
 HONEST_ABOVE = 1e-4
@@ -34,7 +34,7 @@ class Verdict:
         return self.p_value > HONEST_ABOVE
 
 
-def judge(log: Log, worst: int = 5) -> Verdict:
+def judge(log: TrialLog, worst: int = 5) -> Verdict:
     """Tests every hypothesis and corrects for their number."""
     findings = examine(log)
     corrected = holm(finding.p_value for finding in findings)
