@@ -68,7 +68,7 @@ def test_where_nothing_can_be_written_a_tokenizer_is_made_each_time(model: Path,
 
 def test_the_oldest_makes_room(tmp_path: Path) -> None:
     store = TokenizerStore(tmp_path)
-    made = gguf.Made({}, {}, b"x")
+    made = gguf.TokenizerRecord({}, {}, b"x")
     for number in range(9):
         assert store.save(str(number), made)
         os.utime(store._path(str(number)), (number, number))

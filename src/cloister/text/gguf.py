@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from cloister.text.framing import surround
-from cloister.text.kept import Made, TokenizerStore
+from cloister.text.kept import TokenizerRecord, TokenizerStore
 from cloister.text.sentencepiece import merges_by_score
 from cloister.text.splits import SPLITS
 from cloister.types.errors import ModelError
@@ -54,13 +54,13 @@ class GGUFSource:
         return self._made.config
 
     @cached_property
-    def _made(self) -> Made:
+    def _made(self) -> TokenizerRecord:
         identity = self._identity() if self._store is not None else ""
         made = self._store.load(identity) if self._store is not None else None
         if made is None:
             settings = self.tokenizer()
             head = {name: value for name, value in settings.items() if name != "model"}
-            made = Made(head, self._config(), msgspec.json.encode(settings))
+            made = TokenizerRecord(head, self._config(), msgspec.json.encode(settings))
             if self._store is not None:
                 self._store.save(identity, made)
         return made

@@ -21,7 +21,7 @@ _MOST_FILES: Final = 8
 _SUFFIX: Final = ".tokenizer"
 
 
-class Made(msgspec.Struct, frozen=True):
+class TokenizerRecord(msgspec.Struct, frozen=True):
     """What `text.source.TextSource` says of a tokenizer.
 
     Attributes:
@@ -45,7 +45,7 @@ class TokenizerStore:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def load(self, identity: str) -> Made | None:
+    def load(self, identity: str) -> TokenizerRecord | None:
         """Returns the one that was saved under `identity`; None when there is none that is whole and of this format."""
         path = self._path(identity)
         try:
@@ -53,11 +53,11 @@ class TokenizerStore:
             if hashlib.sha256(encoded).hexdigest().encode() != digest:
                 return None
             os.utime(path)
-            return msgspec.msgpack.decode(encoded, type=Made)
+            return msgspec.msgpack.decode(encoded, type=TokenizerRecord)
         except (OSError, ValueError):
             return None
 
-    def save(self, identity: str, made: Made) -> bool:
+    def save(self, identity: str, made: TokenizerRecord) -> bool:
         """Writes one; returns False when it is too small to be worth it, or there is no room or no right to write."""
         if len(made.content) < _LEAST_BYTES:
             return False
