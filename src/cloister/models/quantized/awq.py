@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from cloister.backends.tensors import GroupedTensor
 from cloister.models.config import ConfigFields
-from cloister.models.quantized.base import Matrix, Parts, Stored, form_row, resolve_group_size, unless_symmetric
+from cloister.models.quantized.base import Parts, Stored, StoredMatrix, form_row, resolve_group_size, unless_symmetric
 from cloister.models.quantized.packing import Codes, unpack_rows
 from cloister.models.safetensors import FLOATS, TensorEntry
 from cloister.types.errors import ModelError
@@ -59,7 +59,7 @@ class AWQScheme:
                 activations="bfloat16",
             )
 
-        return Matrix(shape, form, assemble)
+        return StoredMatrix(shape, form, assemble)
 
 
 def unpack_outputs(words: npt.NDArray[Any]) -> Codes:

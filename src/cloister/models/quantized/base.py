@@ -51,7 +51,7 @@ class Scheme(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class StoredMatrix:
     """A matrix that is put together from its parts when it is read (protocol `Stored`)."""
 
     shape: tuple[int, ...]

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
 from cloister.models.config import ConfigFields
 from cloister.models.quantized.base import (
-    Matrix,
     Parts,
     Stored,
+    StoredMatrix,
     check_rotation,
     form_row,
     read_order,
@@ -66,7 +66,7 @@ def read_compressed(fields: ConfigFields) -> CompressedScheme:
     return CompressedScheme(read_groups(fields))
 
 
-def take_packed(parts: Parts, shape: tuple[int, int], arguments: WeightArguments) -> Matrix:
+def take_packed(parts: Parts, shape: tuple[int, int], arguments: WeightArguments) -> StoredMatrix:
     """Takes a pack-quantized matrix."""
     (num_out, num_in), bits = shape, arguments.bits
     group_size = resolve_group_size(arguments.group_size, parts.module, num_in)
@@ -101,10 +101,10 @@ def take_packed(parts: Parts, shape: tuple[int, int], arguments: WeightArguments
         codes = codes if order is None else codes[:, order]
         return _grouped(codes, scales.read(), found, bits, group_size, arguments, order)
 
-    return Matrix(shape, form, assemble)
+    return StoredMatrix(shape, form, assemble)
 
 
-def take_int8(parts: Parts, shape: tuple[int, int], arguments: WeightArguments) -> Matrix:
+def take_int8(parts: Parts, shape: tuple[int, int], arguments: WeightArguments) -> StoredMatrix:
     """Takes an int-quantized matrix of 8 bits."""
     num_out, num_in = shape
     group_size = resolve_group_size(arguments.group_size, parts.module, num_in)
@@ -126,10 +126,10 @@ def take_int8(parts: Parts, shape: tuple[int, int], arguments: WeightArguments) 
             found = unless_symmetric(found, 8)
         return _grouped(_unsigned(weight.read()), scales.read(), found, 8, group_size, arguments, None)
 
-    return Matrix(shape, form, assemble)
+    return StoredMatrix(shape, form, assemble)
 
 
-def take_progressive(parts: Parts, shape: tuple[int, int], rotation: int) -> Matrix:
+def take_progressive(parts: Parts, shape: tuple[int, int], rotation: int) -> StoredMatrix:
     """Takes a QoQ matrix; its group size follows from its shapes."""
     num_out, num_in = shape
     packed = parts.take("qoq_codes", ("U8",), (num_out, num_in // 2))
@@ -150,7 +150,7 @@ def take_progressive(parts: Parts, shape: tuple[int, int], rotation: int) -> Mat
         scales = np.asarray(channel_scales.read(), np.float32)
         return ProgressiveTensor(codes, scales, group_scales.read(), zeros.read(), group_size, rotation)
 
-    return Matrix(shape, form, assemble)
+    return StoredMatrix(shape, form, assemble)
 
 
 def _grouped(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.models.config import ConfigFields
-from cloister.models.quantized.base import Matrix, Parts, Stored
+from cloister.models.quantized.base import Parts, Stored, StoredMatrix
 from cloister.models.safetensors import FLOATS, TensorEntry
 from cloister.types.errors import ModelError
 
@@ -40,14 +40,14 @@ class FP8Scheme:
         return take_float8(parts, shape, self.block) if parts.dtype("weight") in E4M3 else None
 
 
-def take_float8(parts: Parts, shape: tuple[int, int], block: tuple[int, int] | None) -> Matrix:
+def take_float8(parts: Parts, shape: tuple[int, int], block: tuple[int, int] | None) -> StoredMatrix:
     """Takes `weight` and `weight_scale` or `weight_scale_inv`; both names hold what to multiply by."""
     weight = parts.take("weight", E4M3, shape)
     name = "weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale"
     shapes = ((), (1,), (shape[0],), (shape[0], 1)) if block is None else (_blocks(shape, block),)
     scale = parts.take(name, FLOATS, *shapes)
     parts.drop("input_scale", "input_scale_ub")
-    return Matrix(shape, lambda: None, lambda: multiply(weight.read(), scale.read(), block))
+    return StoredMatrix(shape, lambda: None, lambda: multiply(weight.read(), scale.read(), block))
 
 
 def multiply(codes: npt.NDArray[Any], scale: npt.NDArray[Any], block: tuple[int, int] | None) -> npt.NDArray[Any]:

@@ -13,7 +13,15 @@ import numpy.typing as npt
 
 from cloister.backends.tensors import GroupedTensor
 from cloister.models.config import ConfigFields
-from cloister.models.quantized.base import Matrix, Parts, Stored, form_row, read_order, resolve_group_size, unless_symmetric
+from cloister.models.quantized.base import (
+    Parts,
+    Stored,
+    StoredMatrix,
+    form_row,
+    read_order,
+    resolve_group_size,
+    unless_symmetric,
+)
 from cloister.models.quantized.packing import unpack_columns, unpack_rows
 from cloister.models.safetensors import FLOATS, TensorEntry
 from cloister.types.errors import ModelError
@@ -76,7 +84,7 @@ class GPTQScheme:
                 order=order,
             )
 
-        return Matrix(shape, form, assemble)
+        return StoredMatrix(shape, form, assemble)
 
 
 def read_gptq(fields: ConfigFields) -> GPTQScheme:
