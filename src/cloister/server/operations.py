@@ -75,7 +75,7 @@ class MessageErrorFields(msgspec.Struct, frozen=True):
     message: str
 
 
-class MessageError(msgspec.Struct, frozen=True):
+class MessageErrorResponse(msgspec.Struct, frozen=True):
     """Reply of a Messages route that cannot answer."""
 
     error: MessageErrorFields
@@ -221,8 +221,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         JsonObject,
         JsonObject,
         refused=MESSAGES_REFUSED,
-        failure=MessageError,
-        unavailable=MessageError,
+        failure=MessageErrorResponse,
+        unavailable=MessageErrorResponse,
     ),
     Operation(
         "POST",
@@ -231,8 +231,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         "Count the tokens of a conversation",
         CountBody,
         TokenCount,
-        failure=MessageError,
-        unavailable=MessageError,
+        failure=MessageErrorResponse,
+        unavailable=MessageErrorResponse,
     ),
     Operation("POST", "/v1/embeddings", _VECTORS, "Make vectors of texts", EmbeddingBody, EmbeddingList),
     Operation("POST", "/v1/score", _VECTORS, "Say how alike texts are", ScoreBody, ScoreList),
