@@ -7,9 +7,9 @@ from cloister.client.errors import FailedTryError, FinalRefusalError
 from cloister.client.letter import Letter, strip_request, write_letter
 from cloister.privacy.sealing import (
     CHUNKED,
+    BinaryHttpWriter,
     Exchange,
     Header,
-    MessageWriter,
     Receiver,
     ReplayCache,
     Request,
@@ -70,7 +70,7 @@ class Way:
         _, inner_exchange = open_request(NODE, outer.content)
         self.answer = letter.answer
         self._outer, self._inner = ResponseSealer(outer_exchange), ResponseSealer(inner_exchange)
-        self._gateway, self.node = MessageWriter(), MessageWriter()
+        self._gateway, self.node = BinaryHttpWriter(), BinaryHttpWriter()
 
     def begin(self, status: int = 200, media_type: str = CHUNKED.response_type) -> bytes:
         return self._outer.seal(self._gateway.head(ResponseHead(status, ((b"content-type", media_type.encode()),))))

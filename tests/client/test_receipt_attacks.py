@@ -19,8 +19,8 @@ from cloister.privacy.receipts.receipt import Receipt
 from cloister.privacy.receipts.wish import FIELD
 from cloister.privacy.sealing import (
     CHUNKED,
+    BinaryHttpWriter,
     Header,
-    MessageWriter,
     Request,
     ResponseHead,
     ResponseSealer,
@@ -73,7 +73,7 @@ class Conversation:
 
     def end(self, content: bytes = HELLO, *, status: int = 200, profile: str = PROFILE) -> bytes:
         """The end of an answer, with the receipt of a node under `profile`."""
-        writer = MessageWriter()
+        writer = BinaryHttpWriter()
         writer.head(ResponseHead(200))
         ending = AnswerEnding(NODE_KEYS, self.exchange, self.request, profile)
         ending.add(content)
@@ -81,9 +81,9 @@ class Conversation:
 
     def read(self, end: bytes, content: bytes = HELLO, status: int = 200) -> bytes:
         """What the client makes of the answer."""
-        inner, writer = ResponseSealer(self.exchange), MessageWriter()
+        inner, writer = ResponseSealer(self.exchange), BinaryHttpWriter()
         message = inner.finish(writer.head(ResponseHead(status)) + writer.content(content) + end)
-        outer, carried = ResponseSealer(self._gateway), MessageWriter()
+        outer, carried = ResponseSealer(self._gateway), BinaryHttpWriter()
         head = carried.head(ResponseHead(200, ((b"content-type", CHUNKED.response_type.encode()),)))
         received = self._answer.feed(outer.finish(head + carried.content(message) + carried.end()))
         return received + self._answer.close()
@@ -124,7 +124,7 @@ def test_a_receipt_cannot_be_replayed_under_another_request_not_even_an_equal_on
 def test_a_key_that_was_not_attested_signs_in_vain() -> None:
     talk = Conversation()
     signature = Ed25519PrivateKey.generate().sign(b"anything")
-    writer = MessageWriter()
+    writer = BinaryHttpWriter()
     writer.head(ResponseHead(200))
     assert "not one of this node" in talk.refusal(writer.end(((FIELD, encode64(signature)),)))
 
@@ -159,7 +159,7 @@ def test_an_answer_that_outlasts_the_key_ends_without_a_receipt_and_in_the_same_
     late = LocalUnsealer(NODE, lambda: 1e9)
     lengths = set()
     for unsealer in (NODE_KEYS, late):
-        writer = MessageWriter()
+        writer = BinaryHttpWriter()
         writer.head(ResponseHead(200))
         lengths.add(len(asyncio.run(AnswerEnding(unsealer, talk.exchange, talk.request, PROFILE).end(writer, 200))))
     assert len(lengths) == 1
@@ -184,7 +184,7 @@ def test_an_answer_is_signed_for_who_asks_and_for_who_does_not_so_that_times_do_
             return await super().sign(header, message)
 
     for fields in (Conversation().request.head.fields, ()):
-        talk, writer = Conversation(), MessageWriter()
+        talk, writer = Conversation(), BinaryHttpWriter()
         writer.head(ResponseHead(200))
         request = Request(replace(talk.request.head, fields=fields), b"{}")
         asyncio.run(AnswerEnding(Counting(NODE, lambda: 0.0), talk.exchange, request, PROFILE).end(writer, 200))

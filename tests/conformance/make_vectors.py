@@ -21,12 +21,12 @@ from cloister.privacy.sealing import (
     CHUNKED,
     DRAFT,
     SUITES,
+    BinaryHttpWriter,
     ChunkSealer,
     Context,
     Exchange,
     Header,
     KeyConfiguration,
-    MessageWriter,
     PrivateKey,
     Request,
     RequestHead,
@@ -117,7 +117,7 @@ def _answer(profile: str, kind: bytes) -> list[bytes]:
     """The frames of an answer whose events come `FLUSH_EVERY_S` apart, or all at once where it is no stream."""
     shape = shape_of(profile)
     assert shape is not None, "the profile has a shape"
-    shaper, writer, frames = BinaryHttpShaper(shape, 0.0), MessageWriter(), list[bytes]()
+    shaper, writer, frames = BinaryHttpShaper(shape, 0.0), BinaryHttpWriter(), list[bytes]()
 
     def send_until(now_s: float) -> None:
         while (due_s := shaper.due_s) is not None and due_s <= now_s:

@@ -6,7 +6,7 @@ from cloister.privacy.policy import Policy, Use
 from cloister.privacy.receipts.claims import SIGNATURE_BYTES, encode64
 from cloister.privacy.receipts.transcript import Transcript
 from cloister.privacy.receipts.wish import FIELD, NO_WISH, Wish, read_wish
-from cloister.privacy.sealing import Exchange, MessageWriter, ReplayCacheFullError, Request, UnsealError
+from cloister.privacy.sealing import BinaryHttpWriter, Exchange, ReplayCacheFullError, Request, UnsealError
 from cloister.sealed.unsealing import Unsealer
 from cloister.types.errors import EngineError
 
@@ -38,7 +38,7 @@ class AnswerEnding:
         self._transcript.add(content)
         return content
 
-    async def end(self, writer: MessageWriter, status: int) -> bytes:
+    async def end(self, writer: BinaryHttpWriter, status: int) -> bytes:
         """Returns the end of the message: with the signature where it was asked for, else zeros, which are padding."""
         wish = self._wish or NO_WISH
         claims = self._transcript.claim(status, epoch=wish.epoch, evidence=wish.evidence, profile=self._profile)

@@ -6,9 +6,9 @@ from typing import Final
 
 from cloister.privacy.sealing import (
     CHUNKED,
+    BinaryHttpWriter,
     Exchange,
     Fields,
-    MessageWriter,
     Response,
     ResponseHead,
     ResponseSealer,
@@ -34,7 +34,7 @@ class SealedReply:
         self._out = out
         self._sealer = ResponseSealer(exchange) if exchange.form is CHUNKED else None
         self._whole = bytearray()
-        self.writer = MessageWriter()
+        self.writer = BinaryHttpWriter()
 
     async def emit(self, data: bytes, last: bool) -> None:
         """Seals one piece of plain text as one chunk (of at most 16 KiB; longer ones are cut) and sends it at once.

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.privacy.sealing import (
+    BinaryHttpWriter,
     Content,
     MessageError,
     MessageReader,
-    MessageWriter,
     Request,
     RequestHead,
     Response,
@@ -75,7 +75,7 @@ def read_in_pieces(message: bytes, size: int) -> list[object]:
 
 
 def write(message: Request | Response) -> bytes:
-    writer = MessageWriter()
+    writer = BinaryHttpWriter()
     informational = message.informational if isinstance(message, Response) else ()
     written = b"".join(writer.head(head) for head in (*informational, message.head))
     return written + writer.content(message.content) + writer.end(message.trailers)
@@ -88,7 +88,7 @@ def test_the_known_length_example_is_written_and_read_back() -> None:
 
 
 def test_the_indeterminate_length_example_is_written_and_read_back() -> None:
-    writer = MessageWriter()
+    writer = BinaryHttpWriter()
     assert decode_request(EXAMPLES["ex-bini-request"]) == HELLO
     assert writer.head(HELLO.head) + writer.end(padding=10) == EXAMPLES["ex-bini-request"]
 
@@ -126,7 +126,7 @@ def test_a_message_that_stops_inside_its_content_is_invalid() -> None:
     whole = encode_response(Response(ResponseHead(200), b"four"))
     with pytest.raises(MessageError):
         decode_response(whole[:-1])
-    writer = MessageWriter()
+    writer = BinaryHttpWriter()
     broken_off = writer.head(ResponseHead(200)) + writer.content(b"four")
     with pytest.raises(MessageError):
         decode_response(broken_off)
@@ -180,7 +180,7 @@ def test_a_head_that_never_ends_is_refused_before_it_fills_memory() -> None:
 
 def test_content_is_handed_on_before_its_chunk_is_whole() -> None:
     reader = MessageReader()
-    writer = MessageWriter()
+    writer = BinaryHttpWriter()
     assert reader.feed(writer.head(ResponseHead(200))) == [ResponseHead(200)]
     chunk = writer.content(b"a long chunk")
     assert reader.feed(chunk[:5]) == [Content(chunk[1:5])]
@@ -223,14 +223,14 @@ def test_noise_is_read_or_refused_alike_however_it_is_cut(form: int, noise: byte
 
 
 def test_a_request_that_is_cut_too_finely_is_refused_before_it_costs_its_reader_a_minute() -> None:
-    writer = MessageWriter()
+    writer = BinaryHttpWriter()
     message = writer.head(HELLO.head) + writer.content(b"a") * 100_000 + writer.end()
     with pytest.raises(MessageError, match="too finely"):
         decode_request(message)
-    usual = MessageWriter()
+    usual = BinaryHttpWriter()
     few = usual.head(HELLO.head) + usual.content(b"a") * 1000 + usual.content(b"b" * 1_000_000) + usual.end()
     assert len(decode_request(few).content) == 1_001_000
-    answer = MessageWriter()
+    answer = BinaryHttpWriter()
     fine = answer.head(ResponseHead(200)) + answer.content(b"a") * 100_000 + answer.end()
     assert len(decode_response(fine).content) == 100_000, "an answer is cut as its server flushes"
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.privacy.sealing import (
+    BinaryHttpWriter,
     Content,
     MessageError,
     MessageReader,
-    MessageWriter,
     Response,
     ResponseHead,
     decode_response,
@@ -45,7 +45,7 @@ def drain(shaper: Shaper, now_s: float) -> tuple[list[Frame], float]:
 
 def run(shaper: Shaper, head: ResponseHead, flushes: list[bytes], *, wait_s: float = 0.1, ends: bool = True) -> list[Frame]:
     """What a node sends that writes a flush every `wait_s`."""
-    writer, frames, now_s = MessageWriter(), list[Frame](), 0.0
+    writer, frames, now_s = BinaryHttpWriter(), list[Frame](), 0.0
 
     def wait(until_s: float) -> None:
         while (due_s := shaper.due_s) is not None and due_s <= until_s:

@@ -4,7 +4,7 @@ Pure: bytes in, bytes out; time is an argument. A client seals with `RequestSeal
 `ResponseOpener`; a receiver takes the context of a request from its `Receiver` and seals with `ResponseSealer`.
 """
 
-from cloister.privacy.sealing.bhttp import MessageWriter, decode_request, decode_response, encode_request, encode_response
+from cloister.privacy.sealing.bhttp import BinaryHttpWriter, decode_request, decode_response, encode_request, encode_response
 from cloister.privacy.sealing.bhttp_reader import MAX_HEAD_BYTES, MessageReader
 from cloister.privacy.sealing.chunked import (
     DRAFT,
@@ -81,6 +81,7 @@ __all__ = [
     "WHOLE",
     "X25519",
     "XWING",
+    "BinaryHttpWriter",
     "ChunkOpener",
     "ChunkSealer",
     "Content",
@@ -96,7 +97,6 @@ __all__ = [
     "KeyRing",
     "MessageError",
     "MessageReader",
-    "MessageWriter",
     "Part",
     "PrivateKey",
     "Receiver",

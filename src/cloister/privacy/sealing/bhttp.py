@@ -75,7 +75,7 @@ def decode_response(message: bytes) -> Response:
     return Response(head, content, trailers, informational)
 
 
-class MessageWriter:
+class BinaryHttpWriter:
     """Writes an indeterminate-length message, each part when it is there: heads, contents, then `end`.
 
     What is returned is to be sent in that order. A message without its `end` is invalid, so a reader sees that it broke off.

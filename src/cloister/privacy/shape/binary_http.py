@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cloister.privacy.sealing import Content, MessageReader, MessageWriter, ResponseHead, find_field
+from cloister.privacy.sealing import BinaryHttpWriter, Content, MessageReader, ResponseHead, find_field
 from cloister.privacy.sealing.varint import encode_varint
 from cloister.privacy.shape.frames import MAX_FRAME_BYTES
 from cloister.privacy.shape.shaper import Shaper
@@ -34,7 +34,7 @@ class BinaryHttpShaper(Shaper):
     def __init__(self, shape: Shape, now_s: float) -> None:
         super().__init__(shape, now_s)
         self._reader = MessageReader()
-        self._writer = MessageWriter()
+        self._writer = BinaryHttpWriter()
         self._head_part: ResponseHead | None = None
         self._content = bytearray()
         self._is_stream = False
@@ -86,7 +86,7 @@ class BinaryHttpShaper(Shaper):
     def _frames_of_head(self, head: ResponseHead) -> list[bytes]:
         """Returns a head as whole frames, the last of them filled by a field of padding."""
         size = self._frame_bytes
-        bare = len(MessageWriter().head(head)) - self._writer.has_head  # only the first head has the framing indicator
+        bare = len(BinaryHttpWriter().head(head)) - self._writer.has_head  # only the first head has the framing indicator
         wanted = size
         while (num_padding := _padding_value_bytes(wanted - bare)) is None:
             wanted += size
