@@ -25,7 +25,7 @@ from cloister.backends.torch.recording import record
 from cloister.backends.torch.schedule import KeySlots, Shape, UnitBatch, schedule_units, token_slots
 from cloister.backends.torch.team import Team, use_one_thread_per_operation
 from cloister.backends.torch.tiles import pad_rows
-from cloister.backends.torch.trees import Node, unfold
+from cloister.backends.torch.trees import TreeNode, unfold
 
 _CHUNK = 128  # rows; a multiple of the reference tile
 
@@ -168,7 +168,7 @@ class TorchProgram:
         positions[: len(batch.positions)] = batch.positions
         return torch.from_numpy(positions).to(self._device)
 
-    def _schedule(self, batch: ForwardBatch, nodes: Sequence[Node], num_rows: int) -> dict[Shape, list[UnitBatch]]:
+    def _schedule(self, batch: ForwardBatch, nodes: Sequence[TreeNode], num_rows: int) -> dict[Shape, list[UnitBatch]]:
         keys = KeySlots(batch, self._cache.layout.block_size, self._cache.zero_slot, nodes)
         units: dict[Shape, list[UnitBatch]] = {}
         for layer in self._layers:

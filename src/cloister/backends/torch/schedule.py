@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cloister.backends.base import ForwardBatch
-from cloister.backends.torch.trees import Node, token_places
+from cloister.backends.torch.trees import TreeNode, token_places
 
 SPLIT = 256
 _SCORES_BYTES = 1 << 20  # scores of one batch: what stays in a core's own cache
@@ -102,7 +102,7 @@ class KeySlots:
         slots: [num_splits of all sequences, 256].
     """
 
-    def __init__(self, batch: ForwardBatch, block_size: int, zero_slot: int, nodes: Sequence[Node] = ()) -> None:
+    def __init__(self, batch: ForwardBatch, block_size: int, zero_slot: int, nodes: Sequence[TreeNode] = ()) -> None:
         self.block_size = block_size
         counts = -(-batch.context_lens.astype(np.int64) // SPLIT)
         self.starts = np.cumsum(counts) - counts

@@ -12,7 +12,7 @@ from cloister.backends.base import ForwardBatch, IntArray
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TreeNode:
     """One token of a tree in the unfolded batch.
 
     Attributes:
@@ -33,13 +33,13 @@ def token_places(batch: ForwardBatch) -> npt.NDArray[np.int64]:
     return np.arange(len(batch.token_ids)) - np.repeat(batch.query_starts[:-1], counts) + np.repeat(first, counts)
 
 
-def unfold(batch: ForwardBatch) -> tuple[ForwardBatch, list[Node]]:
+def unfold(batch: ForwardBatch) -> tuple[ForwardBatch, list[TreeNode]]:
     """Returns a batch without trees, its tokens in the same order, and its nodes; the very batch if it has no tree."""
     if batch.parents is None:
         return batch, []
     counts: list[int] = []
     tables: list[IntArray] = []
-    nodes: list[Node] = []
+    nodes: list[TreeNode] = []
     for seq in range(len(batch.context_lens)):
         start, end = (int(place) for place in batch.query_starts[seq : seq + 2])
         is_chain = all(batch.parents[token] == (token - 1 if token > start else -1) for token in range(start, end))
@@ -48,7 +48,7 @@ def unfold(batch: ForwardBatch) -> tuple[ForwardBatch, list[Node]]:
             first = int(batch.context_lens[seq]) - (end - start)
             for token in range(start, end):
                 path = reversed([first + node - start for node in _ancestors(batch, token)])
-                nodes.append(Node(len(counts) + token - start, first, tuple(path)))
+                nodes.append(TreeNode(len(counts) + token - start, first, tuple(path)))
         counts += pieces
         tables += [batch.block_tables[seq]] * len(pieces)
     starts = np.cumsum([0, *counts]).astype(np.int32)
