@@ -23,7 +23,7 @@ from cloister.models import LoadedModel, load, locate
 from cloister.quant import FORMATS, FormatOptions, HeldWeights, KVDtype, QuantizedWeights, quantize_on_read
 from cloister.quant.calibration import CALIBRATORS, calibrate
 from cloister.quant.passages import CALIBRATION, HELD_OUT, read_passages
-from cloister.quant.quality import IntArray, Outcome, measure
+from cloister.quant.quality import IntArray, TextScore, measure
 from tests.driving import Driver, build
 
 BOUND = 0.3
@@ -81,7 +81,7 @@ def main() -> int:
         "QServe says of models a thousand times the size; kernels and the reference in numpy agree",
     )
     true = run(build_driver(model, model.weights, "float32", "float32", options), windows)
-    found: dict[Form, tuple[Outcome, Outcome]] = {}
+    found: dict[Form, tuple[TextScore, TextScore]] = {}
     rows = []
     with make_progress() as progress:
         task = progress.add_task("formats", total=len(FORMS))
@@ -124,7 +124,7 @@ def build_driver(model: LoadedModel, weights: Weights, dtype: str, kv_dtype: str
     return build(model.spec, weights, backend="native", num_blocks=64, dtype=dtype, kv_dtype=kv_dtype, num_threads=threads)
 
 
-def run(driver: Driver, windows: IntArray) -> Outcome:
+def run(driver: Driver, windows: IntArray) -> TextScore:
     """Runs windows [num_windows, length] through a program, each a sequence of its own, and judges every row but the last."""
     losses, choices = np.empty(windows[:, 1:].shape, np.float32), np.empty(windows[:, 1:].shape, np.int32)
     for number, window in enumerate(windows):
@@ -134,10 +134,10 @@ def run(driver: Driver, windows: IntArray) -> Outcome:
         chosen = logits[np.arange(len(logits)), window[1:]]
         losses[number] = np.log(np.exp(logits - peaks[:, None]).sum(1)) + peaks - chosen
         choices[number] = logits.argmax(1)
-    return Outcome(losses, choices)
+    return TextScore(losses, choices)
 
 
-def spread(outcome: Outcome, plain: Outcome) -> float:
+def spread(outcome: TextScore, plain: TextScore) -> float:
     """Returns the standard error of the difference in perplexity: windows are drawn again, the same ones for both."""
     pairs = np.stack([outcome.losses.mean(1), plain.losses.mean(1)])
     drawn = np.random.default_rng(0).integers(0, pairs.shape[1], (1000, pairs.shape[1]))
@@ -156,7 +156,7 @@ def bits_per_weight(packed: list[PackedMatrix]) -> float:
     return 8 * sum(matrix.num_bytes for matrix in packed) / sum(matrix.outputs * matrix.inputs for matrix in packed)
 
 
-def judge(bench: Bench, found: dict[Form, tuple[Outcome, Outcome]]) -> None:
+def judge(bench: Bench, found: dict[Form, tuple[TextScore, TextScore]]) -> None:
     plain = found[PLAIN][0].perplexity
     bench.check("perplexity that int8 loses against bfloat16", found[FORMS[3]][0].perplexity - plain, high=0.05)
     bench.check("perplexity that QoQ, written on load, loses", found[QOQ][0].perplexity - plain, high=BOUND)

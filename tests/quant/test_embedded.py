@@ -13,7 +13,7 @@ from cloister.models import load, locate
 from cloister.quant import FORMATS, FormatOptions, HeldWeights, KVDtype, quantize_on_read
 from cloister.quant.calibration import CALIBRATORS, calibrate
 from cloister.quant.passages import CALIBRATION, HELD_OUT, read_passages
-from cloister.quant.quality import IntArray, Outcome, measure
+from cloister.quant.quality import IntArray, TextScore, measure
 from cloister.text import Tokenizer
 
 MODEL = load(locate("cloister-5m"))
@@ -25,17 +25,17 @@ def windows() -> IntArray:
     return np.array(ids, np.int32).reshape(10, 512)
 
 
-def measured(weights: Weights, kv_dtype: KVDtype = "bfloat16") -> Outcome:
+def measured(weights: Weights, kv_dtype: KVDtype = "bfloat16") -> TextScore:
     return measure(MODEL.spec, weights, windows(), kv_dtype)
 
 
 @cache
-def plain() -> Outcome:
+def plain() -> TextScore:
     return measured(MODEL.weights)
 
 
 @cache
-def rounded(name: str) -> Outcome:
+def rounded(name: str) -> TextScore:
     return measured(quantize_on_read(MODEL.spec, MODEL.weights, FORMATS.get(name)(FormatOptions())))
 
 
@@ -69,6 +69,6 @@ def test_gptq_takes_back_a_quarter_of_what_qoq_changes() -> None:
     assert measured(HeldWeights(tensors), "int4").perplexity - plain().perplexity < 0.8
 
 
-def change(outcome: Outcome) -> float:
+def change(outcome: TextScore) -> float:
     """Root mean square of the change of log-probabilities: perplexity of so short a text moves by luck."""
     return float(np.sqrt(np.square(outcome.losses - plain().losses).mean()))

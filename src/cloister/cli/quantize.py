@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cloister.backends.tensors import Tensor
     from cloister.models import LoadedModel
     from cloister.quant import KVDtype
-    from cloister.quant.quality import IntArray, Outcome
+    from cloister.quant.quality import IntArray, TextScore
 
 
 def quantize(
@@ -82,7 +82,7 @@ def compare(before: LoadedModel, after: LoadedModel, windows: IntArray, kv_dtype
     with make_progress() as progress:
         task = progress.add_task("Measuring", total=3 * (len(before.spec.layers) + 1))
 
-        def run(model: LoadedModel, kv: KVDtype) -> Outcome:
+        def run(model: LoadedModel, kv: KVDtype) -> TextScore:
             return measure(model.spec, model.weights, windows, kv, lambda: progress.advance(task))
 
         plain, few = run(before, "bfloat16"), run(after, "bfloat16")

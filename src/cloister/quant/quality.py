@@ -21,7 +21,7 @@ _LOGIT_ROWS = 128  # rows of logits at once; a vocabulary is wide
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TextScore:
     """What a model made of a text.
 
     Attributes:
@@ -36,7 +36,7 @@ class Outcome:
     def perplexity(self) -> float:
         return float(np.exp(self.losses.mean(dtype=np.float64)))
 
-    def agreement(self, other: Outcome) -> float:
+    def agreement(self, other: TextScore) -> float:
         """Returns the share of places at which both would go on with the same token."""
         return float((self.choices == other.choices).mean())
 
@@ -55,7 +55,7 @@ def embed(spec: DecoderSpec, weights: Weights, windows: IntArray) -> FloatArray:
 
 def measure(
     spec: DecoderSpec, weights: Weights, windows: IntArray, kv_dtype: KVDtype = "bfloat16", progress: Progress = lambda: None
-) -> Outcome:
+) -> TextScore:
     """Runs windows of text [num_windows, length] through a model.
 
     Args:
@@ -77,7 +77,7 @@ def measure(
     return outcome
 
 
-def _judge(spec: DecoderSpec, normed: FloatArray, head: Tensor, windows: IntArray) -> Outcome:
+def _judge(spec: DecoderSpec, normed: FloatArray, head: Tensor, windows: IntArray) -> TextScore:
     rows, targets = normed[:, :-1].reshape(-1, normed.shape[-1]), windows[:, 1:].reshape(-1)
     losses, choices = np.empty(len(rows), np.float32), np.empty(len(rows), np.int32)
     for start in range(0, len(rows), _LOGIT_ROWS):
@@ -88,4 +88,4 @@ def _judge(spec: DecoderSpec, normed: FloatArray, head: Tensor, windows: IntArra
         peaks = logits.max(1)
         losses[part] = np.log(np.exp(logits - peaks[:, None]).sum(1)) + peaks - chosen
     shape = windows[:, 1:].shape
-    return Outcome(losses.reshape(shape), choices.reshape(shape))
+    return TextScore(losses.reshape(shape), choices.reshape(shape))
