@@ -21,7 +21,7 @@ MAX_GRAPHS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Outputs:
+class GraphOutputs:
     """What a captured step leaves on the device, in memory that all graphs share.
 
     Attributes:
@@ -37,7 +37,7 @@ class Outputs:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     integers: Tensor
-    outputs: Outputs
+    outputs: GraphOutputs
 
 
 class DecodeGraphs:
@@ -47,12 +47,12 @@ class DecodeGraphs:
         compute: launches a step on the device from its arrays there.
     """
 
-    def __init__(self, courier: Courier, compute: Callable[[list[Tensor]], Outputs]) -> None:
+    def __init__(self, courier: Courier, compute: Callable[[list[Tensor]], GraphOutputs]) -> None:
         self._courier, self._compute = courier, compute
         self._captured: OrderedDict[Padding, _Captured] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, arrays: list[IntArray], padding: Padding) -> Outputs:
+    def run(self, arrays: list[IntArray], padding: Padding) -> GraphOutputs:
         """Computes a step of these sizes; the outputs are overwritten by the next one."""
         captured = self._captured.get(padding)
         if captured is None:

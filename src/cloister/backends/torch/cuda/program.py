@@ -15,7 +15,7 @@ from cloister.backends.base import FloatArray, ForwardBatch, IntArray, KVLayout,
 from cloister.backends.spec import DecoderSpec, RopeSpec
 from cloister.backends.torch.cache import KVCache
 from cloister.backends.torch.cuda.attention import AttentionKernels, PagedAttention
-from cloister.backends.torch.cuda.graphs import DecodeGraphs, Outputs, pad_decode
+from cloister.backends.torch.cuda.graphs import DecodeGraphs, GraphOutputs, pad_decode
 from cloister.backends.torch.cuda.inputs import Courier, StepInputs, padded_arrays, step_arrays, unpack
 from cloister.backends.torch.cuda.layer import CudaLayer
 from cloister.backends.torch.cuda.limits import check_computable, rope_of
@@ -69,7 +69,7 @@ class CudaProgram:
         self._cache = KVCache(kv, [layer.attention for layer in spec.layers], dtype, device)
         self._attention = PagedAttention([layer.heads for layer in self._layers], dtype, device, num_places)
         self._courier = Courier(device)
-        self._outputs = Outputs(
+        self._outputs = GraphOutputs(
             logits=torch.empty(CAPTURED_SEQS, spec.vocab_size, device=device),
             largest=torch.empty(CAPTURED_SEQS, dtype=torch.int32, device=device),
         )
@@ -127,7 +127,7 @@ class CudaProgram:
         if batch.parents is not None:
             raise EngineError("the CUDA program computes no token trees yet; draft one sequence, or compute on the CPU")
 
-    def _run_captured(self, batch: ForwardBatch) -> Outputs | None:
+    def _run_captured(self, batch: ForwardBatch) -> GraphOutputs | None:
         """Replays a decode step, whose outputs have a row for every token; None if the step prefills or is too large."""
         is_decode = len(batch.token_ids) > 0 and bool((np.diff(batch.query_starts) == 1).all())
         if self._graphs is None or not is_decode:
@@ -168,10 +168,10 @@ class CudaProgram:
         self._attention.begin()
         return self._attention
 
-    def _compute_captured(self, parts: list[Tensor]) -> Outputs:
+    def _compute_captured(self, parts: list[Tensor]) -> GraphOutputs:
         """As `_compute`, for every token, with the outputs where every captured step leaves them."""
         logits = self._compute(self._unpack(parts), self._attention)
-        outputs = Outputs(self._outputs.logits[: len(logits)], self._outputs.largest[: len(logits)])
+        outputs = GraphOutputs(self._outputs.logits[: len(logits)], self._outputs.largest[: len(logits)])
         outputs.logits.copy_(logits)
         outputs.largest.copy_(find_largest(logits))
         return outputs
