@@ -19,7 +19,7 @@ from cloister.sealed import exchange
 from cloister.sealed.exchange import Body
 from cloister.sealed.problems import ProblemError
 from cloister.server.body_budget import BodyBudget
-from cloister.server.body_pace import Pace
+from cloister.server.body_pace import BodyPace
 from cloister.server.middleware.body import BodyReader
 from tests.sealed.flow import RELAY_SECRET, ask, open_cloud
 from tests.sealed.inner import ANSWER, Inner
@@ -137,7 +137,7 @@ def test_what_is_handed_on_is_charged_no_longer() -> None:
 @pytest.mark.parametrize(("piece", "is_slow"), [(b"x", True), (b"x" * 100, False)], ids=["slow", "steady"])
 def test_a_body_has_to_keep_coming(monkeypatch: pytest.MonkeyPatch, piece: bytes, is_slow: bool) -> None:
     """One byte and a hundred every 10 ms, where a thousand a second are asked for."""
-    monkeypatch.setattr(exchange, "Pace", functools.partial(Pace, grace_s=0.1, bytes_per_s=1000))
+    monkeypatch.setattr(exchange, "BodyPace", functools.partial(BodyPace, grace_s=0.1, bytes_per_s=1000))
 
     async def live() -> int:
         return await read(Body(SCOPE, trickle(piece, 40), 10_000, timeout_s=60), keeps=True)
@@ -153,7 +153,7 @@ def test_a_body_has_to_keep_coming(monkeypatch: pytest.MonkeyPatch, piece: bytes
 
 
 def test_a_slow_program_behind_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "Pace", functools.partial(Pace, grace_s=0.1, bytes_per_s=10_000))
+    monkeypatch.setattr(exchange, "BodyPace", functools.partial(BodyPace, grace_s=0.1, bytes_per_s=10_000))
 
     async def live() -> int:
         num_bytes = 0

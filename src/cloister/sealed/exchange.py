@@ -14,7 +14,7 @@ from cloister.privacy.sealing import Fields
 from cloister.sealed.problems import ProblemError
 from cloister.sealed.shaping import WRITE_TIMEOUT_S
 from cloister.server.body_budget import BodyBudget
-from cloister.server.body_pace import Pace, ShedError, receive_piece
+from cloister.server.body_pace import BodyPace, ShedError, receive_piece
 from cloister.server.networks import client_network
 
 BODY_TIMEOUT_S: Final = 60.0
@@ -83,7 +83,7 @@ class Body:
             GoneError: the connection was closed.
         """
         num_bytes, more, first = 0, True, bytearray()
-        pace = Pace(asyncio.get_running_loop().time(), self._timeout_s)
+        pace = BodyPace(asyncio.get_running_loop().time(), self._timeout_s)
         while more:
             try:
                 message = await receive_piece(self._receive, self._charge, pace)

@@ -19,7 +19,7 @@ class ShedError(Exception):
     """The body gave way to others: there is no room for it now."""
 
 
-class Pace:
+class BodyPace:
     """How long the next piece of a body may take.
 
     Only time in which somebody waits for the client counts against its rate: a slow program behind this one is not its fault.
@@ -43,7 +43,7 @@ class Pace:
         self._credit_s += num_bytes / self._bytes_per_s - waited_s
 
 
-async def receive_piece(receive: Receive, charge: BodyCharge, pace: Pace) -> Message:
+async def receive_piece(receive: Receive, charge: BodyCharge, pace: BodyPace) -> Message:
     """Returns the next ASGI message of a body; its bytes are not charged yet.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget, BodyCharge
-from cloister.server.body_pace import Pace, ShedError, receive_piece
+from cloister.server.body_pace import BodyPace, ShedError, receive_piece
 from cloister.server.errors import BodyTimeoutError, MediaTypeError, OriginError, OverloadedError
 from cloister.server.middleware.cors import is_allowed
 from cloister.server.middleware.failures import send_error
@@ -100,7 +100,7 @@ class BodyReader:
 
     async def _collect(self, receive: Receive, charge: BodyCharge, *, keeps: bool) -> bytes:
         body, num_bytes, more = bytearray(), 0, True
-        pace = Pace(asyncio.get_running_loop().time(), self._timeout_s)
+        pace = BodyPace(asyncio.get_running_loop().time(), self._timeout_s)
         while more:
             message = await receive_piece(receive, charge, pace)
             if message["type"] == "http.disconnect":
