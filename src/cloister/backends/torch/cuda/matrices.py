@@ -15,7 +15,7 @@ from cloister.backends.base import Weights
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
 from cloister.backends.torch.cuda.tiles import CODE_TILES, FLOAT_TILES, HALF_TILES, TileBook, random_rows
 from cloister.backends.torch.reading import to_torch
-from cloister.backends.torch.triton.grouped import PackedMatrix, grouped_matmul, pack
+from cloister.backends.torch.triton.grouped import TritonMatrix, grouped_matmul, pack
 from cloister.backends.torch.triton.matmul import matmul
 
 
@@ -66,7 +66,7 @@ class LibraryMatrix:
 class QuantizedMatrix:
     """A weight in 4 or 8 bits (`backends.tensors`)."""
 
-    def __init__(self, packed: PackedMatrix, bias: Tensor | None, dtype: torch.dtype, book: TileBook) -> None:
+    def __init__(self, packed: TritonMatrix, bias: Tensor | None, dtype: torch.dtype, book: TileBook) -> None:
         self._packed, self._bias, self._book = packed, bias, book
         self.nbytes = packed.nbytes
         rows = random_rows(packed.num_inputs, dtype, packed.codes.device)

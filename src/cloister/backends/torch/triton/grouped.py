@@ -27,7 +27,7 @@ from cloister.backends.torch.triton.rounding import round_rows
 
 
 @dataclass(frozen=True, slots=True)
-class PackedMatrix:
+class TritonMatrix:
     """Codes as the kernel reads them.
 
     Attributes:
@@ -72,15 +72,15 @@ class PackedMatrix:
         return sum(part.nbytes for part in parts if part is not None)
 
 
-def pack(tensor: GroupedTensor | ProgressiveTensor, device: torch.device) -> PackedMatrix:
+def pack(tensor: GroupedTensor | ProgressiveTensor, device: torch.device) -> TritonMatrix:
     """Packs a quantised weight for the kernel, on `device`."""
     return _pack_levels(tensor, device) if isinstance(tensor, ProgressiveTensor) else _pack_groups(tensor, device)
 
 
-def _pack_groups(tensor: GroupedTensor, device: torch.device) -> PackedMatrix:
+def _pack_groups(tensor: GroupedTensor, device: torch.device) -> TritonMatrix:
     depth = 64 if tensor.group_size == tensor.shape[1] else _depth(tensor.group_size)
     codes = _join_halves(tensor.codes, depth) if tensor.bits == 4 else _pad_inputs(tensor.codes, depth)
-    return PackedMatrix(
+    return TritonMatrix(
         codes=torch.from_numpy(codes).to(device),
         scales=_by_group(tensor.scales, device),
         zeros=None if tensor.zeros is None else _by_group(tensor.zeros, device),
@@ -96,9 +96,9 @@ def _pack_groups(tensor: GroupedTensor, device: torch.device) -> PackedMatrix:
     )
 
 
-def _pack_levels(tensor: ProgressiveTensor, device: torch.device) -> PackedMatrix:
+def _pack_levels(tensor: ProgressiveTensor, device: torch.device) -> TritonMatrix:
     depth = _depth(tensor.group_size)
-    return PackedMatrix(
+    return TritonMatrix(
         codes=torch.from_numpy(_join_halves(tensor.codes, depth)).to(device),
         scales=_by_group(tensor.group_scales, device),
         zeros=_by_group(tensor.zeros, device),
@@ -219,7 +219,7 @@ def grouped_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
 
 
-def grouped_matmul(inputs: Tensor, matrix: PackedMatrix, bias: Tensor | None, out_dtype: torch.dtype, tile: Tile) -> Tensor:
+def grouped_matmul(inputs: Tensor, matrix: TritonMatrix, bias: Tensor | None, out_dtype: torch.dtype, tile: Tile) -> Tensor:
     """Returns inputs W^T + bias, [num_rows, outputs].
 
     Args:
