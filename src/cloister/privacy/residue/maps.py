@@ -71,7 +71,7 @@ def read_maps(pid: int) -> list[Mapping]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class ResidentPages:
     """The pages of one mapping that hold something.
 
     Attributes:
@@ -85,7 +85,7 @@ class Pages:
     num_swapped: int
 
 
-def read_pages(pagemap: int, mapping: Mapping) -> Pages:
+def read_pages(pagemap: int, mapping: Mapping) -> ResidentPages:
     """Returns which pages of a mapping there are.
 
     Args:
@@ -103,7 +103,7 @@ def read_pages(pagemap: int, mapping: Mapping) -> Pages:
         data += piece
     entries = np.frombuffer(data, np.uint64)
     swapped = (entries & _SWAPPED) != 0
-    return Pages((entries & _PRESENT) != 0 | swapped, (entries & _OF_FILE) != 0, int(swapped.sum()))
+    return ResidentPages((entries & _PRESENT) != 0 | swapped, (entries & _OF_FILE) != 0, int(swapped.sum()))
 
 
 def runs_of(wanted: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
