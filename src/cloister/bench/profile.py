@@ -61,7 +61,7 @@ class ProfiledStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProfileNode:
     """A place in the tree of calls, over all steps of a kind.
 
     Attributes:
@@ -113,7 +113,7 @@ def profile_engine(engine: SteppingEngine, requests: Sequence[Request]) -> list[
     raise EngineError(f"the engine was not done after {MAX_STEPS} steps; profile shorter answers")
 
 
-def list_parts(steps: Sequence[ProfiledStep]) -> list[Part]:
+def list_parts(steps: Sequence[ProfiledStep]) -> list[ProfileNode]:
     """Returns the tree of calls of the steps given, parents before children, in order of first appearance.
 
     An operator counts once while any threads are at it, so that the times of a level add up.
@@ -128,7 +128,7 @@ def list_parts(steps: Sequence[ProfiledStep]) -> list[Part]:
             entry[1] += 1
             entry[2] += span.duration_s
             entry[3] += own_s
-    return [Part(path, *found[path]) for path in _by_parent(found)]
+    return [ProfileNode(path, *found[path]) for path in _by_parent(found)]
 
 
 def list_threads(steps: Sequence[ProfiledStep]) -> dict[str, dict[int, float]]:

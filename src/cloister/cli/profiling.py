@@ -21,7 +21,7 @@ from cloister.types.request import Request, SamplingParams
 if TYPE_CHECKING:
     from cloister.backends.spec import DecoderSpec
     from cloister.bench.kernels import KernelRate, KernelTable
-    from cloister.bench.profile import Part, ProfiledStep
+    from cloister.bench.profile import ProfiledStep, ProfileNode
     from cloister.bench.roofline_operators import Numbers
     from cloister.engine import EngineCore
 
@@ -190,7 +190,7 @@ def _print_profile(kind: str, steps: Sequence[ProfiledStep], backend: str) -> No
     print_table("ms a step, by thread", ("operator", *(f"thread {thread}" for thread in threads)), rows, wide_console(_WIDE))
 
 
-def _part_row(part: Part, num_steps: int, whole_s: float, backend: str) -> tuple[str, ...]:
+def _part_row(part: ProfileNode, num_steps: int, whole_s: float, backend: str) -> tuple[str, ...]:
     name = "  " * (len(part.path) - 1) + part.path[-1]
     times = (f"{1e3 * part.seconds / num_steps:.3f}", f"{1e3 * part.own_s / num_steps:.3f}")
     where = backend if part.in_program else "Python"
