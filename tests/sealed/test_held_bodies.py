@@ -12,7 +12,7 @@ from starlette.types import Message, Scope
 
 from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
 from cloister.sealed.workers.figures import Figures
-from cloister.sealed.workers.wire import Part, Piece, Start, frame, receive_for_worker
+from cloister.sealed.workers.wire import Piece, SealedPart, Start, frame, receive_for_worker
 from cloister.sealed.workers.worker_pool import WORKER_CEILING_BYTES, WORKER_COPIES, WORKER_FREE_BYTES, WorkerFront, WorkerPool
 from cloister.server.body_budget import SMALL_BODY_BYTES, BodyBudget
 
@@ -54,7 +54,7 @@ class HeldAnswers(WorkerPool):
             num_bytes, more = num_bytes + len(piece.body), piece.more
         self.bodies.append(num_bytes)
         await self.go.wait()
-        writer.write(frame(Start(200, [])) + frame(Part(b"answer", False)))
+        writer.write(frame(Start(200, [])) + frame(SealedPart(b"answer", False)))
         await writer.drain()
         await reader.read()  # until the front has all of it
 

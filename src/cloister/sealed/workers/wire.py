@@ -39,7 +39,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     headers: list[tuple[bytes, bytes]]
 
 
-class Part(msgspec.Struct, frozen=True, tag="part"):
+class SealedPart(msgspec.Struct, frozen=True, tag="part"):
     """Worker to front: a piece of the sealed answer."""
 
     body: bytes
@@ -47,7 +47,7 @@ class Part(msgspec.Struct, frozen=True, tag="part"):
 
 
 ToWorker = Head | Piece | Gone
-ToFront = Start | Part
+ToFront = Start | SealedPart
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _to_worker: Final = msgspec.msgpack.Decoder(ToWorker)
@@ -97,10 +97,10 @@ def from_asgi(message: Message) -> ToFront:
     """Returns what an application sends as a message to the front."""
     if message["type"] == "http.response.start":
         return Start(message["status"], [(bytes(name), bytes(value)) for name, value in message.get("headers", ())])
-    return Part(bytes(message.get("body", b"")), bool(message.get("more_body", False)))
+    return SealedPart(bytes(message.get("body", b"")), bool(message.get("more_body", False)))
 
 
-def to_asgi(message: Start | Part) -> dict[str, Any]:
+def to_asgi(message: Start | SealedPart) -> dict[str, Any]:
     """Returns what a worker sends as an ASGI message."""
     if isinstance(message, Start):
         return {"type": "http.response.start", "status": message.status, "headers": message.headers}

@@ -23,7 +23,7 @@ from cloister.sealed.problems import ProblemError, problem_of
 from cloister.sealed.workers.figures import Figures
 from cloister.sealed.workers.key_service import KeyServiceBoot, KeyServiceReady
 from cloister.sealed.workers.remote import RemoteUnsealer
-from cloister.sealed.workers.wire import Gone, Head, Part, Piece, Start, frame, receive_for_front, to_asgi
+from cloister.sealed.workers.wire import Gone, Head, Piece, SealedPart, Start, frame, receive_for_front, to_asgi
 from cloister.sealed.workers.zygote import ENGINE_LISTENER, KEY_SERVICE_LISTENER, MESSAGE_BYTES, WORK, ZygoteBoot, ZygoteReady
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 from cloister.types.allocator import OVERWRITING
@@ -267,7 +267,7 @@ class WorkerFront:
             while (message := await receive_for_front(reader)) is not None:
                 has_begun = has_begun or isinstance(message, Start)
                 await send(to_asgi(message))
-                if isinstance(message, Part) and not message.more:
+                if isinstance(message, SealedPart) and not message.more:
                     return True
             if not has_begun and not watching.done():
                 raise ProblemError(503, _FAILED)
