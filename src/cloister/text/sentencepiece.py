@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from cloister.text.framing import surround
-from cloister.text.sentencepiece_file import ModelKind, Piece, PieceKind, SentencePieceFile, read_model
+from cloister.text.sentencepiece_file import ModelKind, PieceKind, SentencePiece, SentencePieceFile, read_model
 from cloister.types.errors import ModelError
 
 _SPACE: Final = "▁"
@@ -175,7 +175,7 @@ def _unigram(model: SentencePieceFile) -> dict[str, Any]:
     return {"type": "Unigram", "unk_id": model.unk_id, "vocab": vocab, "byte_fallback": model.byte_fallback}
 
 
-def _score(piece: Piece) -> float:
+def _score(piece: SentencePiece) -> float:
     if piece.kind == PieceKind.NORMAL:
         return piece.score
     return _SYMBOL_SCORE if piece.kind == PieceKind.USER_DEFINED else 0.0

@@ -42,7 +42,7 @@ class ModelKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SentencePiece:
     """One entry of the vocabulary; its id is its place."""
 
     text: str
@@ -66,7 +66,7 @@ class SentencePieceFile:
     """
 
     kind: ModelKind
-    pieces: Sequence[Piece]
+    pieces: Sequence[SentencePiece]
     byte_fallback: bool
     suffixes_space: bool
     unk_id: int | None
@@ -92,7 +92,7 @@ def read_model(data: bytes) -> SentencePieceFile:
 
 
 def _read_model(data: bytes) -> SentencePieceFile:
-    pieces: list[Piece] = []
+    pieces: list[SentencePiece] = []
     parts: Message = {}
     for number, value in _fields(data):
         if number == _PIECES:
@@ -134,9 +134,9 @@ def _check_charsmap(charsmap: bytes) -> bytes:
     return charsmap
 
 
-def _piece(fields: Message) -> Piece:
+def _piece(fields: Message) -> SentencePiece:
     (score,) = struct.unpack("<f", _as_bytes(fields.get(2, b"\0\0\0\0")))
-    return Piece(_as_bytes(fields[1]).decode(), score, PieceKind(_as_signed(fields.get(3, PieceKind.NORMAL))))
+    return SentencePiece(_as_bytes(fields[1]).decode(), score, PieceKind(_as_signed(fields.get(3, PieceKind.NORMAL))))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Value]]:
