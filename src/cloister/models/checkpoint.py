@@ -16,7 +16,7 @@ from cloister.models.digest import Digests
 from cloister.models.family import Family
 from cloister.models.quantized import Scheme, Stored
 from cloister.models.safetensors import FLOATS, TensorEntry, read_header
-from cloister.models.sources import Mapped, Place, Source, find_place
+from cloister.models.sources import Mapped, Source, TensorSlice, find_place
 from cloister.types.errors import ModelError
 
 _MOST_PARTS = 3  # of a fused tensor
@@ -71,7 +71,7 @@ def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Schem
     return ModelCheckpoint(entries)
 
 
-def _take(stored: str, place: Place, found: dict[str, TensorEntry], scheme: Scheme | None) -> Stored:
+def _take(stored: str, place: TensorSlice, found: dict[str, TensorEntry], scheme: Scheme | None) -> Stored:
     """Takes one tensor, or the parts of one, out of what the files hold."""
     shape = place.stored_shape
     if scheme is not None and len(shape) == 2:
@@ -89,7 +89,7 @@ def _take(stored: str, place: Place, found: dict[str, TensorEntry], scheme: Sche
     return entry
 
 
-def _check_cut(stored: str, place: Place) -> None:
+def _check_cut(stored: str, place: TensorSlice) -> None:
     if not place.source.keeps_rows:
         raise ModelError(
             f"the quantised matrix {stored!r} is stored in an order that codes cannot be cut into; use the model's unquantised "

@@ -47,7 +47,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorSlice:
     """Where one tensor lies in a stored one.
 
     Attributes:
@@ -67,7 +67,7 @@ class Place:
     num_heads: int
 
 
-def find_place(source: Source, name: str, shapes: Mapping[str, Shape], num_heads: int) -> Place:
+def find_place(source: Source, name: str, shapes: Mapping[str, Shape], num_heads: int) -> TensorSlice:
     """Returns where a tensor lies.
 
     Args:
@@ -84,7 +84,7 @@ def find_place(source: Source, name: str, shapes: Mapping[str, Shape], num_heads
     whole = (sum(rows) + source.skip, *shape[1:])
     stored = whole[::-1] if source.transposed else whole
     turns = num_heads if source.by_head else 0
-    return Place(source, shape, stored, source.skip + sum(rows[:part]), part, len(parts), turns)
+    return TensorSlice(source, shape, stored, source.skip + sum(rows[:part]), part, len(parts), turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Mapped:
     """A tensor that is made of a stored one when it is read (protocol `quantized.Stored`); a run of rows stays mapped."""
 
     stored: Stored
-    place: Place
+    place: TensorSlice
 
     @property
     def shape(self) -> Shape:

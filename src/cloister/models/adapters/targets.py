@@ -11,7 +11,7 @@ from cloister.backends.spec import DecoderSpec
 from cloister.models.checkpoint import source_of, stored_name
 from cloister.models.families import FAMILIES
 from cloister.models.family import Family
-from cloister.models.sources import Place, find_place
+from cloister.models.sources import TensorSlice, find_place
 from cloister.types.errors import ModelError
 
 
@@ -29,7 +29,7 @@ class Target:
     product: str
     inputs: int
     stored_outputs: int
-    place: Place
+    place: TensorSlice
 
     def rows_of(self, stored: FloatArray) -> FloatArray:
         """Returns the rows of a module's matrix [stored_outputs, rank] that are this product's."""
