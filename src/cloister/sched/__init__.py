@@ -1,16 +1,16 @@
 """Who is computed next: scheduler, admission, budget, and policies one file each. Pure: no I/O, no clock, no arrays."""
 
 from cloister.sched.budget import BUDGET_THREAT, BudgetConfig, StepBudget, StepCost, StepSize
-from cloister.sched.policies import POLICIES, Policy
+from cloister.sched.policies import POLICIES, SchedulingPolicy
 from cloister.sched.scheduler import Scheduler, SchedulerConfig
 
 __all__ = [
     "BUDGET_THREAT",
     "POLICIES",
     "BudgetConfig",
-    "Policy",
     "Scheduler",
     "SchedulerConfig",
+    "SchedulingPolicy",
     "StepBudget",
     "StepCost",
     "StepSize",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cloister.sched.budget import StepCost, StepSize
-from cloister.sched.policies.base import Policy
+from cloister.sched.policies.base import SchedulingPolicy
 from cloister.sched.request_table import RequestTable, table_of
 from cloister.sched.sequence import Sequence, Status
 from cloister.sched.speculation import DraftDecision, Speculation
@@ -23,7 +23,7 @@ class DraftAllocator:
     """
 
     def __init__(
-        self, speculation: Speculation, requests: RequestTable, policy: Policy, cost: StepCost, max_num_seqs: int
+        self, speculation: Speculation, requests: RequestTable, policy: SchedulingPolicy, cost: StepCost, max_num_seqs: int
     ) -> None:
         self._speculation = speculation
         self._requests = requests

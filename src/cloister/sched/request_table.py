@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 
 from cloister.kv import BlockPool, BlockTable, CacheQuotas, PrefixCache, PrefixKeys
-from cloister.sched.policies import Policy
+from cloister.sched.policies import SchedulingPolicy
 from cloister.sched.sequence import RequestState, Sequence, Status
 from cloister.types.events import Arrived, Ended, Event, Preempted
 from cloister.types.request import FinishReason, Request
@@ -34,7 +34,9 @@ class RequestTable:
         answers: those of beam searches that were not taken yet, whole, as if they arrived.
     """
 
-    def __init__(self, pool: BlockPool, policy: Policy, keys: PrefixKeys | None, quotas: CacheQuotas | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, policy: SchedulingPolicy, keys: PrefixKeys | None, quotas: CacheQuotas | None = None
+    ) -> None:
         self.pool = pool
         self.tree = PrefixCache(pool, keys.public, quotas) if keys is not None else None
         self.groups: dict[str, RequestState] = {}

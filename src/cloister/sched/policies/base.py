@@ -25,7 +25,7 @@ PRIORITY_THREAT = ThreatProfile(
 )
 
 
-class Policy(Protocol):
+class SchedulingPolicy(Protocol):
     """Orders who waits and who runs.
 
     A level is a class of urgency, smaller first. Prefill of one level holds up the levels behind it, but never its own
@@ -103,4 +103,4 @@ class OrderedQueue:
         return heapq.heappop(self._heap)[2]
 
 
-POLICIES: Registry[Callable[[], Policy]] = Registry("scheduling policy")
+POLICIES: Registry[Callable[[], SchedulingPolicy]] = Registry("scheduling policy")
