@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cloister.privacy.attestation import Findings, Outcome, Policy
+from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
 from cloister.privacy.attestation.certificates import load_certificates
 from cloister.privacy.attestation.nitro import NitroVerifier
 from cloister.privacy.attestation.nitro_document import read_document
@@ -32,7 +32,7 @@ from cloister.privacy.attestation.td_quote import read_quote
 from cloister.privacy.attestation.tdx import TdxVerifier
 from tests import attestation_vectors as real
 
-POLICY = Policy(profile="team")
+POLICY = AttestationPolicy(profile="team")
 HEX = ("root_ca_crl", "pck_crl", "tcb_info_signature", "qe_identity_signature")
 
 Case = tuple[bytes, Callable[[bytes], Findings], Callable[[bytes], object]]

@@ -142,13 +142,13 @@ def chat_with_cloud(checkout: Path) -> str:
 def sealed_client(folder: Path) -> httpx.Client:
     """The client of README, for nodes that no hardware vouches for."""
     from cloister.client import SealedTransport, Session
-    from cloister.privacy.attestation import Policy
+    from cloister.privacy.attestation import AttestationPolicy
 
     session = Session(
         f"http://127.0.0.1:{CLOUD_PORT + 7}",
         trust=folder / "trust.json",
         api_key=(folder / "api-key").read_text().strip(),
-        policy=Policy(accept_software=True),
+        policy=AttestationPolicy(accept_software=True),
         state=folder / "log-seen.json",
     )
     return httpx.Client(transport=SealedTransport(session), base_url="https://cloister/v1", timeout=60)

@@ -15,7 +15,7 @@ from openai import OpenAI
 
 from cloister.client import SealedError, SealedTransport, Session
 from cloister.client.telling import tell_epoch
-from cloister.privacy.attestation import Policy
+from cloister.privacy.attestation import AttestationPolicy
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
         given.relay,
         trust=given.trust,
         api_key=given.api_key_file.read_text().strip(),
-        policy=Policy(accept_software=given.accept_software),
+        policy=AttestationPolicy(accept_software=given.accept_software),
     )
     transport = SealedTransport(session)
     # The host of base_url means nothing: the session knows the relay, and a node is drawn for each request.

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cloister.app import build_gate, resolve_settings
 from cloister.app.site import open_plain
 from cloister.client import Session
-from cloister.privacy.attestation import Policy
+from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.attestation.evidence import Statement
 from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.credentials import Credentials
@@ -160,7 +160,7 @@ class Street:
 
     def session(self, **changes: object) -> Session:
         settings: dict[str, object] = {"trust": self.trust, "api_key": self.api_key}
-        settings["policy"], settings["remember"] = Policy(accept_software=True), False
+        settings["policy"], settings["remember"] = AttestationPolicy(accept_software=True), False
         return Session(self.relay.url, **{**settings, **changes})  # type: ignore[arg-type]
 
     async def close(self) -> None:

@@ -19,7 +19,7 @@ from cloister.client.issuer_record import MOST_KEYS, IssuerRecord, beside
 from cloister.client.limits import Limits
 from cloister.client.routing.house import ISSUER, RELAY, House
 from cloister.client.routing.records import Spell
-from cloister.privacy.attestation import Policy
+from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.tokens.blind_rsa import generate
 from cloister.privacy.tokens.issuer_keys import EPOCH_S
 from cloister.privacy.tokens.purchase import STATEMENT_PATH
@@ -76,7 +76,7 @@ class World:
         return self.directory / "client" / "view.json"
 
     def session(self, state: Path | None = None) -> Session:
-        accept = Policy(accept_software=True)
+        accept = AttestationPolicy(accept_software=True)
         return Session(
             RELAY, trust=self.house.trust, api_key=self.api_key, now=self.house.now, policy=accept, limits=Limits(most_share=1),
             state=state, remember=state is not None,

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cloister.client.judging import fill_policy, judge_node
-from cloister.privacy.attestation import Policy
+from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.attestation.base import Outcome
 from cloister.privacy.attestation.evidence import read_evidence, read_statement
 from cloister.privacy.transparency.epoch import NodeEntry
@@ -26,7 +26,7 @@ def test_evidence_that_ends_before_its_epoch_is_refused_since_it_is_judged_once_
     document = make_evidence(world.release, now=world.now, life_s=life_s)
     statement = read_statement(read_evidence(document).statement)
     node = NodeEntry(statement.node_id, statement.capacity, statement.keys, hashlib.sha256(document).hexdigest())
-    findings = judge_node(node, document, believed, world.trust, Policy(accept_software=True), world.now)
+    findings = judge_node(node, document, believed, world.trust, AttestationPolicy(accept_software=True), world.now)
     assert ("life" in {step.slug for step in findings.of(Outcome.FAILED)}) is failed
 
 
@@ -36,5 +36,5 @@ def test_the_release_says_what_hardware_may_measure_and_the_users_own_policy_say
     launch = {"sev-snp": "aa" * 48, "tdx": "bb" * 48, "tdx-rtmr1": "cc" * 48}
     release = msgspec.structs.replace(believed.release, launch=launch)
     own = {"tdx-rtmr0": frozenset({"ee" * 48}), "tdx-rtmr1": frozenset({"ff" * 48})}
-    policy = fill_policy(Policy(measurements=own), replace(believed, release=release))
+    policy = fill_policy(AttestationPolicy(measurements=own), replace(believed, release=release))
     assert policy.measurements == {"sev-snp": {"aa" * 48}, "tdx": {"bb" * 48}, **own}

@@ -16,7 +16,7 @@ from cloister.client import EpochRefusedError, EvidenceRefusedError
 from cloister.client.judging import judge_node
 from cloister.client.key_exchange import judge_keys
 from cloister.client.letter import write_letter
-from cloister.privacy.attestation import Findings, Outcome, Policy
+from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
 from cloister.privacy.attestation.evidence import Statement, read_evidence, read_statement
 from cloister.privacy.attestation.policy_file import parse_policy
 from cloister.privacy.attestation.software import SoftwareAttester
@@ -36,7 +36,7 @@ from tests.client.test_transport import world as world
 from tests.privacy.transparency.world import World as Log
 from tests.privacy.transparency.world import make_evidence
 
-SOFTWARE = Policy(accept_software=True)
+SOFTWARE = AttestationPolicy(accept_software=True)
 ASKED = replace(SOFTWARE, post_quantum=True)
 
 
@@ -112,7 +112,7 @@ def test_a_client_that_asks_for_post_quantum_encryption_sends_nothing_to_older_n
     assert ask_once(world).json() == {"ok": True}, "who does not ask for it is served"
 
 
-def judge(log: Log, document: bytes, node: NodeEntry, policy: Policy = SOFTWARE) -> list[str]:
+def judge(log: Log, document: bytes, node: NodeEntry, policy: AttestationPolicy = SOFTWARE) -> list[str]:
     believed = log.believe(log.publish().bundle)
     return [step.slug for step in judge_node(node, document, believed, log.trust, policy, log.now).of(Outcome.FAILED)]
 

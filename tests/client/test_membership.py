@@ -23,7 +23,7 @@ from cloister.client.monitoring import MonitorState, load_state
 from cloister.client.routing.records import Spell
 from cloister.client.state import state_file
 from cloister.client.telling import tell_epoch
-from cloister.privacy.attestation import Evidence, Findings, Outcome, Policy
+from cloister.privacy.attestation import AttestationPolicy, Evidence, Findings, Outcome
 from cloister.privacy.attestation.cbor import encode_text
 from cloister.privacy.attestation.chips import name_chips
 from cloister.privacy.transparency.bundle import encode_bundle, parse_bundle
@@ -264,7 +264,7 @@ def test_a_node_under_the_name_of_another_member_is_refused(tmp_path: Path) -> N
     document = make_evidence(world.release, name="captured")
     (honest,) = believed.epoch.nodes
     node = NodeEntry(hashlib.sha256(b"keys of captured").hexdigest(), 1, b"keys of captured", sha(document), honest.member)
-    found = judge_node(node, document, believed, world.trust, Policy(accept_software=True), world.now)
+    found = judge_node(node, document, believed, world.trust, AttestationPolicy(accept_software=True), world.now)
     assert "member" in {step.slug for step in found.of(Outcome.FAILED)}
 
 

@@ -16,7 +16,7 @@ from cloister.client import AsyncSealedTransport, Session
 from cloister.client.proxy import Proxy, proxy_app
 from cloister.client.receipt_folder import ReceiptFolder
 from cloister.client.verify_receipt import Shown, verify_receipt
-from cloister.privacy.attestation import Policy
+from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.receipts.claims import read_jws
 from cloister.privacy.receipts.receipt import read_receipt
 from cloister.types.errors import ConfigError
@@ -101,7 +101,7 @@ def test_pages_of_a_browser_are_refused(client: httpx.Client, street: Street, he
 
 
 def test_a_refusal_is_an_error_that_sdks_understand(street: Street) -> None:
-    strict = Local(street, street.session(policy=Policy()))
+    strict = Local(street, street.session(policy=AttestationPolicy()))
     try:
         with (
             openai.OpenAI(base_url=f"{strict.program.url}/v1", api_key="none") as client,
@@ -152,7 +152,7 @@ def test_a_proxy_keeps_receipts_of_answers_that_were_read_and_of_none_that_was_l
     finally:
         local.close()
     receipt = read_receipt(file.read_bytes())
-    policy = Policy(accept_software=True)
+    policy = AttestationPolicy(accept_software=True)
     shown, other = Shown(answer.request.content, answer.content), Shown(refused.request.content)
     assert verify_receipt(receipt, shown, street.trust, policy).findings.accepted
     assert not verify_receipt(receipt, other, street.trust, policy).findings.accepted

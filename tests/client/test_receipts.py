@@ -15,14 +15,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cloister.client import SealedTransport
 from cloister.client.receipt_folder import ReceiptFolder
 from cloister.client.verify_receipt import Shown, verify_receipt
-from cloister.privacy.attestation import Policy
+from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.receipts.claims import read_jws
 from cloister.privacy.receipts.receipt import Receipt, read_receipt
 from cloister.types.errors import ConfigError
 from tests.client.street import Street
 from tests.client.test_transport import NODES, World
 
-SOFTWARE = Policy(accept_software=True)
+SOFTWARE = AttestationPolicy(accept_software=True)
 TARGET = "/v1/chat/completions"
 
 

@@ -20,7 +20,7 @@ from cloister.client import (
     RepeatedRequestError,
     SealedTransport,
 )
-from cloister.privacy.attestation import Policy
+from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.receipts.receipt import Receipt
 from tests.client.street import Street
 
@@ -118,7 +118,10 @@ def test_the_asynchronous_client_streams_too(street: Street) -> None:
 
 
 def test_a_refusal_reaches_the_program_in_words(street: Street) -> None:
-    with connect(street, policy=Policy()) as client, pytest.raises(EvidenceRefusedError, match="no hardware vouches"):
+    with (
+        connect(street, policy=AttestationPolicy()) as client,
+        pytest.raises(EvidenceRefusedError, match="no hardware vouches"),
+    ):
         client.models.list()
 
 

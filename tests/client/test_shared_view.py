@@ -13,7 +13,7 @@ from cloister.client import EpochRefusedError, Limits, Session
 from cloister.client.asking import Reply
 from cloister.client.session import Ready
 from cloister.client.shared_view import MOST_PROOFS
-from cloister.privacy.attestation import Policy
+from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.transparency.checkpoint import open_checkpoint
 from cloister.privacy.transparency.checks import View
 from cloister.privacy.transparency.memory import Memory
@@ -56,7 +56,7 @@ def state(tmp_path: Path) -> Path:
 
 def make_session(world: Relayed, state: Path) -> Session:
     return Session(
-        "https://relay.example", trust=world.trust, api_key="key", policy=Policy(accept_software=True), state=state,
+        "https://relay.example", trust=world.trust, api_key="key", policy=AttestationPolicy(accept_software=True), state=state,
         limits=Limits(least_present=0), now=lambda: world.now,
     )  # fmt: skip
 

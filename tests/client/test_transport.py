@@ -25,7 +25,7 @@ from cloister.client import (
 from cloister.client.routing.house import ISSUER, RELAY, House
 from cloister.client.routing.records import Spell
 from cloister.client.wallet import BATCH
-from cloister.privacy.attestation import Policy
+from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.transparency.asking import NearWitness
 from cloister.privacy.transparency.publisher import Publisher
 from cloister.privacy.transparency.trust import Trust
@@ -66,7 +66,7 @@ class World:
 
     def session(self, **changes: object) -> Session:
         settings: dict[str, object] = {"trust": self.house.trust, "api_key": self.api_key, "now": self.house.now}
-        settings["policy"], settings["remember"] = Policy(accept_software=True), False
+        settings["policy"], settings["remember"] = AttestationPolicy(accept_software=True), False
         return Session(RELAY, **{**settings, **changes})  # type: ignore[arg-type]
 
     def client(self, session: Session | None = None) -> httpx.AsyncClient:
@@ -176,7 +176,7 @@ def test_changed_evidence_is_refused_before_anything_is_sent_and_the_step_is_nam
 
 def test_evidence_that_proves_too_little_is_refused_in_words(world: World) -> None:
     with pytest.raises(EvidenceRefusedError, match="no hardware vouches") as caught:
-        ask_once(world, world.session(policy=Policy()))
+        ask_once(world, world.session(policy=AttestationPolicy()))
     assert caught.value.steps == ("hardware",)
     assert world.wire.sent == 0
 

@@ -22,10 +22,10 @@ from cloister.client.errors import RelayUnreachableError
 from cloister.client.limits import Limits
 from cloister.client.verify_node import Checked, cannot_check, check_url, fetch_from
 from cloister.privacy.attestation import (
+    AttestationPolicy,
     Evidence,
     Findings,
     Outcome,
-    Policy,
     Statement,
     read_evidence,
     read_statement,
@@ -49,7 +49,7 @@ from tests import attestation_vectors as real
 from tests.nitro_platform import PCRS, NitroPlatform
 from tests.privacy.transparency.world import World, keys_of, make_evidence, make_release, member_key
 
-SOFTWARE = Policy(accept_software=True)
+SOFTWARE = AttestationPolicy(accept_software=True)
 HALF = Limits(least_present=0.5)
 """One of two nodes serves."""
 HARDENING = {"front.seccomp": "applied: on", "host": "missing: host not excluded"}
@@ -104,7 +104,7 @@ class House(World):
             return resource[0] if resource else None
         return self.files.get(path)
 
-    def check(self, policy: Policy = SOFTWARE, view: View | None = None) -> Checked:
+    def check(self, policy: AttestationPolicy = SOFTWARE, view: View | None = None) -> Checked:
         return check_url(self.find, self.trust, policy, view or View(), self.now, HALF)
 
 
@@ -183,7 +183,7 @@ def test_a_check_that_goes_on_where_the_last_one_left_it_knows_the_issuers_earli
 
 
 def test_without_accept_software_the_same_list_is_refused(house: House):
-    checked = house.check(Policy())
+    checked = house.check(AttestationPolicy())
     assert not checked.accepted
     assert slugs(only_node(checked), Outcome.FAILED) == ["hardware"]
 
@@ -210,18 +210,18 @@ def serve_enclave(house: House, platform: NitroPlatform, **changes: object) -> N
 
 def test_an_enclave_is_proved_by_the_registers_that_its_release_names(house: House, enclave: NitroPlatform):
     serve_enclave(house, enclave)
-    checked = house.check(Policy(kinds=frozenset({"nitro"})))
+    checked = house.check(AttestationPolicy(kinds=frozenset({"nitro"})))
     assert checked.proved, slugs(only_node(checked), Outcome.FAILED)
 
 
 def test_an_enclave_of_another_image_than_its_release_is_refused(house: House, enclave: NitroPlatform):
     serve_enclave(house, enclave, pcrs=PCRS | {1: b"\x5a" * 48})
-    assert slugs(only_node(house.check(Policy(kinds=frozenset({"nitro"})))), Outcome.FAILED) == ["pcr-1"]
+    assert slugs(only_node(house.check(AttestationPolicy(kinds=frozenset({"nitro"})))), Outcome.FAILED) == ["pcr-1"]
 
 
 def test_an_enclave_is_refused_where_the_user_did_not_ask_for_one(house: House, enclave: NitroPlatform):
     serve_enclave(house, enclave)
-    findings = only_node(house.check(Policy()))
+    findings = only_node(house.check(AttestationPolicy()))
     (step,) = findings.of(Outcome.FAILED)
     assert "accepted are sev-snp, tdx" in step.text
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from cloister.cli import app
 from cloister.client.verify_receipt import Proof, Shown, verify_receipt
-from cloister.privacy.attestation import Outcome, Policy
+from cloister.privacy.attestation import AttestationPolicy, Outcome
 from cloister.privacy.receipts.claims import ReceiptError, encode64
 from cloister.privacy.receipts.receipt import Receipt, read_receipt
 from cloister.privacy.receipts.transcript import Transcript
@@ -30,7 +30,7 @@ from cloister.privacy.transparency.trust import encode_trust
 from tests.client.test_verify_node import House
 from tests.privacy.transparency.world import make_release
 
-SOFTWARE = Policy(accept_software=True)
+SOFTWARE = AttestationPolicy(accept_software=True)
 ASKED, ANSWERED = b'{"prompt":"who is it?"}', b'{"text":"nobody"}'
 SHOWN = Shown(ASKED, ANSWERED, "POST", "/v1/completions")
 
@@ -75,7 +75,7 @@ class Desk:
         signature = (key or receipt_key_of(self.ring)).sign(claims.signing_input)
         return Receipt(jws=claims.to_jws(signature), salt=transcript.salt, evidence=self.evidence, bundle=self.bundle)
 
-    def check(self, receipt: Receipt, shown: Shown = SHOWN, policy: Policy = SOFTWARE) -> Proof:
+    def check(self, receipt: Receipt, shown: Shown = SHOWN, policy: AttestationPolicy = SOFTWARE) -> Proof:
         return verify_receipt(receipt, shown, self.house.trust, policy)
 
 
@@ -139,7 +139,7 @@ def test_a_swapped_model_is_refused(desk: Desk) -> None:
 
 
 def test_a_model_that_is_not_the_one_asked_for_is_refused(desk: Desk) -> None:
-    wanted = Policy(accept_software=True, models=frozenset({"ab" * 32}))
+    wanted = AttestationPolicy(accept_software=True, models=frozenset({"ab" * 32}))
     assert "model" in slugs(desk.check(desk.sign(), policy=wanted))
 
 
@@ -190,7 +190,7 @@ def test_a_release_that_nobody_trusted_signed_is_refused(desk: Desk) -> None:
 
 
 def test_evidence_without_hardware_is_refused_unless_it_is_let_through(desk: Desk) -> None:
-    assert "hardware" in slugs(desk.check(desk.sign(), policy=Policy()))
+    assert "hardware" in slugs(desk.check(desk.sign(), policy=AttestationPolicy()))
 
 
 def test_without_texts_only_signature_evidence_and_epoch_are_checked_and_it_says_so(desk: Desk) -> None:

@@ -22,7 +22,7 @@ import pytest
 from cloister import LLM, SamplingParams
 from cloister.client.verify_node import check_url, fetch_from
 from cloister.models import locate
-from cloister.privacy.attestation import Policy, read_evidence, read_statement
+from cloister.privacy.attestation import AttestationPolicy, read_evidence, read_statement
 from cloister.privacy.attestation.measuring import measure_model
 from cloister.privacy.attestation.tsm import TSM_REPORTS
 from cloister.privacy.hardening import MEASURES
@@ -230,7 +230,7 @@ def test_its_evidence_states_its_key_its_model_and_every_measure_of_every_proces
     assert every | {"front.closed", "host"} <= statement.hardening.keys()
     missing = [name for name, told in statement.hardening.items() if told.startswith("missing")]
     assert missing == ["host"]
-    policy = Policy(accept_software=True, releases=frozenset({statement.release}))
+    policy = AttestationPolicy(accept_software=True, releases=frozenset({statement.release}))
     with httpx.Client(verify=False) as client:
         fetch = fetch_from(node.url, client)
         assert check_url(fetch, None, policy, View(), time.time()).accepted

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cloister.privacy.attestation import AttestationError, Evidence, Outcome, Policy, read_evidence, read_statement
+from cloister.privacy.attestation import AttestationError, AttestationPolicy, Evidence, Outcome, read_evidence, read_statement
 from cloister.privacy.attestation.configuration_measuring import measure_configuration
 from cloister.privacy.attestation.measuring import encode_manifest, measure_model, measure_profile, read_manifest
 from cloister.privacy.attestation.node import Facts, gather_facts, with_host
@@ -33,7 +33,7 @@ FACTS = Facts(
     configuration={"setting quant": '"none"'},
     capacity=3,
 )
-POLICY = Policy(
+POLICY = AttestationPolicy(
     accept_software=True,
     releases=frozenset({FACTS.release}),
     models=frozenset({FACTS.model}),
@@ -69,7 +69,7 @@ class Node:
         return read_evidence(document)
 
 
-def failures(node: Node, policy: Policy = POLICY, evidence: Evidence | None = None) -> list[str]:
+def failures(node: Node, policy: AttestationPolicy = POLICY, evidence: Evidence | None = None) -> list[str]:
     findings = verify_evidence(evidence or node.evidence, policy, node.now)
     return [step.slug for step in findings.of(Outcome.FAILED)]
 

@@ -58,12 +58,12 @@ def proxy(
     from cloister.client import Limits, Session
     from cloister.client.receipt_folder import ReceiptFolder
     from cloister.privacy import is_loopback
-    from cloister.privacy.attestation import Policy
+    from cloister.privacy.attestation import AttestationPolicy
     from cloister.privacy.attestation.policy_file import read_policy, with_demands
 
     if not is_loopback(host):
         raise ConfigError("the proxy listens on loopback only; give --host 127.0.0.1 or ::1", param="host")
-    wanted = with_demands(Policy() if policy is None else read_policy(policy), accept_software=accept_software)
+    wanted = with_demands(AttestationPolicy() if policy is None else read_policy(policy), accept_software=accept_software)
     keep = None if receipts is None else ReceiptFolder(receipts)
     session = Session(
         relay,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cloister.client import Limits
     from cloister.client.routing.audit import Audit, AuditUser
     from cloister.client.routing.charges import AuditVerdict
-    from cloister.privacy.attestation import Policy
+    from cloister.privacy.attestation import AttestationPolicy
     from cloister.privacy.transparency.membership import Membership
 
 DISHONEST, CANNOT_TEST = 1, 2
@@ -40,7 +40,7 @@ class AuditSettings:
     relays: tuple[str, ...]
     trust: Path
     api_keys: tuple[str, ...]
-    policy: Policy
+    policy: AttestationPolicy
     limits: Limits
     users: int
     requests: int | None

@@ -82,13 +82,15 @@ def _check(
 
     from cloister.client.shared_view import MOST_TRIES
     from cloister.client.verify_node import check_url, fetch_from
-    from cloister.privacy.attestation import Policy
+    from cloister.privacy.attestation import AttestationPolicy
     from cloister.privacy.attestation.policy_file import read_policy, with_demands
     from cloister.privacy.transparency.checks import View
     from cloister.privacy.transparency.memory import Memory
     from cloister.privacy.transparency.trust import read_trust
 
-    wanted = with_demands(Policy() if policy is None else read_policy(policy), profile=profile, accept_software=accept_software)
+    wanted = with_demands(
+        AttestationPolicy() if policy is None else read_policy(policy), profile=profile, accept_software=accept_software
+    )
     memory = None if state is None else Memory(state)
     believed = None if trust is None else read_trust(trust.expanduser())
     with httpx.Client(follow_redirects=False) as client:

@@ -127,12 +127,12 @@ def _audit(
     from cloister.cli.proxy import read_api_key
     from cloister.cli.verify_live import AuditSettings, audit_deployment
     from cloister.client import Limits
-    from cloister.privacy.attestation import Policy
+    from cloister.privacy.attestation import AttestationPolicy
     from cloister.privacy.attestation.policy_file import read_policy, with_demands
 
     if trust is None or not api_key_files:
         raise ConfigError("an audit needs to know whom to believe and what to pay with: give --trust and --api-key-file")
-    wanted = with_demands(Policy() if policy is None else read_policy(policy), accept_software=accept_software)
+    wanted = with_demands(AttestationPolicy() if policy is None else read_policy(policy), accept_software=accept_software)
     keys = tuple(read_api_key(path) for path in api_key_files)
     return audit_deployment(
         AuditSettings(

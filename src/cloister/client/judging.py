@@ -11,10 +11,10 @@ from cloister.client.key_exchange import judge_keys
 from cloister.client.limits import Limits
 from cloister.privacy.attestation import (
     AttestationError,
+    AttestationPolicy,
     Evidence,
     EvidenceError,
     Findings,
-    Policy,
     Statement,
     read_evidence,
     read_statement,
@@ -29,7 +29,7 @@ from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.privacy.transparency.trust import Trust
 
 
-def fill_policy(policy: Policy, believed: Logged) -> Policy:
+def fill_policy(policy: AttestationPolicy, believed: Logged) -> AttestationPolicy:
     """Returns the policy for an epoch: what is published in the log is what may run, where the user names nothing else.
 
     Args:
@@ -49,7 +49,9 @@ def fill_policy(policy: Policy, believed: Logged) -> Policy:
     )
 
 
-def judge_node(node: NodeEntry, evidence: bytes | None, believed: Logged, trust: Trust, policy: Policy, now: float) -> Findings:
+def judge_node(
+    node: NodeEntry, evidence: bytes | None, believed: Logged, trust: Trust, policy: AttestationPolicy, now: float
+) -> Findings:
     """Returns every step of the verification of one node; it may be sent something if they are `accepted`.
 
     Args:
@@ -148,7 +150,9 @@ def _check_life(findings: Findings, statement: Statement, believed: Logged) -> N
         findings.fail("life", "the evidence ends before the epoch that names the node, which would be sent to afterwards")
 
 
-def _check_nonce(findings: Findings, statement: Statement, believed: Logged, trust: Trust, policy: Policy, now: float) -> None:
+def _check_nonce(
+    findings: Findings, statement: Statement, believed: Logged, trust: Trust, policy: AttestationPolicy, now: float
+) -> None:
     """The nonce of evidence is a checkpoint of the log: evidence cannot be older than what witnesses saw then."""
     if not statement.checkpoint:
         findings.doubt(policy, "nonce", "the evidence names no checkpoint of the log, so nothing shows when it was made")

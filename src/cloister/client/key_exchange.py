@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from cloister.client.errors import EpochRefusedError
-from cloister.privacy.attestation import Findings, Outcome, Policy
+from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
 from cloister.privacy.sealing import KEMS, KeyConfigurationError, choose_configuration, parse_keys
 from cloister.privacy.transparency.epoch import Epoch
 
@@ -13,7 +13,7 @@ STEP: Final = "key-exchange"
 _REMEDY: Final = "install the wheel of `cryptography`, which brings one that does"
 
 
-def judge_keys(findings: Findings, whose: str, keys: bytes, policy: Policy) -> None:
+def judge_keys(findings: Findings, whose: str, keys: bytes, policy: AttestationPolicy) -> None:
     """Adds what requests to the holder of `keys` are sealed with.
 
     An X25519 key alone is no step of its own where nobody asks for more: it is what every older program has.
@@ -35,7 +35,7 @@ def judge_keys(findings: Findings, whose: str, keys: bytes, policy: Policy) -> N
         findings.fail(STEP, f"{whose} offers {kem.name} only, and the policy asks for post-quantum encryption; update {whose}")
 
 
-def check_gateway(epoch: Epoch, policy: Policy) -> None:
+def check_gateway(epoch: Epoch, policy: AttestationPolicy) -> None:
     """Refuses an epoch whose gateway has no key that the policy takes.
 
     Raises:

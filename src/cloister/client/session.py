@@ -29,7 +29,7 @@ from cloister.client.restocking import PurchasePlan
 from cloister.client.shared_view import MOST_TRIES, SharedView
 from cloister.client.state import state_file
 from cloister.client.wallet import Wallet
-from cloister.privacy.attestation import Findings, Outcome, Policy
+from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES, read_evidence, read_statement
 from cloister.privacy.sealing import Request
 from cloister.privacy.tokens import Token, authorization
@@ -102,7 +102,7 @@ class Session:
         *,
         trust: Trust | Path | str,
         api_key: str,
-        policy: Policy | None = None,
+        policy: AttestationPolicy | None = None,
         limits: Limits | None = None,
         state: Path | None = None,
         receipts: Keep | None = None,
@@ -114,7 +114,7 @@ class Session:
         self.relay = relay.rstrip("/") + "/"
         self.now = now
         self.trust = trust if isinstance(trust, Trust) else read_trust(Path(trust))
-        self._policy = policy or Policy()
+        self._policy = policy or AttestationPolicy()
         self._limits = limits or Limits()
         self._memory = Memory(state or state_file(self.trust.log)) if remember else None
         self._below = below

@@ -18,7 +18,7 @@ from cloister.client.issuer_record import IssuerRecord
 from cloister.client.judging import fill_policy, judge_node, refuse_shared_chips
 from cloister.client.key_exchange import judge_keys
 from cloister.client.limits import Limits, hold_to_limits
-from cloister.privacy.attestation import EvidenceError, Findings, Outcome, Policy, read_evidence, read_statement
+from cloister.privacy.attestation import AttestationPolicy, EvidenceError, Findings, Outcome, read_evidence, read_statement
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES
 from cloister.privacy.attestation.measuring import measure_profile
 from cloister.privacy.attestation.verify import verify_evidence
@@ -92,7 +92,7 @@ def fetch_from(url: str, client: httpx.Client) -> Fetch:
 
 
 def check_url(
-    fetch: Fetch, trust: Trust | None, policy: Policy, view: View, now: float, limits: Limits | None = None
+    fetch: Fetch, trust: Trust | None, policy: AttestationPolicy, view: View, now: float, limits: Limits | None = None
 ) -> Checked:
     """Runs every check.
 
@@ -188,7 +188,7 @@ def _tell_issuer(findings: Findings, believed: VerifiedEpoch, trust: Trust, reco
     )
 
 
-def _check_node(fetch: Fetch, trust: Trust | None, policy: Policy, now: float) -> Checked:
+def _check_node(fetch: Fetch, trust: Trust | None, policy: AttestationPolicy, now: float) -> Checked:
     encoded = fetch("evidence", MAX_EVIDENCE_BYTES)
     if encoded is None:
         raise RelayUnreachableError("there is neither an epoch nor evidence; is this a relay, a gateway or a sealed node?")
@@ -216,7 +216,7 @@ def _check_node(fetch: Fetch, trust: Trust | None, policy: Policy, now: float) -
     return Checked(findings, {statement.node_id: node})
 
 
-def _know_profile(policy: Policy) -> Policy:
+def _know_profile(policy: AttestationPolicy) -> AttestationPolicy:
     """Without a release, what a profile rules is taken from this program."""
     if policy.profile_digests or policy.profile not in list(Profile):
         return policy

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from cloister.client.judging import fill_policy, judge_node
 from cloister.privacy.attestation import (
     AttestationError,
+    AttestationPolicy,
     EvidenceError,
     Findings,
-    Policy,
     Statement,
     read_evidence,
     read_statement,
@@ -67,7 +67,7 @@ class Proof:
     moment: float = 0.0
 
 
-def verify_receipt(receipt: Receipt, shown: Shown, trust: Trust | None, policy: Policy) -> Proof:
+def verify_receipt(receipt: Receipt, shown: Shown, trust: Trust | None, policy: AttestationPolicy) -> Proof:
     """Takes every step, whichever fails.
 
     Args:
@@ -109,7 +109,7 @@ def _check_signature(findings: Findings, receipt: Receipt, claims: Claims, signa
 
 
 def _check_node(
-    findings: Findings, receipt: Receipt, claims: Claims, statement: Statement, trust: Trust | None, policy: Policy
+    findings: Findings, receipt: Receipt, claims: Claims, statement: Statement, trust: Trust | None, policy: AttestationPolicy
 ) -> tuple[str, float]:
     try:
         if trust is None:
@@ -128,7 +128,9 @@ def _check_node(
         return "", 0.0
 
 
-def _check_epoch(findings: Findings, receipt: Receipt, claims: Claims, trust: Trust, policy: Policy) -> tuple[str, float]:
+def _check_epoch(
+    findings: Findings, receipt: Receipt, claims: Claims, trust: Trust, policy: AttestationPolicy
+) -> tuple[str, float]:
     try:
         believed, moment = recall(receipt.bundle, trust)
     except TransparencyError as error:
@@ -172,7 +174,7 @@ def _check_texts(findings: Findings, receipt: Receipt, claims: Claims, shown: Sh
         )
 
 
-def _know_profile(policy: Policy) -> Policy:
+def _know_profile(policy: AttestationPolicy) -> AttestationPolicy:
     """Without a log, what a profile rules is taken from this program."""
     if policy.profile_digests or policy.profile not in list(Profile):
         return policy

@@ -20,7 +20,7 @@ from cloister.client.routing.charges import AuditVerdict, judge_audit
 from cloister.client.routing.house import RELAY, House, asking
 from cloister.client.routing.timing import compare_times, rank_sum
 from cloister.client.wallet import BATCH
-from cloister.privacy.attestation import Policy
+from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.transparency.trust import encode_trust
 from tests.client.routing.operators import NODES, OPERATORS, Operator
 from tests.client.street import Street
@@ -60,8 +60,8 @@ def audit(directory: Path, operator: Operator, requests: int, users: int = 3, li
     def user(number: int) -> AuditUser:
         house.credentials, key = house.credentials.add(f"user-{number}")
         session = Session(
-            RELAY, trust=house.trust, api_key=key, policy=Policy(accept_software=True), now=house.now, remember=False,
-            limits=limits, below=random.Random(number).randrange,
+            RELAY, trust=house.trust, api_key=key, policy=AttestationPolicy(accept_software=True), now=house.now,
+            remember=False, limits=limits, below=random.Random(number).randrange,
         )  # fmt: skip
         return AuditUser(f"user-{number}", session, Named(f"user-{number}", house.carrier()))
 

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from cloister.privacy.attestation import AttestationError, Evidence, Findings, Outcome, Policy, gpu_nonce, report_data
+from cloister.privacy.attestation import (
+    AttestationError,
+    AttestationPolicy,
+    Evidence,
+    Findings,
+    Outcome,
+    gpu_nonce,
+    report_data,
+)
 from cloister.privacy.attestation.certificates import digest_key
 from cloister.privacy.attestation.gpu_report import read_gpu_report
 from cloister.privacy.attestation.nvidia import GpuVerifier, chain_extra, report_extra
@@ -51,7 +59,7 @@ def platform() -> SnpPlatform:
 
 
 def check(evidence: Evidence, platform: SnpPlatform) -> Findings:
-    return SnpVerifier(platform.roots).verify(evidence, Policy(profile="team"), NOW)
+    return SnpVerifier(platform.roots).verify(evidence, AttestationPolicy(profile="team"), NOW)
 
 
 def test_a_report_of_the_kernel_becomes_evidence_that_verifies(
@@ -93,7 +101,7 @@ def test_a_host_that_gives_a_provider_key_lacks_its_intermediate_until_the_folde
         SnpAttester(folder=signed.folder).attest(STATEMENT)
     (tmp_path / "asvk").write_bytes(cloud.extra["asvk"])
     evidence = SnpAttester(tmp_path, signed.folder).attest(STATEMENT)
-    policy = Policy(profile="team", snp_providers=frozenset({"Example Cloud"}))
+    policy = AttestationPolicy(profile="team", snp_providers=frozenset({"Example Cloud"}))
     assert SnpVerifier(cloud.roots).verify(evidence, policy, NOW).accepted
 
 
@@ -196,7 +204,7 @@ def test_a_gpu_is_asked_with_the_hash_of_the_processors_report_data():
     assert library.open == 0
     assert evidence.extra == {report_extra(0): report, chain_extra(0): chain}
     checked = GpuVerifier().verify_report(
-        evidence.extra[report_extra(0)], evidence.extra[chain_extra(0)], nonce, Policy(profile="team"), real.NOW
+        evidence.extra[report_extra(0)], evidence.extra[chain_extra(0)], nonce, AttestationPolicy(profile="team"), real.NOW
     )
     assert checked.accepted
 
@@ -221,7 +229,7 @@ def test_what_nvidia_signed_is_stapled_from_a_folder_and_proves_the_gpu(tmp_path
                 (tmp_path / f"{name}.ocsp").write_bytes(issuer.answer(one.certificate, real.NOW))
     (tmp_path / "notes.txt").write_text("not read")
     evidence = GpuAttester(SoftwareAttester(), OurGpus(), tmp_path).attest(STATEMENT)
-    findings = GpuVerifier(MAKER.root.roots, MAKER.rim_root.roots).verify(evidence, Policy(gpu=True), real.NOW)
+    findings = GpuVerifier(MAKER.root.roots, MAKER.rim_root.roots).verify(evidence, AttestationPolicy(gpu=True), real.NOW)
     assert findings.proved, [step.text for step in findings.of(Outcome.FAILED)]
     assert len(evidence.encode()) < 100_000
 

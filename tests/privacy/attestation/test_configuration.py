@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from cloister.app.sealed import loaded_beside
-from cloister.privacy.attestation import AttestationError, Policy, Statement
+from cloister.privacy.attestation import AttestationError, AttestationPolicy, Statement
 from cloister.privacy.attestation.base import Outcome
 from cloister.privacy.attestation.configuration import LEFT_OUT, configuration_digest, describe_settings
 from cloister.privacy.attestation.configuration_measuring import measure_configuration, measure_package_files
@@ -66,7 +66,7 @@ def judge(stated: dict[str, str], published: dict[str, str], profile: str = "pri
         release="ab" * 32, model="cd" * 32, profile=profile, profile_digest="ef" * 32, configuration=stated,
         hardening={"front.seccomp": "applied: on"}, keys=b"keys", capacity=1, not_before=NOW, not_after=NOW + 60,
     )  # fmt: skip
-    policy = Policy(profile=profile, accept_software=True, configuration=published)
+    policy = AttestationPolicy(profile=profile, accept_software=True, configuration=published)
     findings = verify_evidence(SoftwareAttester().attest(statement.encode()), policy, NOW)
     (found,) = [step for step in findings if step.slug == "configuration"]
     return found.outcome, found.text

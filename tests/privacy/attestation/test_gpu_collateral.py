@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from cryptography.x509 import ocsp
 
-from cloister.privacy.attestation import Evidence, Findings, Outcome, Policy, gpu_nonce, report_data
+from cloister.privacy.attestation import AttestationPolicy, Evidence, Findings, Outcome, gpu_nonce, report_data
 from cloister.privacy.attestation.gpu_collateral import REVOCATION, rim_extra
 from cloister.privacy.attestation.gpu_report import GpuReport, read_gpu_report
 from cloister.privacy.attestation.nvidia import GpuVerifier, chain_extra, report_extra
@@ -23,7 +23,7 @@ NOW = real.NOW
 STATEMENT = b"a statement"
 REPORT = MAKER.report(gpu_nonce(report_data(STATEMENT)))
 MEASURED = read_gpu_report(REPORT)
-PRIVATE = Policy(gpu=True)
+PRIVATE = AttestationPolicy(gpu=True)
 VERIFIER = GpuVerifier(MAKER.root.roots, MAKER.rim_root.roots)
 
 
@@ -42,7 +42,9 @@ EXTRA = {
 }
 
 
-def verify(policy: Policy = PRIVATE, now: float = NOW, verifier: GpuVerifier = VERIFIER, **changes: bytes | None) -> Findings:
+def verify(
+    policy: AttestationPolicy = PRIVATE, now: float = NOW, verifier: GpuVerifier = VERIFIER, **changes: bytes | None
+) -> Findings:
     extra = EXTRA | {name.replace("_", "-"): value for name, value in changes.items()}
     kept = {name: value for name, value in extra.items() if value is not None}
     return verifier.verify(Evidence("tdx", STATEMENT, b"", kept), policy, now)
@@ -70,7 +72,7 @@ def test_a_real_gpu_is_proved_by_the_real_reference_measurements_of_its_vbios():
     driver = MAKER.rim(report.driver, values_of(report, range(14, 65)))
     extra = {report_extra(0): data, chain_extra(0): chain, rim_extra(0): real.vbios_rim(), rim_extra(1): driver}
     verifier = GpuVerifier(rim_roots=RIM_ROOTS | MAKER.rim_root.roots)
-    findings = verifier.verify(Evidence("tdx", STATEMENT, b"", extra), Policy(profile="team"), real.RIM_NOW)
+    findings = verifier.verify(Evidence("tdx", STATEMENT, b"", extra), AttestationPolicy(profile="team"), real.RIM_NOW)
     assert failures(findings) == ["gpu-nonce"], "it was made for somebody else long ago"
     assert "gpu-measurement" in [step.slug for step in findings.of(Outcome.PROVED)]
 
@@ -111,7 +113,7 @@ def test_a_gpu_without_reference_measurements_of_driver_or_vbios_is_refused(miss
     version = MEASURED.driver if missing == "gpu_rim_0" else MEASURED.vbios
     assert version in failed_text(findings)
     assert "--nvidia-collateral" in failed_text(findings)
-    assert verify(Policy(profile="team"), **{missing: None}).accepted
+    assert verify(AttestationPolicy(profile="team"), **{missing: None}).accepted
 
 
 def test_reference_measurements_of_another_version_do_not_count():
@@ -125,7 +127,7 @@ def test_reference_measurements_that_both_name_an_index_are_refused():
 
 def test_altered_reference_measurements_are_refused_by_every_profile():
     altered = DRIVER.replace(b'active="True"', b'active="False"', 1)
-    assert failures(verify(Policy(profile="team"), gpu_rim_0=altered)) == ["rim-signature"]
+    assert failures(verify(AttestationPolicy(profile="team"), gpu_rim_0=altered)) == ["rim-signature"]
 
 
 def test_a_policy_with_values_of_its_own_needs_no_reference_measurements():
@@ -156,7 +158,7 @@ def test_what_the_maker_revoked_is_refused_by_every_profile(who: str):
     revoked = MAKER.gpu if who == "gpu" else MAKER.rim_signer
     answer = revoked.chain[1].answer(revoked.certificate, NOW - 3600, status=ocsp.OCSPCertStatus.REVOKED)
     both = MAKER.statuses(NOW - 3600) + encode_statuses([answer], [])
-    findings = verify(Policy(profile="open"), gpu_revocation=both)
+    findings = verify(AttestationPolicy(profile="open"), gpu_revocation=both)
     assert not findings.accepted
     assert f"revoked the certificate {who}" in findings.of(Outcome.FAILED)[0].text
 
@@ -167,7 +169,7 @@ def test_a_revoked_chip_that_signs_reports_itself_is_refused():
     answer = MAKER.identity.answer(MAKER.gpu.certificate, NOW - 3600, status=ocsp.OCSPCertStatus.REVOKED)
     statuses = MAKER.statuses(NOW - 3600) + encode_statuses([answer], [])
     changes = {report_extra(0): data, chain_extra(0): MAKER.gpu.pem, REVOCATION: statuses}
-    findings = VERIFIER.verify(Evidence("tdx", STATEMENT, b"", EXTRA | changes), Policy(profile="open"), NOW)
+    findings = VERIFIER.verify(Evidence("tdx", STATEMENT, b"", EXTRA | changes), AttestationPolicy(profile="open"), NOW)
     assert "gpu-revocation" in failures(findings)
 
 
@@ -199,4 +201,4 @@ def test_a_floor_with_a_slip_is_an_error(floor: dict[str, str]):
 
 
 def test_statuses_that_cannot_be_read_are_refused_by_every_profile():
-    assert "gpu-revocation" in failures(verify(Policy(profile="open"), gpu_revocation=b"nonsense"))
+    assert "gpu-revocation" in failures(verify(AttestationPolicy(profile="open"), gpu_revocation=b"nonsense"))

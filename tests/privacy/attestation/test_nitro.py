@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from cloister.privacy.attestation import Evidence, Findings, Outcome, Policy, Statement
+from cloister.privacy.attestation import AttestationPolicy, Evidence, Findings, Outcome, Statement
 from cloister.privacy.attestation.cbor import encode_array, encode_bytes, encode_text
 from cloister.privacy.attestation.nitro import NitroVerifier
 from cloister.privacy.attestation.verify import VERIFIERS, verify_evidence
@@ -31,7 +31,7 @@ STATEMENT = Statement(
     not_after=int(NOW) + 3000,
     checkpoint="a checkpoint",
 )
-POLICY = Policy(
+POLICY = AttestationPolicy(
     kinds=frozenset({"nitro"}),
     releases=frozenset({"0a" * 32}),
     models=frozenset({"0b" * 32}),
@@ -53,7 +53,7 @@ def platform() -> NitroPlatform:
 
 @pytest.fixture
 def verify(platform: NitroPlatform) -> Callable[..., Findings]:
-    def run(policy: Policy = POLICY, now: float = NOW, document: bytes | None = None, **changes: object) -> Findings:
+    def run(policy: AttestationPolicy = POLICY, now: float = NOW, document: bytes | None = None, **changes: object) -> Findings:
         report = platform.document(**(BOUND | changes)) if document is None else document
         evidence = Evidence("nitro", STATEMENT.encode(), report)
         return verify_evidence(evidence, policy, now, verifiers={**VERIFIERS, "nitro": NitroVerifier(platform.roots)})
@@ -77,7 +77,7 @@ def test_a_document_under_another_root_than_that_of_aws_is_refused(platform: Nit
 
 
 def test_a_policy_accepts_nitro_only_where_it_names_it(verify: Callable[..., Findings]):
-    findings = verify(Policy())
+    findings = verify(AttestationPolicy())
     (step,) = findings.of(Outcome.FAILED)
     assert step.slug == "kind"
     assert "kinds" in step.text

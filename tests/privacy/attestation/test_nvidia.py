@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from cloister.privacy.attestation import Evidence, Findings, Outcome, Policy, gpu_nonce
+from cloister.privacy.attestation import AttestationPolicy, Evidence, Findings, Outcome, gpu_nonce
 from cloister.privacy.attestation.gpu_report import read_gpu_report
 from cloister.privacy.attestation.nvidia import GpuVerifier, chain_extra, report_extra
 from tests import attestation_vectors as real
 
 REPORT, CHAIN, NONCE = real.gpu_evidence()
 VALUES = {index: frozenset({value.hex()}) for index, value in read_gpu_report(REPORT).measurements.items()}
-POLICY = Policy(gpu=True, gpu_measurements=VALUES)
+POLICY = AttestationPolicy(gpu=True, gpu_measurements=VALUES)
 TEAM = replace(POLICY, profile="team")
 
 
@@ -21,7 +21,7 @@ def failures(findings: Findings) -> list[str]:
     return [step.slug for step in findings.of(Outcome.FAILED)]
 
 
-def verify(report: bytes = REPORT, chain: bytes = CHAIN, nonce: bytes = NONCE, policy: Policy = POLICY) -> Findings:
+def verify(report: bytes = REPORT, chain: bytes = CHAIN, nonce: bytes = NONCE, policy: AttestationPolicy = POLICY) -> Findings:
     return GpuVerifier().verify_report(report, chain, nonce, policy, real.NOW)
 
 
@@ -35,13 +35,13 @@ def test_a_real_report_is_proved_but_for_the_revocation_that_nobody_answered_for
 
 
 def test_without_reference_values_the_measurement_is_unchecked_and_private_refuses_it():
-    findings = verify(policy=Policy(profile="private"))
+    findings = verify(policy=AttestationPolicy(profile="private"))
     assert failures(findings) == ["gpu-revocation", "gpu-measurement"]
     assert "GPU measurement unchecked" in findings.of(Outcome.FAILED)[1].text
 
 
 def test_without_reference_values_another_profile_says_so_and_goes_on():
-    findings = verify(policy=Policy(profile="team"))
+    findings = verify(policy=AttestationPolicy(profile="team"))
     assert findings.accepted
     assert [step.slug for step in findings.of(Outcome.NOT_PROVED)] == ["gpu-revocation", "gpu-measurement"]
 
@@ -90,7 +90,7 @@ def test_a_gpu_whose_root_is_not_trusted_is_refused():
 
 def test_an_old_driver_that_says_no_firmware_id_is_refused_by_a_strict_profile():
     report, chain = real.old_gpu_evidence()
-    findings = verify(report, chain, nonce=report[4:36], policy=Policy(profile="private"))
+    findings = verify(report, chain, nonce=report[4:36], policy=AttestationPolicy(profile="private"))
     assert failures(findings) == ["gpu-firmware-id", "gpu-revocation", "gpu-measurement"]
 
 
@@ -102,4 +102,4 @@ def test_a_gpu_report_cannot_be_carried_to_another_statement():
 
 def test_a_gpu_that_is_wanted_and_not_there_is_refused():
     assert failures(GpuVerifier().verify(Evidence("tdx", b"", b""), POLICY, real.NOW)) == ["gpu"]
-    assert list(GpuVerifier().verify(Evidence("tdx", b"", b""), Policy(), real.NOW)) == []
+    assert list(GpuVerifier().verify(Evidence("tdx", b"", b""), AttestationPolicy(), real.NOW)) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cloister.cli.proxy import proxy
-from cloister.privacy.attestation import Policy, SnpFloor
+from cloister.privacy.attestation import AttestationPolicy, SnpFloor
 from cloister.privacy.attestation.policy_file import parse_policy, read_policy, with_demands
 from cloister.types.errors import ConfigError
 
@@ -19,7 +19,7 @@ EVERYTHING = b"""{
 
 
 def test_every_field_is_read():
-    assert parse_policy(EVERYTHING) == Policy(
+    assert parse_policy(EVERYTHING) == AttestationPolicy(
         profile="paranoid",
         kinds=frozenset({"tdx"}),
         releases=frozenset({"0a"}),
@@ -35,7 +35,7 @@ def test_every_field_is_read():
 
 
 def test_an_empty_policy_demands_what_the_default_demands():
-    assert parse_policy(b"{}") == Policy()
+    assert parse_policy(b"{}") == AttestationPolicy()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cloister.privacy.attestation import AttestationError, Policy, report_data
+from cloister.privacy.attestation import AttestationError, AttestationPolicy, report_data
 from cloister.privacy.attestation.process import AttesterBoot, RemoteAttester, make_attester, open_pair
 from cloister.privacy.attestation.software import SoftwareVerifier
 from cloister.privacy.attestation.tsm import TSM_REPORTS
@@ -34,7 +34,7 @@ def test_a_statement_comes_back_as_evidence():
             evidence = remote.attest(statement)
             assert evidence.statement == statement
             assert evidence.report_data == report_data(statement)
-            assert SoftwareVerifier().verify(evidence, Policy(accept_software=True), 0.0).accepted
+            assert SoftwareVerifier().verify(evidence, AttestationPolicy(accept_software=True), 0.0).accepted
         assert remote.kind == "software"
 
 

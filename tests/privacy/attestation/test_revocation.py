@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives.hashes import SHA256, SHA384
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509 import ocsp
 
-from cloister.privacy.attestation import EvidenceError, Findings, Outcome, Policy
+from cloister.privacy.attestation import AttestationPolicy, EvidenceError, Findings, Outcome
 from cloister.privacy.attestation.revocation import check_revocation, encode_statuses, read_statuses
 from tests.authority import Authority
 
@@ -22,10 +22,12 @@ ABOUT_MIDDLE = ROOT.answer(MIDDLE.certificate, NOW - HOUR_S)
 REVOKED = ocsp.OCSPCertStatus.REVOKED
 
 
-def check(*responses: bytes, lists: tuple[bytes, ...] = (), policy: Policy | None = None, now: float = NOW) -> Findings:
+def check(
+    *responses: bytes, lists: tuple[bytes, ...] = (), policy: AttestationPolicy | None = None, now: float = NOW
+) -> Findings:
     findings = Findings()
     statuses = read_statuses(encode_statuses([ABOUT_MIDDLE, *responses], lists))
-    check_revocation(findings, policy or Policy(), LEAF.certificates, statuses, now, "revocation")
+    check_revocation(findings, policy or AttestationPolicy(), LEAF.certificates, statuses, now, "revocation")
     return findings
 
 
@@ -48,15 +50,15 @@ def test_a_chain_is_good_when_one_issuer_lists_what_it_revoked():
 
 def test_a_revoked_certificate_is_refused_by_every_profile():
     for findings in (
-        check(about_leaf(status=REVOKED), policy=Policy(profile="open")),
-        check(lists=(MIDDLE.list_revoked(NOW - HOUR_S, LEAF.certificate),), policy=Policy(profile="open")),
+        check(about_leaf(status=REVOKED), policy=AttestationPolicy(profile="open")),
+        check(lists=(MIDDLE.list_revoked(NOW - HOUR_S, LEAF.certificate),), policy=AttestationPolicy(profile="open")),
     ):
         assert not findings.accepted
         assert findings.of(Outcome.FAILED)[0].text == "middle revoked the certificate leaf"
 
 
 def test_a_good_answer_does_not_undo_a_revocation():
-    assert not check(about_leaf(status=REVOKED), about_leaf(), policy=Policy(profile="open")).accepted
+    assert not check(about_leaf(status=REVOKED), about_leaf(), policy=AttestationPolicy(profile="open")).accepted
     assert not check(about_leaf(NOW - 300 * DAY_S, status=REVOKED), about_leaf()).accepted, "however old it is"
 
 
@@ -67,7 +69,7 @@ def unchecked(findings: Findings) -> bool:
 
 def test_a_certificate_that_nobody_answers_for_is_unchecked():
     assert unchecked(check())
-    relaxed = check(policy=Policy(profile="team"))
+    relaxed = check(policy=AttestationPolicy(profile="team"))
     assert relaxed.accepted
     assert not relaxed.proved
 
@@ -79,7 +81,7 @@ def test_an_issuer_that_does_not_know_a_certificate_leaves_it_unchecked():
 def test_an_answer_is_good_for_a_day_unless_the_policy_says_another_time():
     assert check(about_leaf(NOW - DAY_S)).proved
     assert unchecked(check(about_leaf(NOW - DAY_S - 1)))
-    assert check(about_leaf(NOW - 2 * DAY_S), policy=Policy(revocation_max_age_s=2 * 86_400)).proved
+    assert check(about_leaf(NOW - 2 * DAY_S), policy=AttestationPolicy(revocation_max_age_s=2 * 86_400)).proved
     old = (MIDDLE.list_revoked(NOW - DAY_S - 1, days=365),)
     assert unchecked(check(lists=old)), "a list that calls itself good for a year too"
 
@@ -140,14 +142,14 @@ def test_an_answer_with_one_bit_changed_is_never_believed():
         except EvidenceError:
             continue
         findings = Findings()
-        check_revocation(findings, Policy(), LEAF.certificates, statuses, NOW, "revocation")
+        check_revocation(findings, AttestationPolicy(), LEAF.certificates, statuses, NOW, "revocation")
         assert not findings.accepted, where
 
 
 def test_a_list_whose_parts_are_broken_is_refused_by_every_profile():
     """The library reads the parts of a list when they are asked for."""
     broken = MIDDLE.list_revoked(NOW - HOUR_S).replace(b"middle", b"\xff\xfeddle")  # no UTF-8
-    findings = check(lists=(broken,), policy=Policy(profile="open"))
+    findings = check(lists=(broken,), policy=AttestationPolicy(profile="open"))
     assert not findings.accepted
     assert "cannot be read" in findings.of(Outcome.FAILED)[0].text
 

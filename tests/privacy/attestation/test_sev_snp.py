@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from cloister.privacy.attestation import Findings, Outcome, Policy, SnpFloor
+from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome, SnpFloor
 from cloister.privacy.attestation.sev_snp import SnpVerifier
 from cloister.privacy.attestation.snp_report import read_report
 from tests import attestation_vectors as real
@@ -16,15 +16,15 @@ from tests.snp_platform import NOW, TCB, SnpPlatform, make_report
 
 DATA = bytes(range(64))
 FLOOR = SnpFloor(boot_loader=3, snp=23, microcode=219)
-POLICY = Policy(measurements={"sev-snp": frozenset({"4d" * 48})}, snp_floor=FLOOR)
-RELAXED = Policy(profile="team")
+POLICY = AttestationPolicy(measurements={"sev-snp": frozenset({"4d" * 48})}, snp_floor=FLOOR)
+RELAXED = AttestationPolicy(profile="team")
 
 
 def failures(findings: Findings) -> list[str]:
     return [step.slug for step in findings.of(Outcome.FAILED)]
 
 
-def verify_real(report: bytes, policy: Policy = RELAXED, now: float = real.NOW, **extra: bytes) -> Findings:
+def verify_real(report: bytes, policy: AttestationPolicy = RELAXED, now: float = real.NOW, **extra: bytes) -> Findings:
     expected = read_report(real.snp_report()).report_data
     return SnpVerifier().verify_report(report, real.snp_certificates() | extra, expected, policy, now)
 
@@ -36,7 +36,7 @@ def platform() -> SnpPlatform:
 
 @pytest.fixture
 def verify(platform: SnpPlatform) -> Callable[..., Findings]:
-    def run(policy: Policy = POLICY, now: float = NOW, data: bytes = DATA, **fields: object) -> Findings:
+    def run(policy: AttestationPolicy = POLICY, now: float = NOW, data: bytes = DATA, **fields: object) -> Findings:
         report = platform.sign(make_report(data, **fields))  # type: ignore[arg-type]
         return SnpVerifier(platform.roots).verify_report(report, platform.extra, DATA, policy, now)
 
@@ -94,7 +94,7 @@ def test_a_real_report_is_refused_before_its_certificates_begin():
 
 
 def test_a_strict_profile_refuses_what_could_not_be_checked_of_a_real_report():
-    assert failures(verify_real(real.snp_report(), Policy())) == ["revocation", "debug", "tcb", "measurement"]
+    assert failures(verify_real(real.snp_report(), AttestationPolicy())) == ["revocation", "debug", "tcb", "measurement"]
 
 
 def test_a_good_report_is_proved_in_every_step(verify: Callable[..., Findings]):

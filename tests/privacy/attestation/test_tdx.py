@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from cloister.privacy.attestation import AttestationError, Findings, Outcome, Policy
+from cloister.privacy.attestation import AttestationError, AttestationPolicy, Findings, Outcome
 from cloister.privacy.attestation.td_quote import TdReport, read_quote
 from cloister.privacy.attestation.tdx import TdxVerifier, judge_td
 from tests import attestation_vectors as real
 from tests.tdx_platform import TdxPlatform, make_body
 
 REPORT = read_quote(real.td_quote()).report
-POLICY = Policy(
+POLICY = AttestationPolicy(
     measurements={"tdx": frozenset({REPORT.mrtd.hex()})}
     | {f"tdx-rtmr{number}": frozenset({value.hex()}) for number, value in enumerate(REPORT.rtmrs)},
 )
@@ -28,7 +28,7 @@ def failures(findings: Findings) -> list[str]:
 def verify(
     quote: bytes | None = None,
     collateral: bytes | None = None,
-    policy: Policy = POLICY,
+    policy: AttestationPolicy = POLICY,
     now: float = real.NOW,
     expected: bytes = REPORT.report_data,
 ) -> Findings:
@@ -37,11 +37,11 @@ def verify(
     return TdxVerifier().verify_quote(quote, collateral, expected, policy, now)
 
 
-def with_registers(named: dict[str, frozenset[str]]) -> Policy:
+def with_registers(named: dict[str, frozenset[str]]) -> AttestationPolicy:
     return replace(POLICY, measurements={**POLICY.measurements, **named})
 
 
-def judge(report: TdReport, policy: Policy = POLICY) -> list[str]:
+def judge(report: TdReport, policy: AttestationPolicy = POLICY) -> list[str]:
     findings = Findings()
     judge_td(findings, report, REPORT.report_data, policy)
     return failures(findings)
@@ -128,7 +128,7 @@ def test_a_strict_profile_refuses_a_register_that_nobody_named(name: str):
     findings = verify(policy=replace(POLICY, measurements=named))
     (step,) = findings.of(Outcome.FAILED)
     assert f"--launch {name}=HEX" in step.text, "the message says how to name it"
-    relaxed = verify(policy=Policy(profile="team", measurements=named))
+    relaxed = verify(policy=AttestationPolicy(profile="team", measurements=named))
     assert relaxed.accepted
     assert [left.slug for left in relaxed.of(Outcome.NOT_PROVED)] == [step.slug]
 
@@ -149,8 +149,8 @@ def test_a_platform_state_that_is_not_good_enough_is_refused():
 
 
 def test_a_strict_profile_refuses_unknown_measurements():
-    assert failures(verify(policy=Policy())) == ["measurement", "rtmr-0", "rtmr-1", "rtmr-2", "rtmr-3"]
-    relaxed = verify(policy=Policy(profile="team"))
+    assert failures(verify(policy=AttestationPolicy())) == ["measurement", "rtmr-0", "rtmr-1", "rtmr-2", "rtmr-3"]
+    relaxed = verify(policy=AttestationPolicy(profile="team"))
     assert relaxed.accepted
     assert not relaxed.proved
 
@@ -160,7 +160,7 @@ def platform() -> TdxPlatform:
     return TdxPlatform()
 
 
-def verify_ours(platform: TdxPlatform, policy: Policy = POLICY, **changes: bytes | int) -> list[str]:
+def verify_ours(platform: TdxPlatform, policy: AttestationPolicy = POLICY, **changes: bytes | int) -> list[str]:
     quote = platform.quote(make_body(**changes))
     return failures(TdxVerifier(platform.root).verify_quote(quote, platform.collateral, REPORT.report_data, policy, real.NOW))
 
@@ -171,7 +171,7 @@ def test_a_signed_quote_of_a_platform_of_our_own_is_proved_under_its_root_only(p
     assert failures(verify(collateral=platform.collateral)) == ["report-signature"]
 
 
-def verify_version_5(platform: TdxPlatform, body: bytes, body_type: int = 3, policy: Policy = POLICY) -> list[str]:
+def verify_version_5(platform: TdxPlatform, body: bytes, body_type: int = 3, policy: AttestationPolicy = POLICY) -> list[str]:
     quote = platform.quote(body, body_type=body_type)
     return failures(TdxVerifier(platform.root).verify_quote(quote, platform.collateral, REPORT.report_data, policy, real.NOW))
 
@@ -242,7 +242,7 @@ def test_a_domain_that_may_migrate_is_refused():
 def test_a_real_domain_without_sept_ve_disable_is_refused():
     report = read_quote(real.td_quote_without_sept_ve()[:4935]).report
     findings = Findings()
-    judge_td(findings, report, report.report_data, Policy(profile="team"))
+    judge_td(findings, report, report.report_data, AttestationPolicy(profile="team"))
     assert failures(findings) == ["sept-ve"]
 
 

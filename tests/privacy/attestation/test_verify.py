@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from cloister.privacy.attestation import Evidence, Findings, Outcome, Policy, SnpFloor, Statement
+from cloister.privacy.attestation import AttestationPolicy, Evidence, Findings, Outcome, SnpFloor, Statement
 from cloister.privacy.attestation.nvidia import chain_extra, report_extra
 from cloister.privacy.attestation.sev_snp import SnpVerifier
 from cloister.privacy.attestation.software import SoftwareAttester
@@ -27,7 +27,7 @@ STATEMENT = Statement(
     not_before=int(NOW) - 600,
     not_after=int(NOW) + 3000,
 )
-POLICY = Policy(
+POLICY = AttestationPolicy(
     releases=frozenset({"0a" * 32}),
     models=frozenset({"0b" * 32}),
     profile_digests=frozenset({"0c" * 32}),
@@ -43,7 +43,7 @@ def failures(findings: Findings) -> list[str]:
     return [step.slug for step in findings.of(Outcome.FAILED)]
 
 
-def verify(policy: Policy = SOFTWARE, now: float = NOW, **changes: object) -> Findings:
+def verify(policy: AttestationPolicy = SOFTWARE, now: float = NOW, **changes: object) -> Findings:
     statement = msgspec.structs.replace(STATEMENT, **changes)
     return verify_evidence(SoftwareAttester().attest(statement.encode()), policy, now)
 

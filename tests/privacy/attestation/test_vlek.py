@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from cloister.privacy.attestation import Findings, Outcome, Policy, SnpFloor
+from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome, SnpFloor
 from cloister.privacy.attestation.policy_file import parse_policy
 from cloister.privacy.attestation.sev_snp import SnpVerifier
 from tests.snp_platform import CHIP_ID, NOW, SnpPlatform, make_report
 
 DATA = bytes(range(64))
 SIGNED_BY_VLEK = 1 << 2
-POLICY = Policy(
+POLICY = AttestationPolicy(
     measurements={"sev-snp": frozenset({"4d" * 48})},
     snp_floor=SnpFloor(boot_loader=3, snp=23, microcode=219),
     snp_providers=frozenset({"Example Cloud"}),
@@ -29,7 +29,9 @@ def failures(findings: Findings) -> list[str]:
     return [step.slug for step in findings.of(Outcome.FAILED)]
 
 
-def verify(platform: SnpPlatform, policy: Policy = POLICY, extra: dict[str, bytes] | None = None, **fields: object) -> Findings:
+def verify(
+    platform: SnpPlatform, policy: AttestationPolicy = POLICY, extra: dict[str, bytes] | None = None, **fields: object
+) -> Findings:
     report = platform.sign(make_report(DATA, **{"flags": SIGNED_BY_VLEK, **fields}))  # type: ignore[arg-type]
     return SnpVerifier(platform.roots).verify_report(report, extra or platform.extra, DATA, policy, NOW)
 

@@ -18,7 +18,7 @@ from cloister.client.limits import Limits
 from cloister.client.routing.house import RELAY, House, MakeBook, asking
 from cloister.client.routing.records import Sent, Spell, TrialLog
 from cloister.client.session import Session
-from cloister.privacy.attestation import Policy
+from cloister.privacy.attestation import AttestationPolicy
 
 AT_ONCE = 16
 """Requests that are on their way together."""
@@ -66,7 +66,7 @@ class _User:
     def __init__(self, name: str, house: House, below: Below) -> None:
         self.name = name
         house.credentials, api_key = house.credentials.add(name)
-        policy = Policy(accept_software=True)
+        policy = AttestationPolicy(accept_software=True)
         session = Session(
             RELAY, trust=house.trust, api_key=api_key, policy=policy, limits=LIMITS, below=below, now=house.now, remember=False
         )

@@ -1,10 +1,19 @@
 """What a node can prove of itself before anybody sends it a prompt, and who checks it.
 
-`Evidence` is what travels; an `Attester` makes it on a node, `verify_evidence` checks it at a client under a `Policy`, and
-returns `Findings`: what was proved, what was not, and why it is refused.
+`Evidence` is what travels; an `Attester` makes it on a node, `verify_evidence` checks it at a client under a
+`AttestationPolicy`, and returns `Findings`: what was proved, what was not, and why it is refused.
 """
 
-from cloister.privacy.attestation.base import AttestationError, Attester, Finding, Findings, Outcome, Policy, SnpFloor, Verifier
+from cloister.privacy.attestation.base import (
+    AttestationError,
+    AttestationPolicy,
+    Attester,
+    Finding,
+    Findings,
+    Outcome,
+    SnpFloor,
+    Verifier,
+)
 from cloister.privacy.attestation.evidence import (
     Evidence,
     EvidenceError,
@@ -17,13 +26,13 @@ from cloister.privacy.attestation.evidence import (
 
 __all__ = [
     "AttestationError",
+    "AttestationPolicy",
     "Attester",
     "Evidence",
     "EvidenceError",
     "Finding",
     "Findings",
     "Outcome",
-    "Policy",
     "SnpFloor",
     "Statement",
     "Verifier",

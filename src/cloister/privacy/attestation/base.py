@@ -75,7 +75,7 @@ class Findings:
             self.fail(slug, failed)
         return holds
 
-    def doubt(self, policy: Policy, slug: str, text: str) -> None:
+    def doubt(self, policy: AttestationPolicy, slug: str, text: str) -> None:
         """Adds a step that could not be checked: refused by a strict policy, left open by another."""
         if policy.strict:
             self.fail(slug, f"{text}; the profile {policy.profile} refuses what cannot be checked")
@@ -124,7 +124,7 @@ class GpuFloor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class AttestationPolicy:
     """What a client accepts of a node.
 
     Attributes:
@@ -191,7 +191,7 @@ class Verifier(Protocol):
 
     kind: str
 
-    def verify(self, evidence: Evidence, policy: Policy, now: float) -> Findings:
+    def verify(self, evidence: Evidence, policy: AttestationPolicy, now: float) -> Findings:
         """Returns what the report proves.
 
         Args:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from cloister.privacy.attestation.base import Findings, Policy
+from cloister.privacy.attestation.base import AttestationPolicy, Findings
 from cloister.privacy.attestation.evidence import EvidenceError
 from cloister.privacy.attestation.gpu_report import GpuReport
 from cloister.privacy.attestation.revocation import NO_STATUSES, Statuses, check_revocation, read_statuses
@@ -42,7 +42,7 @@ NO_COLLATERAL: Final = GpuCollateral()
 
 
 def verify_collateral(
-    findings: Findings, extra: Mapping[str, bytes], policy: Policy, now: float, roots: frozenset[str] = RIM_ROOTS
+    findings: Findings, extra: Mapping[str, bytes], policy: AttestationPolicy, now: float, roots: frozenset[str] = RIM_ROOTS
 ) -> GpuCollateral:
     """Returns what evidence has of NVIDIA, and adds whether NVIDIA signed it.
 
@@ -70,7 +70,7 @@ def verify_collateral(
     return GpuCollateral(tuple(rims), statuses)
 
 
-def check_measurements(findings: Findings, report: GpuReport, rims: tuple[Rim, ...], policy: Policy) -> None:
+def check_measurements(findings: Findings, report: GpuReport, rims: tuple[Rim, ...], policy: AttestationPolicy) -> None:
     """Adds whether a GPU measures what the policy names, or else what NVIDIA signed for its driver and its VBIOS."""
     wanted = policy.gpu_measurements
     if not wanted:

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 
-from cloister.privacy.attestation.base import MAX_CLOCK_SKEW_S, Findings, Policy
+from cloister.privacy.attestation.base import MAX_CLOCK_SKEW_S, AttestationPolicy, Findings
 from cloister.privacy.attestation.certificates import check_chain, elliptic_key, load_certificates
 from cloister.privacy.attestation.evidence import MAX_LIFE_S, Evidence, EvidenceError, Statement, read_statement
 from cloister.privacy.attestation.nitro_document import NitroDocument, read_document
@@ -48,7 +48,7 @@ class NitroVerifier:
     def __init__(self, roots: frozenset[str] = AWS_ROOTS) -> None:
         self._roots = roots
 
-    def verify(self, evidence: Evidence, policy: Policy, now: float) -> Findings:
+    def verify(self, evidence: Evidence, policy: AttestationPolicy, now: float) -> Findings:
         """See `Verifier.verify`."""
         findings = Findings()
         try:
@@ -81,7 +81,7 @@ class NitroVerifier:
         return None
 
 
-def judge_document(findings: Findings, document: NitroDocument, policy: Policy, now: float) -> None:
+def judge_document(findings: Findings, document: NitroDocument, policy: AttestationPolicy, now: float) -> None:
     """Adds what a signed document says, measured against a policy."""
     age_s = now - document.timestamp_ms / 1000
     findings.check(
@@ -100,7 +100,7 @@ def judge_document(findings: Findings, document: NitroDocument, policy: Policy, 
     _check_pcrs(findings, document.pcrs, policy)
 
 
-def _check_pcrs(findings: Findings, pcrs: Mapping[int, bytes], policy: Policy) -> None:
+def _check_pcrs(findings: Findings, pcrs: Mapping[int, bytes], policy: AttestationPolicy) -> None:
     named = {number for number in range(NUM_PCRS) if f"{NitroVerifier.kind}-pcr{number}" in policy.measurements}
     used = {number for number, value in pcrs.items() if any(value)}
     for number in sorted(_IMAGE.keys() | named | used - _PARENT.keys()):

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 
-from cloister.privacy.attestation.base import Findings, GpuFloor, Policy
+from cloister.privacy.attestation.base import AttestationPolicy, Findings, GpuFloor
 from cloister.privacy.attestation.certificates import check_chain, elliptic_key, is_authority, load_certificates
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError, gpu_nonce
 from cloister.privacy.attestation.gpu_collateral import NO_COLLATERAL, GpuCollateral, check_measurements, verify_collateral
@@ -58,7 +58,7 @@ class GpuVerifier:
         self._roots = roots
         self._rim_roots = rim_roots
 
-    def verify(self, evidence: Evidence, policy: Policy, now: float) -> Findings:
+    def verify(self, evidence: Evidence, policy: AttestationPolicy, now: float) -> Findings:
         """Returns what is proved of all GPUs; nothing when there is none and none is wanted.
 
         Raises:
@@ -83,7 +83,7 @@ class GpuVerifier:
         data: bytes,
         encoded_chain: bytes,
         nonce: bytes,
-        policy: Policy,
+        policy: AttestationPolicy,
         now: float,
         collateral: GpuCollateral = NO_COLLATERAL,
     ) -> Findings:

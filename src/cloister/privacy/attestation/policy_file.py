@@ -1,4 +1,4 @@
-"""What a client accepts, as a small JSON file: the fields of `Policy`, each optional."""
+"""What a client accepts, as a small JSON file: the fields of `AttestationPolicy`, each optional."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from cloister.privacy.attestation.base import Policy
+from cloister.privacy.attestation.base import AttestationPolicy
 from cloister.privacy.attestation.registers import REGISTERS
 from cloister.privacy.attestation.verify import VERIFIERS
 from cloister.types.errors import ConfigError
@@ -17,7 +17,7 @@ from cloister.types.errors import ConfigError
 _HEX = re.compile(r"[0-9a-f]+\Z")
 
 
-def read_policy(path: Path) -> Policy:
+def read_policy(path: Path) -> AttestationPolicy:
     """Reads a policy.
 
     Raises:
@@ -30,18 +30,18 @@ def read_policy(path: Path) -> Policy:
     return parse_policy(data)
 
 
-def parse_policy(data: bytes) -> Policy:
+def parse_policy(data: bytes) -> AttestationPolicy:
     """Reads the file's content.
 
     Raises:
         ConfigError: see `read_policy`.
     """
-    known = {field.name for field in fields(Policy)}
+    known = {field.name for field in fields(AttestationPolicy)}
     try:
         unknown = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys() - known
         if unknown:  # a demand with a slip in its name must not be passed over
             raise ConfigError(f"the policy has no field {min(unknown)}; it has {', '.join(sorted(known))}", param="policy")
-        policy = msgspec.json.decode(data, type=Policy)
+        policy = msgspec.json.decode(data, type=AttestationPolicy)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the policy cannot be read: {error}", param="policy") from None
     if not all(map(_HEX.match, _digests(policy))):
@@ -60,12 +60,12 @@ def parse_policy(data: bytes) -> Policy:
     return policy
 
 
-def with_demands(policy: Policy, *, profile: str | None = None, accept_software: bool = False) -> Policy:
+def with_demands(policy: AttestationPolicy, *, profile: str | None = None, accept_software: bool = False) -> AttestationPolicy:
     """Returns the policy with what the command line adds."""
     return replace(policy, profile=profile or policy.profile, accept_software=accept_software or policy.accept_software)
 
 
-def _digests(policy: Policy) -> Iterable[str]:
+def _digests(policy: AttestationPolicy) -> Iterable[str]:
     for listed in (policy.releases, policy.models, policy.profile_digests):
         yield from listed
     for by_name in (policy.measurements, policy.gpu_measurements):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cloister.privacy.attestation.base import Findings, Policy
+from cloister.privacy.attestation.base import AttestationPolicy, Findings
 
 NUM_RTMRS: Final = 4
 NUM_PCRS: Final = 32
@@ -29,7 +29,7 @@ REGISTERS: Final = frozenset(
 
 
 def check_register(
-    findings: Findings, policy: Policy, slug: str, name: str, value: bytes, label: str, *, may_be_zero: bool = False
+    findings: Findings, policy: AttestationPolicy, slug: str, name: str, value: bytes, label: str, *, may_be_zero: bool = False
 ) -> None:
     """Adds whether a register has a value that the release or the policy names.
 

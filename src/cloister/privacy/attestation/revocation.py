@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from cryptography.x509 import ocsp
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from cloister.privacy.attestation.base import MAX_CLOCK_SKEW_S, Findings, Policy
+from cloister.privacy.attestation.base import MAX_CLOCK_SKEW_S, AttestationPolicy, Findings
 from cloister.privacy.attestation.certificates import MAX_CHAIN, name_subject
 from cloister.privacy.attestation.evidence import EvidenceError
 
@@ -93,7 +93,7 @@ def read_statuses(data: bytes) -> Statuses:
 
 
 def check_revocation(
-    findings: Findings, policy: Policy, chain: Sequence[x509.Certificate], statuses: Statuses, now: float, slug: str
+    findings: Findings, policy: AttestationPolicy, chain: Sequence[x509.Certificate], statuses: Statuses, now: float, slug: str
 ) -> None:
     """Adds whether any certificate of a chain was revoked.
 

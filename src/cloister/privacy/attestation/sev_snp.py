@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 
-from cloister.privacy.attestation.base import Findings, Policy, SnpFloor
+from cloister.privacy.attestation.base import AttestationPolicy, Findings, SnpFloor
 from cloister.privacy.attestation.certificates import check_chain, elliptic_key
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError
 from cloister.privacy.attestation.registers import check_register
@@ -40,11 +40,13 @@ class SnpVerifier:
     def __init__(self, roots: frozenset[str] = AMD_ROOTS) -> None:
         self._roots = roots
 
-    def verify(self, evidence: Evidence, policy: Policy, now: float) -> Findings:
+    def verify(self, evidence: Evidence, policy: AttestationPolicy, now: float) -> Findings:
         """See `Verifier.verify`."""
         return self.verify_report(evidence.report, evidence.extra, evidence.report_data, policy, now)
 
-    def verify_report(self, data: bytes, extra: Mapping[str, bytes], expected: bytes, policy: Policy, now: float) -> Findings:
+    def verify_report(
+        self, data: bytes, extra: Mapping[str, bytes], expected: bytes, policy: AttestationPolicy, now: float
+    ) -> Findings:
         """Checks a report by itself.
 
         Args:
@@ -71,7 +73,7 @@ class SnpVerifier:
         return findings
 
 
-def judge_report(findings: Findings, report: SnpReport, expected: bytes, policy: Policy) -> None:
+def judge_report(findings: Findings, report: SnpReport, expected: bytes, policy: AttestationPolicy) -> None:
     """Adds what a signed report says, measured against a policy."""
     findings.check(
         "report-data",
@@ -107,7 +109,7 @@ def judge_report(findings: Findings, report: SnpReport, expected: bytes, policy:
     check_register(findings, policy, "host-data", f"{kind}-host-data", report.host_data, given, may_be_zero=True)
 
 
-def _check_floor(findings: Findings, report: SnpReport, policy: Policy) -> None:
+def _check_floor(findings: Findings, report: SnpReport, policy: AttestationPolicy) -> None:
     floor = policy.snp_floor
     if floor is None:
         findings.doubt(policy, "tcb", f"nobody said how new the firmware must be; it is at {report.reported_tcb}")
@@ -143,7 +145,7 @@ def _check_signature(findings: Findings, report: SnpReport, leaf: x509.Certifica
 
 
 def _check_revocation(
-    findings: Findings, chain: Sequence[x509.Certificate], encoded: bytes | None, policy: Policy, now: float
+    findings: Findings, chain: Sequence[x509.Certificate], encoded: bytes | None, policy: AttestationPolicy, now: float
 ) -> None:
     """AMD's list is signed by the ARK and names revoked ASKs and ASVKs."""
     if encoded is None:

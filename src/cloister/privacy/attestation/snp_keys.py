@@ -13,7 +13,7 @@ from typing import Final
 
 from cryptography import x509
 
-from cloister.privacy.attestation.base import Findings, Policy
+from cloister.privacy.attestation.base import AttestationPolicy, Findings
 from cloister.privacy.attestation.certificates import load_certificates
 from cloister.privacy.attestation.evidence import EvidenceError
 from cloister.privacy.attestation.snp_report import SnpReport, Tcb
@@ -59,7 +59,7 @@ def load_chain(extra: Mapping[str, bytes], signing_key: int) -> list[x509.Certif
     return [_load_one(extra, name) for name in name_chain(signing_key)]
 
 
-def check_key(findings: Findings, report: SnpReport, leaf: x509.Certificate, policy: Policy) -> None:
+def check_key(findings: Findings, report: SnpReport, leaf: x509.Certificate, policy: AttestationPolicy) -> None:
     """Adds whether chip or provider, and firmware, are those of the certificate that signed.
 
     Raises:
@@ -97,7 +97,7 @@ def _check_chip(findings: Findings, report: SnpReport, vcek: x509.Certificate) -
     )
 
 
-def _check_provider(findings: Findings, vlek: x509.Certificate, policy: Policy) -> None:
+def _check_provider(findings: Findings, vlek: x509.Certificate, policy: AttestationPolicy) -> None:
     provider = _read_text(vlek, _CSP_ID)
     accepted = ", ".join(sorted(policy.snp_providers)) or "none"
     findings.check(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from cloister.privacy.attestation.base import Findings, Policy
+from cloister.privacy.attestation.base import AttestationPolicy, Findings
 from cloister.privacy.attestation.evidence import Evidence, report_data
 
 _CONTEXT = b"cloister software evidence v1\n"
@@ -34,7 +34,7 @@ class SoftwareVerifier:
 
     kind = "software"
 
-    def verify(self, evidence: Evidence, policy: Policy, now: float) -> Findings:
+    def verify(self, evidence: Evidence, policy: AttestationPolicy, now: float) -> Findings:
         """See `Verifier.verify`."""
         findings = Findings()
         if not policy.accept_software:

@@ -11,7 +11,7 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from cloister.privacy.attestation.base import AttestationError, Findings, Policy
+from cloister.privacy.attestation.base import AttestationError, AttestationPolicy, Findings
 from cloister.privacy.attestation.certificates import check_chain, digest_key, load_certificates
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError
 from cloister.privacy.attestation.registers import check_register
@@ -49,11 +49,11 @@ class TdxVerifier:
         self._root = root
         self._roots = INTEL_ROOTS if root is None else frozenset({digest_key(root.public_key())})
 
-    def verify(self, evidence: Evidence, policy: Policy, now: float) -> Findings:
+    def verify(self, evidence: Evidence, policy: AttestationPolicy, now: float) -> Findings:
         """See `Verifier.verify`."""
         return self.verify_quote(evidence.report, evidence.extra.get(COLLATERAL, b""), evidence.report_data, policy, now)
 
-    def verify_quote(self, data: bytes, collateral: bytes, expected: bytes, policy: Policy, now: float) -> Findings:
+    def verify_quote(self, data: bytes, collateral: bytes, expected: bytes, policy: AttestationPolicy, now: float) -> Findings:
         """Checks a quote by itself.
 
         Args:
@@ -98,7 +98,7 @@ class TdxVerifier:
         return library.verify_with_root_ca(data, collateral, self._root.public_bytes(Encoding.DER), now)
 
 
-def judge_td(findings: Findings, report: TdReport, expected: bytes, policy: Policy) -> None:
+def judge_td(findings: Findings, report: TdReport, expected: bytes, policy: AttestationPolicy) -> None:
     """Adds what a signed quote says, measured against a policy."""
     findings.check(
         "report-data",
@@ -139,7 +139,7 @@ def judge_td(findings: Findings, report: TdReport, expected: bytes, policy: Poli
     _check_measurements(findings, report, policy)
 
 
-def _check_platform(findings: Findings, status: str, advisories: list[str], policy: Policy) -> None:
+def _check_platform(findings: Findings, status: str, advisories: list[str], policy: AttestationPolicy) -> None:
     told = f" ({', '.join(sorted(advisories))})" if advisories else ""
     findings.check(
         "tcb",
@@ -149,7 +149,7 @@ def _check_platform(findings: Findings, status: str, advisories: list[str], poli
     )
 
 
-def _check_measurements(findings: Findings, report: TdReport, policy: Policy) -> None:
+def _check_measurements(findings: Findings, report: TdReport, policy: AttestationPolicy) -> None:
     kind = TdxVerifier.kind
     check_register(findings, policy, "measurement", kind, report.mrtd, "the measurement of the started image (MRTD)")
     for number, value in enumerate(report.rtmrs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from cloister.privacy.attestation.base import MAX_CLOCK_SKEW_S, Findings, Policy, Verifier
+from cloister.privacy.attestation.base import MAX_CLOCK_SKEW_S, AttestationPolicy, Findings, Verifier
 from cloister.privacy.attestation.configuration import configuration_digest, find_differences
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError, Statement, read_statement
 from cloister.privacy.attestation.nitro import NitroVerifier
@@ -26,7 +26,7 @@ VERIFIERS: Mapping[str, Verifier] = MappingProxyType(
 
 def verify_evidence(
     evidence: Evidence,
-    policy: Policy,
+    policy: AttestationPolicy,
     now: float,
     *,
     verifiers: Mapping[str, Verifier] = VERIFIERS,
@@ -65,7 +65,7 @@ def verify_evidence(
     return findings
 
 
-def judge_statement(findings: Findings, statement: Statement, policy: Policy, now: float) -> None:
+def judge_statement(findings: Findings, statement: Statement, policy: AttestationPolicy, now: float) -> None:
     """Adds what a statement says, measured against a policy."""
     if now < statement.not_before - MAX_CLOCK_SKEW_S:
         findings.fail("expiry", "the statement does not hold yet; check this machine's clock")
@@ -92,7 +92,9 @@ def judge_statement(findings: Findings, statement: Statement, policy: Policy, no
     _check_hardening(findings, statement, policy)
 
 
-def _check_listed(findings: Findings, policy: Policy, slug: str, digest: str, known: frozenset[str], what: str) -> None:
+def _check_listed(
+    findings: Findings, policy: AttestationPolicy, slug: str, digest: str, known: frozenset[str], what: str
+) -> None:
     if not known:
         findings.doubt(policy, slug, f"nobody said what is right for {what}; the node says {digest}")
     else:
@@ -104,7 +106,7 @@ def _check_listed(findings: Findings, policy: Policy, slug: str, digest: str, kn
         )
 
 
-def _check_model(findings: Findings, statement: Statement, policy: Policy) -> None:
+def _check_model(findings: Findings, statement: Statement, policy: AttestationPolicy) -> None:
     if not policy.models:
         findings.leave_open("model", f"any model is accepted; this one is {statement.model}")
     else:
@@ -116,7 +118,7 @@ def _check_model(findings: Findings, statement: Statement, policy: Policy) -> No
         )
 
 
-def _check_configuration(findings: Findings, statement: Statement, policy: Policy) -> None:
+def _check_configuration(findings: Findings, statement: Statement, policy: AttestationPolicy) -> None:
     digest = configuration_digest(statement.configuration)
     if not policy.configuration:
         findings.leave_open("configuration", f"any configuration is accepted; this one is {digest}")
@@ -131,7 +133,7 @@ def _check_configuration(findings: Findings, statement: Statement, policy: Polic
     )
 
 
-def _check_hardening(findings: Findings, statement: Statement, policy: Policy) -> None:
+def _check_hardening(findings: Findings, statement: Statement, policy: AttestationPolicy) -> None:
     measures = {name: told for name, told in statement.hardening.items() if name != HOST}
     missing = {name for name, told in measures.items() if told.startswith("missing:")}
     applied = {name.rpartition(".")[2] for name in measures.keys() - missing}
