@@ -11,14 +11,22 @@ import gmpy2
 import pytest
 
 from cloister.privacy.tokens import blind_rsa
-from cloister.privacy.tokens.blind_rsa import BlindSignatureError, PrivateKey, PublicKey, blind, blind_sign, encode, finalize
+from cloister.privacy.tokens.blind_rsa import (
+    BlindSignatureError,
+    RsaPrivateKey,
+    RsaPublicKey,
+    blind,
+    blind_sign,
+    encode,
+    finalize,
+)
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "tokens" / "rfc9474.json"
 KEY = blind_rsa.generate()
 
 
-def vector_key(vector: dict[str, str]) -> PrivateKey:
-    return PrivateKey(int(vector["p"], 16), int(vector["q"], 16), int(vector["e"], 16))
+def vector_key(vector: dict[str, str]) -> RsaPrivateKey:
+    return RsaPrivateKey(int(vector["p"], 16), int(vector["q"], 16), int(vector["e"], 16))
 
 
 @pytest.mark.parametrize("vector", json.loads(VECTORS.read_text()), ids=lambda v: v["name"])
@@ -68,7 +76,7 @@ def test_a_faulty_half_of_the_computation_never_leaves_the_signer(monkeypatch: p
     right = blind_sign(KEY, blinded)
     whole = blind_rsa._power
 
-    def power(private: PrivateKey, base: int) -> int:
+    def power(private: RsaPrivateKey, base: int) -> int:
         """The half of q computed wrong, as a flipped bit would."""
         good = whole(private, base)
         wrong_in_q = (good + 1) % private.q
@@ -92,7 +100,7 @@ def test_the_secret_exponent_meets_a_base_that_nobody_chose(monkeypatch: pytest.
     bases: list[int] = []
     whole = blind_rsa._power
 
-    def power(private: PrivateKey, base: int) -> int:
+    def power(private: RsaPrivateKey, base: int) -> int:
         bases.append(base)
         return whole(private, base)
 
@@ -125,7 +133,7 @@ def test_any_signature_given_out_fits_any_signed_message_by_some_factor() -> Non
 
 
 def test_blinded_messages_of_one_message_are_spread_evenly() -> None:
-    small = PublicKey(blind_rsa.generate(1024).public.n)  # 1,024 bits: the same arithmetic in a fifth of the time
+    small = RsaPublicKey(blind_rsa.generate(1024).public.n)  # 1,024 bits: the same arithmetic in a fifth of the time
     drawn = [int.from_bytes(blind(small, b"always the same", salt=bytes(48))[0], "big") for _ in range(1600)]
     cells = Counter(16 * value // small.n for value in drawn)
     assert len(set(drawn)) == 1600

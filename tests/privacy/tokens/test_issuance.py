@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from cloister.privacy.tokens import BlindSignatureError, KeyShelf, MalformedTokenError, decode_directory, request_tokens
-from cloister.privacy.tokens.blind_rsa import PrivateKey, blind, blind_sign, finalize, generate
+from cloister.privacy.tokens.blind_rsa import RsaPrivateKey, blind, blind_sign, finalize, generate
 from cloister.privacy.tokens.challenge import Token, TokenChallenge
 from cloister.privacy.tokens.issuance import TokenRequest, decode_batch, encode_answers, evaluate
 from cloister.privacy.tokens.issuer_keys import EPOCH_S, GRACE_S
@@ -38,7 +38,7 @@ def test_issuance_has_the_bytes_of_rfc_9578(vector: dict[str, str]) -> None:
     loaded = load_pem_private_key(fields["skS"], None)
     assert isinstance(loaded, RSAPrivateKey)
     numbers = loaded.private_numbers()
-    private = PrivateKey(numbers.p, numbers.q)
+    private = RsaPrivateKey(numbers.p, numbers.q)
     assert encode_public(private.public) == fields["pkS"]
     assert decode_public(fields["pkS"]) == private.public
     challenge = TokenChallenge.decode(fields["token_challenge"])

@@ -32,7 +32,7 @@ class BlindSignatureError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class PublicKey:
+class RsaPublicKey:
     """n and e.
 
     Attributes:
@@ -63,7 +63,7 @@ class PublicKey:
 
 
 @dataclass(frozen=True, slots=True)
-class PrivateKey:
+class RsaPrivateKey:
     """A signer's key: two primes, and what follows from them."""
 
     p: int = field(repr=False)
@@ -71,8 +71,8 @@ class PrivateKey:
     e: int = _PUBLIC_EXPONENT
 
     @property
-    def public(self) -> PublicKey:
-        return PublicKey(self.p * self.q, self.e)
+    def public(self) -> RsaPublicKey:
+        return RsaPublicKey(self.p * self.q, self.e)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +83,19 @@ class Blinding:
     inverse: int = field(repr=False)
 
 
-def generate(num_bits: int = 2048) -> PrivateKey:
+def generate(num_bits: int = 2048) -> RsaPrivateKey:
     """Draws a key."""
     numbers = rsa.generate_private_key(_PUBLIC_EXPONENT, num_bits).private_numbers()
-    return PrivateKey(numbers.p, numbers.q)
+    return RsaPrivateKey(numbers.p, numbers.q)
 
 
 def blind(
-    public: PublicKey, message: bytes, *, salt: bytes | None = None, factor: int | None = None, random: RandomBytes = os.urandom
+    public: RsaPublicKey,
+    message: bytes,
+    *,
+    salt: bytes | None = None,
+    factor: int | None = None,
+    random: RandomBytes = os.urandom,
 ) -> tuple[bytes, Blinding]:
     """Returns the blinded message for the signer, and what `finalize` needs (RFC 9474, section 4.2).
 
@@ -114,7 +119,7 @@ def blind(
     return blinded.to_bytes(public.num_bytes, "big"), Blinding(message, inverse)
 
 
-def blind_sign(private: PrivateKey, blinded: bytes, *, random: RandomBytes = os.urandom) -> bytes:
+def blind_sign(private: RsaPrivateKey, blinded: bytes, *, random: RandomBytes = os.urandom) -> bytes:
     """Signs a blinded message (RFC 9474, section 4.3): by CRT, base blinded, and verified before anybody gets it.
 
     A signature that a fault damaged in one of the two primes' halves would give the key away (Boneh, DeMillo, Lipton 1997),
@@ -138,7 +143,7 @@ def blind_sign(private: PrivateKey, blinded: bytes, *, random: RandomBytes = os.
     return signature.to_bytes(public.num_bytes, "big")
 
 
-def finalize(public: PublicKey, blind_signature: bytes, blinding: Blinding, *, salt_bytes: int = SALT_BYTES) -> bytes:
+def finalize(public: RsaPublicKey, blind_signature: bytes, blinding: Blinding, *, salt_bytes: int = SALT_BYTES) -> bytes:
     """Returns the signature of the message itself (RFC 9474, section 4.4).
 
     Raises:
@@ -176,7 +181,7 @@ def _mask(seed: bytes, length: int) -> bytes:
     return b"".join(blocks)[:length]
 
 
-def _power(private: PrivateKey, base: int) -> int:
+def _power(private: RsaPrivateKey, base: int) -> int:
     """base to the private exponent, through both primes (RFC 8017, section 5.1.2)."""
     p, q = private.p, private.q
     in_p = gmpy2.powmod_sec(base % p, gmpy2.invert(private.e, p - 1), p)

@@ -15,8 +15,8 @@ import msgspec
 
 from cloister.privacy.tokens.blind_rsa import (
     Blinding,
-    PrivateKey,
     RandomBytes,
+    RsaPrivateKey,
     blind,
     blind_sign,
     finalize,
@@ -128,7 +128,7 @@ def decode_batch(body: bytes) -> list[TokenRequest]:
     return requests
 
 
-def evaluate(private: PrivateKey, request: TokenRequest) -> bytes:
+def evaluate(private: RsaPrivateKey, request: TokenRequest) -> bytes:
     """Returns the issuer's response to one request (RFC 9578, section 6.2).
 
     Raises:

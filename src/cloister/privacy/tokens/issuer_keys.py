@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from cloister.privacy.tokens.blind_rsa import PrivateKey, generate
+from cloister.privacy.tokens.blind_rsa import RsaPrivateKey, generate
 from cloister.privacy.tokens.spki import KEY_BITS, encode_public, key_id
 from cloister.types.errors import ConfigError
 
@@ -42,7 +42,7 @@ class IssuerKey:
     epoch: int
     encoded: bytes
     budget: int
-    private: PrivateKey | None = field(default=None, repr=False)
+    private: RsaPrivateKey | None = field(default=None, repr=False)
 
     @property
     def issues_from(self) -> int:
@@ -137,7 +137,7 @@ class KeyShelf:
         try:
             record = msgspec.json.decode(path.read_bytes(), type=_Record)
             encoded = base64.b64decode(record.public, validate=True)
-            private = None if record.primes is None else PrivateKey(*(int(prime, 16) for prime in record.primes))
+            private = None if record.primes is None else RsaPrivateKey(*(int(prime, 16) for prime in record.primes))
             is_whole = private is None or encode_public(private.public) == encoded
         except (msgspec.DecodeError, ValueError):
             is_whole = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cloister.privacy.tokens.blind_rsa import PublicKey
+from cloister.privacy.tokens.blind_rsa import RsaPublicKey
 from cloister.privacy.tokens.challenge import MalformedTokenError, Token, TokenChallenge, authenticate, read_authorization
 from cloister.privacy.tokens.spend import SpendStore, digest_of
 from cloister.privacy.tokens.spki import decode_public, key_id
@@ -51,7 +51,7 @@ class AcceptedKey:
 
 @dataclass(frozen=True, slots=True)
 class _Till:
-    public: PublicKey
+    public: RsaPublicKey
     challenge_digest: bytes
     key: AcceptedKey
 

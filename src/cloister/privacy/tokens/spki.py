@@ -10,7 +10,7 @@ import hashlib
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_der_public_key
 
-from cloister.privacy.tokens.blind_rsa import PublicKey
+from cloister.privacy.tokens.blind_rsa import RsaPublicKey
 
 KEY_BITS = 2048
 """Token type 2 has signatures of 256 bytes."""
@@ -23,7 +23,7 @@ _PSS_ALGORITHM = (
 _BEHIND_ALGORITHM = b"\x03\x82\x01\x0f\x00"
 
 
-def encode_public(key: PublicKey) -> bytes:
+def encode_public(key: RsaPublicKey) -> bytes:
     """Returns the key as the protocol's `pkI`, 342 bytes.
 
     Raises:
@@ -35,7 +35,7 @@ def encode_public(key: PublicKey) -> bytes:
     return b"\x30\x82" + len(info).to_bytes(2, "big") + info
 
 
-def decode_public(data: bytes) -> PublicKey:
+def decode_public(data: bytes) -> RsaPublicKey:
     """Reads a key; takes exactly what `encode_public` writes, so that one key has one identity.
 
     Raises:
@@ -48,7 +48,7 @@ def decode_public(data: bytes) -> PublicKey:
     if not isinstance(loaded, rsa.RSAPublicKey):
         raise ValueError("a token key of type 2 is an RSA key")
     numbers = loaded.public_numbers()
-    key = PublicKey(numbers.n, numbers.e)
+    key = RsaPublicKey(numbers.n, numbers.e)
     _check(key)
     if encode_public(key) != data:
         raise ValueError("a token key names id-RSASSA-PSS with SHA-384, MGF1 with SHA-384 and a salt of 48 bytes")
@@ -60,6 +60,6 @@ def key_id(encoded: bytes) -> bytes:
     return hashlib.sha256(encoded).digest()
 
 
-def _check(key: PublicKey) -> None:
+def _check(key: RsaPublicKey) -> None:
     if key.num_bits != KEY_BITS or key.e != 65537:
         raise ValueError("a token key of type 2 has 2048 bits and the exponent 65537")
