@@ -26,8 +26,8 @@ from cloister.privacy.sealing import (
     Context,
     Exchange,
     Header,
+    KemPrivateKey,
     KeyConfiguration,
-    PrivateKey,
     Request,
     RequestHead,
     ResponseHead,
@@ -67,7 +67,7 @@ def _vectors() -> Iterator[dict[str, Any]]:
     yield _exchange("X-Wing, private, text/event-stream", *_xwing(), profile="private", kind=STREAM)
 
 
-def _x25519() -> tuple[PrivateKey, bytes, dict[str, str]]:
+def _x25519() -> tuple[KemPrivateKey, bytes, dict[str, str]]:
     """A key, an encapsulated key, and what both are made of."""
     secret, ephemeral = (hashlib.sha256(b"cloister vector: " + name).digest() for name in (b"recipient", b"ephemeral"))
     enc = X25519PrivateKey.from_private_bytes(ephemeral).public_key().public_bytes_raw()
@@ -75,14 +75,16 @@ def _x25519() -> tuple[PrivateKey, bytes, dict[str, str]]:
     return X25519Key(X25519PrivateKey.from_private_bytes(secret)), enc, made_of
 
 
-def _xwing() -> tuple[PrivateKey, bytes, dict[str, str]]:
+def _xwing() -> tuple[KemPrivateKey, bytes, dict[str, str]]:
     vector = json.loads(XWING_VECTORS.read_text())[0]
     seeds = hashlib.shake_256(bytes.fromhex(vector["sk"])).digest(96)
     key = XWingKey(MLKEM768PrivateKey.from_seed_bytes(seeds[:64]), X25519PrivateKey.from_private_bytes(seeds[64:]))
     return key, bytes.fromhex(vector["ct"]), {"recipient_private_key": vector["sk"]}
 
 
-def _exchange(name: str, key: PrivateKey, enc: bytes, made_of: dict[str, str], *, profile: str, kind: bytes) -> dict[str, Any]:
+def _exchange(
+    name: str, key: KemPrivateKey, enc: bytes, made_of: dict[str, str], *, profile: str, kind: bytes
+) -> dict[str, Any]:
     configuration = KeyConfiguration(1, key.public_bytes(), SUITES, key.kem_id)
     header, shared_secret = Header(1, key.kem_id, SUITES[0], enc), key.decapsulate(enc)
     secrets = derive_secrets(key.kem_id, SUITES[0], shared_secret, header.info(CHUNKED))

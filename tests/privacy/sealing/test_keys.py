@@ -17,10 +17,10 @@ from cloister.privacy.sealing import (
     NODE_KEY_LIFE_S,
     ChunkOpener,
     Header,
+    KemPrivateKey,
     KeyConfiguration,
     KeyConfigurationError,
     KeyRing,
-    PrivateKey,
     Receiver,
     ReplayCache,
     ReplayCacheFullError,
@@ -105,7 +105,7 @@ def test_an_old_key_opens_requests_for_the_overlap_and_not_a_moment_longer() -> 
     assert ring.num_keys == 1
 
 
-def num_other_holders(private_key: PrivateKey) -> int:
+def num_other_holders(private_key: KemPrivateKey) -> int:
     return sys.getrefcount(private_key) - 3  # the caller's, this function's and getrefcount's own
 
 

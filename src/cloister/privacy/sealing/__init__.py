@@ -26,7 +26,7 @@ from cloister.privacy.sealing.configuration import (
 )
 from cloister.privacy.sealing.errors import KeyConfigurationError, MessageError, ReplayCacheFullError, UnsealError
 from cloister.privacy.sealing.hpke import SUITES, Context, ContextSecrets, Suite
-from cloister.privacy.sealing.kem import X25519, Kem, PrivateKey
+from cloister.privacy.sealing.kem import X25519, Kem, KemPrivateKey
 from cloister.privacy.sealing.kems import KEMS
 from cloister.privacy.sealing.keys import (
     GATEWAY_KEY_LIFE_S,
@@ -92,13 +92,13 @@ __all__ = [
     "Form",
     "Header",
     "Kem",
+    "KemPrivateKey",
     "KeyConfiguration",
     "KeyConfigurationError",
     "KeyRing",
     "MessageError",
     "MessageReader",
     "Part",
-    "PrivateKey",
     "Receiver",
     "ReplayCache",
     "ReplayCacheFullError",

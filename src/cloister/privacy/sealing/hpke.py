@@ -16,7 +16,7 @@ from pyhpke.aead import AEAD
 from pyhpke.kdf import KDF
 
 from cloister.privacy.sealing.errors import UnsealError
-from cloister.privacy.sealing.kem import SHARED_SECRET_BYTES, Kem, PrivateKey
+from cloister.privacy.sealing.kem import SHARED_SECRET_BYTES, Kem, KemPrivateKey
 
 TAG_BYTES: Final = 16
 """By how much each of the ciphers here lengthens what it seals (Nt)."""
@@ -160,7 +160,7 @@ def set_up_sender(
     return enc, Context(derive_secrets(kem.kem_id, suite, shared_secret, info))
 
 
-def set_up_receiver(enc: bytes, private_key: PrivateKey, suite: Suite, info: bytes) -> Context:
+def set_up_receiver(enc: bytes, private_key: KemPrivateKey, suite: Suite, info: bytes) -> Context:
     """Returns the context that opens what was sealed with the encapsulated key `enc` (SetupBaseR).
 
     Raises:

@@ -15,7 +15,7 @@ SHARED_SECRET_BYTES: Final = 32
 """Nsecret of each mechanism here."""
 
 
-class PrivateKey(Protocol):
+class KemPrivateKey(Protocol):
     """The private half of a key pair, in objects of OpenSSL."""
 
     @property
@@ -49,7 +49,7 @@ class Kem(Protocol):
     enc_bytes: int
     is_post_quantum: bool
 
-    def generate(self) -> PrivateKey:
+    def generate(self) -> KemPrivateKey:
         """Draws a key pair."""
 
     def encapsulate(self, public_key: bytes, ephemeral: bytes | None = None) -> tuple[bytes, bytes]:

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.privacy.sealing.configuration import KeyConfiguration, encode_keys
 from cloister.privacy.sealing.hpke import SUITES, Suite
-from cloister.privacy.sealing.kem import Kem, PrivateKey
+from cloister.privacy.sealing.kem import Kem, KemPrivateKey
 from cloister.privacy.sealing.kems import KEMS
 from cloister.types.errors import ConfigError
 
@@ -38,7 +38,7 @@ class SealingKey:
     """
 
     configuration: KeyConfiguration
-    private_key: PrivateKey
+    private_key: KemPrivateKey
     created_s: float
     expires_s: float
 

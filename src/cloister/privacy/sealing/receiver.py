@@ -13,7 +13,7 @@ from cloister.privacy.sealing.hpke import (
     derive_secrets,
     set_up_receiver,
 )
-from cloister.privacy.sealing.kem import SHARED_SECRET_BYTES, X25519, PrivateKey
+from cloister.privacy.sealing.kem import SHARED_SECRET_BYTES, X25519, KemPrivateKey
 from cloister.privacy.sealing.kems import KEMS
 from cloister.privacy.sealing.keys import NODE_KEY_LIFE_S, RECEIPT_GRACE_S, KeyRing
 from cloister.privacy.sealing.ohttp import Exchange, Form, Header
@@ -80,7 +80,7 @@ class Receiver:
         self._signed.remember(header.enc, now_s)
         return key.sign(message)
 
-    def _context(self, header: Header, private_key: PrivateKey, form: Form) -> Context:
+    def _context(self, header: Header, private_key: KemPrivateKey, form: Form) -> Context:
         suite = header.suite if header.suite in SUITES else HKDF_SHA256_AES_128_GCM
         try:
             return set_up_receiver(header.enc, private_key, suite, header.info(form))
