@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from cloister.engine import ProcessEngine, Supervision
-from cloister.engine.launch import Process, spawn_program
+from cloister.engine.launch import ProcessHandle, spawn_program
 from cloister.engine.restarts import Restarts
 from cloister.types.errors import (
     ConfigError,
@@ -206,7 +206,7 @@ def test_more_sequences_than_run_at_once_are_refused_before_anything_is_made_for
 
 @pytest.mark.parametrize("fails", ["spawn", "boot"])
 def test_an_engine_that_does_not_start_leaves_no_socket_open(model_path: Path, fails: str) -> None:
-    def spawn(far: socket.socket) -> Process:
+    def spawn(far: socket.socket) -> ProcessHandle:
         if fails == "spawn":
             raise OSError("no more processes")
         return spawn_program(far)

@@ -11,7 +11,7 @@ from cloister.types.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
     from cloister.engine import ProcessEngine
-    from cloister.engine.launch import Process
+    from cloister.engine.launch import ProcessHandle
 
 ENGINE_ENTRY: Final = "cloister.app:build_engine"
 SEALED_ENGINE_ENTRY: Final = "cloister.app:build_sealed_engine"
@@ -30,7 +30,7 @@ def make_engine(
     )
 
 
-def _start_sealed_engine(far: socket.socket) -> Process:
+def _start_sealed_engine(far: socket.socket) -> ProcessHandle:
     """Has the starter make an engine process: in a sealed node nothing executes a program."""
     state = hardening.sealed()
     assert state is not None
@@ -38,7 +38,7 @@ def _start_sealed_engine(far: socket.socket) -> Process:
     return state.starter.start("engine", [], far.fileno())
 
 
-def start_sealed_module(module: str, sock: socket.socket) -> Process:
+def start_sealed_module(module: str, sock: socket.socket) -> ProcessHandle:
     """Has the starter make a process beside the engine, by the role that the module has."""
     from cloister.privacy.hardening.launching import ROLE_OF
 

@@ -26,7 +26,7 @@ _READ_LIMIT_BYTES = 2**20
 _EXIT_POLL_S = 0.01
 
 
-class Process(Protocol):
+class ProcessHandle(Protocol):
     """A process that somebody made for us, as subprocess.Popen shows it."""
 
     @property
@@ -37,7 +37,7 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-Spawn = Callable[[socket.socket], Process]
+Spawn = Callable[[socket.socket], ProcessHandle]
 """Makes a process that runs `cloister.engine.child` with the socket given as its own."""
 
 
@@ -50,7 +50,7 @@ class EngineChild:
 
     ready: Ready
 
-    def __init__(self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, process: ProcessHandle, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -92,12 +92,12 @@ class EngineChild:
         return status
 
 
-def spawn_overwriting(far: socket.socket) -> Process:
+def spawn_overwriting(far: socket.socket) -> ProcessHandle:
     """As `spawn_program`, of a process that overwrites what it frees."""
     return spawn_program(far, OVERWRITING)
 
 
-def spawn_program(far: socket.socket, variables: Mapping[str, str] = {}) -> Process:
+def spawn_program(far: socket.socket, variables: Mapping[str, str] = {}) -> ProcessHandle:
     """Makes an engine process by executing the interpreter anew.
 
     Args:

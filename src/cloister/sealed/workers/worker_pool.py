@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from cloister.engine.launch import Process
+from cloister.engine.launch import ProcessHandle
 from cloister.engine.worker_channels import CONNECT
 from cloister.privacy.tokens.paid import BUDGET_FIELD
 from cloister.sealed.exchange import Body, GoneError, Outgoing
@@ -44,12 +44,12 @@ _BUFFER_BYTES: Final = 1 << 20
 _BUSY: Final = "This node has as many requests as it takes; try again in a moment."
 _FAILED: Final = "The request could not be answered; send it again."
 
-Start_ = Callable[[str, socket.socket], Process]
+Start_ = Callable[[str, socket.socket], ProcessHandle]
 """Starts a module as a process of its own, which gets the socket."""
 R = TypeVar("R")
 
 
-def start_module(module: str, sock: socket.socket) -> Process:
+def start_module(module: str, sock: socket.socket) -> ProcessHandle:
     """Executes the interpreter anew, with memory that is overwritten when it is freed."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(sock.fileno())],
@@ -75,7 +75,7 @@ class WorkerPool:
         self._start = start
         self._key_service: socket.socket | None = None
         self._zygote: socket.socket | None = None
-        self._processes: list[Process] = []
+        self._processes: list[ProcessHandle] = []
         self._turn = asyncio.Lock()
         self._engine_listener: socket.socket | None = None
         self.unsealer = RemoteUnsealer()
