@@ -30,7 +30,7 @@ from cryptography.x509.oid import NameOID
 
 from benchmarks.harness import Bench, make_parser, make_progress
 from cloister.client.traces.cloud import Cloud
-from cloister.client.traces.node import Server
+from cloister.client.traces.node import ServeProgram
 
 BODY = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
 ASK_TIMEOUT_S = 5.0
@@ -144,7 +144,7 @@ def open_relay() -> Iterator[Target]:
 def open_server() -> Iterator[Target]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         certificate = write_certificate(Path(folder))
-        server = Server("open", ["--certfile", str(certificate)])
+        server = ServeProgram("open", ["--certfile", str(certificate)])
         stack.callback(server.stop)
         url = httpx.URL(server._program.address)
         trust = ssl._create_unverified_context()

@@ -15,14 +15,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from cloister.client.traces.node import SealedNode, Server
+from cloister.client.traces.node import SealedNode, ServeProgram
 from cloister.privacy.residue.processes import ProcessTree
 
 TICKS = os.sysconf("SC_CLK_TCK")
 LENGTHS = (1, 64)
 
 
-def cpu_s(family: ProcessTree, server: Server) -> Mapping[str, float]:
+def cpu_s(family: ProcessTree, server: ServeProgram) -> Mapping[str, float]:
     """Role -> CPU seconds so far, those of children that ended and were waited for included."""
     found: dict[str, float] = {}
     for process in family.alive():
@@ -32,7 +32,7 @@ def cpu_s(family: ProcessTree, server: Server) -> Mapping[str, float]:
     return found
 
 
-async def measure(server: Server, count: int, num_tokens: int) -> tuple[Mapping[str, float], float]:
+async def measure(server: ServeProgram, count: int, num_tokens: int) -> tuple[Mapping[str, float], float]:
     """Sends requests one after the other; returns CPU seconds by role and the least time of one."""
     least_s = float("inf")
     with ProcessTree(server.roots) as family:
@@ -52,7 +52,7 @@ async def measure(server: Server, count: int, num_tokens: int) -> tuple[Mapping[
 
 
 def main(count: int) -> None:
-    for name, kind in (("plain", Server), ("sealed", SealedNode)):
+    for name, kind in (("plain", ServeProgram), ("sealed", SealedNode)):
         server = kind("private")
         try:
             for num_tokens in LENGTHS:

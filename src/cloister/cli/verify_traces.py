@@ -81,11 +81,11 @@ def _prepare(settings: GivenSettings) -> tuple[EngineConfig, Callable[[Sequence[
 def _start(profile: str, flags: Mapping[str, object], num_requests: int, direct: bool) -> Path:
     """Starts the whole way to a sealed node where the profile asks for one, else a server."""
     from cloister.client.traces.cloud import Cloud
-    from cloister.client.traces.node import SealedNode, Server
+    from cloister.client.traces.node import SealedNode, ServeProgram
 
     arguments = [part for name, value in flags.items() if name != "profile" for part in _as_flag(name, value)]
     if not overwrites(profile):
-        return Server(profile, arguments)
+        return ServeProgram(profile, arguments)
     return SealedNode(profile, arguments) if direct else Cloud(profile, arguments, num_tokens=num_requests + SPARE_TOKENS)
 
 

@@ -25,7 +25,7 @@ from cloister.client.answer import Answer
 from cloister.client.asking import Ask, Reply
 from cloister.client.buying import Buyer, signed_budget
 from cloister.client.letter import strip_request, write_letter
-from cloister.client.traces.node import Program, SealedNode
+from cloister.client.traces.node import RunningProgram, SealedNode
 from cloister.client.traces.sealing import KEYS_PATH
 from cloister.client.wallet import LOW, Wallet
 from cloister.privacy.credentials import Credentials
@@ -55,7 +55,7 @@ class Cloud(SealedNode):
         super().__init__(profile, arguments)
         self._profile = profile
         self._folder = tempfile.TemporaryDirectory(prefix="cloister-trial-")
-        self._programs: list[tuple[str, Program]] = []
+        self._programs: list[tuple[str, RunningProgram]] = []
         try:
             self._open(Path(self._folder.name), num_tokens)
         except BaseException:
@@ -110,8 +110,8 @@ class Cloud(SealedNode):
         )
         self._relay = relay.address
 
-    def _start(self, name: str, arguments: Sequence[str]) -> Program:
-        program = Program.start([name, *arguments], _AT)
+    def _start(self, name: str, arguments: Sequence[str]) -> RunningProgram:
+        program = RunningProgram.start([name, *arguments], _AT)
         self._programs.append((name, program))
         return program
 

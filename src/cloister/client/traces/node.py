@@ -48,7 +48,7 @@ class Path(Protocol):
 
 
 @dataclass(slots=True)
-class Program:
+class RunningProgram:
     """A program of this package that runs, with the address that it announced."""
 
     process: subprocess.Popen[str]
@@ -56,7 +56,7 @@ class Program:
     drain: threading.Thread
 
     @staticmethod
-    def start(arguments: Sequence[str], announced: re.Pattern[str] = _ADDRESS) -> Program:
+    def start(arguments: Sequence[str], announced: re.Pattern[str] = _ADDRESS) -> RunningProgram:
         """Starts `cloister ARGUMENTS` and waits until it serves.
 
         Raises:
@@ -76,7 +76,7 @@ class Program:
                 if found := announced.search(line):
                     drain = threading.Thread(target=_drain, args=(process,), daemon=True)
                     drain.start()
-                    return Program(process, found[1], drain)
+                    return RunningProgram(process, found[1], drain)
         finally:
             timer.cancel()
         process.wait()
@@ -94,7 +94,7 @@ class Program:
             self.process.stdout.close()
 
 
-class Server:
+class ServeProgram:
     """One `cloister serve` and nothing before it.
 
     Args:
@@ -102,7 +102,7 @@ class Server:
     """
 
     def __init__(self, profile: str, arguments: Sequence[str] = ()) -> None:
-        self._program = Program.start(["serve", "--profile", profile, "--port", "0", "--no-log-requests", *arguments])
+        self._program = RunningProgram.start(["serve", "--profile", profile, "--port", "0", "--no-log-requests", *arguments])
         self.roots: tuple[int, ...] = (self._program.process.pid,)
 
     def client(self) -> httpx.AsyncClient:
@@ -120,7 +120,7 @@ class Server:
         self._program.stop()
 
 
-class SealedNode(Server):
+class SealedNode(ServeProgram):
     """One `cloister serve --sealed`, asked without relay and gateway between."""
 
     def __init__(self, profile: str, arguments: Sequence[str] = ()) -> None:
