@@ -11,7 +11,7 @@ import pytest
 
 from cloister.client import EpochRefusedError, Limits, Session
 from cloister.client.asking import Reply
-from cloister.client.session import Ready
+from cloister.client.session import PreparedRequest
 from cloister.client.shared_view import MOST_PROOFS
 from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.transparency.checkpoint import open_checkpoint
@@ -61,7 +61,7 @@ def make_session(world: Relayed, state: Path) -> Session:
     )  # fmt: skip
 
 
-def prepare(session: Session, world: Relayed, meanwhile: Callable[[int], None] = lambda turn: None) -> Ready:
+def prepare(session: Session, world: Relayed, meanwhile: Callable[[int], None] = lambda turn: None) -> PreparedRequest:
     """Does what precedes a request; `meanwhile` is called before each question but those for the epoch is answered, with the
     number of epochs that were asked for."""
     session.doubt()

@@ -16,7 +16,7 @@ from cloister.client.errors import FailedTryError, SealedError
 from cloister.client.letter import strip_request
 from cloister.client.padding import AsyncPaddingReader
 from cloister.client.restocking import AsyncRestocker
-from cloister.client.session import Ready, Session
+from cloister.client.session import PreparedRequest, Session
 from cloister.client.tries import CUT_OFF, Tries, is_answer, read_timeouts, refuse_reply, to_fields, to_request, to_response
 from cloister.privacy.sealing import Request
 from cloister.types.errors import CloisterError
@@ -52,7 +52,7 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
                 raise ended from error
         raise tries.give_up()
 
-    async def prepare(self) -> Ready:
+    async def prepare(self) -> PreparedRequest:
         """See `SealedTransport.prepare`."""
         async with self._lock:
             ready = await self._run(self._session.prepare())
@@ -64,7 +64,7 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
         await self._padding.wait()
         await self._carrier.aclose()
 
-    async def _try_once(self, request: httpx.Request, plain: Request, ready: Ready, tries: Tries) -> httpx.Response:
+    async def _try_once(self, request: httpx.Request, plain: Request, ready: PreparedRequest, tries: Tries) -> httpx.Response:
         tries.draw(ready)
         letter = ready.seal(plain, self._session.now())
         posted = to_request(self._session.relay, letter.sealed, read_timeouts(request))

@@ -53,7 +53,7 @@ DOUBT_AFTER_S = 5.0
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedRequest:
     """One draw: a member of the cloud, its node, what that proved, and the token for it.
 
     Attributes:
@@ -154,7 +154,7 @@ class Session:
         """Says that a try failed: the next one looks for a newer epoch first."""
         self._is_doubted = True
 
-    def give_back(self, ready: Ready) -> None:
+    def give_back(self, ready: PreparedRequest) -> None:
         """Takes a token back that was never sent."""
         if ready.token is not None:
             self._wallet.add([ready.token])
@@ -177,7 +177,7 @@ class Session:
         self._drop_tokens((self._believed or believed).epoch)  # another one may have come meanwhile
         self._plan.see(len(self._wallet), now)
 
-    def prepare(self) -> Step[Ready]:
+    def prepare(self) -> Step[PreparedRequest]:
         """Makes sure of the epoch, of every node's evidence and of a token, and draws one node.
 
         The draw is over the membership, nodes that the epoch leaves out included: a gateway that could have nodes drawn around
@@ -191,16 +191,16 @@ class Session:
         member = draw(believed.membership.members, self._below)
         node = next((node for node in believed.epoch.nodes if node.member == member.name), None)
         if node is None:
-            return Ready(believed.epoch, member, None, _absent(member), None)
+            return PreparedRequest(believed.epoch, member, None, _absent(member), None)
         node = msgspec.structs.replace(node, keys=node.keys or self._keys.get(node.node_id, b""))
         findings = self._findings[node.node_id]
         if not findings.accepted:
-            return Ready(believed.epoch, member, node, findings, None)
+            return PreparedRequest(believed.epoch, member, node, findings, None)
         order = None
         if self._receipts is not None:
             order = order_receipt(believed.epoch, self._bundle, self._evidence[node.node_id], self._receipts)
         token, budget = yield from self._take_token(believed.epoch)
-        return Ready(believed.epoch, member, node, findings, token, order, budget)
+        return PreparedRequest(believed.epoch, member, node, findings, token, order, budget)
 
     def _believe(self) -> Step[VerifiedEpoch]:
         now = self.now()

@@ -17,7 +17,7 @@ from cloister.client.errors import FailedTryError, SealedError
 from cloister.client.letter import strip_request
 from cloister.client.padding import PaddingReader
 from cloister.client.restocking import Restocker
-from cloister.client.session import Ready, Session
+from cloister.client.session import PreparedRequest, Session
 from cloister.client.tries import CUT_OFF, Tries, is_answer, read_timeouts, refuse_reply, to_fields, to_request, to_response
 from cloister.privacy.sealing import Request
 from cloister.types.errors import CloisterError
@@ -65,7 +65,7 @@ class SealedTransport(httpx.BaseTransport):
                 raise ended from error
         raise tries.give_up()
 
-    def prepare(self) -> Ready:
+    def prepare(self) -> PreparedRequest:
         """Fetches and verifies everything that the next request needs, and draws its node; for programs that show it."""
         with self._lock:
             ready = self._run(self._session.prepare())
@@ -77,7 +77,7 @@ class SealedTransport(httpx.BaseTransport):
         self._padding.wait()
         self._carrier.close()
 
-    def _try_once(self, request: httpx.Request, plain: Request, ready: Ready, tries: Tries) -> httpx.Response:
+    def _try_once(self, request: httpx.Request, plain: Request, ready: PreparedRequest, tries: Tries) -> httpx.Response:
         tries.draw(ready)
         letter = ready.seal(plain, self._session.now())
         posted = to_request(self._session.relay, letter.sealed, read_timeouts(request))

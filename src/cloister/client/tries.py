@@ -16,7 +16,7 @@ from cloister.client.errors import (
     RepeatedRequestError,
     SealedError,
 )
-from cloister.client.session import Ready
+from cloister.client.session import PreparedRequest
 from cloister.privacy.attestation import Outcome
 from cloister.privacy.sealing import CHUNKED, Fields
 
@@ -63,7 +63,7 @@ class Tries:
         if request.headers.get(RETRY_COUNT, "0") != "0":
             raise RepeatedRequestError
 
-    def draw(self, ready: Ready) -> None:
+    def draw(self, ready: PreparedRequest) -> None:
         """Counts one more draw.
 
         Raises:
@@ -141,7 +141,7 @@ def read_timeouts(request: httpx.Request) -> dict[str, float]:
 
 
 def to_response(
-    answer: Answer, stream: httpx.SyncByteStream | httpx.AsyncByteStream, ready: Ready, tries: Tries
+    answer: Answer, stream: httpx.SyncByteStream | httpx.AsyncByteStream, ready: PreparedRequest, tries: Tries
 ) -> httpx.Response:
     """Returns the node's response. `extensions["cloister"]` names the epoch and the nodes that were drawn; the last answers.
 
