@@ -14,7 +14,7 @@ from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.setting_groups import group_of, list_groups
 
 if TYPE_CHECKING:
-    from cloister.types.config import Reason
+    from cloister.types.config import SettingReason
 
 
 @with_settings(EngineConfig, ServerConfig, rare=["as_json"])
@@ -42,7 +42,7 @@ def serve(
     raise typer.Exit(run_server(resolved, partial(print, flush=True)))  # whoever waits for the address reads a pipe
 
 
-def _explain(reasons: list[Reason], as_json: bool) -> None:
+def _explain(reasons: list[SettingReason], as_json: bool) -> None:
     if as_json:
         print_json([{"setting": r.name, "group": group_of(r.name), "value": r.value, "why": r.why} for r in reasons])
         return

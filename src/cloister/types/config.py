@@ -285,7 +285,7 @@ ATTESTING: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Reason:
+class SettingReason:
     """Why a setting has its value."""
 
     name: str
@@ -298,12 +298,12 @@ class Resolved(Generic[C]):
     """A configuration and the reason for each of its values."""
 
     config: C
-    reasons: tuple[Reason, ...]
+    reasons: tuple[SettingReason, ...]
 
     def explain(self, **changed: tuple[object, str]) -> Resolved[C]:
         """Returns a copy in which each named setting has the value and the reason given."""
         config = replace(self.config, **{name: value for name, (value, _) in changed.items()})  # type: ignore[type-var]
-        reasons = tuple(Reason(r.name, *changed[r.name]) if r.name in changed else r for r in self.reasons)
+        reasons = tuple(SettingReason(r.name, *changed[r.name]) if r.name in changed else r for r in self.reasons)
         return Resolved(config, reasons)
 
 
@@ -319,7 +319,7 @@ def resolve(cls: type[C], layers: Iterable[tuple[str, Mapping[str, object]]]) ->
     """
     hints = get_type_hints(cls)
     values: dict[str, object] = {}
-    reasons = {f.name: Reason(f.name, f.default, "default") for f in fields(cls)}  # type: ignore[arg-type]
+    reasons = {f.name: SettingReason(f.name, f.default, "default") for f in fields(cls)}  # type: ignore[arg-type]
     metadata = {f.name: f.metadata for f in fields(cls)}  # type: ignore[arg-type]
     for source, settings in layers:
         for name, given in settings.items():
@@ -327,7 +327,7 @@ def resolve(cls: type[C], layers: Iterable[tuple[str, Mapping[str, object]]]) ->
                 continue
             value = check_value(name, given, hints[name], metadata[name])
             values[name] = value
-            reasons[name] = Reason(name, value, source)
+            reasons[name] = SettingReason(name, value, source)
     return Resolved(cls(**values), tuple(reasons.values()))
 
 
