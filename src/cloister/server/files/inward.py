@@ -12,7 +12,7 @@ from cloister.privacy.gate import Admission
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class RouteReply:
     """What a route answered. Its text says nothing of content."""
 
     status: int
@@ -20,10 +20,10 @@ class Reply:
     body: bytes
 
     def __repr__(self) -> str:
-        return f"Reply(status={self.status})"
+        return f"RouteReply(status={self.status})"
 
 
-async def post(app: ASGIApp, path: str, body: bytes, admission: Admission) -> Reply:
+async def post(app: ASGIApp, path: str, body: bytes, admission: Admission) -> RouteReply:
     """Posts JSON to a route of this server, on somebody's behalf. Cancelling it cancels the request."""
     scope: dict[str, Any] = {
         "type": "http",
@@ -52,7 +52,7 @@ async def post(app: ASGIApp, path: str, body: bytes, admission: Admission) -> Re
     await app(scope, receive, send)
     start, *rest = sent
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in start.get("headers", ())}
-    return Reply(start["status"], headers, b"".join(message.get("body", b"") for message in rest))
+    return RouteReply(start["status"], headers, b"".join(message.get("body", b"") for message in rest))
 
 
 async def _never() -> NoReturn:

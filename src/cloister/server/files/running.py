@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from cloister.engine.faults import describe
 from cloister.privacy.gate import Admission, Gate
 from cloister.server.files.batches import ENDED, Batch, Line, Mistake, Status, done_ids, read_lines
-from cloister.server.files.inward import Reply, post
+from cloister.server.files.inward import RouteReply, post
 from cloister.server.files.shelf import Owner, Shelf
 from cloister.server.files.store import FileStore
 from cloister.server.ignored import IgnoredFields, noting
@@ -144,7 +144,7 @@ class BatchRunner:
             async with lock:
                 await self._write(batch, owner, line, reply)
 
-    async def _answer(self, batch: Batch, line: Line) -> Reply:
+    async def _answer(self, batch: Batch, line: Line) -> RouteReply:
         """Asks until there is an answer, or an error that stays one; the batch's deadline ends it."""
         wait_s = RETRY_S
         while True:
@@ -159,7 +159,7 @@ class BatchRunner:
             await asyncio.sleep(min(wait_s, MOST_RETRY_S))
             wait_s *= 2
 
-    async def _write(self, batch: Batch, owner: Owner, line: Line, reply: Reply) -> None:
+    async def _write(self, batch: Batch, owner: Owner, line: Line, reply: RouteReply) -> None:
         is_answer = reply.status == 200
         response = {
             "status_code": reply.status,
