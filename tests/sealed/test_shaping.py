@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from cloister.privacy.shape import Shape, ShapeError, Unshaper
-from cloister.sealed.shaping import MAX_WAITING, Reply, open_reply
+from cloister.sealed.shaping import MAX_WAITING, ReplyWriter, open_reply
 
 PRIVATE = Shape(frame_bytes=128, tick_s=0.004, constant=False)
 PARANOID = Shape(frame_bytes=128, tick_s=0.004, constant=True)
@@ -34,7 +34,9 @@ class Wire:
         return said
 
 
-def answer(shape: Shape | None, say: Callable[[Reply], Awaitable[None]], wire: Wire | None = None, **options: float) -> Wire:
+def answer(
+    shape: Shape | None, say: Callable[[ReplyWriter], Awaitable[None]], wire: Wire | None = None, **options: float
+) -> Wire:
     wire = wire or Wire()
 
     async def run() -> None:
@@ -45,7 +47,7 @@ def answer(shape: Shape | None, say: Callable[[Reply], Awaitable[None]], wire: W
     return wire
 
 
-async def say_three_words(reply: Reply) -> None:
+async def say_three_words(reply: ReplyWriter) -> None:
     await reply.head(b"head\n\n")
     for word in (b"one\n\n", b"two\n\ntwo and a half\n\n"):
         await reply.write(word)
@@ -72,7 +74,7 @@ def test_private_sends_one_event_a_frame() -> None:
 def test_paranoid_fills_the_bucket_after_the_answer_and_begins_before_it() -> None:
     wire = Wire()
 
-    async def think_first(reply: Reply) -> None:
+    async def think_first(reply: ReplyWriter) -> None:
         while len(wire.chunks) < 10:  # were frames to wait for the answer, this would never end
             await asyncio.sleep(0.001)
         await say_three_words(reply)
@@ -86,7 +88,7 @@ def test_paranoid_fills_the_bucket_after_the_answer_and_begins_before_it() -> No
 def test_an_error_in_the_middle_is_told_inside_the_shape_and_goes_on_to_the_caller(shape: Shape) -> None:
     wire = Wire()
 
-    async def break_down(reply: Reply) -> None:
+    async def break_down(reply: ReplyWriter) -> None:
         await reply.write(b"one\n\n")
         raise RuntimeError("the engine died")
 
@@ -101,7 +103,7 @@ def test_an_error_in_the_middle_is_told_inside_the_shape_and_goes_on_to_the_call
 def test_an_error_in_the_open_leaves_out_the_final_chunk() -> None:
     wire = Wire()
 
-    async def break_down(reply: Reply) -> None:
+    async def break_down(reply: ReplyWriter) -> None:
         await reply.write(b"one\n\n")
         raise RuntimeError("the engine died")
 
@@ -126,7 +128,7 @@ def test_who_cancels_stops_it_at_once() -> None:
 def test_a_reader_that_is_slow_slows_the_writer_down() -> None:
     most = 0
 
-    async def flood(reply: Reply) -> None:
+    async def flood(reply: ReplyWriter) -> None:
         for _ in range(3 * MAX_WAITING):
             await reply.write(b"word\n\n")
             nonlocal most

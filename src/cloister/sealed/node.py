@@ -51,7 +51,7 @@ from cloister.sealed.public import File
 from cloister.sealed.receipts import AnswerEnding
 from cloister.sealed.sealed_reply import SealedReply
 from cloister.sealed.serving import Lifespan, Post, handlers
-from cloister.sealed.shaping import Reply, open_reply
+from cloister.sealed.shaping import ReplyWriter, open_reply
 from cloister.sealed.unsealing import Opened, Unsealer, open_request
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 from cloister.server.calls import OUTPUT_BUDGET
@@ -157,7 +157,7 @@ class _Node:
         return opened, bytes(message)
 
     async def _serve(
-        self, request: Request | MessageError, budget: int | None, exchange: Exchange, reply: SealedReply, shaped: Reply
+        self, request: Request | MessageError, budget: int | None, exchange: Exchange, reply: SealedReply, shaped: ReplyWriter
     ) -> None:
         try:
             if isinstance(request, MessageError):
@@ -210,7 +210,7 @@ def _check_framing(request: Request) -> None:
         raise ProblemError(400, f"{FRAMING_FIELD.decode()} is one of {', '.join(FRAMINGS)}.")
 
 
-async def _refuse(problem: ProblemError, reply: SealedReply, shaped: Reply, ending: AnswerEnding | None = None) -> None:
+async def _refuse(problem: ProblemError, reply: SealedReply, shaped: ReplyWriter, ending: AnswerEnding | None = None) -> None:
     await shaped.head(reply.writer.head(ResponseHead(problem.status, problem.headers)))
     content = reply.writer.content(ending.add(problem.body) if ending else problem.body)
     end = await ending.end(reply.writer, problem.status) if ending else reply.writer.end()
@@ -270,7 +270,7 @@ def _receive_from(content: bytes) -> Receive:
     return receive
 
 
-def _send_to(reply: SealedReply, shaped: Reply, ending: AnswerEnding) -> Send:
+def _send_to(reply: SealedReply, shaped: ReplyWriter, ending: AnswerEnding) -> Send:
     status = 0
 
     async def send(message: Message) -> None:

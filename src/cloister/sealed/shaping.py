@@ -23,7 +23,7 @@ Emit = Callable[[bytes, bool], Awaitable[None]]
 """Seals one chunk and sends it: (plain text, whether it is the final one)."""
 
 
-class Reply(Protocol):
+class ReplyWriter(Protocol):
     """An answer that is being written."""
 
     async def head(self, data: bytes) -> None:
@@ -36,7 +36,7 @@ class Reply(Protocol):
 @asynccontextmanager
 async def open_reply(
     shape: Shape | None, emit: Emit, write_timeout_s: float = WRITE_TIMEOUT_S, framing: str = FRAMES
-) -> AsyncIterator[Reply]:
+) -> AsyncIterator[ReplyWriter]:
     """Begins an answer when its request has been opened. Leaving the context waits until all of it is sent.
 
     An exception inside the context, and an answer that was not completed, end it: shaped, with a frame that says so and the
