@@ -29,7 +29,7 @@ import httpx
 from cloister.privacy.attestation import read_evidence, read_statement
 from cloister.privacy.sealing import (
     WHOLE,
-    Request,
+    HttpRequest,
     RequestHead,
     decode_response,
     encode_request,
@@ -234,7 +234,7 @@ def ask(url: str, words: Sequence[str] = ("What", "is", "a", "transparency", "lo
     body = {"model": "cloister-5m", "messages": [{"role": "user", "content": " ".join(words)}], "max_tokens": 24}
     head = RequestHead("POST", "https", "node", "/v1/chat/completions", ((b"content-type", b"application/json"),))
     keys = parse_keys(httpx.get(url + KEYS_PATH, timeout=60).content)
-    sealed, exchange = seal_request(keys[0], encode_request(Request(head, json.dumps(body).encode())))
+    sealed, exchange = seal_request(keys[0], encode_request(HttpRequest(head, json.dumps(body).encode())))
     began = time.monotonic()
     answer = httpx.post(url + NODE_PATH, content=sealed, headers={"content-type": WHOLE.request_type}, timeout=120)
     opened = decode_response(Unshaper(required=True).feed(open_response(exchange, answer.content)))

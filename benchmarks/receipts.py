@@ -21,8 +21,8 @@ from cloister.privacy.receipts.claims import Claims, is_signed
 from cloister.privacy.receipts.transcript import Transcript
 from cloister.privacy.sealing import (
     Header,
+    HttpRequest,
     KeyRing,
-    Request,
     RequestHead,
     header_bytes,
     parse_keys,
@@ -92,7 +92,7 @@ def main() -> None:
     signature, public = key.sign(CLAIMS.signing_input), key.public_key().public_bytes_raw()
     configuration = parse_keys(KeyRing(0.0).publish())[0]
     _, exchange = seal_chunked_request(configuration, b"")
-    request = Request(RequestHead("POST", "https", "localhost", "/v1/chat/completions"), bytes(1000))
+    request = HttpRequest(RequestHead("POST", "https", "localhost", "/v1/chat/completions"), bytes(1000))
     content = bytes(1 << 20)
     print("| work | median, microseconds |\n|---|---|")
     print(f"| signature, in the process | {median_us(lambda: key.sign(CLAIMS.signing_input)):.0f} |")

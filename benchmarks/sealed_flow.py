@@ -19,11 +19,11 @@ from cloister.privacy.sealing import (
     CHUNKED,
     ChunkOpener,
     Header,
+    HttpRequest,
     KeyConfiguration,
     KeyRing,
     Receiver,
     ReplayCache,
-    Request,
     RequestHead,
     ResponseSealer,
     UnsealError,
@@ -54,7 +54,7 @@ def main() -> None:
     print_speed()
 
 
-def make_request(*, stream: bool) -> Request:
+def make_request(*, stream: bool) -> HttpRequest:
     """One question to the embedded model, always of the same length."""
     content = {
         "model": "cloister-5m",
@@ -64,10 +64,10 @@ def make_request(*, stream: bool) -> Request:
         "stream": stream,
     }
     fields = ((b"content-type", b"application/json"),)
-    return Request(RequestHead("POST", "https", "localhost", "/v1/chat/completions", fields), json.dumps(content).encode())
+    return HttpRequest(RequestHead("POST", "https", "localhost", "/v1/chat/completions", fields), json.dumps(content).encode())
 
 
-def ask(cloud: Cloud, request: Request, token: str | None = None) -> tuple[Opening, float, tuple[str, int]]:
+def ask(cloud: Cloud, request: HttpRequest, token: str | None = None) -> tuple[Opening, float, tuple[str, int]]:
     """Asks once; returns the opened answer, seconds to its first content, and the client's address."""
     sealed, outer, inner = cloud.letter(request, token=token)
     opening, first_s = Opening(outer, inner), 0.0
@@ -126,7 +126,7 @@ def print_flow(cloud: Cloud) -> None:
 
 def print_cost(cloud: Cloud, direct: str) -> None:
     """Prints the time to the first content, sealed and not."""
-    request = Request(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
+    request = HttpRequest(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
     sealed = [ask(cloud, request)[1] for _ in range(NUM_ASKED)]
     plain = [ask_directly(direct, request) for _ in range(NUM_ASKED)]
     print("\n| time to the first content, median of 30 | ms |\n|---|---|")
@@ -134,7 +134,7 @@ def print_cost(cloud: Cloud, direct: str) -> None:
     print(f"| the same through relay, gateway and node | {1e3 * statistics.median(sealed):.1f} |")
 
 
-def ask_directly(url: str, request: Request) -> float:
+def ask_directly(url: str, request: HttpRequest) -> float:
     """Seconds to the first byte of content without anything in between."""
     with httpx.Client(verify=False, timeout=60) as client:
         began_s = time.perf_counter()

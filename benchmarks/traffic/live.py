@@ -26,9 +26,9 @@ from cloister.privacy.sealing import (
     CHUNKED,
     Content,
     Exchange,
+    HttpRequest,
     KeyConfiguration,
     MessageReader,
-    Request,
     RequestHead,
     ResponseHead,
     ResponseOpener,
@@ -116,7 +116,7 @@ async def ask(node: Node, body: bytes) -> tuple[list[float], list[int]]:
 def seal(node: Node, body: bytes) -> tuple[bytes, Exchange]:
     """Returns a sealed completion request, padded to its bucket, and what opens the answer."""
     fields = ((b"content-type", b"application/json"),)
-    request = Request(RequestHead("POST", "https", "localhost", "/v1/completions", fields), body)
+    request = HttpRequest(RequestHead("POST", "https", "localhost", "/v1/completions", fields), body)
     padded = encode_request(request, padded_to=bucket_bytes(len(encode_request(request))))
     return seal_chunked_request(node.configuration, padded)
 

@@ -10,10 +10,10 @@ from cloister.privacy.sealing import (
     BinaryHttpWriter,
     Exchange,
     Header,
+    HttpRequest,
+    HttpResponse,
     Receiver,
     ReplayCache,
-    Request,
-    Response,
     ResponseHead,
     ResponseSealer,
     decode_request,
@@ -39,7 +39,7 @@ def epoch_of(profile: str) -> Epoch:
     return Epoch(1, int(NOW), int(NOW) + 600, gateway, issuers, (NODE_ENTRY,), "00" * 32, profile, ())
 
 
-def ask(content: bytes = b'{"model":"m"}') -> Request:
+def ask(content: bytes = b'{"model":"m"}') -> HttpRequest:
     fields = (
         (b"Authorization", b"Bearer sk-secret"),
         (b"Content-Type", b"application/json"),
@@ -50,7 +50,7 @@ def ask(content: bytes = b'{"model":"m"}') -> Request:
     return strip_request("POST", b"/v1/chat/completions?a=b", fields, content, NOW)
 
 
-def open_request(receiver: Receiver, sealed: bytes) -> tuple[Request, Exchange]:
+def open_request(receiver: Receiver, sealed: bytes) -> tuple[HttpRequest, Exchange]:
     header = Header.parse(sealed)
     exchange = receiver.begin(header, CHUNKED, 0.0)
     receiver.accept(header, 0.0)
@@ -58,7 +58,7 @@ def open_request(receiver: Receiver, sealed: bytes) -> tuple[Request, Exchange]:
     return decode_request(b"".join(opener.feed(sealed[header_bytes(sealed) :])) + opener.close()), exchange
 
 
-def write(profile: str = "open", request: Request | None = None) -> Letter:
+def write(profile: str = "open", request: HttpRequest | None = None) -> Letter:
     return write_letter(request or ask(), NODE_ENTRY, epoch_of(profile), 'PrivateToken token="t"', NOW)
 
 
@@ -187,7 +187,7 @@ def test_a_changed_byte_is_seen() -> None:
 @pytest.mark.parametrize(("status", "kind"), [(502, FailedTryError), (401, FailedTryError), (413, FinalRefusalError)])
 def test_a_refusal_of_the_gateway_says_whether_another_draw_may_help(status: int, kind: type[Exception]) -> None:
     way = Way(write())
-    refusal = encode_response(Response(ResponseHead(status), b'{"title": "The node is away."}'))
+    refusal = encode_response(HttpResponse(ResponseHead(status), b'{"title": "The node is away."}'))
     way.answer.feed(way._outer.finish(refusal))
     with pytest.raises(kind, match="The node is away"):
         way.answer.close()

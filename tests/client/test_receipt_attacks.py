@@ -21,7 +21,7 @@ from cloister.privacy.sealing import (
     CHUNKED,
     BinaryHttpWriter,
     Header,
-    Request,
+    HttpRequest,
     ResponseHead,
     ResponseSealer,
     UnsealError,
@@ -168,7 +168,7 @@ def test_an_answer_that_outlasts_the_key_ends_without_a_receipt_and_in_the_same_
 @pytest.mark.parametrize("profile", ["open", "team", "private"])
 def test_the_end_of_an_answer_is_as_long_for_who_asks_as_for_who_does_not(profile: str) -> None:
     asking, silent = Conversation(), Conversation()
-    silent.request = Request(ask().head, b"{}")
+    silent.request = HttpRequest(ask().head, b"{}")
     ends = [talk.end(profile=profile) for talk in (asking, silent)]
     assert len(ends[0]) == len(ends[1])
     assert any(ends[0])
@@ -186,7 +186,7 @@ def test_an_answer_is_signed_for_who_asks_and_for_who_does_not_so_that_times_do_
     for fields in (Conversation().request.head.fields, ()):
         talk, writer = Conversation(), BinaryHttpWriter()
         writer.head(ResponseHead(200))
-        request = Request(replace(talk.request.head, fields=fields), b"{}")
+        request = HttpRequest(replace(talk.request.head, fields=fields), b"{}")
         asyncio.run(AnswerEnding(Counting(NODE, lambda: 0.0), talk.exchange, request, PROFILE).end(writer, 200))
     assert len(signed) == 2
     assert len(signed[0]) == len(signed[1])
@@ -219,4 +219,4 @@ def test_a_wish_that_cannot_be_read_is_refused() -> None:
     for value in (b"?1", encode64(bytes(63)), encode64(bytes(64)) + b"="):
         fields = (*(line for line in head.fields if line[0] != FIELD), (FIELD, value))
         with pytest.raises(ReceiptError, match="64 bytes in base64url"):
-            AnswerEnding(NODE_KEYS, talk.exchange, Request(replace(head, fields=fields), b"{}"), PROFILE)
+            AnswerEnding(NODE_KEYS, talk.exchange, HttpRequest(replace(head, fields=fields), b"{}"), PROFILE)

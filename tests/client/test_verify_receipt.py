@@ -20,7 +20,7 @@ from cloister.privacy.attestation import AttestationPolicy, Outcome
 from cloister.privacy.receipts.claims import ReceiptError, encode64
 from cloister.privacy.receipts.receipt import Receipt, read_receipt
 from cloister.privacy.receipts.transcript import Transcript
-from cloister.privacy.sealing import CHUNKED, KeyRing, Request, RequestHead, parse_keys
+from cloister.privacy.sealing import CHUNKED, HttpRequest, KeyRing, RequestHead, parse_keys
 from cloister.privacy.sealing.ohttp import begin_request
 from cloister.privacy.transparency.bundle import encode_bundle, parse_bundle
 from cloister.privacy.transparency.epoch import epoch_leaf
@@ -63,7 +63,7 @@ class Desk:
     def sign(self, *, key: Ed25519PrivateKey | None = None, answer: bytes = ANSWERED, **claimed: object) -> Receipt:
         """A receipt; `claimed` are claims that are signed in place of the true ones."""
         exchange = begin_request(parse_keys(self.ring.publish())[0], CHUNKED)
-        transcript = Transcript(exchange, Request(RequestHead("POST", "https", "localhost", "/v1/completions"), ASKED))
+        transcript = Transcript(exchange, HttpRequest(RequestHead("POST", "https", "localhost", "/v1/completions"), ASKED))
         transcript.add(answer)
         claims = transcript.claim(
             200,

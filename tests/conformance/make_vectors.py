@@ -26,9 +26,9 @@ from cloister.privacy.sealing import (
     Context,
     Exchange,
     Header,
+    HttpRequest,
     KemPrivateKey,
     KeyConfiguration,
-    Request,
     RequestHead,
     ResponseHead,
     ResponseSealer,
@@ -90,7 +90,7 @@ def _exchange(
     secrets = derive_secrets(key.kem_id, SUITES[0], shared_secret, header.info(CHUNKED))
     content = json.dumps({"messages": [{"role": "user", "content": "What is a cloister?"}], "stream": kind == STREAM}).encode()
     fields = ((b"content-type", b"application/json"), (FRAMING_FIELD, BINARY_HTTP.encode()))
-    request = Request(RequestHead("POST", "https", "localhost", "/v1/chat/completions", fields), content)
+    request = HttpRequest(RequestHead("POST", "https", "localhost", "/v1/chat/completions", fields), content)
     message = encode_request(request, padded_to=bucket_bytes(len(encode_request(request))))
     frames = _answer(profile, kind)
     nonce = hashlib.sha256(b"cloister vector: nonce").digest()[:16]

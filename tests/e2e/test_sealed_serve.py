@@ -31,7 +31,7 @@ from cloister.privacy.receipts.transcript import Transcript
 from cloister.privacy.receipts.wish import Wish, read_signature, with_wish
 from cloister.privacy.sealing import (
     WHOLE,
-    Request,
+    HttpRequest,
     RequestHead,
     decode_response,
     encode_request,
@@ -148,7 +148,7 @@ class Node:
         keys = httpx.get(self.url + KEYS_PATH, timeout=30, verify=False).content
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0, **options}
         head = RequestHead("POST", "https", "node", "/v1/completions", ((b"content-type", b"application/json"),))
-        sealed, exchange = seal_request(parse_keys(keys)[0], encode_request(Request(head, json.dumps(body).encode())))
+        sealed, exchange = seal_request(parse_keys(keys)[0], encode_request(HttpRequest(head, json.dumps(body).encode())))
         headers = {"content-type": WHOLE.request_type}
         answer = httpx.post(self.url + NODE_PATH, content=sealed, headers=headers, timeout=60, verify=False)
         if answer.status_code != 200:
@@ -243,7 +243,7 @@ def test_its_closed_sealer_signs_a_receipt_with_the_key_in_its_evidence(node: No
     body = json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 4}).encode()
     head = RequestHead("POST", "https", "node", "/v1/completions", ((b"content-type", b"application/json"),))
     wish = Wish("ab" * 32, hashlib.sha256(evidence).hexdigest())
-    request, _ = with_wish(Request(head, body), wish)
+    request, _ = with_wish(HttpRequest(head, body), wish)
     sealed, exchange = seal_request(parse_keys(statement.keys)[0], encode_request(request))
     answer = httpx.post(
         node.url + NODE_PATH, content=sealed, headers={"content-type": WHOLE.request_type}, timeout=60, verify=False

@@ -24,13 +24,13 @@ from cloister.privacy.sealing import (
     Content,
     Exchange,
     Header,
+    HttpRequest,
     KeyConfiguration,
     KeyRing,
     MessageReader,
     Part,
     Receiver,
     ReplayCache,
-    Request,
     RequestHead,
     ResponseHead,
     ResponseOpener,
@@ -204,7 +204,7 @@ class Cloud:
 
     def letter(
         self,
-        request: Request,
+        request: HttpRequest,
         *,
         node: Node | None = None,
         token: str | None = None,
@@ -225,7 +225,7 @@ class Cloud:
         )
         head = change_head(RequestHead("POST", "https", CHALLENGE.origin_info[0], f"/nodes/{node.node_id}", fields))
         gateway_keys = self.gateway_receiver.ring.current.configuration
-        outer, outer_exchange = seal_chunked_request(gateway_keys, encode_request(Request(head, change_inner(inner))))
+        outer, outer_exchange = seal_chunked_request(gateway_keys, encode_request(HttpRequest(head, change_inner(inner))))
         return outer, outer_exchange, inner_exchange
 
 
@@ -360,7 +360,7 @@ def post(cloud: Cloud, sealed: bytes, *, to: str | None = None, headers: dict[st
     return http.post(to or cloud.relay_url, content=sealed, headers=fields, timeout=20)
 
 
-def ask(cloud: Cloud, request: Request, **options: object) -> Opening:
+def ask(cloud: Cloud, request: HttpRequest, **options: object) -> Opening:
     """Sends a request and opens the whole answer."""
     sealed, outer, inner = cloud.letter(request, **options)  # type: ignore[arg-type]
     reply = post(cloud, sealed)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from starlette.types import Message, Scope
 
-from cloister.privacy.sealing import CHUNKED, WHOLE, Request, RequestHead
+from cloister.privacy.sealing import CHUNKED, WHOLE, HttpRequest, RequestHead
 from cloister.sealed import exchange
 from cloister.sealed.exchange import Body
 from cloister.sealed.problems import ProblemError
@@ -24,7 +24,7 @@ from cloister.server.middleware.body import BodyReader
 from tests.sealed.flow import RELAY_SECRET, ask, open_cloud
 from tests.sealed.inner import ANSWER, Inner
 
-REQUEST = Request(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
+REQUEST = HttpRequest(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
 SCOPE: Scope = {"type": "http", "headers": [], "client": ("192.0.2.1", 1)}
 KIB = 1024
 

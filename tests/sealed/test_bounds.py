@@ -14,14 +14,14 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from cloister.privacy.sealing import CHUNKED, Request, RequestHead
+from cloister.privacy.sealing import CHUNKED, HttpRequest, RequestHead
 from cloister.sealed.exchange import Body, GoneError, Outgoing, run_while_there
 from cloister.sealed.problems import ProblemError
 from cloister.sealed.upstream import Upstream
 from tests.sealed.flow import ask, http, open_cloud
 from tests.sealed.inner import ANSWER, Inner
 
-REQUEST = Request(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
+REQUEST = HttpRequest(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
 SCOPE: Scope = {"type": "http", "headers": []}
 PIECE = bytes(64 * 1024)
 ENOUGH_BYTES = 64 * 2**20
@@ -73,7 +73,7 @@ def test_many_ask_at_once_and_each_gets_its_own_answer_over_few_connections(tmp_
         contents = [b"request %d" % number for number in range(24)]
 
         def ask_one(content: bytes) -> bytes:
-            return ask(cloud, Request(REQUEST.head, content)).content
+            return ask(cloud, HttpRequest(REQUEST.head, content)).content
 
         with ThreadPoolExecutor(8) as pool:
             assert list(pool.map(ask_one, contents)) == [ANSWER + content for content in contents]
@@ -112,7 +112,7 @@ def test_a_request_that_trickles_in_is_given_up() -> None:
 def test_an_answer_that_falls_silent_is_given_up(tmp_path: Path) -> None:
     inner = Inner()
     with open_cloud(tmp_path, inner, answer_timeout_s=0.5) as cloud:
-        sealed, _, _ = cloud.letter(Request(RequestHead("POST", "https", "localhost", "/v1/stream")))
+        sealed, _, _ = cloud.letter(HttpRequest(RequestHead("POST", "https", "localhost", "/v1/stream")))
         inner.go.release()
         began_s = time.monotonic()
         with pytest.raises(httpx.RemoteProtocolError):

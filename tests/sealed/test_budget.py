@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cloister.privacy.sealing import Request, RequestHead
+from cloister.privacy.sealing import HttpRequest, RequestHead
 from tests.sealed.flow import ask, open_cloud
 from tests.sealed.real_server import RealServer
 
@@ -21,7 +21,8 @@ def test_an_answer_that_wants_more_than_its_token_pays_for_ends_with_length(tmp_
                 if max_tokens is not None:
                     body["max_tokens"] = max_tokens
                 opening = ask(
-                    cloud, Request(RequestHead("POST", "https", "node", "/v1/completions", FIELDS), json.dumps(body).encode())
+                    cloud,
+                    HttpRequest(RequestHead("POST", "https", "node", "/v1/completions", FIELDS), json.dumps(body).encode()),
                 )
                 answer = json.loads(opening.content)
                 assert answer["usage"]["completion_tokens"] == expected

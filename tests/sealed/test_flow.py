@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cloister.privacy.sealing import CHUNKED, XWING, Request, RequestHead, UnsealError, bucket_bytes
+from cloister.privacy.sealing import CHUNKED, XWING, HttpRequest, RequestHead, UnsealError, bucket_bytes
 from cloister.privacy.tokens import authorization
 from tests.sealed.flow import Cloud, Opening, ask, gateway_keys, http, known_to, open_cloud
 from tests.sealed.inner import ANSWER, Inner
@@ -29,8 +29,8 @@ def cloud(inner: Inner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
         yield cloud
 
 
-def request(path: str = "/v1/echo", content: bytes = PROMPT) -> Request:
-    return Request(RequestHead("POST", "https", "localhost", path, ((b"content-type", b"application/json"),)), content)
+def request(path: str = "/v1/echo", content: bytes = PROMPT) -> HttpRequest:
+    return HttpRequest(RequestHead("POST", "https", "localhost", path, ((b"content-type", b"application/json"),)), content)
 
 
 def test_the_node_alone_sees_content_and_nobody_but_the_relay_an_address(cloud: Cloud, inner: Inner) -> None:

@@ -9,7 +9,15 @@ import msgspec
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cloister.privacy.sealing import Fields, MessageError, Request, RequestHead, Response, ResponseOpener, decode_response
+from cloister.privacy.sealing import (
+    Fields,
+    HttpRequest,
+    HttpResponse,
+    MessageError,
+    RequestHead,
+    ResponseOpener,
+    decode_response,
+)
 from cloister.privacy.shape import FRAMING_FIELD, Shape, Unshaper
 from tests.sealed.flow import Cloud, open_cloud, post
 
@@ -38,14 +46,14 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 def ask(cloud: Cloud, path: str, framing: bytes | None) -> tuple[list[int], bytes]:
     """Sizes of the chunks that left the node, and what they say."""
     fields: Fields = () if framing is None else ((FRAMING_FIELD, framing),)
-    sealed, _, inner = cloud.letter(Request(RequestHead("POST", "https", "localhost", path, fields)))
+    sealed, _, inner = cloud.letter(HttpRequest(RequestHead("POST", "https", "localhost", path, fields)))
     assert post(cloud, sealed).status_code == 200
     node = cloud.nodes[0].record.posts()[-1]
     opener = ResponseOpener(inner)
     return [len(piece) for _, piece in node.pieces], b"".join([*opener.feed(node.response), opener.close()])
 
 
-def unshape(said: bytes) -> Response:
+def unshape(said: bytes) -> HttpResponse:
     reader = Unshaper(required=True)
     message = reader.feed(said)
     reader.close()

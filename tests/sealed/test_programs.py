@@ -24,11 +24,11 @@ from cloister.privacy import Credentials
 from cloister.privacy.sealing import (
     CHUNKED,
     NODE_KEY_LIFE_S,
+    HttpRequest,
     KeyConfiguration,
     KeyRing,
     Receiver,
     ReplayCache,
-    Request,
     RequestHead,
     encode_request,
     parse_keys,
@@ -126,7 +126,7 @@ def test_relay_and_gateway_carry_a_request_and_end_when_told(tmp_path: Path, cap
 
 
 def ask(url: str, keys: KeyConfiguration, node: Node, path: str, token: str) -> tuple[httpx.Response, Opening]:
-    request = Request(RequestHead("POST", "https", "localhost", path), b"hello")
+    request = HttpRequest(RequestHead("POST", "https", "localhost", path), b"hello")
     inner, inner_exchange = seal_chunked_request(node.configuration, encode_request(request))
     fields = (
         (b"authorization", token.encode()),
@@ -134,7 +134,7 @@ def ask(url: str, keys: KeyConfiguration, node: Node, path: str, token: str) -> 
         (b"date", formatdate(usegmt=True).encode()),
     )
     head = RequestHead("POST", "https", "gateway.example", f"/nodes/{node.node_id}", fields)
-    outer, exchange = seal_chunked_request(keys, encode_request(Request(head, inner)))
+    outer, exchange = seal_chunked_request(keys, encode_request(HttpRequest(head, inner)))
     reply = http.post(url, content=outer, headers={"content-type": CHUNKED.request_type})
     return reply, Opening(exchange, inner_exchange)
 

@@ -18,7 +18,7 @@ from cloister.client import buying
 from cloister.client.asking import Ask, Reply
 from cloister.client.buying import Buyer
 from cloister.client.errors import NoTokensError
-from cloister.privacy.sealing import KEMS, X25519, Request, RequestHead, parse_keys
+from cloister.privacy.sealing import KEMS, X25519, HttpRequest, RequestHead, parse_keys
 from cloister.privacy.tokens import Token, authorization
 from cloister.privacy.tokens.issuance import Pending
 from cloister.privacy.tokens.purchase import PURCHASE_BYTES, PURCHASE_PATH, REQUEST_TYPE, STATEMENT_PATH
@@ -141,7 +141,9 @@ def test_a_token_bought_through_the_relay_is_spent_and_nobody_on_the_way_saw_key
     monkeypatch.setattr(buying, "request_tokens", lambda *given: made.append(draw(*given)) or made[-1])  # type: ignore[func-returns-value]
     tokens = market.buy(market.buyer())
     cloud = market.cloud
-    answer = ask(cloud, Request(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hi"), token=authorization(tokens[0]))
+    answer = ask(
+        cloud, HttpRequest(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hi"), token=authorization(tokens[0])
+    )
     assert answer.content == ANSWER + b"hi", "the token pays"
 
     (pending,) = made

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cloister.privacy.sealing import Request, RequestHead
+from cloister.privacy.sealing import HttpRequest, RequestHead
 from tests.sealed.flow import Cloud, Opening, ask, open_cloud
 from tests.sealed.real_server import RealServer
 
@@ -32,7 +32,7 @@ def chat(cloud: Cloud, **options: object) -> Opening:
     }
     fields = ((b"content-type", b"application/json"),)
     head = RequestHead("POST", "https", "localhost", "/v1/chat/completions", fields)
-    return ask(cloud, Request(head, json.dumps(content).encode()))
+    return ask(cloud, HttpRequest(head, json.dumps(content).encode()))
 
 
 def test_an_answer_of_the_model_comes_back_sealed_whole_and_as_a_stream(cloud: Cloud) -> None:

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from cloister.client.answer import Answer, BrokenAnswerError
 from cloister.privacy.receipts.wish import Wish, with_wish
-from cloister.privacy.sealing import Exchange, Request, RequestHead
+from cloister.privacy.sealing import Exchange, HttpRequest, RequestHead
 from cloister.privacy.shape import Shape, shape_of
 from tests.sealed.flow import Cloud, open_cloud, post
 
@@ -45,7 +45,7 @@ def cloud(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def see(cloud: Cloud, kind: str, wish: Wish | None) -> tuple[list[tuple[int, list[int]]], bytes | None]:
     """Bytes in, and the pieces out, at relay, gateway and node; and the signature at the end of the answer."""
     path = f"/v1/{kind}" if kind != "missing" else "/elsewhere"
-    asked, _ = with_wish(Request(RequestHead("POST", "https", "localhost", path)), wish)
+    asked, _ = with_wish(HttpRequest(RequestHead("POST", "https", "localhost", path)), wish)
     sealed, outer, inner = cloud.letter(asked)
     reply = post(cloud, sealed)
     assert reply.status_code == 200
@@ -72,7 +72,7 @@ def test_nobody_on_the_way_can_tell_who_asked_for_a_receipt(cloud: Cloud, kind: 
 
 
 def test_a_stream_that_breaks_off_at_the_node_ends_without_a_receipt(cloud: Cloud) -> None:
-    asked, _ = with_wish(Request(RequestHead("POST", "https", "localhost", "/v1/broken")), WISH)
+    asked, _ = with_wish(HttpRequest(RequestHead("POST", "https", "localhost", "/v1/broken")), WISH)
     sealed, outer, inner = cloud.letter(asked)
     answer = Answer(outer, inner, shaped=False)
 

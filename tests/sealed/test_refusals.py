@@ -15,11 +15,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cloister.privacy.sealing import (
     CHUNKED,
     WHOLE,
+    HttpRequest,
+    HttpResponse,
     KeyConfiguration,
     ReplayCache,
-    Request,
     RequestHead,
-    Response,
     ResponseHead,
     decode_response,
     encode_request,
@@ -38,7 +38,7 @@ from tests.sealed.flow import NODE_SECRET, RELAY_SECRET, Cloud, Opening, ask, ht
 from tests.sealed.inner import ANSWER, Inner
 from tests.server.test_tls import write_pair
 
-REQUEST = Request(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
+REQUEST = HttpRequest(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
 GATEWAY_HEADERS = {"authorization": f"Bearer {RELAY_SECRET}"}
 NODE_HEADERS = {"authorization": f"Bearer {NODE_SECRET}"}
 TOO_LARGE = 18 * 2**20
@@ -103,7 +103,7 @@ def test_a_node_answers_whatever_it_cannot_open_with_the_same_bytes(cloud: Cloud
 
 def test_a_late_chunk_that_does_not_open_is_answered_like_an_early_one(cloud: Cloud) -> None:
     early = bytes_of(post(cloud, DAMAGES["unknown key"](cloud.letter(REQUEST)[0])))
-    large = Request(REQUEST.head, bytes(60_000))
+    large = HttpRequest(REQUEST.head, bytes(60_000))
     late = bytes_of(post(cloud, DAMAGES["changed tag"](cloud.letter(large)[0])))
     assert late == early
 
@@ -129,7 +129,7 @@ def test_sizes_come_first_then_the_relay_then_the_seal(cloud: Cloud) -> None:
 
 def test_a_request_that_does_not_say_its_length_is_cut_at_the_limit(tmp_path: Path) -> None:
     with open_cloud(tmp_path, Inner(), max_request_bytes=100_000) as cloud:
-        sealed, _, _ = cloud.letter(Request(REQUEST.head, bytes(200_000)))
+        sealed, _, _ = cloud.letter(HttpRequest(REQUEST.head, bytes(200_000)))
         said = post(cloud, sealed)
 
         def pieces() -> Iterator[bytes]:
@@ -219,7 +219,7 @@ def test_the_gateway_is_known_by_its_name_with_its_default_port_too(cloud: Cloud
 
 def test_what_is_sealed_must_be_a_request(cloud: Cloud) -> None:
     keys = cloud.gateway_receiver.ring.current.configuration
-    for message in (b"\x00\x03GET", encode_response(Response(ResponseHead(200)))):
+    for message in (b"\x00\x03GET", encode_response(HttpResponse(ResponseHead(200)))):
         sealed, exchange = seal_chunked_request(keys, message)
         opening = Opening(exchange, exchange)
         opening.feed(post(cloud, sealed).content)
@@ -237,7 +237,7 @@ def test_another_client_may_ask_in_the_form_that_is_not_chunked(cloud: Cloud) ->
         (b"date", formatdate(cloud.clock(), usegmt=True).encode()),
     )
     head = RequestHead("POST", "https", "gateway.example", f"/nodes/{node.node_id}", fields)
-    outer, exchange = seal_request(cloud.gateway_receiver.ring.current.configuration, encode_request(Request(head, inner)))
+    outer, exchange = seal_request(cloud.gateway_receiver.ring.current.configuration, encode_request(HttpRequest(head, inner)))
     reply = http.post(cloud.relay_url, content=outer, headers={"content-type": WHOLE.request_type})
     assert (reply.status_code, reply.headers["content-type"]) == (200, WHOLE.response_type)
     response = decode_response(open_response(exchange, reply.content))
@@ -262,14 +262,14 @@ def test_a_node_takes_requests_of_its_gateway_only_and_shows_nothing_else(cloud:
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/", "/v2/echo"])
 def test_only_the_api_can_be_asked_sealed(cloud: Cloud, path: str) -> None:
-    opening = ask(cloud, Request(RequestHead("POST", "https", "localhost", path)))
+    opening = ask(cloud, HttpRequest(RequestHead("POST", "https", "localhost", path)))
     assert opening.head is not None
     assert opening.head.status == 404
 
 
 def test_a_date_inside_is_held_against_the_nodes_clock(cloud: Cloud) -> None:
     old = replace(REQUEST.head, fields=((b"date", formatdate(cloud.clock() - 400, usegmt=True).encode()),))
-    opening = ask(cloud, Request(old, b"hello"))
+    opening = ask(cloud, HttpRequest(old, b"hello"))
     assert opening.head is not None
     assert opening.head.status == 400
     assert DATE_TYPE.encode() in opening.content
@@ -324,7 +324,7 @@ def test_a_gateway_that_is_away_or_does_not_know_the_relay_is_told_apart(cloud: 
 
 def test_a_node_that_is_silent_or_away_is_told_apart_in_the_sealed_answer(tmp_path: Path) -> None:
     with open_cloud(tmp_path, Inner(), num_nodes=2, answer_timeout_s=0.5) as cloud:
-        opening = ask(cloud, Request(RequestHead("POST", "https", "localhost", "/v1/stream")))
+        opening = ask(cloud, HttpRequest(RequestHead("POST", "https", "localhost", "/v1/stream")))
         assert opening.gateway_head is not None
         assert (opening.gateway_head.status, b"did not answer in time" in opening.refusal) == (504, True)
         cloud.nodes[0].stop()

@@ -10,11 +10,11 @@ import pytest
 
 from cloister.privacy.sealing import (
     CHUNKED,
+    HttpRequest,
     KeyRing,
     MessageReader,
     Receiver,
     ReplayCache,
-    Request,
     RequestHead,
     ResponseHead,
     ResponseOpener,
@@ -45,7 +45,7 @@ def ask(fields: tuple[tuple[bytes, bytes], ...]) -> tuple[int, int]:
     ring = KeyRing(0.0)
     unsealer = LocalUnsealer(Receiver(ring, ReplayCache(REPLAY_WINDOW_S)), lambda: 0.0)
     node = node_app(Inner(), NodeConfig(shape=shape_of("private")), unsealer, Lifespan(None))
-    message = encode_request(Request(RequestHead("POST", "https", "localhost", "/v1/echo", (JSON, *fields)), b"{}"))
+    message = encode_request(HttpRequest(RequestHead("POST", "https", "localhost", "/v1/echo", (JSON, *fields)), b"{}"))
     sealed, exchange = seal_chunked_request(ring.current.configuration, message.ljust(bucket_bytes(len(message)), b"\0"))
 
     async def post() -> bytes:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cloister.privacy.sealing import Request, RequestHead
+from cloister.privacy.sealing import HttpRequest, RequestHead
 from cloister.sealed import gateway
 from tests.sealed.flow import Cloud, Opening, ask, open_cloud
 
@@ -41,9 +41,9 @@ def cloud(inner: Counting, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield cloud
 
 
-def request(*sealed: bytes) -> Request:
+def request(*sealed: bytes) -> HttpRequest:
     fields = tuple((FIELD, value) for value in sealed)
-    return Request(RequestHead("POST", "https", "node", "/v1/completions", fields), b"{}")
+    return HttpRequest(RequestHead("POST", "https", "node", "/v1/completions", fields), b"{}")
 
 
 @contextmanager

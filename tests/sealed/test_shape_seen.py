@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cloister.privacy.sealing import Request, RequestHead, ResponseOpener
+from cloister.privacy.sealing import HttpRequest, RequestHead, ResponseOpener
 from cloister.privacy.shape import Shape, ShapeError, Unshaper
 from tests.sealed.flow import Cloud, Seen, open_cloud, post
 
@@ -47,7 +47,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 def see(cloud: Cloud, kind: str) -> tuple[Seen, Seen]:
     """What the node sent and what the relay sent on for one answer."""
     path = f"/v1/{kind}" if kind != "missing" else "/elsewhere"
-    sealed, *_ = cloud.letter(Request(RequestHead("POST", "https", "localhost", path)))
+    sealed, *_ = cloud.letter(HttpRequest(RequestHead("POST", "https", "localhost", path)))
     assert post(cloud, sealed).status_code == 200
     return cloud.nodes[0].record.posts()[-1], cloud.relay.posts()[-1]
 
@@ -79,7 +79,7 @@ def test_the_client_alone_is_told_that_the_node_failed(cloud: Cloud, tmp_path: P
         raise RuntimeError("the engine died")
 
     with open_cloud(tmp_path, break_down, shape=SHAPE) as other:
-        sealed, _, inner = other.letter(Request(RequestHead("POST", "https", "localhost", "/v1/x")))
+        sealed, _, inner = other.letter(HttpRequest(RequestHead("POST", "https", "localhost", "/v1/x")))
         assert post(other, sealed).status_code == 200
         node = other.nodes[0].record.posts()[-1]
     assert sizes(node) == sizes(see(cloud, "short")[0])

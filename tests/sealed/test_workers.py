@@ -20,7 +20,7 @@ from cloister.client.traces.node import SealedNode
 from cloister.privacy.residue.processes import ProcessTree
 from cloister.privacy.sealing import (
     CHUNKED,
-    Request,
+    HttpRequest,
     RequestHead,
     choose_configuration,
     encode_request,
@@ -82,7 +82,7 @@ def test_nothing_is_answered_in_the_clear(node: Node) -> None:
 def test_a_worker_refuses_in_the_clear_what_was_sealed_with_another_budget(node: Node, told: str | None, status: int) -> None:
     keys = parse_keys(httpx.get(f"{node.address}{KEYS_PATH}", timeout=10).content)
     fields = ((b"content-type", b"application/json"),)
-    request = Request(RequestHead("POST", "https", "localhost", "/v1/completions", fields), json.dumps(BODY).encode())
+    request = HttpRequest(RequestHead("POST", "https", "localhost", "/v1/completions", fields), json.dumps(BODY).encode())
     sealed, _ = seal_chunked_request(choose_configuration(keys), encode_request(with_budget(request, 512)))
     headers = {"content-type": CHUNKED.request_type, **({BUDGET_FIELD: told} if told else {})}
     reply = httpx.post(f"{node.address}/ohttp", content=sealed, headers=headers, timeout=20)

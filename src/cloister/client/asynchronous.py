@@ -18,7 +18,7 @@ from cloister.client.padding import AsyncPaddingReader
 from cloister.client.restocking import AsyncRestocker
 from cloister.client.session import PreparedRequest, Session
 from cloister.client.tries import CUT_OFF, Tries, is_answer, read_timeouts, refuse_reply, to_fields, to_request, to_response
-from cloister.privacy.sealing import Request
+from cloister.privacy.sealing import HttpRequest
 from cloister.types.errors import CloisterError
 
 T = TypeVar("T")
@@ -64,7 +64,9 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
         await self._padding.wait()
         await self._carrier.aclose()
 
-    async def _try_once(self, request: httpx.Request, plain: Request, ready: PreparedRequest, tries: Tries) -> httpx.Response:
+    async def _try_once(
+        self, request: httpx.Request, plain: HttpRequest, ready: PreparedRequest, tries: Tries
+    ) -> httpx.Response:
         tries.draw(ready)
         letter = ready.seal(plain, self._session.now())
         posted = to_request(self._session.relay, letter.sealed, read_timeouts(request))

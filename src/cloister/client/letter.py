@@ -12,7 +12,7 @@ from cloister.privacy.receipts.wish import with_wish
 from cloister.privacy.sealing import (
     CHUNKED,
     Fields,
-    Request,
+    HttpRequest,
     RequestHead,
     bucket_bytes,
     choose_configuration,
@@ -41,7 +41,7 @@ class Letter:
 
 
 def write_letter(
-    request: Request,
+    request: HttpRequest,
     node: NodeEntry,
     epoch: Epoch,
     authorization: str,
@@ -74,13 +74,13 @@ def write_letter(
     fields: Fields = ((b"authorization", authorization.encode()), (b"content-type", CHUNKED.request_type.encode()), date)
     head = RequestHead("POST", gateway.scheme, gateway.netloc, f"{gateway.path.rstrip('/')}/nodes/{node.node_id}", fields)
     outer, outer_exchange = seal_chunked_request(
-        choose_configuration(parse_keys(epoch.gateway.keys)), encode_request(Request(head, inner))
+        choose_configuration(parse_keys(epoch.gateway.keys)), encode_request(HttpRequest(head, inner))
     )
     receipt = ReceiptReader(order, asked, inner_exchange) if order else None
     return Letter(outer, Answer(outer_exchange, inner_exchange, shaped=shape_of(epoch.profile) is not None, receipt=receipt))
 
 
-def strip_request(method: str, target: bytes, fields: Fields, content: bytes, now: float) -> Request:
+def strip_request(method: str, target: bytes, fields: Fields, content: bytes, now: float) -> HttpRequest:
     """Returns a request without what tells who asks.
 
     Args:
@@ -89,7 +89,7 @@ def strip_request(method: str, target: bytes, fields: Fields, content: bytes, no
     """
     kept = tuple((name.lower(), value) for name, value in fields if name.lower() in TAKEN_FIELDS)
     date = (b"date", write_date(now))
-    return Request(RequestHead(method, "https", "localhost", target.decode("ascii"), (*kept, date)), content)
+    return HttpRequest(RequestHead(method, "https", "localhost", target.decode("ascii"), (*kept, date)), content)
 
 
 def write_date(now: float) -> bytes:

@@ -12,7 +12,7 @@ from cloister.privacy.receipts.claims import ReceiptError, is_signed
 from cloister.privacy.receipts.receipt import Receipt
 from cloister.privacy.receipts.transcript import Transcript
 from cloister.privacy.receipts.wish import Wish
-from cloister.privacy.sealing import Exchange, Request
+from cloister.privacy.sealing import Exchange, HttpRequest
 from cloister.privacy.transparency.epoch import Epoch, epoch_leaf
 from cloister.privacy.transparency.merkle import hash_leaf
 
@@ -72,7 +72,7 @@ class ReceiptReader:
         receipt: None until the answer is complete.
     """
 
-    def __init__(self, order: ReceiptOrder, request: Request, exchange: Exchange) -> None:
+    def __init__(self, order: ReceiptOrder, request: HttpRequest, exchange: Exchange) -> None:
         self.receipt: Receipt | None = None
         self._order = order
         self._transcript = Transcript(exchange, request)

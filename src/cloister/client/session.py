@@ -31,7 +31,7 @@ from cloister.client.state import state_file
 from cloister.client.wallet import Wallet
 from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES, read_evidence, read_statement
-from cloister.privacy.sealing import Request
+from cloister.privacy.sealing import HttpRequest
 from cloister.privacy.tokens import Token, authorization
 from cloister.privacy.tokens.names import challenge_between
 from cloister.privacy.tokens.spki import key_id
@@ -71,7 +71,7 @@ class PreparedRequest:
     order: ReceiptOrder | None = None
     budget: int | None = None
 
-    def seal(self, request: Request, now: float) -> Letter:
+    def seal(self, request: HttpRequest, now: float) -> Letter:
         """Seals a request to the node, and around that to the gateway."""
         assert self.token is not None, "nothing is sealed to a node that was refused"
         assert self.node is not None, "nothing is sealed to a node that is not there"

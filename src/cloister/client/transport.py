@@ -19,7 +19,7 @@ from cloister.client.padding import PaddingReader
 from cloister.client.restocking import Restocker
 from cloister.client.session import PreparedRequest, Session
 from cloister.client.tries import CUT_OFF, Tries, is_answer, read_timeouts, refuse_reply, to_fields, to_request, to_response
-from cloister.privacy.sealing import Request
+from cloister.privacy.sealing import HttpRequest
 from cloister.types.errors import CloisterError
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class SealedTransport(httpx.BaseTransport):
         self._padding.wait()
         self._carrier.close()
 
-    def _try_once(self, request: httpx.Request, plain: Request, ready: PreparedRequest, tries: Tries) -> httpx.Response:
+    def _try_once(self, request: httpx.Request, plain: HttpRequest, ready: PreparedRequest, tries: Tries) -> httpx.Response:
         tries.draw(ready)
         letter = ready.seal(plain, self._session.now())
         posted = to_request(self._session.relay, letter.sealed, read_timeouts(request))

@@ -23,8 +23,8 @@ from cloister.privacy.sealing import (
     LARGEST_BUCKET_BYTES,
     Exchange,
     Fields,
+    HttpRequest,
     MessageError,
-    Request,
     ResponseHead,
     UnsealError,
     decode_request,
@@ -157,7 +157,12 @@ class _Node:
         return opened, bytes(message)
 
     async def _serve(
-        self, request: Request | MessageError, budget: int | None, exchange: Exchange, reply: SealedReply, shaped: ReplyWriter
+        self,
+        request: HttpRequest | MessageError,
+        budget: int | None,
+        exchange: Exchange,
+        reply: SealedReply,
+        shaped: ReplyWriter,
     ) -> None:
         try:
             if isinstance(request, MessageError):
@@ -186,7 +191,7 @@ class _Node:
             await _refuse(mistake, reply, shaped, ending)
 
 
-def _read_request(message: bytes) -> Request | MessageError:
+def _read_request(message: bytes) -> HttpRequest | MessageError:
     """Returns the request, or what is wrong with it, which is answered in the shape of every answer."""
     try:
         request = decode_request(message)
@@ -196,7 +201,7 @@ def _read_request(message: bytes) -> Request | MessageError:
         return error
 
 
-def _framing_of(request: Request | MessageError) -> str:
+def _framing_of(request: HttpRequest | MessageError) -> str:
     """Returns how the client wants frames written; where it asks for none that there is, as every client reads them."""
     if isinstance(request, MessageError):
         return FRAMES
@@ -204,7 +209,7 @@ def _framing_of(request: Request | MessageError) -> str:
     return asked if asked in FRAMINGS else FRAMES
 
 
-def _check_framing(request: Request) -> None:
+def _check_framing(request: HttpRequest) -> None:
     asked = find_field(request.head.fields, FRAMING_FIELD)
     if asked is not None and asked not in FRAMINGS:
         raise ProblemError(400, f"{FRAMING_FIELD.decode()} is one of {', '.join(FRAMINGS)}.")
@@ -222,19 +227,19 @@ def _read_budget(scope: Scope) -> int | None:
     return parse_budget(find_header(scope, BUDGET_FIELD.encode()))
 
 
-def _check_budget(request: Request | MessageError, budget: int | None) -> None:
+def _check_budget(request: HttpRequest | MessageError, budget: int | None) -> None:
     """Refuses where the gateway says another budget than the client sealed.
 
     In the clear, since a sealed refusal is an answer of the node: the client would count the draw as answered, and a gateway
     could steer by budgets with nothing lost that an audit sees.
     """
-    if isinstance(request, Request) and differs(request.head.fields, budget):
+    if isinstance(request, HttpRequest) and differs(request.head.fields, budget):
         raise ProblemError(
             409, "The gateway names another token budget than the sealed request; nothing was run.", in_clear=True
         )
 
 
-def _scope_of(request: Request) -> Scope:
+def _scope_of(request: HttpRequest) -> Scope:
     """The request as the server's application sees it: from nowhere, over HTTP/1.1."""
     head = request.head
     path, _, query = head.path.partition("?")

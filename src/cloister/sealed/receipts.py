@@ -6,7 +6,7 @@ from cloister.privacy.policy import Policy, Use
 from cloister.privacy.receipts.claims import SIGNATURE_BYTES, encode64
 from cloister.privacy.receipts.transcript import Transcript
 from cloister.privacy.receipts.wish import FIELD, NO_WISH, Wish, read_wish
-from cloister.privacy.sealing import BinaryHttpWriter, Exchange, ReplayCacheFullError, Request, UnsealError
+from cloister.privacy.sealing import BinaryHttpWriter, Exchange, HttpRequest, ReplayCacheFullError, UnsealError
 from cloister.sealed.unsealing import Unsealer
 from cloister.types.errors import EngineError
 
@@ -25,7 +25,7 @@ class AnswerEnding:
         PolicyError: a receipt is asked for, and the profile has none.
     """
 
-    def __init__(self, unsealer: Unsealer, exchange: Exchange, request: Request, profile: str) -> None:
+    def __init__(self, unsealer: Unsealer, exchange: Exchange, request: HttpRequest, profile: str) -> None:
         self._wish: Wish | None = read_wish(request.head.fields)
         Policy(profile).check({"receipt": Use(self._wish is not None, "the request")})
         self._unsealer = unsealer

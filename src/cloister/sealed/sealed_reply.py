@@ -9,7 +9,7 @@ from cloister.privacy.sealing import (
     BinaryHttpWriter,
     Exchange,
     Fields,
-    Response,
+    HttpResponse,
     ResponseHead,
     ResponseSealer,
     encode_response,
@@ -60,7 +60,7 @@ class SealedReply:
         """Seals a whole refusal and sends it."""
         head = ResponseHead(problem.status, problem.headers)
         self._whole.clear()
-        await self.emit(encode_response(Response(head, problem.body)), True)
+        await self.emit(encode_response(HttpResponse(head, problem.body)), True)
 
     async def _begin(self, fields: Fields) -> None:
         if self._out.has_begun:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cloister.privacy.sealing import Exchange, Request, RequestHead
+from cloister.privacy.sealing import Exchange, HttpRequest, RequestHead
 from cloister.privacy.tokens import Token, authorization
 from tests.sealed.flow import RELAY_SECRET, Cloud, Opening, ask, open_cloud, post
 
-REQUEST = Request(
+REQUEST = HttpRequest(
     RequestHead("POST", "https", "node", "/v1/chat/completions", ((b"content-type", b"application/json"),)), b'{"n": 1}'
 )
 
@@ -127,7 +127,7 @@ def test_a_letter_with_an_old_date_is_refused_and_its_token_is_left(cloud: Cloud
 def test_a_client_that_writes_more_than_its_token_pays_for_gets_no_answer(cloud: Cloud, inner: Counting) -> None:
     before = inner.num_answered
     fields = (*REQUEST.head.fields, (b"cloister-token-budget", b"999999"))
-    opening = ask(cloud, Request(RequestHead("POST", "https", "node", "/v1/chat/completions", fields), REQUEST.content))
+    opening = ask(cloud, HttpRequest(RequestHead("POST", "https", "node", "/v1/chat/completions", fields), REQUEST.content))
     assert opening.gateway_head is not None
     assert opening.gateway_head.status == 502
     assert inner.num_answered == before

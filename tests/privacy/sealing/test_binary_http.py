@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from cloister.privacy.sealing import (
     BinaryHttpWriter,
     Content,
+    HttpRequest,
+    HttpResponse,
     MessageError,
     MessageReader,
-    Request,
     RequestHead,
-    Response,
     ResponseHead,
     Trailers,
     decode_request,
@@ -32,7 +32,7 @@ EXAMPLES = {
     for example in json.loads((Path(__file__).parents[2] / "vectors/bhttp/rfc9292-examples.json").read_text())
     if example["form"] == "hex-dump"
 }
-HELLO = Request(
+HELLO = HttpRequest(
     RequestHead(
         "GET",
         "https",
@@ -56,9 +56,9 @@ heads = st.builds(
     path=st.from_regex(r"/[!-~]{0,20}", fullmatch=True),
     fields=fields,
 )
-requests = st.builds(Request, head=heads, content=st.binary(max_size=200), trailers=fields)
+requests = st.builds(HttpRequest, head=heads, content=st.binary(max_size=200), trailers=fields)
 responses = st.builds(
-    Response,
+    HttpResponse,
     head=st.builds(ResponseHead, status=st.integers(200, 599), fields=fields),
     content=st.binary(max_size=200),
     trailers=fields,
@@ -74,9 +74,9 @@ def read_in_pieces(message: bytes, size: int) -> list[object]:
     return [*parts, *reader.close()]
 
 
-def write(message: Request | Response) -> bytes:
+def write(message: HttpRequest | HttpResponse) -> bytes:
     writer = BinaryHttpWriter()
-    informational = message.informational if isinstance(message, Response) else ()
+    informational = message.informational if isinstance(message, HttpResponse) else ()
     written = b"".join(writer.head(head) for head in (*informational, message.head))
     return written + writer.content(message.content) + writer.end(message.trailers)
 
@@ -104,26 +104,26 @@ def test_the_example_with_informational_responses_is_read_and_written() -> None:
 
 def test_the_example_with_a_trailer_is_read_and_written() -> None:
     response = decode_response(EXAMPLES["ex-bink-chunked"])
-    assert response == Response(ResponseHead(200), b"This content contains CRLF.\r\n", ((b"trailer", b"text"),))
+    assert response == HttpResponse(ResponseHead(200), b"This content contains CRLF.\r\n", ((b"trailer", b"text"),))
     assert encode_response(response) == EXAMPLES["ex-bink-chunked"]
 
 
 @pytest.mark.parametrize("anchor", ["ex-bink-request", "ex-bini-request"])
 def test_an_example_may_stop_only_where_what_is_missing_would_be_empty(anchor: str) -> None:
     message = EXAMPLES[anchor].rstrip(b"\0")
-    may_stop: dict[int, Request] = {}
+    may_stop: dict[int, HttpRequest] = {}
     for length in range(len(message) + 1):
         with contextlib.suppress(MessageError):
             may_stop[length] = decode_request(message[:length])
     control_data = RequestHead("GET", "https", "", "/hello.txt")
-    allowed = {23: Request(control_data)}
+    allowed = {23: HttpRequest(control_data)}
     if anchor == "ex-bink-request":  # the other form still lacks the zero behind its fields
         allowed[len(message)] = HELLO
     assert may_stop == allowed
 
 
 def test_a_message_that_stops_inside_its_content_is_invalid() -> None:
-    whole = encode_response(Response(ResponseHead(200), b"four"))
+    whole = encode_response(HttpResponse(ResponseHead(200), b"four"))
     with pytest.raises(MessageError):
         decode_response(whole[:-1])
     writer = BinaryHttpWriter()
@@ -166,7 +166,7 @@ def test_what_http_does_not_allow_is_invalid(message: bytes) -> None:
 def test_fields_that_http_does_not_allow_are_not_written() -> None:
     for line in [(b"a b", b"c"), (b":path", b"/"), (b"a", b"b\r\nc: d"), (b"a", b" b")]:
         with pytest.raises(MessageError):
-            encode_response(Response(ResponseHead(200, (line,))))
+            encode_response(HttpResponse(ResponseHead(200, (line,))))
 
 
 def test_a_head_that_never_ends_is_refused_before_it_fills_memory() -> None:
@@ -191,7 +191,7 @@ def test_content_is_handed_on_before_its_chunk_is_whole() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(requests, st.integers(1, 50), st.integers(0, 300))
-def test_requests_come_back_as_they_were(request: Request, size: int, padded_to: int) -> None:
+def test_requests_come_back_as_they_were(request: HttpRequest, size: int, padded_to: int) -> None:
     assert decode_request(encode_request(request, padded_to=padded_to)) == request
     assert decode_request(write(request)) == request
     known, streamed = read_in_pieces(encode_request(request), size), read_in_pieces(write(request), size)
@@ -202,7 +202,7 @@ def test_requests_come_back_as_they_were(request: Request, size: int, padded_to:
 
 @settings(max_examples=100, deadline=None)
 @given(responses)
-def test_responses_come_back_as_they_were(response: Response) -> None:
+def test_responses_come_back_as_they_were(response: HttpResponse) -> None:
     assert decode_response(encode_response(response)) == response
     assert decode_response(write(response)) == response
 
@@ -237,9 +237,9 @@ def test_a_request_that_is_cut_too_finely_is_refused_before_it_costs_its_reader_
 
 def test_a_section_of_more_fields_than_anybody_sends_is_refused() -> None:
     head = RequestHead("GET", "https", "", "/", ((b"a", b""),) * 512)
-    assert len(decode_request(encode_request(Request(head))).head.fields) == 512
+    assert len(decode_request(encode_request(HttpRequest(head))).head.fields) == 512
     with pytest.raises(MessageError, match="more than 512 fields"):
-        decode_request(encode_request(Request(RequestHead("GET", "https", "", "/", ((b"a", b""),) * 513))))
+        decode_request(encode_request(HttpRequest(RequestHead("GET", "https", "", "/", ((b"a", b""),) * 513))))
 
 
 @given(st.integers(0, MAX_VARINT))

@@ -35,7 +35,7 @@ from cloister.privacy.sealing import (
     parse_keys,
     seal_chunked_request,
 )
-from cloister.privacy.sealing import Request as HttpRequest
+from cloister.privacy.sealing import HttpRequest as HttpRequest
 from cloister.privacy.sealing.configuration import KEYS_MEDIA_TYPE
 from cloister.privacy.sealing.keys import RECEIPT_GRACE_S
 from cloister.types.errors import ConfigError, RequestTooLargeError

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from cloister.privacy.sealing import (
     BinaryHttpWriter,
     Content,
+    HttpResponse,
     MessageError,
     MessageReader,
-    Response,
     ResponseHead,
     decode_response,
     find_field,
@@ -68,7 +68,7 @@ def run(shaper: Shaper, head: ResponseHead, flushes: list[bytes], *, wait_s: flo
     return frames
 
 
-def read(frames: list[Frame]) -> Response:
+def read(frames: list[Frame]) -> HttpResponse:
     return decode_response(b"".join(frame.data for frame in frames))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from cloister.privacy.receipts.claims import Claims
-from cloister.privacy.sealing import Exchange, Request
+from cloister.privacy.sealing import Exchange, HttpRequest
 
 SALT_BYTES: Final = 32
 _SALT_LABEL: Final = b"cloister receipt v1 salt"
@@ -38,7 +38,7 @@ def digest_pieces(salt: bytes, pieces: Iterable[bytes]) -> str:
 class Transcript:
     """The digests of a request and of its answer as that is written or read."""
 
-    def __init__(self, exchange: Exchange, request: Request) -> None:
+    def __init__(self, exchange: Exchange, request: HttpRequest) -> None:
         self.salt = derive_salt(exchange)
         self._request = digest_request(self.salt, request.head.method, request.head.path, request.content)
         self._answer = hashlib.sha256(self.salt)

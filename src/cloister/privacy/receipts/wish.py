@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cloister.privacy.receipts.claims import SIGNATURE_BYTES, ReceiptError, decode64, encode64
-from cloister.privacy.sealing import Fields, MessageError, Request, RequestHead, encode_request, find_field
+from cloister.privacy.sealing import Fields, HttpRequest, MessageError, RequestHead, encode_request, find_field
 
 FIELD: Final = b"cloister-receipt"
 _DIGEST_BYTES: Final = 32
@@ -32,13 +32,13 @@ class Wish:
 NO_WISH: Final = Wish("00" * _DIGEST_BYTES, "00" * _DIGEST_BYTES)
 
 
-def with_wish(request: Request, wish: Wish | None) -> tuple[Request, int]:
+def with_wish(request: HttpRequest, wish: Wish | None) -> tuple[HttpRequest, int]:
     """Returns the request with its wish, if any, and how many bytes it takes with one: both kinds are padded from there."""
     head = request.head
     asking = RequestHead(head.method, head.scheme, head.authority, head.path, (*head.fields, (FIELD, (wish or NO_WISH).value)))
-    with_field = len(encode_request(Request(asking, b"-"))) - len(encode_request(Request(head, b"-")))
-    room = len(encode_request(Request(head, request.content))) + with_field
-    return Request(asking if wish else head, request.content), room
+    with_field = len(encode_request(HttpRequest(asking, b"-"))) - len(encode_request(HttpRequest(head, b"-")))
+    room = len(encode_request(HttpRequest(head, request.content))) + with_field
+    return HttpRequest(asking if wish else head, request.content), room
 
 
 def read_wish(fields: Fields) -> Wish | None:

@@ -13,9 +13,9 @@ from cloister.privacy.sealing.errors import MessageError
 from cloister.privacy.sealing.messages import (
     Content,
     Fields,
-    Request,
+    HttpRequest,
+    HttpResponse,
     RequestHead,
-    Response,
     ResponseHead,
     Trailers,
     check_fields,
@@ -29,7 +29,7 @@ INDETERMINATE_REQUEST: Final = b"\x02"
 INDETERMINATE_RESPONSE: Final = b"\x03"
 
 
-def encode_request(request: Request, *, padded_to: int = 0) -> bytes:
+def encode_request(request: HttpRequest, *, padded_to: int = 0) -> bytes:
     """Returns a known-length request; empty parts at the end are left out (section 3.8).
 
     Args:
@@ -43,7 +43,7 @@ def encode_request(request: Request, *, padded_to: int = 0) -> bytes:
     return (KNOWN_REQUEST + _control_data(head) + _without_empty_end(parts)).ljust(padded_to, b"\0")
 
 
-def encode_response(response: Response, *, padded_to: int = 0) -> bytes:
+def encode_response(response: HttpResponse, *, padded_to: int = 0) -> bytes:
     """Returns a known-length response; see `encode_request`."""
     _check_status(response.head, is_final=True)
     message = bytearray(KNOWN_RESPONSE)
@@ -55,7 +55,7 @@ def encode_response(response: Response, *, padded_to: int = 0) -> bytes:
     return bytes(message).ljust(padded_to, b"\0")
 
 
-def decode_request(message: bytes) -> Request:
+def decode_request(message: bytes) -> HttpRequest:
     """Reads a whole request of either form.
 
     Raises:
@@ -64,15 +64,15 @@ def decode_request(message: bytes) -> Request:
     head, content, trailers, informational = _decode(message)
     if not isinstance(head, RequestHead) or informational:
         raise MessageError("The binary HTTP message is a response where a request is expected.")
-    return Request(head, content, trailers)
+    return HttpRequest(head, content, trailers)
 
 
-def decode_response(message: bytes) -> Response:
+def decode_response(message: bytes) -> HttpResponse:
     """Reads a whole response of either form; see `decode_request`."""
     head, content, trailers, informational = _decode(message)
     if not isinstance(head, ResponseHead):
         raise MessageError("The binary HTTP message is a request where a response is expected.")
-    return Response(head, content, trailers, informational)
+    return HttpResponse(head, content, trailers, informational)
 
 
 class BinaryHttpWriter:

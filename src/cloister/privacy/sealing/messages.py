@@ -61,7 +61,7 @@ Part = RequestHead | ResponseHead | Content | Trailers
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class HttpRequest:
     """A whole request."""
 
     head: RequestHead
@@ -70,7 +70,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class HttpResponse:
     """A whole response, with the informational ones that came before it."""
 
     head: ResponseHead

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cloister.privacy.sealing import Fields, Request, RequestHead, find_field
+from cloister.privacy.sealing import Fields, HttpRequest, RequestHead, find_field
 
 BUDGET_FIELD: Final = "cloister-token-budget"
 """How many output tokens were paid for; the same for every token of an issuer's key."""
@@ -16,7 +16,7 @@ _DIGITS: Final = 9
 _SEALED: Final = BUDGET_FIELD.encode()
 
 
-def with_budget(request: Request, budget: int | None) -> Request:
+def with_budget(request: HttpRequest, budget: int | None) -> HttpRequest:
     """Returns the request with its budget, in as many digits whatever it is, so that no length tells it.
 
     Args:
@@ -26,7 +26,7 @@ def with_budget(request: Request, budget: int | None) -> Request:
         return request
     head = request.head
     fields = (*head.fields, (_SEALED, b"%0*d" % (_DIGITS, budget)))
-    return Request(RequestHead(head.method, head.scheme, head.authority, head.path, fields), request.content)
+    return HttpRequest(RequestHead(head.method, head.scheme, head.authority, head.path, fields), request.content)
 
 
 def parse_budget(value: str | None) -> int | None:

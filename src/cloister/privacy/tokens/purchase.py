@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 from cloister.privacy.sealing import (
     WHOLE,
     Exchange,
+    HttpRequest,
+    HttpResponse,
     KeyConfiguration,
-    Request,
     RequestHead,
-    Response,
     ResponseHead,
     decode_response,
     encode_request,
@@ -60,7 +60,7 @@ def seal_purchase(keys: KeyConfiguration, issuer_url: str, api_key: str, batch: 
         (b"date", date),
     )
     head = RequestHead("POST", issuer.scheme, issuer.netloc, issuer.path.rstrip("/") + REQUEST_PATH, fields)
-    message = encode_request(Request(head, batch), padded_to=PURCHASE_BYTES)
+    message = encode_request(HttpRequest(head, batch), padded_to=PURCHASE_BYTES)
     if len(message) > PURCHASE_BYTES:
         raise ValueError(f"API key and batch have more than the {PURCHASE_BYTES:,} bytes of a sealed purchase")
     return seal_request(keys, message)
@@ -80,4 +80,4 @@ def open_purchase_answer(exchange: Exchange, sealed: bytes) -> tuple[int, str, b
 def seal_purchase_answer(exchange: Exchange, status: int, media_type: str, content: bytes) -> bytes:
     """Seals an answer, refusals included, to one length."""
     head = ResponseHead(status, ((b"content-type", media_type.encode()),))
-    return seal_response(exchange, encode_response(Response(head, content), padded_to=PURCHASE_BYTES))
+    return seal_response(exchange, encode_response(HttpResponse(head, content), padded_to=PURCHASE_BYTES))

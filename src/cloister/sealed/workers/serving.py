@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Message
 from cloister.engine.linked import LinkedEngine
 from cloister.privacy.sealing import (
     CHUNKED,
+    HttpRequest,
     KeyConfiguration,
-    Request,
     RequestHead,
     bucket_bytes,
     encode_request,
@@ -61,7 +61,7 @@ class NodeServing:
         app, configuration = self._rehearsal
         for path, body in _REHEARSED:
             head = RequestHead("POST", "https", "localhost", path, ((b"content-type", b"application/json"),))
-            message = encode_request(Request(head, body))
+            message = encode_request(HttpRequest(head, body))
             sealed, _ = seal_chunked_request(configuration, message.ljust(bucket_bytes(len(message)), b"\0"))
             messages: list[Message] = [{"type": "http.request", "body": sealed, "more_body": False}]
 
