@@ -19,7 +19,7 @@ LogKey = Annotated[str, typer.Option("--log", help="The log's verifier key.", me
 Releases = Annotated[list[str], typer.Option("--release", help="A verifier key that is trusted for releases.", metavar="KEY")]
 
 
-class Role(StrEnum):
+class KeyRole(StrEnum):
     """What a signer key is for."""
 
     LOG = "log"
@@ -38,13 +38,13 @@ def log() -> None:
 def key(
     name: Annotated[str, typer.Argument(help="Its name; for a log that is its origin, such as log.example.com.")],
     out: Annotated[Path, typer.Option(help="The new file, mode 0600.", metavar="FILE")],
-    role: Annotated[Role, typer.Option(help="What it signs.")] = Role.LOG,
+    role: Annotated[KeyRole, typer.Option(help="What it signs.")] = KeyRole.LOG,
 ) -> None:
     """Make a signer key, and print its verifier key."""
     from cloister.privacy.transparency.keyfiles import write_key
     from cloister.privacy.transparency.note import Kind, PrivateKey
 
-    private = PrivateKey.generate(name, Kind.COSIGNATURE if role is Role.WITNESS else Kind.NOTE)
+    private = PrivateKey.generate(name, Kind.COSIGNATURE if role is KeyRole.WITNESS else Kind.NOTE)
     write_key(out, private)
     typer.echo(private.public)
 
