@@ -18,7 +18,7 @@ _TEXT_KEYS: Final = frozenset({"content", "text", "reasoning_content"})
 
 
 @dataclass(slots=True)
-class Sent:
+class LoadResult:
     """What became of the requests.
 
     Attributes:
@@ -32,9 +32,9 @@ class Sent:
     failures: Counter[str] = field(default_factory=Counter)
 
 
-async def send_all(client: httpx.AsyncClient, calls: Sequence[tuple[int, MarkedRequest]]) -> Sent:
+async def send_all(client: httpx.AsyncClient, calls: Sequence[tuple[int, MarkedRequest]]) -> LoadResult:
     """Sends every (owner, call) and waits for the last answer."""
-    sent = Sent()
+    sent = LoadResult()
     waiting = iter(calls)
 
     async def work() -> None:
@@ -48,7 +48,7 @@ async def send_all(client: httpx.AsyncClient, calls: Sequence[tuple[int, MarkedR
     return sent
 
 
-async def _send(client: httpx.AsyncClient, owner: int, call: MarkedRequest, sent: Sent) -> None:
+async def _send(client: httpx.AsyncClient, owner: int, call: MarkedRequest, sent: LoadResult) -> None:
     headers = {"content-type": "application/json"}
     async with client.stream("POST", call.path, content=call.body, headers=headers) as reply:
         pieces: list[bytes] = []

@@ -11,7 +11,7 @@ from typing import Final
 
 import httpx
 
-from cloister.client.traces.load import Sent, send_all
+from cloister.client.traces.load import LoadResult, send_all
 from cloister.client.traces.node import Path
 from cloister.client.traces.shapes import SHAPES, MarkedRequest, long_ids, long_stream, prompt_ids
 from cloister.privacy.residue.files import USUAL_ROOTS, search_files
@@ -68,7 +68,7 @@ class Verdict:
         obstacles: why the trial proves nothing, if it does not.
     """
 
-    sent: Sent
+    sent: LoadResult
     during: Looked
     after: Looked
     shapes: dict[int, str]
