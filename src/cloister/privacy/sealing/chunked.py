@@ -10,7 +10,7 @@ from typing import Final
 
 from cloister.privacy.sealing.configuration import KeyConfiguration
 from cloister.privacy.sealing.errors import UnsealError
-from cloister.privacy.sealing.hpke import TAG_BYTES, Sequence, Suite
+from cloister.privacy.sealing.hpke import TAG_BYTES, HpkeContext, Suite
 from cloister.privacy.sealing.ohttp import CHUNKED, Exchange, begin_request
 from cloister.privacy.sealing.varint import decode_varint, encode_varint, varint_bytes
 
@@ -29,7 +29,7 @@ class ChunkSealer:
     What is returned is to be sent in that order. A message that is not finished does not open as a whole.
     """
 
-    def __init__(self, sequence: Sequence, prefix: bytes) -> None:
+    def __init__(self, sequence: HpkeContext, prefix: bytes) -> None:
         self._sequence = sequence
         self._prefix = prefix
         self._is_finished = False
@@ -58,7 +58,7 @@ class ChunkSealer:
 class ChunkOpener:
     """Opens chunks as they arrive, in pieces of any size. After an error it opens nothing more."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: HpkeContext) -> None:
         self._sequence = sequence
         self._buffer = bytearray()
         self._is_last = False

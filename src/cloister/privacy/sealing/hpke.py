@@ -83,7 +83,7 @@ class Cipher(Protocol):
     def open(self, ct: bytes, nonce: bytes, aad: bytes = b"") -> bytes: ...
 
 
-class Sequence:
+class HpkeContext:
     """Seals or opens one piece after the other: each with the nonce of its place, so order and number cannot change.
 
     Used for contexts of HPKE (RFC 9180, section 5.2) and for chunked responses, which count in the same way.
@@ -116,7 +116,7 @@ class Sequence:
         return nonce
 
 
-class Context(Sequence):
+class Context(HpkeContext):
     """One side of one exchange.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Final
 
 from cloister.privacy.sealing.configuration import KeyConfiguration
 from cloister.privacy.sealing.errors import KeyConfigurationError, UnsealError
-from cloister.privacy.sealing.hpke import NONCE_BYTES, Context, Sequence, Suite, kdf_of, new_cipher, set_up_sender
+from cloister.privacy.sealing.hpke import NONCE_BYTES, Context, HpkeContext, Suite, kdf_of, new_cipher, set_up_sender
 from cloister.privacy.sealing.kem import X25519
 from cloister.privacy.sealing.kems import find_kem
 
@@ -109,13 +109,13 @@ class Exchange:
         """Length of the nonce that a response begins with."""
         return self.context.secrets.suite.secret_bytes
 
-    def response_sequence(self, nonce: bytes) -> Sequence:
+    def response_sequence(self, nonce: bytes) -> HpkeContext:
         """Returns what seals or opens the response that begins with `nonce` (section 4.4)."""
         suite = self.context.secrets.suite
         secret = self.context.export(self.form.response_label, suite.secret_bytes)
         kdf = kdf_of(self.context.secrets.kem_id, suite)
         prk = kdf.extract(self.header.enc + nonce, secret)
-        return Sequence(new_cipher(suite, kdf.expand(prk, b"key", suite.key_bytes)), kdf.expand(prk, b"nonce", NONCE_BYTES))
+        return HpkeContext(new_cipher(suite, kdf.expand(prk, b"key", suite.key_bytes)), kdf.expand(prk, b"nonce", NONCE_BYTES))
 
     def draw_nonce(self) -> bytes:
         return secrets.token_bytes(self.nonce_bytes)
