@@ -81,7 +81,7 @@ class Material:
     num_threads: int | None = None
 
 
-class Session:
+class TrainingSession:
     """A model that is trained for, and what it reads.
 
     Attributes:
@@ -184,7 +184,7 @@ def check_place(directory: Path, card: str, *, replaces: bool) -> None:
 
 
 @contextmanager
-def open_session(material: Material, reporter: Reporter) -> Iterator[Session]:
+def open_session(material: Material, reporter: Reporter) -> Iterator[TrainingSession]:
     """Opens a model to train for; what no `work` directory was named for is deleted at the end.
 
     Raises:
@@ -195,7 +195,7 @@ def open_session(material: Material, reporter: Reporter) -> Iterator[Session]:
             material.work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{material.work} cannot be written to: {error.strerror}", param="work") from None
-        yield Session(material, material.work, reporter)
+        yield TrainingSession(material, material.work, reporter)
         return
     with tempfile.TemporaryDirectory(prefix="cloister-train-") as folder:
-        yield Session(material, Path(folder), reporter)
+        yield TrainingSession(material, Path(folder), reporter)
