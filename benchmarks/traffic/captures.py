@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.traffic.recording import Recording
-from cloister.privacy.shape import Shape, Shaper, shape_of
+from cloister.privacy.shape import Shaper, TrafficShape, shape_of
 
 CHUNK_BYTES: Final = 2 * (16 + 2)
 """What two layers of sealing add to a chunk: a tag and a length each."""
@@ -51,7 +51,7 @@ def _as_flushed(recording: Recording) -> list[tuple[float, int]]:
     return [(time_s, sum(sizes)) for time_s, sizes in recording.flushes]
 
 
-def _shaped(recording: Recording, shape: Shape, phase_s: float) -> list[tuple[float, int]]:
+def _shaped(recording: Recording, shape: TrafficShape, phase_s: float) -> list[tuple[float, int]]:
     shaper, sent = Shaper(shape, phase_s), []
     flushes = list(recording.flushes)
     while not shaper.is_over:

@@ -41,7 +41,7 @@ from cloister.privacy.sealing import (
     seal_chunked_request,
 )
 from cloister.privacy.sealing.hpke import set_up_receiver
-from cloister.privacy.shape import Shape
+from cloister.privacy.shape import TrafficShape
 from cloister.privacy.tokens import Redeemer, authorization, open_spend_store
 from cloister.sealed.dates import REPLAY_WINDOW_S
 from cloister.sealed.exchange import MAX_REQUEST_BYTES
@@ -235,7 +235,7 @@ def open_cloud(
     inner: ASGIApp,
     *,
     num_nodes: int = 1,
-    shape: Shape | None = None,
+    shape: TrafficShape | None = None,
     evidence: Callable[[], bytes | None] = lambda: None,
     answer_timeout_s: float = 600.0,
     max_request_bytes: int = MAX_REQUEST_BYTES,

@@ -18,10 +18,10 @@ from cloister.privacy.sealing import (
     ResponseOpener,
     decode_response,
 )
-from cloister.privacy.shape import FRAMING_FIELD, Shape, Unshaper
+from cloister.privacy.shape import FRAMING_FIELD, TrafficShape, Unshaper
 from tests.sealed.flow import Cloud, open_cloud, post
 
-SHAPE = Shape(frame_bytes=512, tick_s=0.004, constant=True)
+SHAPE = TrafficShape(frame_bytes=512, tick_s=0.004, constant=True)
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:

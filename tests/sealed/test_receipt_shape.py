@@ -11,14 +11,14 @@ from starlette.types import Receive, Scope, Send
 from cloister.client.answer import Answer, BrokenAnswerError
 from cloister.privacy.receipts.wish import Wish, with_wish
 from cloister.privacy.sealing import Exchange, HttpRequest, RequestHead
-from cloister.privacy.shape import Shape, shape_of
+from cloister.privacy.shape import TrafficShape, shape_of
 from tests.sealed.flow import Cloud, open_cloud, post
 
 WISH = Wish("ab" * 32, "cd" * 32)
 SHAPES = {
     "as it comes": None,
     "private": shape_of("private"),
-    "constant": Shape(frame_bytes=512, tick_s=0.004, constant=True),
+    "constant": TrafficShape(frame_bytes=512, tick_s=0.004, constant=True),
 }
 KINDS = ("short", "edge", "stream", "refused", "missing")
 

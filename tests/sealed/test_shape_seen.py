@@ -10,10 +10,10 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from cloister.privacy.sealing import HttpRequest, RequestHead, ResponseOpener
-from cloister.privacy.shape import Shape, ShapeError, Unshaper
+from cloister.privacy.shape import ShapeError, TrafficShape, Unshaper
 from tests.sealed.flow import Cloud, Seen, open_cloud, post
 
-SHAPE = Shape(frame_bytes=512, tick_s=0.004, constant=True)
+SHAPE = TrafficShape(frame_bytes=512, tick_s=0.004, constant=True)
 ANSWERS = ("short", "long", "slow", "late", "whole", "refused", "broken", "missing")
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cloister.privacy.shape import Shape, ShapeError, Unshaper
+from cloister.privacy.shape import ShapeError, TrafficShape, Unshaper
 from cloister.sealed.shaping import MAX_WAITING, ReplyWriter, open_reply
 
-PRIVATE = Shape(frame_bytes=128, tick_s=0.004, constant=False)
-PARANOID = Shape(frame_bytes=128, tick_s=0.004, constant=True)
+PRIVATE = TrafficShape(frame_bytes=128, tick_s=0.004, constant=False)
+PARANOID = TrafficShape(frame_bytes=128, tick_s=0.004, constant=True)
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Wire:
 
 
 def answer(
-    shape: Shape | None, say: Callable[[ReplyWriter], Awaitable[None]], wire: Wire | None = None, **options: float
+    shape: TrafficShape | None, say: Callable[[ReplyWriter], Awaitable[None]], wire: Wire | None = None, **options: float
 ) -> Wire:
     wire = wire or Wire()
 
@@ -85,7 +85,7 @@ def test_paranoid_fills_the_bucket_after_the_answer_and_begins_before_it() -> No
 
 
 @pytest.mark.parametrize("shape", [PRIVATE, PARANOID])
-def test_an_error_in_the_middle_is_told_inside_the_shape_and_goes_on_to_the_caller(shape: Shape) -> None:
+def test_an_error_in_the_middle_is_told_inside_the_shape_and_goes_on_to_the_caller(shape: TrafficShape) -> None:
     wire = Wire()
 
     async def break_down(reply: ReplyWriter) -> None:
@@ -135,12 +135,12 @@ def test_a_reader_that_is_slow_slows_the_writer_down() -> None:
             most = max(most, reply._shaper.num_waiting)  # type: ignore[attr-defined]
         await reply.write(b"end", last=True)
 
-    wire = answer(Shape(frame_bytes=64, tick_s=0.001, constant=False), flood)
+    wire = answer(TrafficShape(frame_bytes=64, tick_s=0.001, constant=False), flood)
     assert most <= MAX_WAITING
     assert wire.read() == b"word\n\n" * 3 * MAX_WAITING + b"end"
 
 
 @pytest.mark.parametrize("shape", [None, PRIVATE, PARANOID])
-def test_a_reader_that_is_gone_ends_the_wait(shape: Shape | None) -> None:
+def test_a_reader_that_is_gone_ends_the_wait(shape: TrafficShape | None) -> None:
     with pytest.raises(TimeoutError):
         answer(shape, say_three_words, Wire(delay_s=30), write_timeout_s=0.03)

@@ -30,7 +30,7 @@ from cloister.privacy.sealing import (
     decode_request,
     find_field,
 )
-from cloister.privacy.shape import FRAMES, FRAMING_FIELD, FRAMINGS, Shape
+from cloister.privacy.shape import FRAMES, FRAMING_FIELD, FRAMINGS, TrafficShape
 from cloister.privacy.tokens.paid import BUDGET_FIELD, differs, parse_budget
 from cloister.sealed.dates import check_date
 from cloister.sealed.exchange import (
@@ -79,7 +79,7 @@ class NodeConfig:
         body_ceiling_bytes: of all requests at once, from their first byte to the end of their answers.
     """
 
-    shape: Shape | None = None
+    shape: TrafficShape | None = None
     gateway_secret: str | None = field(default=None, repr=False)
     evidence: Callable[[], bytes | None] = lambda: None
     profile: str = "private"

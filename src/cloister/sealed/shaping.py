@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Final, Protocol
 
-from cloister.privacy.shape import BINARY_HTTP, FRAMES, BinaryHttpShaper, Shape, Shaper
+from cloister.privacy.shape import BINARY_HTTP, FRAMES, BinaryHttpShaper, Shaper, TrafficShape
 
 WRITE_TIMEOUT_S: Final = 60.0
 """How long whoever is next on the way may leave a chunk unread before it counts as gone."""
@@ -35,7 +35,7 @@ class ReplyWriter(Protocol):
 
 @asynccontextmanager
 async def open_reply(
-    shape: Shape | None, emit: Emit, write_timeout_s: float = WRITE_TIMEOUT_S, framing: str = FRAMES
+    shape: TrafficShape | None, emit: Emit, write_timeout_s: float = WRITE_TIMEOUT_S, framing: str = FRAMES
 ) -> AsyncIterator[ReplyWriter]:
     """Begins an answer when its request has been opened. Leaving the context waits until all of it is sent.
 
@@ -85,7 +85,7 @@ class _PlainReply:
 
 
 class _ShapedReply:
-    def __init__(self, shape: Shape, emit: Emit, write_timeout_s: float, framing: str) -> None:
+    def __init__(self, shape: TrafficShape, emit: Emit, write_timeout_s: float, framing: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._shape = shape
         self._shaper = (BinaryHttpShaper if framing == BINARY_HTTP else Shaper)(shape, self._loop.time())

@@ -16,7 +16,7 @@ from cloister.privacy.sealing import (
     decode_response,
     find_field,
 )
-from cloister.privacy.shape import SHAPES, BinaryHttpShaper, Frame, Shape, Shaper, find_edge
+from cloister.privacy.shape import SHAPES, BinaryHttpShaper, Frame, Shaper, TrafficShape, find_edge
 from cloister.privacy.shape.binary_http import PADDING_FIELD, PROCESSING
 from cloister.privacy.verdict import Profile
 
@@ -78,7 +78,7 @@ def without_comments(content: bytes) -> list[bytes]:
 
 
 @each_shape
-def test_a_stream_is_one_message_whose_events_come_back(shape: Shape) -> None:
+def test_a_stream_is_one_message_whose_events_come_back(shape: TrafficShape) -> None:
     events = [event(f"word {number} " + "x" * (7 * number % 300)) for number in range(40)]
     frames = run(BinaryHttpShaper(shape, 0.0), STREAM, events)
     assert {len(frame.data) for frame in frames} == {512}
@@ -90,7 +90,7 @@ def test_a_stream_is_one_message_whose_events_come_back(shape: Shape) -> None:
 
 
 @each_shape
-def test_an_observer_sees_the_sizes_and_times_of_our_own_frames(shape: Shape) -> None:
+def test_an_observer_sees_the_sizes_and_times_of_our_own_frames(shape: TrafficShape) -> None:
     events = [event("word")] * 30
     ours, theirs = (run(kind(shape, 0.0), STREAM, events) for kind in (Shaper, BinaryHttpShaper))
     assert {len(frame.data) for frame in ours} == {len(frame.data) for frame in theirs} == {512}
@@ -123,7 +123,7 @@ def test_each_event_can_be_read_when_its_frame_is_there() -> None:
 
 @each_shape
 @pytest.mark.parametrize("num_bytes", [0, 1, 400, 900, 5000, 20_000])
-def test_an_answer_that_is_no_stream_comes_whole_and_has_no_padding_inside(shape: Shape, num_bytes: int) -> None:
+def test_an_answer_that_is_no_stream_comes_whole_and_has_no_padding_inside(shape: TrafficShape, num_bytes: int) -> None:
     frames = run(BinaryHttpShaper(shape, 0.0), JSON, [b"x" * (num_bytes // 2), b"x" * (num_bytes - num_bytes // 2)])
     assert read(frames).content == b"x" * num_bytes
     total = sum(len(frame.data) for frame in frames)
@@ -135,7 +135,7 @@ def test_an_answer_that_is_no_stream_comes_whole_and_has_no_padding_inside(shape
 
 @each_shape
 @pytest.mark.parametrize("head", [STREAM, JSON], ids=["stream", "whole"])
-def test_an_answer_that_failed_lacks_its_end(shape: Shape, head: ResponseHead) -> None:
+def test_an_answer_that_failed_lacks_its_end(shape: TrafficShape, head: ResponseHead) -> None:
     frames = run(BinaryHttpShaper(shape, 0.0), head, [event("one"), b"data: hal"], ends=False)
     assert {len(frame.data) for frame in frames} == {512}
     with pytest.raises(MessageError):
@@ -150,7 +150,7 @@ def test_an_answer_that_failed_lacks_its_end(shape: Shape, head: ResponseHead) -
     st.sampled_from([PRIVATE, PARANOID]),
 )
 def test_whatever_is_said_comes_back_in_frames_of_one_size(
-    texts: list[bytes], head_bytes: int, unfinished: bytes, shape: Shape
+    texts: list[bytes], head_bytes: int, unfinished: bytes, shape: TrafficShape
 ) -> None:
     head = ResponseHead(200, (*STREAM.fields, (b"x-long", b"h" * head_bytes)))
     events = [b"data: " + text + b"\n\n" for text in texts]

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloister.privacy.shape import SHAPES, Frame, Shape, ShapeError, Shaper, Unshaper, find_edge, shape_of
+from cloister.privacy.shape import SHAPES, Frame, ShapeError, Shaper, TrafficShape, Unshaper, find_edge, shape_of
 from cloister.privacy.shape.frames import ENDS, FAILS, MAX_FRAME_BYTES, encode_frame
 from cloister.privacy.verdict import Profile
 
-PRIVATE = Shape(frame_bytes=64, tick_s=0.01, constant=False)
+PRIVATE = TrafficShape(frame_bytes=64, tick_s=0.01, constant=False)
 PARANOID = replace(PRIVATE, constant=True)
 Flushes = list[tuple[float, bytes]]
 WORDS = st.binary(max_size=50).map(lambda data: data.replace(b"\n", b" "))
 """Flushes that are one event each."""
 
 
-def play(shape: Shape, flushes: Iterable[tuple[float, bytes]], *, fails: bool = False) -> list[tuple[float, Frame]]:
+def play(shape: TrafficShape, flushes: Iterable[tuple[float, bytes]], *, fails: bool = False) -> list[tuple[float, Frame]]:
     """Gives flushes to a shaper at their times, the last one with the end; takes frames as they become due."""
     shaper, frames, ends = Shaper(shape, 0.0), [], 0.0
     waiting = sorted(flushes, key=lambda flush: flush[0])
@@ -58,7 +58,7 @@ def event(text: bytes) -> bytes:
     flushes=st.lists(st.tuples(st.floats(0, 0.3), st.binary(max_size=200)), min_size=1, max_size=12),
     cut=st.integers(1, 150),
 )
-def test_what_went_in_comes_out_however_it_is_cut(shape: Shape, flushes: Flushes, cut: int) -> None:
+def test_what_went_in_comes_out_however_it_is_cut(shape: TrafficShape, flushes: Flushes, cut: int) -> None:
     frames = play(shape, flushes)
     wire = b"".join(frame.data for _, frame in frames)
     reader = Unshaper(required=True)
@@ -140,7 +140,7 @@ def test_the_head_leaves_with_what_follows_it() -> None:
 
 
 @pytest.mark.parametrize("shape", [PRIVATE, PARANOID])
-def test_a_failure_is_told_to_the_reader_inside_the_shape(shape: Shape) -> None:
+def test_a_failure_is_told_to_the_reader_inside_the_shape(shape: TrafficShape) -> None:
     flushes = [(0.0, event(b"a")), (0.02, event(b"b"))]
     well, ill = play(shape, [*flushes, (0.02, b"")]), play(shape, flushes, fails=True)
     if shape.constant:

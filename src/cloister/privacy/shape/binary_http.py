@@ -19,7 +19,7 @@ from cloister.privacy.sealing import BinaryHttpWriter, Content, MessageReader, R
 from cloister.privacy.sealing.varint import encode_varint
 from cloister.privacy.shape.frames import MAX_FRAME_BYTES
 from cloister.privacy.shape.shaper import Shaper
-from cloister.privacy.shape.shapes import Shape
+from cloister.privacy.shape.shapes import TrafficShape
 
 PADDING_FIELD: Final = b"cloister-padding"
 PROCESSING: Final = 102
@@ -31,7 +31,7 @@ _LENGTH_BYTES: Final = 2
 class BinaryHttpShaper(Shaper):
     """As `Shaper`; it is fed the same Binary HTTP message, and writes it anew with padding inside."""
 
-    def __init__(self, shape: Shape, now_s: float) -> None:
+    def __init__(self, shape: TrafficShape, now_s: float) -> None:
         super().__init__(shape, now_s)
         self._reader = MessageReader()
         self._writer = BinaryHttpWriter()

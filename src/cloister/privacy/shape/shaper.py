@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Final
 
 from cloister.privacy.shape.frames import ENDS, FAILS, MAX_FRAME_BYTES, Frame, capacity, encode_frame
-from cloister.privacy.shape.shapes import Shape, find_edge
+from cloister.privacy.shape.shapes import TrafficShape, find_edge
 
 _EVENT_END: Final = re.compile(rb"\n\n")
 _WHOLE_BUCKET: Final = 1024
@@ -27,7 +27,7 @@ class Shaper:
         now_s: when the request came. Times are of one monotonic clock.
     """
 
-    def __init__(self, shape: Shape, now_s: float) -> None:
+    def __init__(self, shape: TrafficShape, now_s: float) -> None:
         self._shape = shape
         self._frame_bytes = shape.frame_bytes
         self._pieces: deque[bytes] = deque()

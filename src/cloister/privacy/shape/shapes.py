@@ -14,7 +14,7 @@ from cloister.privacy.verdict import Profile
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TrafficShape:
     """How frames look and when they leave.
 
     Attributes:
@@ -29,14 +29,14 @@ class Shape:
     constant: bool
 
 
-SHAPES: Final[Mapping[Profile, Shape | None]] = {
+SHAPES: Final[Mapping[Profile, TrafficShape | None]] = {
     Profile.OPEN: None,
     Profile.TEAM: None,
-    Profile.PRIVATE: Shape(frame_bytes=512, tick_s=0.005, constant=False),
-    Profile.PARANOID: Shape(frame_bytes=512, tick_s=0.020, constant=True),
+    Profile.PRIVATE: TrafficShape(frame_bytes=512, tick_s=0.005, constant=False),
+    Profile.PARANOID: TrafficShape(frame_bytes=512, tick_s=0.020, constant=True),
 }
 
-_WITH_DRAFTS: Final = Shape(frame_bytes=512, tick_s=0.010, constant=True)
+_WITH_DRAFTS: Final = TrafficShape(frame_bytes=512, tick_s=0.010, constant=True)
 """In `private` while drafts are verified. Accepted ones leave one a tick in every shape, but where nothing leaves when there is
 nothing to say, the silence after them tells how many they were (docs/traffic.md has what that comes to)."""
 
@@ -45,7 +45,7 @@ FIRST_EDGE: Final = 64
 EDGE_RATIO: Final = 4
 
 
-def shape_of(profile: str, *, drafts: bool = False) -> Shape | None:
+def shape_of(profile: str, *, drafts: bool = False) -> TrafficShape | None:
     """Returns the shape of sealed answers under a profile; None where they go as they come.
 
     Args:

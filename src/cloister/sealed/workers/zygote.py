@@ -24,7 +24,7 @@ import msgspec
 from cloister.engine.faults import describe
 from cloister.engine.worker_channels import CONNECT
 from cloister.privacy.hardening.landlock import confine_signals
-from cloister.privacy.shape import Shape
+from cloister.privacy.shape import TrafficShape
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import CloisterError
 from cloister.types.events import Ready
@@ -55,7 +55,7 @@ class ZygoteBoot(msgspec.Struct, frozen=True):
     server: ServerConfig
     ready: Ready
     import_path: list[str]
-    shape: Shape | None = None
+    shape: TrafficShape | None = None
 
 
 class ZygoteReady(msgspec.Struct, frozen=True):
