@@ -22,7 +22,7 @@ from cloister.backends.torch.layers import RopeTable, cap, on_whole_vectors
 from cloister.backends.torch.linear import common_tiles
 from cloister.backends.torch.reading import WeightReader, to_torch
 from cloister.backends.torch.recording import record
-from cloister.backends.torch.schedule import KeySlots, Shape, UnitBatch, schedule_units, token_slots
+from cloister.backends.torch.schedule import AttentionShape, KeySlots, UnitBatch, schedule_units, token_slots
 from cloister.backends.torch.team import Team, use_one_thread_per_operation
 from cloister.backends.torch.tiles import pad_rows
 from cloister.backends.torch.trees import TreeNode, unfold
@@ -168,9 +168,9 @@ class TorchProgram:
         positions[: len(batch.positions)] = batch.positions
         return torch.from_numpy(positions).to(self._device)
 
-    def _schedule(self, batch: ForwardBatch, nodes: Sequence[TreeNode], num_rows: int) -> dict[Shape, list[UnitBatch]]:
+    def _schedule(self, batch: ForwardBatch, nodes: Sequence[TreeNode], num_rows: int) -> dict[AttentionShape, list[UnitBatch]]:
         keys = KeySlots(batch, self._cache.layout.block_size, self._cache.zero_slot, nodes)
-        units: dict[Shape, list[UnitBatch]] = {}
+        units: dict[AttentionShape, list[UnitBatch]] = {}
         for layer in self._layers:
             shape, spec = work_shape(layer.attention), layer.attention
             if shape not in units:
@@ -236,6 +236,6 @@ def _chunks(num_rows: int) -> list[slice]:
     return [slice(start, start + _CHUNK) for start in range(0, num_rows, _CHUNK)]
 
 
-def work_shape(spec: AttentionSpec) -> Shape:
+def work_shape(spec: AttentionSpec) -> AttentionShape:
     """Returns what of a layer decides the order of work in attention."""
-    return Shape(spec.num_heads, spec.num_kv_heads, spec.window)
+    return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.window)

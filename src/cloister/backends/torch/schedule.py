@@ -28,7 +28,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AttentionShape:
     """What of an attention layer decides the order of work."""
 
     num_heads: int
@@ -129,7 +129,7 @@ def token_slots(batch: ForwardBatch, block_size: int) -> Int64Array:
 def schedule_units(
     batch: ForwardBatch,
     keys: KeySlots,
-    shape: Shape,
+    shape: AttentionShape,
     tiles: Sequence[int],
     widths: Sequence[int],
     num_threads: int,
@@ -158,7 +158,9 @@ def schedule_units(
     return batches
 
 
-def _cut_units(batch: ForwardBatch, shape: Shape, tiles: Sequence[int], largest: int, num_threads: int) -> Iterator[_Unit]:
+def _cut_units(
+    batch: ForwardBatch, shape: AttentionShape, tiles: Sequence[int], largest: int, num_threads: int
+) -> Iterator[_Unit]:
     """Cuts the rows of each sequence into units; many rows into one for each thread at least."""
     for seq, (begin, end) in enumerate(zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True)):
         if begin == end:
@@ -178,7 +180,7 @@ def _cut_units(batch: ForwardBatch, shape: Shape, tiles: Sequence[int], largest:
 def _make_batch(
     batch: ForwardBatch,
     keys: KeySlots,
-    shape: Shape,
+    shape: AttentionShape,
     widths: Sequence[int],
     units: Sequence[_Unit],
     size: int,
@@ -206,7 +208,7 @@ def _make_batch(
 
 def _make_runs(
     keys: KeySlots,
-    shape: Shape,
+    shape: AttentionShape,
     widths: Sequence[int],
     units: Sequence[_Unit],
     seqs: Int64Array,

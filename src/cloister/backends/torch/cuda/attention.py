@@ -14,7 +14,7 @@ from cloister.backends.base import ForwardBatch
 from cloister.backends.torch.cuda.inputs import StepInputs
 from cloister.backends.torch.cuda.memory import PARTIAL_BYTES
 from cloister.backends.torch.cuda.work import KernelLimits, Work, cut_work
-from cloister.backends.torch.schedule import Shape
+from cloister.backends.torch.schedule import AttentionShape
 from cloister.backends.torch.triton.attention import Binding, Heads, Pages, Partials, Tiles, attend, make_partials
 from cloister.backends.torch.triton.join import join_splits
 
@@ -74,9 +74,9 @@ class PagedAttention:
         return cut_work(batch.query_starts, batch.context_lens, shape_of(heads), limits)
 
 
-def shape_of(heads: Heads) -> Shape:
+def shape_of(heads: Heads) -> AttentionShape:
     """Returns what of a layer decides how its work is cut."""
-    return Shape(heads.num_heads, heads.num_kv_heads, heads.window or None)
+    return AttentionShape(heads.num_heads, heads.num_kv_heads, heads.window or None)
 
 
 def choose_tiles(heads: Heads, dtype: torch.dtype, device: torch.device) -> Tiles:

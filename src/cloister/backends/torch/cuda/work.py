@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.torch.schedule import SPLIT, Shape
+from cloister.backends.torch.schedule import SPLIT, AttentionShape
 
 ITEM_FIELDS: Final = 5
 """Sequence, first row, first split, end of splits, row of the partial results or -1 (`triton.attention`)."""
@@ -74,7 +74,7 @@ class _Tile:
         return self.end_split - self.first_split
 
 
-def cut_work(query_starts: Items, context_lens: Items, shape: Shape, limits: KernelLimits) -> Work:
+def cut_work(query_starts: Items, context_lens: Items, shape: AttentionShape, limits: KernelLimits) -> Work:
     """Returns the items of a step.
 
     Args:
@@ -118,7 +118,7 @@ def pad_joins(joins: Items, num_joins: int) -> Items:
     return padded
 
 
-def _cut_rows(seq: int, num_queries: int, context: int, shape: Shape, limits: KernelLimits) -> Iterator[_Tile]:
+def _cut_rows(seq: int, num_queries: int, context: int, shape: AttentionShape, limits: KernelLimits) -> Iterator[_Tile]:
     num_rows, start = num_queries * shape.group, context - num_queries
     size = limits.small if num_rows <= limits.small else limits.large
     for row in range(0, num_rows, size):
@@ -128,7 +128,7 @@ def _cut_rows(seq: int, num_queries: int, context: int, shape: Shape, limits: Ke
         yield _Tile(seq, row, end - row, lowest // SPLIT, last // SPLIT + 1)
 
 
-def _choose_cut(tiles: Sequence[_Tile], shape: Shape, limits: KernelLimits) -> tuple[int, int]:
+def _choose_cut(tiles: Sequence[_Tile], shape: AttentionShape, limits: KernelLimits) -> tuple[int, int]:
     """Returns how many of the tiles (the longest first) are cut, and the rows of partial results that they need.
 
     A tile is worth cutting when it alone would take longer than the device's share of all splits.
