@@ -16,7 +16,7 @@ import pytest
 
 from cloister.privacy import Credentials
 from cloister.privacy.keyfile import write_credentials
-from cloister.server.reload import Reloader, Source
+from cloister.server.reload import Reloader, WatchedFiles
 from cloister.types.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -81,14 +81,14 @@ def test_a_running_server_follows_its_keys_without_dropping_a_stream(tmp_path):
     assert ann not in printed
 
 
-def make_source(path: Path, seen: list[bytes]) -> Source:
+def make_source(path: Path, seen: list[bytes]) -> WatchedFiles:
     def read() -> None:
         data = path.read_bytes() if path.exists() else b""
         if not data:
             raise ConfigError("there is nothing in it")
         seen.append(data)
 
-    return Source("things", (path,), read)
+    return WatchedFiles("things", (path,), read)
 
 
 def test_a_change_is_seen_and_no_change_is_not(tmp_path, caplog):

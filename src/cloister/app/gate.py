@@ -10,7 +10,7 @@ from cloister.privacy import Gate, is_loopback, read_credentials
 
 if TYPE_CHECKING:
     from cloister.privacy.oidc import People
-    from cloister.server.reload import Source
+    from cloister.server.reload import WatchedFiles
 
 
 def build_gate(settings: Settings) -> Gate:
@@ -40,11 +40,11 @@ def _read_people(path: Path) -> People:
     return People(read_oidc(path))
 
 
-def reread_sources(settings: Settings, gate: Gate) -> tuple[Source, ...]:
+def reread_sources(settings: Settings, gate: Gate) -> tuple[WatchedFiles, ...]:
     """Returns what a running server reads again when its file changes."""
-    from cloister.server.reload import Source
+    from cloister.server.reload import WatchedFiles
 
     if settings.server.config.api_keys is None:
         return ()
     path = Path(settings.server.config.api_keys).expanduser()
-    return (Source("API keys", (path,), lambda: gate.change_keys(read_credentials(path))),)
+    return (WatchedFiles("API keys", (path,), lambda: gate.change_keys(read_credentials(path))),)

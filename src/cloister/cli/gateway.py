@@ -69,7 +69,7 @@ def gateway(
     from cloister.sealed.serving import Lifespan
     from cloister.sealed.unsealing import LocalUnsealer
     from cloister.sealed.upstream import Upstream, check_url, trust_only
-    from cloister.server.reload import Reloader, Source
+    from cloister.server.reload import Reloader, WatchedFiles
     from cloister.server.serve import address_of, bind
     from cloister.types.logs import set_up_logging
 
@@ -105,7 +105,7 @@ def gateway(
             settings, log, log_key, trust, witness or [], unsealer, book, lambda: list_issuers(shown, time.time())
         )
     config = GatewayConfig(url, read_secrets(relay_secrets), read_secret(node_secret) if node_secret is not None else None)
-    reloader = Reloader([Source("issuer keys", (issuer_keys,), read_keys_again)])
+    reloader = Reloader([WatchedFiles("issuer keys", (issuer_keys,), read_keys_again)])
     background = [book.look_forever, unsealer.turn_forever, reloader.watch, expiry.run_forever]
     background += [keeper.renew_forever] if keeper else []
     app = gateway_app(config, unsealer, redeemer, book, upstream, Lifespan(upstream, *background), keeper)

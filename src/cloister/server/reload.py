@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WatchedFiles:
     """Something that was read from files.
 
     Attributes:
@@ -37,7 +37,7 @@ class Source:
 class Reloader:
     """Keeps sources as their files are. A file that cannot be used is logged, and what was read before stays."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[WatchedFiles]) -> None:
         self._stamps = {source: source.stamp() for source in sources}
 
     def reload(self) -> None:
@@ -53,7 +53,7 @@ class Reloader:
                 if source.stamp() != stamp:
                     self._read(source)
 
-    def _read(self, source: Source) -> None:
+    def _read(self, source: WatchedFiles) -> None:
         self._stamps[source] = source.stamp()
         try:
             source.read()

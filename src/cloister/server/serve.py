@@ -22,7 +22,7 @@ from cloister.server.accepting import ACCEPTS_AT_ONCE, BACKLOG, PacedServer
 from cloister.server.connection import Connection
 from cloister.server.connection_table import ConnectionTable
 from cloister.server.handshake_queue import HandshakeQueue
-from cloister.server.reload import Reloader, Source
+from cloister.server.reload import Reloader, WatchedFiles
 from cloister.server.tls import Certificate
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError
@@ -57,7 +57,7 @@ class Site:
 
     app: ASGIApp
     engine: Drained
-    sources: tuple[Source, ...] = ()
+    sources: tuple[WatchedFiles, ...] = ()
     close: Callable[[], None] = lambda: None
     fault: Callable[[], str | None] = lambda: None
 

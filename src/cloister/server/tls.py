@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-from cloister.server.reload import Source
+from cloister.server.reload import WatchedFiles
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError
 
@@ -38,10 +38,10 @@ class Certificate:
             return None
         return cls(Path(config.certfile), Path(config.keyfile) if config.keyfile is not None else None)
 
-    def source(self) -> Source:
+    def source(self) -> WatchedFiles:
         """Returns it as something to read again."""
         paths = (self._certfile,) if self._keyfile is None else (self._certfile, self._keyfile)
-        return Source("certificate and its key", paths, self.renew)
+        return WatchedFiles("certificate and its key", paths, self.renew)
 
     def renew(self) -> None:
         """Reads the files again, for connections from now on.
