@@ -9,7 +9,7 @@ from cloister.text.parts import CallBroken, Part, Reasoning, Text
 from cloister.text.reasoning import Marks, read_reasoning
 from cloister.text.tools.base import Tool, ToolCallFormat
 from cloister.text.tools.parser import read_calls
-from cloister.text.tools.reading import Reading, Source
+from cloister.text.tools.reading import OutputBuffer, Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class AnswerParser:
 
     def __init__(self, form: AnswerForm) -> None:
         self._form = form
-        self._source = Source()
+        self._source = OutputBuffer()
         self._parts = self._read()
         self._only = None if form.parallel else 0
         self.is_reasoning = form.is_open

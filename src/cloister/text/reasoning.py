@@ -7,7 +7,7 @@ from typing import Final
 
 from cloister.text.parts import Reasoning, Text
 from cloister.text.tools.base import THREAT
-from cloister.text.tools.reading import Reading, Source
+from cloister.text.tools.reading import OutputBuffer, Reading
 from cloister.types.registry import Registry
 
 
@@ -41,7 +41,7 @@ def detect_reasoning(template: str) -> str | None:
     return None
 
 
-def read_reasoning(source: Source, marks: Marks, *, is_open: bool) -> Reading[None]:
+def read_reasoning(source: OutputBuffer, marks: Marks, *, is_open: bool) -> Reading[None]:
     """Reads the reasoning that an answer may begin with; the space around it and after it is left out.
 
     Args:

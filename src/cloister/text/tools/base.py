@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from cloister.text.parts import Arguments, CallBegun, CallBroken, CallEnded, Part, Text
-from cloister.text.tools.reading import MalformedError, Reading, Source
+from cloister.text.tools.reading import MalformedError, OutputBuffer, Reading
 from cloister.types.registry import Registry
 from cloister.types.threat import ThreatProfile
 
@@ -96,7 +96,7 @@ class CallReader:
         tools: by name; what calls something else is no call.
     """
 
-    def __init__(self, source: Source, tools: Mapping[str, Tool]) -> None:
+    def __init__(self, source: OutputBuffer, tools: Mapping[str, Tool]) -> None:
         self.source = source
         self.tools = tools
         self.num_calls = 0

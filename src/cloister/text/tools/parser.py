@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cloister.text.tools.base import CallReader, Tool, ToolCallFormat
-from cloister.text.tools.reading import MalformedError, Reading, Source
+from cloister.text.tools.reading import MalformedError, OutputBuffer, Reading
 
 
-def read_calls(source: Source, family: ToolCallFormat, tools: Mapping[str, Tool]) -> Reading[None]:
+def read_calls(source: OutputBuffer, family: ToolCallFormat, tools: Mapping[str, Tool]) -> Reading[None]:
     """Reads an answer to its end: text and calls.
 
     Args:

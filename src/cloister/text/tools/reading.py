@@ -30,7 +30,7 @@ class MalformedError(Exception):
     """What stands here is no call."""
 
 
-class Source:
+class OutputBuffer:
     """The text of one answer, as far as it came.
 
     Attributes:
