@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from benchmarks.harness import Bench, make_parser, make_progress
 from benchmarks.peers.meter import IDLE_CORES, Usage
-from cloister.backends.base import ForwardBatch, Recording, Span, Weights
+from cloister.backends.base import ForwardBatch, OperatorSpan, Recording, Weights
 from cloister.bench.plots import COLOURS, GREY, draw
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.driving import Driver, RandomWeights, build, make_spec
@@ -215,9 +215,9 @@ def time_call(bed: Bed, batch: ForwardBatch) -> tuple[float, float]:
     return ended - started, sum(max(s.end_s for s in phase) - min(s.start_s for s in phase) for phase in phases(spans))
 
 
-def phases(spans: Sequence[Span]) -> Iterator[list[Span]]:
+def phases(spans: Sequence[OperatorSpan]) -> Iterator[list[OperatorSpan]]:
     """Yields the spans of attention that belong together: those of the threads at work at the same time."""
-    phase: list[Span] = []
+    phase: list[OperatorSpan] = []
     for span in sorted((s for s in spans if s.name == "attention"), key=lambda s: s.start_s):
         if phase and span.start_s >= max(s.end_s for s in phase):
             yield phase

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cloister.backends.base import Span
+from cloister.backends.base import OperatorSpan
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.bench.chips import Chip
 from cloister.bench.kernels import REST, make_batch, measure_kernels, num_blocks, union, wall_times
@@ -32,11 +32,16 @@ class RecordingProgram:
     def record(self):
         from contextlib import nullcontext
 
-        return nullcontext([Span(name, 0, float(number), 1.0) for number, name in enumerate(self.names)])
+        return nullcontext([OperatorSpan(name, 0, float(number), 1.0) for number, name in enumerate(self.names)])
 
 
 def test_time_that_threads_share_counts_once():
-    spans = [Span("a", 0, 0.0, 2.0), Span("a", 1, 1.0, 2.0), Span("b", 0, 5.0, 1.0), Span("a", 0, 5.5, 0.25)]
+    spans = [
+        OperatorSpan("a", 0, 0.0, 2.0),
+        OperatorSpan("a", 1, 1.0, 2.0),
+        OperatorSpan("b", 0, 5.0, 1.0),
+        OperatorSpan("a", 0, 5.5, 0.25),
+    ]
     assert union(spans) == 4.0
     assert wall_times(spans) == {"a": 3.25, "b": 1.0}
     assert union([]) == 0.0

@@ -8,7 +8,7 @@ import pytest
 
 from cloister.app import build_engine, resolve_settings
 from cloister.backends import BACKENDS
-from cloister.backends.base import Recording, Span
+from cloister.backends.base import OperatorSpan, Recording
 from cloister.backends.recording import Watched, watch
 from cloister.backends.spec import FOREIGN_FAMILY
 from cloister.bench.kernels import make_batch
@@ -71,8 +71,8 @@ def test_parts_of_every_step_are_found_and_add_up(engine):
 
 
 def test_work_is_told_apart_by_thread():
-    spans = (Span("attention", 0, 1.0, 2.0), Span("attention", 1, 1.0, 1.5), Span("head", 0, 4.0, 1.0))
-    steps = [ProfiledStep("decode", 1, 1, (Span("step", 0, 0.0, 9.0),), spans)] * 2
+    spans = (OperatorSpan("attention", 0, 1.0, 2.0), OperatorSpan("attention", 1, 1.0, 1.5), OperatorSpan("head", 0, 4.0, 1.0))
+    steps = [ProfiledStep("decode", 1, 1, (OperatorSpan("step", 0, 0.0, 9.0),), spans)] * 2
     assert list_threads(steps) == {"attention": {0: 4.0, 1: 3.0}, "head": {0: 2.0}}
 
 
@@ -98,8 +98,17 @@ def test_a_request_that_is_not_answered_is_an_error_and_not_a_profile(engine):
 
 
 def test_threads_at_one_operator_count_once_calls_nest_and_times_of_a_level_add_up():
-    python = (Span("step", 0, 0.0, 10.0), Span("plan", 0, 0.0, 2.0), Span("run", 0, 2.0, 7.0), Span("forward", 0, 2.25, 5.75))
-    program = (Span("head", 0, 6.0, 1.0), Span("attention", 0, 3.0, 3.0), Span("attention", 1, 2.5, 3.0))
+    python = (
+        OperatorSpan("step", 0, 0.0, 10.0),
+        OperatorSpan("plan", 0, 0.0, 2.0),
+        OperatorSpan("run", 0, 2.0, 7.0),
+        OperatorSpan("forward", 0, 2.25, 5.75),
+    )
+    program = (
+        OperatorSpan("head", 0, 6.0, 1.0),
+        OperatorSpan("attention", 0, 3.0, 3.0),
+        OperatorSpan("attention", 1, 2.5, 3.0),
+    )
     parts = list_parts([ProfiledStep("decode", 1, 1, python, program)] * 2)
     assert [(part.path[-1], part.in_program, part.num_calls, part.seconds, part.own_s) for part in parts] == [
         ("step", False, 2, 20.0, 2.0),

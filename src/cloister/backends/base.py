@@ -123,7 +123,7 @@ class Program(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class OperatorSpan:
     """Time that one thread spent on one operator; nothing of what was computed.
 
     Attributes:
@@ -147,7 +147,7 @@ class Span:
 class Recording(Protocol):
     """What a program offers beside `Program` when it can say where its time goes."""
 
-    def record(self) -> AbstractContextManager[list[Span]]:
+    def record(self) -> AbstractContextManager[list[OperatorSpan]]:
         """Records every `forward` inside the context; the list is complete when the context ends.
 
         Outside of it a program keeps no times at all.

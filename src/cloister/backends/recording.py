@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cloister.backends.base import Span
+from cloister.backends.base import OperatorSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,12 @@ class Watched:
 
 
 @contextmanager
-def watch(calls: Iterable[Watched]) -> Iterator[list[Span]]:
+def watch(calls: Iterable[Watched]) -> Iterator[list[OperatorSpan]]:
     """Records a span for every call of the methods given, made on any thread inside the context; yields the spans.
 
     The owner must look its method up anew at every call, and take new attributes.
     """
-    spans: list[Span] = []
+    spans: list[OperatorSpan] = []
     threads = {threading.get_ident(): 0}
     restores: list[Callable[[], None]] = []
     try:
@@ -42,7 +42,7 @@ def watch(calls: Iterable[Watched]) -> Iterator[list[Span]]:
             restore()
 
 
-def _replace(call: Watched, spans: list[Span], threads: dict[int, int]) -> Callable[[], None]:
+def _replace(call: Watched, spans: list[OperatorSpan], threads: dict[int, int]) -> Callable[[], None]:
     """Puts a timed method in place; returns what undoes it."""
     owner, method = call.owner, call.method
     original = getattr(owner, method)
@@ -51,7 +51,7 @@ def _replace(call: Watched, spans: list[Span], threads: dict[int, int]) -> Calla
     return (lambda: setattr(owner, method, original)) if is_own else (lambda: delattr(owner, method))
 
 
-def _timed(run: Callable[..., Any], name: str, spans: list[Span], threads: dict[int, int]) -> Callable[..., Any]:
+def _timed(run: Callable[..., Any], name: str, spans: list[OperatorSpan], threads: dict[int, int]) -> Callable[..., Any]:
     def timed(*args: Any, **kwargs: Any) -> Any:
         start_s = time.perf_counter()
         try:
@@ -59,6 +59,6 @@ def _timed(run: Callable[..., Any], name: str, spans: list[Span], threads: dict[
         finally:
             end_s = time.perf_counter()
             thread = threads.setdefault(threading.get_ident(), len(threads))
-            spans.append(Span(name, thread, start_s, end_s - start_s))
+            spans.append(OperatorSpan(name, thread, start_s, end_s - start_s))
 
     return timed

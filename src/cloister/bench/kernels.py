@@ -10,7 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from cloister.backends.base import ForwardBatch, Program, Recording, Span
+from cloister.backends.base import ForwardBatch, OperatorSpan, Program, Recording
 from cloister.backends.spec import DecoderSpec
 from cloister.bench.chips import Chip
 from cloister.bench.roofline import put_under_roof
@@ -91,15 +91,15 @@ def num_blocks(work: Work, block_size: int) -> int:
     return work.num_seqs * -(-work.context // block_size)
 
 
-def wall_times(spans: Iterable[Span]) -> dict[str, float]:
+def wall_times(spans: Iterable[OperatorSpan]) -> dict[str, float]:
     """Returns seconds in which any thread was at an operator, by its name, in order of first appearance."""
-    by_name: defaultdict[str, list[Span]] = defaultdict(list)
+    by_name: defaultdict[str, list[OperatorSpan]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.start_s):
         by_name[span.name].append(span)
     return {name: union(group) for name, group in by_name.items()}
 
 
-def union(spans: Iterable[Span]) -> float:
+def union(spans: Iterable[OperatorSpan]) -> float:
     """Returns seconds that are inside at least one span."""
     total, end_s = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start_s):

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 import cloister.runner.model_runner
-from cloister.backends.base import Program, Recording, Span
+from cloister.backends.base import OperatorSpan, Program, Recording
 from cloister.backends.recording import Watched, watch
 from cloister.bench.drive import SteppingEngine
 from cloister.types.errors import EngineError
@@ -52,11 +52,11 @@ class ProfiledStep:
     kind: str
     num_tokens: int
     num_samples: int
-    python: tuple[Span, ...]
-    program: tuple[Span, ...]
+    python: tuple[OperatorSpan, ...]
+    program: tuple[OperatorSpan, ...]
 
     @property
-    def whole(self) -> Span:
+    def whole(self) -> OperatorSpan:
         return self.python[0]
 
 
@@ -166,14 +166,16 @@ def to_trace(steps: Sequence[ProfiledStep], program: str) -> dict[str, object]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _step(engine: SteppingEngine) -> tuple[Outputs | None, tuple[Span, ...], tuple[Span, ...]]:
+def _step(engine: SteppingEngine) -> tuple[Outputs | None, tuple[OperatorSpan, ...], tuple[OperatorSpan, ...]]:
     """Does one step and returns what it brought, the spans of its parts with the step first, and those of the program."""
     program = program_of(engine)
-    recording: AbstractContextManager[list[Span]] = program.record() if isinstance(program, Recording) else nullcontext([])
+    recording: AbstractContextManager[list[OperatorSpan]] = (
+        program.record() if isinstance(program, Recording) else nullcontext([])
+    )
     with watch(_list_calls(engine)) as parts, recording as operators:
         start_s = time.perf_counter()
         outputs = engine.step()
-        whole = Span("step", 0, start_s, time.perf_counter() - start_s)
+        whole = OperatorSpan("step", 0, start_s, time.perf_counter() - start_s)
     return outputs, (whole, *parts), tuple(operators)
 
 
@@ -192,22 +194,22 @@ def _check_answer(event: Ended) -> None:
         raise EngineError(f"a made-up request was not answered: {event.error or event.reason}")
 
 
-def _join_threads(spans: Iterable[Span]) -> list[Span]:
+def _join_threads(spans: Iterable[OperatorSpan]) -> list[OperatorSpan]:
     """Joins what several threads do of one operator at the same time."""
-    joined: dict[str, list[Span]] = {}
+    joined: dict[str, list[OperatorSpan]] = {}
     for span in sorted(spans, key=lambda span: span.start_s):
         done = joined.setdefault(span.name, [])
         if done and span.start_s < done[-1].end_s:
             end_s = max(done[-1].end_s, span.end_s)
-            done[-1] = Span(span.name, 0, done[-1].start_s, end_s - done[-1].start_s)
+            done[-1] = OperatorSpan(span.name, 0, done[-1].start_s, end_s - done[-1].start_s)
         else:
-            done.append(Span(span.name, 0, span.start_s, span.duration_s))
+            done.append(OperatorSpan(span.name, 0, span.start_s, span.duration_s))
     return [span for group in joined.values() for span in group]
 
 
-def _nest(spans: Iterable[Span]) -> Iterator[tuple[tuple[str, ...], Span, float]]:
+def _nest(spans: Iterable[OperatorSpan]) -> Iterator[tuple[tuple[str, ...], OperatorSpan, float]]:
     """Yields (path, span, seconds without its children) for spans that nest as calls do."""
-    stack: list[tuple[tuple[str, ...], Span]] = []
+    stack: list[tuple[tuple[str, ...], OperatorSpan]] = []
     own: dict[int, float] = {}
     placed = []
     for span in sorted(spans, key=lambda span: (span.start_s, -span.duration_s)):
@@ -228,7 +230,7 @@ def _by_parent(paths: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return sorted(order, key=lambda path: [order[path[: depth + 1]] for depth in range(len(path))])
 
 
-def _trace_event(span: Span, category: str, origin_s: float, args: dict[str, int] | None = None) -> dict[str, object]:
+def _trace_event(span: OperatorSpan, category: str, origin_s: float, args: dict[str, int] | None = None) -> dict[str, object]:
     return {
         "ph": "X",
         "name": span.name,

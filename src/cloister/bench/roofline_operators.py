@@ -94,7 +94,7 @@ class Operator:
 
     Attributes:
         shape: what is computed, for people.
-        part: the operator of a program that does it, by the names of `backends.base.Span`.
+        part: the operator of a program that does it, by the names of `backends.base.OperatorSpan`.
         unit: which part of a chip computes it.
         bits: the wider operand of a product.
         link_bytes: sent to other chips.

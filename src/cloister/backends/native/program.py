@@ -9,7 +9,16 @@ from typing import Final
 
 import numpy as np
 
-from cloister.backends.base import AdapterWeights, DrawArray, FloatArray, ForwardBatch, IntArray, KVLayout, MaskArray, Span
+from cloister.backends.base import (
+    AdapterWeights,
+    DrawArray,
+    FloatArray,
+    ForwardBatch,
+    IntArray,
+    KVLayout,
+    MaskArray,
+    OperatorSpan,
+)
 from cloister.backends.draft_heads import DraftHeads
 from cloister.backends.native import _native
 from cloister.backends.native.adapters import NativeAdapters
@@ -262,14 +271,14 @@ class NativeProgram:
         self._program.wipe()
 
     @contextmanager
-    def record(self) -> Iterator[list[Span]]:
+    def record(self) -> Iterator[list[OperatorSpan]]:
         """Records every `forward` inside the context; the list is complete when the context ends."""
-        spans: list[Span] = []
+        spans: list[OperatorSpan] = []
         self._program.record(True)
         try:
             yield spans
         finally:
-            spans.extend(Span(*span) for span in self._program.spans())
+            spans.extend(OperatorSpan(*span) for span in self._program.spans())
             self._program.record(False)
 
     @property

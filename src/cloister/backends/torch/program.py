@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cloister.backends.base import AdapterWeights, FloatArray, ForwardBatch, IntArray, KVLayout, Span, Weights
+from cloister.backends.base import AdapterWeights, FloatArray, ForwardBatch, IntArray, KVLayout, OperatorSpan, Weights
 from cloister.backends.spec import AttentionSpec, DecoderSpec
 from cloister.backends.tensors import dequantized
 from cloister.backends.torch.adapters import RowAdapters, TorchAdapters
@@ -125,7 +125,7 @@ class TorchProgram:
         """Empties a slot."""
         self._adapters.unload(slot)
 
-    def record(self) -> AbstractContextManager[list[Span]]:
+    def record(self) -> AbstractContextManager[list[OperatorSpan]]:
         """Records spans (`backends.base.Recording`): the parts of a layer on each thread of the team, and the ends."""
         return record(self, sys.modules[__name__], self._layers)
 

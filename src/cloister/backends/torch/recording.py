@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import ModuleType
 
-from cloister.backends.base import Span
+from cloister.backends.base import OperatorSpan
 from cloister.backends.recording import Watched, watch
 from cloister.backends.torch.decoder import DecoderLayer
 
 
-def record(program: object, module: ModuleType, layers: Iterable[DecoderLayer]) -> AbstractContextManager[list[Span]]:
+def record(program: object, module: ModuleType, layers: Iterable[DecoderLayer]) -> AbstractContextManager[list[OperatorSpan]]:
     """Records a program's calls (`backends.base.Recording`).
 
     Args:
