@@ -23,7 +23,7 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class CodePages:
     """Pages of a file that has code, with the rights that they are mapped with."""
 
     start: int
@@ -47,7 +47,7 @@ class Code:
         return "can be copied from its files"
 
 
-def spans_of_code(maps: str) -> Iterator[Span]:
+def spans_of_code(maps: str) -> Iterator[CodePages]:
     """Yields every private mapping of each file of which some part can be executed: constants and data, too.
 
     Args:
@@ -59,10 +59,10 @@ def spans_of_code(maps: str) -> Iterator[Span]:
         if (device, inode) in with_code and rights[3] == "p" and rights[:3] != "---":
             start, end = (int(edge, 16) for edge in span.split("-"))
             bits = PROT_READ * (rights[0] == "r") | PROT_WRITE * (rights[1] == "w") | PROT_EXEC * (rights[2] == "x")
-            yield Span(start, end - start, bits)
+            yield CodePages(start, end - start, bits)
 
 
-def _own(span: Span) -> None:
+def _own(span: CodePages) -> None:
     """Has the kernel make each page this process's own, as a write to it would; what stands there stays the same.
 
     Raises:
