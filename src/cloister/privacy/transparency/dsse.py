@@ -45,7 +45,7 @@ class Subject(Struct, frozen=True):
     digest: dict[str, str]
 
 
-class Statement(Struct, frozen=True, rename={"type": "_type", "predicate_type": "predicateType"}):
+class InTotoStatement(Struct, frozen=True, rename={"type": "_type", "predicate_type": "predicateType"}):
     """An in-toto statement, version 1."""
 
     subject: tuple[Subject, ...]
@@ -90,17 +90,17 @@ def make_provenance(subjects: Mapping[str, str], definition: Mapping[str, Any], 
     """
     subject = tuple(Subject(name, {"sha256": digest}) for name, digest in sorted(subjects.items()))
     predicate = {"buildDefinition": dict(definition), "runDetails": {"builder": {"id": builder}}}
-    return msgspec.json.encode(Statement(subject, PROVENANCE, predicate), order="sorted")
+    return msgspec.json.encode(InTotoStatement(subject, PROVENANCE, predicate), order="sorted")
 
 
-def read_statement(payload: bytes) -> Statement:
+def read_statement(payload: bytes) -> InTotoStatement:
     """Reads an in-toto statement.
 
     Raises:
         TransparencyError: it is none.
     """
     try:
-        return msgspec.json.decode(payload, type=Statement)
+        return msgspec.json.decode(payload, type=InTotoStatement)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TransparencyError(Reason.MALFORMED, f"the envelope does not hold an in-toto statement: {error}") from None
 
