@@ -36,7 +36,7 @@ _LEAST_DIGEST_BYTES: Final = 32  # SHA-1 signatures are not believed; as a name 
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class CertificateStatus:
     """What one response or list says of one certificate, signed by somebody who may say it.
 
     Attributes:
@@ -127,16 +127,18 @@ def check_revocation(
         findings.prove(slug, f"none of {', '.join(name_subject(certificate) for certificate in chain[:-1])} was revoked")
 
 
-def _find(certificate: x509.Certificate, issuer: x509.Certificate, statuses: Statuses, moment: datetime) -> Iterator[Status]:
+def _find(
+    certificate: x509.Certificate, issuer: x509.Certificate, statuses: Statuses, moment: datetime
+) -> Iterator[CertificateStatus]:
     for response in statuses.responses:
         if _is_signed_for(response, issuer, moment):
             for single in response.responses:
                 if _is_about(single, certificate, issuer):
-                    yield Status(_REVOKED[single.certificate_status], single.this_update_utc, single.next_update_utc)
+                    yield CertificateStatus(_REVOKED[single.certificate_status], single.this_update_utc, single.next_update_utc)
     for crl in statuses.lists:
         if crl.issuer == issuer.subject and _is_whole(crl) and _verifies_list(crl, issuer):
             is_revoked = crl.get_revoked_certificate_by_serial_number(certificate.serial_number) is not None
-            yield Status(is_revoked, crl.last_update_utc, crl.next_update_utc)
+            yield CertificateStatus(is_revoked, crl.last_update_utc, crl.next_update_utc)
 
 
 def _is_about(single: ocsp.OCSPSingleResponse, certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
