@@ -37,7 +37,7 @@ class RoofedOperator:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRoofline:
     """Every operator of one step under one roof.
 
     Attributes:
@@ -84,7 +84,7 @@ class Roofline:
     chip: Chip
     numbers: Numbers
     num_chips: int
-    steps: tuple[Step, ...]
+    steps: tuple[StepRoofline, ...]
     weights_bytes: float
     kv_bytes: float
 
@@ -122,13 +122,13 @@ def draw_roofline(
     )
 
 
-def put_under_roof(work: Work, operators: Iterable[Operator], chip: Chip) -> Step:
+def put_under_roof(work: Work, operators: Iterable[Operator], chip: Chip) -> StepRoofline:
     """Returns a step with the time of each operator at the roof of a chip."""
     rows = tuple(_put(operator, chip) for operator in operators)
     compute_s = max(_compute_times(rows, chip).values())
     moved = sum((row.operator.weights_bytes + row.operator.kv_bytes) * row.operator.count for row in rows)
     sent = sum(row.operator.link_bytes * row.operator.count for row in rows)
-    return Step(work, rows, compute_s, moved / chip.read_bytes_per_s, sent / (chip.link_bytes_per_s or float("inf")))
+    return StepRoofline(work, rows, compute_s, moved / chip.read_bytes_per_s, sent / (chip.link_bytes_per_s or float("inf")))
 
 
 def compute_time(operator: Operator, chip: Chip) -> float:

@@ -2,7 +2,7 @@
 
 Every operator stands for itself, as in a textbook table of arithmetic intensity: it reads its inputs from memory and writes
 its output there. A multiplication and an addition are two operations. What a fused program saves is said by the step's limit
-(`roofline.Step.limit_s`), for which activations stay on the chip.
+(`roofline.StepRoofline.limit_s`), for which activations stay on the chip.
 """
 
 from __future__ import annotations

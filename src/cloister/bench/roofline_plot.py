@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from cloister.bench.plots import BLUE, GREY, ORANGE, RED, draw
-from cloister.bench.roofline import RoofedOperator, Roofline, Step
+from cloister.bench.roofline import RoofedOperator, Roofline, StepRoofline
 from cloister.bench.roofline_report import describe_work
 
 _COLOURS = {"prefill": BLUE, "decode": ORANGE}
@@ -40,7 +40,7 @@ def _draw_roofs(axes: Axes, roofline: Roofline, low: float, high: float) -> None
     axes.axvline(_ridge(roofline), color=RED, linewidth=0.8, linestyle=":", label=f"ridge, {_ridge(roofline):.0f} FLOP/B")
 
 
-def _draw_step(axes: Axes, step: Step, roofline: Roofline) -> None:
+def _draw_step(axes: Axes, step: StepRoofline, roofline: Roofline) -> None:
     """Points of about the same place share one label."""
     colour = _COLOURS[step.work.name]
     places: dict[tuple[int, int], list[str]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cloister.bench.roofline import RoofedOperator, Roofline, Step
+from cloister.bench.roofline import RoofedOperator, Roofline, StepRoofline
 from cloister.bench.roofline_operators import Work
 
 HEADERS = (
@@ -16,7 +16,7 @@ WIDEST = HEADERS.index("computation")
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def list_rows(step: Step) -> list[tuple[str, ...]]:
+def list_rows(step: StepRoofline) -> list[tuple[str, ...]]:
     """Returns the table of one step under `HEADERS`: figures of all calls together, and a last row of sums."""
     rows = [_row(row, step) for row in step.rows]
     sums = (step.total(field) for field in ("num_flops", "weights_bytes", "activations_bytes", "kv_bytes"))
@@ -49,7 +49,7 @@ def describe_roof(roofline: Roofline) -> list[str]:
     return lines
 
 
-def describe_step(step: Step) -> str:
+def describe_step(step: StepRoofline) -> str:
     """Returns the line below a table: the time of the step and what it means in tokens per second."""
     tokens = step.work.num_tokens
     apart = f"{scale_time(step.seconds)} = {tokens / step.seconds:,.1f} tokens/s one operator after the other"
@@ -121,7 +121,7 @@ def scale_time(seconds: float) -> str:
     return f"{seconds * 1e6:.2f} us"
 
 
-def _row(row: RoofedOperator, step: Step) -> tuple[str, ...]:
+def _row(row: RoofedOperator, step: StepRoofline) -> tuple[str, ...]:
     operator, count = row.operator, row.operator.count
     sizes = (operator.num_flops, operator.weights_bytes, operator.activations_bytes, operator.kv_bytes)
     intensity = f"{operator.intensity:.2f}" if operator.num_flops else "-"
@@ -130,7 +130,7 @@ def _row(row: RoofedOperator, step: Step) -> tuple[str, ...]:
     return (operator.name, str(count), operator.shape, *figures, intensity, row.bound, scale_time(row.seconds), share)
 
 
-def _step_json(step: Step) -> dict[str, object]:
+def _step_json(step: StepRoofline) -> dict[str, object]:
     work, tokens = step.work, step.work.num_tokens
     return {
         "phase": work.name,
