@@ -14,7 +14,7 @@ import numpy as np
 from cloister.backends.base import AdapterWeights, FloatArray
 from cloister.backends.spec import DecoderSpec
 from cloister.models.adapters.settings import AdapterSettings, read_settings
-from cloister.models.adapters.targets import Target, find_targets
+from cloister.models.adapters.targets import AdapterTarget, find_targets
 from cloister.models.safetensors import FLOATS, TensorEntry, read_header
 from cloister.types.errors import ModelError
 
@@ -80,7 +80,7 @@ def _entries(path: Path) -> Mapping[tuple[str, str], TensorEntry]:
     return found
 
 
-def _targets_of(module: str, targets: Mapping[str, tuple[Target, ...]]) -> tuple[Target, ...]:
+def _targets_of(module: str, targets: Mapping[str, tuple[AdapterTarget, ...]]) -> tuple[AdapterTarget, ...]:
     if module not in targets:
         raise ModelError(
             f"the adapter changes {module!r}, which is none of the model's products that an adapter may change (q, k, v, o "
@@ -91,7 +91,7 @@ def _targets_of(module: str, targets: Mapping[str, tuple[Target, ...]]) -> tuple
 
 
 def _update(
-    module: str, target: Target, entries: Mapping[tuple[str, str], TensorEntry], settings: AdapterSettings
+    module: str, target: AdapterTarget, entries: Mapping[tuple[str, str], TensorEntry], settings: AdapterSettings
 ) -> tuple[FloatArray, FloatArray]:
     """Returns A and B of one product, the scale in B."""
     sides = [entries.get((module, side)) for side in "AB"]

@@ -16,7 +16,7 @@ from cloister.types.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class AdapterTarget:
     """One product that a module computes, or a part of what it computes.
 
     Attributes:
@@ -40,7 +40,7 @@ class Target:
         return by_head[:, self.place.part].reshape(outputs, -1)
 
 
-def find_targets(spec: DecoderSpec) -> Mapping[str, tuple[Target, ...]]:
+def find_targets(spec: DecoderSpec) -> Mapping[str, tuple[AdapterTarget, ...]]:
     """Returns module in the checkpoint -> the products that it computes.
 
     Raises:
@@ -50,15 +50,15 @@ def find_targets(spec: DecoderSpec) -> Mapping[str, tuple[Target, ...]]:
     if family is None:
         raise ModelError(f"adapters need a model of a known family, and this one is {spec.family!r}")
     shapes = {f"{product}.weight": shape for product, shape in target_shapes(spec).items()}
-    found: dict[str, tuple[Target, ...]] = {}
+    found: dict[str, tuple[AdapterTarget, ...]] = {}
     for name in shapes:
         module = stored_name(family, name).removesuffix(".weight")
         found[module] = (*found.get(module, ()), _target(family, spec, name, shapes))
     return found
 
 
-def _target(family: Family, spec: DecoderSpec, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Target:
+def _target(family: Family, spec: DecoderSpec, name: str, shapes: Mapping[str, tuple[int, ...]]) -> AdapterTarget:
     num_heads = spec.layers[int(name.split(".")[1])].attention.num_heads
     place = find_place(source_of(family, name), name, shapes, num_heads)
     stored = place.stored_shape[::-1] if place.source.transposed else place.stored_shape
-    return Target(name.removesuffix(".weight"), inputs=stored[1], stored_outputs=stored[0], place=place)
+    return AdapterTarget(name.removesuffix(".weight"), inputs=stored[1], stored_outputs=stored[0], place=place)
