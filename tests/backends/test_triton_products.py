@@ -14,7 +14,7 @@ from tests.device import DEVICE, HAS_TRITON, needs_triton
 if HAS_TRITON:
     from cloister.backends.torch.triton.float8 import float8_matmul, pack_float8
     from cloister.backends.torch.triton.grouped import grouped_matmul, pack
-    from cloister.backends.torch.triton.matmul import Tile, matmul
+    from cloister.backends.torch.triton.matmul import TileConfig, matmul
     from cloister.backends.torch.triton.rounding import round_rows
 
 pytestmark = needs_triton
@@ -22,7 +22,7 @@ CPU_OR_GPU = torch.device(DEVICE)
 
 
 def tile(rows: int = 16, columns: int = 32) -> Any:
-    return Tile(rows, columns, 4, 2)
+    return TileConfig(rows, columns, 4, 2)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

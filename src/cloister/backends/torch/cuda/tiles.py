@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from cloister.backends.torch.triton.matmul import Tile
+from cloister.backends.torch.triton.matmul import TileConfig
 
 HALF_TILES: Final = (
-    Tile(64, 64, 4, 3),
-    Tile(128, 256, 8, 3),
-    Tile(128, 128, 8, 3),
-    Tile(64, 32, 4, 4),
-    Tile(16, 64, 4, 4),
-    Tile(16, 32, 4, 4),
+    TileConfig(64, 64, 4, 3),
+    TileConfig(128, 256, 8, 3),
+    TileConfig(128, 128, 8, 3),
+    TileConfig(64, 32, 4, 4),
+    TileConfig(16, 64, 4, 4),
+    TileConfig(16, 32, 4, 4),
 )
 """For weights of 16 bits; the reference first."""
 CODE_TILES: Final = (
-    Tile(64, 64, 4, 3),
-    Tile(128, 128, 8, 3),
-    Tile(64, 32, 4, 4),
-    Tile(16, 64, 4, 4),
-    Tile(16, 32, 4, 4),
+    TileConfig(64, 64, 4, 3),
+    TileConfig(128, 128, 8, 3),
+    TileConfig(64, 32, 4, 4),
+    TileConfig(16, 64, 4, 4),
+    TileConfig(16, 32, 4, 4),
 )
 """For weights of 8 bits or fewer, whose scales and codes need more registers."""
-FLOAT_TILES: Final = (Tile(64, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3))
+FLOAT_TILES: Final = (TileConfig(64, 64, 4, 3), TileConfig(16, 64, 4, 3), TileConfig(16, 32, 4, 3))
 """For weights in float32, which tensor cores do not take."""
 NUM_ROWS: Final = 130
 """Rows that are compared: more than the largest tile has."""
@@ -48,9 +48,11 @@ class TileBook:
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
-        self._agreeing: dict[Hashable, tuple[Tile, ...]] = {}
+        self._agreeing: dict[Hashable, tuple[TileConfig, ...]] = {}
 
-    def measure(self, kind: Hashable, product: Callable[[Tile], Tensor], tiles: Sequence[Tile]) -> tuple[Tile, ...]:
+    def measure(
+        self, kind: Hashable, product: Callable[[TileConfig], Tensor], tiles: Sequence[TileConfig]
+    ) -> tuple[TileConfig, ...]:
         """Returns the tiles that agree with the first, computing `product` once with each if `kind` is new."""
         if kind not in self._agreeing:
             reference = product(tiles[0])
@@ -58,7 +60,7 @@ class TileBook:
             self._agreeing[kind] = tuple(sorted((tiles[0], *others), key=lambda tile: -tile.rows * tile.columns))
         return self._agreeing[kind]
 
-    def choose(self, tiles: Sequence[Tile], num_rows: int, num_outputs: int) -> Tile:
+    def choose(self, tiles: Sequence[TileConfig], num_rows: int, num_outputs: int) -> TileConfig:
         """Returns the largest tile that wastes no rows and keeps the device busy, or the smallest."""
         for tile in tiles:
             num_programs = -(-num_rows // tile.rows) * -(-num_outputs // tile.columns)
@@ -67,7 +69,7 @@ class TileBook:
         return tiles[-1]
 
     @staticmethod
-    def _agrees(product: Callable[[Tile], Tensor], tile: Tile, reference: Tensor) -> bool:
+    def _agrees(product: Callable[[TileConfig], Tensor], tile: TileConfig, reference: Tensor) -> bool:
         try:
             return torch.equal(product(tile), reference)
         except OutOfResources:  # the device has less shared memory than the tile wants

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cloister.backends.torch.triton import EXACT
-from cloister.backends.torch.triton.matmul import Tile
+from cloister.backends.torch.triton.matmul import TileConfig
 from cloister.backends.torch.triton.rounding import round_rows
 
 
@@ -66,7 +66,9 @@ def float8_kernel(
     tl.store(places, result.to(out.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
 
 
-def float8_matmul(inputs: Tensor, matrix: Float8Matrix, bias: Tensor | None, out_dtype: torch.dtype, tile: Tile) -> Tensor:
+def float8_matmul(
+    inputs: Tensor, matrix: Float8Matrix, bias: Tensor | None, out_dtype: torch.dtype, tile: TileConfig
+) -> Tensor:
     """Returns inputs W^T + bias, [num_rows, outputs], for inputs [num_rows, inputs] rounded to e4m3 token by token."""
     rows, token_scales = round_rows(inputs, torch.float8_e4m3fn)
     num_rows, num_inputs = inputs.shape

@@ -22,7 +22,7 @@ from torch import Tensor
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
 from cloister.backends.torch.rounded import rotate_blocks
 from cloister.backends.torch.triton import EXACT
-from cloister.backends.torch.triton.matmul import Tile
+from cloister.backends.torch.triton.matmul import TileConfig
 from cloister.backends.torch.triton.rounding import round_rows
 
 
@@ -219,7 +219,9 @@ def grouped_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
 
 
-def grouped_matmul(inputs: Tensor, matrix: TritonMatrix, bias: Tensor | None, out_dtype: torch.dtype, tile: Tile) -> Tensor:
+def grouped_matmul(
+    inputs: Tensor, matrix: TritonMatrix, bias: Tensor | None, out_dtype: torch.dtype, tile: TileConfig
+) -> Tensor:
     """Returns inputs W^T + bias, [num_rows, outputs].
 
     Args:

@@ -13,7 +13,7 @@ from cloister.backends.torch.triton import EXACT
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class TileConfig:
     """What one program of a product computes. Only `rows` and `columns` differ among the tiles that a program may use."""
 
     rows: int
@@ -47,7 +47,7 @@ def matmul_kernel(
     tl.store(places, sums.to(out.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
 
 
-def matmul(inputs: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tile: Tile) -> Tensor:
+def matmul(inputs: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tile: TileConfig) -> Tensor:
     """Returns inputs W^T + bias, [num_rows, outputs].
 
     Args:
