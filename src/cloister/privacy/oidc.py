@@ -79,7 +79,7 @@ class OidcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("a claim is no name, or names with dots between")
 
 
-class TokenError(AuthenticationError):
+class AccessTokenError(AuthenticationError):
     """A token that is not taken (RFC 6750, 3.1)."""
 
     code = "invalid_token"
@@ -128,12 +128,12 @@ class People:
         config = self.config
         kind = header.get("typ", "JWT")
         if not isinstance(kind, str) or kind.lower() not in _TYPES:
-            raise TokenError("this is no access token; send the one that the issuer gave for this service")
+            raise AccessTokenError("this is no access token; send the one that the issuer gave for this service")
         if claims.get("iss") != config.issuer:
-            raise TokenError("this token is another issuer's; sign in at the one of this server")
+            raise AccessTokenError("this token is another issuer's; sign in at the one of this server")
         audience = claims.get("aud")
         if config.audience not in (audience if isinstance(audience, list) else [audience]):
-            raise TokenError("this token is for another service; ask the issuer for one whose audience is this server")
+            raise AccessTokenError("this token is for another service; ask the issuer for one whose audience is this server")
         self._check_times(claims, now_s)
         subject, tenant = _text(claims, "sub"), _text(claims, config.tenant_claim)
         roles = _roles(claims, config.roles_claim)
@@ -155,11 +155,11 @@ class People:
             if value is None and not is_needed:
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _MOST_SECONDS:
-                raise TokenError("this token does not say until when it is valid; ask the issuer for another one")
+                raise AccessTokenError("this token does not say until when it is valid; ask the issuer for another one")
             if name == "exp" and now_s >= value + skew_s:
-                raise TokenError("this token has expired; sign in again")
+                raise AccessTokenError("this token has expired; sign in again")
             if name != "exp" and now_s < value - skew_s:
-                raise TokenError("this token is not valid yet; check the clocks of the issuer and of this server")
+                raise AccessTokenError("this token is not valid yet; check the clocks of the issuer and of this server")
 
     def _pseudonym(self, purpose: str, value: str) -> bytes:
         words = f"cloister/oidc/{purpose}/1\0{self.config.issuer}\0{value}"
@@ -205,7 +205,7 @@ def _claim(claims: Mapping[str, Any], path: str) -> object:
 def _text(claims: Mapping[str, Any], path: str) -> str:
     value = _claim(claims, path)
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_CLAIM_CHARS:
-        raise TokenError("this token lacks a claim that the server tells people apart by; its operator knows which")
+        raise AccessTokenError("this token lacks a claim that the server tells people apart by; its operator knows which")
     return value
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from cloister.privacy.oidc import TokenError
+from cloister.privacy.oidc import AccessTokenError
 from cloister.types.errors import (
     AuthenticationError,
     CloisterError,
@@ -101,7 +101,7 @@ def error_headers(error: CloisterError) -> dict[str, str]:
     if error.status == 503:
         return {"retry-after": str(math.ceil(ENGINE_RETRY_S))}
     if isinstance(error, AuthenticationError):
-        reason = f' error="{error.code}"' if isinstance(error, TokenError) else ""  # RFC 6750, 3
+        reason = f' error="{error.code}"' if isinstance(error, AccessTokenError) else ""  # RFC 6750, 3
         return {"www-authenticate": f"Bearer{reason}"}
     return {}
 

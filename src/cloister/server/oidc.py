@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from cloister.privacy.oidc import People, Person, TokenError, may_be_fetched
+from cloister.privacy.oidc import AccessTokenError, People, Person, may_be_fetched
 from cloister.types.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class TokenVerifier:
         from joserfc import jws, jwt
         from joserfc.errors import JoseError
 
-        broken = TokenError("this is no token that the issuer signed; sign in again")
+        broken = AccessTokenError("this is no token that the issuer signed; sign in again")
         if len(token) > MAX_TOKEN_CHARS or not token.isascii():
             raise broken
         try:
