@@ -74,7 +74,7 @@ def kept_chain(parents: tuple[int, ...]) -> list[int]:
     return chain
 
 
-class Tree:
+class DraftTree:
     """What was drafted for one sequence.
 
     Attributes:
@@ -97,7 +97,7 @@ class _Node:
     """A node whose children are chosen: its row of logits, its tree, and the places of the children there."""
 
     row: int
-    tree: Tree
+    tree: DraftTree
     children: tuple[int, ...]
 
 
@@ -122,9 +122,9 @@ class TreeGrower:
         self._block_size = block_size
         self._draws = draws
 
-    def grow(self, stretches: Sequence[Stretch], shapes: Sequence[tuple[int, ...]]) -> list[Tree]:
+    def grow(self, stretches: Sequence[Stretch], shapes: Sequence[tuple[int, ...]]) -> list[DraftTree]:
         """Drafts a tree of each shape behind each stretch; KV of every program is computed to the end of the stretches."""
-        trees = [Tree(*each, self._vocab_size) for each in zip(stretches, shapes, strict=True)]
+        trees = [DraftTree(*each, self._vocab_size) for each in zip(stretches, shapes, strict=True)]
         for depth in range(max(len(tree.levels) for tree in trees)):
             live = [tree for tree in trees if len(tree.levels) > depth]
             batch = _level_batch(live, depth, self._block_size) if depth else stretch_batch(stretches, self._block_size)
@@ -183,7 +183,7 @@ class TreeGrower:
             used += len(node.children)
 
 
-def _nodes(live: Sequence[Tree], depth: int) -> Iterator[_Node]:
+def _nodes(live: Sequence[DraftTree], depth: int) -> Iterator[_Node]:
     row = 0
     for tree in live:
         for children in tree.levels[depth].children:
@@ -191,7 +191,7 @@ def _nodes(live: Sequence[Tree], depth: int) -> Iterator[_Node]:
             row += 1
 
 
-def _level_batch(live: Sequence[Tree], depth: int, block_size: int) -> ForwardBatch:
+def _level_batch(live: Sequence[DraftTree], depth: int, block_size: int) -> ForwardBatch:
     """Builds the arrays that compute what a level needs of each tree, behind what is known of its sequence."""
     token_ids, positions, context_lens = array("i"), array("i"), array("i")
     logit_rows, parents, query_starts = array("i"), array("i"), array("i", (0,))

@@ -7,7 +7,7 @@ from typing import Final
 
 from cloister.backends.base import KVLayout
 from cloister.runner.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, DraftModel
-from cloister.runner.drafters.branches import Tree, TreeGrower, kept_chain
+from cloister.runner.drafters.branches import DraftTree, TreeGrower, kept_chain
 from cloister.runner.drafters.draft_files import open_drafts
 from cloister.runner.drafters.small_model import DRAFT_MODEL_THREAT, PagedDrafter
 from cloister.runner.drafters.tree_shape import grow_shape
@@ -50,7 +50,7 @@ class SpecInferDrafter(PagedDrafter):
         return drafts
 
 
-def _pruned(tree: Tree) -> Draft:
+def _pruned(tree: DraftTree) -> Draft:
     """Returns a tree without what could not be chosen, what follows that, and what follows the end of a sequence."""
     stops = tree.stretch.state.stops
     places: list[int] = []
