@@ -17,7 +17,7 @@ from cloister.types.errors import CloisterError, ConfigError
 
 if TYPE_CHECKING:
     from cloister.client.traces.node import Path
-    from cloister.client.traces.trial import Verdict
+    from cloister.client.traces.trial import TraceVerdict
     from cloister.privacy.residue.needles import Needle
 
 CANNOT_TEST = 2
@@ -96,7 +96,7 @@ def _as_flag(name: str, value: object) -> list[str]:
     return [f"--{kebab}", str(value)]
 
 
-def _print(verdict: Verdict, as_json: bool) -> None:
+def _print(verdict: TraceVerdict, as_json: bool) -> None:
     if as_json:
         print_json(
             {

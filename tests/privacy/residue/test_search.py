@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cloister.client.traces.load import LoadResult
-from cloister.client.traces.trial import Looked, Verdict
+from cloister.client.traces.trial import Looked, TraceVerdict
 from cloister.models import locate
 from cloister.privacy.residue.finder import Finder
 from cloister.privacy.residue.marks import NUM_WORDS, Mark, MarkMaker
@@ -182,4 +182,4 @@ def looked(*, finds: int = 0) -> Looked:
     ids=["nothing", "something", "something beside gaps", "a gap"],
 )
 def test_exit_statuses_are_true(finds: int, obstacles: list[str], status: int) -> None:
-    assert Verdict(LoadResult(), looked(), looked(finds=finds), {}, 1, obstacles).exit_code == status
+    assert TraceVerdict(LoadResult(), looked(), looked(finds=finds), {}, 1, obstacles).exit_code == status

@@ -60,7 +60,7 @@ class Looked:
 
 
 @dataclass(slots=True)
-class Verdict:
+class TraceVerdict:
     """What a trial says.
 
     Attributes:
@@ -83,7 +83,7 @@ class Verdict:
         return 2 if self.obstacles else 0
 
 
-async def try_node(path: Path, maker: MarkMaker, num_requests: int, rows: RowNeedles) -> Verdict:
+async def try_node(path: Path, maker: MarkMaker, num_requests: int, rows: RowNeedles) -> TraceVerdict:
     """Sends marked requests to a node that runs and searches it.
 
     Args:
@@ -114,7 +114,7 @@ async def try_node(path: Path, maker: MarkMaker, num_requests: int, rows: RowNee
     obstacles = [f"during a request nothing was found in: {name}" for name in during.missing]
     obstacles += [f"not searched: {gap}" for gap in [*during.gaps, *after.gaps]]
     obstacles += [f"{count} requests did not end as they should: {what}" for what, count in sent.failures.items()]
-    return Verdict(sent, during, after, shapes, len(finder.needles), obstacles)
+    return TraceVerdict(sent, during, after, shapes, len(finder.needles), obstacles)
 
 
 async def _look_during(
