@@ -16,7 +16,7 @@ from cloister.client.routing.attack import Attack
 from cloister.types.errors import CloisterError, ConfigError
 
 if TYPE_CHECKING:
-    from cloister.client.routing.verdict import Verdict
+    from cloister.client.routing.verdict import RoutingVerdict
 
 NOT_HONEST, CANNOT_TEST = 1, 2
 RATE = 0.05
@@ -155,7 +155,7 @@ def _memory() -> Path | None:
     return shared if shared.is_dir() else None
 
 
-def _print(verdict: Verdict, chance: float, as_json: bool) -> None:
+def _print(verdict: RoutingVerdict, chance: float, as_json: bool) -> None:
     if as_json:
         worst = [{**asdict(finding), "corrected_p": p} for finding, p in verdict.worst]
         print_json(

@@ -13,7 +13,7 @@ HONEST_ABOVE = 1e-4
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RoutingVerdict:
     """What a trial showed.
 
     Attributes:
@@ -34,9 +34,9 @@ class Verdict:
         return self.p_value > HONEST_ABOVE
 
 
-def judge(log: TrialLog, worst: int = 5) -> Verdict:
+def judge(log: TrialLog, worst: int = 5) -> RoutingVerdict:
     """Tests every hypothesis and corrects for their number."""
     findings = examine(log)
     corrected = holm(finding.p_value for finding in findings)
     pairs = sorted(zip(findings, corrected, strict=True), key=lambda pair: (pair[1], pair[0].p_value))
-    return Verdict(pairs[0][1] if pairs else 1.0, tuple(pairs[:worst]), len(findings), log.strays)
+    return RoutingVerdict(pairs[0][1] if pairs else 1.0, tuple(pairs[:worst]), len(findings), log.strays)
