@@ -63,7 +63,7 @@ def planted(amount: float) -> Iterator[None]:
     if not amount:
         yield
         return
-    right, chosen = acceptance.distribution, verification.Verifier._advance
+    right, chosen = acceptance.distribution, verification.DraftVerifier._advance
     rng = np.random.default_rng(5)
 
     def wrong(scores: Any, draws: Any) -> Any:
@@ -85,12 +85,12 @@ def planted(amount: float) -> Iterator[None]:
         return chosen(self, going, shifted, finite)
 
     setattr(verification, "distribution", wrong)  # noqa: B010
-    setattr(verification.Verifier, "_advance", credulous)  # noqa: B010
+    setattr(verification.DraftVerifier, "_advance", credulous)  # noqa: B010
     try:
         yield
     finally:
         setattr(verification, "distribution", right)  # noqa: B010
-        setattr(verification.Verifier, "_advance", chosen)  # noqa: B010
+        setattr(verification.DraftVerifier, "_advance", chosen)  # noqa: B010
 
 
 def run_case(job: tuple[Case, str, int, int]) -> dict[str, Any]:

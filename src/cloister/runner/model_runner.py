@@ -30,7 +30,7 @@ from cloister.runner.pooling import NOT_OFFERED, pool_parts
 from cloister.runner.sampling import Sampler, best_tokens, finite_rows
 from cloister.runner.scoring import NOT_FINITE, NOTHING_LEFT, prompt_logprobs, sample_logprobs
 from cloister.runner.state import BatchState, SequenceState
-from cloister.runner.verification import Verifier
+from cloister.runner.verification import DraftVerifier
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import EngineError
 from cloister.types.request import Embedding
@@ -76,7 +76,7 @@ class ModelRunner:
         self._sampler = Sampler(vocab_size) if self._drawing is None else ProgramSampler(self._drawing)
         self._drafts = bool(drafters)
         self._drafting = DrafterGroup(drafters or {}, self._clock, takes_trees=isinstance(program, TreeProgram))
-        self._verifier = Verifier(program, self._batch, self._sampler, self._drafting, block_size=block_size)
+        self._verifier = DraftVerifier(program, self._batch, self._sampler, self._drafting, block_size=block_size)
 
     def draws(self, states: list[SequenceState], rows: list[int]) -> DrawArray:
         """Says how the next token of each sequence is chosen, for drafters that choose as the model does (`DraftingPlace`)."""

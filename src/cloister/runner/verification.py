@@ -40,7 +40,7 @@ from cloister.types.step import Fork, StepResult
 BoolArray = npt.NDArray[np.bool_]
 
 
-class Verifier:
+class DraftVerifier:
     """Runs the steps in which drafts are verified, or shown what the model says.
 
     Args:
