@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Work:
+class EngineWork:
     """What the engine did for one prompt of a call. Times are of the monotonic clock."""
 
     num_prompt_tokens: int = 0
@@ -93,10 +93,10 @@ class Call:
     account: Account | None = None
     charge: Charge | None = None
     output_budget: int | None = None
-    works: dict[str, Work] = field(default_factory=dict)
+    works: dict[str, EngineWork] = field(default_factory=dict)
     num_open: int = 0
 
-    def sum(self, count: Callable[[Work], int]) -> int:
+    def sum(self, count: Callable[[EngineWork], int]) -> int:
         """Returns a count over all prompts of the call."""
         return sum(map(count, self.works.values()))
 
@@ -178,7 +178,7 @@ class Calls:
         """
         if call.charge is not None:
             call.charge.reserve(request.request_id, most_tokens(request, max_model_len), time.time())
-        call.works[request.request_id] = Work(num_prompt_tokens=len(request.token_ids))
+        call.works[request.request_id] = EngineWork(num_prompt_tokens=len(request.token_ids))
         call.num_open += 1
         self._at_work[request.request_id] = call
         if self.tenants is not None:

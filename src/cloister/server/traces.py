@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from cloister.server.calls import Call, Work
+from cloister.server.calls import Call, EngineWork
 from cloister.server.logs import QUIET_ROUTES, method_of
 
 AttributeValue = str | int | float | tuple[str, ...]
@@ -142,7 +142,7 @@ def _attributes(call: Call, model_name: str) -> dict[str, AttributeValue]:
     return found
 
 
-def _phases(work: Work) -> Iterator[Span]:
+def _phases(work: EngineWork) -> Iterator[Span]:
     """Yields what a prompt went through, as far as it came."""
     if work.arrival_s is None or work.ended_s is None:
         return
