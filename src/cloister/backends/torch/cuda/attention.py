@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 from cloister.backends.base import ForwardBatch
 from cloister.backends.torch.cuda.inputs import StepInputs
 from cloister.backends.torch.cuda.memory import PARTIAL_BYTES
-from cloister.backends.torch.cuda.work import KernelLimits, Work, cut_work
+from cloister.backends.torch.cuda.work import KernelLimits, KernelWork, cut_work
 from cloister.backends.torch.schedule import AttentionShape
 from cloister.backends.torch.triton.attention import Binding, Heads, Pages, Partials, Tiles, attend, make_partials
 from cloister.backends.torch.triton.join import join_splits
@@ -49,7 +49,7 @@ class PagedAttention:
         self._partials = {heads: make_partials(_partial_rows(heads), heads, device) for heads in self.layers}
         self._tiles = {heads: choose_tiles(heads, dtype, device) for heads in self.layers}
 
-    def cut(self, batch: ForwardBatch) -> dict[Heads, Work]:
+    def cut(self, batch: ForwardBatch) -> dict[Heads, KernelWork]:
         """Cuts a step for every kind of layer, always in the same order."""
         return {heads: self._cut(batch, heads) for heads in self.layers}
 
@@ -68,7 +68,7 @@ class PagedAttention:
         join_splits(work.joins, step.pages, out, partials, heads)
         return out.view(len(out), -1)
 
-    def _cut(self, batch: ForwardBatch, heads: Heads) -> Work:
+    def _cut(self, batch: ForwardBatch, heads: Heads) -> KernelWork:
         tiles = self._tiles[heads]
         limits = KernelLimits(tiles.large, tiles.small, self._num_places, len(self._partials[heads].mixed))
         return cut_work(batch.query_starts, batch.context_lens, shape_of(heads), limits)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cloister.backends.base import ForwardBatch
-from cloister.backends.torch.cuda.work import Work, pad_items, pad_joins
+from cloister.backends.torch.cuda.work import KernelWork, pad_items, pad_joins
 from cloister.backends.torch.schedule import token_slots
 from cloister.backends.torch.triton.attention import Heads, Pages
 
@@ -24,7 +24,7 @@ _Event: Any = torch.cuda.Event  # its constructor carries no types
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """`work.Work` on the device."""
+    """`work.KernelWork` on the device."""
 
     large: Tensor
     small: Tensor
@@ -59,7 +59,7 @@ class Padding:
     num_joins: int
 
 
-def step_arrays(batch: ForwardBatch, works: Mapping[Heads, Work], block_size: int) -> list[IntArray]:
+def step_arrays(batch: ForwardBatch, works: Mapping[Heads, KernelWork], block_size: int) -> list[IntArray]:
     """Returns the arrays of a step as they are, in the order that `unpack` expects."""
     targets = token_slots(batch, block_size).astype(np.int32)
     arrays: list[IntArray] = [batch.token_ids, batch.positions, targets, batch.logit_rows]
@@ -67,7 +67,7 @@ def step_arrays(batch: ForwardBatch, works: Mapping[Heads, Work], block_size: in
     return arrays + [part for work in works.values() for part in (work.large, work.small, work.joins)]
 
 
-def padded_arrays(batch: ForwardBatch, works: Mapping[Heads, Work], block_size: int, padding: Padding) -> list[IntArray]:
+def padded_arrays(batch: ForwardBatch, works: Mapping[Heads, KernelWork], block_size: int, padding: Padding) -> list[IntArray]:
     """As `step_arrays` for a batch of one token each, at fixed sizes; padded rows write nothing and attend to nothing."""
     num_seqs, size = len(batch.context_lens), padding.num_seqs
     targets = token_slots(batch, block_size).astype(np.int32)

@@ -30,7 +30,7 @@ Items = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """Items of one step for layers of one shape, the heaviest first.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Tile:
         return self.end_split - self.first_split
 
 
-def cut_work(query_starts: Items, context_lens: Items, shape: AttentionShape, limits: KernelLimits) -> Work:
+def cut_work(query_starts: Items, context_lens: Items, shape: AttentionShape, limits: KernelLimits) -> KernelWork:
     """Returns the items of a step.
 
     Args:
@@ -99,7 +99,7 @@ def cut_work(query_starts: Items, context_lens: Items, shape: AttentionShape, li
         items[is_large] += _apart(tile, partial)
         joins += _joins(tile, partial)
         partial += tile.num_splits * tile.num_rows
-    return Work(
+    return KernelWork(
         _table(items[True], ITEM_FIELDS), _table(items[False], ITEM_FIELDS), _table(joins, JOIN_FIELDS), num_partial_rows
     )
 
