@@ -12,7 +12,7 @@ from starlette.types import Message, Scope
 
 from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
 from cloister.sealed.workers.figures import Figures
-from cloister.sealed.workers.wire import Piece, SealedPart, Start, frame, receive_for_worker
+from cloister.sealed.workers.wire import BodyPiece, SealedPart, Start, frame, receive_for_worker
 from cloister.sealed.workers.worker_pool import WORKER_CEILING_BYTES, WORKER_COPIES, WORKER_FREE_BYTES, WorkerFront, WorkerPool
 from cloister.server.body_budget import SMALL_BODY_BYTES, BodyBudget
 
@@ -50,7 +50,7 @@ class HeldAnswers(WorkerPool):
         num_bytes, more = 0, True
         while more:
             piece = await receive_for_worker(reader)
-            assert isinstance(piece, Piece)
+            assert isinstance(piece, BodyPiece)
             num_bytes, more = num_bytes + len(piece.body), piece.more
         self.bodies.append(num_bytes)
         await self.go.wait()

@@ -20,7 +20,7 @@ from cloister.privacy.sealing import (
 )
 from cloister.sealed.gateway import NODE_PATH
 from cloister.sealed.workers.remote import RemoteUnsealer
-from cloister.sealed.workers.wire import Gone, Head, Piece, frame, from_asgi, receive_for_worker, to_scope
+from cloister.sealed.workers.wire import BodyPiece, Gone, Head, frame, from_asgi, receive_for_worker, to_scope
 
 _LIMIT_BYTES = 2**20
 _REHEARSED = (
@@ -84,7 +84,7 @@ class NodeServing:
 
         async def receive() -> Message:
             match await receive_for_worker(reader):
-                case Piece(body, more):
+                case BodyPiece(body, more):
                     return {"type": "http.request", "body": body, "more_body": more}
                 case Gone() | None | _:
                     return {"type": "http.disconnect"}

@@ -21,7 +21,7 @@ class Head(msgspec.Struct, frozen=True, tag="head"):
     headers: list[tuple[bytes, bytes]]
 
 
-class Piece(msgspec.Struct, frozen=True, tag="piece"):
+class BodyPiece(msgspec.Struct, frozen=True, tag="piece"):
     """Front to worker: a piece of the sealed body."""
 
     body: bytes
@@ -46,7 +46,7 @@ class SealedPart(msgspec.Struct, frozen=True, tag="part"):
     more: bool
 
 
-ToWorker = Head | Piece | Gone
+ToWorker = Head | BodyPiece | Gone
 ToFront = Start | SealedPart
 
 _encode: Final = msgspec.msgpack.Encoder().encode

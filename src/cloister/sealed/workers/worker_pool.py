@@ -23,7 +23,7 @@ from cloister.sealed.problems import ProblemError, problem_of
 from cloister.sealed.workers.figures import Figures
 from cloister.sealed.workers.key_service import KeyServiceBoot, KeyServiceReady
 from cloister.sealed.workers.remote import RemoteUnsealer
-from cloister.sealed.workers.wire import Gone, Head, Piece, SealedPart, Start, frame, receive_for_front, to_asgi
+from cloister.sealed.workers.wire import BodyPiece, Gone, Head, SealedPart, Start, frame, receive_for_front, to_asgi
 from cloister.sealed.workers.zygote import ENGINE_LISTENER, KEY_SERVICE_LISTENER, MESSAGE_BYTES, WORK, ZygoteBoot, ZygoteReady
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 from cloister.types.allocator import OVERWRITING
@@ -286,7 +286,7 @@ async def _hand_over(pieces: list[bytes], body: Body, writer: asyncio.StreamWrit
         while more:
             piece = pieces.pop(0) if pieces else b""
             more = bool(pieces)
-            writer.write(frame(Piece(piece, more)))
+            writer.write(frame(BodyPiece(piece, more)))
             await writer.drain()
         body.close()
 
