@@ -122,7 +122,7 @@ class Wordings:
         ]
         if not manner.general:
             others = []
-        choices = [BOTH]
+        choices: list[tuple[str, ...]] = [BOTH]
         if not whole:
             if not others:
                 choices += [(SUBJECT,), PLACED, SORTED]
