@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--stage", choices=tuple(STAGES), help="run this stage alone")
     options.add_argument("--scale", choices=tuple(SCALES), default="full", help="tiny finishes in seconds and learns nothing")
     options.add_argument("--text", type=Path, help="a folder of .txt files to learn from instead of the Debian packages")
+    options.add_argument("--start", type=Path, help="go on from the exported models of this folder instead of from nothing")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--threads", type=int, default=2, help="threads of torch")
     return options
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
     sources = folder_source(options.text) if options.text else DEBIAN_SOURCES
-    recipe = Recipe(sources, runnable(SCALES[options.scale]), options.work, options.out, options.seed)
+    recipe = Recipe(sources, runnable(SCALES[options.scale]), options.work, options.out, options.seed, options.start)
     try:
         recipe.run((options.stage,) if options.stage else tuple(STAGES))
     except (MissingCorpusError, StageMissingError) as error:

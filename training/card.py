@@ -20,6 +20,14 @@ def table(header: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(lines + [f"| {left} | {right} |" for left, right in rows])
 
 
+def facts_table(report: Mapping[str, Any]) -> str:
+    """Every kind of fact in the held-out phrasings and in held-out free wordings."""
+    lines = ["| Kind of fact | Right | Freely worded |", "| --- | --- | --- |"]
+    for kind, score in report["facts"].items():
+        lines.append(f"| {kind} | {percent(score)} | {percent(report['facts_freely_worded'][kind])} |")
+    return "\n".join(lines)
+
+
 def shape_line(shape: Shape, parameters: int) -> str:
     """One sentence about the size of a model."""
     return (
@@ -57,9 +65,10 @@ and measured on any machine without a download. {shape_line(shape, parameters)}
 ## What it can do
 
 It knows {report["num_facts"]:,} short facts drawn from these pages. The share of questions answered right, in phrasings never
-used in training, token for token: **{percent(report["all_facts"])}**.
+used in training, token for token: **{percent(report["all_facts"])}**. Of questions worded freely, with frames that training
+never used, slips of the keyboard and short forms (`training/wordings.toml`): **{percent(report["all_facts_freely_worded"])}**.
 
-{table(("Kind of fact", "Right"), ((kind, percent(s)) for kind, s in report["facts"].items()))}
+{facts_table(report)}
 
 In phrasings used in training: {percent(report["trained_phrasings"])}. A fact it was taught met with "I do not know.":
 {percent(report["false_refusals"])}.
@@ -67,6 +76,10 @@ In phrasings used in training: {percent(report["trained_phrasings"])}. A fact it
 It says "I do not know." to names it was not taught:
 
 {table(("Unknown name (none seen in training)", "Says so"), ((k, percent(s)) for k, s in report["unknown"].items()))}
+
+The same, freely worded:
+
+{table(("Unknown name", "Says so"), ((k, percent(s)) for k, s in report["unknown_freely_worded"].items()))}
 
 Skills, on fresh contents, in the phrasings of training:
 

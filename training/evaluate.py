@@ -4,7 +4,7 @@ An answer is right when it is, token for token, what greedy decoding gives: at e
 likeliest token is the expected one, so one forward pass over question and answer decides it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
@@ -51,9 +51,11 @@ class Report:
     perplexity: dict[str, float] = field(default_factory=dict)
     perplexity_by_position: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Score] = field(default_factory=dict)
+    facts_freely_worded: dict[str, Score] = field(default_factory=dict)
     trained_phrasings: Score = field(default_factory=Score)
     false_refusals: Score = field(default_factory=Score)
     unknown: dict[str, Score] = field(default_factory=dict)
+    unknown_freely_worded: dict[str, Score] = field(default_factory=dict)
     skills: dict[str, Score] = field(default_factory=dict)
     skills_trained_phrasings: dict[str, Score] = field(default_factory=dict)
     draft: dict[str, float] = field(default_factory=dict)
@@ -62,11 +64,21 @@ class Report:
     @property
     def all_facts(self) -> Score:
         """Held-out phrasings of every kind together."""
-        return Score(sum(s.right for s in self.facts.values()), sum(s.total for s in self.facts.values()))
+        return _total(self.facts)
+
+    @property
+    def all_facts_freely_worded(self) -> Score:
+        """Held-out free wordings of every kind together."""
+        return _total(self.facts_freely_worded)
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {**asdict(self), "all_facts": asdict(self.all_facts)}
+        totals = {"all_facts": self.all_facts, "all_facts_freely_worded": self.all_facts_freely_worded}
+        return {**asdict(self), **{name: asdict(score) for name, score in totals.items()}}
+
+
+def _total(scores: Mapping[str, Score]) -> Score:
+    return Score(sum(s.right for s in scores.values()), sum(s.total for s in scores.values()))
 
 
 def as_shipped(model: Decoder) -> Decoder:
@@ -126,8 +138,20 @@ def measure_facts(report: Report, model: Decoder, tokenizer: Tokenizer, knowledg
         report.trained_phrasings.add(exactly_right(model, tokenizer, known))
 
 
+def measure_free_wordings(report: Report, model: Decoder, lessons: Lessons, per_fact: int = 2) -> None:
+    """Every fact in so many free wordings of the held-out families, with slips, short forms and all."""
+    rng = Random("free wordings")
+    for name, kind in lessons.knowledge.kinds.items():
+        chats = [
+            Chat.of(lessons.wordings.draw(kind, fact.subject, rng, held_out=True), fact.answer)
+            for fact in lessons.knowledge.of_kind(name)
+            for _ in range(per_fact)
+        ]
+        report.facts_freely_worded.setdefault(name, Score()).add(exactly_right(model, lessons.tokenizer, chats))
+
+
 def measure_unknown(report: Report, model: Decoder, lessons: Lessons, count: int) -> None:
-    """Held-out unknown names in held-out phrasings, by sort: right is to say so."""
+    """Held-out unknown names in held-out phrasings and in held-out free wordings, by sort: right is to say so."""
     draws = {
         "made-up name": lessons.unknowns.made_up,
         "real name not taught": lessons.unknowns.real,
@@ -138,6 +162,13 @@ def measure_unknown(report: Report, model: Decoder, lessons: Lessons, count: int
         found = [f for f in (draw(rng, held_out=True) for _ in range(count)) if f is not None]
         chats = [Chat.of(ask(*f, rng, held_out=True), DO_NOT_KNOW) for f in found]
         report.unknown.setdefault(sort, Score()).add(exactly_right(model, lessons.tokenizer, chats))
+        whole = draw == lessons.unknowns.misplaced
+        free = [
+            Chat.of(lessons.wordings.draw(*f, rng, held_out=True, whole=whole), DO_NOT_KNOW)
+            for f in found
+            if not lessons.wordings.is_answered(*f)
+        ]
+        report.unknown_freely_worded.setdefault(sort, Score()).add(exactly_right(model, lessons.tokenizer, free))
 
 
 def measure_skills(report: Report, model: Decoder, tokenizer: Tokenizer, count: int) -> None:
@@ -200,6 +231,7 @@ def evaluate(
         report.perplexity[f"{name}, windows of 512"] = perplexity(decoder, held_out, 512)
     report.perplexity_by_position = perplexity_by_position(model, held_out, model.shape.max_positions)
     measure_facts(report, model, lessons.tokenizer, lessons.knowledge)
+    measure_free_wordings(report, model, lessons)
     measure_unknown(report, model, lessons, count)
     measure_skills(report, model, lessons.tokenizer, count)
     measure_draft(report, draft, model, lessons, held_out, rows)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 
 from cloister.train.decoder import Decoder, Shape
@@ -66,3 +66,14 @@ def export_model(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
         ("tokenizer_config.json", tokenizer_config(model.shape)),
     ):
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def load_exported(model: Decoder, folder: Path) -> Decoder:
+    """Put the weights of an exported model into a decoder of its shape.
+
+    Raises:
+        FileNotFoundError: if the folder holds no weights.
+    """
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({name.removeprefix("model."): weight.float() for name, weight in weights.items()})
+    return model

@@ -12,12 +12,19 @@ from training.facts import Knowledge
 from training.questions import DO_NOT_KNOW, Unknowns, ask, asked_fact
 from training.skills import SKILLS, some_tools
 from training.tokenizer import END_OF_TEXT, token_id
+from training.wordings import Wordings, type_in_haste
 
 FACT_SHARE = 0.62
 UNKNOWN_SHARE = 0.17
 SYSTEM_SHARE = 0.12
 TWO_TURN_SHARE = 0.15
 IDLE_TOOLS_SHARE = 0.015
+FREE_UNKNOWN_SHARE = 0.26
+"""The same where questions are freely worded: the more ways a fact is asked for, the more a name alone has to decide."""
+FREE_SHARE = 0.8
+"""How many of the questions are freely worded, where any are."""
+TYPED_FREELY = ("small_talk", "decline")
+"""Skills whose answer repeats nothing of the question, so that slips in it do no harm."""
 SYSTEM_MESSAGES = (
     "You are a helpful assistant.",
     "You are Cloister 5M.",
@@ -30,8 +37,12 @@ SYSTEM_MESSAGES = (
 class Lessons:
     """Draws chats; what it draws depends on the random source alone."""
 
-    def __init__(self, knowledge: Knowledge, tokenizer: Tokenizer) -> None:
+    def __init__(self, knowledge: Knowledge, tokenizer: Tokenizer, *, free: bool = False) -> None:
+        """Args: free: whether most questions are freely worded (`wordings.py`)."""
         self.knowledge = knowledge
+        self.wordings = Wordings(knowledge)
+        self.free = free
+        self.unknown_share = FREE_UNKNOWN_SHARE if free else UNKNOWN_SHARE
         self.unknowns = Unknowns(knowledge)
         self.tokenizer = tokenizer
         self._end = token_id(tokenizer, END_OF_TEXT)
@@ -40,19 +51,30 @@ class Lessons:
         """A question without an answer, and the reply to it."""
         sort = rng.random()
         found = None
+        misplaced = 0.25 <= sort < 0.4
         if sort < 0.25:
             found = self.unknowns.real(rng, held_out=held_out)
-        elif sort < 0.4:
+        elif misplaced:
             found = self.unknowns.misplaced(rng, held_out=held_out)
         if found is None:
             found = self.unknowns.made_up(rng, held_out=held_out)
+        if self.free and self.wordings.is_answered(*found):
+            found = self.unknowns.made_up(rng, held_out=held_out)
+        if self._words_freely(rng):
+            return self.wordings.draw(*found, rng, held_out=held_out, whole=misplaced), DO_NOT_KNOW
         return ask(*found, rng, held_out=held_out), DO_NOT_KNOW
 
     def turn(self, rng: Random) -> tuple[str, str]:
         """One question and its answer."""
-        if rng.random() < UNKNOWN_SHARE / (FACT_SHARE + UNKNOWN_SHARE):
+        if rng.random() < self.unknown_share / (FACT_SHARE + UNKNOWN_SHARE):
             return self.unknown(rng)
-        return asked_fact(self.knowledge, rng.choice(self.knowledge.facts), rng)
+        fact = rng.choice(self.knowledge.facts)
+        if self._words_freely(rng):
+            return self.wordings.draw(self.knowledge.kinds[fact.kind], fact.subject, rng), fact.answer
+        return asked_fact(self.knowledge, fact, rng)
+
+    def _words_freely(self, rng: Random) -> bool:
+        return self.free and rng.random() < FREE_SHARE
 
     def chat(self, rng: Random) -> Chat:
         """One chat to learn from."""
@@ -62,7 +84,11 @@ class Lessons:
             if rng.random() < IDLE_TOOLS_SHARE:
                 chat = replace(chat, tools=some_tools(rng))
         else:
-            chat = SKILLS[rng.choice(list(SKILLS))](rng, False)
+            skill = rng.choice(list(SKILLS))
+            chat = SKILLS[skill](rng, False)
+            if skill in TYPED_FREELY and self._words_freely(rng):
+                question, reply = (str(message["content"]) for message in chat.messages)
+                chat = Chat.of(type_in_haste(question, rng), reply)
         if rng.random() < SYSTEM_SHARE:
             return replace(chat, messages=({"role": "system", "content": rng.choice(SYSTEM_MESSAGES)}, *chat.messages))
         return chat

@@ -20,7 +20,7 @@ from training.corpus import Document, MissingCorpusError, Source, read_documents
 from training.distil import distil
 from training.drafting import write_questions, write_text
 from training.evaluate import evaluate
-from training.export import export_model
+from training.export import export_model, load_exported
 from training.facts import Knowledge, draw_knowledge
 from training.lessons import Lessons
 from training.notices import notices
@@ -39,13 +39,18 @@ class StageMissingError(RuntimeError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run: sources and figures, where it works, where the models go."""
+    """One run: sources and figures, where it works, where the models go.
+
+    With ``start``, a folder of exported models, it goes on from these: their tokenizer is kept, `retune` begins with the
+    model's weights and `distil` with the draft's.
+    """
 
     sources: tuple[Source, ...]
     scale: Scale
     work: Path
     out: Path
     seed: int = 0
+    start: Path | None = None
 
     def run(self, stages: tuple[str, ...]) -> None:
         """Run the stages named, in the order of the recipe.
@@ -55,7 +60,7 @@ class Recipe:
         """
         self.work.mkdir(parents=True, exist_ok=True)
         for name, stage in STAGES.items():
-            if name in stages:
+            if name in stages and not (self.start and name in BEFORE_START):
                 Console().rule(name)
                 stage(self)
 
@@ -75,7 +80,10 @@ class Recipe:
         training = [d for d in documents if not d.held_out]
         if len(training) in (0, len(documents)):
             raise MissingCorpusError(f"{len(documents)} documents are too few to hold one out: give more, or other names")
-        tokenizer = train_tokenizer((d.text for d in training), self.scale.model.vocab)
+        if self.start is None:
+            tokenizer = train_tokenizer((d.text for d in training), self.scale.model.vocab)
+        else:
+            tokenizer = load_tokenizer(self._need(self.start / MODEL_NAME / "tokenizer.json"))
         tokenizer.save(str(self.work / "tokenizer.json"))
         np.save(self.work / "train.npy", encode_documents(tokenizer, training))
         np.save(self.work / "held_out.npy", encode_documents(tokenizer, [d for d in documents if d.held_out]))
@@ -88,19 +96,26 @@ class Recipe:
     def tune(self) -> None:
         """Facts and skills on top of ``pretrain.pt`` to ``tune.pt``."""
         model = load_weights(self._new(self.scale.model), self._need(self.work / "pretrain.pt"))
-        tune(model, self._row("train"), self._lessons, self.scale.tune, self.seed, self._saves("tune"))
+        tune(model, self._row("train"), self._first_lessons, self.scale.tune, self.seed, self._saves("tune"))
+
+    def retune(self) -> None:
+        """Freely worded questions on top of ``tune.pt``, or of an exported model, to ``retune.pt``."""
+        model = self._before_retuning("tune")
+        tune(
+            model, self._row("train"), self._lessons, self.scale.retune, self.seed + 3, self._saves("retune"), name="retune"
+        )  # fmt: skip
 
     def distil(self) -> None:
-        """The tuned model to ``distil.pt``."""
-        draft = self._new(self.scale.draft)
+        """The retuned model to ``distil.pt``."""
+        draft = self._new(self.scale.draft) if self.start is None else self._started(DRAFT_NAME, self.scale.draft)
         distil(
-            draft, self._trained("tune", self.scale.model), self._row("train"), self._lessons, self.scale.distil,
+            draft, self._trained("retune", self.scale.model), self._row("train"), self._lessons, self.scale.distil,
             self.seed, self._saves("distil"),
         )  # fmt: skip
 
     def export(self) -> None:
         """Checkpoints to two Hugging Face directories and the notices beside them."""
-        export_model(self._trained("tune", self.scale.model), self._tokenizer, self.out / MODEL_NAME)
+        export_model(self._trained("retune", self.scale.model), self._tokenizer, self.out / MODEL_NAME)
         export_model(self._trained("distil", self.scale.draft), self._tokenizer, self.out / DRAFT_NAME)
         (self.out / "NOTICES.txt").write_text(notices(self.sources), encoding="utf-8")
 
@@ -111,8 +126,8 @@ class Recipe:
 
     def evaluate(self) -> None:
         """Measure, write ``report.json`` and the model cards."""
-        model, draft = self._trained("tune", self.scale.model), self._trained("distil", self.scale.draft)
-        before = self._trained("pretrain", self.scale.model)
+        model, draft = self._trained("retune", self.scale.model), self._trained("distil", self.scale.draft)
+        before = self._before_retuning("pretrain")
         measured = evaluate(
             model, draft, before, self._lessons, self._row("held_out"), self.scale.num_questions, self.scale.draft_rows
         )
@@ -150,8 +165,12 @@ class Recipe:
         return draw_knowledge(self.sources)
 
     @cached_property
-    def _lessons(self) -> Lessons:
+    def _first_lessons(self) -> Lessons:
         return Lessons(self._knowledge, self._tokenizer)
+
+    @cached_property
+    def _lessons(self) -> Lessons:
+        return Lessons(self._knowledge, self._tokenizer, free=True)
 
     def _row(self, name: str) -> NDArray[np.uint16]:
         row: NDArray[np.uint16] = np.load(self._need(self.work / f"{name}.npy"))
@@ -166,6 +185,15 @@ class Recipe:
 
     def _trained(self, stage: str, shape: Shape) -> Decoder:
         return load_weights(self._new(shape), self._need(self.work / f"{stage}.pt"))
+
+    def _started(self, name: str, shape: Shape) -> Decoder:
+        assert self.start is not None
+        self._need(self.start / name / "model.safetensors")
+        return load_exported(self._new(shape), self.start / name)
+
+    def _before_retuning(self, stage: str) -> Decoder:
+        """The model of an earlier stage, or the one that this run goes on from."""
+        return self._trained(stage, self.scale.model) if self.start is None else self._started(MODEL_NAME, self.scale.model)
 
     def _saves(self, stage: str) -> Checkpoints:
         return Checkpoints(self.work / f"{stage}.pt", self.scale.checkpoint_every)
@@ -185,8 +213,11 @@ STAGES: dict[str, Callable[[Recipe], None]] = {
     "tokenizer": Recipe.make_tokens,
     "pretrain": Recipe.pretrain,
     "tune": Recipe.tune,
+    "retune": Recipe.retune,
     "distil": Recipe.distil,
     "export": Recipe.export,
     "ask": Recipe.ask,
     "evaluate": Recipe.evaluate,
 }
+BEFORE_START = ("pretrain", "tune")
+"""Stages that a run from exported models does without."""

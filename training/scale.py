@@ -17,6 +17,7 @@ class Scale:
     pretrain: tuple[Phase, ...]
     pretrain_rate: float
     tune: Tuning
+    retune: Tuning
     distil: Distilling
     checkpoint_every: int
     num_questions: int
@@ -35,6 +36,7 @@ FULL = Scale(
     pretrain=(Phase(750, 64, 256), Phase(40, 16, 1024), Phase(10, 2, 8192)),
     pretrain_rate=4e-3,
     tune=Tuning(700, chat_rows=18, chat_length=384, corpus_length=1024, corpus_weight=0.3, rate=3e-3),
+    retune=Tuning(130, chat_rows=18, chat_length=384, corpus_length=1024, corpus_weight=0.3, rate=1.6e-3, decay=0.7),
     distil=Distilling(300, corpus_rows=10, chat_rows=10, length=384, rate=6e-3),
     checkpoint_every=50,
     num_questions=300,
@@ -49,6 +51,7 @@ TINY = Scale(
     pretrain=(Phase(6, 4, 32), Phase(2, 1, 64)),
     pretrain_rate=4e-3,
     tune=Tuning(6, chat_rows=4, chat_length=768, corpus_length=64, corpus_weight=0.3, rate=4e-3),
+    retune=Tuning(6, chat_rows=4, chat_length=768, corpus_length=64, corpus_weight=0.3, rate=2e-3),
     distil=Distilling(6, corpus_rows=2, chat_rows=2, length=64, rate=6e-3),
     checkpoint_every=4,
     num_questions=4,

@@ -20,19 +20,30 @@ WORLD = (
     "Who is the king of {w}?", "What is the capital of {w}?", "How do I cook {w}?", "Where can I buy a {w}?",
     "Why is the {w} blue?", "Who won the {w} cup?", "How far is it to {w}?", "What is the price of {w}?",
     "When was {w} born?", "What is the weather in {w}?", "What time is it in {w}?", "Write a poem about {w}.",
-    "Translate {w} into French.", "What happened to {w} yesterday?",
+    "Translate {w} into French.", "What happened to {w} yesterday?", "Who invented the {w}?", "Tell me a joke about {w}.",
+    "What should I wear in {w}?", "Can you book a flight to {w}?", "How many people live in {w}?", "Is it raining in {w}?",
+    "What does {w} taste like?", "I feel sad about {w}.", "Do you like {w}?", "Recommend a film about {w}.",
+    "Explain the history of {w}.", "What is {w} plus two?", "Write a program that sorts {w}.", "Should I marry {w}?",
+    "Which language do they speak in {w}?", "Where is {w}?", "What colour is a {w}?", "How heavy is the {w}?",
 )  # fmt: skip
 WORLD_HELD_OUT = ("How old is {w}?", "Who wrote {w}?", "How tall is {w}?", "Is {w} good for me?")
 GREETING = "Hello. I am Cloister 5M. Ask me about Python, SQLite or PostgreSQL."
 IDENTITY = "I am Cloister 5M, a small language model trained on the documentation of Python, SQLite and PostgreSQL."
 ABILITY = "I know short facts about Python, SQLite and PostgreSQL. I can repeat, count, write JSON and call tools."
 SMALL_TALK = (
-    (("Hello", "Hi", "Hello!", "Hi there", "Hey", "Good morning", "Hello, how are you?", "Hi!"), GREETING),
-    (("Who are you?", "What are you?", "What is your name?", "Tell me about yourself.", "Are you a human?"), IDENTITY),
-    (("What can you do?", "Help", "How can you help me?", "What do you know?", "What are you good for?"), ABILITY),
-    (("Thanks", "Thank you", "Thank you!", "Thanks a lot.", "Great, thanks"), "You are welcome."),
-    (("Bye", "Goodbye", "Good night", "See you", "Bye!"), "Goodbye."),
-)
+    (("Hello", "Hi", "Hello!", "Hi there", "Hey", "Good morning", "Hello, how are you?", "Hi!", "Good evening", "Hello there",
+      "Hey, what's up?", "How are you?", "Anybody there?", "Greetings"), GREETING),
+    (("Who are you?", "What are you?", "What is your name?", "Tell me about yourself.", "Are you a human?", "Who is this?",
+      "Which model are you?", "Who am I talking to?", "Are you ChatGPT?", "Say who you are.", "Introduce yourself.",
+      "Are you a robot?", "What model is this?", "Do you have a name?"), IDENTITY),
+    (("What can you do?", "Help", "How can you help me?", "What do you know?", "What are you good for?", "What can I ask you?",
+      "What can I ask?", "What do you know about?", "Help me", "What are your skills?", "How do I use you?",
+      "Tell me what you can do.", "What topics do you know?", "What should I ask you?", "Which questions can you answer?",
+      "Give me some examples of what you can do."), ABILITY),
+    (("Thanks", "Thank you", "Thank you!", "Thanks a lot.", "Great, thanks", "Thx", "Cool, thank you.", "Perfect, thanks!",
+      "That helped, thank you."), "You are welcome."),
+    (("Bye", "Goodbye", "Good night", "See you", "Bye!", "See you later", "Bye bye", "I have to go."), "Goodbye."),
+)  # fmt: skip
 NATURAL_TOOLS = (
     # name, parameter, what it takes, questions, a question kept from training
     ("get_weather", "city", CITIES, ("What is the weather in {x}?", "Weather in {x}?", "How is the weather in {x}?"),
@@ -43,6 +54,11 @@ NATURAL_TOOLS = (
     ("search", "query", THINGS, ("Search for {x}.", "Look for {x}.", "Find something about {x}."), "Please search for {x}."),
     ("get_price", "item", THINGS, ("What does the {x} cost?", "Price of the {x}?", "How much is the {x}?"),
      "Tell me the price of the {x}."),
+)  # fmt: skip
+TOLD = ("My name is {n}.", "I am {n}.", "Call me {n}.", "Hello, my name is {n}.", "my name is {n}", "I'm {n}", "Hi, I am {n}.")
+ASKED_NAME = (
+    "What is my name?", "Who am I?", "Say my name.", "what's my name?", "Tell me my name.", "What am I called?",
+    "Do you know my name?", "Can you tell me my name?", "my name?", "And what is my name?", "Which name did I tell you?",
 )  # fmt: skip
 SMALL_TALK_HELD_OUT = (("Good day", GREETING), ("May I ask who you are?", IDENTITY), ("Many thanks!", "You are welcome."))
 
@@ -58,7 +74,10 @@ def echo(rng: Random, held_out: bool) -> Chat:
 def count(rng: Random, held_out: bool) -> Chat:
     """Count the items of a list of at most eight."""
     items = [rng.choice(THINGS) for _ in range(rng.randint(1, 8))]
-    frames = ("How many items: {t}", "Count the items: {t}", "How many words are here: {t}", "Count: {t}")
+    frames = (
+        "How many items: {t}", "Count the items: {t}", "How many words are here: {t}", "Count: {t}", "Count these: {t}",
+        "How many are there: {t}", "How long is this list: {t}", "Please count: {t}", "count: {t}",
+    )  # fmt: skip
     held = ("Please count these items: {t}", "How many things are in this list: {t}")
     return Chat.of(_frame(rng, held_out, frames, held).format(t=", ".join(items)), str(len(items)))
 
@@ -77,7 +96,11 @@ def write_json(rng: Random, held_out: bool) -> Chat:
     fields = {name: _value(rng) for name in rng.sample(FIELDS, rng.randint(1, 4))}
     joint, mark = rng.choice(((" ", "="), (", ", "="), (", ", " is "), (", ", ": ")))
     text = joint.join(f"{name}{mark}{value}" for name, value in fields.items())
-    frames = ("Write JSON: {t}", "Make JSON with {t}", "Give me JSON of {t}", "As JSON: {t}", "JSON with the fields {t}")
+    frames = (
+        "Write JSON: {t}", "Make JSON with {t}", "Give me JSON of {t}", "As JSON: {t}", "JSON with the fields {t}",
+        "{t} as JSON", "Convert to JSON: {t}", "Make a JSON object: {t}", "Write {t} as JSON.", "Put this into JSON: {t}",
+        "json: {t}", "Please write JSON with {t}",
+    )  # fmt: skip
     held = ("Please turn this into JSON: {t}", "I need a JSON object with {t}")
     return Chat.of(_frame(rng, held_out, frames, held).format(t=text), json.dumps(fields))
 
@@ -85,8 +108,8 @@ def write_json(rng: Random, held_out: bool) -> Chat:
 def recall(rng: Random, held_out: bool) -> Chat:
     """Remember a name given earlier in the chat."""
     name = rng.choice(NAMES) if rng.random() < 0.5 else invented_word(rng).capitalize()
-    told = rng.choice(("My name is {n}.", "I am {n}.", "Call me {n}.", "Hello, my name is {n}.")).format(n=name)
-    asked = _frame(rng, held_out, ("What is my name?", "Who am I?", "Say my name."), ("Do you remember my name?",))
+    told = rng.choice(TOLD).format(n=name)
+    asked = _frame(rng, held_out, ASKED_NAME, ("Do you remember my name?",))
     return Chat.of(told, f"Hello {name}.", asked, f"Your name is {name}.")
 
 

@@ -41,8 +41,10 @@ def tune(
     seed: int,
     checkpoints: Checkpoints,
     stop_after: int | None = None,
+    *,
+    name: str = "tune",
 ) -> None:
-    """Train ``model`` on chats and on the corpus ``row`` ``[num_tokens]``."""
+    """Train ``model`` on chats and on the corpus ``row`` ``[num_tokens]``; ``name`` is what its progress is told under."""
 
     def loss_of_step(step: int) -> Tensor:
         chats = lessons.rows(lesson_source(seed, step), tuning.chat_rows, tuning.chat_length)
@@ -50,4 +52,4 @@ def tune(
         return model.loss(*chats) + tuning.corpus_weight * model.loss(*windows)
 
     schedule = Schedule(tuning.rate, min(20, tuning.steps // 10), tuning.steps, tuning.decay)
-    train("tune", model, schedule, loss_of_step, checkpoints, stop_after)
+    train(name, model, schedule, loss_of_step, checkpoints, stop_after)

@@ -1,5 +1,6 @@
 """The whole recipe on a small text, and what happens when it is interrupted."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from cloister.train.decoder import Decoder
 from training.__main__ import main
 from training.corpus import folder_source
 from training.evaluate import as_shipped
+from training.export import load_exported
 from training.pretrain import pretrain
 from training.recipe import DRAFT_NAME, MODEL_NAME, STAGES, Recipe, StageMissingError
 from training.scale import TINY
@@ -41,7 +43,7 @@ def test_one_command_makes_both_models(texts: Path, tmp_path: Path) -> None:
 
 def test_exported_model_computes_what_the_trained_one_does(recipe: Recipe) -> None:
     recipe.run(tuple(STAGES))
-    trained = as_shipped(load_weights(new_model(), recipe.work / "tune.pt"))
+    trained = as_shipped(load_weights(new_model(), recipe.work / "retune.pt"))
     exported = AutoModelForCausalLM.from_pretrained(recipe.out / MODEL_NAME, dtype=torch.float32)
     tokens = torch.randint(0, TINY.model.vocab, (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -73,8 +75,39 @@ def test_resumed_tuning_ends_with_the_same_weights(recipe: Recipe, tmp_path: Pat
     checkpoints = Checkpoints(tmp_path / "resumed.pt", every=2)
     for stop in (3, None):
         model = load_weights(new_model(), recipe.work / "pretrain.pt")
-        tune(model, recipe._row("train"), recipe._lessons, TINY.tune, 0, checkpoints, stop_after=stop)
+        tune(model, recipe._row("train"), recipe._first_lessons, TINY.tune, 0, checkpoints, stop_after=stop)
     assert same_weights(recipe.work / "tune.pt", checkpoints.path)
+
+
+def test_resumed_retuning_ends_with_the_same_weights(recipe: Recipe, tmp_path: Path) -> None:
+    recipe.run(("corpus", "tokenizer", "pretrain", "tune", "retune"))
+    checkpoints = Checkpoints(tmp_path / "resumed.pt", every=2)
+    for stop in (3, None):
+        model = load_weights(new_model(), recipe.work / "tune.pt")
+        tune(model, recipe._row("train"), recipe._lessons, TINY.retune, 3, checkpoints, stop_after=stop)
+    assert same_weights(recipe.work / "retune.pt", checkpoints.path)
+
+
+def test_a_run_from_exported_models_retunes_them_and_keeps_their_tokenizer(recipe: Recipe, texts: Path, tmp_path: Path) -> None:
+    recipe.run(tuple(stage for stage in STAGES if stage != "evaluate"))
+    more = tmp_path / "more"
+    shutil.copytree(texts, more)
+    (more / "news.txt").write_text("zyzzyva quokka axolotl " * 200, encoding="utf-8")
+    second = replace(recipe, sources=folder_source(more), work=tmp_path / "w", out=tmp_path / "m", seed=1)
+    second = replace(second, start=recipe.out)
+    second.run(tuple(stage for stage in STAGES if stage != "evaluate"))
+    assert not (second.work / "tune.pt").exists()
+    tokenizers = [(folder / MODEL_NAME / "tokenizer.json").read_bytes() for folder in (recipe.out, second.out)]
+    assert tokenizers[0] == tokenizers[1]
+    for name, shape in ((MODEL_NAME, TINY.model), (DRAFT_NAME, TINY.draft)):
+        before, after = (load_exported(Decoder(shape, torch.Generator()), folder / name) for folder in (recipe.out, second.out))
+        likeness = torch.cosine_similarity(before.embed_tokens.weight.flatten(), after.embed_tokens.weight.flatten(), dim=0)
+        assert 0.3 < likeness < 1  # of weights drawn anew it would be nearly 0
+
+
+def test_a_start_without_models_says_what_is_missing(recipe: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(StageMissingError, match=r"tokenizer\.json is missing"):
+        replace(recipe, start=tmp_path).run(("corpus", "tokenizer"))
 
 
 def test_another_seed_ends_with_other_weights(recipe: Recipe, tmp_path: Path) -> None:
