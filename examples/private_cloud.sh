@@ -12,13 +12,15 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 command -v cloister >/dev/null || PATH=$root/.venv/bin:$PATH # what `make serve` made
 command -v cloister >/dev/null || { echo "there is no program cloister; run \`make serve\` once" >&2; exit 2; }
 here=${1:-$(mktemp -d)}
-wheel=${WHEEL:-$(ls dist/cloister-*.whl 2>/dev/null | tail -1)}
+wheel=${WHEEL:-$(ls dist/cloister-*.whl 2>/dev/null | tail -1 || true)}
 model=${MODEL:-cloister-5m}
 port=${PORT:-9000} # this one and the eight above it
 [ -n "$wheel" ] || { echo "no wheel in dist/; make one: $(dirname "$(command -v cloister)")/pip wheel --no-deps --wheel-dir dist ." >&2; exit 2; }
+[ ! -e "$here/log.key" ] || { echo "$here has the keys of an earlier cloud; delete it, or name another directory" >&2; exit 2; }
 mkdir -p "$here" && cd "$here" && wheel=$(cd "$OLDPWD" && realpath "$wheel")
 
 pids=()
+declare -A pid_of
 finish() { # every way out leads here, once; a shell that waits for nothing in the foreground hears signals at once
   local status=$?
   trap - EXIT INT TERM HUP
@@ -33,13 +35,15 @@ trap 'exit 129' HUP
 run() { # NAME COMMAND...: starts a program; what it says is in NAME.log
   local name=$1; shift
   "$@" >"$name.log" 2>&1 & pids+=($!)
+  pid_of[$name]=$!
 }
-await() { # NAME URL: until it answers
+await() { # NAME URL: until it answers, or has ended
   for _ in $(seq 240); do
     curl -sf -o /dev/null "$2" && return
+    kill -0 "${pid_of[$1]}" 2>/dev/null || { echo "$1 ended; the last lines of $PWD/$1.log:" >&2; tail -5 "$1.log" >&2; exit 1; }
     sleep 0.5
   done
-  echo "$1 does not answer; see $here/$1.log" >&2; exit 1
+  echo "$1 does not answer; see $PWD/$1.log" >&2; exit 1
 }
 
 echo "keys, log and release in $here"

@@ -6,9 +6,12 @@ import traceback
 
 
 def describe(error: BaseException) -> str:
-    """Returns such as "ValueError at inputs.py:42 in gather"."""
+    """Returns such as "ValueError at inputs.py:42 in gather", and the name of a module that is missing, which is no content."""
+    kind = type(error).__name__
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        kind = f"{kind} of {error.name}"
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
-        return type(error).__name__
+        return kind
     last = frames[-1]
-    return f"{type(error).__name__} at {last.filename.rpartition('/')[2]}:{last.lineno} in {last.name}"
+    return f"{kind} at {last.filename.rpartition('/')[2]}:{last.lineno} in {last.name}"

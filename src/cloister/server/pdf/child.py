@@ -9,7 +9,6 @@ import resource
 import sys
 
 import msgspec
-import pypdf
 
 from cloister.server.pdf.limits import PdfAnswer, PdfLimits
 
@@ -32,6 +31,8 @@ def main() -> None:
 
 def read(data: bytes, limits: PdfLimits) -> PdfAnswer:
     """Returns the text layer of a file, page by page with an empty line between."""
+    import pypdf  # of an extra: a sealed node imports every module of the package and has no PDF reader
+
     try:
         document = pypdf.PdfReader(io.BytesIO(data))
         if document.is_encrypted and not document.decrypt(""):
