@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from cloister.app.closing import close_front
 from cloister.app.gate import build_gate
@@ -11,12 +11,18 @@ from cloister.app.sealed import open_node
 from cloister.app.settings import Settings
 from cloister.app.several import open_rotation
 from cloister.app.site import open_plain
+from cloister.privacy import is_loopback
 from cloister.types.config import ATTESTING, ServerConfig
 from cloister.types.errors import ConfigError
 from cloister.types.logs import set_up_logging
 
 if TYPE_CHECKING:
     from cloister.server.serve import Site
+
+READABLE: Final = (
+    "warning: without TLS, keys, prompts and answers cross the network readable; add --certfile and --keyfile, or put a proxy "
+    "with TLS in front"
+)
 
 
 def check_attesting(front: ServerConfig) -> None:
@@ -26,6 +32,11 @@ def check_attesting(front: ServerConfig) -> None:
         from cloister.sealed.attesting import read_attesting
 
         read_attesting(front)
+
+
+def is_readable_on_the_way(config: ServerConfig) -> bool:
+    """Whether others on the network may read what clients send: no TLS, no loopback, nothing sealed."""
+    return config.certfile is None and not config.sealed and not is_loopback(config.host)
 
 
 def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
@@ -44,6 +55,8 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
     if settings.server.config.gateway_secret is not None and not settings.server.config.sealed:
         raise ConfigError("gateways show their secret to sealed nodes only; add --sealed", param="gateway_secret")
     set_up_logging(settings.server.config.log_format)
+    if is_readable_on_the_way(settings.server.config):
+        announce(READABLE)
     open_site = open_rotation if settings.models else open_node if settings.server.config.sealed else open_plain
 
     async def open_closed_site() -> Site:
