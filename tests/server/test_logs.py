@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import time
 from dataclasses import replace
 
@@ -102,7 +103,9 @@ def test_every_request_leaves_one_line_of_counts_and_times(model_path, lines):
         httpx.get(f"{house.url}/v1/models")
         httpx.get(f"{house.url}/health")
         httpx.get(f"{house.url}/metrics")
-    (line, listed) = lines()
+        page = httpx.get(f"{house.url}/").text
+        assert httpx.get(house.url + re.findall(r'/page/[^"]+[.]js', page)[0]).status_code == 200
+    (line, listed, shown) = lines()
     assert line["request_id"] == reply.headers["x-request-id"]
     assert (
         line
@@ -123,6 +126,7 @@ def test_every_request_leaves_one_line_of_counts_and_times(model_path, lines):
     assert "client" not in line
     assert (listed["route"], listed["status"]) == ("/v1/models", 200)
     assert "num_prompts" not in listed
+    assert shown["route"] == "/"
 
 
 def test_the_line_of_a_client_that_left_has_what_the_engine_did_for_it(model_path, lines):

@@ -9,8 +9,8 @@ from cloister.server.calls import Call
 from cloister.types.logs import FIELDS
 
 LOGGER: Final = logging.getLogger("cloister.requests")
-QUIET_ROUTES: Final = frozenset({"/health", "/ping", "/metrics"})
-"""Asked for every few seconds by machines: they leave a line only when they fail."""
+QUIET_ROUTES: Final = frozenset({"/health", "/ping", "/metrics", "/page/{digest}/{name}"})
+"""Asked for every few seconds by machines, or sixty at once by a browser: they leave a line only when they fail."""
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 

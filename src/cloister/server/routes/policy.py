@@ -55,7 +55,7 @@ async def report_policy(request: Request) -> Response:
 
 def _kept(front: Front) -> Iterator[str]:
     if front.reader.responses is not None:
-        yield "Responses stay in memory for an hour, unless a request has `store` false."
+        yield "Responses stay in memory for an hour, unless a request sets store to false."
     if front.files is not None:
         yield "Files and batches stay on disk, sealed, until they are deleted or expire."
 
