@@ -14,7 +14,7 @@ import numpy as np
 from cloister import LLM, SamplingParams
 
 NOTES = Path(__file__).parent / "data" / "notes"
-QUESTION = "For how many days are database backups kept?"
+QUESTION = "How long are backups of the database kept?"
 
 
 def read_paragraphs(folder: Path) -> list[tuple[str, str]]:

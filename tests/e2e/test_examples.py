@@ -59,7 +59,7 @@ def test_batch_has_questions_of_its_own():
 @pytest.mark.parametrize(
     ("question", "name"),
     [
-        ("For how many days are database backups kept?", "backups.txt"),
+        ("How long are backups of the database kept?", "backups.txt"),
         ("How is the hash of a password computed?", "passwords.txt"),
     ],
 )
