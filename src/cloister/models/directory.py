@@ -1,14 +1,28 @@
-"""What in a directory holds the model: the directory itself, or one GGUF file in it."""
+"""Directories of models: those inside the package, and what in a directory holds the model (itself, or one GGUF file in it)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import resources
 from pathlib import Path
 
 from cloister.types.errors import ModelError
 from cloister.types.gguf import is_gguf
 
 _NOT_A_MODEL = "mmproj"  # how the names of files for images and sound begin
+
+
+def embedded_root() -> Path:
+    """Returns the directory of the models that are inside the package."""
+    return Path(str(resources.files("cloister") / "models" / "embedded"))
+
+
+def embedded_names() -> tuple[str, ...]:
+    """Names of the models that are inside the package."""
+    root = embedded_root()
+    if not root.is_dir():
+        return ()
+    return tuple(sorted(entry.name for entry in root.iterdir() if (entry / "config.json").is_file()))
 
 
 def find_model(path: Path) -> Path:

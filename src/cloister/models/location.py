@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import re
-from importlib import resources
 from pathlib import Path
 
-from cloister.models.directory import find_model
+from cloister.models.directory import embedded_names, embedded_root, find_model
 from cloister.models.pulling import CATALOGUE, Store
 from cloister.types.errors import ModelError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:/[\w./-]+\.gguf)?")
-
-
-def embedded_names() -> tuple[str, ...]:
-    """Names of the models that are inside the package."""
-    root = _embedded_root()
-    if not root.is_dir():
-        return ()
-    return tuple(sorted(entry.name for entry in root.iterdir() if (entry / "config.json").is_file()))
 
 
 def locate(name: str, progress: bool = False) -> Path:
@@ -71,7 +62,7 @@ def is_hub_name(name: str) -> bool:
 def find_named(name: str) -> Path | None:
     """Returns where a model lies that goes by a name of its own on this machine, embedded or pulled; None if there is none."""
     if name in embedded_names():
-        return _embedded_root() / name
+        return embedded_root() / name
     store = Store()
     pulled = store.find(name)
     return None if pulled is None else store.path(pulled)
@@ -92,7 +83,3 @@ def _unknown(name: str) -> ModelError:
         f"there is no model {name!r}; give one by name ({names}), a directory, a GGUF file, or a hub name 'owner/model'",
         param="model",
     )
-
-
-def _embedded_root() -> Path:
-    return Path(str(resources.files("cloister") / "models" / "embedded"))

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
+from cloister.models.directory import embedded_names
 from cloister.models.progress import download_progress
 from cloister.models.pulling.catalogue import CATALOGUE, CatalogueModel
 from cloister.models.pulling.digests import DigestMismatchError, check_digest, digest_of
@@ -194,8 +195,6 @@ def _free_name(name: str) -> str:
     Raises:
         ModelError: it is in the catalogue or in the package, or cannot be a name.
     """
-    from cloister.models.location import embedded_names
-
     check_name(name)
     if name in CATALOGUE or name in embedded_names():
         raise ModelError(f"{name} is the name of another model; give one with --name", param="name")
