@@ -649,3 +649,18 @@ def test_what_the_release_keeps_is_no_room_for_requests():
     bench.run()
     (ended,) = bench.ended("ann")
     assert ended.reason is FinishReason.REJECTED
+
+
+def test_a_backlog_is_gone_when_all_that_a_tenant_asked_for_has_ended():
+    bench = Bench(policy="fair", keys=False, **FLOODED)
+    for i in range(40):
+        bench.add(f"flood{i}", [2] * 200, max_tokens=100, tenant="flood")
+    for _ in range(20):
+        bench.step()
+    bench.add("victim", [1] * 64, max_tokens=4, tenant="victim")
+    bench.scheduler.abort("flood39", bench.now)  # one that waits
+    bench.step()
+    bench.scheduler.abort("flood0", bench.now)
+    bench.run()
+    assert bench.of(Preempted)
+    assert {name: tenant.backlog for name, tenant in bench.scheduler._policy._tenants.items()} == {"flood": 0, "victim": 0}

@@ -26,17 +26,18 @@ class _Tenant:
     Attributes:
         starts: by seq_id, the counter at which each of its running sequences started, oldest first.
         num_uncomputed: by seq_id, the prompt tokens that each of them still has to compute.
-        num_queued: tokens of its waiting sequences; those that ended count until they are swept out.
+        backlog: prompt tokens that it has asked for and that are not computed yet; waiting sequences that ended count until
+            they are swept out.
     """
 
-    __slots__ = ("counter", "num_queued", "num_uncomputed", "queue", "starts", "sweep_at")
+    __slots__ = ("backlog", "counter", "num_uncomputed", "queue", "starts", "sweep_at")
 
     def __init__(self, counter: float) -> None:
         self.counter = counter
         self.starts: dict[int, float] = {}
         self.num_uncomputed: dict[int, int] = {}
         self.queue: deque[Sequence] = deque()
-        self.num_queued = 0
+        self.backlog = 0
         self.sweep_at = MIN_SWEEP
 
     @property
@@ -48,21 +49,16 @@ class _Tenant:
         """Counter at which its second sequence started: what it did since then, it did beside itself."""
         return next(itertools.islice(self.starts.values(), 1, None), self.counter)
 
-    @property
-    def backlog(self) -> int:
-        """Prompt tokens that it has asked for and that are not computed yet."""
-        return self.num_queued + sum(self.num_uncomputed.values())
-
     def enqueue(self, sequence: Sequence, *, first: bool) -> None:
         (self.queue.appendleft if first else self.queue.append)(sequence)
-        self.num_queued += len(sequence.token_ids)
+        self.backlog += len(sequence.token_ids)
         if len(self.queue) >= self.sweep_at:
             self.queue = deque(waiting for waiting in self.queue if waiting.status is Status.WAITING)
-            self.num_queued = sum(len(waiting.token_ids) for waiting in self.queue)
+            self.backlog = sum(len(waiting.token_ids) for waiting in self.queue) + sum(self.num_uncomputed.values())
             self.sweep_at = max(MIN_SWEEP, 2 * len(self.queue))
 
     def dequeue(self) -> None:
-        self.num_queued -= len(self.queue.popleft().token_ids)
+        self.backlog -= len(self.queue.popleft().token_ids)
 
     def head(self) -> Sequence | None:
         """Returns its first waiting sequence, and drops those before it that ended."""
@@ -131,19 +127,23 @@ class Fair:
     def charge(self, sequence: Sequence, num_prefill: int, num_decode: int) -> None:
         tenant = self._tenant_of(sequence)
         tenant.counter += num_prefill + DECODE_WEIGHT * num_decode
-        tenant.num_uncomputed[sequence.seq_id] = max(0, tenant.num_uncomputed[sequence.seq_id] - num_prefill)
+        num_computed = min(num_prefill, tenant.num_uncomputed[sequence.seq_id])
+        tenant.num_uncomputed[sequence.seq_id] -= num_computed
+        tenant.backlog -= num_computed
         self._ahead = None
 
     def join(self, sequence: Sequence) -> None:
         tenant = self._tenant_of(sequence)
         tenant.starts[sequence.seq_id] = tenant.counter
         tenant.num_uncomputed[sequence.seq_id] = len(sequence.token_ids) - sequence.num_planned
+        tenant.backlog += tenant.num_uncomputed[sequence.seq_id]
         self._ahead = None
 
     def leave(self, sequence: Sequence) -> None:
         tenant = self._tenant_of(sequence)
         self._survey()  # while it still counts: who comes when all are gone must not gain from its work
-        del tenant.starts[sequence.seq_id], tenant.num_uncomputed[sequence.seq_id]
+        del tenant.starts[sequence.seq_id]
+        tenant.backlog -= tenant.num_uncomputed.pop(sequence.seq_id)
         self._ahead = None
         if not tenant.is_active:
             self._forget_idle()
