@@ -367,6 +367,13 @@ def test_every_error_has_plain_words(page, error, title, helps):
     assert explained["waitS"] == error.get("retryAfterS", 0)
 
 
+def test_a_person_without_a_key_is_not_told_about_headers(page):
+    said = "this server asks for an API key: send it as 'Authorization: Bearer KEY'"
+    assert "Bearer" not in page.call("errors.js", "m.explain(a[0]).detail", {"status": 401, "message": said})
+    unknown = "this API key is not known"
+    assert page.call("errors.js", "m.explain(a[0]).detail", {"status": 401, "message": unknown}) == unknown
+
+
 def test_what_was_exported_can_be_opened_again(page):
     script = """((made) => { const back = m.importJson(m.exportJson(made, { system: "" }, new Date(0)));
         return [made, back].map((one) => one.turns.map(({ id, exchange, ...rest }) => rest)); })
