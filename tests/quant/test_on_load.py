@@ -130,8 +130,12 @@ def test_auto_calibrates_four_bits_only_and_rounds_what_no_text_runs_through(cap
         choose_method("gptq", strange, INT4)
 
 
-def test_weights_that_have_few_bits_already_are_left_alone(cached: tuple[Path, LoadedModel]) -> None:
-    assert choose_method("auto", cached[1], INT4) == "rtn"
+def test_weights_that_have_few_bits_already_are_left_alone_and_a_line_says_so(
+    cached: tuple[Path, LoadedModel], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert choose_method("auto", cached[1], INT4) == "rtn"
+    assert "its projections stay as they are; quant = int4" in caplog.text
 
 
 def test_the_settings_choose(tmp_path: Path) -> None:

@@ -70,6 +70,12 @@ def choose_method(wanted: str, model: LoadedModel, number_format: NumberFormat) 
         ConfigError: a method was named that this model does not take.
     """
     num_weights = _count_weights(model)
+    if not num_weights:
+        _logger.warning(
+            "%s is stored in few bits and its projections stay as they are; quant = %s changes embeddings and KV cache at most",
+            model.info.name,
+            number_format.name,
+        )
     if wanted == "rtn" or not num_weights or (wanted == "auto" and not number_format.wants_calibration):
         return "rtn"
     try:
