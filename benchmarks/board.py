@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import re
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,11 +20,11 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
+from cloister.client.traces.node import RunningProgram
 from cloister.privacy import Credentials, KeyQuota
 from cloister.privacy.keyfile import write_credentials
 from tests.browser import Browser, browsing
 
-START_TIMEOUT_S = 90
 VIEWS = {
     "board": ("light", 1280, 1240, False),
     "board-dark": ("dark", 1280, 1240, False),
@@ -84,25 +81,13 @@ def make_keys(file: Path) -> list[str]:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """Yields the address of `cloister serve` with the embedded model."""
-    printed = folder / "printed"
-    command = [sys.executable, "-m", "cloister.cli", "serve", "cloister-5m", "--port", "0", "--num-threads", "1", "--api-keys"]
-    with (
-        printed.open("w") as file,
-        subprocess.Popen([*command, str(folder / "keys.json")], stdout=file, stderr=file) as process,
-    ):
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not (found := re.search(r"Serving on (\S+)\n", printed.read_text())):
-            if process.poll() is not None or time.monotonic() > deadline:
-                process.kill()
-                raise SystemExit(f"the server did not start: {printed.read_text()}")
-            time.sleep(0.05)
-        try:
-            yield found[1]
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(timeout=60)
+def serving(model: str, *flags: str) -> Iterator[str]:
+    """Yields the address of a `cloister serve`."""
+    program = RunningProgram.start(["serve", model, "--port", "0", "--no-log-requests", *flags])
+    try:
+        yield program.address
+    finally:
+        program.stop()
 
 
 def check(browser: Browser, axe: str) -> list[str]:
@@ -142,7 +127,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, browsing(Path(folder) / "chromium") as browser:
         keys = make_keys(Path(folder) / "keys.json")
-        with serving(Path(folder)) as url:
+        with serving("cloister-5m", "--num-threads", "1", "--api-keys", str(Path(folder) / "keys.json")) as url:
             load = Load(url, keys)
             threads = load.run()
             try:

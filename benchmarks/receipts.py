@@ -56,7 +56,7 @@ async def median_of(work: Callable[[Header], Awaitable[object]], headers: list[H
     return statistics.median(times) * 1e6
 
 
-async def ask_sealer() -> float:
+async def ask_key_service() -> float:
     """Returns how long a worker waits for the signature of a key service in a process of its own, in microseconds."""
     control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with far:
@@ -96,7 +96,7 @@ def main() -> None:
     content = bytes(1 << 20)
     print("| work | median, microseconds |\n|---|---|")
     print(f"| signature, in the process | {median_us(lambda: key.sign(CLAIMS.signing_input)):.0f} |")
-    print(f"| signature of the key service's process, from a worker | {asyncio.run(ask_sealer()):.0f} |")
+    print(f"| signature of the key service's process, from a worker | {asyncio.run(ask_key_service()):.0f} |")
     print(f"| salt and digest of a request of 1 kB | {median_us(lambda: Transcript(exchange, request)):.0f} |")
     print(f"| digest of 1 MiB of answer | {median_us(lambda: Transcript(exchange, request).add(content)):.0f} |")
     print(f"| check of a signature, at the client | {median_us(lambda: is_signed(CLAIMS, signature, public)):.0f} |")

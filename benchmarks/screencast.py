@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import re
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,33 +20,14 @@ from pathlib import Path
 import httpx
 from PIL import Image, ImageChops
 
+from benchmarks.board import serving
 from tests.browser import Browser, browsing
 
-START_TIMEOUT_S = 90
 ANSWER_TIMEOUT_S = 60
 FRAME_S = 0.1
 LONGEST_FRAME_S = 0.4
 NUM_COLOURS = 64
 SIZE = (960, 600)
-
-
-@contextmanager
-def serving(model: str, folder: Path) -> Iterator[str]:
-    """Yields the address of `cloister serve`."""
-    printed = folder / "printed"
-    command = [sys.executable, "-m", "cloister.cli", "serve", model, "--port", "0"]
-    with printed.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not (found := re.search(r"Serving on (\S+)\n", printed.read_text())):
-            if process.poll() is not None or time.monotonic() > deadline:
-                process.kill()
-                raise SystemExit(f"the server did not start: {printed.read_text()}")
-            time.sleep(0.05)
-        try:
-            yield found[1]
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(timeout=60)
 
 
 class Recorder:
@@ -146,7 +123,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         browsing(Path(folder) / "chromium") as browser,
-        serving(options.model, Path(folder)) as url,
+        serving(options.model) as url,
     ):
         record(browser, url, options.question, options.output)
 

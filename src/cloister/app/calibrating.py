@@ -64,7 +64,8 @@ def cut_windows(model: LoadedModel, text: str, num_tokens: int, tokenizer: Token
 def choose_method(wanted: str, model: LoadedModel, number_format: NumberFormat) -> str:
     """Returns the calibration method for a model that is written in a format on load.
 
-    `auto` rounds to nearest, and says so in the log, where text cannot be run through the model, or not soon.
+    `auto` rounds to nearest, and says so in the log, where text cannot be run through the model, or not soon. The log also says
+    where there is nothing to write.
 
     Raises:
         ConfigError: a method was named that this model does not take.

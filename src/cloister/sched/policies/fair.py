@@ -108,7 +108,7 @@ class Fair:
         return True
 
     def level(self, sequence: Sequence) -> int:
-        return 0 if self._lags(self._tenants[sequence.group.request.tenant]) else 1
+        return 0 if self._lags(self._tenant_of(sequence)) else 1
 
     def rank(self, sequence: Sequence) -> tuple[float, int]:
         return self._tenant_of(sequence).counter, sequence.group.order
