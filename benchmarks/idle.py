@@ -10,7 +10,7 @@ import numpy as np
 
 from cloister.backends.base import DrawArray, FloatArray, ForwardBatch, IntArray, Program
 from cloister.engine.core import EngineCore
-from cloister.engine.output import Output
+from cloister.engine.output_processor import OutputProcessor
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.models import locate
 from cloister.runner import ModelRunner
@@ -90,7 +90,7 @@ class IdleEngine:
     core: EngineCore
     scheduler: Scheduler
     runner: ModelRunner
-    output: Output
+    output: OutputProcessor
 
 
 def make_idle_engine(program: Program, *, vocab_size: int, num_seqs: int) -> IdleEngine:
@@ -103,5 +103,5 @@ def make_idle_engine(program: Program, *, vocab_size: int, num_seqs: int) -> Idl
     pool = BlockPool(num_seqs * _MAX_TOKENS // _BLOCK_SIZE, _BLOCK_SIZE)
     scheduler = Scheduler(config, pool, PrefixKeys("idle", _BLOCK_SIZE))
     runner = ModelRunner(program, vocab_size=vocab_size, max_model_len=_MAX_TOKENS, block_size=_BLOCK_SIZE)
-    output = Output(Tokenizer(path), info)
+    output = OutputProcessor(Tokenizer(path), info)
     return IdleEngine(EngineCore(scheduler, runner, output, model=info, memory=[]), scheduler, runner, output)

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from cloister.engine.adapter_register import AdapterRegister
 from cloister.engine.core import EngineCore, Runner
-from cloister.engine.output import Output
+from cloister.engine.output_processor import OutputProcessor
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.runner import ModelRunner
 from cloister.sched import Scheduler, SchedulerConfig
@@ -147,7 +147,7 @@ def make_replica(
     core = EngineCore(
         scheduler,
         wrap(runner or real),
-        Output(Tokenizer(path), info),
+        OutputProcessor(Tokenizer(path), info),
         model=info,
         memory=[("KV cache", num_blocks * BLOCK_SIZE)],
         clock=clock,

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from cloister.engine.core import EngineCore
-from cloister.engine.output import Output
+from cloister.engine.output_processor import OutputProcessor
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.runner import Grammars, ModelRunner
 from cloister.sched import Scheduler, SchedulerConfig
@@ -59,7 +59,7 @@ class House:
         self.core = EngineCore(
             Scheduler(config, BlockPool(64, BLOCK_SIZE), PrefixKeys("history", BLOCK_SIZE)),
             ModelRunner(program, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, grammars=grammars),
-            Output(tokenizer, info),
+            OutputProcessor(tokenizer, info),
             model=info,
             memory=[],
             clock=self.clock,

@@ -51,7 +51,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
 
 
 def _build(config: EngineConfig, loading: Loading) -> EngineCore:
-    from cloister.engine import EngineCore, Output
+    from cloister.engine import EngineCore, OutputProcessor
     from cloister.engine.memory_scrubber import MemoryScrubber
     from cloister.runner import Grammars, ModelRunner
     from cloister.runner.adapters import plan_room
@@ -128,7 +128,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
     return EngineCore(
         build_scheduler(config, info, budget.num_blocks, public, drafters.speculation()),
         runner,
-        Output(tokenizer, info),
+        OutputProcessor(tokenizer, info),
         model=info,
         memory=list(budget.items),
         startup=watch.laps,

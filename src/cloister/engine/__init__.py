@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from cloister.engine.core import EngineCore
     from cloister.engine.machine import Machine, read_machine
     from cloister.engine.memory import MemoryBudget, budget_memory
-    from cloister.engine.output import Output
+    from cloister.engine.output_processor import OutputProcessor
     from cloister.engine.process import ProcessEngine, Supervision
     from cloister.engine.thread import ThreadEngine
 
@@ -23,7 +23,7 @@ __all__ = [
     "Health",
     "Machine",
     "MemoryBudget",
-    "Output",
+    "OutputProcessor",
     "ProcessEngine",
     "Supervision",
     "ThreadEngine",
@@ -37,7 +37,7 @@ _HOMES = {
     "core": ("EngineCore",),
     "machine": ("Machine", "read_machine"),
     "memory": ("MemoryBudget", "budget_memory"),
-    "output": ("Output",),
+    "output": ("OutputProcessor",),
     "process": ("ProcessEngine", "Supervision"),
     "thread": ("ThreadEngine",),
 }

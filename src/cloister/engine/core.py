@@ -13,7 +13,7 @@ from cloister.engine.drafting import describe_drafting, measure, weigh
 from cloister.engine.faults import describe
 from cloister.engine.inbox import Inbox
 from cloister.engine.memory_scrubber import MemoryScrubber
-from cloister.engine.output import Output
+from cloister.engine.output_processor import OutputProcessor
 from cloister.sched import Scheduler
 from cloister.text import Tokenizer
 from cloister.types.clock import Clock, WallClock
@@ -73,7 +73,7 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        output: Output,
+        output: OutputProcessor,
         *,
         model: ModelInfo,
         memory: list[tuple[str, int]],

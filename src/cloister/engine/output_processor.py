@@ -106,7 +106,7 @@ class _Stream:
         return None if match is None else Stop(num_read, match)
 
 
-class Output:
+class OutputProcessor:
     """Turns what steps bring into what the front receives.
 
     Args:
