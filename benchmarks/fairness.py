@@ -174,7 +174,7 @@ class Flood:
         if event.request_id in self._open:
             self._open.remove(event.request_id)
             if self._num_left:
-                self._engine.inbox.put(Submit(self._next()))
+                self._engine.input_queue.put(Submit(self._next()))
         else:
             self._count_answer()
 

@@ -106,7 +106,7 @@ class Arm:
 
     def _together(self, workload: Workload, numbers: list[int]) -> Run:
         for number in numbers:
-            self.core.inbox.put(Submit(self._request(workload, number)))
+            self.core.input_queue.put(Submit(self._request(workload, number)))
         first = self._num_requests - len(numbers) + 1
         answers: dict[int, list[int]] = {first + place: [] for place in range(len(numbers))}
         run, num_left = Run(), len(numbers)

@@ -124,7 +124,7 @@ def measure_step(make: type[IdleProgram], num_seqs: int, temperature: float, num
 def _fill(engine: IdleEngine, num_seqs: int, temperature: float, num_steps: int) -> None:
     """Submits sequences and steps until they all decode."""
     for number in range(num_seqs):
-        engine.core.inbox.put(Submit(_request(number, num_steps + 2 * NUM_WARM_STEPS, temperature)))
+        engine.core.input_queue.put(Submit(_request(number, num_steps + 2 * NUM_WARM_STEPS, temperature)))
     for _ in range(NUM_WARM_STEPS):
         engine.core.step()
 

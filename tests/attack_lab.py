@@ -74,7 +74,7 @@ class Lab:
 
     def answer(self, request: Request) -> Answer:
         """Sends one request and waits for its end."""
-        self.core.inbox.put(Submit(request))
+        self.core.input_queue.put(Submit(request))
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         while True:
             outputs = self.core.step()
@@ -89,7 +89,7 @@ class Lab:
     def order(self, requests: Sequence[Request]) -> list[str]:
         """Sends requests at once; returns their ids in the order of their ends."""
         for request in requests:
-            self.core.inbox.put(Submit(request))
+            self.core.input_queue.put(Submit(request))
         ended: list[str] = []
         while len(ended) < len(requests):
             outputs = self.core.step()

@@ -136,7 +136,7 @@ def ask(core: EngineCore, requests: Sequence[Request], advance: Callable[[int], 
     """Asks everything at once and steps until all is answered."""
     report = Report()
     for request in requests:
-        core.inbox.put(Submit(request))
+        core.input_queue.put(Submit(request))
     num_open = sum(request.sampling.n for request in requests)
     idle = 0
     while num_open:

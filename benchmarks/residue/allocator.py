@@ -45,7 +45,7 @@ def work() -> None:
         for number in range(NUM_SEQUENCES):
             ids = [300 + (number * 37 + place * 11 + round_) % 3000 for place in range(NUM_PROMPT)]
             sampling = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-            core.inbox.put(Submit(Request(request_id=f"{round_}-{number}", token_ids=ids, sampling=sampling)))
+            core.input_queue.put(Submit(Request(request_id=f"{round_}-{number}", token_ids=ids, sampling=sampling)))
         while core.step() is not None:
             num_steps += 1
     print(json.dumps({"cpu_s": time.process_time() - begun, "tokens": 2 * NUM_SEQUENCES * NUM_TOKENS}))

@@ -85,7 +85,7 @@ def test_an_engine_generates_what_the_library_generates(path: Path) -> None:
     core = build_engine(resolve_settings(settings, listens=False).engine.config)
     for name, prompt in (("a", TOKENS[:40]), ("b", TOKENS[:5])):
         sampling = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-        core.inbox.put(Submit(Request(request_id=name, token_ids=prompt, sampling=sampling)))
+        core.input_queue.put(Submit(Request(request_id=name, token_ids=prompt, sampling=sampling)))
     found: dict[str, list[int]] = {"a": [], "b": []}
     while (outputs := core.step()) is not None:
         for output in outputs.outputs:

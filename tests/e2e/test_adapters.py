@@ -55,7 +55,7 @@ class Driven:
 
     def submit(self, name: str, adapter: str | None, *, max_tokens: int = 8, n: int = 1) -> None:
         sampling = SamplingParams(temperature=0.0 if n == 1 else 1.0, seed=1, max_tokens=max_tokens, ignore_eos=True, n=n)
-        self.core.inbox.put(Submit(Request(request_id=name, token_ids=PROMPT, sampling=sampling, adapter=adapter)))
+        self.core.input_queue.put(Submit(Request(request_id=name, token_ids=PROMPT, sampling=sampling, adapter=adapter)))
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
@@ -84,7 +84,7 @@ def start(model: Path, **settings: Any) -> Driven:
 
 
 def load(engine: Driven, name: str, path: str) -> AdapterReply:
-    engine.core.inbox.put(LoadAdapter(f"load {name} {path}", name, path))
+    engine.core.input_queue.put(LoadAdapter(f"load {name} {path}", name, path))
     engine.step()
     return engine.replies[f"load {name} {path}"]
 
@@ -132,7 +132,7 @@ def test_a_prefix_is_found_with_the_same_weights_only(model: Path, adapters: dic
         engine.finish()
     assert [engine.num_cached[f"{number}"] > 0 for number in range(5)] == [False, False, False, True, True]
     # other weights under the old name
-    engine.core.inbox.put(UnloadAdapter("gone", "ben"))
+    engine.core.input_queue.put(UnloadAdapter("gone", "ben"))
     engine.step()
     load(engine, "ben", str(write_adapter(tmp_path, model, seed=9)))
     engine.submit("last", digest_of(engine, "ben"))
@@ -146,7 +146,7 @@ def test_unloading_waits_for_running_requests_and_takes_no_new_ones(model: Path,
     digest = load(engine, "ann", adapters["ann"]).adapter.digest  # type: ignore[union-attr]
     engine.submit("running", digest, max_tokens=6)
     engine.step(2)
-    engine.core.inbox.put(UnloadAdapter("unload", "ann"))
+    engine.core.input_queue.put(UnloadAdapter("unload", "ann"))
     engine.submit("late", digest)
     engine.step()
     assert engine.ends("late") == [FinishReason.REJECTED]
@@ -164,7 +164,7 @@ def test_what_cannot_be_loaded_is_told(model: Path, adapters: dict[str, str], tm
     assert "max-lora-rank" in (load(engine, "wide", str(write_adapter(tmp_path / "w", model, rank=32))).error or "")
     assert load(engine, "ann", adapters["ann"]).error is None
     assert "already" in (load(engine, "ann", adapters["ben"]).error or "")
-    engine.core.inbox.put(UnloadAdapter("x", "nobody"))
+    engine.core.input_queue.put(UnloadAdapter("x", "nobody"))
     engine.step()
     assert "no adapter" in (engine.replies["x"].error or "")
 
@@ -182,7 +182,7 @@ def test_a_path_that_leads_nowhere_ends_nobody_elses_request(model: Path, path: 
 def test_adapters_given_at_start_stay_where_nobody_may_change_them(model: Path, adapters: dict[str, str]) -> None:
     engine = start(model, lora=f"ann={adapters['ann']}")
     assert "runtime-adapters" in (load(engine, "ben", adapters["ben"]).error or "")
-    engine.core.inbox.put(UnloadAdapter("x", "ann"))
+    engine.core.input_queue.put(UnloadAdapter("x", "ann"))
     engine.step()
     assert "runtime-adapters" in (engine.replies["x"].error or "")
     assert [adapter.name for adapter in engine.core.adapters.loaded] == ["ann"]

@@ -51,7 +51,7 @@ class Accounting(RuleBasedStateMachine):
             raise RuntimeError
 
     def pass_on(self, message: FrontMessage) -> None:
-        self.replica.core.inbox.put(message)
+        self.replica.core.input_queue.put(message)
 
     def take(self, output: SequenceOutput) -> None:
         if output.finish_reason is not None:

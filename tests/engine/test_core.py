@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cloister.engine.core import MAX_FAILURES_IN_ROW
-from cloister.engine.inbox import Inbox
+from cloister.engine.input_queue import InputQueue
 from cloister.kv import BlockState
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import EngineError
@@ -35,7 +35,7 @@ from tests.history_program import greedy_continuation
 def test_an_answer_is_what_the_model_says(model_path: Path) -> None:
     replica = make_replica(model_path)
     request = make_request("tell me", max_tokens=20)
-    replica.core.inbox.put(Submit(request))
+    replica.core.input_queue.put(Submit(request))
     outputs, _ = replica.drive()
     assert [i for o in outputs for i in o.token_ids] == greedy_continuation(request.token_ids, 20, VOCAB_SIZE)
 
@@ -43,7 +43,7 @@ def test_an_answer_is_what_the_model_says(model_path: Path) -> None:
 def test_a_request_that_can_never_run_is_told_why(model_path: Path) -> None:
     replica = make_replica(model_path)
     request = make_request("x" * (MAX_MODEL_LEN + 1), n=2)
-    replica.core.inbox.put(Submit(request))
+    replica.core.input_queue.put(Submit(request))
     outputs, events = replica.drive()
     assert ends(outputs, request) == [FinishReason.REJECTED] * 2
     assert all(str(MAX_MODEL_LEN) in (o.error or "") for o in outputs)
@@ -53,11 +53,11 @@ def test_a_request_that_can_never_run_is_told_why(model_path: Path) -> None:
 def test_an_aborted_request_gives_its_blocks_back_at_the_next_step(model_path: Path) -> None:
     replica = make_replica(model_path)
     request = make_request(max_tokens=100)
-    replica.core.inbox.put(Submit(request))
+    replica.core.input_queue.put(Submit(request))
     for _ in range(5):
         replica.core.step()
     assert replica.scheduler.pool.num_used > 0
-    replica.core.inbox.put(Abort(request.request_id))
+    replica.core.input_queue.put(Abort(request.request_id))
     brought = replica.core.step()
     assert brought is not None
     assert ends(brought.outputs, request) == [FinishReason.ABORT]
@@ -66,7 +66,7 @@ def test_an_aborted_request_gives_its_blocks_back_at_the_next_step(model_path: P
 
 def test_blocks_are_wiped_when_nothing_else_is_left_to_do(model_path: Path) -> None:
     replica = make_replica(model_path)
-    replica.core.inbox.put(Submit(make_request(max_tokens=30)))
+    replica.core.input_queue.put(Submit(make_request(max_tokens=30)))
     replica.drive()
     assert replica.scheduler.pool.num_free > 0
     assert not dirty_blocks(replica)
@@ -74,7 +74,7 @@ def test_blocks_are_wiped_when_nothing_else_is_left_to_do(model_path: Path) -> N
 
 def test_every_step_says_how_full_the_engine_is(model_path: Path) -> None:
     replica = make_replica(model_path)
-    replica.core.inbox.put(Submit(make_request("x" * 20, max_tokens=3)))
+    replica.core.input_queue.put(Submit(make_request("x" * 20, max_tokens=3)))
     _, events = replica.drive()
     steps = [event for event in events if isinstance(event, Stepped)]
     assert [s.num_tokens for s in steps[:3]] == [20, 1, 1]
@@ -87,7 +87,7 @@ def test_a_request_is_told_of_before_the_step_that_computes_it(model_path: Path)
     before_step: list[list[Event]] = []
     replica = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=lambda plan: before_step.append(list(told))))
     request = make_request(max_tokens=1)
-    replica.core.inbox.put(Submit(request))
+    replica.core.input_queue.put(Submit(request))
     brought = replica.core.step(lambda outputs: told.extend(outputs.events))
     assert [type(e) for e in before_step[0]] == [Arrived, Scheduled]
     assert brought is not None
@@ -108,9 +108,9 @@ class TestFaults:
         replica = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=self.fail_on_trigger))
         doomed, fine = make_request([TRIGGER, *b"xylophone"], n=3), make_request("fine", max_tokens=20)
         with caplog.at_level(logging.DEBUG):
-            replica.core.inbox.put(Submit(doomed))
+            replica.core.input_queue.put(Submit(doomed))
             outputs, events = replica.drive()
-            replica.core.inbox.put(Submit(fine))
+            replica.core.input_queue.put(Submit(fine))
             more, _ = replica.drive()
         assert ends(outputs, doomed) == [FinishReason.ERROR] * 3
         assert [e.last for e in ended_events(events, doomed)].count(True) == 1
@@ -125,10 +125,10 @@ class TestFaults:
         replica = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=self.fail_on_trigger))
         running = [make_request(f"{i} bottles", max_tokens=50) for i in range(5)]
         for request in running:
-            replica.core.inbox.put(Submit(request))
+            replica.core.input_queue.put(Submit(request))
         for _ in range(4):
             replica.core.step()
-        replica.core.inbox.put(Submit(make_request([TRIGGER])))
+        replica.core.input_queue.put(Submit(make_request([TRIGGER])))
         outputs, _ = replica.drive()
         assert [ends(outputs, request) for request in running] == [[FinishReason.ERROR]] * 5
         replica.scheduler.pool.check()
@@ -137,10 +137,10 @@ class TestFaults:
     def test_what_it_should_have_wiped_is_wiped_after_all(self, model_path: Path) -> None:
         replica = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=self.fail_on_trigger))
         leaving = make_request("a secret of some length", max_tokens=50)
-        replica.core.inbox.put(Submit(leaving))
+        replica.core.input_queue.put(Submit(leaving))
         replica.core.step()
-        replica.core.inbox.put(Abort(leaving.request_id))
-        replica.core.inbox.put(Submit(make_request([TRIGGER])))
+        replica.core.input_queue.put(Abort(leaving.request_id))
+        replica.core.input_queue.put(Submit(make_request([TRIGGER])))
         replica.drive()
         assert not dirty_blocks(replica)
 
@@ -148,7 +148,7 @@ class TestFaults:
         replica = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=self.fail_on_trigger))
         for _ in range(2 * MAX_FAILURES_IN_ROW):
             for request in (make_request([TRIGGER]), make_request("fine")):
-                replica.core.inbox.put(Submit(request))
+                replica.core.input_queue.put(Submit(request))
                 outputs, _ = replica.drive()
                 assert len(ends(outputs, request)) == 1
 
@@ -160,7 +160,7 @@ class TestFaults:
         replies: list[FinishReason] = []
         for _ in range(MAX_FAILURES_IN_ROW):
             request = make_request()
-            replica.core.inbox.put(Submit(request))
+            replica.core.input_queue.put(Submit(request))
             brought = replica.core.step()
             assert brought is not None
             replies += ends(brought.outputs, request)
@@ -175,8 +175,8 @@ class TestShutdown:
     def test_running_requests_end_first(self, model_path: Path) -> None:
         replica = make_replica(model_path)
         request = make_request(max_tokens=30)
-        replica.core.inbox.put(Submit(request))
-        replica.core.inbox.put(Shutdown(60.0))
+        replica.core.input_queue.put(Submit(request))
+        replica.core.input_queue.put(Shutdown(60.0))
         outputs, _ = replica.drive()
         assert ends(outputs, request) == [FinishReason.LENGTH]
         assert replica.core.is_done
@@ -185,8 +185,8 @@ class TestShutdown:
         clock = VirtualClock()
         replica = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=lambda plan: clock.advance(1.0)), clock=clock)
         request = make_request(max_tokens=100, timeout_s=1000.0)
-        replica.core.inbox.put(Submit(request))
-        replica.core.inbox.put(Shutdown(10.0))
+        replica.core.input_queue.put(Submit(request))
+        replica.core.input_queue.put(Shutdown(10.0))
         outputs, _ = replica.drive()
         assert ends(outputs, request) == [FinishReason.ABORT]
         assert outputs[-1].error
@@ -199,14 +199,14 @@ class TestWaiting:
     """An engine with nothing to do sleeps, and wakes at once."""
 
     def test_it_costs_next_to_nothing(self, model_path: Path) -> None:
-        with Running(Inbox(), model_path):
+        with Running(InputQueue(), model_path):
             time.sleep(0.2)
             before_s = time.process_time()
             time.sleep(1.0)
             assert time.process_time() - before_s < 0.05
 
     def test_a_message_wakes_it_at_once(self, model_path: Path) -> None:
-        with Running(Inbox(), model_path) as engine:
+        with Running(InputQueue(), model_path) as engine:
             time.sleep(0.1)
             assert engine.answer_time_s() < 1.0
 
@@ -218,7 +218,7 @@ class TestWaiting:
     def test_a_deadline_wakes_it(self, model_path: Path) -> None:
         clock = VirtualClock()
         replica = make_replica(model_path, clock=clock)
-        replica.core.inbox.put(Submit(make_request("x" * 200, max_tokens=56, timeout_s=3.0)))
+        replica.core.input_queue.put(Submit(make_request("x" * 200, max_tokens=56, timeout_s=3.0)))
         replica.core.step()
         clock.advance(2.5)
         assert replica.core._patience_s() == pytest.approx(0.5)
@@ -227,7 +227,7 @@ class TestWaiting:
         clock = VirtualClock()
         replica = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=lambda plan: clock.advance(1.0)), clock=clock)
         request = make_request(max_tokens=100, timeout_s=5.0)
-        replica.core.inbox.put(Submit(request))
+        replica.core.input_queue.put(Submit(request))
         outputs, _ = replica.drive()
         assert ends(outputs, request) == [FinishReason.TIMEOUT]
         assert outputs[-1].error
@@ -240,7 +240,7 @@ def dirty_blocks(replica: Replica) -> list[int]:
     return [b for b in range(pool.num_total) if pool.state(b) is BlockState.FREE and replica.program.slots[b].any()]
 
 
-class ForgetfulInbox(Inbox):
+class ForgetfulInbox(InputQueue):
     """The planted fault: it takes messages and wakes nobody."""
 
     def put(self, message: FrontMessage) -> None:
@@ -248,11 +248,11 @@ class ForgetfulInbox(Inbox):
 
 
 class Running:
-    """An engine core that runs in a thread, with an inbox of choice."""
+    """An engine core that runs in a thread, with an input_queue of choice."""
 
-    def __init__(self, inbox: Inbox, path: Path) -> None:
+    def __init__(self, input_queue: InputQueue, path: Path) -> None:
         self._core = make_replica(path).core
-        self._core.inbox = inbox
+        self._core.input_queue = input_queue
         self._answered = threading.Event()
         self._thread = threading.Thread(target=self._core.run, args=(self._note,), daemon=True)
 
@@ -261,14 +261,14 @@ class Running:
         return self
 
     def __exit__(self, *_: object) -> None:
-        Inbox.put(self._core.inbox, Shutdown(0.0))
+        InputQueue.put(self._core.input_queue, Shutdown(0.0))
         self._thread.join(10.0)
         assert not self._thread.is_alive()
 
     def answer_time_s(self, give_up_s: float = 5.0) -> float:
         """Returns how long a request of one token takes, or `give_up_s` if there is no answer until then."""
         started_s = time.monotonic()
-        self._core.inbox.put(Submit(make_request(max_tokens=1)))
+        self._core.input_queue.put(Submit(make_request(max_tokens=1)))
         self._answered.wait(give_up_s)
         return time.monotonic() - started_s
 

@@ -56,7 +56,7 @@ def test_an_idle_engine_has_cleared_away_what_its_last_request_left() -> None:
     engine = make_idle_engine(IdleProgram(4096, 8), vocab_size=4096, num_seqs=1)
     engine.core._scrubber = MemoryScrubber(lambda: wipes.append(0.0))
     ids = np.arange(1000, 1040).tolist()
-    engine.core.inbox.put(
+    engine.core.input_queue.put(
         Submit(Request(request_id="a", token_ids=ids, sampling=SamplingParams(max_tokens=3, ignore_eos=True)))
     )
     assert engine.core.step() is not None

@@ -14,7 +14,7 @@ from tests.engine.replica import EOS, SpeakingRunner, ends, make_replica, make_r
 def say(path: Path, speech: str | list[int], request: Request, **settings: int) -> list[SequenceOutput]:
     """Returns the outputs of one request to an engine that says `speech`."""
     replica = make_replica(path, SpeakingRunner(speech), **settings)
-    replica.core.inbox.put(Submit(request))
+    replica.core.input_queue.put(Submit(request))
     outputs, _ = replica.drive()
     return outputs
 
@@ -119,7 +119,7 @@ def test_text_goes_on_where_it_was_after_preemption(model_path: Path) -> None:
     requests = [make_request(f"{i}" * 20, max_tokens=60) for i in range(4)]
     replica = make_replica(model_path, SpeakingRunner("abcdefghijklmnopqrstuvwxyz é🙂日"), num_blocks=24)
     for request in requests:
-        replica.core.inbox.put(Submit(request))
+        replica.core.input_queue.put(Submit(request))
     outputs, events = replica.drive()
     assert any(type(event).__name__ == "Preempted" for event in events)
     expected = ("abcdefghijklmnopqrstuvwxyz é🙂日" * 2).encode()[:60].decode("utf-8", "replace")
@@ -132,7 +132,7 @@ def test_prompt_logprobs_come_once_and_whole(model_path: Path, num_blocks: int) 
     request = make_request("a prompt of some length", prompt_logprobs=2, logprobs=1, n=2, max_tokens=3)
     others = [make_request("x" * 30, max_tokens=20) for _ in range(3)]
     for one in (*others, request):
-        replica.core.inbox.put(Submit(one))
+        replica.core.input_queue.put(Submit(one))
     outputs = [o for o in replica.drive()[0] if o.request_id == request.request_id]
     carrying = [o for o in outputs if o.prompt_logprobs is not None]
     assert [o.index for o in carrying] == [0]
@@ -147,7 +147,7 @@ def test_prompt_logprobs_come_once_and_whole(model_path: Path, num_blocks: int) 
 def test_a_prompt_alone_can_be_scored(model_path: Path) -> None:
     replica = make_replica(model_path)
     request = make_request("score me", prompt_logprobs=0, max_tokens=0)
-    replica.core.inbox.put(Submit(request))
+    replica.core.input_queue.put(Submit(request))
     outputs, _ = replica.drive()
     assert [o.finish_reason for o in outputs] == [FinishReason.LENGTH]
     assert len(outputs[0].prompt_logprobs or []) == len("score me")

@@ -83,7 +83,7 @@ class Watched:
 
     def start(self, who: str, token_ids: Sequence[int], max_tokens: int, num_steps: int) -> None:
         """Sends a request, and does some steps of it."""
-        self.lab.core.inbox.put(Submit(self.lab.request(who, token_ids, max_tokens=max_tokens)))
+        self.lab.core.input_queue.put(Submit(self.lab.request(who, token_ids, max_tokens=max_tokens)))
         for _ in range(num_steps):
             self.lab.core.step()
 

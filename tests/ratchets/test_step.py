@@ -87,7 +87,7 @@ def start(kind: str, num_seqs: int) -> Decoding:
     sampling = SamplingParams(temperature=1.0 if kind in (DRAWING, DRAWN) else 0.0, seed=1, max_tokens=1000, ignore_eos=True)
     for i in range(num_seqs):
         prompt = list(range(10 + i, 10 + i + PROMPT_TOKENS))
-        core.inbox.put(Submit(Request(request_id=f"r{i}", token_ids=prompt, sampling=sampling)))
+        core.input_queue.put(Submit(Request(request_id=f"r{i}", token_ids=prompt, sampling=sampling)))
     decoding = Decoding(program, core)
     decoding.run()
     return decoding

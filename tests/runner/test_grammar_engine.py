@@ -69,7 +69,7 @@ class House:
         self.ends: dict[str, tuple[FinishReason, str | None]] = {}
 
     def submit(self, request: Request) -> str:
-        self.core.inbox.put(Submit(request))
+        self.core.input_queue.put(Submit(request))
         return request.request_id
 
     def step(self) -> bool:
@@ -86,7 +86,7 @@ class House:
         while not all(request_id in self.ends for request_id in request_ids):
             assert time.monotonic() < deadline
             if not self.step():
-                self.core.inbox.wait(0.05)
+                self.core.input_queue.wait(0.05)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_an_idle_engine_is_woken_when_a_grammar_is_compiled(house):
     assert not house.step()
     threading.Timer(0.1, house.compiler.goes_on.set).start()
     started = time.monotonic()
-    house.core.inbox.wait(10)
+    house.core.input_queue.wait(10)
     assert time.monotonic() - started < 5
     house.drive(waiting)
 
@@ -147,18 +147,18 @@ def test_the_first_grammar_has_time_to_read_the_vocabulary(house):
 def test_a_request_can_be_aborted_while_its_grammar_compiles(house):
     waiting = house.submit(held())
     house.step()
-    house.core.inbox.put(Abort(waiting))
+    house.core.input_queue.put(Abort(waiting))
     house.drive(waiting)
     assert house.ends[waiting][0] is FinishReason.ABORT
     house.compiler.goes_on.set()
-    house.core.inbox.wait(0.2)
+    house.core.input_queue.wait(0.2)
     assert not house.step() or waiting in house.ends
 
 
 def test_a_shutdown_ends_what_compiles(house):
     waiting = house.submit(held())
     house.step()
-    house.core.inbox.put(Shutdown(0.0))
+    house.core.input_queue.put(Shutdown(0.0))
     house.drive(waiting)
     assert house.ends[waiting][0] is FinishReason.ABORT
     for _ in range(5):
@@ -188,7 +188,7 @@ def test_log_probabilities_are_of_the_model_and_not_of_the_grammar(house):
         brought = house.core.step()
         for output in [] if brought is None else brought.outputs:
             outputs.setdefault(output.request_id, []).extend(output.logprobs or [])
-        house.core.inbox.wait(0.01)
+        house.core.input_queue.wait(0.01)
     assert outputs[request.request_id][0].top == outputs[free.request_id][0].top
     assert outputs[request.request_id][0].text in (b"y", b"n")
     assert SamplingParams().grammar is None

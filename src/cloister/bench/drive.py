@@ -24,7 +24,7 @@ class SteppingEngine(Protocol):
     """An engine core as it is driven here: messages in, one step at a time."""
 
     @property
-    def inbox(self) -> _Inbox: ...
+    def input_queue(self) -> _Inbox: ...
 
     def step(self) -> Outputs | None: ...
 
@@ -82,7 +82,7 @@ def drive(
     while num_sent < len(queue) or len(run.recorder.names) < num_sent or run.recorder.num_open:
         now_s = clock.now() - start_s
         while num_sent < len(queue) and queue[num_sent].due_s <= now_s:
-            engine.inbox.put(Submit(queue[num_sent].request))
+            engine.input_queue.put(Submit(queue[num_sent].request))
             num_sent += 1
         outputs = engine.step()
         if outputs is not None:
@@ -95,7 +95,7 @@ def drive(
 
 def abort(engine: SteppingEngine, request_id: str) -> None:
     """Tells the engine that nobody waits for a request any more."""
-    engine.inbox.put(Abort(request_id))
+    engine.input_queue.put(Abort(request_id))
 
 
 def _settle(engine: SteppingEngine, run: Drive, listeners: Sequence[Listener]) -> None:

@@ -96,7 +96,7 @@ def profile_engine(engine: SteppingEngine, requests: Sequence[Request]) -> list[
         EngineError: a request was not answered, or the engine never comes to an end.
     """
     for request in requests:
-        engine.inbox.put(Submit(request))
+        engine.input_queue.put(Submit(request))
     steps: list[ProfiledStep] = []
     num_open = len(requests)
     for _ in range(MAX_STEPS):

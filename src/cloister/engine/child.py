@@ -21,7 +21,7 @@ from typing import Final
 from cloister.engine import channel
 from cloister.engine.core import EngineCore
 from cloister.engine.faults import describe
-from cloister.engine.inbox import Inbox
+from cloister.engine.input_queue import InputQueue
 from cloister.engine.worker_channels import WorkerChannels
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
@@ -52,10 +52,10 @@ def main(fd: int) -> int:
     boot = channel.decode_boot(frame)
     set_up_logging(boot.log_format)
     sys.path.extend(path for path in boot.import_path if path not in sys.path)
-    inbox = Inbox()
-    threading.Thread(target=_listen, args=(sock, inbox), name="cloister-channel", daemon=True).start()
+    input_queue = InputQueue()
+    threading.Thread(target=_listen, args=(sock, input_queue), name="cloister-channel", daemon=True).start()
 
-    listener = WorkerChannels(socket.socket(fileno=listeners[0]), inbox, boot.config.max_num_seqs) if listeners else None
+    listener = WorkerChannels(socket.socket(fileno=listeners[0]), input_queue, boot.config.max_num_seqs) if listeners else None
 
     def send(message: EngineMessage) -> None:
         if listener is not None and isinstance(message, Outputs):
@@ -65,7 +65,7 @@ def main(fd: int) -> int:
     core = _build(boot, send)
     if core is None:
         return 1
-    core.inbox = inbox
+    core.input_queue = input_queue
     core.settle()
     if listener is not None:
         threading.Thread(target=listener.run, name="cloister-channels", daemon=True).start()
@@ -111,11 +111,11 @@ def _tie_to_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _listen(sock: socket.socket, inbox: Inbox) -> None:
-    """Fills the inbox until the front is gone, then ends the process, whatever the other thread does."""
+def _listen(sock: socket.socket, input_queue: InputQueue) -> None:
+    """Fills the input_queue until the front is gone, then ends the process, whatever the other thread does."""
     try:
         while (frame := channel.receive_blocking(sock)) is not None:
-            inbox.put(channel.decode_front(frame))
+            input_queue.put(channel.decode_front(frame))
             frame = None  # what it says is not kept until the next one comes
     finally:
         os._exit(1)

@@ -11,7 +11,7 @@ from cloister.engine.adapter_register import AdapterRegister
 from cloister.engine.compiling import CompilingRequests, GrammarCompilation
 from cloister.engine.drafting import describe_drafting, measure, weigh
 from cloister.engine.faults import describe
-from cloister.engine.inbox import Inbox
+from cloister.engine.input_queue import InputQueue
 from cloister.engine.memory_scrubber import MemoryScrubber
 from cloister.engine.output_processor import OutputProcessor
 from cloister.sched import Scheduler
@@ -65,7 +65,7 @@ class EngineCore:
         scrubber: clears away what requests left; None leaves it until it is overwritten.
 
     Attributes:
-        inbox: where the front's messages are put, from any thread.
+        input_queue: where the front's messages are put, from any thread.
         is_done: the engine was told to shut down and everything ended.
     """
 
@@ -87,7 +87,7 @@ class EngineCore:
         self.model = model
         self.memory = memory
         self.startup = list(startup)
-        self.inbox = Inbox()
+        self.input_queue = InputQueue()
         self.is_done = False
         self.adapters = adapters or AdapterRegister()
         self._scheduler = scheduler
@@ -95,7 +95,7 @@ class EngineCore:
         self._output = output
         self._clock = clock or WallClock()
         self._draw_seed = draw_seed
-        self._compiling = CompilingRequests(grammars, lambda: self.inbox.wake())
+        self._compiling = CompilingRequests(grammars, lambda: self.input_queue.wake())
         self._scrubber = scrubber
         self._open: set[str] = set()
         self._drain_by_s: float | None = None
@@ -122,12 +122,12 @@ class EngineCore:
             if outputs is not None:
                 emit(outputs)
             elif not self.is_done:
-                self.inbox.wait(self._patience_s())
+                self.input_queue.wait(self._patience_s())
                 if self._compiling.held:
                     emit(Outputs([], []))
 
     def step(self, emit: Callable[[Outputs], None] | None = None) -> Outputs | None:
-        """Reads the inbox and does one step; None if there was nothing to do.
+        """Reads the input_queue and does one step; None if there was nothing to do.
 
         Args:
             emit: gets arrivals and refusals before the step runs, so that others know of requests in a step that never ends;
@@ -139,7 +139,7 @@ class EngineCore:
         if self._num_failures >= MAX_FAILURES_IN_ROW:
             raise EngineError(f"{MAX_FAILURES_IN_ROW} steps in a row failed")
         now = self._clock.now()
-        for message in self.inbox.take():
+        for message in self.input_queue.take():
             self._read(message, now)
         if self._compiling.held:
             for request in self._compiling.take_ready(now):

@@ -41,11 +41,11 @@ class ThreadEngine:
         self.model = core.model
         self.memory = core.memory
         self.startup = core.startup
-        self.adapters = AdapterCalls(core.inbox.put)
+        self.adapters = AdapterCalls(core.input_queue.put)
         self.adapters.start(core.adapters.loaded)
         self._core = core
         self._clock = WallClock()
-        self._desk = Desk(core.inbox.put, self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
+        self._desk = Desk(core.input_queue.put, self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
         self._desk.closed = NOT_STARTED
         self._watchdog = Watchdog(config.stall_timeout_s, FIRST_STEP_TIMEOUT_S)
         self._ended = asyncio.Event()
@@ -78,7 +78,7 @@ class ThreadEngine:
         if self._desk.closed == NOT_STARTED:
             return
         self._desk.closed = DRAINING
-        self._core.inbox.put(Shutdown(timeout_s))
+        self._core.input_queue.put(Shutdown(timeout_s))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), timeout_s + STOP_GRACE_S)
         self._watcher.cancel()

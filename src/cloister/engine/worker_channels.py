@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from cloister.engine import channel
-from cloister.engine.inbox import Inbox
+from cloister.engine.input_queue import InputQueue
 from cloister.types.events import Abort, Ended, Event, Outputs, Stepped, Submit
 
 CONNECT: Final = b"+"
@@ -78,15 +78,15 @@ class WorkerChannels:
 
     Args:
         sock: of the listener.
-        inbox: gets what comes through channels, as it gets what the front says.
+        input_queue: gets what comes through channels, as it gets what the front says.
         max_num_seqs: most sequences that a request may ask for.
     """
 
-    def __init__(self, sock: socket.socket, inbox: Inbox, max_num_seqs: int) -> None:
+    def __init__(self, sock: socket.socket, input_queue: InputQueue, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
         self._sock = sock
         self._sock.setblocking(False)
-        self._inbox = inbox
+        self._input_queue = input_queue
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
         self._near, self._far = socket.socketpair()
@@ -192,16 +192,16 @@ class WorkerChannels:
                 raise channel.ChannelError("no request of this channel can have this name, or ask for so many sequences")
             one.open.add(request_id)
             self._by_request[request_id] = one
-            self._inbox.put(message)
+            self._input_queue.put(message)
         elif isinstance(message, Abort) and message.request_id in one.open:
-            self._inbox.put(message)
+            self._input_queue.put(message)
 
     def _drop(self, one: _Channel) -> None:
         self._selector.unregister(one.sock)
         self._stuck.discard(one)
         one.sock.close()
         for request_id in list(one.open):
-            self._inbox.put(Abort(request_id))
+            self._input_queue.put(Abort(request_id))
 
 
 def _without_content(event: Event) -> Event:

@@ -7,7 +7,7 @@ import threading
 from cloister.types.events import FrontMessage
 
 
-class Inbox:
+class InputQueue:
     """A queue from any thread to the engine's thread, which reads all of it between two steps."""
 
     def __init__(self) -> None:
