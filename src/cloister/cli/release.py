@@ -30,7 +30,7 @@ NODE_PARTS = (
     "cloister.app.engine",
     "cloister.app.serving",
     "cloister.backends.native._native",
-    "cloister.engine.child",
+    "cloister.engine.engine_process",
     "cloister.sealed.node",
 )
 """Loaded before a release is measured, so that the system's libraries that a node maps are mapped here too."""

@@ -38,7 +38,7 @@ class ProcessHandle(Protocol):
 
 
 Spawn = Callable[[socket.socket], ProcessHandle]
-"""Makes a process that runs `cloister.engine.child` with the socket given as its own."""
+"""Makes a process that runs `cloister.engine.engine_process` with the socket given as its own."""
 
 
 class EngineChild:
@@ -104,7 +104,7 @@ def spawn_program(far: socket.socket, variables: Mapping[str, str] = {}) -> Proc
         variables: of its environment, beside those of this process.
     """
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "cloister.engine.child", str(far.fileno())],
+        [sys.executable, "-P", "-m", "cloister.engine.engine_process", str(far.fileno())],
         stdin=subprocess.DEVNULL,
         env={**os.environ, **variables},
         pass_fds=(far.fileno(),),

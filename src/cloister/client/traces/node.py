@@ -111,7 +111,7 @@ class ServeProgram:
     def role(self, process: Process) -> str:
         if process.pid in self.roots:
             return "front"
-        return "engine" if "cloister.engine.child" in process.command else "other"
+        return "engine" if "cloister.engine.engine_process" in process.command else "other"
 
     def holds_content(self, process: Process) -> bool:
         return self.role(process) in ("front", "engine")

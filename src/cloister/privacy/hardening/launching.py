@@ -15,7 +15,7 @@ from cloister.privacy.hardening.measure import Needs
 from cloister.privacy.hardening.starter import Role
 
 ENGINE: Final = "engine"
-ENGINE_MODULE: Final = "cloister.engine.child"
+ENGINE_MODULE: Final = "cloister.engine.engine_process"
 WORKER: Final = "worker"
 WORKER_MODULE: Final = "cloister.sealed.workers.zygote"
 SEALER: Final = "sealer"

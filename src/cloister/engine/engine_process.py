@@ -1,4 +1,4 @@
-"""The engine process: `python -m cloister.engine.child FD`, where FD is its end of a socket pair.
+"""The engine process: `python -m cloister.engine.engine_process FD`, where FD is its end of a socket pair.
 
 It lives exactly as long as its front: it ends when the socket does, and the kernel ends it when the parent dies. Signals
 of the terminal are the front's business, which decides when to drain.
