@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from cloister.engine import ProcessEngine, Supervision
-from cloister.engine.launch import ProcessHandle, spawn_program
 from cloister.engine.restarts import Restarts
+from cloister.engine.spawn import ProcessHandle, spawn_program
 from cloister.types.errors import (
     ConfigError,
     DeadlineError,

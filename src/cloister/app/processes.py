@@ -11,7 +11,7 @@ from cloister.types.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
     from cloister.engine import ProcessEngine
-    from cloister.engine.launch import ProcessHandle
+    from cloister.engine.spawn import ProcessHandle
 
 ENGINE_ENTRY: Final = "cloister.app:build_engine"
 SEALED_ENGINE_ENTRY: Final = "cloister.app:build_sealed_engine"

@@ -13,8 +13,8 @@ from cloister.engine.adapter_calls import AdapterCalls
 from cloister.engine.base import EventListener, Health
 from cloister.engine.desk import Desk
 from cloister.engine.faults import describe
-from cloister.engine.launch import EngineChild, Spawn, launch, spawn_overwriting, spawn_program
 from cloister.engine.restarts import Restarts
+from cloister.engine.spawn import EngineProcess, Spawn, spawn_engine, spawn_overwriting, spawn_program
 from cloister.engine.watchdog import Watchdog
 from cloister.engine.worker_channels import open_listener
 from cloister.types.allocator import overwrites
@@ -95,7 +95,7 @@ class ProcessEngine:
         self._desk = Desk(self._send, self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
         self._desk.closed = NOT_STARTED
         self.adapters = AdapterCalls(self._send)
-        self._child: EngineChild | None = None
+        self._child: EngineProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._drain_s: float | None = None
         self._is_broken = False
@@ -152,7 +152,7 @@ class ProcessEngine:
         near, far = open_listener() if self._keep_listener is not None else (None, None)
         timeout_s = self._supervision.start_timeout_s
         try:
-            child = await launch(self._entry, config, timeout_s, self._log_format, self._spawn, far)
+            child = await spawn_engine(self._entry, config, timeout_s, self._log_format, self._spawn, far)
         except BaseException:
             if near is not None:
                 near.close()
@@ -185,7 +185,7 @@ class ProcessEngine:
             if self._drain_s is None:
                 self._desk.closed, self._is_broken = BROKEN, True
 
-    async def _serve(self, child: EngineChild) -> None:
+    async def _serve(self, child: EngineProcess) -> None:
         """Passes on what the engine says, until it is gone; kills it when it hangs."""
         watch = asyncio.create_task(self._watch(child), name="engine watchdog")
         try:
@@ -198,7 +198,7 @@ class ProcessEngine:
         finally:
             watch.cancel()
 
-    async def _watch(self, child: EngineChild) -> None:
+    async def _watch(self, child: EngineProcess) -> None:
         while True:
             await asyncio.sleep(self._supervision.look_every_s)
             has_work = bool(self._desk.num_in_flight or self._elsewhere)
@@ -216,7 +216,7 @@ class ProcessEngine:
             elif isinstance(event, Ended) and event.last:
                 self._elsewhere.discard(event.request_id)
 
-    async def _bury(self, child: EngineChild) -> None:
+    async def _bury(self, child: EngineProcess) -> None:
         """Ends every request of an engine that is gone."""
         self._child = None
         self._elsewhere.clear()

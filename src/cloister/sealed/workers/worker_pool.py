@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from cloister.engine.launch import ProcessHandle
+from cloister.engine.spawn import ProcessHandle
 from cloister.engine.worker_channels import CONNECT
 from cloister.privacy.tokens.paid import BUDGET_FIELD
 from cloister.sealed.exchange import Body, GoneError, Outgoing

@@ -41,7 +41,7 @@ Spawn = Callable[[socket.socket], ProcessHandle]
 """Makes a process that runs `cloister.engine.engine_process` with the socket given as its own."""
 
 
-class EngineChild:
+class EngineProcess:
     """An engine process that is ready, and the front's end of its socket pair.
 
     Attributes:
@@ -112,14 +112,14 @@ def spawn_program(far: socket.socket, variables: Mapping[str, str] = {}) -> Proc
     )
 
 
-async def launch(
+async def spawn_engine(
     entry: str,
     config: EngineConfig,
     timeout_s: float,
     log_format: str = "text",
     spawn: Spawn = spawn_program,
     listener: socket.socket | None = None,
-) -> EngineChild:
+) -> EngineProcess:
     """Starts an engine process and waits until its model is loaded.
 
     Args:
@@ -147,7 +147,7 @@ async def launch(
         near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         reader, writer = await asyncio.open_unix_connection(sock=near, limit=_READ_LIMIT_BYTES)
         on_failure.pop_all()
-    child = EngineChild(process, reader, writer)
+    child = EngineProcess(process, reader, writer)
     try:
         child.ready = await asyncio.wait_for(_await_ready(child), timeout_s)
     except TimeoutError as error:
@@ -160,7 +160,7 @@ async def launch(
     return child
 
 
-async def _await_ready(child: EngineChild) -> Ready:
+async def _await_ready(child: EngineProcess) -> Ready:
     match await child.receive():
         case Ready() as ready:
             return ready
