@@ -43,7 +43,7 @@ def test_text_work_takes_as_many_threads_as_the_settings_give(monkeypatch, model
         barrier.wait(10)
 
     async def main() -> None:
-        await asyncio.gather(*(routes.state.front.off_the_loop(work) for _ in range(2 * expected)))
+        await asyncio.gather(*(routes.state.server.off_the_loop(work) for _ in range(2 * expected)))
 
     asyncio.run(main())
     assert max(sizes) == expected

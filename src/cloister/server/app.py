@@ -22,7 +22,6 @@ from cloister.server.calls import CallListener, Calls
 from cloister.server.conversation import Manner
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, invalid
 from cloister.server.files.service import FileService
-from cloister.server.front import PREPARE_TIMEOUT_S, Front, limit_text_threads
 from cloister.server.logs import RequestLog
 from cloister.server.messages.errors import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages.errors import error_object as message_error
@@ -66,6 +65,7 @@ from cloister.server.routes import (
     version,
     vllm,
 )
+from cloister.server.state import PREPARE_TIMEOUT_S, ServerState, limit_text_threads
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
 from cloister.types.errors import CloisterError, NotFoundError
@@ -194,8 +194,8 @@ def create_routes(
     engine.subscribe(calls.observe)
     pdf = None if config.sealed else PdfReader()
     threads = limit_text_threads(num_threads)
-    front = Front(engine, reader, exposition, calls, prepare_timeout_s, threads, stored, pdf)
-    return _routes(front, (page.router,) if config.page else ())
+    state = ServerState(engine, reader, exposition, calls, prepare_timeout_s, threads, stored, pdf)
+    return _routes(state, (page.router,) if config.page else ())
 
 
 def surround(
@@ -233,10 +233,10 @@ def request_log(config: ServerConfig, gate: Gate) -> list[CallListener]:
     return [RequestLog(shows_clients=config.log_clients).write]
 
 
-def _routes(front: Front, extra: Sequence[APIRouter]) -> FastAPI:
+def _routes(state: ServerState, extra: Sequence[APIRouter]) -> FastAPI:
     # The pages of FastAPI's documentation would load scripts from other hosts; docs/ has the reference.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.front = front
+    app.state.server = state
     app.add_exception_handler(CloisterError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(Exception, _answer_mistake)

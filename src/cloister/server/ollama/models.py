@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from cloister.server.answers import Model
-from cloister.server.front import Front
+from cloister.server.state import ServerState
 from cloister.text.infill import Infill
 from cloister.text.tools import detect_family
 
@@ -79,35 +79,35 @@ class OllamaShown(msgspec.Struct, frozen=True):
     modified_at: datetime
 
 
-def list_tags(front: Front) -> OllamaModels:
+def list_tags(state: ServerState) -> OllamaModels:
     """Returns the model under each of its names, and its adapters."""
-    return OllamaModels([_entry(front, name, created_s) for name, created_s in _names(front)])
+    return OllamaModels([_entry(state, name, created_s) for name, created_s in _names(state)])
 
 
-def list_running(front: Front) -> OllamaRunningModels:
+def list_running(state: ServerState) -> OllamaRunningModels:
     """Returns what is in memory: all that is served."""
-    model = front.reader.model
+    model = state.reader.model
     return OllamaRunningModels(
         [
             OllamaRunning(
                 name=name,
                 model=name,
-                size=_weights_bytes(front),
+                size=_weights_bytes(state),
                 digest=model.fingerprint,
-                details=describe_details(front, name),
+                details=describe_details(state, name),
                 expires_at=FOREVER,
-                size_vram=_weights_bytes(front) if model.is_on_device else 0,
+                size_vram=_weights_bytes(state) if model.is_on_device else 0,
                 context_length=model.max_model_len,
             )
-            for name, _ in _names(front)
+            for name, _ in _names(state)
         ]
     )
 
 
-def show_model(front: Front, name: str) -> OllamaShown:
+def show_model(state: ServerState, name: str) -> OllamaShown:
     """Returns what is known of the model that is served under a name."""
-    reader, model = front.reader, front.reader.model
-    created_s = dict(_names(front))[name]
+    reader, model = state.reader, state.reader.model
+    created_s = dict(_names(state))[name]
     family = model.family or "unknown"
     info: dict[str, Any] = {
         "general.architecture": family,
@@ -122,9 +122,9 @@ def show_model(front: Front, name: str) -> OllamaShown:
         modelfile=f"FROM {model.name}\n",
         parameters="\n".join(f"{key} {value}" for key, value in model.defaults.items()),
         template=reader.manner.template.source,
-        details=describe_details(front, name),
+        details=describe_details(state, name),
         model_info=info,
-        capabilities=list(_capabilities(front)),
+        capabilities=list(_capabilities(state)),
         modified_at=_time(created_s),
     )
 
@@ -134,11 +134,11 @@ def list_entries(models: Iterable[Model]) -> OllamaModels:
     return OllamaModels([OllamaModel(m.id, m.id, _time(m.created), 0, _UNKNOWN, OllamaDetails()) for m in models])
 
 
-def describe_details(front: Front, name: str) -> OllamaDetails:
+def describe_details(state: ServerState, name: str) -> OllamaDetails:
     """Returns what kind of model stands behind a name."""
-    model = front.reader.model
+    model = state.reader.model
     return OllamaDetails(
-        parent_model=front.reader.model_name if name in front.reader.adapters else "",
+        parent_model=state.reader.model_name if name in state.reader.adapters else "",
         format="gguf" if model.path.endswith(".gguf") else "safetensors",
         family=model.family,
         families=[model.family] if model.family else [],
@@ -155,30 +155,30 @@ def write_count(count: int) -> str:
     return str(count)
 
 
-def _entry(front: Front, name: str, created_s: int) -> OllamaModel:
-    fingerprint = front.reader.model.fingerprint
-    return OllamaModel(name, name, _time(created_s), _weights_bytes(front), fingerprint, describe_details(front, name))
+def _entry(state: ServerState, name: str, created_s: int) -> OllamaModel:
+    fingerprint = state.reader.model.fingerprint
+    return OllamaModel(name, name, _time(created_s), _weights_bytes(state), fingerprint, describe_details(state, name))
 
 
-def _names(front: Front) -> Iterable[tuple[str, int]]:
-    reader = front.reader
+def _names(state: ServerState) -> Iterable[tuple[str, int]]:
+    reader = state.reader
     yield from ((name, reader.model.created_s) for name in (reader.model_name, *reader.other_names))
     yield from ((adapter.name, adapter.created_s) for adapter in reader.adapters.values())
 
 
-def _capabilities(front: Front) -> Iterable[str]:
+def _capabilities(state: ServerState) -> Iterable[str]:
     yield "completion"
-    template = front.reader.manner.template
+    template = state.reader.manner.template
     if template.exists and detect_family(template.source) is not None:
         yield "tools"
-    if front.reader.manner.marks is not None:
+    if state.reader.manner.marks is not None:
         yield "thinking"
-    if Infill.of(front.reader.tokenizer) is not None:
+    if Infill.of(state.reader.tokenizer) is not None:
         yield "insert"
 
 
-def _weights_bytes(front: Front) -> int:
-    return dict(front.engine.memory).get("weights", 0)
+def _weights_bytes(state: ServerState) -> int:
+    return dict(state.engine.memory).get("weights", 0)
 
 
 def _time(seconds: int) -> datetime:

@@ -13,10 +13,10 @@ from starlette.responses import Response
 from cloister.engine.adapter_calls import AdapterCalls
 from cloister.engine.base import AdapterEngine
 from cloister.server.errors import invalid
-from cloister.server.front import Front, admission_of, front_of, json_response
 from cloister.server.parse import parse_body
 from cloister.server.routes.models import adapter_model
 from cloister.server.schemas import Strict
+from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.types.errors import NotFoundError
 
 router = APIRouter()
@@ -41,32 +41,32 @@ class UnloadBody(Strict):
 @router.post("/v1/load_lora_adapter")
 async def load_adapter(request: Request) -> Response:
     """Loads an adapter's directory of this machine; it is a model of its own from then on."""
-    front = front_of(request)
-    adapters = _check_operator(request, front)
+    state = state_of(request)
+    adapters = _check_operator(request, state)
     body = parse_body(await request.body(), LoadBody)
-    if body.lora_name in (front.reader.model_name, *front.reader.other_names):
+    if body.lora_name in (state.reader.model_name, *state.reader.other_names):
         raise invalid("`lora_name` is a name of the model itself; choose another one.", "lora_name")
-    return json_response(adapter_model(front, await adapters.load(body.lora_name, body.lora_path)))
+    return json_response(adapter_model(state, await adapters.load(body.lora_name, body.lora_path)))
 
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_adapter(request: Request) -> Response:
     """Takes an adapter away when the requests that use it have ended."""
-    front = front_of(request)
-    adapters = _check_operator(request, front)
+    state = state_of(request)
+    adapters = _check_operator(request, state)
     body = parse_body(await request.body(), UnloadBody)
     await adapters.unload(body.lora_name)
     return json_response(Unloaded(body.lora_name))
 
 
-def _check_operator(request: Request, front: Front) -> AdapterCalls:
+def _check_operator(request: Request, state: ServerState) -> AdapterCalls:
     """Returns the adapters of the engine, for whoever may change them.
 
     Raises:
         NotFoundError: its engine has none.
         PolicyError: this caller may not.
     """
-    if not isinstance(front.engine, AdapterEngine):
+    if not isinstance(state.engine, AdapterEngine):
         raise NotFoundError("This server has no adapters.", code="unknown_route")
-    front.reader.gate.check_operator(admission_of(request))
-    return front.engine.adapters
+    state.reader.gate.check_operator(admission_of(request))
+    return state.engine.adapters

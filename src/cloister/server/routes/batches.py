@@ -13,9 +13,9 @@ from cloister.server.files.batches import ENDED, WINDOW_S, Batch, BatchBody, des
 from cloister.server.files.service import FileService
 from cloister.server.files.shelf import Owner, page
 from cloister.server.files.store import LIFETIME_S
-from cloister.server.front import admission_of, json_response
 from cloister.server.parse import parse_body
 from cloister.server.routes.files import opened, read_limit
+from cloister.server.state import admission_of, json_response
 from cloister.types.errors import RateLimitError
 
 router = APIRouter()
@@ -28,8 +28,8 @@ RETRY_S: Final = 60.0
 @router.post("/v1/batches")
 async def create_batch(request: Request) -> Response:
     """Checks the lines of a file, and begins to answer them."""
-    front, files, owner = opened(request)
-    batch = await front.off_the_loop(_create, files, owner, admission_of(request), await request.body())
+    state, files, owner = opened(request)
+    batch = await state.off_the_loop(_create, files, owner, admission_of(request), await request.body())
     return json_response(describe_batch(batch))
 
 

@@ -26,10 +26,10 @@ from cloister.server.answers import (
     Usage,
 )
 from cloister.server.choices import Choice
-from cloister.server.front import admission_of, front_of, json_response
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import Job
 from cloister.server.logprobs import chat_logprobs
+from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, EventTemplate, events, open_stream
 from cloister.server.turns import Turn, make_call_id, read_turns
 from cloister.text.parts import Arguments, CallBegun, CallBroken, CallEnded, ParsedOutput, Part, Reasoning, Text
@@ -41,9 +41,9 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation, at once or as a stream."""
-    front = front_of(request)
-    job = await front.off_the_loop(front.reader.read_chat, await request.body(), admission_of(request))
-    outputs = run_job(front.engine, job)
+    state = state_of(request)
+    job = await state.off_the_loop(state.reader.read_chat, await request.body(), admission_of(request))
+    outputs = run_job(state.engine, job)
     if job.stream:
         return await open_stream(stream_chat(job, outputs))
     return json_response(await answer_chat(job, outputs))

@@ -14,10 +14,10 @@ from starlette.responses import Response
 
 from cloister.server.answers import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from cloister.server.choices import Choice, choose_best, collect
-from cloister.server.front import admission_of, front_of, json_response
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import Echo, Job
 from cloister.server.logprobs import LegacyLogprobs, joined
+from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, EventTemplate, events, open_stream
 from cloister.types.request import SequenceOutput, TokenLogprobs
 
@@ -29,9 +29,9 @@ PromptLogprobs = list[TokenLogprobs | None]
 @router.post("/v1/completions")
 async def create_completion(request: Request) -> Response:
     """Continues one or more prompts, at once or as a stream."""
-    front = front_of(request)
-    job = await front.off_the_loop(front.reader.read_completion, await request.body(), admission_of(request))
-    outputs = run_job(front.engine, job)
+    state = state_of(request)
+    job = await state.off_the_loop(state.reader.read_completion, await request.body(), admission_of(request))
+    outputs = run_job(state.engine, job)
     if job.stream:
         return await open_stream(stream_completion(job, outputs))
     return json_response(await answer_completion(job, outputs))

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.server.embeddings import read_embeddings, run_pooled, write_embeddings
-from cloister.server.front import admission_of, front_of
+from cloister.server.state import admission_of, state_of
 
 router = APIRouter()
 
@@ -15,7 +15,7 @@ router = APIRouter()
 @router.post("/v1/embeddings")
 async def create_embeddings(request: Request) -> Response:
     """Makes a vector of each text; the texts of a request are computed side by side."""
-    front = front_of(request)
-    asked = await front.off_the_loop(read_embeddings, front.reader, await request.body(), admission_of(request))
-    embeddings = await run_pooled(front.engine, asked.job)
-    return Response(await front.off_the_loop(write_embeddings, asked, embeddings), media_type="application/json")
+    state = state_of(request)
+    asked = await state.off_the_loop(read_embeddings, state.reader, await request.body(), admission_of(request))
+    embeddings = await run_pooled(state.engine, asked.job)
+    return Response(await state.off_the_loop(write_embeddings, asked, embeddings), media_type="application/json")

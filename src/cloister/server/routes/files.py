@@ -15,9 +15,9 @@ from cloister.server.files.form import FormPart, read_form
 from cloister.server.files.service import FileService, require
 from cloister.server.files.shelf import Owner, page
 from cloister.server.files.store import LIFETIME_S, StoredFile
-from cloister.server.front import Front, admission_of, front_of, json_response
 from cloister.server.parse import check_fields
 from cloister.server.schemas import Strict
+from cloister.server.state import ServerState, admission_of, json_response, state_of
 
 router = APIRouter()
 
@@ -68,9 +68,9 @@ class DeletedFile(msgspec.Struct, frozen=True):
 @router.post("/v1/files")
 async def upload_file(request: Request) -> Response:
     """Keeps a file."""
-    front, files, owner = opened(request)
+    state, files, owner = opened(request)
     content_type = request.headers.get("content-type", "")
-    return json_response(await front.off_the_loop(_keep, files, owner, content_type, await request.body()))
+    return json_response(await state.off_the_loop(_keep, files, owner, content_type, await request.body()))
 
 
 @router.get("/v1/files")
@@ -97,28 +97,28 @@ async def retrieve_file(request: Request, file_id: str) -> Response:
 @router.get("/v1/files/{file_id}/content")
 async def read_file(request: Request, file_id: str) -> Response:
     """Returns what is in a file."""
-    front, files, owner = opened(request)
-    content = await front.off_the_loop(files.store.content, files.store.shelf.find(file_id, owner), owner)
+    state, files, owner = opened(request)
+    content = await state.off_the_loop(files.store.content, files.store.shelf.find(file_id, owner), owner)
     return Response(content, media_type="application/octet-stream")
 
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(request: Request, file_id: str) -> Response:
     """Removes a file."""
-    front, files, owner = opened(request)
-    await front.off_the_loop(files.store.remove, files.store.shelf.find(file_id, owner).id)
+    state, files, owner = opened(request)
+    await state.off_the_loop(files.store.remove, files.store.shelf.find(file_id, owner).id)
     return json_response(DeletedFile(file_id))
 
 
-def opened(request: Request) -> tuple[Front, FileService, Owner]:
-    """Returns the front, the store, and whose files a request may see.
+def opened(request: Request) -> tuple[ServerState, FileService, Owner]:
+    """Returns the state, the store, and whose files a request may see.
 
     Raises:
         PolicyError, NotFoundError: nothing is kept here.
     """
-    front = front_of(request)
-    files = require(front.files, front.reader.gate)
-    return front, files, files.owner(admission_of(request))
+    state = state_of(request)
+    files = require(state.files, state.reader.gate)
+    return state, files, files.owner(admission_of(request))
 
 
 def read_limit(request: Request, most: int) -> int:

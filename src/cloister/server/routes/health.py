@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cloister.server.errors import error_headers
-from cloister.server.front import front_of
+from cloister.server.state import state_of
 from cloister.types.errors import EngineError
 
 router = APIRouter()
@@ -16,6 +16,6 @@ router = APIRouter()
 @router.api_route("/health", methods=["GET", "HEAD"])
 async def report_health(request: Request) -> Response:
     """Answers 200 or 503. Says no more than that: who asks need not be known."""
-    if front_of(request).engine.health().good:
+    if state_of(request).engine.health().good:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": "unavailable"}, 503, error_headers(EngineError("")))

@@ -15,7 +15,6 @@ from cloister import __version__
 from cloister.privacy.gate import Admission
 from cloister.server.calls import call_of
 from cloister.server.errors import error_object
-from cloister.server.front import Front, admission_of, front_of, json_response
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import Job
 from cloister.server.llamacpp.reading import LlamaJob, apply_template, read_completion, read_infill
@@ -24,6 +23,7 @@ from cloister.server.parse import check_fields
 from cloister.server.prompts import PromptReader
 from cloister.server.sampling import sampling_params
 from cloister.server.schemas import GenerationBody
+from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, events, open_stream
 from cloister.server.tokens import tokenizer_info
 
@@ -56,19 +56,19 @@ async def infill(request: Request) -> Response:
 @router.post("/apply-template")
 async def template(request: Request) -> Response:
     """Returns the text that a conversation becomes."""
-    front = front_of(request)
-    return json_response(TemplatedPrompt(await front.off_the_loop(apply_template, front.reader, await request.body())))
+    state = state_of(request)
+    return json_response(TemplatedPrompt(await state.off_the_loop(apply_template, state.reader, await request.body())))
 
 
 @router.get("/props")
 async def props(request: Request) -> Response:
     """Describes what is served."""
-    return json_response(describe_props(front_of(request)))
+    return json_response(describe_props(state_of(request)))
 
 
-def describe_props(front: Front) -> dict[str, Any]:
+def describe_props(state: ServerState) -> dict[str, Any]:
     """Returns the properties of the model, and how it samples unless told otherwise."""
-    reader, model = front.reader, front.reader.model
+    reader, model = state.reader, state.reader.model
     own = sampling_params(check_fields({}, GenerationBody), model, max_tokens=None, vocab_size=reader.vocab_size)
     info = tokenizer_info(reader)
     return {
@@ -85,10 +85,10 @@ def describe_props(front: Front) -> dict[str, Any]:
 
 
 async def _answer(request: Request, read: Reader) -> Response:
-    front = front_of(request)
-    asked = await front.off_the_loop(read, front.reader, await request.body(), admission_of(request))
+    state = state_of(request)
+    asked = await state.off_the_loop(read, state.reader, await request.body(), admission_of(request))
     writer = CompletionWriter(asked, call_of(request.scope))
-    outputs = run_job(front.engine, asked.job)
+    outputs = run_job(state.engine, asked.job)
     if asked.job.stream:
         return await open_stream(_stream(asked.job, writer, outputs), UNMARKED_END)
     tally = Tally(asked.job)

@@ -10,10 +10,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.server.front import admission_of, front_of, json_response
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import Job
 from cloister.server.messages.writing import MessageWriter, write_failure
+from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, named_events, open_stream
 from cloister.server.turns import read_turns
 
@@ -23,9 +23,9 @@ router = APIRouter()
 @router.post("/v1/messages")
 async def create_message(request: Request) -> Response:
     """Answers a conversation in blocks, at once or as a stream."""
-    front = front_of(request)
-    job = await front.off_the_loop(front.reader.read_message, await request.body(), admission_of(request))
-    outputs = run_job(front.engine, job)
+    state = state_of(request)
+    job = await state.off_the_loop(state.reader.read_message, await request.body(), admission_of(request))
+    outputs = run_job(state.engine, job)
     if job.stream:
         return await open_stream(stream_message(job, outputs), Ending(b"", write_failure))
     return json_response(await answer_message(job, outputs))
@@ -34,8 +34,8 @@ async def create_message(request: Request) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request) -> Response:
     """Returns how many tokens a conversation's prompt has."""
-    front = front_of(request)
-    num_tokens = await front.off_the_loop(front.reader.count_message, await request.body())
+    state = state_of(request)
+    num_tokens = await state.off_the_loop(state.reader.count_message, await request.body())
     return json_response({"input_tokens": num_tokens})
 
 

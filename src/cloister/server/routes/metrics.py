@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.privacy.policy import Use
-from cloister.server.front import admission_of, front_of, json_response
 from cloister.server.metrics import CONTENT_TYPE, RecordedMetrics
+from cloister.server.state import admission_of, json_response, state_of
 from cloister.types.errors import NotFoundError
 
 router = APIRouter()
@@ -17,7 +17,7 @@ router = APIRouter()
 @router.get("/metrics")
 async def report_metrics(request: Request) -> Response:
     """Returns what the profile lets an operator see."""
-    return Response(front_of(request).metrics.render(), media_type=CONTENT_TYPE)
+    return Response(state_of(request).metrics.render(), media_type=CONTENT_TYPE)
 
 
 @router.get("/metrics/history")
@@ -27,10 +27,10 @@ async def report_history(request: Request) -> Response:
     Raises:
         PolicyError: the profile lets out no figures of times, so none are kept.
     """
-    front = front_of(request)
-    front.reader.gate.policy.check({"metrics-history": Use(True, "the request")})
-    assert isinstance(front.metrics, RecordedMetrics)
-    return json_response(front.metrics.report())
+    state = state_of(request)
+    state.reader.gate.policy.check({"metrics-history": Use(True, "the request")})
+    assert isinstance(state.metrics, RecordedMetrics)
+    return json_response(state.metrics.report())
 
 
 @router.get("/metrics/tenants")
@@ -41,9 +41,9 @@ async def report_tenants(request: Request) -> Response:
         PolicyError: the profile tells no tenants apart, or whoever asks is no operator.
         NotFoundError: the server asks for no keys, so there are no tenants.
     """
-    front = front_of(request)
-    front.reader.gate.policy.check({"tenant-figures": Use(True, "the request")})
-    front.reader.gate.check_operator(admission_of(request))
-    if front.calls.tenants is None:
+    state = state_of(request)
+    state.reader.gate.policy.check({"tenant-figures": Use(True, "the request")})
+    state.reader.gate.check_operator(admission_of(request))
+    if state.calls.tenants is None:
         raise NotFoundError("This server asks for no API keys, so it knows of no tenants.", code="no_tenants")
-    return json_response(front.calls.tenants.report())
+    return json_response(state.calls.tenants.report())

@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from cloister.server.calls import call_of
 from cloister.server.embeddings import run_pooled, vector_of
-from cloister.server.front import Front, admission_of, front_of, json_response
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import Job
 from cloister.server.ollama.models import list_running, list_tags, show_model
@@ -34,6 +33,7 @@ from cloister.server.ollama.writing import (
 )
 from cloister.server.parse import parse_body
 from cloister.server.routes.version import VERSION
+from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, open_stream
 from cloister.server.turns import read_turns
 from cloister.types.errors import NotFoundError, PolicyError
@@ -68,24 +68,24 @@ class OllamaStatus(msgspec.Struct, frozen=True):
 @router.post("/api/chat")
 async def chat(request: Request) -> Response:
     """Answers a conversation, as a stream unless told otherwise."""
-    front = front_of(request)
-    asked = await front.off_the_loop(read_chat, front.reader, await request.body(), admission_of(request))
-    return await _answer(front, asked, LineWriter(OllamaChatLine, shape_chat, asked.model_name, call_of(request.scope)))
+    state = state_of(request)
+    asked = await state.off_the_loop(read_chat, state.reader, await request.body(), admission_of(request))
+    return await _answer(state, asked, LineWriter(OllamaChatLine, shape_chat, asked.model_name, call_of(request.scope)))
 
 
 @router.post("/api/generate")
 async def generate(request: Request) -> Response:
     """Answers a prompt, or goes on with a raw one, as a stream unless told otherwise."""
-    front = front_of(request)
-    asked = await front.off_the_loop(read_generate, front.reader, await request.body(), admission_of(request))
+    state = state_of(request)
+    asked = await state.off_the_loop(read_generate, state.reader, await request.body(), admission_of(request))
     writer = LineWriter(OllamaGenerateLine, shape_generate, asked.model_name, call_of(request.scope))
-    return await _answer(front, asked, writer)
+    return await _answer(state, asked, writer)
 
 
-async def _answer(front: Front, asked: Asked, writer: LineWriter) -> Response:
+async def _answer(state: ServerState, asked: Asked, writer: LineWriter) -> Response:
     if asked.job is None:
         return Response(lines([writer.present()]), media_type=NDJSON) if asked.stream else json_response(writer.present())
-    outputs = run_job(front.engine, asked.job)
+    outputs = run_job(state.engine, asked.job)
     if asked.stream:
         return await open_stream(_stream(asked.job, writer, outputs), LINES, NDJSON)
     return json_response(await _gather(asked.job, writer, outputs))
@@ -115,13 +115,13 @@ async def _stream(job: Job, writer: LineWriter, outputs: AsyncGenerator[Numbered
 @router.post("/api/embed")
 async def embed(request: Request) -> Response:
     """Makes a vector of each text."""
-    front, call = front_of(request), call_of(request.scope)
-    name, job = await front.off_the_loop(read_embed, front.reader, await request.body(), admission_of(request))
+    state, call = state_of(request), call_of(request.scope)
+    name, job = await state.off_the_loop(read_embed, state.reader, await request.body(), admission_of(request))
     if job is None:
         return json_response(OllamaEmbeddings(name, []))
-    vectors = await run_pooled(front.engine, job)
+    vectors = await run_pooled(state.engine, job)
     times = durations(call, job)
-    return await front.off_the_loop(
+    return await state.off_the_loop(
         lambda: json_response(
             OllamaEmbeddings(
                 name,
@@ -137,44 +137,44 @@ async def embed(request: Request) -> Response:
 @router.post("/api/embeddings")
 async def embed_one(request: Request) -> Response:
     """Makes a vector of one text."""
-    front = front_of(request)
-    job = await front.off_the_loop(read_embedding, front.reader, await request.body(), admission_of(request))
+    state = state_of(request)
+    job = await state.off_the_loop(read_embedding, state.reader, await request.body(), admission_of(request))
     if job is None:
         return json_response(OllamaEmbedding([]))
-    (vector,) = await run_pooled(front.engine, job)
+    (vector,) = await run_pooled(state.engine, job)
     return json_response(OllamaEmbedding(vector_of(vector).tolist()))
 
 
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
     """Lists what is served."""
-    return json_response(list_tags(front_of(request)))
+    return json_response(list_tags(state_of(request)))
 
 
 @router.get("/api/ps")
 async def running(request: Request) -> Response:
     """Lists what is in memory."""
-    return json_response(list_running(front_of(request)))
+    return json_response(list_running(state_of(request)))
 
 
 @router.post("/api/show")
 async def show(request: Request) -> Response:
     """Describes one model."""
-    front = front_of(request)
+    state = state_of(request)
     body = parse_body(await request.body(), OllamaShowBody, NO_FIELDS)
-    return json_response(show_model(front, find_name(front.reader, body.model or body.name)))
+    return json_response(show_model(state, find_name(state.reader, body.model or body.name)))
 
 
 @router.post("/api/pull")
 async def pull(request: Request) -> Response:
     """Says that a model is there. One that is not is never fetched: a client's word starts no download."""
-    front = front_of(request)
+    state = state_of(request)
     body = parse_body(await request.body(), OllamaPullBody, NO_FIELDS)
     try:
-        find_name(front.reader, body.model or body.name)
+        find_name(state.reader, body.model or body.name)
     except NotFoundError:
         raise PolicyError(
-            f"This server downloads nothing on a client's word; it serves `{front.reader.model_name}`. Its operator can"
+            f"This server downloads nothing on a client's word; it serves `{state.reader.model_name}`. Its operator can"
             " start it with another one (`cloister serve --model NAME`)."
         ) from None
     done = OllamaStatus("success")

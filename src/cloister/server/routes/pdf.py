@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from cloister.server.errors import invalid
 from cloister.server.files.form import read_form
-from cloister.server.front import front_of, json_response
 from cloister.server.schemas import Strict
+from cloister.server.state import json_response, state_of
 from cloister.types.errors import NotFoundError
 
 router = APIRouter()
@@ -41,15 +41,15 @@ async def read_pdf(request: Request) -> Response:
         NotFoundError: this server reads none.
         InvalidRequestError: there is no text to be had; the message says why.
     """
-    front = front_of(request)
-    if front.pdf is None:
+    state = state_of(request)
+    if state.pdf is None:
         raise NotFoundError(
             "A sealed node reads no PDF: that takes a process, and its worker may start none. Turn it into text first, for "
             "example with pdftotext.",
             code="no_pdf_reader",
         )
-    parts = await front.off_the_loop(read_form, request.headers.get("content-type", ""), await request.body())
+    parts = await state.off_the_loop(read_form, request.headers.get("content-type", ""), await request.body())
     if "file" not in parts:
         raise invalid("The form must have the part `file`.", "file", "invalid_form")
-    answer = await front.pdf.read(parts["file"].data)
+    answer = await state.pdf.read(parts["file"].data)
     return json_response(PdfText(answer.num_pages, answer.text))

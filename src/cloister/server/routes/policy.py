@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.privacy import Gate, Profile
-from cloister.server.front import Front, front_of, json_response
 from cloister.server.metrics import tells_tenants
+from cloister.server.state import ServerState, json_response, state_of
 from cloister.types.scope import ScopeKind
 
 router = APIRouter()
@@ -48,15 +48,15 @@ class PolicyReport(msgspec.Struct, frozen=True):
 @router.get("/v1/policy")
 async def report_policy(request: Request) -> Response:
     """Returns the rules that this server is under."""
-    front = front_of(request)
-    kept = list(_kept(front))
-    return json_response(describe_policy(front.reader.gate, kept))
+    state = state_of(request)
+    kept = list(_kept(state))
+    return json_response(describe_policy(state.reader.gate, kept))
 
 
-def _kept(front: Front) -> Iterator[str]:
-    if front.reader.responses is not None:
+def _kept(state: ServerState) -> Iterator[str]:
+    if state.reader.responses is not None:
         yield "Responses stay in memory for an hour, unless a request sets store to false."
-    if front.files is not None:
+    if state.files is not None:
         yield "Files and batches stay on disk, sealed, until they are deleted or expire."
 
 

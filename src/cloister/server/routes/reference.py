@@ -11,11 +11,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.server.front import front_of
 from cloister.server.ignored import ignored_fields
 from cloister.server.openapi import describe_api
 from cloister.server.prompts import PromptReader
 from cloister.server.reference import CONTENT_SECURITY, write_reference
+from cloister.server.state import state_of
 
 router = APIRouter()
 
@@ -69,14 +69,14 @@ def _as_page(told: Told) -> bytes:
 @router.get("/openapi.json")
 async def report_api(request: Request) -> Response:
     """Returns the OpenAPI document."""
-    front = front_of(request)
-    body = await front.off_the_loop(_as_json, Told.of(front.reader))
+    state = state_of(request)
+    body = await state.off_the_loop(_as_json, Told.of(state.reader))
     return Response(body, media_type="application/json")
 
 
 @router.get("/docs")
 async def show_reference(request: Request) -> Response:
     """Returns the document as a page."""
-    front = front_of(request)
-    body = await front.off_the_loop(_as_page, Told.of(front.reader))
+    state = state_of(request)
+    body = await state.off_the_loop(_as_page, Told.of(state.reader))
     return Response(body, headers=HEADERS, media_type="text/html; charset=utf-8")

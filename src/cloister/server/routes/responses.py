@@ -11,11 +11,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.server.front import admission_of, front_of, json_response
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import Job
 from cloister.server.responses.keeping import ResponseStore
 from cloister.server.responses.writing import ResponseWriter
+from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, named_events, open_stream
 from cloister.server.turns import read_turns
 from cloister.types.errors import NotFoundError
@@ -34,15 +34,15 @@ class DeletedResponse(msgspec.Struct, frozen=True):
 @router.post("/v1/responses")
 async def create_response(request: Request) -> Response:
     """Answers a conversation in typed items, at once or as a stream."""
-    front = front_of(request)
+    state = state_of(request)
     owner = admission_of(request).owner
-    job, body = await front.off_the_loop(front.reader.read_response, await request.body(), admission_of(request))
+    job, body = await state.off_the_loop(state.reader.read_response, await request.body(), admission_of(request))
     writer = ResponseWriter(job, body, keeps_broken=job.stream)
-    outputs = run_job(front.engine, job)
+    outputs = run_job(state.engine, job)
 
     def keep(response: dict[str, Any]) -> None:
-        if front.reader.responses is not None and owner is not None and body.store:
-            front.reader.responses.keep(owner, body, response)
+        if state.reader.responses is not None and owner is not None and body.store:
+            state.reader.responses.keep(owner, body, response)
 
     if job.stream:
         return await open_stream(stream_response(job, writer, outputs, keep), Ending(b"", writer.fail))
@@ -67,7 +67,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 
 def _store_of(request: Request) -> tuple[ResponseStore, bytes]:
-    store, owner = front_of(request).reader.responses, admission_of(request).owner
+    store, owner = state_of(request).reader.responses, admission_of(request).owner
     if store is None or owner is None:
         raise NotFoundError("This server keeps no responses.", code="not_found")
     return store, owner

@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.server.embeddings import run_pooled
-from cloister.server.front import admission_of, front_of, json_response
 from cloister.server.scoring import rank_documents, read_rerank, read_score, score_pairs
+from cloister.server.state import admission_of, json_response, state_of
 
 router = APIRouter()
 
@@ -16,10 +16,10 @@ router = APIRouter()
 @router.post("/v1/score")
 async def create_score(request: Request) -> Response:
     """Says how alike pairs of texts are."""
-    front = front_of(request)
-    asked = await front.off_the_loop(read_score, front.reader, await request.body(), admission_of(request))
-    embeddings = await run_pooled(front.engine, asked.job)
-    return json_response(await front.off_the_loop(score_pairs, asked, embeddings))
+    state = state_of(request)
+    asked = await state.off_the_loop(read_score, state.reader, await request.body(), admission_of(request))
+    embeddings = await run_pooled(state.engine, asked.job)
+    return json_response(await state.off_the_loop(score_pairs, asked, embeddings))
 
 
 @router.post("/v1/rerank")
@@ -27,7 +27,7 @@ async def create_score(request: Request) -> Response:
 @router.post("/rerank")
 async def create_ranking(request: Request) -> Response:
     """Sorts documents by how alike they are to a query."""
-    front = front_of(request)
-    asked = await front.off_the_loop(read_rerank, front.reader, await request.body(), admission_of(request))
-    embeddings = await run_pooled(front.engine, asked.job)
-    return json_response(await front.off_the_loop(rank_documents, asked, embeddings))
+    state = state_of(request)
+    asked = await state.off_the_loop(read_rerank, state.reader, await request.body(), admission_of(request))
+    embeddings = await run_pooled(state.engine, asked.job)
+    return json_response(await state.off_the_loop(rank_documents, asked, embeddings))

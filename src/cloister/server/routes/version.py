@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from cloister import __version__
-from cloister.server.front import json_response
+from cloister.server.state import json_response
 
 router = APIRouter()
 

@@ -34,7 +34,7 @@ def limit_text_threads(num_threads: int | None) -> anyio.CapacityLimiter:
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class ServerState:
     """The parts of a server, put together by `create_app`.
 
     Attributes:
@@ -66,12 +66,12 @@ class Front:
             raise OverloadedError("The server is too busy to read the prompt; try again in a moment.") from None
 
 
-def front_of(request: Request) -> Front:
-    """Returns the front that serves a request; what its engine does counts for the request's call."""
-    front = request.app.state.front
-    assert isinstance(front, Front)
+def state_of(request: Request) -> ServerState:
+    """Returns the state that serves a request; what its engine does counts for the request's call."""
+    state = request.app.state.server
+    assert isinstance(state, ServerState)
     call = call_of(request.scope)
-    return front if call is None else replace(front, engine=front.calls.bind(front.engine, call))
+    return state if call is None else replace(state, engine=state.calls.bind(state.engine, call))
 
 
 def admission_of(request: Request) -> Admission:
