@@ -1,6 +1,6 @@
 """Logits of given tokens from one engine, in the Python of that engine: `PYTHON -m benchmarks.peers.logits JOB`.
 
-JOB is JSON (`Job`). Windows are sequences of their own; all rows of logits of all of them become one array in a file.
+JOB is JSON (`GenerationJob`). Windows are sequences of their own; all rows of logits of all of them become one array in a file.
 """
 
 from __future__ import annotations

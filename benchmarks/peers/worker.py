@@ -1,4 +1,4 @@
-"""One engine in a process of its own: `PYTHON -m benchmarks.peers.worker JOB`, where JOB is JSON (`Job`).
+"""One engine in a process of its own: `PYTHON -m benchmarks.peers.worker JOB`, where JOB is JSON (`GenerationJob`).
 
 Reports go to the file descriptor that the job names, one JSON object a line; what the engine prints goes where it likes.
 """

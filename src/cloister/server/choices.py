@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cloister.server.answers import Usage
 from cloister.server.generation import Numbered, Tally
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 from cloister.types.request import SequenceOutput, TokenLogprobs
 
 
@@ -42,7 +42,7 @@ class Choice:
             self.finish_reason = output.finish_reason.value
 
 
-async def collect(job: Job, outputs: AsyncGenerator[Numbered, None]) -> tuple[list[Choice], Usage]:
+async def collect(job: GenerationJob, outputs: AsyncGenerator[Numbered, None]) -> tuple[list[Choice], Usage]:
     """Waits for every sequence of a job and returns them in order, with the job's counts."""
     wants_logprobs = job.requests[0].sampling.logprobs is not None
     choices = [Choice(logprobs=[] if wants_logprobs else None) for _ in range(job.num_choices)]
@@ -54,7 +54,7 @@ async def collect(job: Job, outputs: AsyncGenerator[Numbered, None]) -> tuple[li
     return choices, tally.usage()
 
 
-def choose_best(job: Job, choices: Sequence[Choice]) -> list[int]:
+def choose_best(job: GenerationJob, choices: Sequence[Choice]) -> list[int]:
     """Returns the places of the answers that the reply has, prompt by prompt: all, or the likeliest ones, the best first."""
     if job.num_kept is None:
         return list(range(len(choices)))

@@ -17,7 +17,7 @@ from cloister.engine.base import AsyncEngine
 from cloister.privacy.gate import Admission
 from cloister.server.errors import invalid
 from cloister.server.generation import run_job
-from cloister.server.job import Job, make_job
+from cloister.server.job import GenerationJob, make_job
 from cloister.server.parse import parse_body
 from cloister.server.prompts import PromptReader
 from cloister.server.schemas import INT32, Strict, TokenId
@@ -111,7 +111,7 @@ class EmbeddingList(msgspec.Struct, frozen=True):
 class EmbeddingJob:
     """What one call of /v1/embeddings asks for."""
 
-    job: Job
+    job: GenerationJob
     is_base64: bool
 
 
@@ -140,7 +140,7 @@ def pooled_job(
     admission: Admission,
     *,
     prefix: str,
-) -> Job:
+) -> GenerationJob:
     """Returns a job with a pooled request for each (name of its field, text); errors as in `read_embeddings`."""
     adapter = reader.find_adapter(body.model)
     return make_job(
@@ -174,7 +174,7 @@ def _tokenize(reader: PromptReader, text: Text, field: str) -> list[int]:
     return token_ids
 
 
-async def run_pooled(engine: AsyncEngine, job: Job) -> list[Embedding]:
+async def run_pooled(engine: AsyncEngine, job: GenerationJob) -> list[Embedding]:
     """Waits for every vector of a job and returns them in order; errors as in `run_job`."""
     found: dict[int, Embedding] = {}
     async with aclosing(run_job(engine, job)) as outputs:
@@ -191,7 +191,7 @@ def vector_of(embedding: Embedding) -> npt.NDArray[np.float32]:
     return np.frombuffer(embedding.data, "<f4")
 
 
-def usage_of(job: Job) -> EmbeddingUsage:
+def usage_of(job: GenerationJob) -> EmbeddingUsage:
     """Returns the counts of a job that makes no tokens."""
     return EmbeddingUsage(job.num_prompt_tokens, job.num_prompt_tokens)
 

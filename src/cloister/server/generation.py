@@ -13,7 +13,7 @@ from cloister.engine.base import AsyncEngine
 from cloister.server.answers import CachedTokens, ReasoningTokens, Usage
 from cloister.server.deadline import Deadline
 from cloister.server.errors import failure_of
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 from cloister.types.errors import DeadlineError
 from cloister.types.request import FinishReason, Request, SequenceOutput
 
@@ -26,7 +26,7 @@ Numbered = tuple[int, SequenceOutput]
 """(number of the prompt in its job, output)"""
 
 
-async def run_job(engine: AsyncEngine, job: Job) -> AsyncGenerator[Numbered, None]:
+async def run_job(engine: AsyncEngine, job: GenerationJob) -> AsyncGenerator[Numbered, None]:
     """Yields what the job's sequences gain. Closing it early aborts every request of the job.
 
     Raises:
@@ -100,7 +100,7 @@ def _without_answer(output: SequenceOutput) -> SequenceOutput:
 class Tally:
     """Counts the tokens of a job as its outputs pass."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: GenerationJob) -> None:
         self._num_prompt_tokens = job.num_prompt_tokens
         self._num_cached = [0] * len(job.requests)
         self._num_output_tokens = 0

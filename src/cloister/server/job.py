@@ -25,7 +25,7 @@ class Echo:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GenerationJob:
     """What one call of a completion route asks for.
 
     Attributes:
@@ -88,7 +88,7 @@ def make_job(
     shows_logprobs: bool = True,
     pooling: PoolingParams | None = None,
     adapter: str | None = None,
-) -> Job:
+) -> GenerationJob:
     """Returns a job for tokenized prompts.
 
     Args:
@@ -112,7 +112,7 @@ def make_job(
         )
         for i, prompt in enumerate(prompts)
     )
-    return Job(
+    return GenerationJob(
         job_id=job_id,
         requests=requests,
         model_name=model_name,

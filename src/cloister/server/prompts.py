@@ -12,7 +12,7 @@ from cloister.privacy.gate import Admission, Gate
 from cloister.server.conversation import Manner
 from cloister.server.errors import invalid
 from cloister.server.infill import read_suffix
-from cloister.server.job import Echo, Job, make_job
+from cloister.server.job import Echo, GenerationJob, make_job
 from cloister.server.messages.reading import to_chat as message_to_chat
 from cloister.server.messages.schemas import REFUSED as MESSAGES_REFUSED
 from cloister.server.messages.schemas import CountBody, MessagesBody
@@ -58,7 +58,7 @@ class PromptReader:
         """Token ids are below it: both the model and the tokenizer know them."""
         return min(self.model.vocab_size, self.tokenizer.vocab_size)
 
-    def read_chat(self, raw: bytes, admission: Admission) -> Job:
+    def read_chat(self, raw: bytes, admission: Admission) -> GenerationJob:
         """Reads a body of /v1/chat/completions.
 
         Raises:
@@ -67,7 +67,7 @@ class PromptReader:
         """
         return self.converse(parse_body(raw, ChatBody), admission, prefix="chatcmpl")
 
-    def converse(self, body: ChatBody, admission: Admission, *, prefix: str, fits: bool = False) -> Job:
+    def converse(self, body: ChatBody, admission: Admission, *, prefix: str, fits: bool = False) -> GenerationJob:
         """Makes a conversation ready, whichever route it came by; errors as in `read_chat`.
 
         Args:
@@ -91,13 +91,13 @@ class PromptReader:
         fields = self._reply_fields(body)
         return make_job([opening.token_ids], sampling, admission, self.model, prefix=prefix, form=opening.form, **fields)
 
-    def read_response(self, raw: bytes, admission: Admission) -> tuple[Job, ResponsesBody]:
+    def read_response(self, raw: bytes, admission: Admission) -> tuple[GenerationJob, ResponsesBody]:
         """Reads a body of /v1/responses; errors as in `read_chat`."""
         body = read_body(raw, self.responses, admission.owner)
         with renamed(RESPONSES):
             return self.converse(response_to_chat(body), admission, prefix="resp"), body
 
-    def read_message(self, raw: bytes, admission: Admission) -> Job:
+    def read_message(self, raw: bytes, admission: Admission) -> GenerationJob:
         """Reads a body of /v1/messages; errors as in `read_chat`."""
         body = parse_body(raw, MessagesBody, MESSAGES_REFUSED)
         with renamed(MESSAGES):
@@ -110,12 +110,12 @@ class PromptReader:
         with renamed(MESSAGES):
             return len(self.manner.open(message_to_chat(body)).token_ids)
 
-    def read_completion(self, raw: bytes, admission: Admission) -> Job:
+    def read_completion(self, raw: bytes, admission: Admission) -> GenerationJob:
         """Reads a body of /v1/completions; errors as in `read_chat`."""
         body = read_suffix(parse_body(raw, CompletionBody), self.tokenizer)
         return self.complete(body, admission, prefix="cmpl")
 
-    def complete(self, body: CompletionBody, admission: Admission, *, prefix: str, fits: bool = False) -> Job:
+    def complete(self, body: CompletionBody, admission: Admission, *, prefix: str, fits: bool = False) -> GenerationJob:
         """Makes prompts ready that are gone on with as they stand, whichever route they came by; arguments as in `converse`."""
         admission = self._check(body, admission)
         echo, max_tokens = bool(body.echo), body.max_tokens

@@ -27,7 +27,7 @@ from cloister.server.embeddings import (
     vector_of,
 )
 from cloister.server.errors import invalid
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 from cloister.server.parse import parse_body
 from cloister.server.prompts import PromptReader
 from cloister.server.schemas import INT32, Strict
@@ -105,7 +105,7 @@ class ScoreJob:
         pairs: places of two texts among the job's requests, one pair for each score.
     """
 
-    job: Job
+    job: GenerationJob
     pairs: tuple[tuple[int, int], ...]
 
 
@@ -113,7 +113,7 @@ class ScoreJob:
 class RerankJob:
     """What one call of /v1/rerank asks for; the query is the job's first request, the documents follow."""
 
-    job: Job
+    job: GenerationJob
     documents: tuple[str, ...]
     top_n: int
     returns_documents: bool

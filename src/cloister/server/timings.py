@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from cloister.server.calls import Call
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Timings:
     answer_s: float | None = None
 
 
-def read_timings(call: Call | None, job: Job) -> Timings:
+def read_timings(call: Call | None, job: GenerationJob) -> Timings:
     """Returns the times of a job whose outputs have all come; of several prompts, only the first two."""
     if call is None:
         return Timings()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cloister.server.generation import Numbered, Tally
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 from cloister.text.answer_parser import AnswerParser
 from cloister.text.parts import CallEnded, Part, Text
 from cloister.types.request import FinishReason, SequenceOutput
@@ -42,7 +42,7 @@ class Turn:
         return self.parts[0].text
 
 
-async def read_turns(job: Job, outputs: AsyncGenerator[Numbered, None], tally: Tally) -> AsyncGenerator[Turn, None]:
+async def read_turns(job: GenerationJob, outputs: AsyncGenerator[Numbered, None], tally: Tally) -> AsyncGenerator[Turn, None]:
     """Yields what every step adds to a job of one conversation, and counts it."""
     readers: dict[int, _Reader] = {}
     async with aclosing(outputs):
@@ -57,7 +57,7 @@ async def read_turns(job: Job, outputs: AsyncGenerator[Numbered, None], tally: T
 class _Reader:
     """Reads one answer."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: GenerationJob) -> None:
         self._parser = None if job.form is None else AnswerParser(job.form)
         self._has_called = False
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from cloister.privacy.gate import Admission
 from cloister.server.errors import invalid
 from cloister.server.infill import require_infill
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 from cloister.server.llamacpp.schemas import (
     REFUSED,
     ApplyTemplateBody,
@@ -40,7 +40,7 @@ class LlamaJob:
         shows_probs: the reply has log-probabilities.
     """
 
-    job: Job
+    job: GenerationJob
     prompt: str
     returns_tokens: bool
     shows_probs: bool

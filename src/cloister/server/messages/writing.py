@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from cloister.server.answers import Usage
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 from cloister.server.messages.errors import error_object
 from cloister.server.stream import EventTemplate, named_events
 from cloister.server.turns import Turn
@@ -27,7 +27,7 @@ class MessageWriter:
     A call is written when it is complete: who gathers its JSON piece by piece cannot take back one that breaks.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: GenerationJob) -> None:
         self._job = job
         self._blocks: list[dict[str, Any]] = []
         self._is_open = False

@@ -10,7 +10,7 @@ from typing import Any, Final
 from cloister.privacy.gate import Admission
 from cloister.server.embeddings import PooledBody, Text, pooled_job
 from cloister.server.errors import invalid
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 from cloister.server.ollama.names import served_name
 from cloister.server.ollama.schemas import (
     NO_FIELDS,
@@ -51,7 +51,7 @@ class Asked:
     """
 
     model_name: str
-    job: Job | None
+    job: GenerationJob | None
     stream: bool
 
 
@@ -91,7 +91,7 @@ def read_generate(reader: PromptReader, raw: bytes, admission: Admission) -> Ask
         return Asked(name, job, stream)
 
 
-def _continue(reader: PromptReader, body: OllamaGenerateBody, fields: dict[str, Any], admission: Admission) -> Job:
+def _continue(reader: PromptReader, body: OllamaGenerateBody, fields: dict[str, Any], admission: Admission) -> GenerationJob:
     """Returns a job that goes on with a text as it stands, or fills in what stands before a suffix."""
     if body.system and body.raw:
         raise invalid("A `raw` prompt goes to the model as it stands; put `system` into it.", "system")
@@ -110,7 +110,7 @@ def _continue(reader: PromptReader, body: OllamaGenerateBody, fields: dict[str, 
     return reader.complete(check_fields(fields, CompletionBody), admission, prefix="ollama", fits=True)
 
 
-def read_embed(reader: PromptReader, raw: bytes, admission: Admission) -> tuple[str, Job | None]:
+def read_embed(reader: PromptReader, raw: bytes, admission: Admission) -> tuple[str, GenerationJob | None]:
     """Reads a body of /api/embed; returns the model's name, and no job for no texts. Errors as in `read_embeddings`."""
     body = parse_body(raw, OllamaEmbedBody, NO_FIELDS)
     name, size = find_name(reader, body.model), reader.model.hidden_size
@@ -123,7 +123,7 @@ def read_embed(reader: PromptReader, raw: bytes, admission: Admission) -> tuple[
     return name, pooled_job(reader, check_fields({"model": name}, PooledBody), texts, pooling, admission, prefix="ollama")
 
 
-def read_embedding(reader: PromptReader, raw: bytes, admission: Admission) -> Job | None:
+def read_embedding(reader: PromptReader, raw: bytes, admission: Admission) -> GenerationJob | None:
     """Reads a body of /api/embeddings, whose vector keeps its length; no job for no text. Errors as in `read_embeddings`."""
     body = parse_body(raw, OllamaEmbeddingsBody, NO_FIELDS)
     name = find_name(reader, body.model)

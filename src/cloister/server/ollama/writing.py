@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from cloister.server.answers import TokenPosition, Usage
 from cloister.server.calls import Call
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 from cloister.server.logprobs import chat_logprobs
 from cloister.server.timings import read_timings
 from cloister.server.turns import TOOL_CALLS, Turn, make_call_id
@@ -164,7 +164,7 @@ class LineWriter:
         """Returns a line of a stream."""
         return self._line(gain, done=False)
 
-    def last(self, gain: Gain, finish_reason: str, usage: Usage, job: Job) -> OllamaChatLine | OllamaGenerateLine:
+    def last(self, gain: Gain, finish_reason: str, usage: Usage, job: GenerationJob) -> OllamaChatLine | OllamaGenerateLine:
         """Returns the last line of a stream, or the whole reply."""
         return self._line(
             gain,
@@ -184,7 +184,7 @@ class LineWriter:
         return self.kind(model=self.model_name, created_at=datetime.now(UTC), logprobs=logprobs, **self.shape(gain), **fields)
 
 
-def durations(call: Call | None, job: Job) -> dict[str, int]:
+def durations(call: Call | None, job: GenerationJob) -> dict[str, int]:
     """Returns how long a job took, in nanoseconds, as far as it is known."""
     times = read_timings(call, job)
     named = {

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from cloister.server.answers import TokenPosition, Usage
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 from cloister.server.logprobs import chat_logprobs
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.stream import named_events
@@ -28,7 +28,7 @@ class ResponseWriter:
         keeps_broken: calls that broke stay among the items, as incomplete ones: a stream has told of them already.
     """
 
-    def __init__(self, job: Job, body: ResponsesBody, *, keeps_broken: bool) -> None:
+    def __init__(self, job: GenerationJob, body: ResponsesBody, *, keeps_broken: bool) -> None:
         self._job = job
         self._body = body
         self._keeps_broken = keeps_broken

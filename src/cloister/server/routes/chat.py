@@ -27,7 +27,7 @@ from cloister.server.answers import (
 )
 from cloister.server.choices import Choice
 from cloister.server.generation import Numbered, Tally, run_job
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 from cloister.server.logprobs import chat_logprobs
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, EventTemplate, events, open_stream
@@ -49,7 +49,7 @@ async def create_chat_completion(request: Request) -> Response:
     return json_response(await answer_chat(job, outputs))
 
 
-async def answer_chat(job: Job, outputs: AsyncGenerator[Numbered, None]) -> ChatCompletion:
+async def answer_chat(job: GenerationJob, outputs: AsyncGenerator[Numbered, None]) -> ChatCompletion:
     """Returns the whole reply."""
     wants_logprobs = job.requests[0].sampling.logprobs is not None
     choices = [Choice(logprobs=[] if wants_logprobs else None) for _ in range(job.num_choices)]
@@ -90,7 +90,7 @@ def _message(answer: ParsedOutput) -> ChatMessage:
     )
 
 
-async def stream_chat(job: Job, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
+async def stream_chat(job: GenerationJob, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
     """Yields events: the role first, then what comes, the finish reason alone, at last the usage if asked for."""
     tally = Tally(job)
     write = _write_text(job, outputs, tally) if job.form is None else _write_turns(job, outputs, tally)
@@ -101,7 +101,7 @@ async def stream_chat(job: Job, outputs: AsyncGenerator[Numbered, None]) -> Chun
         yield events([_chunk(job, [], tally.usage())])
 
 
-async def _write_text(job: Job, outputs: AsyncGenerator[Numbered, None], tally: Tally) -> Chunks:
+async def _write_text(job: GenerationJob, outputs: AsyncGenerator[Numbered, None], tally: Tally) -> Chunks:
     """Writes answers that are nothing but text: most tokens need no more than a template that is filled in."""
     templates: dict[int, EventTemplate] = {}
     async with aclosing(outputs):
@@ -121,7 +121,7 @@ async def _write_text(job: Job, outputs: AsyncGenerator[Numbered, None], tally: 
                 yield _events(job, choices, tally)
 
 
-async def _write_turns(job: Job, outputs: AsyncGenerator[Numbered, None], tally: Tally) -> Chunks:
+async def _write_turns(job: GenerationJob, outputs: AsyncGenerator[Numbered, None], tally: Tally) -> Chunks:
     """Writes answers that may hold reasoning and calls."""
     templates: dict[int, EventTemplate] = {}
     async with aclosing(read_turns(job, outputs, tally)) as turns:
@@ -139,7 +139,7 @@ async def _write_turns(job: Job, outputs: AsyncGenerator[Numbered, None], tally:
                 yield _events(job, choices, tally)
 
 
-def _first_choice(job: Job, index: int) -> ChatChunkChoice:
+def _first_choice(job: GenerationJob, index: int) -> ChatChunkChoice:
     """The role. Clients that asked for log-probabilities look for a list of them in every chunk but the last."""
     logprobs = ChatLogprobs([]) if job.requests[0].sampling.logprobs is not None else None
     return ChatChunkChoice(index, ChatDelta("assistant", ""), logprobs)
@@ -182,16 +182,16 @@ def _gained(output: SequenceOutput) -> list[ChatChunkChoice]:
     return choices
 
 
-def _text_chunk(job: Job, index: int, text: str) -> ChatChunk:
+def _text_chunk(job: GenerationJob, index: int, text: str) -> ChatChunk:
     return _chunk(job, [ChatChunkChoice(index, ChatDelta(content=text))])
 
 
-def _events(job: Job, choices: list[ChatChunkChoice], tally: Tally) -> bytes:
+def _events(job: GenerationJob, choices: list[ChatChunkChoice], tally: Tally) -> bytes:
     usage = tally.usage() if job.continuous_usage else None
     return events(_chunk(job, [choice], usage) for choice in choices)
 
 
-def _chunk(job: Job, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
+def _chunk(job: GenerationJob, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
     return ChatChunk(
         id=job.job_id,
         created=job.created_s,

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from cloister.server.answers import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from cloister.server.choices import Choice, choose_best, collect
 from cloister.server.generation import Numbered, Tally, run_job
-from cloister.server.job import Echo, Job
+from cloister.server.job import Echo, GenerationJob
 from cloister.server.logprobs import LegacyLogprobs, joined
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, EventTemplate, events, open_stream
@@ -37,7 +37,7 @@ async def create_completion(request: Request) -> Response:
     return json_response(await answer_completion(job, outputs))
 
 
-async def answer_completion(job: Job, outputs: AsyncGenerator[Numbered, None]) -> CompletionResponse:
+async def answer_completion(job: GenerationJob, outputs: AsyncGenerator[Numbered, None]) -> CompletionResponse:
     """Returns the whole reply."""
     choices, usage = await collect(job, outputs)
     whole: list[CompletionChoice] = []
@@ -58,7 +58,7 @@ def _whole_choice(index: int, choice: Choice, scribe: _Scribe, prompt_logprobs: 
     return CompletionChoice(index, head_text + "".join(choice.texts), logprobs, choice.finish_reason)
 
 
-async def stream_completion(job: Job, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
+async def stream_completion(job: GenerationJob, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
     """Yields events: the echo first where asked for, then text as it comes, at last the usage if asked for."""
     tally = Tally(job)
     writer = _StreamWriter(job)
@@ -77,7 +77,7 @@ async def stream_completion(job: Job, outputs: AsyncGenerator[Numbered, None]) -
 class _StreamWriter:
     """Turns outputs into chunks; with an echo's log-probabilities it holds back what comes before them."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: GenerationJob) -> None:
         self._job = job
         self._scribes: dict[int, _Scribe] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
@@ -119,7 +119,7 @@ class _StreamWriter:
 class _Scribe:
     """Writes one choice: its echo, and log-probabilities whose offsets run on."""
 
-    def __init__(self, job: Job, number: int) -> None:
+    def __init__(self, job: GenerationJob, number: int) -> None:
         self._echo: Echo | None = job.echoes[number] if job.echoes else None
         self._legacy = LegacyLogprobs(self._echo)
 
@@ -140,11 +140,11 @@ def _joined(head: CompletionLogprobs | None, rest: CompletionLogprobs | None) ->
     return joined(head, rest)
 
 
-def _text_chunk(job: Job, index: int, text: str) -> CompletionResponse:
+def _text_chunk(job: GenerationJob, index: int, text: str) -> CompletionResponse:
     return _completion(job, [CompletionChoice(index, text)])
 
 
-def _completion(job: Job, choices: list[CompletionChoice], usage: Usage | None = None) -> CompletionResponse:
+def _completion(job: GenerationJob, choices: list[CompletionChoice], usage: Usage | None = None) -> CompletionResponse:
     return CompletionResponse(
         id=job.job_id,
         created=job.created_s,

@@ -16,7 +16,7 @@ from cloister.privacy.gate import Admission
 from cloister.server.calls import call_of
 from cloister.server.errors import error_object
 from cloister.server.generation import Numbered, Tally, run_job
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 from cloister.server.llamacpp.reading import LlamaJob, apply_template, read_completion, read_infill
 from cloister.server.llamacpp.writing import CompletionWriter, describe_sampling
 from cloister.server.parse import check_fields
@@ -99,7 +99,7 @@ async def _answer(request: Request, read: Reader) -> Response:
     return json_response(writer.whole(tally.usage()))
 
 
-async def _stream(job: Job, writer: CompletionWriter, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
+async def _stream(job: GenerationJob, writer: CompletionWriter, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
     """Yields events."""
     tally = Tally(job)
     async with aclosing(outputs):

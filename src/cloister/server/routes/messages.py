@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.server.generation import Numbered, Tally, run_job
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 from cloister.server.messages.writing import MessageWriter, write_failure
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, named_events, open_stream
@@ -39,7 +39,7 @@ async def count_tokens(request: Request) -> Response:
     return json_response({"input_tokens": num_tokens})
 
 
-async def answer_message(job: Job, outputs: AsyncGenerator[Numbered, None]) -> dict[str, Any]:
+async def answer_message(job: GenerationJob, outputs: AsyncGenerator[Numbered, None]) -> dict[str, Any]:
     """Returns the whole reply."""
     tally, writer = Tally(job), MessageWriter(job)
     async with aclosing(read_turns(job, outputs, tally)) as turns:
@@ -51,7 +51,7 @@ async def answer_message(job: Job, outputs: AsyncGenerator[Numbered, None]) -> d
     return writer.message(tally.usage())
 
 
-async def stream_message(job: Job, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
+async def stream_message(job: GenerationJob, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
     """Yields events."""
     tally, writer, is_begun = Tally(job), MessageWriter(job), False
     async with aclosing(read_turns(job, outputs, tally)) as turns:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from cloister.server.calls import call_of
 from cloister.server.embeddings import run_pooled, vector_of
 from cloister.server.generation import Numbered, Tally, run_job
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 from cloister.server.ollama.models import list_running, list_tags, show_model
 from cloister.server.ollama.reading import Asked, find_name, read_chat, read_embed, read_embedding, read_generate
 from cloister.server.ollama.schemas import NO_FIELDS, OllamaPullBody, OllamaShowBody
@@ -91,7 +91,9 @@ async def _answer(state: ServerState, asked: Asked, writer: LineWriter) -> Respo
     return json_response(await _gather(asked.job, writer, outputs))
 
 
-async def _gather(job: Job, writer: LineWriter, outputs: AsyncGenerator[Numbered, None]) -> OllamaChatLine | OllamaGenerateLine:
+async def _gather(
+    job: GenerationJob, writer: LineWriter, outputs: AsyncGenerator[Numbered, None]
+) -> OllamaChatLine | OllamaGenerateLine:
     """Returns the whole reply."""
     tally, reader, whole, reason = Tally(job), ToolCallCollector(), Gain(), ""
     async with aclosing(read_turns(job, outputs, tally)) as turns:
@@ -101,7 +103,7 @@ async def _gather(job: Job, writer: LineWriter, outputs: AsyncGenerator[Numbered
     return writer.last(whole, reason, tally.usage(), job)
 
 
-async def _stream(job: Job, writer: LineWriter, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
+async def _stream(job: GenerationJob, writer: LineWriter, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
     """Yields lines."""
     tally, reader, reason = Tally(job), ToolCallCollector(), ""
     async with aclosing(read_turns(job, outputs, tally)) as turns:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.server.generation import Numbered, Tally, run_job
-from cloister.server.job import Job
+from cloister.server.job import GenerationJob
 from cloister.server.responses.keeping import ResponseStore
 from cloister.server.responses.writing import ResponseWriter
 from cloister.server.state import admission_of, json_response, state_of
@@ -73,7 +73,9 @@ def _store_of(request: Request) -> tuple[ResponseStore, bytes]:
     return store, owner
 
 
-async def answer_response(job: Job, writer: ResponseWriter, outputs: AsyncGenerator[Numbered, None]) -> dict[str, Any]:
+async def answer_response(
+    job: GenerationJob, writer: ResponseWriter, outputs: AsyncGenerator[Numbered, None]
+) -> dict[str, Any]:
     """Returns the whole reply: what the last event of a stream holds."""
     tally, reason = Tally(job), None
     async with aclosing(read_turns(job, outputs, tally)) as turns:
@@ -88,7 +90,7 @@ async def answer_response(job: Job, writer: ResponseWriter, outputs: AsyncGenera
 
 
 async def stream_response(
-    job: Job, writer: ResponseWriter, outputs: AsyncGenerator[Numbered, None], keep: Callable[[dict[str, Any]], None]
+    job: GenerationJob, writer: ResponseWriter, outputs: AsyncGenerator[Numbered, None], keep: Callable[[dict[str, Any]], None]
 ) -> Chunks:
     """Yields events; `keep` is told of the whole response before the last one."""
     tally, reason, is_begun = Tally(job), None, False
