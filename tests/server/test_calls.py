@@ -8,7 +8,7 @@ import pytest
 
 from cloister.engine.base import AdapterEngine
 from cloister.privacy import Account, KeyQuota
-from cloister.server.calls import Call, Calls, most_tokens
+from cloister.server.calls import HttpCall, HttpCalls, most_tokens
 from cloister.types.errors import QueueFullError, RateLimitError
 from cloister.types.events import Arrived, Ended, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams
@@ -21,12 +21,12 @@ class Books:
     """Calls, with an account of 100 tokens, and what was told of them."""
 
     def __init__(self) -> None:
-        self.over: list[Call] = []
+        self.over: list[HttpCall] = []
         self.replies: list[tuple[str, int]] = []
-        self.calls = Calls(lambda route, status: self.replies.append((route, status)), [self.over.append])
+        self.calls = HttpCalls(lambda route, status: self.replies.append((route, status)), [self.over.append])
         self.account = Account(KeyQuota(concurrent_requests=1, tokens_per_day=100))
 
-    def open(self) -> Call:
+    def open(self) -> HttpCall:
         call = self.calls.open({"method": "POST", "headers": [], "client": ("10.0.0.7", 1)})
         call.charge = self.account.enter(0.0)
         return call
@@ -118,12 +118,12 @@ def test_a_client_that_left_before_its_reply_counts_for_no_reply(books):
 
 
 def test_a_listener_that_fails_keeps_nothing_from_the_others(caplog):
-    told: list[Call] = []
+    told: list[HttpCall] = []
 
-    def fail(call: Call) -> None:
+    def fail(call: HttpCall) -> None:
         raise ValueError("what a user sent")
 
-    calls = Calls(lambda *_: None, [fail, told.append])
+    calls = HttpCalls(lambda *_: None, [fail, told.append])
     call = calls.open({"method": "GET", "headers": []})
     calls.close(call, "/v1/models", 200)
     assert told == [call]
@@ -158,4 +158,4 @@ def test_an_engine_with_adapters_stays_one_for_a_call(books):
     engine = ScriptedEngine(says("x"))
     assert not isinstance(books.calls.bind(engine, books.open()), AdapterEngine)
     engine.adapters = object()
-    assert isinstance(books.calls.bind(engine, Call("POST", None, None, 0.0)), AdapterEngine)
+    assert isinstance(books.calls.bind(engine, HttpCall("POST", None, None, 0.0)), AdapterEngine)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cloister.server.app import create_routes, make_exposition
-from cloister.server.calls import Calls
+from cloister.server.calls import HttpCalls
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
 from tests.ratchets.test_front import SpokenEngine
@@ -26,8 +26,8 @@ def test_text_work_takes_as_many_threads_as_the_settings_give(monkeypatch, model
     engine, gate, config = SpokenEngine(), make_gate(), ServerConfig()
     exposition = make_exposition(engine, gate, [])
     routes = create_routes(
-        engine, Tokenizer(model_path), ChatTemplate.load(model_path), gate, config, Calls(exposition.count_reply), exposition,
-        names=[], request_timeout_s=10.0, num_threads=num_threads,
+        engine, Tokenizer(model_path), ChatTemplate.load(model_path), gate, config, HttpCalls(exposition.count_reply),
+        exposition, names=[], request_timeout_s=10.0, num_threads=num_threads,
     )  # fmt: skip
     barrier, sizes, lock = threading.Barrier(expected), list[int](), threading.Lock()
     running = 0

@@ -17,7 +17,7 @@ from cloister.privacy import Gate
 
 if TYPE_CHECKING:
     from cloister.engine import ProcessEngine
-    from cloister.server.calls import Calls
+    from cloister.server.calls import HttpCalls
     from cloister.server.files.service import FileService
     from cloister.server.responses.keeping import ResponseStore
     from cloister.server.serve import Site
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
     """Starts the first of several models, and the front that sends requests to whichever they name."""
     from cloister.server.app import request_log, surround
-    from cloister.server.calls import Calls
+    from cloister.server.calls import HttpCalls
     from cloister.server.files.service import FileService
     from cloister.server.metrics import make_tenant_figures
     from cloister.server.model_switcher import ModelSwitcher
@@ -54,7 +54,7 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     stored = FileService.open(front, gate)
     responses_kept = ResponseStore() if front.keep_responses else None
     switcher = ModelSwitcher(open_app, settings.engine.config.request_timeout_s)
-    calls = Calls(
+    calls = HttpCalls(
         lambda route, status: switcher.shown.count_reply(route, status) if switcher.shown is not None else None,
         [*request_log(front, gate), *([tracer.write] if tracer is not None else [])],
         make_tenant_figures(gate),
@@ -72,7 +72,7 @@ async def _open_app(
     settings: Settings,
     engine: ProcessEngine,
     gate: Gate,
-    calls: Calls,
+    calls: HttpCalls,
     name: str,
     stored: FileService | None,
     responses_kept: ResponseStore | None,

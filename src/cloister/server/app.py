@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from cloister.engine.base import AdapterEngine, AsyncEngine
 from cloister.privacy import CountRelease, Gate, is_loopback
 from cloister.server.absent import explain_absence
-from cloister.server.calls import CallListener, Calls
+from cloister.server.calls import CallListener, HttpCalls
 from cloister.server.conversation import Manner
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, invalid
 from cloister.server.files.service import FileService
@@ -128,7 +128,7 @@ def create_app(
         num_threads: of the kernels; text work gets as many, but 2 to 8.
     """
     exposition = make_exposition(engine, gate, config.served_names)
-    calls = Calls(exposition.count_reply, (*request_log(config, gate), *listeners), make_tenant_figures(gate))
+    calls = HttpCalls(exposition.count_reply, (*request_log(config, gate), *listeners), make_tenant_figures(gate))
     app: ASGIApp = create_routes(
         engine,
         tokenizer,
@@ -161,7 +161,7 @@ def create_routes(
     template: ChatTemplate,
     gate: Gate,
     config: ServerConfig,
-    calls: Calls,
+    calls: HttpCalls,
     exposition: Exposition,
     *,
     names: Sequence[str],
@@ -200,7 +200,7 @@ def create_routes(
 
 def surround(
     app: ASGIApp,
-    calls: Calls,
+    calls: HttpCalls,
     gate: Gate,
     config: ServerConfig,
     *,

@@ -67,7 +67,7 @@ class EngineWork:
 
 
 @dataclass(slots=True)
-class Call:
+class HttpCall:
     """One HTTP request.
 
     Attributes:
@@ -101,13 +101,13 @@ class Call:
         return sum(map(count, self.works.values()))
 
 
-CallListener = Callable[[Call], None]
+CallListener = Callable[[HttpCall], None]
 """Told of a call once, when its reply has ended and the engine has nothing left to do for it."""
 ReplyCounter = Callable[[str, int], None]
 """Told of every reply, just before its end is sent: (template of the route, status)."""
 
 
-class Calls:
+class HttpCalls:
     """The calls that are open. Used from one event loop.
 
     Args:
@@ -122,13 +122,13 @@ class Calls:
         self.tenants = tenants
         self._count_reply = count_reply
         self._listeners = tuple(listeners)
-        self._at_work: dict[str, Call] = {}
+        self._at_work: dict[str, HttpCall] = {}
 
-    def open(self, scope: Scope) -> Call:
+    def open(self, scope: Scope) -> HttpCall:
         """Begins a call, which goes into the request's state."""
         client = scope.get("client")
         traceparents = [value for name, value in scope["headers"] if name == b"traceparent"]
-        call = Call(
+        call = HttpCall(
             method=scope["method"],
             client=client[0] if client else None,
             traceparent=traceparents[0] if len(traceparents) == 1 else None,
@@ -139,7 +139,7 @@ class Calls:
         state["call"] = call
         return call
 
-    def close(self, call: Call, route: str, status: int | None) -> None:
+    def close(self, call: HttpCall, route: str, status: int | None) -> None:
         """Ends the HTTP part of a call; None is the status of a reply that never began."""
         if call.ended_s is not None:
             return
@@ -156,7 +156,7 @@ class Calls:
         """Requests that the engine has."""
         return len(self._at_work)
 
-    def bind(self, engine: AsyncEngine, call: Call) -> AsyncEngine:
+    def bind(self, engine: AsyncEngine, call: HttpCall) -> AsyncEngine:
         """Returns the engine as one call uses it."""
         return _CallEngine(engine, self, call)
 
@@ -170,7 +170,7 @@ class Calls:
         if work.follow(event):
             self.settle(call, event.request_id, work.num_prompt_tokens + work.num_output_tokens)
 
-    def begin(self, call: Call, request: Request, max_model_len: int) -> None:
+    def begin(self, call: HttpCall, request: Request, max_model_len: int) -> None:
         """Notes that the engine is about to get a request, and charges what it can need.
 
         Raises:
@@ -184,7 +184,7 @@ class Calls:
         if self.tenants is not None:
             self.tenants.begin(request)
 
-    def settle(self, call: Call, request_id: str, num_tokens: int) -> None:
+    def settle(self, call: HttpCall, request_id: str, num_tokens: int) -> None:
         """Notes that the engine is done with a request, for which it handled `num_tokens`."""
         if self._at_work.pop(request_id, None) is None:
             return
@@ -195,7 +195,7 @@ class Calls:
             call.charge.settle(request_id, num_tokens)
         self._end_if_over(call)
 
-    def _end_if_over(self, call: Call) -> None:
+    def _end_if_over(self, call: HttpCall) -> None:
         if call.ended_s is None or call.num_open:
             return
         for listener in self._listeners:
@@ -205,7 +205,7 @@ class Calls:
                 _logger.error("a listener to calls failed: %s", describe(error))
 
 
-def fit_budget(request: Request, call: Call) -> Request:
+def fit_budget(request: Request, call: HttpCall) -> Request:
     """Returns a request that asks for no more output than is left of its call's budget, which it takes all it asks for from.
 
     Answers that were to be longer end with the reason `length`, as they would at the end of the context window.
@@ -229,10 +229,10 @@ def fit_budget(request: Request, call: Call) -> Request:
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, max_tokens=wanted))
 
 
-def call_of(scope: Scope) -> Call | None:
+def call_of(scope: Scope) -> HttpCall | None:
     """Returns the call of a request, None where nobody watches."""
     call = scope.get("state", {}).get("call")
-    return call if isinstance(call, Call) else None
+    return call if isinstance(call, HttpCall) else None
 
 
 def most_tokens(request: Request, max_model_len: int) -> int:
@@ -245,7 +245,7 @@ def most_tokens(request: Request, max_model_len: int) -> int:
 class _CallEngine:
     """An engine whose requests belong to a call."""
 
-    def __init__(self, engine: AsyncEngine, calls: Calls, call: Call) -> None:
+    def __init__(self, engine: AsyncEngine, calls: HttpCalls, call: HttpCall) -> None:
         self.model = engine.model
         self.memory = engine.memory
         self.startup = engine.startup

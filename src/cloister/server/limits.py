@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 
-from cloister.server.calls import Call
+from cloister.server.calls import HttpCall
 
 
-def limit_headers(call: Call) -> list[tuple[bytes, bytes]]:
+def limit_headers(call: HttpCall) -> list[tuple[bytes, bytes]]:
     """Returns the headers that say what is left of a key's limits, named and written as OpenAI does."""
     if call.account is None:
         return []

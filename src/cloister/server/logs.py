@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from cloister.server.calls import Call
+from cloister.server.calls import HttpCall
 from cloister.types.logs import FIELDS
 
 LOGGER: Final = logging.getLogger("cloister.requests")
@@ -24,7 +24,7 @@ class RequestLog:
     def __init__(self, *, shows_clients: bool = False) -> None:
         self._shows_clients = shows_clients
 
-    def write(self, call: Call) -> None:
+    def write(self, call: HttpCall) -> None:
         """Logs one call."""
         if call.route in QUIET_ROUTES and call.status < 400:
             return
@@ -34,7 +34,7 @@ class RequestLog:
         LOGGER.info("request", extra=fields)
 
 
-def line_of(call: Call) -> dict[str, object]:
+def line_of(call: HttpCall) -> dict[str, object]:
     """Returns the fields of a call's line, all of them on the list of fields that may be logged."""
     fields: dict[str, object] = {
         "request_id": call.call_id,
@@ -49,12 +49,12 @@ def line_of(call: Call) -> dict[str, object]:
     return fields
 
 
-def method_of(call: Call) -> str:
+def method_of(call: HttpCall) -> str:
     """Returns the method if it is a known one: it is a word of the client's choice, too."""
     return call.method if call.method in _METHODS else "other"
 
 
-def _work_of(call: Call) -> dict[str, object]:
+def _work_of(call: HttpCall) -> dict[str, object]:
     works = list(call.works.values())
     fields: dict[str, object] = {
         "num_prompts": len(works),

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from cloister.engine.base import AsyncEngine
 from cloister.privacy.gate import Admission
-from cloister.server.calls import Calls, call_of
+from cloister.server.calls import HttpCalls, call_of
 from cloister.server.errors import OverloadedError
 from cloister.server.files.service import FileService
 from cloister.server.metrics import Exposition
@@ -46,7 +46,7 @@ class ServerState:
     engine: AsyncEngine
     reader: PromptReader
     metrics: Exposition
-    calls: Calls
+    calls: HttpCalls
     prepare_timeout_s: float = PREPARE_TIMEOUT_S
     threads: anyio.CapacityLimiter = field(default_factory=lambda: limit_text_threads(None))
     files: FileService | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from cloister.server.calls import Call
+from cloister.server.calls import HttpCall
 from cloister.server.job import GenerationJob
 
 
@@ -26,7 +26,7 @@ class Timings:
     answer_s: float | None = None
 
 
-def read_timings(call: Call | None, job: GenerationJob) -> Timings:
+def read_timings(call: HttpCall | None, job: GenerationJob) -> Timings:
     """Returns the times of a job whose outputs have all come; of several prompts, only the first two."""
     if call is None:
         return Timings()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 import cloister
-from cloister.server.calls import Call
+from cloister.server.calls import HttpCall
 from cloister.server.traces import Parent, Span, parse_traceparent, spans_of
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError
@@ -46,7 +46,7 @@ class Tracer:
         self._provider = _provide(_address(endpoint), delay_s)
         self._tracer = self._provider.get_tracer("cloister", cloister.__version__)
 
-    def write(self, call: Call) -> None:
+    def write(self, call: HttpCall) -> None:
         """Queues the spans of one call; never waits."""
         spans = spans_of(call, self._model_name)
         if spans:

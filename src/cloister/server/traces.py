@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from cloister.server.calls import Call, EngineWork
+from cloister.server.calls import EngineWork, HttpCall
 from cloister.server.logs import QUIET_ROUTES, method_of
 
 AttributeValue = str | int | float | tuple[str, ...]
@@ -91,7 +91,7 @@ def parse_traceparent(header: bytes | None) -> Parent | None:
     return Parent(trace_id, span_id, bool(int(found[4], 16) & 1)) if trace_id and span_id else None
 
 
-def spans_of(call: Call, model_name: str) -> list[Span]:
+def spans_of(call: HttpCall, model_name: str) -> list[Span]:
     """Returns the spans of a call that is over, the request first; none for what machines ask every few seconds.
 
     Args:
@@ -112,7 +112,7 @@ def spans_of(call: Call, model_name: str) -> list[Span]:
     return [whole, *(span for work in call.works.values() for span in _phases(work))]
 
 
-def _attributes(call: Call, model_name: str) -> dict[str, AttributeValue]:
+def _attributes(call: HttpCall, model_name: str) -> dict[str, AttributeValue]:
     found: dict[str, AttributeValue] = {
         "cloister.request_id": call.call_id,
         "http.request.method": method_of(call),

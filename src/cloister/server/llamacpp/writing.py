@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cloister.server.answers import Usage
-from cloister.server.calls import Call
+from cloister.server.calls import HttpCall
 from cloister.server.llamacpp.reading import LlamaJob
 from cloister.server.logprobs import LOWEST_LOGPROB
 from cloister.server.timings import read_timings
@@ -16,7 +16,7 @@ from cloister.types.request import SamplingParams, SequenceOutput, TokenLogprobs
 class CompletionWriter:
     """Writes one reply, whole or in events."""
 
-    def __init__(self, asked: LlamaJob, call: Call | None) -> None:
+    def __init__(self, asked: LlamaJob, call: HttpCall | None) -> None:
         self._asked = asked
         self._call = call
         self._texts: list[str] = []

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloister.server.calls import Call, Calls
+from cloister.server.calls import HttpCall, HttpCalls
 from cloister.server.errors import error_body, error_headers
 from cloister.server.failures import told
 from cloister.server.limits import limit_headers
@@ -32,7 +32,7 @@ class Failures:
         has_tls: browsers are told to come back over TLS only (RFC 6797).
     """
 
-    def __init__(self, app: ASGIApp, calls: Calls, paths: frozenset[str] = frozenset(), *, has_tls: bool = False) -> None:
+    def __init__(self, app: ASGIApp, calls: HttpCalls, paths: frozenset[str] = frozenset(), *, has_tls: bool = False) -> None:
         self._app = app
         self._calls = calls
         self._paths = paths
@@ -93,5 +93,5 @@ def _with_defaults(headers: Iterable[Header], defaults: Iterable[Header]) -> lis
     return given + [header for header in defaults if header[0] not in names]
 
 
-def _headers_of(call: Call) -> list[Header]:
+def _headers_of(call: HttpCall) -> list[Header]:
     return [(b"x-request-id", call.call_id.encode()), *limit_headers(call)]

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cloister.server.answers import TokenPosition, Usage
-from cloister.server.calls import Call
+from cloister.server.calls import HttpCall
 from cloister.server.job import GenerationJob
 from cloister.server.logprobs import chat_logprobs
 from cloister.server.timings import read_timings
@@ -158,7 +158,7 @@ class LineWriter:
     kind: Callable[..., OllamaChatLine | OllamaGenerateLine]
     shape: Shape
     model_name: str
-    call: Call | None
+    call: HttpCall | None
 
     def more(self, gain: Gain) -> OllamaChatLine | OllamaGenerateLine:
         """Returns a line of a stream."""
@@ -184,7 +184,7 @@ class LineWriter:
         return self.kind(model=self.model_name, created_at=datetime.now(UTC), logprobs=logprobs, **self.shape(gain), **fields)
 
 
-def durations(call: Call | None, job: GenerationJob) -> dict[str, int]:
+def durations(call: HttpCall | None, job: GenerationJob) -> dict[str, int]:
     """Returns how long a job took, in nanoseconds, as far as it is known."""
     times = read_timings(call, job)
     named = {
