@@ -76,7 +76,7 @@ def test_every_sequence_of_a_request_is_paid_and_its_prompt_once(books):
         books.calls.observe(ended(num_output=num_output, last=last))
     books.calls.close(call, "/v1/completions", 200)
     assert books.remaining() == 100 - 10 - 30
-    assert call.works["r"].reasons == ["stop"] * 3
+    assert call.engine_stats["r"].reasons == ["stop"] * 3
 
 
 def test_what_the_engine_did_not_take_costs_nothing(books):
@@ -141,7 +141,7 @@ def test_times_and_counts_are_those_of_the_events(books):
         ended(),
     ):
         books.calls.observe(event)
-    work = call.works["r"]
+    work = call.engine_stats["r"]
     assert (work.arrival_s, work.scheduled_s, work.first_token_s, work.ended_s) == (1.0, 1.5, 2.0, 4.0)
     assert (work.num_prompt_tokens, work.num_cached_tokens, work.num_output_tokens) == (10, 8, 5)
 

@@ -79,8 +79,12 @@ def test_requests_and_streams_go_over_tls(model_path, tmp_path, in_one_file):
 def test_nothing_older_than_tls_1_2_is_spoken(model_path, tmp_path):
     certfile, keyfile = write_pair(tmp_path)
     with serving_script(model_path, ScriptedEngine(says("ok")), config=config_for(certfile, keyfile)) as house:
-        for version, works in ((ssl.TLSVersion.TLSv1_1, False), (ssl.TLSVersion.TLSv1_2, True), (ssl.TLSVersion.TLSv1_3, True)):
-            assert can_connect(house.url, trusting(certfile), version) == works
+        for version, engine_stats in (
+            (ssl.TLSVersion.TLSv1_1, False),
+            (ssl.TLSVersion.TLSv1_2, True),
+            (ssl.TLSVersion.TLSv1_3, True),
+        ):
+            assert can_connect(house.url, trusting(certfile), version) == engine_stats
 
 
 def can_connect(url: str, context: ssl.SSLContext, version: ssl.TLSVersion) -> bool:

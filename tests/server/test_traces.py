@@ -15,7 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from cloister.privacy import Policy, settle_front
-from cloister.server.calls import EngineWork, HttpCall
+from cloister.server.calls import EngineStats, HttpCall
 from cloister.server.trace_export import Tracer
 from cloister.server.traces import ALLOWED, Parent, Span, parse_traceparent, spans_of
 from cloister.types.config import ServerConfig, resolve
@@ -260,8 +260,8 @@ def test_traceparents_are_read_as_the_standard_says(header, expected):
 
 
 def test_a_preemption_is_a_moment_of_the_phase_that_it_fell_into():
-    work = EngineWork(4, 0, 3, arrival_s=1.0, scheduled_s=2.0, first_token_s=3.0, ended_s=9.0, preempted_s=[2.5, 5.0, 6.0])
-    call = HttpCall("POST", None, None, 0.5, route="/v1/completions", status=200, ended_s=9.5, works={"r": work})
+    work = EngineStats(4, 0, 3, arrival_s=1.0, scheduled_s=2.0, first_token_s=3.0, ended_s=9.0, preempted_s=[2.5, 5.0, 6.0])
+    call = HttpCall("POST", None, None, 0.5, route="/v1/completions", status=200, ended_s=9.5, engine_stats={"r": work})
     phases = {span.name: span for span in spans_of(call, "m")[1:]}
     assert {name: len(span.moments) for name, span in phases.items()} == {"queue": 0, "prefill": 1, "decode": 2}
     work.first_token_s = None

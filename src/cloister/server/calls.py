@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class EngineWork:
+class EngineStats:
     """What the engine did for one prompt of a call. Times are of the monotonic clock."""
 
     num_prompt_tokens: int = 0
@@ -79,7 +79,7 @@ class HttpCall:
         charge: what its key was charged.
         output_budget: output tokens that it may still ask for, from the token that paid for it; None without a bound.
         route: template of its route, `none` when there is no such route.
-        works: by id of the engine's request.
+        engine_stats: by id of the engine's request.
     """
 
     method: str
@@ -93,12 +93,12 @@ class HttpCall:
     account: Account | None = None
     charge: Charge | None = None
     output_budget: int | None = None
-    works: dict[str, EngineWork] = field(default_factory=dict)
+    engine_stats: dict[str, EngineStats] = field(default_factory=dict)
     num_open: int = 0
 
-    def sum(self, count: Callable[[EngineWork], int]) -> int:
+    def sum(self, count: Callable[[EngineStats], int]) -> int:
         """Returns a count over all prompts of the call."""
-        return sum(map(count, self.works.values()))
+        return sum(map(count, self.engine_stats.values()))
 
 
 CallListener = Callable[[HttpCall], None]
@@ -166,9 +166,9 @@ class HttpCalls:
             return  # `Ended` sums up what the tokens before it said one by one
         if self.tenants is not None:
             self.tenants.observe(event)
-        work = call.works[event.request_id]
-        if work.follow(event):
-            self.settle(call, event.request_id, work.num_prompt_tokens + work.num_output_tokens)
+        stats = call.engine_stats[event.request_id]
+        if stats.follow(event):
+            self.settle(call, event.request_id, stats.num_prompt_tokens + stats.num_output_tokens)
 
     def begin(self, call: HttpCall, request: Request, max_model_len: int) -> None:
         """Notes that the engine is about to get a request, and charges what it can need.
@@ -178,7 +178,7 @@ class HttpCalls:
         """
         if call.charge is not None:
             call.charge.reserve(request.request_id, most_tokens(request, max_model_len), time.time())
-        call.works[request.request_id] = EngineWork(num_prompt_tokens=len(request.token_ids))
+        call.engine_stats[request.request_id] = EngineStats(num_prompt_tokens=len(request.token_ids))
         call.num_open += 1
         self._at_work[request.request_id] = call
         if self.tenants is not None:

@@ -43,7 +43,7 @@ def line_of(call: HttpCall) -> dict[str, object]:
         "status": call.status,
         "duration_s": round((call.ended_s or call.began_s) - call.began_s, 6),
     }
-    if call.works:
+    if call.engine_stats:
         fields |= _work_of(call)
     assert fields.keys() <= set(FIELDS)
     return fields
@@ -55,17 +55,17 @@ def method_of(call: HttpCall) -> str:
 
 
 def _work_of(call: HttpCall) -> dict[str, object]:
-    works = list(call.works.values())
+    engine_stats = list(call.engine_stats.values())
     fields: dict[str, object] = {
-        "num_prompts": len(works),
-        "num_prompt_tokens": call.sum(lambda work: work.num_prompt_tokens),
-        "num_cached_tokens": call.sum(lambda work: work.num_cached_tokens),
-        "num_output_tokens": call.sum(lambda work: work.num_output_tokens),
-        "num_preemptions": call.sum(lambda work: len(work.preempted_s)),
-        "finish_reasons": [reason for work in works for reason in work.reasons],
+        "num_prompts": len(engine_stats),
+        "num_prompt_tokens": call.sum(lambda stats: stats.num_prompt_tokens),
+        "num_cached_tokens": call.sum(lambda stats: stats.num_cached_tokens),
+        "num_output_tokens": call.sum(lambda stats: stats.num_output_tokens),
+        "num_preemptions": call.sum(lambda stats: len(stats.preempted_s)),
+        "finish_reasons": [reason for stats in engine_stats for reason in stats.reasons],
     }
-    queued = [w.scheduled_s - w.arrival_s for w in works if w.scheduled_s is not None and w.arrival_s is not None]
-    first = [work.first_token_s for work in works if work.first_token_s is not None]
+    queued = [w.scheduled_s - w.arrival_s for w in engine_stats if w.scheduled_s is not None and w.arrival_s is not None]
+    first = [stats.first_token_s for stats in engine_stats if stats.first_token_s is not None]
     if queued:
         fields["queue_s"] = round(max(queued), 6)
     if first:

@@ -30,13 +30,15 @@ def read_timings(call: HttpCall | None, job: GenerationJob) -> Timings:
     """Returns the times of a job whose outputs have all come; of several prompts, only the first two."""
     if call is None:
         return Timings()
-    works = [work for request in job.requests if (work := call.works.get(request.request_id)) is not None]
-    arrivals = [work.arrival_s for work in works if work.arrival_s is not None]
+    engine_stats = [stats for request in job.requests if (stats := call.engine_stats.get(request.request_id)) is not None]
+    arrivals = [stats.arrival_s for stats in engine_stats if stats.arrival_s is not None]
     total_s, load_s = time.monotonic() - call.began_s, _between(call.began_s, min(arrivals, default=None))
-    if len(works) != 1:
+    if len(engine_stats) != 1:
         return Timings(total_s, load_s)
-    (work,) = works
-    return Timings(total_s, load_s, _between(work.scheduled_s, work.first_token_s), _between(work.first_token_s, work.ended_s))
+    (stats,) = engine_stats
+    return Timings(
+        total_s, load_s, _between(stats.scheduled_s, stats.first_token_s), _between(stats.first_token_s, stats.ended_s)
+    )
 
 
 def _between(start: float | None, end: float | None) -> float | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from cloister.server.calls import EngineWork, HttpCall
+from cloister.server.calls import EngineStats, HttpCall
 from cloister.server.logs import QUIET_ROUTES, method_of
 
 AttributeValue = str | int | float | tuple[str, ...]
@@ -100,7 +100,7 @@ def spans_of(call: HttpCall, model_name: str) -> list[Span]:
     if call.ended_s is None or call.route in QUIET_ROUTES:
         return []
     # A client that left is not waited for, but what the engine still did for it belongs to it.
-    end_s = max([call.ended_s, *(work.ended_s for work in call.works.values() if work.ended_s is not None)])
+    end_s = max([call.ended_s, *(stats.ended_s for stats in call.engine_stats.values() if stats.ended_s is not None)])
     whole = Span(
         name=f"{method_of(call)} {call.route}",
         start_s=call.began_s,
@@ -109,7 +109,7 @@ def spans_of(call: HttpCall, model_name: str) -> list[Span]:
         failed=call.status >= 500,
         attributes=_attributes(call, model_name),
     )
-    return [whole, *(span for work in call.works.values() for span in _phases(work))]
+    return [whole, *(span for stats in call.engine_stats.values() for span in _phases(stats))]
 
 
 def _attributes(call: HttpCall, model_name: str) -> dict[str, AttributeValue]:
@@ -121,34 +121,34 @@ def _attributes(call: HttpCall, model_name: str) -> dict[str, AttributeValue]:
     }
     if call.status >= 400:
         found["error.type"] = str(call.status)
-    if not call.works:
+    if not call.engine_stats:
         return found
     found |= {
-        "cloister.num_preemptions": call.sum(lambda work: len(work.preempted_s)),
-        "cloister.num_prompts": len(call.works),
+        "cloister.num_preemptions": call.sum(lambda stats: len(stats.preempted_s)),
+        "cloister.num_prompts": len(call.engine_stats),
         "gen_ai.provider.name": "cloister",
         "gen_ai.request.model": model_name,
-        "gen_ai.response.finish_reasons": tuple(reason for work in call.works.values() for reason in work.reasons),
+        "gen_ai.response.finish_reasons": tuple(reason for stats in call.engine_stats.values() for reason in stats.reasons),
         "gen_ai.response.model": model_name,
-        "gen_ai.usage.cache_read.input_tokens": call.sum(lambda work: work.num_cached_tokens),
-        "gen_ai.usage.input_tokens": call.sum(lambda work: work.num_prompt_tokens),
-        "gen_ai.usage.output_tokens": call.sum(lambda work: work.num_output_tokens),
+        "gen_ai.usage.cache_read.input_tokens": call.sum(lambda stats: stats.num_cached_tokens),
+        "gen_ai.usage.input_tokens": call.sum(lambda stats: stats.num_prompt_tokens),
+        "gen_ai.usage.output_tokens": call.sum(lambda stats: stats.num_output_tokens),
     }
     if (operation := _OPERATIONS.get(call.route)) is not None:
         found["gen_ai.operation.name"] = operation
-    first = [work.first_token_s for work in call.works.values() if work.first_token_s is not None]
+    first = [stats.first_token_s for stats in call.engine_stats.values() if stats.first_token_s is not None]
     if first:
         found["gen_ai.response.time_to_first_chunk"] = min(first) - call.began_s
     return found
 
 
-def _phases(work: EngineWork) -> Iterator[Span]:
+def _phases(stats: EngineStats) -> Iterator[Span]:
     """Yields what a prompt went through, as far as it came."""
-    if work.arrival_s is None or work.ended_s is None:
+    if stats.arrival_s is None or stats.ended_s is None:
         return
-    borders = (work.arrival_s, work.scheduled_s, work.first_token_s, work.ended_s)
+    borders = (stats.arrival_s, stats.scheduled_s, stats.first_token_s, stats.ended_s)
     for name, start_s, next_s in zip(("queue", "prefill", "decode"), borders, borders[1:], strict=False):
         if start_s is not None:
-            end_s = work.ended_s if next_s is None else next_s
-            moments = tuple(("preempted", moment) for moment in work.preempted_s if start_s <= moment < end_s)
+            end_s = stats.ended_s if next_s is None else next_s
+            moments = tuple(("preempted", moment) for moment in stats.preempted_s if start_s <= moment < end_s)
             yield Span(name, start_s, end_s, moments=moments)
