@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from cloister.server.conversation import Manner
+from cloister.server.conversation import ChatFormat
 from cloister.server.schemas import ChatBody
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.text.reasoning import REASONINGS
@@ -214,7 +214,7 @@ ALWAYS = "{{ messages[0].content }}<think>\n{# </think> #}"
 
 def manner_of(model_path, source):
     template = ChatTemplate({"default": source}, SpecialTokens({}, frozenset(), {}, True))
-    return Manner.of(Tokenizer(model_path), template, ServerConfig())
+    return ChatFormat.of(Tokenizer(model_path), template, ServerConfig())
 
 
 def open_with(model_path, source, **fields):
@@ -316,9 +316,9 @@ def test_a_form_other_than_json_cannot_stand_beside_free_calls(client):
 
 
 def test_an_answer_in_a_form_is_no_reasoning_also_where_the_prompt_begins_one(model_path):
-    manner, body = manner_of(model_path, ALWAYS), ChatBody.model_validate({"messages": HELLO, "tools": [WEATHER]})
-    assert manner.open(body).form.is_open
-    bound = manner.open(body, Grammar(GrammarKind.JSON_OBJECT))
+    chat_format, body = manner_of(model_path, ALWAYS), ChatBody.model_validate({"messages": HELLO, "tools": [WEATHER]})
+    assert chat_format.open(body).form.is_open
+    bound = chat_format.open(body, Grammar(GrammarKind.JSON_OBJECT))
     assert (bound.form.marks, bound.form.is_open) == (None, False)
 
 
@@ -346,8 +346,8 @@ def test_a_mark_that_is_a_control_token_is_seen_by_the_parser_and_by_nobody_else
 
 
 def test_a_forced_call_names_a_control_token_by_its_number(marked_path):
-    manner = Manner.of(Tokenizer(marked_path), ChatTemplate.load(marked_path), ServerConfig())
+    chat_format = ChatFormat.of(Tokenizer(marked_path), ChatTemplate.load(marked_path), ServerConfig())
     body = ChatBody.model_validate({"messages": HELLO, "tools": [NOW], "tool_choice": "required"})
-    opening = manner.open(body)
+    opening = chat_format.open(body)
     assert opening.shown_token_ids == (257,)
     assert "start: <[257]>" in opening.grammar.source

@@ -42,9 +42,9 @@ def draw(knowledge: Knowledge, kind: str, name: str, count: int, **options: bool
 
 @pytest.mark.parametrize("kind", KIND_OF_NAME)
 def test_every_kind_has_frames_of_its_own_and_some_that_training_never_sees(kind: str) -> None:
-    manner = MANNERS[kind]
-    trained, held_out = set(manner.trained), set(manner.held_out)
-    if manner.general:
+    chat_format = MANNERS[kind]
+    trained, held_out = set(chat_format.trained), set(chat_format.held_out)
+    if chat_format.general:
         trained, held_out = trained | GENERAL, held_out | GENERAL_HELD_OUT
     assert len(trained) >= 15
     assert len(held_out) >= 3

@@ -19,7 +19,7 @@ from cloister.engine.base import AdapterEngine, AsyncEngine
 from cloister.privacy import CountRelease, Gate, is_loopback
 from cloister.server.absent import explain_absence
 from cloister.server.calls import CallListener, HttpCalls
-from cloister.server.conversation import Manner
+from cloister.server.conversation import ChatFormat
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, invalid
 from cloister.server.files.service import FileService
 from cloister.server.logs import RequestLog
@@ -182,7 +182,7 @@ def create_routes(
         model=engine.model,
         model_name=model_name,
         tokenizer=tokenizer,
-        manner=Manner.of(tokenizer, template, config),
+        chat_format=ChatFormat.of(tokenizer, template, config),
         max_n=config.max_n,
         request_timeout_s=request_timeout_s,
         gate=gate,

@@ -51,7 +51,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class ChatFormat:
     """The way of one model.
 
     Attributes:
@@ -65,7 +65,7 @@ class Manner:
     marks: Marks | None
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, template: ChatTemplate, config: ServerConfig) -> Manner:
+    def of(cls, tokenizer: Tokenizer, template: ChatTemplate, config: ServerConfig) -> ChatFormat:
         """Reads it from the settings, else from the chat template."""
         family = config.tool_parser or detect_family(template.source) or FALLBACK_FAMILY
         reasoning = config.reasoning_parser or detect_reasoning(template.source) or NO_REASONING

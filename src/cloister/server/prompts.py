@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from cloister.privacy.gate import Admission, Gate
-from cloister.server.conversation import Manner
+from cloister.server.conversation import ChatFormat
 from cloister.server.errors import invalid
 from cloister.server.infill import read_suffix
 from cloister.server.job import Echo, GenerationJob, make_job
@@ -34,7 +34,7 @@ class PromptReader:
 
     Attributes:
         model_name: as clients know the model.
-        manner: how the model converses.
+        chat_format: how the model converses.
         max_n: most sequences of one request.
         request_timeout_s: deadline of a request in the engine.
         adapters: name -> adapter, of those that a request may ask for as a model.
@@ -46,7 +46,7 @@ class PromptReader:
     model: ModelInfo
     model_name: str
     tokenizer: Tokenizer
-    manner: Manner
+    chat_format: ChatFormat
     max_n: int
     request_timeout_s: float
     adapters: Mapping[str, AdapterInfo] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class PromptReader:
         if body.best_of is not None and not body.use_beam_search and body.best_of != sampling.n:
             raise invalid("`best_of` of a chat is for beam search; set `use_beam_search` too, or leave it out.", "best_of")
         check_number_of_sequences(max(sampling.n, body.best_of or 1), 1, self.max_n)
-        opening = self.manner.open(body, sampling.grammar)
+        opening = self.chat_format.open(body, sampling.grammar)
         if fits:
             sampling = fit_length(len(opening.token_ids), sampling, self.model)
         check_length(len(opening.token_ids), sampling, self.model, "messages")
@@ -108,7 +108,7 @@ class PromptReader:
         body = parse_body(raw, CountBody, MESSAGES_REFUSED)
         self.find_adapter(body.model)
         with renamed(MESSAGES):
-            return len(self.manner.open(message_to_chat(body)).token_ids)
+            return len(self.chat_format.open(message_to_chat(body)).token_ids)
 
     def read_completion(self, raw: bytes, admission: Admission) -> GenerationJob:
         """Reads a body of /v1/completions; errors as in `read_chat`."""

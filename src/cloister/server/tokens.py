@@ -152,7 +152,7 @@ def _piece(reader: PromptReader, token: int) -> Piece:
 
 def _render(reader: PromptReader, body: TokenizeBody) -> str:
     messages: list[dict[str, Any]] = template_messages(body.messages or [])
-    return reader.manner.template.render(messages, add_generation_prompt=body.add_generation_prompt is not False)
+    return reader.chat_format.template.render(messages, add_generation_prompt=body.add_generation_prompt is not False)
 
 
 def _name(reader: PromptReader, token: int) -> str:

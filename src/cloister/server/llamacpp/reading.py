@@ -76,7 +76,7 @@ def apply_template(reader: PromptReader, raw: bytes) -> str:
     body = parse_body(raw, ApplyTemplateBody, {})
     reader.find_adapter(body.model)
     chat = check_fields(body.model_dump(exclude_none=True), ChatBody)
-    return reader.tokenizer.decode(reader.manner.open(chat).token_ids, skip_special_tokens=False)
+    return reader.tokenizer.decode(reader.chat_format.open(chat).token_ids, skip_special_tokens=False)
 
 
 def _ask(

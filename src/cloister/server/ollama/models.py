@@ -121,7 +121,7 @@ def show_model(state: ServerState, name: str) -> OllamaShown:
     return OllamaShown(
         modelfile=f"FROM {model.name}\n",
         parameters="\n".join(f"{key} {value}" for key, value in model.defaults.items()),
-        template=reader.manner.template.source,
+        template=reader.chat_format.template.source,
         details=describe_details(state, name),
         model_info=info,
         capabilities=list(_capabilities(state)),
@@ -168,10 +168,10 @@ def _names(state: ServerState) -> Iterable[tuple[str, int]]:
 
 def _capabilities(state: ServerState) -> Iterable[str]:
     yield "completion"
-    template = state.reader.manner.template
+    template = state.reader.chat_format.template
     if template.exists and detect_family(template.source) is not None:
         yield "tools"
-    if state.reader.manner.marks is not None:
+    if state.reader.chat_format.marks is not None:
         yield "thinking"
     if Infill.of(state.reader.tokenizer) is not None:
         yield "insert"

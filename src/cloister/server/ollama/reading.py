@@ -79,7 +79,7 @@ def read_generate(reader: PromptReader, raw: bytes, admission: Admission) -> Ask
         return Asked(name, None, stream)
     fields = _sampling(body.options) | {"model": name, "stream": stream} | _form(body)
     with renamed(PROMPT_NAMES):
-        if body.suffix or body.raw or not reader.manner.template.exists:
+        if body.suffix or body.raw or not reader.chat_format.template.exists:
             job = _continue(reader, body, fields, admission)
         else:
             said = [("system", body.system), ("user", body.prompt)]

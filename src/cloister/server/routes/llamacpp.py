@@ -76,7 +76,7 @@ def describe_props(state: ServerState) -> dict[str, Any]:
         "total_slots": 1,
         "model_alias": reader.model_name,
         "model_path": model.name,  # where it lies is nobody's business
-        "chat_template": reader.manner.template.source,
+        "chat_template": reader.chat_format.template.source,
         "bos_token": info.bos_token or "",
         "eos_token": info.eos_token or "",
         "modalities": {"vision": False, "audio": False},
