@@ -25,7 +25,7 @@ from cloister.bench.plots import COLOURS, draw
 from cloister.engine import EngineCore, ProcessEngine, ThreadEngine
 from cloister.privacy import Gate, Policy
 from cloister.server.app import create_app
-from cloister.server.serve import Server, Site, address_of, bind
+from cloister.server.serve import Server, ServerApp, address_of, bind
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.events import Stepped, Submit
@@ -170,7 +170,7 @@ async def measure_server(num_steps: int) -> tuple[float, float, float]:
     await engine.start()
     path, config = Path(engine.model.path), ServerConfig(port=0)
     gate = Gate(Policy("open"), None, loopback=True)
-    site = Site(create_app(engine, Tokenizer(path), ChatTemplate.load(path), gate, config), engine)
+    site = ServerApp(create_app(engine, Tokenizer(path), ChatTemplate.load(path), gate, config), engine)
     with bind(config.host, 0) as listener:
         server = Server(site, config)
         serving = asyncio.create_task(server.serve([listener]))

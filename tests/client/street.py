@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloister.app import build_gate, resolve_settings
-from cloister.app.site import open_plain
+from cloister.app.server_app import open_plain
 from cloister.client import Session
 from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.attestation.evidence import Statement
@@ -55,7 +55,7 @@ from cloister.sealed.serving import Lifespan
 from cloister.sealed.unsealing import LocalUnsealer
 from cloister.sealed.upstream import Upstream
 from cloister.server.connection import Connection
-from cloister.server.serve import Site, address_of, bind
+from cloister.server.serve import ServerApp, address_of, bind
 
 T = TypeVar("T")
 PROFILE = "private"
@@ -135,7 +135,7 @@ class Street:
     """
 
     directory: Path
-    site: Site
+    site: ServerApp
     loop: Loop
     programs: list[Program] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
@@ -245,7 +245,7 @@ class Street:
 
 
 @contextlib.asynccontextmanager
-async def open_site() -> AsyncIterator[Site]:
+async def open_site() -> AsyncIterator[ServerApp]:
     """The server with the embedded model, as `cloister serve` has it, without a socket of its own."""
     settings = resolve_settings({"max_num_seqs": 4, "max_model_len": 1024})
     site = await open_plain(settings, build_gate(settings), lambda line: None)

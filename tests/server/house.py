@@ -13,7 +13,7 @@ from cloister.engine.base import AsyncEngine, EventListener, Health
 from cloister.engine.thread import ThreadEngine
 from cloister.privacy import Credentials, Gate, Policy
 from cloister.server.app import create_app
-from cloister.server.serve import Server, Site, address_of, bind
+from cloister.server.serve import Server, ServerApp, address_of, bind
 from cloister.server.tls import Certificate
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
@@ -177,7 +177,7 @@ def serving(
         app = create_app(engine, Tokenizer(path), ChatTemplate.load(path), gate or make_gate(), config, **options)
         with bind(config.host, 0) as listener:
             certificate = Certificate.of(config)
-            server = Server(Site(app, engine), config, certificate)
+            server = Server(ServerApp(app, engine), config, certificate)
             ready.append(House(address_of(listener, has_tls=certificate is not None), engine, server))
             started.set()
             await server.serve([listener])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cloister.engine.thread import ThreadEngine
 from cloister.server.app import create_app
-from cloister.server.serve import Site, serve
+from cloister.server.serve import ServerApp, serve
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
 from cloister.types.errors import CloisterError, ModelError
@@ -19,7 +19,7 @@ from tests.server.house import make_gate
 def run(path: Path, port: int, step_s: float, drain_s: float) -> int:
     config = ServerConfig(port=port, drain_timeout_s=drain_s)
 
-    async def start() -> Site:
+    async def start() -> ServerApp:
         if step_s < 0:
             raise ModelError("the model cannot be used; choose another one")
         if step_s > 1:
@@ -27,7 +27,7 @@ def run(path: Path, port: int, step_s: float, drain_s: float) -> int:
             await asyncio.sleep(60)
         engine = ThreadEngine(make_replica(path, wrap=lambda r: SteppedRunner(r, step_s=step_s)).core, make_config(path))
         await engine.start()
-        return Site(create_app(engine, Tokenizer(path), ChatTemplate.load(path), make_gate(), config), engine)
+        return ServerApp(create_app(engine, Tokenizer(path), ChatTemplate.load(path), make_gate(), config), engine)
 
     try:
         return serve(config, start, lambda line: print(line, flush=True))

@@ -29,7 +29,7 @@ from cloister.server.files.shelf import Owner, Shelf
 from cloister.server.files.store import LIFETIME_S, FileStore
 from cloister.server.files.vault import DamagedError, StorageFullError, Vault
 from cloister.server.routes import batches as batch_routes
-from cloister.server.serve import Server, Site, address_of, bind
+from cloister.server.serve import Server, ServerApp, address_of, bind
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
 from cloister.types.errors import CloisterError, ConfigError, InvalidRequestError, NotFoundError, PolicyError, QueueFullError
@@ -51,7 +51,7 @@ def keeping(model_path, directory, engine: AsyncEngine, gate: Gate | None = None
         stored = FileService.open(config, kept_gate)
         app = create_app(engine, Tokenizer(model_path), ChatTemplate.load(model_path), kept_gate, config, stored=stored)
         with bind(config.host, 0) as listener:
-            server = Server(Site(app, engine), config)
+            server = Server(ServerApp(app, engine), config)
             ready.append(House(address_of(listener), engine, server))
             started.set()
             await server.serve([listener])

@@ -16,7 +16,7 @@ from cloister.app import resolve_settings
 from cloister.privacy import Credentials, Gate, Policy
 from cloister.server.app import create_app
 from cloister.server.responses.keeping import LIFETIME_S, ResponseStore, read_body
-from cloister.server.serve import Server, Site, address_of, bind
+from cloister.server.serve import Server, ServerApp, address_of, bind
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
 from cloister.types.errors import NotFoundError, PolicyError
@@ -37,7 +37,7 @@ def keeping(model_path, gate=None, script=None):
         store = ResponseStore()
         app = create_app(engine, Tokenizer(model_path), template, gate or make_gate(), config, responses_kept=store)
         with bind(config.host, 0) as listener:
-            server = Server(Site(app, engine), config)
+            server = Server(ServerApp(app, engine), config)
             ready.append((address_of(listener), server))
             started.set()
             await server.serve([listener])

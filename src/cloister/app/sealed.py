@@ -24,7 +24,7 @@ from cloister.types.config import EngineConfig, parse_adapters
 from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cloister.server.serve import Site
+    from cloister.server.serve import ServerApp
 
 
 def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Path | None = None) -> NoReturn:
@@ -92,7 +92,7 @@ def _draft_names(config: EngineConfig) -> list[str]:
     return [name.strip() for name in (config.draft_model or "").split(",") if name.strip()]
 
 
-async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
+async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
     """Starts engine, key service and zygote, and the front that carries sealed bytes between them and a gateway."""
     from cloister.privacy.attestation.configuration import describe_settings
     from cloister.privacy.shape import shape_of
@@ -102,7 +102,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     from cloister.sealed.workers.site import WAITING_WORKERS, WORKER_ENTRY, worker_site
     from cloister.sealed.workers.worker_pool import WorkerPool, start_module
     from cloister.sealed.workers.zygote import ZygoteBoot
-    from cloister.server.serve import Site
+    from cloister.server.serve import ServerApp
     from cloister.types.events import Ready
 
     config, front = settings.engine.config, settings.server.config
@@ -150,7 +150,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
         announcing.cancel()
         pool.close()
 
-    return Site(app, engine, (), close, lambda: pool.fault or engine.fault())
+    return ServerApp(app, engine, (), close, lambda: pool.fault or engine.fault())
 
 
 def _tell_hardening() -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Serves: opens the site that the settings want, and runs it until it is told to stop."""
+"""Serves: opens the server that the settings want, and runs it until it is told to stop."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Final
 from cloister.app.closing import close_front
 from cloister.app.gate import build_gate
 from cloister.app.sealed import open_node
+from cloister.app.server_app import open_plain
 from cloister.app.settings import Settings
 from cloister.app.several import open_rotation
-from cloister.app.site import open_plain
 from cloister.privacy import is_loopback
 from cloister.types.config import ATTESTING, ServerConfig
 from cloister.types.errors import ConfigError
 from cloister.types.logs import set_up_logging
 
 if TYPE_CHECKING:
-    from cloister.server.serve import Site
+    from cloister.server.serve import ServerApp
 
 READABLE: Final = (
     "warning: without TLS, keys, prompts and answers cross the network readable; add --certfile and --keyfile, or put a proxy "
@@ -59,9 +59,9 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
         announce(READABLE)
     open_site = open_rotation if settings.models else open_node if settings.server.config.sealed else open_plain
 
-    async def open_closed_site() -> Site:
-        site = await open_site(settings, gate, announce)
+    async def open_closed_site() -> ServerApp:
+        server_app = await open_site(settings, gate, announce)
         close_front()
-        return site
+        return server_app
 
     return serve_site(settings.server.config, open_closed_site, announce)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from cloister.server.calls import HttpCalls
     from cloister.server.files.service import FileService
     from cloister.server.responses.keeping import ResponseStore
-    from cloister.server.serve import Site
+    from cloister.server.serve import ServerApp
     from cloister.server.switch import LoadedApp
 
 
-async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
+async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
     """Starts the first of several models, and the front that sends requests to whichever they name."""
     from cloister.server.app import request_log, surround
     from cloister.server.calls import HttpCalls
@@ -32,7 +32,7 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     from cloister.server.metrics import make_tenant_figures
     from cloister.server.model_switcher import ModelSwitcher
     from cloister.server.responses.keeping import ResponseStore
-    from cloister.server.serve import Site
+    from cloister.server.serve import ServerApp
     from cloister.server.switch import ModelSwitch, list_entry
     from cloister.server.trace_export import open_tracer
 
@@ -65,7 +65,9 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     announce(f"one at a time in memory: {', '.join(settings.models)}")
     app = surround(ModelSwitch(switcher, entries), calls, gate, front, stored=stored)
     close = tracer.close if tracer is not None else lambda: None
-    return Site(app, switcher, reread_sources(settings, gate), close, lambda: engine.fault() if engine is not None else None)
+    return ServerApp(
+        app, switcher, reread_sources(settings, gate), close, lambda: engine.fault() if engine is not None else None
+    )
 
 
 async def _open_app(

@@ -44,7 +44,7 @@ class Drained(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class ServerApp:
     """A server that can be run.
 
     Attributes:
@@ -65,14 +65,14 @@ class Site:
 class Server(PacedServer):
     """uvicorn with an engine to drain. Signals are `serve`'s, so that a drained server exits with 0."""
 
-    def __init__(self, site: Site, config: ServerConfig, certificate: Certificate | None = None) -> None:
+    def __init__(self, server_app: ServerApp, config: ServerConfig, certificate: Certificate | None = None) -> None:
         class Bounded(Connection):
             table = ConnectionTable(config.max_connections)
             handshakes = HandshakeQueue(certificate.context) if certificate is not None else None
 
         super().__init__(
             uvicorn.Config(
-                site.app,
+                server_app.app,
                 http=Bounded,
                 ws="none",
                 lifespan="off",
@@ -86,7 +86,7 @@ class Server(PacedServer):
             )
         )
         self.config.load()
-        self._engine = site.engine
+        self._engine = server_app.engine
         self._drain_timeout_s = config.drain_timeout_s
 
     @contextlib.contextmanager
@@ -103,7 +103,7 @@ class Server(PacedServer):
                 await self._engine.drain(self._drain_timeout_s)
 
 
-def serve(config: ServerConfig, start: Callable[[], Awaitable[Site]], announce: Callable[[str], None] = print) -> int:
+def serve(config: ServerConfig, start: Callable[[], Awaitable[ServerApp]], announce: Callable[[str], None] = print) -> int:
     """Serves until SIGTERM or SIGINT and returns the exit code: 0 when everything ended in order.
 
     The port is taken first, so that a port in use is said before a model is loaded.
@@ -124,7 +124,7 @@ def serve(config: ServerConfig, start: Callable[[], Awaitable[Site]], announce: 
 
 async def _serve(
     config: ServerConfig,
-    start: Callable[[], Awaitable[Site]],
+    start: Callable[[], Awaitable[ServerApp]],
     announce: Callable[[str], None],
     listener: socket.socket,
     certificate: Certificate | None,
@@ -140,36 +140,36 @@ async def _serve(
         stop.set()
 
     with _on_signals(ask_to_stop, lambda: reloader.reload()):
-        site = await _start_unless(stop, start)
-        if site is None:
+        server_app = await _start_unless(stop, start)
+        if server_app is None:
             return 0
-        server = Server(site, config, certificate)
+        server = Server(server_app, config, certificate)
         server.should_exit = stop.is_set()
-        reloader = Reloader((*site.sources, *([certificate.source()] if certificate is not None else [])))
+        reloader = Reloader((*server_app.sources, *([certificate.source()] if certificate is not None else [])))
         announce(f"Serving on {address_of(listener, has_tls=certificate is not None)}")
         watching = (
             asyncio.create_task(reloader.watch(), name="watch over files"),
-            asyncio.create_task(_watch_fault(site, ask_to_stop), name="watch over the site"),
+            asyncio.create_task(_watch_fault(server_app, ask_to_stop), name="watch over the server"),
         )
         try:
             await server.serve([listener])
         finally:
-            is_broken = site.fault() is not None
+            is_broken = server_app.fault() is not None
             for task in watching:
                 task.cancel()
-            site.close()
+            server_app.close()
     return 1 if server.force_exit or is_broken else 0
 
 
-async def _watch_fault(site: Site, stop: Callable[[], None]) -> None:
-    while (fault := site.fault()) is None:
+async def _watch_fault(server_app: ServerApp, stop: Callable[[], None]) -> None:
+    while (fault := server_app.fault()) is None:
         await asyncio.sleep(FAULT_POLL_S)
     _logger.critical("the server ends: %s", fault)
     stop()
 
 
-async def _start_unless(stop: asyncio.Event, start: Callable[[], Awaitable[Site]]) -> Site | None:
-    """Starts a site; None when the signal to stop came first."""
+async def _start_unless(stop: asyncio.Event, start: Callable[[], Awaitable[ServerApp]]) -> ServerApp | None:
+    """Starts the server; None when the signal to stop came first."""
     starting = asyncio.ensure_future(start())
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -18,7 +18,7 @@ from cloister.privacy import Gate
 from cloister.types.clock import Stopwatch
 
 if TYPE_CHECKING:
-    from cloister.server.serve import Site
+    from cloister.server.serve import ServerApp
 
 
 def _find_early(model: str) -> Path | None:
@@ -32,7 +32,7 @@ def _find_early(model: str) -> Path | None:
     return None
 
 
-async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
+async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
     """Starts the engine process, and the front that talks to it."""
     config, front = settings.engine.config, settings.server.config
     engine = make_engine(config, front)
@@ -44,7 +44,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             from cloister.server.app import create_app
             from cloister.server.files.service import FileService
             from cloister.server.responses.keeping import ResponseStore
-            from cloister.server.serve import Site
+            from cloister.server.serve import ServerApp
             from cloister.server.trace_export import open_tracer
             from cloister.text import ChatTemplate, Tokenizer
 
@@ -81,4 +81,4 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
     for line in describe_start(settings, engine.model, engine.memory, engine.startup, gate.notice()):
         announce(line)
     close = tracer.close if tracer is not None else lambda: None
-    return Site(app, engine, reread_sources(settings, gate), close, engine.fault)
+    return ServerApp(app, engine, reread_sources(settings, gate), close, engine.fault)
