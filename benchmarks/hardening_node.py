@@ -11,7 +11,7 @@ import sys
 import time
 
 from cloister.app import SEALED_ENGINE_ENTRY
-from cloister.engine import ProcessEngine
+from cloister.engine import EngineClient, ProcessTransport
 from cloister.privacy.hardening import sealed
 from cloister.types.config import EngineConfig
 from cloister.types.request import Request, SamplingParams
@@ -24,7 +24,9 @@ async def main(model: str, num_tokens: int) -> None:
     starter = state.starter
     # one profile in every variant, so that nothing differs but the measures
     config = EngineConfig(model=model, profile="open", num_threads=1, kv_memory_mb=64, weights_cache="")
-    engine = ProcessEngine(SEALED_ENGINE_ENTRY, config, spawn=lambda far: starter.start("engine", [], far.fileno()))
+    engine = EngineClient(
+        ProcessTransport(SEALED_ENGINE_ENTRY, spawn=lambda far: starter.start("engine", [], far.fileno())), config
+    )
     await engine.start()
     print(json.dumps({"engine": engine.pid}), flush=True)
     loop = asyncio.get_running_loop()

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.harness import Bench, make_parser
 from benchmarks.idle import IdleDrawingProgram, IdleEngine, IdleGreedyProgram, IdleProgram, make_idle_engine
 from cloister.bench.plots import COLOURS, draw
-from cloister.engine import EngineCore, ProcessEngine, ThreadEngine
+from cloister.engine import EngineClient, EngineCore, ProcessTransport, ThreadTransport
 from cloister.privacy import Gate, Policy
 from cloister.server.app import create_app
 from cloister.server.serve import Server, ServerApp, address_of, bind
@@ -148,7 +148,7 @@ def _timed(call: Callable[..., Any], times_us: list[float], *args: Any) -> Any:
 async def measure_thread(num_seqs: int, num_steps: int) -> float:
     """Returns the CPU time of a step, in microseconds: an engine in a thread whose outputs an event loop takes, as in `LLM`."""
     core = make_idle_engine(IdleGreedyProgram(VOCAB_SIZE, num_seqs), vocab_size=VOCAB_SIZE, num_seqs=num_seqs).core
-    engine = ThreadEngine(core, EngineConfig(max_num_seqs=num_seqs))
+    engine = EngineClient(ThreadTransport(core), EngineConfig(max_num_seqs=num_seqs))
     await engine.start()
     outputs: list[SequenceOutput] = []
     start_s = time.process_time()
@@ -166,7 +166,7 @@ def build_idle(config: EngineConfig) -> EngineCore:
 
 async def measure_server(num_steps: int) -> tuple[float, float, float]:
     """Returns microseconds a step, in which every stream gets a token: CPU time of front and of engine, time on the clock."""
-    engine = ProcessEngine(ENTRY, EngineConfig(max_num_seqs=NUM_STREAMS, target_step_ms=STEP_MS))
+    engine = EngineClient(ProcessTransport(ENTRY), EngineConfig(max_num_seqs=NUM_STREAMS, target_step_ms=STEP_MS))
     await engine.start()
     path, config = Path(engine.model.path), ServerConfig(port=0)
     gate = Gate(Policy("open"), None, loopback=True)

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message
 from benchmarks.harness import make_progress
 from benchmarks.traffic.prompts import Prompt
 from cloister.app import ENGINE_ENTRY, resolve_settings
-from cloister.engine import ProcessEngine
+from cloister.engine import EngineClient, ProcessTransport
 from cloister.privacy import Gate
 from cloister.server.app import create_app
 from cloister.text import ChatTemplate, Tokenizer
@@ -36,7 +36,7 @@ class Recording:
 
 async def open_app(
     num_threads: int | None, model: str, profile: str = "open", quant: str = "none", **drafting: object
-) -> tuple[ASGIApp, ProcessEngine]:
+) -> tuple[ASGIApp, EngineClient]:
     """Starts a server without a socket: an engine process, and the application in front of it, as in a sealed node.
 
     Args:
@@ -45,7 +45,7 @@ async def open_app(
     flags = {"model": model, "num_threads": num_threads, "quant": quant, "kv_memory_mb": 512, "profile": profile}
     settings = resolve_settings({**flags, "sealed": True, "speculate": "none", **drafting})
     gate = Gate(settings.policy, None, loopback=True, sealed=True)
-    engine = ProcessEngine(ENGINE_ENTRY, settings.engine.config)
+    engine = EngineClient(ProcessTransport(ENGINE_ENTRY), settings.engine.config)
     await engine.start()
     path = Path(engine.model.path)
     app = create_app(engine, Tokenizer(path), ChatTemplate.load(path), gate, settings.server.config)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from cloister.app import ENGINE_ENTRY, build_engine, resolve_settings
-from cloister.engine import EngineCore, ProcessEngine, ThreadEngine
+from cloister.engine import EngineClient, EngineCore, ProcessTransport, ThreadTransport
 from cloister.privacy import Credentials
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import CloisterError, ConfigError, MemoryBudgetError, ModelError, PolicyError
@@ -218,8 +218,8 @@ def house(model: Path) -> Iterator[House]:
 def serve(model: Path, **options: Any) -> Any:
     config = configure(model, runtime_adapters=True, max_loras=2)
 
-    async def begin() -> ThreadEngine:
-        engine = ThreadEngine(build_engine(config), config)
+    async def begin() -> EngineClient:
+        engine = EngineClient(ThreadTransport(build_engine(config)), config)
         await engine.start()
         return engine
 
@@ -335,14 +335,16 @@ def test_with_keys_only_an_operators_key_may_change_adapters(model: Path, adapte
 
 
 def test_an_engine_that_is_started_again_has_its_adapters_again(model: Path, adapters: dict[str, str]) -> None:
-    async def answer(engine: ProcessEngine, name: str) -> list[int]:
+    async def answer(engine: EngineClient, name: str) -> list[int]:
         sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         digest = engine.adapters.loaded[name].digest
         request = Request(request_id=os.urandom(8).hex(), token_ids=PROMPT, sampling=sampling, adapter=digest)
         return [token async for output in engine.generate(request) for token in output.token_ids]
 
     async def live() -> None:
-        engine = ProcessEngine(ENGINE_ENTRY, configure(model, runtime_adapters=True, lora=f"ann={adapters['ann']}"))
+        engine = EngineClient(
+            ProcessTransport(ENGINE_ENTRY), configure(model, runtime_adapters=True, lora=f"ann={adapters['ann']}")
+        )
         await engine.start()
         try:
             await engine.adapters.load("ben", adapters["ben"])

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from cloister.engine import ProcessEngine
+from cloister.engine import EngineClient, ProcessTransport
 from cloister.types.errors import EngineError
 from cloister.types.events import Arrived, Ended, Event, Stepped
 from cloister.types.request import FinishReason, Request, SequenceOutput
@@ -65,7 +65,7 @@ class Soak:
         assert last.num_running == last.num_waiting == last.num_used_blocks == 0, "something is left behind"
 
 
-async def soak(engine: ProcessEngine, *, num_clients: int, num_kills: int, seed: int) -> Soak:
+async def soak(engine: EngineClient, *, num_clients: int, num_kills: int, seed: int) -> Soak:
     """Sends `num_clients` requests at once and kills the engine `num_kills` times while they are served."""
     draw = random.Random(seed)
     run = Soak([_draw_request(draw) for _ in range(num_clients)])
@@ -85,7 +85,7 @@ def _draw_request(draw: random.Random) -> Request:
     return make_request(prompt, max_tokens=draw.randrange(1, 40), n=draw.choice([1] * 8 + [2, 3]))
 
 
-async def _be_client(engine: ProcessEngine, run: Soak, request: Request, patience: int | None) -> None:
+async def _be_client(engine: EngineClient, run: Soak, request: Request, patience: int | None) -> None:
     """Waits for the answer, or leaves after `patience` outputs; sends the request again when the engine died of it."""
     while True:
         outputs: list[SequenceOutput] = []
@@ -108,7 +108,7 @@ async def _be_client(engine: ProcessEngine, run: Soak, request: Request, patienc
         run.requests.append(request)
 
 
-async def _kill(engine: ProcessEngine, run: Soak, num_kills: int, num_clients: int) -> None:
+async def _kill(engine: EngineClient, run: Soak, num_kills: int, num_clients: int) -> None:
     for kill in range(num_kills):
         num_answers = (kill + 1) * num_clients // (3 * num_kills)
         while engine.pid is None or run.reasons[FinishReason.LENGTH] < num_answers:
@@ -117,7 +117,7 @@ async def _kill(engine: ProcessEngine, run: Soak, num_kills: int, num_clients: i
         await asyncio.sleep(0.05)
 
 
-async def _settle(engine: ProcessEngine) -> None:
+async def _settle(engine: EngineClient) -> None:
     """Waits until the engine serves again and has ended what clients left behind."""
     give_up_s = time.monotonic() + WAIT_S
     while not (engine.health().good and engine.health().detail.startswith("0 ")):
@@ -129,7 +129,7 @@ async def _settle(engine: ProcessEngine) -> None:
 async def _main(num_clients: int, num_kills: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as path:
         config = make_config(write_tokenizer(Path(path)), max_waiting=num_clients, max_num_seqs=64)
-        engine = ProcessEngine("tests.engine.replica:build", config)
+        engine = EngineClient(ProcessTransport("tests.engine.replica:build"), config)
         await engine.start()
         run = await soak(engine, num_clients=num_clients, num_kills=num_kills, seed=seed)
         run.check()

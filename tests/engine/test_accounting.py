@@ -9,16 +9,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cloister.engine.desk import Desk
 from cloister.types.clock import VirtualClock
 from cloister.types.events import Arrived, Ended, Event, FrontMessage
 from cloister.types.request import FinishReason, Request, SequenceOutput
 from cloister.types.step import StepPlan
+from tests.engine.fake_transport import FakeTransport, opened_client
 from tests.engine.replica import SteppedRunner, make_replica, make_request
 
 
 class Accounting(RuleBasedStateMachine):
-    """A front's desk with a real engine behind it, which fails, is killed and comes back."""
+    """A client with a real engine behind it, which fails, is killed and comes back."""
 
     path: Path
 
@@ -29,8 +29,10 @@ class Accounting(RuleBasedStateMachine):
         self.replies: dict[str, list[tuple[int, FinishReason]]] = {}
         self.requests: dict[str, Request] = {}
         self.left: set[str] = set()
-        self.desk = Desk(self.pass_on, self.clock, max_waiting=6, max_num_seqs=4)
-        self.desk.subscribe(self.events.append)
+        transport = FakeTransport()
+        transport.send = self.pass_on  # type: ignore[method-assign]
+        self.client = opened_client(transport, self.clock, max_waiting=6, max_num_seqs=4)
+        self.client.subscribe(self.events.append)
         self.fails_next = False
         self.start_engine()
 
@@ -57,25 +59,25 @@ class Accounting(RuleBasedStateMachine):
         if output.finish_reason is not None:
             self.replies[output.request_id].append((output.index, output.finish_reason))
 
-    @precondition(lambda self: self.desk.has_room())
+    @precondition(lambda self: self.client._requests.has_room())
     @rule(size=st.integers(0, 90), n=st.integers(1, 4), max_tokens=st.integers(0, 20), timeout_s=st.integers(1, 30))
     def submit(self, size: int, n: int, max_tokens: int, timeout_s: int) -> None:
         request = make_request([size] * size, n=n, max_tokens=max_tokens, timeout_s=float(timeout_s))
         self.requests[request.request_id] = request
         self.replies[request.request_id] = []
-        self.desk.submit(request, self.take)
+        self.client.submit(request, self.take)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(list(self.requests)))
         self.left.add(request_id)
-        self.desk.abandon(request_id)
+        self.client.abandon(request_id)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
-        self.desk.give_up(data.draw(st.sampled_from(list(self.requests))))
+        self.client.give_up(data.draw(st.sampled_from(list(self.requests))))
 
     @rule(num_steps=st.integers(1, 8))
     def step(self, num_steps: int) -> None:
@@ -83,7 +85,7 @@ class Accounting(RuleBasedStateMachine):
             self.clock.advance(0.1)
             brought = self.replica.core.step()
             if brought is not None:
-                self.desk.deliver(brought)
+                self.client.receive(brought)
 
     @precondition(lambda self: self.num_failed < 2)
     @rule()
@@ -92,8 +94,8 @@ class Accounting(RuleBasedStateMachine):
 
     @rule()
     def kill(self) -> None:
-        self.desk.fail_all("the engine died")
-        assert self.desk.num_in_flight == 0
+        self.client._requests.end_all("the engine died")
+        assert len(self.client._requests) == 0
         self.start_engine()
 
     @invariant()
@@ -111,7 +113,7 @@ class Accounting(RuleBasedStateMachine):
         """Lets everything end, then counts."""
         self.fails_next = False
         self.step(400)
-        assert self.desk.num_in_flight == 0
+        assert len(self.client._requests) == 0
         assert self.replica.scheduler.pool.num_used == 0
         for request_id, request in self.requests.items():
             every_index = list(range(request.sampling.n))

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from cloister.engine import ProcessEngine, Supervision
-from cloister.engine.restarts import Restarts
+from cloister.engine import EngineClient, ProcessTransport, Supervision
 from cloister.engine.spawn import ProcessHandle, spawn_program
+from cloister.engine.supervision import Restarts
 from cloister.types.errors import (
     ConfigError,
     DeadlineError,
@@ -46,8 +46,9 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 @contextlib.asynccontextmanager
 async def serving(
     path: Path, entry: str = "build", supervision: Supervision | None = None, **changes: object
-) -> AsyncIterator[ProcessEngine]:
-    engine = ProcessEngine(f"tests.engine.replica:{entry}", make_config(path, **changes), supervision=supervision)
+) -> AsyncIterator[EngineClient]:
+    transport = ProcessTransport(f"tests.engine.replica:{entry}", supervision=supervision)
+    engine = EngineClient(transport, make_config(path, **changes))
     await engine.start()
     try:
         yield engine
@@ -56,7 +57,7 @@ async def serving(
         assert engine.pid is None
 
 
-async def answer(engine: ProcessEngine, request: Request) -> list[SequenceOutput]:
+async def answer(engine: EngineClient, request: Request) -> list[SequenceOutput]:
     return [output async for output in engine.generate(request)]
 
 
@@ -213,9 +214,8 @@ def test_an_engine_that_does_not_start_leaves_no_socket_open(model_path: Path, f
 
     async def main() -> None:
         kept: list[socket.socket] = []
-        engine = ProcessEngine(
-            "tests.engine.replica:build_broken", make_config(model_path), spawn=spawn, keep_listener=kept.append
-        )
+        transport = ProcessTransport("tests.engine.replica:build_broken", spawn=spawn, keep_listener=kept.append)
+        engine = EngineClient(transport, make_config(model_path))
         gc.collect()
         before = set(os.listdir("/proc/self/fd"))
         with pytest.raises((OSError, EngineError)):
@@ -253,7 +253,7 @@ def test_too_many_deaths_are_the_end_and_health_says_so(model_path: Path) -> Non
             await engine.drain(0.0)
             assert "too often" in (engine.fault() or "")  # a server that ends for it still knows why
 
-    async def until_broken(engine: ProcessEngine) -> None:
+    async def until_broken(engine: EngineClient) -> None:
         while "too often" not in engine.health().detail:
             with contextlib.suppress(EngineError):
                 assert reasons(await answer(engine, make_request())) == [FinishReason.ERROR]
@@ -287,7 +287,7 @@ def test_a_restart_that_fails_counts_as_one(model_path: Path, tmp_path: Path) ->
 )
 def test_an_engine_that_cannot_start_says_why(model_path: Path, entry: str, kind: type[Exception], text: str) -> None:
     async def main() -> None:
-        engine = ProcessEngine(f"tests.engine.replica:{entry}", make_config(model_path))
+        engine = EngineClient(ProcessTransport(f"tests.engine.replica:{entry}"), make_config(model_path))
         with pytest.raises(kind, match=text):
             await engine.start()
         assert engine.pid is None
@@ -356,7 +356,7 @@ class TestDrain:
         run(main())
 
     def test_a_hung_engine_does_not_hold_it_up_for_ever(self, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("cloister.engine.process.STOP_GRACE_S", 0.5)
+        monkeypatch.setattr("cloister.engine.client.STOP_GRACE_S", 0.5)
 
         async def main() -> None:
             async with serving(model_path, "build_hanging") as engine:
@@ -383,11 +383,11 @@ class TestDrain:
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from cloister.engine import ProcessEngine
+from cloister.engine import EngineClient, ProcessTransport
 from tests.engine.replica import make_config
 
 async def main():
-    engine = ProcessEngine("tests.engine.replica:build", make_config(Path(sys.argv[1])))
+    engine = EngineClient(ProcessTransport("tests.engine.replica:build"), make_config(Path(sys.argv[1])))
     await engine.start()
     print(engine.pid, flush=True)
     await asyncio.sleep(60)

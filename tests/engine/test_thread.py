@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cloister.engine import EngineCore, Health, ThreadEngine
+from cloister.engine import EngineClient, EngineCore, Health, ThreadTransport
 from cloister.types.errors import EngineError, InvalidRequestError
 from cloister.types.request import FinishReason, Request, SequenceOutput
 from cloister.types.step import StepPlan
@@ -22,15 +22,15 @@ def token_ids(outputs: list[SequenceOutput]) -> list[int]:
     return [i for output in outputs for i in output.token_ids]
 
 
-async def answer(engine: ThreadEngine, request: Request) -> list[SequenceOutput]:
+async def answer(engine: EngineClient, request: Request) -> list[SequenceOutput]:
     return [output async for output in engine.generate(request)]
 
 
-def run(core: EngineCore, model_path: Path, work: Callable[[ThreadEngine], Awaitable[None]], **settings: object) -> None:
+def run(core: EngineCore, model_path: Path, work: Callable[[EngineClient], Awaitable[None]], **settings: object) -> None:
     """Does some work with an engine, under a deadline."""
 
     async def main() -> None:
-        engine = ThreadEngine(core, make_config(model_path, **settings))
+        engine = EngineClient(ThreadTransport(core), make_config(model_path, **settings))
         await engine.start()
         await work(engine)
         await engine.drain(5.0)
@@ -39,7 +39,7 @@ def run(core: EngineCore, model_path: Path, work: Callable[[ThreadEngine], Await
 
 
 def test_requests_side_by_side_get_their_own_answers(model_path: Path) -> None:
-    async def work(engine: ThreadEngine) -> None:
+    async def work(engine: EngineClient) -> None:
         assert engine.health().good
         requests = [make_request(f"{i}", max_tokens=1 + i % 7) for i in range(50)]
         for request, outputs in zip(requests, await asyncio.gather(*(answer(engine, r) for r in requests)), strict=True):
@@ -50,7 +50,7 @@ def test_requests_side_by_side_get_their_own_answers(model_path: Path) -> None:
 
 
 def test_following_gives_the_same_outputs_as_generating(model_path: Path) -> None:
-    async def work(engine: ThreadEngine) -> None:
+    async def work(engine: EngineClient) -> None:
         requests = [make_request(f"{i % 5}", max_tokens=1 + i % 7, n=1 + i % 3) for i in range(30)]
         followed: dict[str, list[SequenceOutput]] = {request.request_id: [] for request in requests}
         await asyncio.gather(*(engine.follow(r, followed[r.request_id].append) for r in requests))
@@ -66,7 +66,7 @@ def _essence(output: SequenceOutput) -> tuple[int, int, str, list[int], str]:
 
 
 def test_a_follower_that_fails_ends_its_request_and_no_other(model_path: Path) -> None:
-    async def work(engine: ThreadEngine) -> None:
+    async def work(engine: EngineClient) -> None:
         def fail(output: SequenceOutput) -> None:
             if output.num_output_tokens == 3:
                 raise ZeroDivisionError
@@ -82,14 +82,14 @@ def test_a_follower_that_fails_ends_its_request_and_no_other(model_path: Path) -
     run(make_replica(model_path).core, model_path, work)
 
 
-async def _until_idle(engine: ThreadEngine) -> Health:
+async def _until_idle(engine: EngineClient) -> Health:
     while "0 requests in flight" not in engine.health().detail:
         await asyncio.sleep(0.01)
     return engine.health()
 
 
 def test_one_that_is_left_early_leaves_a_working_engine(model_path: Path) -> None:
-    async def work(engine: ThreadEngine) -> None:
+    async def work(engine: EngineClient) -> None:
         outputs = engine.generate(make_request(max_tokens=200))
         await anext(outputs)
         await outputs.aclose()
@@ -99,7 +99,7 @@ def test_one_that_is_left_early_leaves_a_working_engine(model_path: Path) -> Non
 
 
 def test_an_invalid_request_harms_no_later_one(model_path: Path) -> None:
-    async def work(engine: ThreadEngine) -> None:
+    async def work(engine: EngineClient) -> None:
         with pytest.raises(InvalidRequestError):
             await answer(engine, make_request(n=0))
         assert (await answer(engine, make_request()))[-1].finish_reason is FinishReason.LENGTH
@@ -108,7 +108,7 @@ def test_an_invalid_request_harms_no_later_one(model_path: Path) -> None:
 
 
 def test_a_drained_engine_refuses(model_path: Path) -> None:
-    async def work(engine: ThreadEngine) -> None:
+    async def work(engine: EngineClient) -> None:
         await engine.drain(5.0)
         assert not engine.health().good
         with pytest.raises(EngineError, match="shutting down"):
@@ -119,7 +119,7 @@ def test_a_drained_engine_refuses(model_path: Path) -> None:
 
 def test_an_engine_that_was_not_started_says_so(model_path: Path) -> None:
     async def main() -> None:
-        engine = ThreadEngine(make_replica(model_path).core, make_config(model_path))
+        engine = EngineClient(ThreadTransport(make_replica(model_path).core), make_config(model_path))
         with pytest.raises(EngineError, match="not been started"):
             await answer(engine, make_request())
 
@@ -130,7 +130,7 @@ def test_an_engine_that_gives_up_ends_every_request(model_path: Path) -> None:
     def fail(plan: StepPlan) -> None:
         raise RuntimeError
 
-    async def work(engine: ThreadEngine) -> None:
+    async def work(engine: EngineClient) -> None:
         answers = await asyncio.gather(*(answer(engine, make_request()) for _ in range(6)))
         assert [outputs[-1].finish_reason for outputs in answers] == [FinishReason.ERROR] * 6
         assert not engine.health().good

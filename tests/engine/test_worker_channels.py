@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from cloister.engine.linked import GONE, NOT_LINKED, LinkedEngine
-from cloister.engine.process import ProcessEngine, Supervision
-from cloister.engine.restarts import Restarts
+from cloister.engine import EngineClient, ProcessTransport, Supervision, WorkerTransport
+from cloister.engine.client import NOT_STARTED
+from cloister.engine.supervision import Restarts
+from cloister.engine.transports import LOST, Deliver
 from cloister.engine.worker_channels import CONNECT
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError
-from cloister.types.events import Ended, Event, Progressed, Ready, Submit
+from cloister.types.events import Ended, Event, Outputs, Progressed, Ready, Submit
 from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams
 from tests.engine.replica import TRIGGER, make_config, make_request
 
@@ -24,6 +26,21 @@ CONFIG = EngineConfig(
     model="cloister-5m", kv_memory_mb=64, max_model_len=2048, num_threads=1, weights_cache="", profile="private"
 )
 ONCE = Supervision(restarts=Restarts(max_restarts=0))
+
+
+class HeardTransport(ProcessTransport):
+    """To an engine process, with every event that comes from there."""
+
+    def __init__(self, heard: list[Event], entry: str, **options: Any) -> None:
+        super().__init__(entry, **options)
+        self._heard = heard
+
+    async def run(self, deliver: Deliver) -> None:
+        def hear(message: Outputs) -> None:
+            self._heard.extend(message.events)
+            deliver(message)
+
+        await super().run(hear)
 
 
 class House:
@@ -35,16 +52,11 @@ class House:
         self.config = config
         self.listeners: list[socket.socket] = []
         self.events: list[Event] = []
-        self.engine = ProcessEngine(entry, config, supervision=supervision, keep_listener=self.listeners.append)
-        self.engine.subscribe(self.events.append)
         self.heard: list[Event] = []
-        self.links: list[LinkedEngine] = []
-        self._note = self.engine._note_elsewhere
-        self.engine._note_elsewhere = self._hear  # type: ignore[method-assign]
-
-    def _hear(self, events: Sequence[Event]) -> None:
-        self.heard += events
-        self._note(events)
+        self.transport = HeardTransport(self.heard, entry, supervision=supervision, keep_listener=self.listeners.append)
+        self.engine = EngineClient(self.transport, config)
+        self.engine.subscribe(self.events.append)
+        self.links: list[EngineClient] = []
 
     async def close(self) -> None:
         for link in self.links:
@@ -53,12 +65,14 @@ class House:
         for listener in self.listeners:
             listener.close()
 
-    async def link(self) -> LinkedEngine:
+    async def link(self) -> EngineClient:
         near, far = socket.socketpair()
         with far:
             socket.send_fds(self.listeners[-1], [CONNECT], [far.fileno()])
-        engine = LinkedEngine(Ready(self.engine.model, self.engine.memory), self.config)
-        await engine.attach(near)
+        transport = WorkerTransport(Ready(self.engine.model, self.engine.memory))
+        engine = EngineClient(transport, self.config)
+        transport.attach(near)
+        await engine.start()
         self.links.append(engine)
         return engine
 
@@ -69,7 +83,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def complete(engine: LinkedEngine, name: str, **options: object) -> str:
+async def complete(engine: EngineClient, name: str, **options: object) -> str:
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **options)  # type: ignore[arg-type]
     request = Request(request_id=name, token_ids=[414, 500, 600], sampling=sampling, timeout_s=30)
     return "".join([output.text async for output in engine.generate(request)])
@@ -111,7 +125,7 @@ def test_a_worker_that_goes_away_takes_its_request_with_it() -> None:
                 break
             await worker.drain(0.0)
             await wait_until(lambda: any(isinstance(event, Ended) for event in house.heard))
-            assert not house.engine._elsewhere
+            assert not house.engine._requests.is_waited_for
         finally:
             await house.close()
         assert [event.reason for event in house.heard if isinstance(event, Ended)] == [FinishReason.ABORT]
@@ -150,9 +164,9 @@ def test_a_worker_is_told_when_the_engine_dies() -> None:
         request = Request(request_id="a", token_ids=[414, 500], sampling=sampling, timeout_s=60)
         async for output in worker.generate(request):
             last = output
-            if output.finish_reason is None and house.engine._child is not None:
-                house.engine._child.kill()
-        assert last.error == GONE
+            if output.finish_reason is None:
+                house.transport.kill()
+        assert last.error == LOST
         assert not worker.health().good
         keeper = house.engine._keeper
         assert keeper is not None
@@ -186,7 +200,6 @@ def test_a_worker_that_asks_for_more_sequences_than_run_at_once_loses_its_channe
         await house.engine.start()
         try:
             liar, worker = await house.link(), await house.link()
-            liar._desk._max_num_seqs = 10**9
             request = make_request(n=max(1, num_sequences))
             liar._send(
                 Submit(msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, n=num_sequences)))
@@ -202,5 +215,5 @@ def test_a_worker_that_asks_for_more_sequences_than_run_at_once_loses_its_channe
 
 def test_an_engine_that_was_not_reached_takes_no_request() -> None:
     info = ModelInfo(name="none", path="", max_model_len=8, vocab_size=8, eos_token_ids=())
-    with pytest.raises(EngineError, match=NOT_LINKED):
-        asyncio.run(complete(LinkedEngine(Ready(info, []), CONFIG), "a"))
+    with pytest.raises(EngineError, match=NOT_STARTED):
+        asyncio.run(complete(EngineClient(WorkerTransport(Ready(info, [])), CONFIG), "a"))

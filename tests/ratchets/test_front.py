@@ -9,22 +9,20 @@ import asyncio
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import pytest
 from starlette.types import ASGIApp, Message
 
-from cloister.engine.base import EventListener, Health
-from cloister.engine.desk import Desk
+from cloister.engine import EngineClient
 from cloister.server.app import create_app
 from cloister.text import ChatTemplate, Tokenizer
-from cloister.types.clock import WallClock
-from cloister.types.config import ServerConfig
-from cloister.types.events import Arrived, Event, FrontMessage, Outputs, Progressed, Scheduled, Stepped, Submit
-from cloister.types.request import ModelInfo, Request, SequenceOutput
+from cloister.types.config import EngineConfig, ServerConfig
+from cloister.types.events import Arrived, Event, Outputs, Progressed, Scheduled, Stepped, Submit
+from cloister.types.request import Request, SequenceOutput
+from tests.engine.fake_transport import FakeTransport
 from tests.server.house import INFO, make_gate, write_model
 
 NUM_STEPS = 32
@@ -37,37 +35,21 @@ FIELDS = {
 }
 
 
-@dataclass
-class SpokenEngine:
-    """An AsyncEngine that says what the test tells it to: `speak` is one step of every request."""
+class SpokenEngine(FakeTransport):
+    """An engine that says what the test tells it to: `speak` is one step of every request."""
 
-    model: ModelInfo = INFO
-    memory: list[tuple[str, int]] = field(default_factory=list)
-    startup: list[tuple[str, float]] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(INFO)
+        self.client = EngineClient(self, EngineConfig(max_waiting=NUM_STREAMS, max_num_seqs=NUM_STREAMS))
 
-    def __post_init__(self) -> None:
-        self.desk = Desk(self._take, WallClock(), max_waiting=NUM_STREAMS, max_num_seqs=NUM_STREAMS)
-
-    def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
-        return self.desk.generate(request)
-
-    def subscribe(self, listener: EventListener) -> None:
-        self.desk.subscribe(listener)
-
-    def health(self) -> Health:
-        return Health(True, "spoken")
-
-    async def drain(self, timeout_s: float) -> None: ...
-
-    def _take(self, message: FrontMessage) -> None:
-        if isinstance(message, Submit):
-            self.requests.append(message.request)
+    @property
+    def requests(self) -> list[Request]:
+        return [message.request for message in self.sent if isinstance(message, Submit)]
 
     def start(self) -> None:
         events: list[Event] = [Arrived(request.request_id, 0.0, 5) for request in self.requests]
         events += [Scheduled(request.request_id, 0.0, 0.0, 0, 5) for request in self.requests]
-        self.desk.deliver(Outputs([], events))
+        self.client.receive(Outputs([], events))
 
     def speak(self, number: int) -> None:
         events: list[Event] = [Progressed(r.request_id, i, 0, float(number), 1, False) for i, r in enumerate(self.requests)]
@@ -76,7 +58,7 @@ class SpokenEngine:
             SequenceOutput(request_id=r.request_id, index=0, text=" word", token_ids=[7], num_output_tokens=number)
             for r in self.requests
         ]
-        self.desk.deliver(Outputs(outputs, events))
+        self.client.receive(Outputs(outputs, events))
 
 
 @dataclass
@@ -108,7 +90,10 @@ class Client:
 async def count_calls(path: str, model_path: Path) -> float:
     """Returns Python calls per token while every stream gets one token a step."""
     engine = SpokenEngine()
-    app = create_app(engine, Tokenizer(model_path), ChatTemplate.load(model_path), make_gate(), ServerConfig(log_requests=True))
+    await engine.client.start()
+    app = create_app(
+        engine.client, Tokenizer(model_path), ChatTemplate.load(model_path), make_gate(), ServerConfig(log_requests=True)
+    )
     clients = [Client(app, path) for _ in range(NUM_STREAMS)]
     tasks = [asyncio.create_task(client.run()) for client in clients]
 

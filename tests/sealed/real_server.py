@@ -8,7 +8,7 @@ from pathlib import Path
 from starlette.types import Receive, Scope, Send
 
 from cloister.app import build_engine
-from cloister.engine import ThreadEngine
+from cloister.engine import EngineClient, ThreadTransport
 from cloister.privacy import Gate, Policy
 from cloister.server.app import create_app
 from cloister.text import ChatTemplate, Tokenizer
@@ -20,7 +20,7 @@ class RealServer:
 
     def __init__(self, profile: str = "private") -> None:
         config = EngineConfig(weights_cache="", profile=profile, num_threads=1, kv_memory_mb=64, max_model_len=512)
-        self._engine = ThreadEngine(build_engine(config), config)
+        self._engine = EngineClient(ThreadTransport(build_engine(config)), config)
         path = Path(self._engine.model.path)
         gate = Gate(Policy(profile), None, loopback=False, reuses_prefixes=False, sealed=True)
         server = ServerConfig(host="sealed", page=False, log_requests=False)

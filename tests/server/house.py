@@ -6,18 +6,19 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from cloister.engine.base import AsyncEngine, EventListener, Health
-from cloister.engine.thread import ThreadEngine
+from cloister.engine import EngineClient, Health, ThreadTransport
+from cloister.engine.in_flight import RequestObserver
 from cloister.privacy import Credentials, Gate, Policy
 from cloister.server.app import create_app
 from cloister.server.serve import Server, ServerApp, address_of, bind
 from cloister.server.tls import Certificate
 from cloister.text import ChatTemplate, Tokenizer
-from cloister.types.config import ServerConfig
+from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
+from tests.engine.fake_transport import FakeTransport
 from tests.engine.replica import (
     MAX_MODEL_LEN,
     VOCAB_SIZE,
@@ -52,27 +53,29 @@ def write_model(path: Path) -> Path:
     return path
 
 
-@dataclass
-class ScriptedEngine:
-    """An AsyncEngine that plays a script: for each request a list of outputs, delays, or an error to raise.
+class ScriptedEngine(EngineClient):
+    """The client of an engine that plays a script: for each request a list of outputs, delays, or an error to raise.
 
     Attributes:
         script: what happens to a request; a float is a pause in seconds, an Exception is raised.
         taken: every request that was submitted.
-        closed: ids of requests whose iterator was closed before its end.
+        left: ids of requests whose iterator was closed before its end.
     """
 
-    script: Callable[[Request], Sequence[SequenceOutput | float | Exception]]
-    good: bool = True
-    model: ModelInfo = INFO
-    memory: list[tuple[str, int]] = field(default_factory=list)
-    startup: list[tuple[str, float]] = field(default_factory=list)
-    taken: list[Request] = field(default_factory=list)
-    closed: list[str] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
-    listeners: list[EventListener] = field(default_factory=list)
+    def __init__(
+        self,
+        script: Callable[[Request], Sequence[SequenceOutput | float | Exception]],
+        good: bool = True,
+        model: ModelInfo = INFO,
+    ) -> None:
+        super().__init__(FakeTransport(model), EngineConfig())
+        self.script = script
+        self.good = good
+        self.taken: list[Request] = []
+        self.left: list[str] = []
+        self.ended = threading.Event()
 
-    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+    async def generate(self, request: Request, observer: RequestObserver | None = None) -> AsyncGenerator[SequenceOutput, None]:
         self.taken.append(request)
         complete = False
         try:
@@ -86,11 +89,8 @@ class ScriptedEngine:
             complete = True
         finally:
             if not complete:
-                self.closed.append(request.request_id)
+                self.left.append(request.request_id)
             self.ended.set()
-
-    def subscribe(self, listener: EventListener) -> None:
-        self.listeners.append(listener)
 
     def health(self) -> Health:
         return Health(self.good, "scripted")
@@ -123,24 +123,24 @@ def endless(request: Request) -> Iterator[SequenceOutput | float]:
         yield 0.01
 
 
-async def start_speaking(path: Path, speech: str = "Größe: 5 €. ") -> ThreadEngine:
+async def start_speaking(path: Path, speech: str = "Größe: 5 €. ") -> EngineClient:
     """Starts a real engine whose every sequence says the same."""
-    engine = ThreadEngine(make_replica(path, SpeakingRunner(speech)).core, make_config(path))
+    engine = EngineClient(ThreadTransport(make_replica(path, SpeakingRunner(speech)).core), make_config(path))
     await engine.start()
     return engine
 
 
-async def start_slow(path: Path) -> ThreadEngine:
+async def start_slow(path: Path) -> EngineClient:
     """Starts a real engine whose steps take their time."""
     core = make_replica(path, wrap=lambda runner: SteppedRunner(runner, step_s=0.02)).core
-    engine = ThreadEngine(core, make_config(path))
+    engine = EngineClient(ThreadTransport(core), make_config(path))
     await engine.start()
     return engine
 
 
-async def start_thinking(path: Path) -> ThreadEngine:
+async def start_thinking(path: Path) -> EngineClient:
     """Starts a real engine with a real runner and a tiny program."""
-    engine = ThreadEngine(make_replica(path).core, make_config(path))
+    engine = EngineClient(ThreadTransport(make_replica(path).core), make_config(path))
     await engine.start()
     return engine
 
@@ -150,7 +150,7 @@ class House:
     """A server that runs."""
 
     url: str
-    engine: AsyncEngine
+    engine: EngineClient
     server: Server
 
 
@@ -161,7 +161,7 @@ def make_gate(profile: str = "open", credentials: Credentials | None = None) -> 
 @contextmanager
 def serving(
     path: Path,
-    start: Callable[[], Awaitable[AsyncEngine]],
+    start: Callable[[], Awaitable[EngineClient]],
     *,
     gate: Gate | None = None,
     config: ServerConfig | None = None,
@@ -193,7 +193,7 @@ def serving(
         assert not thread.is_alive(), "the server does not stop"
 
 
-async def _return(engine: AsyncEngine) -> AsyncEngine:
+async def _return(engine: EngineClient) -> EngineClient:
     return engine
 
 

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from cloister.engine.thread import ThreadEngine
+from cloister.engine import EngineClient, ThreadTransport
 from cloister.server.app import create_app
 from cloister.server.serve import ServerApp, serve
 from cloister.text import ChatTemplate, Tokenizer
@@ -25,7 +25,9 @@ def run(path: Path, port: int, step_s: float, drain_s: float) -> int:
         if step_s > 1:
             print("loading", flush=True)
             await asyncio.sleep(60)
-        engine = ThreadEngine(make_replica(path, wrap=lambda r: SteppedRunner(r, step_s=step_s)).core, make_config(path))
+        engine = EngineClient(
+            ThreadTransport(make_replica(path, wrap=lambda r: SteppedRunner(r, step_s=step_s)).core), make_config(path)
+        )
         await engine.start()
         return ServerApp(create_app(engine, Tokenizer(path), ChatTemplate.load(path), make_gate(), config), engine)
 

@@ -6,11 +6,10 @@ import asyncio
 
 import pytest
 
-from cloister.engine.base import AdapterEngine
 from cloister.privacy import Account, KeyQuota
-from cloister.server.calls import HttpCall, HttpCalls, most_tokens
+from cloister.server.calls import HttpCall, HttpCalls, PromptOfCall, most_tokens
 from cloister.types.errors import QueueFullError, RateLimitError
-from cloister.types.events import Arrived, Ended, Scheduled
+from cloister.types.events import Arrived, Ended, Event, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams
 from tests.server.house import ScriptedEngine, says
 
@@ -35,6 +34,12 @@ class Books:
         return self.account.allowances(0.0, NOON)[0].remaining
 
 
+def observe(prompt: PromptOfCall, event: Event) -> None:
+    """As the engine's client has a request observed."""
+    prompt.stats.follow(event)
+    prompt.observe(event)
+
+
 @pytest.fixture
 def books(monkeypatch):
     monkeypatch.setattr("cloister.server.calls.time.time", lambda: NOON)
@@ -52,9 +57,9 @@ def ended(request_id: str = "r", *, num_output: int = 5, last: bool = True, reas
 @pytest.mark.parametrize("engine_first", [True, False])
 def test_a_call_is_over_when_both_sides_are_and_once(books, engine_first):
     call = books.open()
-    books.calls.begin(call, request(max_tokens=20), 256)
+    prompt = books.calls.begin(call, request(max_tokens=20), 256)
     assert books.remaining() == 70
-    sides = [lambda: books.calls.observe(ended()), lambda: books.calls.close(call, "/v1/completions", 200)]
+    sides = [lambda: observe(prompt, ended()), lambda: books.calls.close(call, "/v1/completions", 200)]
     first, second = sides if engine_first else reversed(sides)
     first()
     assert books.over == []
@@ -70,10 +75,10 @@ def test_a_call_is_over_when_both_sides_are_and_once(books, engine_first):
 
 def test_every_sequence_of_a_request_is_paid_and_its_prompt_once(books):
     call = books.open()
-    books.calls.begin(call, request(max_tokens=20, n=3), 256)
+    prompt = books.calls.begin(call, request(max_tokens=20, n=3), 256)
     assert books.remaining() == 30
     for num_output, last in ((20, False), (3, False), (7, True)):
-        books.calls.observe(ended(num_output=num_output, last=last))
+        observe(prompt, ended(num_output=num_output, last=last))
     books.calls.close(call, "/v1/completions", 200)
     assert books.remaining() == 100 - 10 - 30
     assert call.engine_stats["r"].reasons == ["stop"] * 3
@@ -81,10 +86,10 @@ def test_every_sequence_of_a_request_is_paid_and_its_prompt_once(books):
 
 def test_what_the_engine_did_not_take_costs_nothing(books):
     call = books.open()
-    engine = books.calls.bind(ScriptedEngine(lambda _: [QueueFullError("full")]), call)
+    engine = ScriptedEngine(lambda _: [QueueFullError("full")])
 
     async def ask() -> None:
-        async for _ in engine.generate(request(max_tokens=20)):
+        async for _ in books.calls.generate(engine, call, request(max_tokens=20)):
             pass
 
     with pytest.raises(QueueFullError):
@@ -97,10 +102,9 @@ def test_what_the_engine_did_not_take_costs_nothing(books):
 def test_too_much_for_the_day_does_not_reach_the_engine(books):
     engine = ScriptedEngine(says("x"))
     call = books.open()
-    bound = books.calls.bind(engine, call)
 
     async def ask() -> None:
-        async for _ in bound.generate(request()):
+        async for _ in books.calls.generate(engine, call, request()):
             pass
 
     with pytest.raises(RateLimitError, match="may need 256"):
@@ -133,14 +137,14 @@ def test_a_listener_that_fails_keeps_nothing_from_the_others(caplog):
 
 def test_times_and_counts_are_those_of_the_events(books):
     call = books.open()
-    books.calls.begin(call, request(max_tokens=20), 256)
+    prompt = books.calls.begin(call, request(max_tokens=20), 256)
     for event in (
         Arrived("r", 1.0, 10),
         Scheduled("r", 1.5, 0.5, 8, 10),
         Scheduled("r", 3.0, 0.1, 0, 10, resumed=True),
         ended(),
     ):
-        books.calls.observe(event)
+        observe(prompt, event)
     work = call.engine_stats["r"]
     assert (work.arrival_s, work.scheduled_s, work.first_token_s, work.ended_s) == (1.0, 1.5, 2.0, 4.0)
     assert (work.num_prompt_tokens, work.num_cached_tokens, work.num_output_tokens) == (10, 8, 5)
@@ -152,10 +156,3 @@ def test_times_and_counts_are_those_of_the_events(books):
 )
 def test_the_most_that_a_request_can_need(sampling, expected):
     assert most_tokens(request(**sampling), 256) == expected
-
-
-def test_an_engine_with_adapters_stays_one_for_a_call(books):
-    engine = ScriptedEngine(says("x"))
-    assert not isinstance(books.calls.bind(engine, books.open()), AdapterEngine)
-    engine.adapters = object()
-    assert isinstance(books.calls.bind(engine, HttpCall("POST", None, None, 0.0)), AdapterEngine)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
 
 import pytest
 
-from cloister.engine.thread import ThreadEngine
+from cloister.engine import EngineClient, ThreadTransport
+from cloister.server.middleware.disconnect import Patience
 from cloister.types.events import Ended, Stepped
 from cloister.types.request import FinishReason
 from tests.engine.replica import SteppedRunner, make_config, make_replica
 from tests.server.house import MODEL, House, ScriptedEngine, endless, serving, serving_script
+from tests.virtual_time import run
 
 
 def send(house: House, path: str, **fields: object) -> socket.socket:
@@ -35,7 +38,7 @@ def test_a_disconnect_closes_the_engines_iterator(model_path, stream, prompt):
         else:
             wait_for(lambda: len(engine.taken) == len(prompt))
         connection.close()
-        wait_for(lambda: len(engine.closed) == len(prompt))
+        wait_for(lambda: len(engine.left) == len(prompt))
 
 
 def test_a_disconnect_before_the_first_token_closes_it_too(model_path):
@@ -44,7 +47,7 @@ def test_a_disconnect_before_the_first_token_closes_it_too(model_path):
         connection = send(house, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], stream=True)
         wait_for(lambda: engine.taken)
         connection.close()
-        wait_for(lambda: engine.closed)
+        wait_for(lambda: engine.left)
 
 
 def test_a_client_that_reads_nothing_does_not_hold_its_request_for_ever(model_path):
@@ -55,7 +58,7 @@ def test_a_client_that_reads_nothing_does_not_hold_its_request_for_ever(model_pa
     engine = ScriptedEngine(flood)
     with serving_script(model_path, engine, write_timeout_s=0.3) as house:
         connection = send(house, "/v1/completions", prompt="x", stream=True)
-        wait_for(lambda: engine.closed, timeout_s=8)
+        wait_for(lambda: engine.left, timeout_s=8)
         connection.close()
 
 
@@ -65,7 +68,7 @@ def test_a_disconnect_frees_the_blocks_of_a_real_engine(model_path, stream):
 
     async def start():
         replica = make_replica(model_path, wrap=lambda runner: SteppedRunner(runner, step_s=0.01))
-        engine = ThreadEngine(replica.core, make_config(model_path))
+        engine = EngineClient(ThreadTransport(replica.core), make_config(model_path))
         engine.subscribe(events.append)
         await engine.start()
         return engine
@@ -90,3 +93,23 @@ def wait_for(condition, timeout_s: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)
+
+
+def test_patience_ends_with_one_wait_that_lasts_too_long_and_not_with_many_short_ones():
+    async def write(longest_s: float) -> list[float]:
+        loop = asyncio.get_running_loop()
+        given_up: list[float] = []
+        patience = Patience(0.1, lambda: given_up.append(loop.time()))
+        for _ in range(10):
+            patience.since_s = loop.time()
+            await asyncio.sleep(0.02)
+            patience.since_s = None
+        patience.since_s = loop.time()
+        start_s = loop.time()
+        await asyncio.sleep(longest_s)
+        patience.close()
+        return [moment - start_s for moment in given_up]
+
+    assert run(write(0.02)) == []
+    (after_s,) = run(write(0.3))
+    assert after_s == pytest.approx(0.1)

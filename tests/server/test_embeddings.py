@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from cloister.engine.thread import ThreadEngine
+from cloister.engine import EngineClient, ThreadTransport
 from cloister.privacy import Credentials, KeyQuota
 from cloister.runner import ModelRunner
 from cloister.runner.pool import Pool
@@ -45,7 +45,7 @@ class CountingEngine(ScriptedEngine):
 
     num_open = most_open = 0
 
-    async def generate(self, request):
+    async def generate(self, request, observer=None):
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
         await asyncio.sleep(0)
@@ -181,7 +181,7 @@ def test_a_whole_window_of_tokens_is_taken(client):
 
 
 def test_one_text_that_fails_fails_the_request_and_aborts_the_others(client, engine):
-    engine.closed.clear()
+    engine.left.clear()
     reply = client.post("/v1/embeddings", json={"input": ["abc", "fail"]})
     assert reply.status_code == 503
     assert "data" not in reply.json()
@@ -222,7 +222,7 @@ async def start_pooling(path):
     sizes = {"vocab_size": VOCAB_SIZE, "block_size": BLOCK_SIZE}
     program = HiddenHistoryProgram(num_blocks=NUM_BLOCKS, **sizes)
     runner = ModelRunner(program, max_model_len=MAX_MODEL_LEN, **sizes)
-    engine = ThreadEngine(make_replica(path, runner).core, make_config(path))
+    engine = EngineClient(ThreadTransport(make_replica(path, runner).core), make_config(path))
     await engine.start()
     return engine
 

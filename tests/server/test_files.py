@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.engine.base import AsyncEngine
+from cloister.engine import EngineClient
 from cloister.privacy import Credentials, Gate, Policy
 from cloister.server.app import create_app
 from cloister.server.files import batches, running
@@ -41,7 +41,7 @@ KEY = bytes(range(32))
 
 
 @contextmanager
-def keeping(model_path, directory, engine: AsyncEngine, gate: Gate | None = None, **settings):
+def keeping(model_path, directory, engine: EngineClient, gate: Gate | None = None, **settings):
     """Serves with files kept in a directory; ends as a server does that is stopped."""
     config = ServerConfig(port=0, drain_timeout_s=0.2, files=str(directory), **settings)
     ready, started = [], threading.Event()
@@ -193,7 +193,7 @@ def test_a_batch_that_is_cancelled_keeps_its_answers(model_path, tmp_path):
         cancelled = sdk.batches.cancel(batch.id)
         assert cancelled.status == "cancelled"
         assert [each["custom_id"] for each in results(sdk, cancelled.output_file_id)] == ["a"]
-        assert len(engine.closed) == 1
+        assert len(engine.left) == 1
 
 
 def test_a_line_that_finds_the_server_busy_is_asked_again(model_path, tmp_path, monkeypatch):

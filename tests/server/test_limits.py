@@ -10,14 +10,17 @@ import time
 import httpx
 import pytest
 
+from cloister.engine import EngineClient
 from cloister.privacy import Credentials
 from cloister.server.connection import Connection
 from cloister.server.middleware.body import BodyReader
-from cloister.types.config import ServerConfig
+from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import EngineError, QueueFullError
+from cloister.types.events import Abort, Submit
 from cloister.types.request import FinishReason
 from cloister.types.scope import ScopeKind
-from tests.server.house import MODEL, House, ScriptedEngine, make_gate, output, says, serving_script
+from tests.engine.fake_transport import FakeTransport
+from tests.server.house import INFO, MODEL, House, ScriptedEngine, make_gate, output, says, serving, serving_script
 from tests.server.test_bad_input import check_error
 
 BODY = {"model": MODEL, "prompt": "x"}
@@ -166,7 +169,7 @@ def test_one_refused_prompt_of_several_refuses_the_call_and_ends_the_others(mode
     with serving_script(model_path, engine) as house:
         reply = httpx.post(f"{house.url}/v1/completions", json={**BODY, "prompt": ["a", "b", "c"]}, timeout=5)
         assert reply.status_code == 429
-        assert len(engine.closed) == 3
+        assert len(engine.left) == 3
 
 
 @pytest.mark.parametrize(
@@ -211,12 +214,18 @@ def test_an_engine_that_is_down_is_told_at_once(model_path):
 
 
 def test_an_engine_that_says_nothing_is_not_waited_for(model_path, monkeypatch):
-    monkeypatch.setattr("cloister.server.generation.GRACE_S", 0.1)
-    engine = ScriptedEngine(lambda r: [60.0])
-    with serving_script(model_path, engine, request_timeout_s=0.1) as house:
+    monkeypatch.setattr("cloister.engine.client.GRACE_S", 0.1)
+    transport = FakeTransport(INFO)
+
+    async def start() -> EngineClient:
+        engine = EngineClient(transport, EngineConfig())
+        await engine.start()
+        return engine
+
+    with serving(model_path, start, request_timeout_s=0.1) as house:
         reply = httpx.post(f"{house.url}/v1/completions", json=BODY, timeout=5)
     assert reply.status_code == 504
-    assert len(engine.closed) == 1
+    assert [type(message) for message in transport.sent[:2]] == [Submit, Abort]
 
 
 def test_a_prompt_that_takes_too_long_to_read_is_given_up(model_path, engine, monkeypatch):

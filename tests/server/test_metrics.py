@@ -166,7 +166,8 @@ def test_prefill_and_decode_are_told_apart_also_after_a_preemption():
 
 
 def test_what_was_known_at_the_start_is_shown_as_it_is_now():
-    engine = ScriptedEngine(says("x"), memory=[("weights", 5), ("KV cache", 7)], startup=[("read", 0.5), ("build", 1.5)])
+    engine = ScriptedEngine(says("x"))
+    engine.memory, engine.startup = [("weights", 5), ("KV cache", 7)], [("read", 0.5), ("build", 1.5)]
     metrics = Metrics(EngineGauges(engine, "org/served"))
     shown = figures(metrics.render().decode())
     assert shown["cloister_memory_budget_bytes{part=KV cache}"] == 7

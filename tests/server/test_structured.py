@@ -14,7 +14,7 @@ import pydantic
 import pytest
 
 from cloister.app import build_engine
-from cloister.engine.thread import ThreadEngine
+from cloister.engine import EngineClient, ThreadTransport
 from cloister.models import locate
 from cloister.types.config import EngineConfig
 from tests.server.house import House, serving
@@ -37,9 +37,9 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def house() -> Iterator[House]:
-    async def start() -> ThreadEngine:
+    async def start() -> EngineClient:
         config = EngineConfig(model="cloister-5m", num_threads=1, kv_memory_mb=64)
-        engine = ThreadEngine(build_engine(config), config)
+        engine = EngineClient(ThreadTransport(build_engine(config)), config)
         await engine.start()
         return engine
 

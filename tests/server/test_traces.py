@@ -14,8 +14,9 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from cloister.engine.in_flight import EngineStats
 from cloister.privacy import Policy, settle_front
-from cloister.server.calls import EngineStats, HttpCall
+from cloister.server.calls import HttpCall
 from cloister.server.trace_export import Tracer
 from cloister.server.traces import ALLOWED, Parent, Span, parse_traceparent, spans_of
 from cloister.types.config import ServerConfig, resolve

@@ -10,7 +10,7 @@ from cloister.privacy import hardening
 from cloister.types.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
-    from cloister.engine import ProcessEngine
+    from cloister.engine import EngineClient
     from cloister.engine.spawn import ProcessHandle
 
 ENGINE_ENTRY: Final = "cloister.app:build_engine"
@@ -19,15 +19,18 @@ SEALED_ENGINE_ENTRY: Final = "cloister.app:build_sealed_engine"
 
 def make_engine(
     config: EngineConfig, front: ServerConfig, keep_listener: Callable[[socket.socket], None] | None = None
-) -> ProcessEngine:
+) -> EngineClient:
     """Returns an engine in a process of its own, one with no way in if the front has none."""
-    from cloister.engine import ProcessEngine
+    from cloister.engine import EngineClient, ProcessTransport
 
-    if hardening.sealed() is None:
-        return ProcessEngine(ENGINE_ENTRY, config, log_format=front.log_format, keep_listener=keep_listener)
-    return ProcessEngine(
-        SEALED_ENGINE_ENTRY, config, log_format=front.log_format, spawn=_start_sealed_engine, keep_listener=keep_listener
+    is_sealed = hardening.sealed() is not None
+    transport = ProcessTransport(
+        SEALED_ENGINE_ENTRY if is_sealed else ENGINE_ENTRY,
+        log_format=front.log_format,
+        spawn=_start_sealed_engine if is_sealed else None,
+        keep_listener=keep_listener,
     )
+    return EngineClient(transport, config)
 
 
 def _start_sealed_engine(far: socket.socket) -> ProcessHandle:

@@ -16,7 +16,7 @@ from cloister.engine.machine import return_free_memory
 from cloister.privacy import Gate
 
 if TYPE_CHECKING:
-    from cloister.engine import ProcessEngine
+    from cloister.engine import EngineClient
     from cloister.server.calls import HttpCalls
     from cloister.server.files.service import FileService
     from cloister.server.responses.keeping import ResponseStore
@@ -39,7 +39,7 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     front = settings.server.config
     entries = {name: list_entry(name, engine.config.model) for name, engine in settings.models.items()}
     tracer = open_tracer(front, "several")
-    engine: ProcessEngine | None = None
+    engine: EngineClient | None = None
 
     async def open_app(name: str) -> LoadedApp:
         one = replace(settings, engine=settings.models[name])
@@ -72,7 +72,7 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
 
 async def _open_app(
     settings: Settings,
-    engine: ProcessEngine,
+    engine: EngineClient,
     gate: Gate,
     calls: HttpCalls,
     name: str,

@@ -1,4 +1,4 @@
-"""The step loop of one replica, output processing, and the two ways to run them: in a thread or in a process."""
+"""The step loop of one replica, output processing, and one client for an engine in a process, a thread or behind a channel."""
 
 from __future__ import annotations
 
@@ -7,39 +7,42 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cloister.engine.adapter_register import AdapterRegister
-    from cloister.engine.base import AsyncEngine, EventListener, Health
+    from cloister.engine.client import EngineClient, Health
     from cloister.engine.core import EngineCore
+    from cloister.engine.in_flight import EventListener
     from cloister.engine.machine import Machine, read_machine
     from cloister.engine.memory import MemoryBudget, budget_memory
     from cloister.engine.output_processor import OutputProcessor
-    from cloister.engine.process import ProcessEngine, Supervision
-    from cloister.engine.thread import ThreadEngine
+    from cloister.engine.supervision import Supervision
+    from cloister.engine.transports import ProcessTransport, ThreadTransport, WorkerTransport
 
 __all__ = [
     "AdapterRegister",
-    "AsyncEngine",
+    "EngineClient",
     "EngineCore",
     "EventListener",
     "Health",
     "Machine",
     "MemoryBudget",
     "OutputProcessor",
-    "ProcessEngine",
+    "ProcessTransport",
     "Supervision",
-    "ThreadEngine",
+    "ThreadTransport",
+    "WorkerTransport",
     "budget_memory",
     "read_machine",
 ]
 
 _HOMES = {
     "adapter_register": ("AdapterRegister",),
-    "base": ("AsyncEngine", "EventListener", "Health"),
+    "client": ("EngineClient", "Health"),
     "core": ("EngineCore",),
+    "in_flight": ("EventListener",),
     "machine": ("Machine", "read_machine"),
     "memory": ("MemoryBudget", "budget_memory"),
-    "output": ("OutputProcessor",),
-    "process": ("ProcessEngine", "Supervision"),
-    "thread": ("ThreadEngine",),
+    "output_processor": ("OutputProcessor",),
+    "supervision": ("Supervision",),
+    "transports": ("ProcessTransport", "ThreadTransport", "WorkerTransport"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -18,6 +18,7 @@ from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError
 from cloister.types.events import EngineMessage, FrontMessage
 
+_READ_LIMIT_BYTES: Final = 2**20
 MAX_FRAME_BYTES: Final = 256 * 2**20
 """Longest message that either side sends or takes: prompt log-probabilities of 128k tokens, with room."""
 
@@ -74,6 +75,40 @@ async def receive(reader: asyncio.StreamReader, limit_bytes: int = MAX_FRAME_BYT
         return await reader.readexactly(size)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+
+
+class MessageStream:
+    """The front's end of a channel, on its event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, sock: socket.socket) -> MessageStream:
+        """Takes a connected socket, which it closes."""
+        return cls(*await asyncio.open_unix_connection(sock=sock, limit=_READ_LIMIT_BYTES))
+
+    def send(self, message: FrontMessage) -> None:
+        """Passes a message on without waiting; one to a dead engine is lost, as `receive` will tell.
+
+        Raises:
+            ChannelError: it is too long.
+        """
+        if not self._writer.is_closing():
+            self._writer.write(frame(message))
+
+    async def receive(self) -> EngineMessage | None:
+        """Returns the next message; None when the engine is gone or talks nonsense."""
+        try:
+            payload = await receive(self._reader)
+            return None if payload is None else decode_engine(payload)
+        except (ChannelError, msgspec.MsgspecError):
+            return None
+
+    def close(self) -> None:
+        """Closes this end; `receive` then says that the engine is gone."""
+        self._writer.close()
 
 
 def receive_boot(sock: socket.socket) -> tuple[bytes | None, list[int]]:

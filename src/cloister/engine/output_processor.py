@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cloister.engine.ends import end_output
 from cloister.text import Detokenizer, StopStrings, Tokenizer
-from cloister.types.events import Ended, Event, Progressed, Scheduled
+from cloister.types.events import Ended, Event, Progressed, Scheduled, end_output
 from cloister.types.request import Embedding, FinishReason, ModelInfo, SequenceOutput, TokenLogprobs
 from cloister.types.step import NewSequence, Sample, StepPlan, StepResult, Stop
 

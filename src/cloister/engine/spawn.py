@@ -8,21 +8,17 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
-
-import msgspec
 
 from cloister.engine import channel
 from cloister.types import errors
 from cloister.types.allocator import OVERWRITING
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, EngineError
-from cloister.types.events import EngineMessage, Failed, FrontMessage, Ready
+from cloister.types.events import Failed, Ready
 
 _BUFFER_BYTES = 2**20
-_READ_LIMIT_BYTES = 2**20
 _EXIT_POLL_S = 0.01
 
 
@@ -46,49 +42,32 @@ class EngineProcess:
 
     Attributes:
         ready: what it said of itself.
+        messages: to it and from it.
     """
 
     ready: Ready
 
-    def __init__(self, process: ProcessHandle, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, process: ProcessHandle, messages: channel.MessageStream) -> None:
+        self.messages = messages
         self._process = process
-        self._reader = reader
-        self._writer = writer
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, message: FrontMessage) -> None:
-        """Passes a message on without waiting; one to a dead engine is lost, as `receive` will tell.
-
-        Raises:
-            ChannelError: it is too long.
-        """
-        if not self._writer.is_closing():
-            self._writer.write(channel.frame(message))
-
-    async def receive(self) -> EngineMessage | None:
-        """Returns the next message; None when the engine is gone or talks nonsense."""
-        try:
-            frame = await channel.receive(self._reader)
-            return None if frame is None else channel.decode_engine(frame)
-        except (channel.ChannelError, msgspec.MsgspecError):
-            return None
-
     def kill(self) -> None:
         """Ends the process at once; it holds nothing that needs saying goodbye to."""
         self._process.kill()
 
-    async def close(self, timeout_s: float = 0.0) -> int:
-        """Waits for the process to exit, kills it after `timeout_s`, and returns its status (negative: a signal)."""
-        give_up_s = time.monotonic() + timeout_s
-        while self._process.poll() is None and time.monotonic() < give_up_s:
-            await asyncio.sleep(_EXIT_POLL_S)
-        self._writer.close()
+    async def close(self) -> int:
+        """Kills the process if it has not exited, waits for it, and returns its status (negative: a signal)."""
+        status = self._process.poll()
+        self.messages.close()
         self._process.kill()
-        while (status := self._process.poll()) is None:  # SIGKILL ends any process; only the kernel takes its time
+        await asyncio.sleep(0)  # the loop closes the socket at its next turn
+        while status is None:  # SIGKILL ends any process; only the kernel takes its time
             await asyncio.sleep(_EXIT_POLL_S)
+            status = self._process.poll()
         return status
 
 
@@ -145,23 +124,23 @@ async def spawn_engine(
         socket.send_fds(near, [boot], [] if listener is None else [listener.fileno()])
         near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-        reader, writer = await asyncio.open_unix_connection(sock=near, limit=_READ_LIMIT_BYTES)
+        messages = await channel.MessageStream.open(near)
         on_failure.pop_all()
-    child = EngineProcess(process, reader, writer)
+    engine = EngineProcess(process, messages)
     try:
-        child.ready = await asyncio.wait_for(_await_ready(child), timeout_s)
+        engine.ready = await asyncio.wait_for(_await_ready(engine), timeout_s)
     except TimeoutError as error:
-        await child.close()
+        await engine.close()
         raise EngineError(f"the engine was not ready after {timeout_s:.0f} s; the log may say why") from error
     except BaseException:
-        child.kill()
-        await child.close()
+        engine.kill()
+        await engine.close()
         raise
-    return child
+    return engine
 
 
-async def _await_ready(child: EngineProcess) -> Ready:
-    match await child.receive():
+async def _await_ready(engine: EngineProcess) -> Ready:
+    match await engine.messages.receive():
         case Ready() as ready:
             return ready
         case Failed(message, code):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.app import Settings, build_engine, resolve_settings
-from cloister.engine import EngineCore, ThreadEngine
+from cloister.engine import EngineClient, EngineCore, ThreadTransport
 from cloister.llm.completions import Completion, CompletionOutput, check_end
 from cloister.llm.progress import Progress, reporting
 from cloister.llm.prompts import Message, Prompt, as_prompts, check_grammars, one_for_each
@@ -70,7 +70,7 @@ class AsyncLLM:
         self.request_timeout_s = config.request_timeout_s
         self._gate = Gate(settings.policy, None, loopback=True)
         self._clock = WallClock()
-        self._engine: ThreadEngine | None = None
+        self._engine: EngineClient | None = None
         self._is_closed = False
         self._template: ChatTemplate | None = None
         # So many are never refused, and few enough start that a deadline does not pass while they only wait.
@@ -87,7 +87,7 @@ class AsyncLLM:
     async def adopt(self, core: EngineCore) -> None:
         """`start` with an engine that was built for the same settings."""
         self.model, self.memory, self.tokenizer = core.model, core.memory, core.tokenizer
-        self._engine = ThreadEngine(core, self._config)
+        self._engine = EngineClient(ThreadTransport(core), self._config)
         await self._engine.start()
 
     async def generate(
@@ -256,7 +256,7 @@ class AsyncLLM:
         await self.close()
 
     @property
-    def _running(self) -> ThreadEngine:
+    def _running(self) -> EngineClient:
         if self._is_closed:
             raise EngineError("this LLM was closed; open another one")
         if self._engine is None:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
-from cloister.engine.base import AdapterEngine, AsyncEngine
+from cloister.engine.client import EngineClient
 from cloister.privacy import CountRelease, Gate, is_loopback
 from cloister.server.absent import explain_absence
 from cloister.server.calls import CallListener, HttpCalls
@@ -100,7 +100,7 @@ PLAIN_PATHS: Final = frozenset(
 
 
 def create_app(
-    engine: AsyncEngine,
+    engine: EngineClient,
     tokenizer: Tokenizer,
     template: ChatTemplate,
     gate: Gate,
@@ -147,7 +147,7 @@ def create_app(
     return surround(app, calls, gate, config, stored=stored, body_timeout_s=body_timeout_s, write_timeout_s=write_timeout_s)
 
 
-def make_exposition(engine: AsyncEngine, gate: Gate, names: Sequence[str]) -> Exposition:
+def make_exposition(engine: EngineClient, gate: Gate, names: Sequence[str]) -> Exposition:
     """Returns the figures of one engine, as far as the profile lets them out."""
     if gate.policy.counts_only:
         return ReleasedCounts(CountRelease())
@@ -156,7 +156,7 @@ def make_exposition(engine: AsyncEngine, gate: Gate, names: Sequence[str]) -> Ex
 
 
 def create_routes(
-    engine: AsyncEngine,
+    engine: EngineClient,
     tokenizer: Tokenizer,
     template: ChatTemplate,
     gate: Gate,
@@ -186,12 +186,11 @@ def create_routes(
         max_n=config.max_n,
         request_timeout_s=request_timeout_s,
         gate=gate,
-        adapters=engine.adapters.loaded if isinstance(engine, AdapterEngine) else {},
+        adapters=engine.adapters.loaded,
         other_names=tuple(other_names),
         responses=responses_kept,
     )
     engine.subscribe(exposition.observe)
-    engine.subscribe(calls.observe)
     pdf = None if config.sealed else PdfReader()
     threads = limit_text_threads(num_threads)
     state = ServerState(engine, reader, exposition, calls, prepare_timeout_s, threads, stored, pdf)

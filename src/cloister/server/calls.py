@@ -17,12 +17,13 @@ from typing import Final
 import msgspec
 from starlette.types import Scope
 
-from cloister.engine.base import AsyncEngine, EventListener, Health
+from cloister.engine.client import EngineClient
 from cloister.engine.faults import describe
+from cloister.engine.in_flight import EngineStats
 from cloister.privacy.limits import Account, Charge
 from cloister.server.metrics.tenants import TenantFigures
 from cloister.types.errors import InvalidRequestError
-from cloister.types.events import Arrived, Ended, Event, Preempted, Progressed, Scheduled, Stepped
+from cloister.types.events import Ended, Event, Progressed, Stepped
 from cloister.types.request import Request, SequenceOutput
 
 OUTPUT_BUDGET: Final = "output_budget"
@@ -31,39 +32,6 @@ LEFT: Final = 499
 """Stands for the status of a client that left before its reply began; no client ever sees it."""
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """What the engine did for one prompt of a call. Times are of the monotonic clock."""
-
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    arrival_s: float | None = None
-    scheduled_s: float | None = None
-    first_token_s: float | None = None
-    ended_s: float | None = None
-    preempted_s: list[float] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-
-    def follow(self, event: Event) -> bool:
-        """Takes one event; returns whether it is the last one."""
-        match event:
-            case Arrived(now_s=now_s):
-                self.arrival_s, self.num_prompt_tokens = now_s, event.num_prompt_tokens
-            case Scheduled(resumed=False):
-                self.scheduled_s, self.num_cached_tokens = event.now_s, event.num_cached_tokens
-            case Preempted(now_s=now_s):
-                self.preempted_s.append(now_s)
-            case Ended():
-                self.reasons.append(event.reason.value)
-                self.num_output_tokens += event.num_output_tokens
-                self.first_token_s, self.ended_s = event.first_token_s, event.now_s
-                return event.last
-            case _:
-                pass
-        return False
 
 
 @dataclass(slots=True)
@@ -114,6 +82,9 @@ class HttpCalls:
         count_reply: told of every reply.
         listeners: told of every call that is over.
         tenants: figures of each tenant; None where nobody may see them.
+
+    Attributes:
+        num_at_work: requests that the engine has.
     """
 
     def __init__(
@@ -122,7 +93,7 @@ class HttpCalls:
         self.tenants = tenants
         self._count_reply = count_reply
         self._listeners = tuple(listeners)
-        self._at_work: dict[str, HttpCall] = {}
+        self.num_at_work = 0
 
     def open(self, scope: Scope) -> HttpCall:
         """Begins a call, which goes into the request's state."""
@@ -151,48 +122,50 @@ class HttpCalls:
             call.charge.leave(refund=call.status == 429 or call.status >= 500)
         self._end_if_over(call)
 
-    @property
-    def num_at_work(self) -> int:
-        """Requests that the engine has."""
-        return len(self._at_work)
+    async def generate(self, engine: EngineClient, call: HttpCall, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        """As `EngineClient.generate`, on the account of a call.
 
-    def bind(self, engine: AsyncEngine, call: HttpCall) -> AsyncEngine:
-        """Returns the engine as one call uses it."""
-        return _CallEngine(engine, self, call)
+        Raises:
+            RateLimitError: the call's key may not use so much.
+            InvalidRequestError: more answers than the call's token pays for.
+        """
+        request = fit_budget(request, call)
+        prompt = self.begin(call, request, engine.model.max_model_len)
+        try:
+            async with aclosing(engine.generate(request, prompt)) as outputs:
+                async for output in outputs:
+                    yield output
+        except Exception:  # the engine did not take it: no event will say that it ended
+            self.settle(prompt, 0)
+            raise
 
-    def observe(self, event: Event) -> None:
-        """Takes one event of the engine."""
-        if isinstance(event, Progressed | Stepped) or (call := self._at_work.get(event.request_id)) is None:
-            return  # `Ended` sums up what the tokens before it said one by one
-        if self.tenants is not None:
-            self.tenants.observe(event)
-        stats = call.engine_stats[event.request_id]
-        if stats.follow(event):
-            self.settle(call, event.request_id, stats.num_prompt_tokens + stats.num_output_tokens)
-
-    def begin(self, call: HttpCall, request: Request, max_model_len: int) -> None:
-        """Notes that the engine is about to get a request, and charges what it can need.
+    def begin(self, call: HttpCall, request: Request, max_model_len: int) -> PromptOfCall:
+        """Notes that the engine is about to get a request, charges what it can need, and returns what observes it.
 
         Raises:
             RateLimitError: the call's key may not use so much.
         """
         if call.charge is not None:
             call.charge.reserve(request.request_id, most_tokens(request, max_model_len), time.time())
-        call.engine_stats[request.request_id] = EngineStats(num_prompt_tokens=len(request.token_ids))
+        stats = call.engine_stats[request.request_id] = EngineStats(len(request.token_ids))
         call.num_open += 1
-        self._at_work[request.request_id] = call
+        self.num_at_work += 1
         if self.tenants is not None:
             self.tenants.begin(request)
+        return PromptOfCall(self, call, request.request_id, stats)
 
-    def settle(self, call: HttpCall, request_id: str, num_tokens: int) -> None:
+    def settle(self, prompt: PromptOfCall, num_tokens: int) -> None:
         """Notes that the engine is done with a request, for which it handled `num_tokens`."""
-        if self._at_work.pop(request_id, None) is None:
+        if prompt.is_settled:
             return
+        prompt.is_settled = True
+        self.num_at_work -= 1
         if self.tenants is not None:
-            self.tenants.end(request_id)
+            self.tenants.end(prompt.request_id)
+        call = prompt.call
         call.num_open -= 1
         if call.charge is not None:
-            call.charge.settle(request_id, num_tokens)
+            call.charge.settle(prompt.request_id, num_tokens)
         self._end_if_over(call)
 
     def _end_if_over(self, call: HttpCall) -> None:
@@ -203,6 +176,26 @@ class HttpCalls:
                 listener(call)
             except Exception as error:  # who writes things down must not keep a reply back
                 _logger.error("a listener to calls failed: %s", describe(error))
+
+
+@dataclass(slots=True, eq=False)
+class PromptOfCall:
+    """One prompt of a call while the engine has it: a `RequestObserver`."""
+
+    calls: HttpCalls
+    call: HttpCall
+    request_id: str
+    stats: EngineStats
+    is_settled: bool = False
+
+    def observe(self, event: Event) -> None:
+        """Takes one event of the request."""
+        if isinstance(event, Progressed | Stepped):
+            return
+        if self.calls.tenants is not None:
+            self.calls.tenants.observe(event)
+        if isinstance(event, Ended) and event.last:
+            self.calls.settle(self, self.stats.num_prompt_tokens + self.stats.num_output_tokens)
 
 
 def fit_budget(request: Request, call: HttpCall) -> Request:
@@ -240,43 +233,3 @@ def most_tokens(request: Request, max_model_len: int) -> int:
     room = max(0, max_model_len - len(request.token_ids))
     wanted = request.sampling.max_tokens
     return len(request.token_ids) + request.sampling.num_sequences * (room if wanted is None else min(wanted, room))
-
-
-class _CallEngine:
-    """An engine whose requests belong to a call."""
-
-    def __init__(self, engine: AsyncEngine, calls: HttpCalls, call: HttpCall) -> None:
-        self.model = engine.model
-        self.memory = engine.memory
-        self.startup = engine.startup
-        if (adapters := getattr(engine, "adapters", None)) is not None:  # an `AdapterEngine` stays one
-            self.adapters = adapters
-        self._engine = engine
-        self._calls = calls
-        self._call = call
-
-    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
-        """As `AsyncEngine.generate`.
-
-        Raises:
-            RateLimitError: the call's key may not use so much.
-            InvalidRequestError: more answers than the call's token pays for.
-        """
-        request = fit_budget(request, self._call)
-        self._calls.begin(self._call, request, self.model.max_model_len)
-        try:
-            async with aclosing(self._engine.generate(request)) as outputs:
-                async for output in outputs:
-                    yield output
-        except Exception:  # the engine did not take it: no event will say that it ended
-            self._calls.settle(self._call, request.request_id, 0)
-            raise
-
-    def subscribe(self, listener: EventListener) -> None:
-        self._engine.subscribe(listener)
-
-    def health(self) -> Health:
-        return self._engine.health()
-
-    async def drain(self, timeout_s: float) -> None:
-        await self._engine.drain(timeout_s)

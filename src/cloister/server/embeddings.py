@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, PlainValidator
 
-from cloister.engine.base import AsyncEngine
 from cloister.privacy.gate import Admission
 from cloister.server.errors import invalid
-from cloister.server.generation import run_job
+from cloister.server.generation import Generate, run_job
 from cloister.server.job import GenerationJob, make_job
 from cloister.server.parse import parse_body
 from cloister.server.prompts import PromptReader
@@ -174,10 +173,10 @@ def _tokenize(reader: PromptReader, text: Text, field: str) -> list[int]:
     return token_ids
 
 
-async def run_pooled(engine: AsyncEngine, job: GenerationJob) -> list[Embedding]:
+async def run_pooled(generate: Generate, job: GenerationJob) -> list[Embedding]:
     """Waits for every vector of a job and returns them in order; errors as in `run_job`."""
     found: dict[int, Embedding] = {}
-    async with aclosing(run_job(engine, job)) as outputs:
+    async with aclosing(run_job(generate, job)) as outputs:
         async for number, output in outputs:
             if output.embedding is not None:
                 found[number] = output.embedding

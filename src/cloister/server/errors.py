@@ -69,6 +69,7 @@ class OverloadedError(CloisterError):
     status = 503
 
 
+TOO_LATE: Final = "The answer was not complete in time; ask for fewer tokens or try again."
 INTERNAL: Final = CloisterError("The server made a mistake; it was logged without your data. Please try again.")
 
 
@@ -114,7 +115,7 @@ def failure_of(output: SequenceOutput) -> CloisterError | None:
         case FinishReason.REJECTED:
             return ContextLengthError(output.error or "The request cannot run on this server; make it shorter.")
         case FinishReason.TIMEOUT:
-            return DeadlineError(output.error or "The answer was not complete in time; ask for fewer tokens.")
+            return DeadlineError(output.error or TOO_LATE)
         case FinishReason.ABORT:
             return EngineError(output.error or "The server stops; send the request again in a moment.")
         case _:

@@ -3,63 +3,52 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Final
 
 import msgspec
 
-from cloister.engine.base import AsyncEngine
 from cloister.server.answers import CachedTokens, ReasoningTokens, Usage
-from cloister.server.deadline import Deadline
-from cloister.server.errors import failure_of
+from cloister.server.errors import TOO_LATE, failure_of
 from cloister.server.job import GenerationJob
 from cloister.types.errors import DeadlineError
 from cloister.types.request import FinishReason, Request, SequenceOutput
 
-GRACE_S: Final = 15.0
-"""How much longer than a request's own deadline the front waits, so that the word of the engine's own end comes first."""
 MAX_SIDE_BY_SIDE: Final = 64
 """Requests of one job that the engine holds at once; thousands of texts to be pooled must not fill its queue."""
 
+Generate = Callable[[Request], AsyncGenerator[SequenceOutput, None]]
+"""Has the engine do one request (`ServerState.generate`)."""
 Numbered = tuple[int, SequenceOutput]
 """(number of the prompt in its job, output)"""
 
 
-async def run_job(engine: AsyncEngine, job: GenerationJob) -> AsyncGenerator[Numbered, None]:
+async def run_job(generate: Generate, job: GenerationJob) -> AsyncGenerator[Numbered, None]:
     """Yields what the job's sequences gain. Closing it early aborts every request of the job.
+
+    Each request has what is left of the job's time when it is submitted; the engine ends it then.
 
     Raises:
         CloisterError: a request was refused, or a sequence ended without an answer; the others are aborted.
     """
-    deadline = Deadline(job.requests[0].timeout_s + GRACE_S)
-    try:
-        async with aclosing(_side_by_side(engine, job.requests)) as outputs:
-            while (numbered := await _next(outputs, deadline)) is not None:
-                if numbered[1].finish_reason is not None and (failure := failure_of(numbered[1])) is not None:
-                    raise failure
-                yield (numbered[0], _without_answer(numbered[1])) if job.answerless else numbered
-    finally:
-        deadline.close()
+    async with aclosing(_side_by_side(generate, job.requests)) as outputs:
+        async for number, output in outputs:
+            if output.finish_reason is not None and (failure := failure_of(output)) is not None:
+                raise failure
+            yield number, _without_answer(output) if job.answerless else output
 
 
-async def _next(outputs: AsyncIterator[Numbered], deadline: Deadline) -> Numbered | None:
-    try:
-        with deadline:
-            return await anext(outputs, None)
-    except TimeoutError:
-        raise DeadlineError("The answer was not complete in time; ask for fewer tokens or try again.") from None
-
-
-async def _side_by_side(engine: AsyncEngine, requests: tuple[Request, ...]) -> AsyncGenerator[Numbered, None]:
+async def _side_by_side(generate: Generate, requests: tuple[Request, ...]) -> AsyncGenerator[Numbered, None]:
     if len(requests) == 1:  # the usual case needs no task and no queue
-        async with aclosing(engine.generate(requests[0])) as outputs:
+        async with aclosing(generate(requests[0])) as outputs:
             async for output in outputs:
                 yield 0, output
         return
     queue: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
     room = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
-    tasks = [asyncio.create_task(_pump(engine, request, i, queue, room)) for i, request in enumerate(requests)]
+    due_s = asyncio.get_running_loop().time() + requests[0].timeout_s
+    tasks = [asyncio.create_task(_pump(generate, request, i, queue, room, due_s)) for i, request in enumerate(requests)]
     try:
         num_running = len(tasks)
         while num_running:
@@ -77,16 +66,21 @@ async def _side_by_side(engine: AsyncEngine, requests: tuple[Request, ...]) -> A
 
 
 async def _pump(
-    engine: AsyncEngine,
+    generate: Generate,
     request: Request,
     number: int,
     queue: asyncio.Queue[Numbered | Exception | None],
     room: asyncio.Semaphore,
+    due_s: float,
 ) -> None:
     try:
-        async with room, aclosing(engine.generate(request)) as outputs:
-            async for output in outputs:
-                queue.put_nowait((number, output))
+        async with room:
+            left_s = due_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                raise DeadlineError(TOO_LATE)
+            async with aclosing(generate(msgspec.structs.replace(request, timeout_s=left_s))) as outputs:
+                async for output in outputs:
+                    queue.put_nowait((number, output))
         queue.put_nowait(None)
     except Exception as error:
         queue.put_nowait(error)

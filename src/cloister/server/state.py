@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -13,14 +13,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.engine.base import AsyncEngine
+from cloister.engine.client import EngineClient
 from cloister.privacy.gate import Admission
-from cloister.server.calls import HttpCalls, call_of
+from cloister.server.calls import HttpCall, HttpCalls, call_of
 from cloister.server.errors import OverloadedError
 from cloister.server.files.service import FileService
 from cloister.server.metrics import Exposition
 from cloister.server.pdf.reading import PdfReader
 from cloister.server.prompts import PromptReader
+from cloister.types.request import Request as EngineRequest
+from cloister.types.request import SequenceOutput
 
 PREPARE_TIMEOUT_S: Final = 30.0
 """How long parsing, templating and tokenizing may take, waiting for a free thread included."""
@@ -41,9 +43,10 @@ class ServerState:
         threads: for text work, beside the event loop.
         files: what users keep here; None where nothing is kept.
         pdf: reads PDF files; None on a sealed node.
+        call: the HTTP request that is served; None where nobody watches.
     """
 
-    engine: AsyncEngine
+    engine: EngineClient
     reader: PromptReader
     metrics: Exposition
     calls: HttpCalls
@@ -51,6 +54,13 @@ class ServerState:
     threads: anyio.CapacityLimiter = field(default_factory=lambda: limit_text_threads(None))
     files: FileService | None = None
     pdf: PdfReader | None = None
+    call: HttpCall | None = None
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[SequenceOutput, None]:
+        """As `EngineClient.generate`, on the account of the call."""
+        if self.call is None:
+            return self.engine.generate(request)
+        return self.calls.generate(self.engine, self.call, request)
 
     async def off_the_loop(self, work: Callable[..., T], *args: Any) -> T:
         """Runs text work in a thread, with a deadline.
@@ -67,11 +77,11 @@ class ServerState:
 
 
 def state_of(request: Request) -> ServerState:
-    """Returns the state that serves a request; what its engine does counts for the request's call."""
+    """Returns the state that serves a request; what the engine does for it counts for its call."""
     state = request.app.state.server
     assert isinstance(state, ServerState)
     call = call_of(request.scope)
-    return state if call is None else replace(state, engine=state.calls.bind(state.engine, call))
+    return state if call is None else replace(state, call=call)
 
 
 def admission_of(request: Request) -> Admission:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloister.engine.base import AsyncEngine
+from cloister.engine.client import EngineClient
 from cloister.server.answers import Model, ModelList
 from cloister.server.metrics import Exposition
 from cloister.server.middleware.failures import send_error
@@ -39,7 +39,7 @@ class LoadedApp:
     """A model in memory (protocol `model_switcher.ResidentModel`): its routes, its engine, and its figures."""
 
     app: ASGIApp
-    engine: AsyncEngine
+    engine: EngineClient
     exposition: Exposition
 
     async def drain(self, timeout_s: float) -> None:

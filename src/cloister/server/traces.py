@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from cloister.server.calls import EngineStats, HttpCall
+from cloister.engine.in_flight import EngineStats
+from cloister.server.calls import HttpCall
 from cloister.server.logs import QUIET_ROUTES, method_of
 
 AttributeValue = str | int | float | tuple[str, ...]

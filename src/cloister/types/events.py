@@ -5,6 +5,8 @@ Times are of one monotonic clock, in seconds. Events carry counts and ids, never
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from cloister.types.request import AdapterInfo, FinishReason, ModelInfo, Request, SequenceOutput
@@ -185,3 +187,19 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 FrontMessage = Submit | Abort | LoadAdapter | UnloadAdapter | Shutdown
 EngineMessage = Ready | Failed | Outputs
+
+ABORTED: Final = "the request was ended before its answer was complete: nobody waited for it, or the server is shutting down"
+
+
+def end_output(ended: Ended) -> SequenceOutput:
+    """Returns the last output of a sequence that gained nothing more."""
+    return SequenceOutput(
+        request_id=ended.request_id,
+        index=ended.index,
+        finish_reason=ended.reason,
+        stop_reason=ended.stop_reason,
+        error=ended.error or (ABORTED if ended.reason is FinishReason.ABORT else None),
+        num_prompt_tokens=ended.num_prompt_tokens,
+        num_output_tokens=ended.num_output_tokens,
+        num_cached_tokens=ended.num_cached_tokens,
+    )

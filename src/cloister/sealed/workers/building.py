@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from cloister.engine.linked import LinkedEngine
+from cloister.engine import EngineClient, WorkerTransport
 from cloister.privacy import Gate, Policy, hardening, read_credentials
 from cloister.privacy.sealing import NODE_KEY_LIFE_S, KeyRing, Receiver, ReplayCache
 from cloister.sealed.node import NodeConfig, node_app
@@ -38,7 +39,8 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
         reuses_prefixes=bool(boot.engine.prefix_cache),
         sealed=True,
     )
-    engine, unsealer = LinkedEngine(boot.ready, boot.engine), RemoteUnsealer()
+    transport, unsealer = WorkerTransport(boot.ready), RemoteUnsealer()
+    engine = EngineClient(transport, boot.engine)
     path = Path(boot.ready.model.path)
     tokenizer = Tokenizer(path, remembers=False)
     server = replace(boot.server, host=NOWHERE, page=False, log_requests=False, otlp_endpoint=None, allowed_origins=None)
@@ -50,11 +52,16 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
         server,
         request_timeout_s=boot.engine.request_timeout_s,
     )
+
+    async def link(channel: socket.socket) -> None:
+        transport.attach(channel)
+        await engine.start()
+
     config = NodeConfig(shape=boot.shape, profile=str(boot.engine.profile))
     node = node_app(inner, config, unsealer, Lifespan(None))
     receiver = Receiver(KeyRing(0.0), ReplayCache(NODE_KEY_LIFE_S))
     rehearsal = node_app(inner, config, LocalUnsealer(receiver, lambda: 0.0), Lifespan(None))
-    return NodeServing(node, engine, unsealer, rehearsal, receiver.ring.current.configuration, _close)
+    return NodeServing(node, link, unsealer, rehearsal, receiver.ring.current.configuration, _close)
 
 
 def _close() -> None:

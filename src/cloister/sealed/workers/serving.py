@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.types import ASGIApp, Message
 
-from cloister.engine.linked import LinkedEngine
 from cloister.privacy.sealing import (
     CHUNKED,
     HttpRequest,
@@ -37,6 +36,7 @@ class NodeServing:
 
     Args:
         node: opens and seals (`sealed.node.node_app`).
+        link: has the node reach the engine through a channel.
         rehearsal: the same with a key of its own, to which `configuration` belongs; it is dropped after the warm-up.
         close: closes this process when it has all that it needs.
     """
@@ -44,14 +44,14 @@ class NodeServing:
     def __init__(
         self,
         node: ASGIApp,
-        engine: LinkedEngine,
+        link: Callable[[socket.socket], Awaitable[None]],
         unsealer: RemoteUnsealer,
         rehearsal: ASGIApp,
         configuration: KeyConfiguration,
         close: Callable[[], None],
     ) -> None:
         self._node = node
-        self._engine = engine
+        self._link = link
         self._unsealer = unsealer
         self._rehearsal: tuple[ASGIApp, KeyConfiguration] | None = (rehearsal, configuration)
         self.close = close
@@ -76,7 +76,7 @@ class NodeServing:
 
     async def serve(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
         reader, writer = await asyncio.open_unix_connection(sock=front, limit=_LIMIT_BYTES)
-        await self._engine.attach(engine)
+        await self._link(engine)
         self._unsealer.attach(key_service)
         head = await receive_for_worker(reader)
         if not isinstance(head, Head):

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from cloister.engine.base import Health
+from cloister.engine.client import Health
 from cloister.privacy.sealing import KEYS_MEDIA_TYPE
 from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
 from cloister.sealed.gateway import NODE_PATH

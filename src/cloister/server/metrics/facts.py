@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 import cloister
-from cloister.engine.base import AsyncEngine
+from cloister.engine.client import EngineClient
 from cloister.engine.machine import cpu_seconds, process_age_s, resident_bytes
 
 
@@ -19,7 +19,7 @@ class EngineGauges:
         model_name: as clients know it.
     """
 
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+    def __init__(self, engine: EngineClient, model_name: str) -> None:
         self._engine = engine
         self._model_name = model_name
 
@@ -36,7 +36,7 @@ class EngineGauges:
         yield _gauges("startup_seconds", "Time that the start took, by phase.", "phase", self._engine.startup)
 
     def _processes(self) -> list[tuple[str, int | None]]:
-        pid: int | None = getattr(self._engine, "pid", None)  # an engine in a thread has none of its own
+        pid = self._engine.pid  # an engine in a thread has none of its own
         return [("front", None), *([("engine", pid)] if pid is not None else [])]
 
     def _memory(self) -> list[tuple[str, float]]:

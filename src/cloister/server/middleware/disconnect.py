@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from cloister.server.deadline import Patience
 
 WRITE_TIMEOUT_S: Final = 60.0
 """How long a client may leave a reply unread before it counts as gone."""
@@ -78,3 +77,34 @@ async def _end(task: asyncio.Future[None]) -> None:
     await asyncio.wait([task])
     if not task.cancelled():
         task.exception()  # looked at, so that asyncio does not log it
+
+
+class Patience:
+    """A bound for each of many waits, one after the other.
+
+    Args:
+        limit_s: how long one wait may last.
+        give_up: called once when one has lasted that long.
+
+    Attributes:
+        since_s: when the present wait began, on the loop's clock; None between waits. Set by whoever waits, for every token.
+    """
+
+    def __init__(self, limit_s: float, give_up: Callable[[], None]) -> None:
+        self._limit_s = limit_s
+        self._give_up = give_up
+        self._loop = asyncio.get_running_loop()
+        self.since_s: float | None = None
+        self._timer = self._loop.call_later(limit_s, self._look)
+
+    def close(self) -> None:
+        """Stops the timer."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        due_s = (now_s if self.since_s is None else self.since_s) + self._limit_s
+        if due_s <= now_s:
+            self._give_up()
+        else:
+            self._timer = self._loop.call_at(due_s, self._look)

@@ -43,7 +43,7 @@ async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation, at once or as a stream."""
     state = state_of(request)
     job = await state.off_the_loop(state.reader.read_chat, await request.body(), admission_of(request))
-    outputs = run_job(state.engine, job)
+    outputs = run_job(state.generate, job)
     if job.stream:
         return await open_stream(stream_chat(job, outputs))
     return json_response(await answer_chat(job, outputs))

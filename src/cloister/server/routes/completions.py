@@ -31,7 +31,7 @@ async def create_completion(request: Request) -> Response:
     """Continues one or more prompts, at once or as a stream."""
     state = state_of(request)
     job = await state.off_the_loop(state.reader.read_completion, await request.body(), admission_of(request))
-    outputs = run_job(state.engine, job)
+    outputs = run_job(state.generate, job)
     if job.stream:
         return await open_stream(stream_completion(job, outputs))
     return json_response(await answer_completion(job, outputs))

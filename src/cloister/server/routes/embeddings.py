@@ -17,5 +17,5 @@ async def create_embeddings(request: Request) -> Response:
     """Makes a vector of each text; the texts of a request are computed side by side."""
     state = state_of(request)
     asked = await state.off_the_loop(read_embeddings, state.reader, await request.body(), admission_of(request))
-    embeddings = await run_pooled(state.engine, asked.job)
+    embeddings = await run_pooled(state.generate, asked.job)
     return Response(await state.off_the_loop(write_embeddings, asked, embeddings), media_type="application/json")

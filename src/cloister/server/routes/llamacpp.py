@@ -88,7 +88,7 @@ async def _answer(request: Request, read: Reader) -> Response:
     state = state_of(request)
     asked = await state.off_the_loop(read, state.reader, await request.body(), admission_of(request))
     writer = CompletionWriter(asked, call_of(request.scope))
-    outputs = run_job(state.engine, asked.job)
+    outputs = run_job(state.generate, asked.job)
     if asked.job.stream:
         return await open_stream(_stream(asked.job, writer, outputs), UNMARKED_END)
     tally = Tally(asked.job)

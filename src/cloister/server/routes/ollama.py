@@ -85,7 +85,7 @@ async def generate(request: Request) -> Response:
 async def _answer(state: ServerState, asked: Asked, writer: LineWriter) -> Response:
     if asked.job is None:
         return Response(lines([writer.present()]), media_type=NDJSON) if asked.stream else json_response(writer.present())
-    outputs = run_job(state.engine, asked.job)
+    outputs = run_job(state.generate, asked.job)
     if asked.stream:
         return await open_stream(_stream(asked.job, writer, outputs), LINES, NDJSON)
     return json_response(await _gather(asked.job, writer, outputs))
@@ -121,7 +121,7 @@ async def embed(request: Request) -> Response:
     name, job = await state.off_the_loop(read_embed, state.reader, await request.body(), admission_of(request))
     if job is None:
         return json_response(OllamaEmbeddings(name, []))
-    vectors = await run_pooled(state.engine, job)
+    vectors = await run_pooled(state.generate, job)
     times = durations(call, job)
     return await state.off_the_loop(
         lambda: json_response(
@@ -143,7 +143,7 @@ async def embed_one(request: Request) -> Response:
     job = await state.off_the_loop(read_embedding, state.reader, await request.body(), admission_of(request))
     if job is None:
         return json_response(OllamaEmbedding([]))
-    (vector,) = await run_pooled(state.engine, job)
+    (vector,) = await run_pooled(state.generate, job)
     return json_response(OllamaEmbedding(vector_of(vector).tolist()))
 
 

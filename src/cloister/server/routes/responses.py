@@ -38,7 +38,7 @@ async def create_response(request: Request) -> Response:
     owner = admission_of(request).owner
     job, body = await state.off_the_loop(state.reader.read_response, await request.body(), admission_of(request))
     writer = ResponseWriter(job, body, keeps_broken=job.stream)
-    outputs = run_job(state.engine, job)
+    outputs = run_job(state.generate, job)
 
     def keep(response: dict[str, Any]) -> None:
         if state.reader.responses is not None and owner is not None and body.store:

@@ -18,7 +18,7 @@ async def create_score(request: Request) -> Response:
     """Says how alike pairs of texts are."""
     state = state_of(request)
     asked = await state.off_the_loop(read_score, state.reader, await request.body(), admission_of(request))
-    embeddings = await run_pooled(state.engine, asked.job)
+    embeddings = await run_pooled(state.generate, asked.job)
     return json_response(await state.off_the_loop(score_pairs, asked, embeddings))
 
 
@@ -29,5 +29,5 @@ async def create_ranking(request: Request) -> Response:
     """Sorts documents by how alike they are to a query."""
     state = state_of(request)
     asked = await state.off_the_loop(read_rerank, state.reader, await request.body(), admission_of(request))
-    embeddings = await run_pooled(state.engine, asked.job)
+    embeddings = await run_pooled(state.generate, asked.job)
     return json_response(await state.off_the_loop(rank_documents, asked, embeddings))

@@ -63,7 +63,7 @@ async def create_pooled(request: Request) -> Response:
     """Makes a vector of each text, as /v1/embeddings does."""
     state = state_of(request)
     asked = await state.off_the_loop(read_embeddings, state.reader, await request.body(), admission_of(request))
-    embeddings = await run_pooled(state.engine, asked.job)
+    embeddings = await run_pooled(state.generate, asked.job)
     items = [PooledItem(i, vector_of(embedding).tolist()) for i, embedding in enumerate(embeddings)]
     reply = PooledList(f"pool-{secrets.token_hex(12)}", int(time.time()), asked.job.model_name, items, usage_of(asked.job))
     return json_response(reply)

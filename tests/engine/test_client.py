@@ -1,41 +1,59 @@
-"""Every sequence gets one end, and the listeners one event for it, whatever the engine does."""
+"""The client of an engine: every sequence gets one end, and the listeners one event for it, whatever the engine does."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 import pytest
 
-from cloister.engine.desk import Desk
-from cloister.engine.ends import end_output
+from cloister.engine import EngineClient
+from cloister.engine.client import GRACE_S, NO_ANSWER
+from cloister.engine.in_flight import EngineStats
 from cloister.types.clock import VirtualClock
+from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError, InvalidRequestError, QueueFullError
-from cloister.types.events import Abort, Arrived, Ended, Event, FrontMessage, Outputs, Scheduled, Stepped, Submit
+from cloister.types.events import (
+    Abort,
+    Arrived,
+    Ended,
+    Event,
+    FrontMessage,
+    LoadAdapter,
+    Outputs,
+    Scheduled,
+    Stepped,
+    Submit,
+    end_output,
+)
 from cloister.types.request import FinishReason, Request, SequenceOutput
+from tests.engine.fake_transport import FakeTransport, opened_client
 from tests.engine.replica import make_request
+from tests.virtual_time import run
 
 
 class Front:
-    """A desk, what it sent to its engine, and what came out at the other side."""
+    """A client, what it sent to its engine, and what came out at the other side."""
 
     def __init__(self, max_waiting: int = 4, max_num_seqs: int = 2) -> None:
         self.clock = VirtualClock()
-        self.sent: list[FrontMessage] = []
         self.events: list[Event] = []
         self.outputs: list[SequenceOutput] = []
-        self.desk = Desk(self.sent.append, self.clock, max_waiting=max_waiting, max_num_seqs=max_num_seqs)
-        self.desk.subscribe(self.events.append)
+        transport = FakeTransport()
+        self.sent: list[FrontMessage] = transport.sent
+        self.client = opened_client(transport, self.clock, max_waiting=max_waiting, max_num_seqs=max_num_seqs)
+        self.client.subscribe(self.events.append)
 
     def submit(self, n: int = 1) -> Request:
         request = make_request(n=n)
-        self.desk.submit(request, self.outputs.append)
+        self.client.submit(request, self.outputs.append)
         return request
 
     def start(self, request: Request) -> None:
         """The engine schedules a request."""
         id_, now_s = request.request_id, self.clock.now()
         scheduled = Scheduled(id_, now_s, 0.0, num_cached_tokens=3, num_prompt_tokens=16)
-        self.desk.deliver(Outputs([], [Arrived(id_, now_s, 16), scheduled]))
+        self.client.receive(Outputs([], [Arrived(id_, now_s, 16), scheduled]))
 
     def end(self, request: Request, index: int = 0, last: bool = True) -> None:
         """The engine ends a sequence."""
@@ -52,7 +70,7 @@ class Front:
             first_token_s=0.0,
             last=last,
         )
-        self.desk.deliver(Outputs([end_output(ended)], [ended]))
+        self.client.receive(Outputs([end_output(ended)], [ended]))
 
     def ends(self, request: Request) -> list[tuple[int, FinishReason]]:
         mine = [e for e in self.events if isinstance(e, Ended) and e.request_id == request.request_id]
@@ -67,17 +85,17 @@ def test_an_engine_that_dies_ends_each_unfinished_sequence_once() -> None:
     request = front.submit(n=2)
     front.start(request)
     front.end(request, index=1, last=False)
-    front.desk.fail_all("the engine died")
-    front.desk.fail_all("the engine died")
+    front.client._requests.end_all("the engine died")
+    front.client._requests.end_all("the engine died")
     assert front.ends(request) == [(1, FinishReason.LENGTH), (0, FinishReason.ERROR)]
     assert front.events[-1].num_cached_tokens == 3
-    assert front.desk.num_in_flight == 0
+    assert len(front.client._requests) == 0
 
 
 def test_a_request_that_never_reached_the_engine_still_arrives_and_ends_in_the_events() -> None:
     front = Front()
     request = front.submit()
-    front.desk.fail_all("the engine died")
+    front.client._requests.end_all("the engine died")
     assert Counter(type(event) for event in front.events) == {Arrived: 1, Ended: 1}
     assert front.ends(request) == [(0, FinishReason.ERROR)]
 
@@ -86,7 +104,7 @@ def test_what_the_engine_says_after_the_end_is_dropped() -> None:
     front = Front()
     request = front.submit()
     front.start(request)
-    front.desk.give_up(request.request_id)
+    front.client.give_up(request.request_id)
     assert isinstance(front.sent[-1], Abort)
     front.end(request)
     assert front.ends(request) == [(0, FinishReason.TIMEOUT)]
@@ -106,11 +124,11 @@ def test_a_sequence_that_the_engine_ends_twice_ends_once() -> None:
 def test_an_abandoned_request_stays_accounted_for_until_the_engine_ended_it() -> None:
     front = Front()
     request = front.submit()
-    front.desk.abandon(request.request_id)
-    front.desk.abandon(request.request_id)
+    front.client.abandon(request.request_id)
+    front.client.abandon(request.request_id)
     assert [type(message) for message in front.sent] == [Submit, Abort]
-    assert front.desk.num_in_flight == 1
-    front.desk.fail_all("the engine died")
+    assert len(front.client._requests) == 1
+    front.client._requests.end_all("the engine died")
     assert [e.reason for e in front.events if isinstance(e, Ended)] == [FinishReason.ABORT]
     assert front.outputs == []
 
@@ -123,7 +141,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     with pytest.raises(QueueFullError) as refusal:
         front.submit()
     assert refusal.value.retry_after_s == 1.0
-    assert front.desk.num_waiting == 4
+    assert front.client._requests.num_waiting == 4
 
 
 def test_the_wait_is_estimated_from_recent_completions() -> None:
@@ -144,7 +162,7 @@ def test_slots_do_not_count_while_the_engine_leaves_requests_waiting() -> None:
     front = Front(max_waiting=1, max_num_seqs=8)
     first = front.submit()
     front.start(first)
-    front.desk.deliver(Outputs([], [Stepped(0.0, 0.1, 1, 1, 1, 1, 8, 0, 8)]))
+    front.client.receive(Outputs([], [Stepped(0.0, 0.1, 1, 1, 1, 1, 8, 0, 8)]))
     front.submit()
     with pytest.raises(QueueFullError):
         front.submit()
@@ -162,15 +180,15 @@ def test_an_id_in_use_is_refused_and_harms_nobody() -> None:
     front = Front()
     request = front.submit()
     with pytest.raises(InvalidRequestError):
-        front.desk.submit(request, front.outputs.append)
+        front.client.submit(request, front.outputs.append)
     front.start(request)
     front.end(request)
     assert front.ends(request) == [(0, FinishReason.LENGTH)]
 
 
-def test_a_closed_desk_says_why() -> None:
+def test_a_client_that_takes_nothing_says_why() -> None:
     front = Front()
-    front.desk.closed = "it restarts"
+    front.client.closed = "it restarts"
     with pytest.raises(EngineError, match="it restarts"):
         front.submit()
 
@@ -181,8 +199,59 @@ def test_a_listener_that_fails_keeps_no_answer_back() -> None:
     def fail(event: Event) -> None:
         raise RuntimeError
 
-    front.desk.subscribe(fail)
+    front.client.subscribe(fail)
     request = front.submit()
     front.start(request)
     front.end(request)
     assert front.ends(request) == [(0, FinishReason.LENGTH)]
+
+
+def test_a_request_that_the_engine_never_ends_is_ended_here_after_its_deadline_and_some_time() -> None:
+    async def wait() -> tuple[float, list[SequenceOutput]]:
+        client = EngineClient(FakeTransport(), EngineConfig())
+        await client.start()
+        request = make_request(timeout_s=5.0)
+        outputs = [output async for output in client.generate(request)]
+        return asyncio.get_running_loop().time(), outputs
+
+    ended_s, outputs = run(wait())
+    assert ended_s == pytest.approx(5.0 + GRACE_S)
+    assert [(output.finish_reason, output.error) for output in outputs] == [(FinishReason.TIMEOUT, NO_ANSWER)]
+
+
+def test_an_observer_hears_of_its_own_request_until_its_end_whoever_ends_it() -> None:
+    class Observer:
+        def __init__(self) -> None:
+            self.stats = EngineStats()
+            self.events: list[Event] = []
+
+        def observe(self, event: Event) -> None:
+            self.events.append(event)
+            raise RuntimeError  # its fault keeps no answer back
+
+    front, observer = Front(), Observer()
+    other, request = front.submit(), make_request(n=2)
+    front.client.submit(request, front.outputs.append, observer)
+    for one in (other, request):
+        front.start(one)
+    front.end(request, index=1, last=False)
+    front.client._requests.end_all("the engine died")
+    assert [type(event) for event in observer.events] == [Arrived, Scheduled, Ended, Ended]
+    assert [event.last for event in observer.events if isinstance(event, Ended)] == [False, True]
+    assert observer.stats.reasons == ["length", "error"]
+    assert observer.stats.num_cached_tokens == 3
+    assert front.ends(other) == [(0, FinishReason.ERROR)]
+
+
+def test_a_call_about_an_adapter_is_refused_at_once_while_the_engine_is_away() -> None:
+    async def ask() -> float:
+        transport = FakeTransport()
+        client = EngineClient(transport, EngineConfig())
+        await client.start()
+        client.closed = "it restarts"
+        with pytest.raises(EngineError, match="it restarts"):
+            await client.adapters.load("ann", "somewhere")
+        assert not any(isinstance(message, LoadAdapter) for message in transport.sent)
+        return asyncio.get_running_loop().time()
+
+    assert run(ask()) == 0.0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cloister.engine.restarts import Restarts
-from cloister.engine.watchdog import Watchdog
+from cloister.engine.supervision import Restarts, Watchdog
 from cloister.types.events import Arrived, Stepped
 
 

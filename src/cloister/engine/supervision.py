@@ -1,8 +1,13 @@
-"""Health means progress (rule 11): notices an engine that stands still while requests wait. Pure: it takes `now`."""
+"""How an engine is watched: health means progress (rule 11), and one that died is started again so often and so soon.
+
+Pure: what is here takes `now`.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Final
 
 from cloister.types.events import Ended, Event, Stepped
@@ -72,3 +77,47 @@ class Watchdog:
     @property
     def _timeout_s(self) -> float:
         return max(self._stall_timeout_s if self._has_stepped else self._first_step_timeout_s, NUM_STEPS * self._step_s)
+
+
+class Restarts:
+    """Exponential backoff with a limit.
+
+    Args:
+        max_restarts: so many within `window_s`, then no more.
+        backoff_s: pause before the first restart of a window; each further one doubles it, up to `max_backoff_s`.
+    """
+
+    def __init__(
+        self, max_restarts: int = 5, window_s: float = 600.0, backoff_s: float = 0.1, max_backoff_s: float = 10.0
+    ) -> None:
+        self.max_restarts = max_restarts
+        self.window_s = window_s
+        self._backoff_s = backoff_s
+        self._max_backoff_s = max_backoff_s
+        self._times_s: deque[float] = deque()
+
+    def next_delay_s(self, now: float) -> float | None:
+        """Counts a restart and returns the pause before it, or None if there were too many already."""
+        while self._times_s and self._times_s[0] <= now - self.window_s:
+            self._times_s.popleft()
+        if len(self._times_s) >= self.max_restarts:
+            return None
+        self._times_s.append(now)
+        return min(self._max_backoff_s, self._backoff_s * 2.0 ** (len(self._times_s) - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """How one engine is watched.
+
+    Attributes:
+        start_timeout_s: loading the model may take so long.
+        first_step_timeout_s: stands for the setting `stall_timeout_s` until the first step is done.
+        look_every_s: how often the watchdog looks.
+        restarts: how often and how soon it may be started again; None: it cannot be.
+    """
+
+    start_timeout_s: float = 600.0
+    first_step_timeout_s: float = 30.0
+    look_every_s: float = 0.5
+    restarts: Restarts | None = field(default_factory=Restarts)

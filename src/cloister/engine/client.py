@@ -1,0 +1,322 @@
+"""The front's side of an engine, wherever it runs: requests go in, outputs come out, and everybody gets a reply (rule 4)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Final
+
+from cloister.engine.adapter_calls import AdapterCalls
+from cloister.engine.faults import describe
+from cloister.engine.in_flight import EventListener, InFlightRequests, RequestObserver, Sink
+from cloister.engine.supervision import Supervision, Watchdog
+from cloister.engine.transports import Transport
+from cloister.types.clock import Clock, WallClock
+from cloister.types.config import EngineConfig
+from cloister.types.errors import CloisterError, EngineError
+from cloister.types.events import Abort, FrontMessage, Outputs, Ready, Shutdown, Submit
+from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
+
+NOT_STARTED: Final = "the engine has not been started"
+DRAINING: Final = "the server is shutting down; send the request again to another one, or later"
+RESTARTING: Final = "the engine is being restarted; send the request again in a few seconds"
+BROKEN: Final = "the engine died too often and is not restarted any more; the log says what it died of"
+NO_ANSWER: Final = "the engine did not answer before the request's deadline; send it again"
+STOP_GRACE_S: Final = 5.0
+"""How long past the drain's deadline the engine may take to exit by itself."""
+GRACE_S: Final = 10.0
+"""How long past its deadline, which the engine enforces, a request waits for the engine to say so, before it ends here."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Health means progress (rule 11).
+
+    Attributes:
+        good: steps advance, or nothing waits.
+        detail: one line for an operator, free of content.
+    """
+
+    good: bool
+    detail: str
+
+
+class _Mailbox:
+    """Outputs from the event loop's callbacks to the one task that reads them; asyncio.Queue does more and costs more."""
+
+    __slots__ = ("_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: deque[SequenceOutput] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: SequenceOutput) -> None:
+        self._items.append(output)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> SequenceOutput:
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._items.popleft()
+
+
+class EngineClient:
+    """An engine as one event loop uses it.
+
+    Args:
+        transport: the way to the engine.
+        config: the engine's settings; `max_waiting` and `max_num_seqs` also bound the queue here; `stall_timeout_s` says when
+            an engine that makes no step is unhealthy (it is replaced after twice that time, if it can be).
+
+    Attributes:
+        model: what it serves.
+        memory: itemised budget, (what, bytes).
+        startup: how long its start took, (phase, seconds).
+        adapters: those that requests can ask for, and calls to load and unload them.
+        closed: why no request is taken at present, or None.
+    """
+
+    model: ModelInfo
+    memory: list[tuple[str, int]]
+    startup: list[tuple[str, float]]
+
+    def __init__(self, transport: Transport, config: EngineConfig, *, clock: Clock | None = None) -> None:
+        self.closed: str | None = NOT_STARTED
+        self.adapters = AdapterCalls(self._call)
+        self._transport = transport
+        self._config = config
+        self._clock = clock or WallClock()
+        self._requests = InFlightRequests(self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
+        self._supervision = transport.supervision or Supervision(restarts=None)
+        self._watchdog = Watchdog(config.stall_timeout_s, self._supervision.first_step_timeout_s)
+        self._keeper: asyncio.Task[None] | None = None
+        self._is_open = False
+        self._is_draining = False
+        self._fault: str | None = None
+        if transport.ready is not None:
+            self._introduce(transport.ready)
+
+    async def start(self) -> None:
+        """Starts the engine, or reaches it, and waits until its model is loaded. It belongs to this event loop from now on.
+
+        Raises:
+            CloisterError: it cannot start; the message says why.
+        """
+        await self._open()
+        self._keeper = asyncio.create_task(self._keep(), name="engine keeper")
+
+    @property
+    def pid(self) -> int | None:
+        """The process of its own that the engine runs in at present."""
+        return self._transport.pid
+
+    def subscribe(self, listener: EventListener) -> None:
+        """Calls `listener` with every event of requests from here, and of every step, on the event loop."""
+        self._requests.subscribe(listener)
+
+    def health(self) -> Health:
+        """Good while requests are taken, and steps advance or nothing waits (rule 11)."""
+        if self.closed is not None:
+            return Health(False, self.closed)
+        detail = f"{len(self._requests)} requests in flight, {self._requests.num_waiting} of them waiting"
+        if self._watchdog.is_stalled:
+            return Health(False, f"no step for {self._watchdog.stalled_s:.0f} s; {detail}")
+        return Health(True, detail)
+
+    def fault(self) -> str | None:
+        """Says why no engine will be started any more; None while one runs, or will."""
+        return self._fault
+
+    # Requests
+
+    async def generate(self, request: Request, observer: RequestObserver | None = None) -> AsyncGenerator[SequenceOutput, None]:
+        """Submits a request at the first `anext` and yields what its sequences gain, until the last one ended.
+
+        Closing the iterator early aborts the request; its blocks are free at the next step. Every sequence's last
+        output carries a finish reason, errors included: the iterator itself raises only before the first output.
+
+        Args:
+            observer: told what becomes of the request.
+
+        Raises:
+            QueueFullError: as many requests wait as the configuration allows.
+            InvalidRequestError: its id is in use, or it asks for no sequence or too many.
+            EngineError: the engine is not running (it is being restarted, or it drains).
+        """
+        mailbox = _Mailbox()
+        self.submit(request, mailbox.put, observer)
+        num_open = request.sampling.n
+        with self._watch_deadline(request):  # ends every wait
+            while num_open:
+                output = await mailbox.get()
+                num_open -= output.finish_reason is not None
+                yield output
+
+    async def follow(self, request: Request, sink: Sink) -> None:
+        """Submits a request, calls `sink` with every output as it comes, and returns after the last one.
+
+        As `generate` without a task to wake for every token. What `sink` raises ends the request, and is raised here.
+        """
+        done = asyncio.get_running_loop().create_future()
+        num_open = request.sampling.n
+
+        def take(output: SequenceOutput) -> None:
+            nonlocal num_open
+            if done.done():
+                return
+            try:
+                sink(output)
+            except Exception as error:
+                done.set_exception(error)
+                return
+            num_open -= output.finish_reason is not None
+            if not num_open:
+                done.set_result(None)
+
+        self.submit(request, take)
+        with self._watch_deadline(request):
+            await done
+
+    def submit(self, request: Request, sink: Sink, observer: RequestObserver | None = None) -> None:
+        """Hands a request to the engine; `sink` gets what its sequences gain, `observer` its events. Errors as `generate`."""
+        if self.closed is not None:
+            raise EngineError(self.closed)
+        self._requests.check(request)
+        self._send(Submit(request))
+        self._requests.add(request, sink, observer)
+
+    def abandon(self, request_id: str) -> None:
+        """Nobody waits for a request any more; if it has not ended, the engine is told."""
+        if self._requests.leave(request_id):
+            self._send(Abort(request_id))
+
+    def give_up(self, request_id: str) -> None:
+        """Ends a request that the engine should have ended long ago."""
+        if self._requests.end(request_id, FinishReason.TIMEOUT, NO_ANSWER):
+            self._send(Abort(request_id))
+
+    @contextmanager
+    def _watch_deadline(self, request: Request) -> Iterator[None]:
+        """Bounds the wait for a request's outputs, and gives it up when nobody waits any more."""
+        patience_s = request.timeout_s + GRACE_S
+        timer = asyncio.get_running_loop().call_later(patience_s, self.give_up, request.request_id)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self.abandon(request.request_id)
+
+    # Messages
+
+    def receive(self, message: Outputs) -> None:
+        """Takes what the engine says."""
+        self._watchdog.note(message.events)
+        self._requests.deliver(message)
+        if message.replies:
+            self.adapters.deliver(message.replies)
+
+    def _send(self, message: FrontMessage) -> None:
+        if self._is_open:
+            self._transport.send(message)
+
+    def _call(self, message: FrontMessage) -> None:
+        if self.closed is not None:
+            raise EngineError(self.closed)
+        self._send(message)
+
+    # The engine's life
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests, waits until the running ones ended or `timeout_s` passed, then stops the engine."""
+        self.closed, self._is_draining = DRAINING, True
+        if self._keeper is None:
+            return
+        if not self._is_open:
+            self._keeper.cancel()  # it waits to start the engine again
+        self._send(Shutdown(timeout_s))
+        await asyncio.wait({self._keeper}, timeout=timeout_s + STOP_GRACE_S)
+        self._keeper.cancel()
+        await asyncio.wait({self._keeper}, timeout=STOP_GRACE_S)
+        self._requests.end_all(DRAINING)
+
+    async def _open(self) -> None:
+        config = replace(self._config, lora=self.adapters.as_setting(self._config.lora))
+        await self._transport.open(config)
+        assert self._transport.ready is not None
+        self._introduce(self._transport.ready)
+        self._watchdog.restart(self._clock.now())
+        self._is_open = True
+        self.closed = DRAINING if self._is_draining else None
+
+    def _introduce(self, ready: Ready) -> None:
+        self.model, self.memory, self.startup = ready.model, ready.memory, ready.startup
+        self.adapters.start(ready.adapters)
+
+    async def _keep(self) -> None:
+        """Lives as long as the engine shall: serves one after the other."""
+        try:
+            while self._is_open:
+                await self._serve()
+                await self._bury()
+                await self._replace()
+        except Exception as error:
+            _logger.critical("the engine's keeper failed: %s", describe(error))
+        finally:
+            if self._is_open:
+                self._transport.kill()
+                await self._bury()
+            if not self._is_draining:
+                self.closed = self._fault = BROKEN if self._supervision.restarts is not None else self._transport.lost
+
+    async def _serve(self) -> None:
+        """Passes on what the engine says, until it is gone; kills it when it hangs."""
+        watch = asyncio.create_task(self._watch(), name="engine watchdog") if self._transport.supervision is not None else None
+        try:
+            await self._transport.run(self.receive)
+        finally:
+            if watch is not None:
+                watch.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._supervision.look_every_s)
+            is_waited_for = self._requests.is_waited_for and not self.adapters.is_loading
+            self._watchdog.look(self._clock.now(), is_waited_for=is_waited_for)
+            if self._watchdog.is_hung and self._supervision.restarts is not None:
+                _logger.error("the engine made no step for %.1f s; it is replaced", self._watchdog.stalled_s)
+                self._transport.kill()
+                return
+
+    async def _bury(self) -> None:
+        """Ends every request of an engine that is gone."""
+        self._is_open = False
+        can_replace = self._supervision.restarts is not None
+        self.closed = DRAINING if self._is_draining else RESTARTING if can_replace else self._transport.lost
+        how = await self._transport.close()
+        if how is not None and not self._is_draining:
+            _logger.error("the engine is gone: %s; %d requests fail", how, len(self._requests))
+        reply = DRAINING if self._is_draining else self._transport.lost
+        self._requests.end_all(reply)
+        self.adapters.fail_all(reply)
+
+    async def _replace(self) -> None:
+        """Starts the engine again, or gives up for good."""
+        restarts = self._supervision.restarts
+        while not (self._is_open or self._is_draining) and restarts is not None:
+            delay_s = restarts.next_delay_s(self._clock.now())
+            if delay_s is None:
+                _logger.critical("%d restarts in %.0f s: %s", restarts.max_restarts, restarts.window_s, BROKEN)
+                return
+            await asyncio.sleep(delay_s)
+            try:
+                await self._open()
+            except CloisterError as error:
+                _logger.error("the engine did not start again: %s", error.message)

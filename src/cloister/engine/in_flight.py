@@ -1,0 +1,278 @@
+"""Requests between a front and its engine. Every sequence of every one gets exactly one end (rule 4), and the listeners exactly
+one `Ended` event for it, whatever becomes of the engine.
+
+Used from one thread only. What ends here because the engine cannot say so any more looks as if the engine had said it.
+No I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from cloister.engine.faults import describe
+from cloister.types.clock import Clock
+from cloister.types.errors import InvalidRequestError, QueueFullError
+from cloister.types.events import Arrived, Ended, Event, Outputs, Preempted, Progressed, Scheduled, Stepped, end_output
+from cloister.types.request import FinishReason, Request, SequenceOutput
+
+_NUM_COMPLETIONS: Final = 64
+_MAX_RETRY_S: Final = 60.0
+
+_logger = logging.getLogger(__name__)
+
+EventListener = Callable[[Event], None]
+Sink = Callable[[SequenceOutput], None]
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What the engine did for one request. Times are of the monotonic clock."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    arrival_s: float | None = None
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    ended_s: float | None = None
+    preempted_s: list[float] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    def follow(self, event: Event) -> None:
+        """Takes one event of the request; `Ended` sums up what `Progressed` said one by one."""
+        match event:
+            case Arrived():
+                self.arrival_s, self.num_prompt_tokens = event.now_s, event.num_prompt_tokens
+            case Scheduled(resumed=False):
+                self.scheduled_s, self.num_cached_tokens = event.now_s, event.num_cached_tokens
+            case Preempted():
+                self.preempted_s.append(event.now_s)
+            case Ended():
+                self.reasons.append(event.reason.value)
+                self.num_output_tokens += event.num_output_tokens
+                self.first_token_s, self.ended_s = event.first_token_s, event.now_s
+            case _:
+                pass
+
+
+class RequestObserver(Protocol):
+    """Who submitted a request and wants to know what becomes of it.
+
+    Attributes:
+        stats: kept while the engine has the request.
+    """
+
+    stats: EngineStats
+
+    def observe(self, event: Event) -> None:
+        """Takes one event of the request, its tokens aside, when `stats` has it."""
+        ...
+
+
+class InFlightRequest:
+    """One request that the engine has.
+
+    Attributes:
+        sink: gets its outputs; None when nobody waits for them any more.
+        open: indexes of the sequences that have not ended.
+    """
+
+    __slots__ = ("_observer", "num_outputs", "open", "request", "seq_ids", "sink", "stats", "submitted_s")
+
+    def __init__(self, request: Request, sink: Sink, now: float, observer: RequestObserver | None = None) -> None:
+        self.request = request
+        self.sink: Sink | None = sink
+        self.submitted_s = now
+        self.stats = EngineStats(len(request.token_ids)) if observer is None else observer.stats
+        self.open = set(range(request.sampling.n))
+        self.seq_ids: dict[int, int] = {}
+        self.num_outputs = dict.fromkeys(self.open, 0)
+        self._observer = observer
+
+    def note(self, event: Event) -> None:
+        """Keeps what an `Ended` event would need, should this side have to write it."""
+        if isinstance(event, Progressed):
+            self.seq_ids[event.index] = event.seq_id
+            self.num_outputs[event.index] += event.num_tokens
+            if self.stats.first_token_s is None:
+                self.stats.first_token_s = event.now_s
+            return
+        self.stats.follow(event)
+        if self._observer is not None:
+            _notify(self._observer.observe, event)
+
+    def ends(self, reason: FinishReason, error: str, now: float) -> Iterator[Ended]:
+        """Yields the end of each sequence that has none, in the engine's place; each is to be closed before the next."""
+        for index in sorted(self.open):
+            yield Ended(
+                request_id=self.request.request_id,
+                seq_id=self.seq_ids.get(index, -1),
+                index=index,
+                now_s=now,
+                reason=reason,
+                num_prompt_tokens=len(self.request.token_ids),
+                num_output_tokens=self.num_outputs[index],
+                num_cached_tokens=self.stats.num_cached_tokens,
+                arrival_s=self.submitted_s if self.stats.arrival_s is None else self.stats.arrival_s,
+                first_token_s=self.stats.first_token_s,
+                last=len(self.open) == 1,
+                error=error,
+            )
+
+
+class InFlightRequests:
+    """All of them, and who hears of what happens to them.
+
+    Args:
+        max_waiting: requests that may wait for a slot.
+        max_num_seqs: sequences that run at once; so many requests may come to an idle engine without waiting.
+    """
+
+    def __init__(self, clock: Clock, *, max_waiting: int, max_num_seqs: int) -> None:
+        self._clock = clock
+        self._max_waiting = max_waiting
+        self._max_num_seqs = max_num_seqs
+        self._by_id: dict[str, InFlightRequest] = {}
+        self._of_others: set[str] = set()
+        self._listeners: list[EventListener] = []
+        self._completions_s: deque[float] = deque(maxlen=_NUM_COMPLETIONS)
+        self._left_waiting = 0
+
+    def __len__(self) -> int:
+        """Requests that have not ended, those included that nobody waits for any more."""
+        return len(self._by_id)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that somebody waits for and that have not been scheduled yet."""
+        return sum(1 for r in self._by_id.values() if r.stats.scheduled_s is None and r.sink is not None)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether anybody waits for the engine, such as a worker with a channel of its own."""
+        return bool(self._by_id or self._of_others)
+
+    def has_room(self) -> bool:
+        """True if one more request may wait."""
+        # Requests the engine has not answered yet do not count as waiting while it has slots for them; whether it has,
+        # the last step says: if it left somebody waiting, there are none (or no memory for them).
+        num_running = sum(len(r.open) for r in self._by_id.values() if r.stats.scheduled_s is not None)
+        num_slots = 0 if self._left_waiting else max(0, self._max_num_seqs - num_running)
+        return self.num_waiting < self._max_waiting + num_slots
+
+    def subscribe(self, listener: EventListener) -> None:
+        """Calls `listener` with every event of these requests, and of every step."""
+        self._listeners.append(listener)
+
+    def check(self, request: Request) -> None:
+        """Raises what speaks against one more request.
+
+        Raises:
+            QueueFullError: too many wait.
+            InvalidRequestError: its id is in use, or it asks for no sequence or too many.
+        """
+        if not self.has_room():
+            raise QueueFullError(
+                f"{self.num_waiting} requests wait already; try again later", retry_after_s=self._estimate_retry_s()
+            )
+        if request.request_id in self._by_id:
+            raise InvalidRequestError("the request id is in use; choose another one", param="request_id")
+        if not 1 <= request.sampling.n <= self._max_num_seqs:  # before anything is made for each of them
+            raise InvalidRequestError(f"n must be from 1 to {self._max_num_seqs}, the sequences that run at once", param="n")
+
+    def add(self, request: Request, sink: Sink, observer: RequestObserver | None = None) -> None:
+        """Takes a request that was checked; `sink` gets its outputs, `observer` its events."""
+        self._by_id[request.request_id] = InFlightRequest(request, sink, self._clock.now(), observer)
+
+    def leave(self, request_id: str) -> bool:
+        """Nobody waits for a request any more; True if somebody did and it has not ended."""
+        found = self._by_id.get(request_id)
+        if found is None or found.sink is None:
+            return False
+        found.sink = None
+        return True
+
+    def end(self, request_id: str, reason: FinishReason, error: str) -> bool:
+        """Ends a request in the engine's place, with `error` as the reply; False if it has ended."""
+        found = self._by_id.get(request_id)
+        if found is None:
+            return False
+        now = self._clock.now()
+        if found.stats.arrival_s is None:
+            self._happen(found, Arrived(request_id, found.submitted_s, len(found.request.token_ids)))
+        for ended in found.ends(reason, error, now):
+            self._happen(found, ended)
+            self._pass_on(found, end_output(ended))
+        return True
+
+    def end_all(self, error: str) -> None:
+        """The engine is gone: ends everything, with `error` as the reply."""
+        self._left_waiting = 0
+        self._of_others.clear()
+        for request_id, found in list(self._by_id.items()):
+            self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
+
+    def deliver(self, message: Outputs) -> None:
+        """Passes on what a step brought; ends of sequences that have ended already are dropped."""
+        for event in message.events:
+            if self._is_news(event):
+                self._tell(event)
+        for output in message.outputs:
+            found = self._by_id.get(output.request_id)
+            if found is not None and output.index in found.open:
+                self._pass_on(found, output)
+
+    def _is_news(self, event: Event) -> bool:
+        if isinstance(event, Stepped):
+            self._left_waiting = event.num_waiting
+            return True
+        found = self._by_id.get(event.request_id)
+        if found is None:
+            self._note_other(event)
+            return False
+        if isinstance(event, Ended) and event.index not in found.open:
+            return False
+        found.note(event)
+        return True
+
+    def _happen(self, found: InFlightRequest, event: Event) -> None:
+        found.note(event)
+        self._tell(event)
+
+    def _note_other(self, event: Event) -> None:
+        """Counts requests that others wait for, so that an engine that hangs on one of theirs is found out."""
+        if isinstance(event, Arrived):
+            self._of_others.add(event.request_id)
+        elif isinstance(event, Ended) and event.last:
+            self._of_others.discard(event.request_id)
+
+    def _tell(self, event: Event) -> None:
+        for listener in self._listeners:
+            _notify(listener, event)
+
+    def _pass_on(self, found: InFlightRequest, output: SequenceOutput) -> None:
+        if found.sink is not None:
+            found.sink(output)
+        if output.finish_reason is not None:
+            found.open.discard(output.index)
+        if not found.open:
+            del self._by_id[output.request_id]
+            self._completions_s.append(self._clock.now())
+
+    def _estimate_retry_s(self) -> float:
+        """Time until half of those who wait now have started, at the recent rate of completions."""
+        if len(self._completions_s) < 2:
+            return 1.0
+        span_s = max(1e-3, self._clock.now() - self._completions_s[0])
+        return min(_MAX_RETRY_S, self.num_waiting / 2 * span_s / len(self._completions_s))
+
+
+def _notify(listener: EventListener, event: Event) -> None:
+    try:
+        listener(event)
+    except Exception as error:  # a listener's fault must not keep answers back
+        _logger.error("an event listener failed: %s", describe(error))
