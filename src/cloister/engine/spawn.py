@@ -13,10 +13,10 @@ from typing import Protocol
 
 from cloister.engine import channel
 from cloister.types import errors
-from cloister.types.allocator import OVERWRITING
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, EngineError
 from cloister.types.events import Failed, Ready
+from cloister.types.processes import OVERWRITING
 
 _BUFFER_BYTES = 2**20
 _EXIT_POLL_S = 0.01

@@ -17,24 +17,21 @@ from starlette.types import ASGIApp
 
 from cloister.engine.client import EngineClient
 from cloister.privacy import CountRelease, Gate, is_loopback
-from cloister.server.absent import explain_absence
 from cloister.server.calls import CallListener, HttpCalls
 from cloister.server.conversation import ChatFormat
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, invalid
+from cloister.server.fields import explain_absence
 from cloister.server.files.service import FileService
 from cloister.server.logs import RequestLog
-from cloister.server.messages.errors import PREFIX as MESSAGES_FOLDER
-from cloister.server.messages.errors import error_object as message_error
+from cloister.server.messages import PREFIX as MESSAGES_FOLDER
+from cloister.server.messages import error_object as message_error
 from cloister.server.metrics import EngineGauges, Exposition, Metrics, RecordedMetrics, ReleasedCounts, make_tenant_figures
-from cloister.server.middleware.auth import Authentication
+from cloister.server.middleware.auth import Authentication, LocalHostOnly
 from cloister.server.middleware.body import BodyReader
 from cloister.server.middleware.cors import CrossOrigin, parse_origins
 from cloister.server.middleware.disconnect import WRITE_TIMEOUT_S, CancelOnDisconnect
-from cloister.server.middleware.error_forms import ErrorForms
-from cloister.server.middleware.failures import Failures
-from cloister.server.middleware.host import LocalHostOnly
+from cloister.server.middleware.failures import ErrorForms, Failures, KeyLimits
 from cloister.server.middleware.ignored import TellIgnored
-from cloister.server.middleware.limits import KeyLimits
 from cloister.server.middleware.paths import Prefixed
 from cloister.server.oidc import TokenVerifier
 from cloister.server.ollama.writing import error_object as ollama_error
@@ -44,7 +41,6 @@ from cloister.server.prompts import PromptReader
 from cloister.server.responses.keeping import ResponseStore
 from cloister.server.routes import (
     adapters,
-    batches,
     chat,
     completions,
     embeddings,
@@ -60,9 +56,7 @@ from cloister.server.routes import (
     policy,
     reference,
     responses,
-    scoring,
     tokens,
-    version,
     vllm,
 )
 from cloister.server.state import PREPARE_TIMEOUT_S, ServerState, limit_text_threads
@@ -82,15 +76,15 @@ _ROUTERS: Final = (
     metrics.router,
     policy.router,
     embeddings.router,
-    scoring.router,
+    embeddings.router,
     tokens.router,
     ollama.router,
     files.router,
-    batches.router,
+    files.router,
     pdf.router,
     llamacpp.router,
     vllm.router,
-    version.router,
+    health.router,
     reference.router,
 )
 PLAIN_PATHS: Final = frozenset(

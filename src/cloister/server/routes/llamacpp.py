@@ -17,8 +17,7 @@ from cloister.server.calls import call_of
 from cloister.server.errors import error_object
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import GenerationJob
-from cloister.server.llamacpp.reading import LlamaJob, apply_template, read_completion, read_infill
-from cloister.server.llamacpp.writing import CompletionWriter, describe_sampling
+from cloister.server.llamacpp import CompletionWriter, LlamaJob, apply_template, describe_sampling, read_completion, read_infill
 from cloister.server.parse import check_fields
 from cloister.server.prompts import PromptReader
 from cloister.server.sampling import sampling_params

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import GenerationJob
-from cloister.server.messages.writing import MessageWriter, write_failure
+from cloister.server.messages import MessageWriter, write_failure
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, named_events, open_stream
 from cloister.server.turns import read_turns

@@ -32,7 +32,7 @@ from cloister.server.ollama.writing import (
     write_failure,
 )
 from cloister.server.parse import parse_body
-from cloister.server.routes.version import VERSION
+from cloister.server.routes.health import VERSION
 from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, open_stream
 from cloister.server.turns import read_turns

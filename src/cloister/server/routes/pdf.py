@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.server.errors import invalid
-from cloister.server.files.form import read_form
+from cloister.server.files.service import read_form
 from cloister.server.schemas import Strict
 from cloister.server.state import json_response, state_of
 from cloister.types.errors import NotFoundError

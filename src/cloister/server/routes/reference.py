@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.server.ignored import ignored_fields
+from cloister.server.middleware.ignored import ignored_fields
 from cloister.server.openapi import describe_api
 from cloister.server.prompts import PromptReader
 from cloister.server.reference import CONTENT_SECURITY, write_reference
