@@ -1,4 +1,4 @@
-"""One timer for many short waits: a reply waits once for every token, and a timer for each would cost more than the token."""
+"""One timer for many short waits: a timer per token would cost more than the token."""
 
 from __future__ import annotations
 
