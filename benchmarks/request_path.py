@@ -102,7 +102,7 @@ async def trace_request(model: str) -> dict[str, list[str]]:
             await _ask(url)
             front = sorted(trace.files)
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
+            threading.settrace(None)
             while not result.exists():
                 await asyncio.sleep(0.05)
             server.should_exit = True
@@ -112,9 +112,11 @@ async def trace_request(model: str) -> dict[str, list[str]]:
 
 async def _ask(url: str) -> None:
     fields = {"messages": [{"role": "user", "content": "What is VACUUM for?"}], "max_tokens": 8, "stream": True}
-    async with httpx.AsyncClient(base_url=url, timeout=30.0) as client:
-        async with client.stream("POST", "/v1/chat/completions", json=fields) as reply:
-            body = b"".join([part async for part in reply.aiter_bytes()])
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=30.0) as client,
+        client.stream("POST", "/v1/chat/completions", json=fields) as reply,
+    ):
+        body = b"".join([part async for part in reply.aiter_bytes()])
     assert b"[DONE]" in body
 
 

@@ -1,4 +1,4 @@
-"""What computes, and in which numbers: the back end and the number format that the settings name."""
+"""Selects the back end and the quantization format from the settings."""
 
 from __future__ import annotations
 

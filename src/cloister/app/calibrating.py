@@ -1,4 +1,4 @@
-"""Weights in 4 bits that text chose on load: the first start calibrates, and later ones read what it wrote.
+"""Calibrated 4-bit weights at load: the first start calibrates and caches, later ones read the cache.
 
 Rounding to nearest costs small models a quarter of their perplexity in 4 bits, GPTQ a few per cent (docs/quantization.md).
 """

@@ -1,5 +1,4 @@
-"""Which model serves where nobody named one: the catalogue's default, pulled if the profile lets it, else the embedded
-one."""
+"""The default model: the catalogue's, pulled if the profile allows it, else the embedded one; and whether it fits in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drafters of one engine: which ones are at hand, what they take, and who says how much they draft."""
+"""Builds the drafters of one engine and the controller that decides how much they draft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads the model and puts one engine together."""
+"""Loads the model and assembles one engine."""
 
 from __future__ import annotations
 

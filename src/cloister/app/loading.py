@@ -1,4 +1,4 @@
-"""Says on standard error what a load is busy with, if it takes long: a bar on a terminal, a line at start and end elsewhere."""
+"""Reports slow loads on standard error: a progress bar on a terminal, one line at start and end elsewhere."""
 
 from __future__ import annotations
 

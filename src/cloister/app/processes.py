@@ -1,4 +1,4 @@
-"""How the engine's process is started: by a program of its own, or in a sealed node by the starter."""
+"""Starts the engine's process: as a program of its own, or through the starter in a sealed node."""
 
 from __future__ import annotations
 

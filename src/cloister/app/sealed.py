@@ -1,4 +1,4 @@
-"""The sealed node: how it is launched, what it starts, and how each of its processes is closed."""
+"""The sealed node: its launch, its processes, and how each of them is hardened."""
 
 from __future__ import annotations
 

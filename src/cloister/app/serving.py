@@ -1,4 +1,4 @@
-"""Serves: opens the server that the settings want, and runs it until it is told to stop."""
+"""Opens the server that the settings describe and runs it until it is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads settings from flags, a file, the machine and the privacy profile, and settles them."""
+"""Resolves settings from flags, a file, the machine and the privacy profile."""
 
 from __future__ import annotations
 

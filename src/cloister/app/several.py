@@ -1,4 +1,4 @@
-"""The front of several models that take turns in memory."""
+"""One server for several models that take turns in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front of one model, and the engine behind it."""
+"""The server of one model, with its engine and its access control."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator reads at start."""
+"""The messages that an operator sees at start."""
 
 from __future__ import annotations
 

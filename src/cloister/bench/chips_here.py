@@ -1,4 +1,4 @@
-"""This machine as a chip: its read bandwidth and its peaks in products, measured now.
+"""This machine as a chip: memory bandwidth and peak matrix throughput, measured now.
 
 numpy's BLAS multiplies float32. Narrow formats are what the native kernels reach on matrices that suit them, which a measured
 operator may not exceed by much; without compiled kernels there are none.

@@ -1,4 +1,4 @@
-"""Runs requests on an engine in this very thread, at their arrival times: what is measured is the engine and nothing else."""
+"""Runs requests on an engine in the calling thread at their arrival times, to measure the engine alone."""
 
 from __future__ import annotations
 

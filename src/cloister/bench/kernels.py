@@ -1,4 +1,4 @@
-"""Measured rates of a program's operators beside their roofs."""
+"""Measured operator throughput against the roofline."""
 
 from __future__ import annotations
 

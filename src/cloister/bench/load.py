@@ -1,4 +1,4 @@
-"""Load: sends a workload over HTTP at its arrival times, whatever the server's state (open loop)."""
+"""Sends a workload over HTTP at its arrival times, however slow the server is (open loop)."""
 
 from __future__ import annotations
 

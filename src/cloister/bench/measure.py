@@ -1,4 +1,4 @@
-"""Measures a workload: warm-up, times alone, then the run itself; on an engine in this thread or on a server."""
+"""Measures a workload on an engine in this thread or on a server: warm-up, requests alone, then the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A measurement as one HTML file: figures, plots, the slowest requests, and the settings; it fetches nothing."""
+"""A measurement as one self-contained HTML file: figures, plots, the slowest requests, and the settings."""
 
 from __future__ import annotations
 

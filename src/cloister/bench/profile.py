@@ -1,4 +1,4 @@
-"""Where the time of an engine's steps goes: Python and program, operator by operator, thread by thread.
+"""Profiles an engine's steps: Python and program, operator by operator, thread by thread.
 
 An engine of this process is watched from outside while it answers made-up prompts. Spans carry names and times only.
 """

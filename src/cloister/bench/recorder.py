@@ -1,4 +1,4 @@
-"""Turns the engine's event stream into records and steps: offline figures and metrics have one source (rule 7)."""
+"""Turns the engine's event stream into per-request records and steps (rule 7)."""
 
 from __future__ import annotations
 

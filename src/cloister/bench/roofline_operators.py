@@ -1,4 +1,4 @@
-"""The operators of one step of a decoder, counted: operations, and bytes of weights, activations and KV. Pure.
+"""Counts the operations and bytes of every operator in one step of a decoder. Pure.
 
 Every operator stands for itself, as in a textbook table of arithmetic intensity: it reads its inputs from memory and writes
 its output there. A multiplication and an addition are two operations. What a fused program saves is said by the step's limit

@@ -1,4 +1,4 @@
-"""A roofline as rows for people, as Markdown and as JSON values. Pure."""
+"""A roofline as a table, as Markdown and as JSON. Pure."""
 
 from __future__ import annotations
 

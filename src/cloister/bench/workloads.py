@@ -1,4 +1,4 @@
-"""Workloads: requests with prompts, answer lengths and arrival times, made from a trace. Seeded, so they repeat."""
+"""Workloads from traces: requests with prompts, output lengths and arrival times. Seeded, so they repeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: one file per verb. A verb's module is imported when it is named, and none waits for others' libraries."""
+"""The command line: one module per verb, imported on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What verbs print with: results on standard output, everything else on standard error."""
+"""Terminal output: results on standard output, everything else on standard error; and checks of output paths."""
 
 from __future__ import annotations
 

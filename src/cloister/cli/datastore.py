@@ -1,4 +1,4 @@
-"""`cloister datastore`: public text, in order, that drafts are looked up in (drafter `rest`)."""
+"""`cloister datastore`: public text from which the drafter `rest` retrieves drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cloister doctor`: what this machine can do, and what to do where it cannot."""
+"""`cloister doctor`: what works on this machine, and what to do about what does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cloister gateway`: takes sealed requests of relays, and a token for each, and hands them to the nodes that were drawn."""
+"""`cloister gateway`: takes sealed requests with a token each from relays, and forwards them to the chosen nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Help as plain text: what matters first, and with `--help-all` every option, by group."""
+"""Help pages: the most used options first, all by group with `--help-all`; and the summary of each verb."""
 
 from __future__ import annotations
 

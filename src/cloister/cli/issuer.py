@@ -1,4 +1,4 @@
-"""`cloister issuer`: gives tokens against API keys."""
+"""`cloister issuer`: issues tokens to holders of API keys."""
 
 from __future__ import annotations
 

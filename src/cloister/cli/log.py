@@ -1,4 +1,4 @@
-"""`cloister log`: the transparency log, its keys, its proofs, and the file that says whom a client believes."""
+"""`cloister log`: the transparency log, its keys, its proofs, and the client's trust file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cloister list`, `cloister models`: what is on this machine, in which format, how large, and what keeps it from serving."""
+"""`cloister list`, `cloister models`: the models on this machine, their format and size, and what prevents serving them."""
 
 from __future__ import annotations
 

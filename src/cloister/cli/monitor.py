@@ -1,4 +1,4 @@
-"""`cloister monitor`: reads the whole log of a deployment and says what is wrong with it, for a cron job of anybody's."""
+"""`cloister monitor`: replays a deployment's log and reports what is wrong with it; suited to cron."""
 
 from __future__ import annotations
 

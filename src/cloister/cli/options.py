@@ -1,4 +1,4 @@
-"""Command-line options made from the configuration classes (rule 8): one field, one flag."""
+"""Command-line options generated from the configuration classes (rule 8), and options that several verbs share."""
 
 from __future__ import annotations
 

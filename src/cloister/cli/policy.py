@@ -1,4 +1,4 @@
-"""`cloister policy`: what each privacy profile makes of each feature, printed from the code."""
+"""`cloister policy`: how each privacy profile treats each feature."""
 
 from __future__ import annotations
 

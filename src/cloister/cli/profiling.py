@@ -1,4 +1,4 @@
-"""`cloister bench kernels` and `cloister bench profile`: operators beside their roofs, and where the time of a step goes."""
+"""`cloister bench kernels` and `cloister bench profile`: operators against the roofline, and where a step's time goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cloister proxy`: a local OpenAI endpoint that verifies nodes and seals requests, for programs that cannot."""
+"""`cloister proxy`: a local OpenAI endpoint that verifies nodes and seals requests for other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cloister quantize`: a model in few bits, calibrated, measured and written to a directory."""
+"""`cloister quantize`: quantizes, calibrates and measures a model, and writes it to a directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/cli.md, written from the verbs and the configuration classes: `python -m cloister.cli.reference > docs/cli.md`."""
+"""Generates docs/cli.md from the verbs and the configuration classes: `python -m cloister.cli.reference > docs/cli.md`."""
 
 from __future__ import annotations
 

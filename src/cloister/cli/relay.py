@@ -1,4 +1,4 @@
-"""`cloister relay`: carries sealed requests to one gateway, and purchases of tokens to one issuer."""
+"""`cloister relay`: forwards sealed requests to one gateway, and token purchases to one issuer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cloister release`: what a node may be made of, as digests that are signed here and logged elsewhere."""
+"""`cloister release`: the digests a node may be built from, signed here and logged elsewhere; launch measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cloister rm`: deletes models that were pulled, and those of the hub's cache."""
+"""`cloister rm`: deletes pulled models and models in the hub's cache."""
 
 from __future__ import annotations
 

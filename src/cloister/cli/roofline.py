@@ -1,4 +1,4 @@
-"""`cloister roofline`: every operator of a model under the roof of a chip."""
+"""`cloister roofline`: every operator of a model under a chip's roofline."""
 
 from __future__ import annotations
 

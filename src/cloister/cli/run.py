@@ -1,4 +1,4 @@
-"""`cloister run`: one prompt, one answer, then out."""
+"""`cloister run`: answers one prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cloister show`: what is known of one model, on this machine or in the catalogue."""
+"""`cloister show`: details of one model, on this machine or in the catalogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cloister train`: heads and small models that draft for a model, its own weights frozen."""
+"""`cloister train`: draft heads and draft models for a model whose own weights stay frozen."""
 
 from __future__ import annotations
 

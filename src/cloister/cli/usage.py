@@ -1,4 +1,4 @@
-"""What wrong usage is answered with: one line that says what is wrong, and one that says what to do."""
+"""Usage errors: one line says what is wrong, one what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cloister verify`: proofs that anybody can run, of what a node keeps and of what it claims."""
+"""`cloister verify`: checks of what a node claims and what it keeps."""
 
 from __future__ import annotations
 

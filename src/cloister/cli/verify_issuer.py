@@ -1,4 +1,4 @@
-"""`cloister verify issuer`: whether a file proves that an issuer of tokens signed two keys for one time."""
+"""`cloister verify issuer`: checks a proof that a token issuer signed two keys for one time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cloister verify routing --relay`: the audit of a deployment, through its relay, by the client that everybody has."""
+"""`cloister verify routing --relay`: audits a live deployment through its relay."""
 
 from __future__ import annotations
 

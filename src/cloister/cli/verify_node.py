@@ -1,4 +1,4 @@
-"""`cloister verify node`: what a node proves, step by step, in a person's words."""
+"""`cloister verify node`: what a node proves, step by step."""
 
 from __future__ import annotations
 

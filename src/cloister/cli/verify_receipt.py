@@ -1,4 +1,4 @@
-"""`cloister verify receipt`: which release answered what under which policy, long after it did."""
+"""`cloister verify receipt`: which release answered what under which policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cloister verify routing`: whether anybody but the client has a say in which node gets a request."""
+"""`cloister verify routing`: whether anyone but the client influences which node gets a request."""
 
 from __future__ import annotations
 

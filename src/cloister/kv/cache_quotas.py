@@ -1,4 +1,4 @@
-"""How much of the prefix cache is each scope's own, so that nobody feels what others keep. Pure counting.
+"""Per-scope quotas and lifetimes of the prefix cache, so that no tenant can infer others' activity from evictions. Pure.
 
 Without quotas the cache is one least-recently-used list: a tenant that finds its prefix gone learns that others were busy.
 With them a scope may keep up to a share of the pool; it makes room for a new block among its own, nobody else ever takes one of

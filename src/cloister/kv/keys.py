@@ -1,4 +1,4 @@
-"""Prefix keys: the one constructor, for pool, tiers, hand-off and router (rule 5). Pure."""
+"""Prefix keys: the only constructor, used by pool, tiers, hand-off and router (rule 5). Pure."""
 
 from __future__ import annotations
 

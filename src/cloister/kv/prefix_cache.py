@@ -1,4 +1,4 @@
-"""The prefix tree: KV of full blocks kept for whoever shares scope and prefix (RadixAttention, Zheng et al. 2024, section 3).
+"""The prefix cache: a tree of full blocks shared by scope and prefix (RadixAttention, Zheng et al. 2024, section 3).
 
 Pure. A node is one full block under its chain key; the chain makes the dictionary a tree. Unused leaves go first, the least
 recently used one before the others.

@@ -1,4 +1,4 @@
-"""Models as data: Hugging Face directories, opened without torch."""
+"""Model loading: Hugging Face directories and GGUF files as data, opened without torch."""
 
 from cloister.models.loading import LoadedModel, load
 from cloister.models.location import embedded_names, locate

@@ -1,4 +1,4 @@
-"""A checkpoint as `Weights`: the tensors of one or many safetensors files under canonical names."""
+"""`Weights` over the safetensors files of a Hugging Face checkpoint, under canonical tensor names."""
 
 from __future__ import annotations
 

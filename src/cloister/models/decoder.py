@@ -1,4 +1,4 @@
-"""From a family and a config.json to a DecoderSpec, and the tensors that such a decoder needs."""
+"""Builds a `DecoderSpec`, and the list of tensors it needs, from a family and its config.json."""
 
 from __future__ import annotations
 

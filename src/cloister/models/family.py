@@ -1,4 +1,4 @@
-"""What a family of models is: the differences between decoders, as data."""
+"""A model family as data: how its decoder differs from a plain Llama."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""generation_config.json: what ends an answer, and how it is sampled unless a request says otherwise."""
+"""generation_config.json: end-of-sequence tokens and default sampling parameters; and which tokenizer a model has."""
 
 from __future__ import annotations
 

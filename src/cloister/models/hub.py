@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face hub, with a deadline on reaching it and a progress bar."""
+"""Downloads from the Hugging Face hub, with a connection timeout and a progress bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model directory or GGUF file, opened: its spec, its weights on disk, and what a front needs to know of it."""
+"""Loads a model directory or GGUF file: its spec, its weights on disk, and what the server needs to know of it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The models that are on this machine: embedded and pulled ones, those in the hub's cache, and those in directories that are
-asked about.
+"""Lists the models on this machine: embedded, pulled, in the hub's cache, and in given directories.
 
 Reads heads of files only: no weights, no network.
 """

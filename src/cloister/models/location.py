@@ -1,4 +1,4 @@
-"""Where a model is: inside the package, among those that were pulled, in a directory, in a GGUF file, or on a hub."""
+"""Resolves a model name to a place: embedded, pulled, a directory, a GGUF file, or a hub repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model makes a vector of a text: what sentence-transformers wrote beside it, or GGUF metadata."""
+"""How a model pools hidden states into an embedding, from sentence-transformers files or GGUF metadata."""
 
 from __future__ import annotations
 

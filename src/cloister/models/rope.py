@@ -1,4 +1,4 @@
-"""Rotary frequencies from a config: plain, and scaled in the ways that models stretch their context."""
+"""Rotary frequencies from a config, plain and scaled for longer contexts; and the sliding windows of each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safetensors files, mapped into memory: the header is parsed here because numpy has no bfloat16 of its own.
+"""Memory-mapped safetensors files; the header is parsed here because numpy has no bfloat16.
 
 Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data
 (https://github.com/huggingface/safetensors).

@@ -1,4 +1,4 @@
-"""Where the tensors of a module lie in a checkpoint, and what is done to them when they are read."""
+"""Where a module's tensors lie in a checkpoint, and how they are transformed when read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose architecture has no spec: what a front needs to know of them. Their own library computes them."""
+"""Models without a spec, which the transformers library runs: what the server needs to know of them."""
 
 from __future__ import annotations
 

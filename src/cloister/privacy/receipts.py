@@ -1,4 +1,4 @@
-"""Receipts: what a node signs about one answer for whoever asked, and how it is checked later. Pure: no I/O, no clock.
+"""Receipts: a node's signed statement about one answer, and its later verification. Pure: no I/O, no clock.
 
 `claims` is what is signed, `transcript` the digests that both sides take of an exchange, `wish` how a client asks for a
 receipt, and `receipt` the file that it keeps.

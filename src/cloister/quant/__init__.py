@@ -1,4 +1,4 @@
-"""Number formats: how weights are written in few bits, and how that is made to cost little. numpy only.
+"""Quantization formats: how weights are stored in few bits at little loss. numpy only.
 
 Importing this package registers every format in `FORMATS`.
 """

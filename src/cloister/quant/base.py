@@ -1,4 +1,4 @@
-"""The protocol of number formats: a matrix in, its codes out. Nothing here knows a model."""
+"""The protocol of quantization formats: a matrix in, codes and scales out. Nothing here knows a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moving factors from a layer's inputs into its weights, so that nothing it computes changes but what is easy to round."""
+"""Folds scaling factors from a layer's inputs into its weights, leaving its outputs unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder in numpy, layer by layer over whole windows of text: what calibration watches and what measures quality."""
+"""A reference decoder in numpy, run layer by layer over whole windows of text, for calibration and for measuring quality."""
 
 from __future__ import annotations
 

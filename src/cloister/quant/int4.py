@@ -1,4 +1,4 @@
-"""int4: 4 bits, symmetric, one scale for some consecutive inputs; inputs in int8 (W4A8) or bfloat16 (W4A16)."""
+"""int4: symmetric, one scale for a group of consecutive inputs; activations in int8 (W4A8) or bfloat16 (W4A16)."""
 
 from __future__ import annotations
 

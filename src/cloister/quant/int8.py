@@ -1,4 +1,4 @@
-"""int8: 8 bits, symmetric, one scale per output; inputs rotated and rounded to int8 token by token (W8A8)."""
+"""int8: symmetric, one scale per output; activations rotated and quantized to int8 per token (W8A8)."""
 
 from __future__ import annotations
 

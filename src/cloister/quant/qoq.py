@@ -1,4 +1,4 @@
-"""QoQ (Lin et al. 2024, QServe): 4-bit weights that unfold into int8, int8 inputs, a 4-bit KV cache (W4A8KV4)."""
+"""QoQ (Lin et al. 2024, QServe): 4-bit weights expanded to int8, int8 activations, a 4-bit KV cache (W4A8KV4)."""
 
 from __future__ import annotations
 

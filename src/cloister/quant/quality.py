@@ -1,4 +1,4 @@
-"""What a number format costs: perplexity of held-out text, and how often the likeliest token is still the same."""
+"""The cost of a quantization format: perplexity of held-out text, and agreement of the most likely token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmoothAttention (Lin et al. 2024, QServe, section 4.2): outliers of keys move into queries, which are never rounded.
+"""SmoothAttention (Lin et al. 2024, QServe, section 4.2): moves outliers of keys into queries, which are never quantized.
 
 Keys are divided by a factor per rotary pair, queries multiplied by it. The paper's factor is max|K| ^ 0.5; ours is
 rms(K) ^ 0.5: it left less error in q . k on every head of the embedded model (on average 0.81 of that without factors, the

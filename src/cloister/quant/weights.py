@@ -1,4 +1,4 @@
-"""Weights that are written in few bits as they are read, matrix by matrix, so that no second model is ever held."""
+"""Quantizes weights as they are read, matrix by matrix, so that no second copy of the model is held."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP front: routes, limits, streams and metrics. `app.create_app` makes it, `serve.serve` runs it."""
+"""The HTTP server: OpenAI-compatible routes, limits, streams and metrics. `app.create_app` builds it, `serve.serve` runs it."""

@@ -1,4 +1,4 @@
-"""The ASGI application: routes inside, and around them what every request passes.
+"""The ASGI application: the routes, wrapped in the middleware that every request passes.
 
 From the outside in: failures (and counting), other origins, host, authentication, limits, body, disconnect, routes.
 """

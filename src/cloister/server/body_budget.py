@@ -1,4 +1,5 @@
-"""Memory for request bodies: one ceiling for a process, charged as bytes arrive, and shared out by who holds most.
+"""One memory ceiling per process for request bodies, charged as bytes arrive; the largest holder yields first. And a minimum
+pace for slow bodies.
 
 What a head declares is not charged. At the ceiling the largest body that is still on its way gives way, in the network that
 holds most; bodies that are whole stay until their readers are done with them. A flood of large bodies therefore drops its own.

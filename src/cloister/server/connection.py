@@ -1,4 +1,5 @@
-"""One client connection: uvicorn's, with a deadline for every wait and errors that OpenAI clients can read."""
+"""A client connection of uvicorn, with a deadline for every wait, error replies in OpenAI's format, and a listener that
+accepts a few at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections of one server, and which of them gives way when a new one finds no room.
+"""The connections of one server, and which one is closed to admit a new one when it is full.
 
 As in nginx, where a full worker closes idle connections rather than refusing new ones. The victim is the oldest connection that
 waits for the rest of a request, in the network that has most of these. A request that has arrived whole is never given up. So

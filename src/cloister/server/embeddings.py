@@ -1,4 +1,4 @@
-"""Texts as vectors: bodies and answers of /v1/embeddings, and jobs whose requests are pooled."""
+"""/v1/embeddings: request bodies, replies, and jobs with pooled requests."""
 
 from __future__ import annotations
 

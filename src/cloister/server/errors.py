@@ -1,4 +1,4 @@
-"""Errors as OpenAI clients read them: {"error": {message, type, code, param}} and a status. Never a word of the request."""
+"""Errors in OpenAI's format, {"error": {message, type, code, param}}, with a status and no word of the request."""
 
 from __future__ import annotations
 

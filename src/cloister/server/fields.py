@@ -1,4 +1,5 @@
-"""Fields of the OpenAI API whose effect this server does not have: refused unless they ask for nothing."""
+"""Request fields of the OpenAI API without effect here: refused unless they ask for nothing. And what other servers have and
+this one has not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to fill in the middle, whichever API they come by."""
+"""Fill-in-the-middle requests of every API."""
 
 from __future__ import annotations
 

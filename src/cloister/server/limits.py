@@ -1,4 +1,4 @@
-"""What is left of the limits of an API key, as headers of a reply."""
+"""Rate-limit headers: what remains of an API key's limits."""
 
 from __future__ import annotations
 

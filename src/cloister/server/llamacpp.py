@@ -1,4 +1,4 @@
-"""llama.cpp's own API (its tools/server/README.md), beside the OpenAI one that it has too."""
+"""llama.cpp's own API (its tools/server/README.md): /completion, /infill, /props and others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line for every request, with counts and times and no content."""
+"""The request log: one line per request, with counts and times and no content; and the log of internal errors."""
 
 from __future__ import annotations
 

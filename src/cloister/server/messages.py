@@ -1,4 +1,4 @@
-"""The Messages API of Anthropic: a conversation in blocks."""
+"""Anthropic's Messages API: schemas, requests and streamed replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Access tokens of an OpenID issuer: its keys by discovery, and signatures under them (RFC 7515, 7517, 7519, 9068).
+"""Verifies access tokens of an OpenID issuer: keys by discovery, signatures (RFC 7515, 7517, 7519, 9068).
 
 Nothing of a token is kept or logged, and no error has a word of it.
 """

@@ -1,4 +1,4 @@
-"""The reference of the API as OpenAPI 3.1, made of the table of operations and the models that read and write it."""
+"""The OpenAPI 3.1 document, generated from the table of operations and their models."""
 
 from __future__ import annotations
 

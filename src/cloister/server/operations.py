@@ -1,4 +1,4 @@
-"""Every operation of the API on one page: what it takes, what it answers. The reference is made of this and the models."""
+"""The table of API operations, with their inputs and outputs, from which the reference is generated."""
 
 from __future__ import annotations
 

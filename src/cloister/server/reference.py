@@ -1,4 +1,4 @@
-"""The reference of the API as one page of HTML, written from its OpenAPI document. No script, no outside request."""
+"""The API reference as one HTML page, generated from the OpenAPI document. No script, no external request."""
 
 from __future__ import annotations
 

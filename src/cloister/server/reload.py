@@ -1,4 +1,4 @@
-"""What a running server reads again, on SIGHUP or when its files change: API keys and the certificate. No stream is dropped."""
+"""Reloads API keys and certificates on SIGHUP or when their files change, without dropping a stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of a conversation in the words of the API that it came by: its fields have other names there."""
+"""Renames fields in conversation errors to those of the API in use."""
 
 from __future__ import annotations
 

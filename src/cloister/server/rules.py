@@ -1,4 +1,4 @@
-"""What binds several fields of a request, as JSON Schema (2020-12) for the reference: readers of bodies check it themselves.
+"""Constraints between request fields, as JSON Schema (2020-12), for the API reference.
 
 Each value goes into a model's `json_schema_extra`. Programs that make requests from /openapi.json find here what is refused.
 """

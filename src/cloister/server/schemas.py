@@ -1,4 +1,4 @@
-"""Requests of the OpenAI API as strict models: no coercion, no unknown field, every limit named."""
+"""Request schemas of the OpenAI API: no coercion, no unknown fields, explicit limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How alike texts are: bodies and answers of /v1/score and /v1/rerank.
+"""/v1/score and /v1/rerank: request bodies and replies.
 
 A score is the cosine of the angle between two texts' vectors, from -1 to 1: what the model's own embeddings say, no judgement.
 """

@@ -1,4 +1,4 @@
-"""Runs a server: binds, starts the engine, serves, on SIGHUP reads keys and certificate again, on SIGTERM drains."""
+"""Runs a server: binds, starts the engine, serves; SIGHUP reloads keys and certificates, SIGTERM drains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS: the context of a server's certificate, with errors that name the file at fault."""
+"""TLS: the server's certificate, with errors that name the file at fault; and a fair queue of handshakes."""
 
 from __future__ import annotations
 

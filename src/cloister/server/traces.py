@@ -1,4 +1,4 @@
-"""A call as spans: the request, and inside it the queue, the prefill and the decode of every prompt. Pure.
+"""OpenTelemetry spans of each request, exported over OTLP from a background thread.
 
 Attributes come from one list, named after OpenTelemetry's conventions for HTTP and generative AI; none of them is content. Of
 what a client sends, its trace and span ids are taken (W3C Trace Context, section 3.2) and nothing else: `tracestate` and

@@ -1,4 +1,4 @@
-"""Text in and out: tokenizer, chat templates, incremental detokenizer, stop strings.
+"""Text in and out: tokenizers, chat templates, incremental detokenization, stop strings, tool calls, grammars.
 
 The face is lazy, so that who wants stop strings alone does not load the tokenizers library or jinja2.
 """

@@ -1,4 +1,4 @@
-"""Takes an answer apart while it is written: reasoning first, then text and calls of tools."""
+"""Parses an answer while it streams: reasoning first, then text and tool calls."""
 
 from __future__ import annotations
 

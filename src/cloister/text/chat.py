@@ -1,4 +1,4 @@
-"""Chat templates: messages and tools to the one text that the model was tuned on."""
+"""Renders messages and tools with a model's chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer and chat templates in the metadata of a GGUF file, as tokenizer.json would have them.
+"""Converts the tokenizer and chat templates in a GGUF file's metadata to tokenizer.json.
 
 The tokenizers library then does the work, as for any other model. Kinds: "gpt2" is byte-level BPE, whose words a regular
 expression with a name cuts out; "llama" is SentencePiece's BPE, whose merges follow from its scores.

@@ -1,4 +1,4 @@
-"""What went before, as one template wants to read it: calls, their results, and the tools themselves.
+"""Normalises past messages, tool calls and results for the chat template of one model.
 
 Templates agree on messages of text, and on little else: arguments as an object or as JSON, ids of nine letters, content that
 is null beside calls, tools in a variable, in the system message, or nowhere at all.

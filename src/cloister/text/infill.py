@@ -1,4 +1,4 @@
-"""Prompts that fill in the middle, for models that were trained to (Bavarian et al. 2022, arXiv 2207.14255, section 3).
+"""Fill-in-the-middle prompts, for models trained on them (Bavarian et al. 2022, arXiv 2207.14255, section 3).
 
 Each family has tokens of its own for what stands before, what stands after, and where the answer begins. A model without them
 would take the same text for something to go on with, so it is asked for no such prompt.

@@ -1,4 +1,4 @@
-"""What an answer is made of, in the order in which the model writes it: text, reasoning, and calls of tools."""
+"""The parts of an answer, in the order in which the model writes them: text, reasoning, and tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""System prompts that a release brings, as tokens: the one content whose KV everybody may share."""
+"""System prompts shipped with a release, as tokens: the only content whose KV every scope may share."""
 
 from __future__ import annotations
 

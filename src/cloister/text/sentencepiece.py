@@ -1,4 +1,4 @@
-"""A SentencePiece model (tokenizer.model) as tokenizer.json would have it; the tokenizers library then does the work.
+"""Converts a SentencePiece model (tokenizer.model) to tokenizer.json, which the tokenizers library then runs.
 
 A stretch of text between control tokens becomes the pieces that SentencePiece makes of it: normalised, one space before it
 where the model wants one, symbols that the model's makers defined left whole, and the rest by unigram or BPE.

@@ -1,4 +1,4 @@
-"""What a model brings for text, wherever it is stored, in the terms of Hugging Face's files."""
+"""A model's text files (tokenizer, template, special tokens) in Hugging Face's terms, wherever they are stored."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How a vocabulary spells text: bytes, added tokens, how text is split before it is merged, and what a tokenizer puts
-around it."""
+"""How a vocabulary spells bytes, its added tokens, pre-tokenization, and what a tokenizer puts around a text."""
 
 from __future__ import annotations
 

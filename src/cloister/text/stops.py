@@ -1,4 +1,4 @@
-"""Stop strings, found in text that comes in pieces."""
+"""Finds stop strings in streamed text."""
 
 from __future__ import annotations
 

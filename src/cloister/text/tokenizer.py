@@ -1,4 +1,4 @@
-"""Text to token ids and back, for Hugging Face's tokenizer.json and what a GGUF file has in its stead."""
+"""Text to token ids and back, from tokenizer.json or what a GGUF file has instead."""
 
 from __future__ import annotations
 

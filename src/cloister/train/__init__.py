@@ -1,1 +1,1 @@
-"""Training for a served model, its weights frozen: heads that draft, and small models that do. torch may be imported here."""
+"""Trains draft heads and draft models for a served model, whose weights stay frozen. torch may be imported here."""

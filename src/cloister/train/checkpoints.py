@@ -1,4 +1,4 @@
-"""Training that can be stopped: its state on disk, and a random source for each step.
+"""Resumable training: checkpoints on disk, and one random generator per step.
 
 What a step sees depends on the seed and the number of the step alone, so a run that was interrupted and resumed ends with the
 same weights as one that was not.

@@ -1,4 +1,4 @@
-"""`cloister train medusa` and `cloister train blockwise`: from passages to a directory of heads."""
+"""`cloister train medusa` and `cloister train blockwise`: trains draft heads from passages."""
 
 from __future__ import annotations
 

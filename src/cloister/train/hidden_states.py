@@ -1,4 +1,4 @@
-"""Every place of the passages with the hidden state that the served model has there: what heads read.
+"""Hidden states of the served model at every position of the passages, the inputs of draft heads, and the model's own head.
 
 The states come from the model's own program, in the numbers that it serves with, are computed once and lie in a file, as
 bfloat16: training reads each of them many times.

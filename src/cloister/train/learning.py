@@ -1,4 +1,5 @@
-"""How heads learn: each guesses what the model itself would go on with at its place, the model's weights frozen."""
+"""Trains draft heads to predict what the model itself would generate, with the model's weights frozen; the heads as torch
+modules."""
 
 from __future__ import annotations
 

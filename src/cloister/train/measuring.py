@@ -1,4 +1,4 @@
-"""How good heads are: the rank that each gives to the token that the model goes on with, at held-out places."""
+"""Measures draft heads on held-out text by the rank of the model's next token, and finds the token tree that pays."""
 
 from __future__ import annotations
 

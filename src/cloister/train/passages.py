@@ -1,4 +1,4 @@
-"""What heads and drafts learn from: passages of text, and answers that the model gave itself.
+"""Training text for heads and drafts: passages, and answers that the model gave itself (self-distillation).
 
 A passage is held out by the hash of its tokens, so neither order nor seed decides which.
 """

@@ -1,4 +1,4 @@
-"""What all training shares: the model that is served, what it reads and writes, and its hidden states at every place."""
+"""Shared by all training: the served model, its inputs and outputs, and its hidden states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time as an argument: a clock that runs and one that is set."""
+"""Clocks as arguments: the wall clock, and one that tests set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that reach a person or a client. Each says what to do, none repeats what a user sent."""
+"""Errors shown to users and clients. Each says what to do; none repeats user input."""
 
 from __future__ import annotations
 

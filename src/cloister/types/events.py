@@ -1,4 +1,4 @@
-"""The one event stream that metrics, traces, bench and usage counts derive from (rule 7).
+"""The event stream from which metrics, traces, benchmarks and usage counts derive (rule 7).
 
 Times are of one monotonic clock, in seconds. Events carry counts and ids, never content.
 """

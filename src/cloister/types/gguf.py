@@ -1,4 +1,4 @@
-"""GGUF files: their metadata and their list of tensors, read without trust in what a file says of itself.
+"""Reads the metadata and tensor list of a GGUF file, and trusts nothing that the file says of itself.
 
 Both `models` and `text` need them, so they are read below both. Format, all little-endian: the magic bytes, a version, the
 number of tensors and of metadata entries; entries (key, type, value); tensors (name, sizes, type, offset); padding; data

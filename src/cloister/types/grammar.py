@@ -1,4 +1,4 @@
-"""The form that an answer must have."""
+"""The structured-output constraint of a request."""
 
 from __future__ import annotations
 

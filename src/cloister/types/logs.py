@@ -1,4 +1,4 @@
-"""How a line of a log is written: as text or as JSON, with fields from one list, and no words that somebody else put together.
+"""Log formatting as text or JSON, with fields from one list and no free text from elsewhere.
 
 Messages of this package hold no content (rule 12). Other packages know no such rule, and an exception's text may hold what a
 user sent, so of their records only the template goes out, and of an exception its kind and the places that it passed.

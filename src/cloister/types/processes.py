@@ -1,4 +1,4 @@
-"""Names of processes, as `ps` shows them: forks of one program have one command line. Linux only; elsewhere nothing."""
+"""Process names as `ps` shows them, and an allocator that overwrites freed memory. Linux only; elsewhere nothing."""
 
 from __future__ import annotations
 

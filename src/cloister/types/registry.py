@@ -1,4 +1,4 @@
-"""Features by name. A feature without a threat profile cannot be registered (rule 3)."""
+"""Named feature registries. A feature without a threat profile cannot be registered (rule 3)."""
 
 from __future__ import annotations
 

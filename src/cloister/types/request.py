@@ -1,4 +1,4 @@
-"""What is asked of the engine, and the messages in which front and engine talk."""
+"""Requests, sampling parameters and outputs: the types that server and engine exchange."""
 
 from __future__ import annotations
 

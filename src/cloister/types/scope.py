@@ -1,4 +1,4 @@
-"""Scope: who may ever share state with whom."""
+"""Scopes: which requests may share state."""
 
 from __future__ import annotations
 

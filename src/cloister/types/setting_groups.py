@@ -1,4 +1,4 @@
-"""Groups of settings: the headings of help and documentation, and the tables of the config file. Pure: no I/O."""
+"""Groups of settings: the headings of help pages, docs and the config file. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads files of text that a person named."""
+"""Reads text files that a user named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threat profiles: what a feature endangers, what it leaves behind, and what makes it allowed.
+"""Threat profiles: what a feature endangers, what it leaves behind, and under which conditions it is allowed.
 
 Every object that is registered under a name (`types.registry`) brings one; without it, it cannot be registered.
 """

@@ -1,4 +1,4 @@
-"""Every family that Cloister knows, one file each, by the architecture name of config.json."""
+"""The model families, by the architecture name in config.json."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""OLMo 2 (OLMo Team 2024): norms on what attention and feed-forward put out instead of what they take in, and on q and k."""
+"""OLMo 2 (OLMo Team 2024): norms on the outputs of attention and feed-forward instead of their inputs, and on q and k."""
 
 from cloister.models.family import PLAIN_TENSORS, Bias, Family
 from cloister.models.sources import Source

@@ -1,4 +1,4 @@
-"""OPT (Zhang et al. 2022): GPT-3's shape with ReLU; positions are learned, and stored after two rows that nothing reads."""
+"""OPT (Zhang et al. 2022): GPT-3's shape with ReLU; learned positions, stored with an offset of two unused rows."""
 
 import re
 

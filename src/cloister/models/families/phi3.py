@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al. 2024): fused projections, partly turned heads, and LongRoPE."""
+"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al. 2024): fused projections, partial rotary embeddings, and LongRoPE."""
 
 from cloister.models.family import PLAIN_TENSORS, Family
 from cloister.models.rope import see_one_window

@@ -1,4 +1,4 @@
-"""From the metadata of a GGUF file to a DecoderSpec: its entries are read as the fields of a config.json."""
+"""Maps GGUF metadata to the fields of a config.json, and those to a `DecoderSpec`."""
 
 from __future__ import annotations
 

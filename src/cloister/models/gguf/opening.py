@@ -1,4 +1,4 @@
-"""A GGUF file, opened: what a back end and a front need of it."""
+"""Opens a GGUF file: its spec, weights, tokenizer and chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file as `Weights`: each read from the mapped file when it is asked for."""
+"""`Weights` over the tensors of a GGUF file, each read from the mapped file on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalogue: models that are pulled by a short name, each pinned by the SHA-256 of its packages and of its file."""
+"""The catalogue: models with a short name, each pinned by the SHA-256 of its packages and of its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Downloads that can go on where they broke off, their SHA-256, and their progress bar."""
+"""Resumable downloads: partial files, SHA-256 checks, and the progress bar."""
 
 from __future__ import annotations
 

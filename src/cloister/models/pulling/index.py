@@ -1,4 +1,4 @@
-"""Wheels on a Python package index: PEP 691 (JSON) where it is spoken, else PEP 503 (HTML)."""
+"""Finds wheels on a Python package index, over PEP 691 (JSON) or PEP 503 (HTML), with pip's settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wheels from the Python package index that pip is set to, with its proxy and certificates; pip need not be installed.
+"""Downloads wheels from the package index that pip is configured for, with its proxy and certificates; pip itself is optional.
 
 Where more is asked for (a login of a keyring, client certificates, a directory of wheels) and pip is there, it downloads: no
 dependencies, no source distributions, so nothing of a package is executed. What it downloads begins anew when it is cut short.

@@ -1,4 +1,4 @@
-"""Brings a model into the store: by its name in the catalogue, from a package, or from a URL."""
+"""Pulls a model into the store: by its name in the catalogue, from a package, or from a URL."""
 
 from __future__ import annotations
 

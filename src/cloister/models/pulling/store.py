@@ -1,4 +1,4 @@
-"""Where pulled models lie: a directory each, moved into place when it is whole."""
+"""The store of pulled models: one directory each, moved into place when it is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files from URLs, which are gone on with where a download broke off (RFC 9110, sections 13.1.5 and 14)."""
+"""Downloads files from URLs and resumes interrupted ones (RFC 9110, sections 13.1.5 and 14)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: published methods, each in a file of its own, found by the name in config.json."""
+"""Quantized checkpoints: one file for each published method, selected by the name in config.json."""
 
 from __future__ import annotations
 

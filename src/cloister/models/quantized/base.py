@@ -1,4 +1,4 @@
-"""What a quantised checkpoint is made of: the parts of a matrix under a method's own names, and one object that reads
+"""The protocol of quantized checkpoints: the tensors of a matrix under a method's own names, and the object that decodes
 them."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors in few bits as the parts that `compressed` reads, and the config that says what they are."""
+"""Writes quantized tensors in the compressed-tensors format, with the config that describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No way in: what a sealed node takes from itself before its libraries load, and what evidence says of it.
+"""Hardening: the privileges that a sealed node drops before its libraries load, and the evidence of it.
 
 `apply` takes measures in one process, `close` shuts it when everything is loaded. `python -P -m cloister.privacy.hardening
 MODULE` starts a module that way. Only the standard library is imported here, so that measures come before anything else.

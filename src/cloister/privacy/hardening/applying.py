@@ -1,4 +1,4 @@
-"""Applying every measure to this process, in the one order that works, and closing it before the first request."""
+"""Applies every hardening measure to this process in the required order, and locks it before the first request."""
 
 from __future__ import annotations
 

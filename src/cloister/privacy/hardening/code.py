@@ -1,4 +1,4 @@
-"""Measure `code`: the machine code of this process is its own, and no longer a view of files that somebody may write to.
+"""Measures `code` and `imports`: machine code is copied out of writable files, and no module is read from disk after lockdown.
 
 A page that is mapped from a file and was never changed is the file's page: who writes into a library in place changes the
 code of every process that runs it, without a capability and past every measure that looks at calls (mmap(2), MAP_PRIVATE).

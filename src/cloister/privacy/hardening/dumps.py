@@ -1,4 +1,4 @@
-"""Measures `core-limit` and `dumpable`: no image of this process is written, and nobody without SYS_PTRACE looks into it.
+"""Measures `core-limit`, `dumpable` and `swap`: no core dumps, no ptrace without SYS_PTRACE, no pages on disk.
 
 A process that is not dumpable has its /proc files owned by root and guarded: reading its memory, maps, environment and files,
 attaching to it and taking its descriptors all need CAP_SYS_PTRACE, whoever asks (ptrace(2), PR_SET_DUMPABLE).

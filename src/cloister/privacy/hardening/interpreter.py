@@ -1,4 +1,4 @@
-"""Measures inside the interpreter: `hooks` (debuggers, profilers, programs), `tracebacks`, `faulthandler`, `signals`.
+"""Measures inside the interpreter: `hooks` (debuggers, profilers), `tracebacks`, `faulthandler`, `signals`.
 
 An audit hook (PEP 578) cannot be taken out again, and refuses in every thread what it does not want.
 """

@@ -1,4 +1,4 @@
-"""The system calls that hardening makes, by ctypes: the C library has names for few of them. Linux only.
+"""System calls and their numbers for hardening, by ctypes: libc wraps few of them. Linux only.
 
 Imports nothing but the standard library, as every module here that runs before libraries load.
 """

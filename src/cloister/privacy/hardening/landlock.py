@@ -1,4 +1,4 @@
-"""Measure `landlock`: which files this process can reach, and which TCP ports (landlock(7)).
+"""Measure `landlock`: the files and TCP ports that this process can reach (landlock(7)).
 
 What a rule does not name is refused, in this thread and in all that it starts: so it has to come before there are others.
 """

@@ -1,4 +1,4 @@
-"""What the launcher was asked to start, what follows for each process of the node, and executing the launcher."""
+"""The launcher's arguments, their consequences for each process of the node, and executing the launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measure is: one thing that closes one way in, that says whether it holds, and why where it does not."""
+"""The protocol of a hardening measure: it closes one way in, and reports whether it holds and why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures `capabilities` and `no-new-privileges`: root in a node is nobody, and no program can make it more.
+"""Measures `capabilities`, `no-new-privileges` and `environment`: root gains nothing, and few variables reach a node.
 
 Sources: capabilities(7), capset(2), prctl(2).
 """

@@ -1,4 +1,4 @@
-"""Measure `seccomp`: a filter before every system call of every thread (seccomp(2))."""
+"""Measure `seccomp`: system-call filters as data, compiled to BPF and installed on every thread (seccomp(2))."""
 
 from __future__ import annotations
 

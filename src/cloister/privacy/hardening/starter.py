@@ -1,4 +1,4 @@
-"""Making processes where none can execute a program: a starter forks them, each takes its own measures and runs a module.
+"""Forks processes where executing a program is forbidden; each child applies its own measures and runs a module.
 
 The starter is forked from the launcher before a library loads, so that it never holds anything of a request, and its forks
 begin as empty. Which modules there are, and what each needs, was fixed when the node started: whoever speaks to the starter

@@ -1,4 +1,4 @@
-"""What the launcher left in this process for whoever puts the evidence together."""
+"""The launcher's state in this process, for the evidence."""
 
 from __future__ import annotations
 

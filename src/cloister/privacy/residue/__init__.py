@@ -1,1 +1,1 @@
-"""What a node leaves behind: marked prompts, and a search of its memory and files from outside."""
+"""Residue: marked prompts, and a search for them in a node's memory and files from outside."""

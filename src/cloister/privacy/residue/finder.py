@@ -1,4 +1,4 @@
-"""Finds thousands of needles in a block of memory in one pass. Pure arithmetic on arrays, some 400 MB/s a core.
+"""Finds thousands of byte patterns in a block of memory in one pass, at about 400 MB/s per core. Pure.
 
 Every needle has an anchor, its first 8 bytes, and a witness, 8 more bytes at a distance. A table of hashes of anchors leaves
 few places of a block; a hash over anchor and witness leaves almost none but true ones, which are compared byte by byte.

@@ -1,4 +1,4 @@
-"""Finds token ids kept as Python integers that lie anywhere: by the array of pointers to them that every list and tuple has.
+"""Finds token ids stored as Python integers, through the pointer array of their list or tuple.
 
 First every integer object in memory whose value is an id of a mark is noted with its address (CPython: reference count, type,
 size, digits), then every four pointers in a row to such objects are read as ids and looked up among the marks' runs.

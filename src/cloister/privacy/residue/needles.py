@@ -1,4 +1,4 @@
-"""What a piece of text or a run of numbers looks like in memory: every encoding that software here is known to use. Pure.
+"""Search patterns: marked prompts, and every encoding in which text or numbers may lie in memory. Pure.
 
 A needle is two or more pieces at fixed distances. One piece is enough for bytes in a row; a Python list of integers that were
 allocated one after another needs a piece for each, a chunk apart.

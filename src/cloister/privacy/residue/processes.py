@@ -1,4 +1,4 @@
-"""Who belongs to a node: a process and all that come from it. Linux only; reads /proc.
+"""A node's processes and their memory maps. Linux only; reads /proc.
 
 A process that ended is not searched, for its pages are the kernel's again; it is listed. The list is made by looking often,
 so a process that lives for less than `LOOK_EVERY_S` may be missing in it.

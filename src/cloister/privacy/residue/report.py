@@ -1,4 +1,4 @@
-"""What a search found, for people and as data. Counts, kinds and places; never what was found."""
+"""Search results for people and as data: counts, kinds and places, never what was found."""
 
 from __future__ import annotations
 

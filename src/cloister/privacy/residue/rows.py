@@ -1,4 +1,4 @@
-"""What a model computes from a prompt, as bytes to look for: rows of K and V as a block holds them, and logits.
+"""What a model computes from a prompt, as byte patterns: K and V rows as stored in blocks, and logits.
 
 A row has the same bits whatever its company (rule 6), so a copy of the model in another process computes what the node
 computed, if its number formats, kernels and block size are the same. A search during a request shows whether they are.

@@ -1,4 +1,4 @@
-"""Searches all memory of all processes of a node, and the files that they could have written to.
+"""Searches all memory of a node's processes, and the files that they could have written.
 
 It runs from outside: it needs the right to trace (root, or CAP_SYS_PTRACE), and the node has no hook for it. What it cannot
 read it names; a search with such gaps proves nothing.

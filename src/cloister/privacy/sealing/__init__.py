@@ -1,4 +1,4 @@
-"""Sealed messages: binary HTTP, HPKE, oblivious HTTP in both forms, keys and their rotation, padding, replays.
+"""Sealed messages: binary HTTP, HPKE, oblivious HTTP (whole and chunked), key rotation, padding, replay protection.
 
 Pure: bytes in, bytes out; time is an argument. A client seals with `RequestSealer` (or `seal_chunked_request`) and opens with
 `ResponseOpener`; a receiver takes the context of a request from its `Receiver` and seals with `ResponseSealer`.

@@ -1,4 +1,4 @@
-"""Binary HTTP, RFC 9292: messages to bytes and back. Bytes in, bytes out: no I/O, no clock.
+"""Encodes and decodes binary HTTP (RFC 9292). No I/O, no clock.
 
 Whole messages are written with known lengths, streams with indeterminate ones; `MessageReader` reads both, piece by piece.
 """

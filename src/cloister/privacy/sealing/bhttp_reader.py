@@ -1,4 +1,4 @@
-"""Reads binary HTTP (RFC 9292) as it arrives, in pieces of any size and in any of its four forms. No I/O, no clock."""
+"""A streaming reader of binary HTTP (RFC 9292) in all four forms. No I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunked OHTTP as in draft-ietf-ohai-chunked-ohttp-08: messages sealed and opened piece by piece. No I/O, no clock.
+"""Chunked OHTTP (draft-ietf-ohai-chunked-ohttp-08): messages sealed and opened chunk by chunk. No I/O, no clock.
 
 A chunk is bound to its place by its nonce, the last one by the associated data `final`; so chunks that are missing, come twice
 or in another order, and a message that breaks off, do not open.

@@ -1,4 +1,4 @@
-"""What can go wrong while a message is opened. One kind for everything that depends on a key."""
+"""Errors while opening a message: a single kind for all that depends on a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Key encapsulation of HPKE: a protocol, and DHKEM(X25519, HKDF-SHA256) of RFC 9180, section 4.1. No I/O, no clock."""
+"""HPKE key encapsulation: DHKEM(X25519, HKDF-SHA256) (RFC 9180, section 4.1) and X-Wing (ML-KEM-768 with X25519, draft-ietf-
+hpke-pq). No I/O, no clock."""
 
 from __future__ import annotations
 

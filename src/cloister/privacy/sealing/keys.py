@@ -1,4 +1,4 @@
-"""Private keys with a birth and a death, and the ring that replaces them. No I/O; time is an argument.
+"""Private keys with a lifetime, their rotation, and OHTTP key configurations (RFC 9458, section 3). Time is an argument.
 
 A key object of OpenSSL holds the private bytes; they are never in a Python object, and OpenSSL overwrites them when the last
 reference is dropped.

@@ -1,4 +1,4 @@
-"""HTTP messages as binary HTTP carries them (RFC 9292): parts that a reader finds, and whole messages."""
+"""HTTP messages in binary HTTP (RFC 9292): the parts a reader emits, whole messages, variable-length integers, padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Oblivious HTTP, RFC 9458: one message sealed whole each way, and what the chunked form shares with it. No I/O, no clock."""
+"""Oblivious HTTP (RFC 9458): single-shot messages, and what the chunked form shares with them. No I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has the private keys: gives the context of a request, and takes each request once. No I/O; time is an argument."""
+"""Holds the private keys, opens each request once, and rejects replays. Time is an argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a stream of answer bytes becomes frames that tell little by their sizes and times (docs/traffic.md).
+"""Traffic shaping: turns an answer stream into frames whose sizes and times reveal little (docs/traffic.md).
 
 Pure: bytes in, frames out, time is an argument. `Shaper` is the node's side, `Unshaper` the client's. What a frame looks like
 is in `frames`, and for clients of other makers in `binary_http`. Which profile asks for which shape is in `shapes`.

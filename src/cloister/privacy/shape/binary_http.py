@@ -1,4 +1,4 @@
-"""Frames that are, one after the other, one valid Binary HTTP response (RFC 9292). Pure: no I/O, no clock.
+"""Shaped frames that together form one valid binary HTTP response (RFC 9292). Pure.
 
 Sizes and times are those of the shape; what fills a frame is something that every reader skips:
 

@@ -1,4 +1,4 @@
-"""The frames inside a sealed stream: what each looks like. Pure.
+"""Frame formats inside a sealed stream. Pure.
 
 A shaped stream is a row of frames of one size, each the plain text of one sealed chunk. The first begins with six bytes: 0xC1
 (no framing indicator of Binary HTTP, RFC 9292, 3.3, begins so), the version 1, and the size of every frame as a 32-bit number.

@@ -1,4 +1,4 @@
-"""How the frames of a shaped answer are written: ours, or as Binary HTTP that any reader of RFC 9292 takes. Pure data."""
+"""The framings of a shaped answer: our own, or binary HTTP for any RFC 9292 reader. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The node's side: what an answer says, in; frames, out. Pure: no I/O, no clock."""
+"""The node's side of traffic shaping: answer bytes in, frames out. Pure."""
 
 from __future__ import annotations
 

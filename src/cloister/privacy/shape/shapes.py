@@ -1,4 +1,4 @@
-"""Which shape a sealed answer has under which profile. Pure data.
+"""The traffic shape of each profile, and the threats it answers. Pure data.
 
 The size was measured (`python -m benchmarks.traffic leak`): the event of one token has 231 bytes beside its text, so a frame
 of 512 holds it with any token of the vocabularies that were looked at.

@@ -1,4 +1,4 @@
-"""The client's side: frames, in; the answer, out. Pure: no I/O, no clock."""
+"""The client's side of traffic shaping: frames in, answer bytes out. Pure."""
 
 from __future__ import annotations
 

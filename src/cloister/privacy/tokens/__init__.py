@@ -1,4 +1,4 @@
-"""Tokens: an issuer knows who asks and not what for, a gateway what for and not who asks (T4).
+"""Anonymous tokens: the issuer learns who asks but not for what, the gateway for what but not who (T4).
 
 `blind_rsa` (RFC 9474), `challenge` (RFC 9577) and `issuance` (RFC 9578, type 2) are the formats; `Issuer` gives tokens against
 API keys, `Redeemer` takes them, once each, with the help of a spend store.

@@ -1,4 +1,4 @@
-"""RSA blind signatures (RFC 9474): a signer signs what it cannot read. Pure but for the random bytes it draws.
+"""RSA blind signatures (RFC 9474), and public keys of token type 2 as SubjectPublicKeyInfo. Pure but for random bytes.
 
 Both variants that the vectors cover: SHA-384 with a PSS salt of 48 bytes (what Privacy Pass token type 2 uses) and with none.
 Preparation is the identity: a token's message starts with 32 random bytes of the client (RFC 9578, section 6.1).

@@ -1,4 +1,4 @@
-"""What a gateway asks for and what a client shows: challenge, token and their two HTTP headers (RFC 9577). Pure.
+"""Token challenges, tokens and their HTTP headers (RFC 9577); the challenge that all parties derive from the epoch. Pure.
 
 There is one challenge for everybody: issuer and gateway by name, no redemption context. A context of a client's own would mark
 its tokens, so `TokenChallenge` has the field for the format's sake, and `Redeemer` never asks with one.

@@ -1,4 +1,4 @@
-"""Getting tokens (RFC 9578, type 2): the client's requests, the issuer's answers and directory. Pure but for random bytes.
+"""Token issuance (RFC 9578, type 2): requests, responses and the issuer directory. Pure but for random bytes.
 
 A batch is the generic batch of draft-ietf-privacypass-batched-tokens: type 2 requests one after another behind their length in
 bytes, a QUIC variable-length integer (RFC 9000, section 16); the answer has a mark that a response is there, its type and it.

@@ -1,5 +1,4 @@
-"""The issuer: an API key and blinded messages in, signatures out. What it sees is who asks for how many; nothing of a
-token."""
+"""The issuer: an API key and blinded messages in, signatures out; and its quotas per key, in SQLite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The issuer's keys on disk: one for seven days, the next one known a day before, the old private key destroyed.
+"""The issuer's keys on disk: rotated every seven days, announced a day ahead, old private keys destroyed.
 
 Epochs count seven days each from 1970 on, the same on every machine, so a key's number says when it holds. Tokens of a key
 are taken for one more day after it stopped signing: who holds some at the turn can still spend them.

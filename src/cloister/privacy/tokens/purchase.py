@@ -1,4 +1,4 @@
-"""A token request and its answer as one sealed message each way, all of one length. Bytes in, bytes out: no I/O, no clock.
+"""A token request and its response as sealed messages of constant length. No I/O, no clock.
 
 Binary HTTP (RFC 9292) in oblivious HTTP (RFC 9458), sealed to a key that the issuer states; zeros follow up to
 `PURCHASE_BYTES`, so that whoever carries it cannot tell a batch from a refusal, nor one client's API key from another's by its

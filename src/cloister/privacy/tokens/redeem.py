@@ -1,4 +1,4 @@
-"""Taking tokens: is it one, is it fresh (RFC 9577, section 2.2; RFC 9578, section 6.4)."""
+"""Redeems tokens: validity, freshness (RFC 9577, section 2.2; RFC 9578, section 6.4), and what a token pays for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Once and no more: what a spend store promises.
+"""The protocol of spend stores, which accept a token once; and when records of spent tokens expire.
 
 A record is the digest of a token under its issuer's key, and when the key's tokens end. No account, address, time of spending
 or order is kept, and the issuer keeps its own book (`quota`) elsewhere: the two have no value in common that could join them.

@@ -1,4 +1,4 @@
-"""What a client checks before it believes an epoch, and what it remembers of the log. No I/O, no clock.
+"""A client's checks of an epoch, now and later, and its memory of the log. No clock.
 
 The client keeps a `View`: the size of the log it saw last and the frontier of its tree. For a newer checkpoint it reads every
 entry since and adds it to the frontier. If the root comes out, nothing old was changed and nothing new was hidden: so one pass

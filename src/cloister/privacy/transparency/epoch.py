@@ -1,4 +1,5 @@
-"""The epoch file: which nodes, keys and issuers hold for the next hour, one list for every client. No I/O, no clock.
+"""The epoch file: the nodes, keys and issuers valid for the next hour, the same for every client; and the bundle that proves
+it.
 
 It is canonical JSON (sorted keys, no white space), so that one epoch is one string of bytes, and those bytes are a leaf of the
 log: a client that saw the leaf under a witnessed checkpoint knows that everybody else was given the same list.

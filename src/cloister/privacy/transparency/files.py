@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all, and directories that one process changes at a time."""
+"""Atomic file replacement, locked directories, and signing-key files."""
 
 from __future__ import annotations
 

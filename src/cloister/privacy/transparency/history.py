@@ -1,4 +1,4 @@
-"""What the entries of a log say, read once and kept up to date: the newest epoch, the releases, and what is revoked."""
+"""The contents of a log, read incrementally: the newest epoch, releases, revocations, and the pace of epochs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of a token issuer, each signed by the issuer together with the time that it signs for. No I/O, no clock.
+"""Keys of a token issuer, signed with their validity; and proof that an issuer stated two keys for one time. No I/O, no clock.
 
 One key at a time, for a week at least, is what keeps a token from telling when it was bought. The issuer's own signature makes
 two keys for one time a proof: nobody else can have stated them.

@@ -1,4 +1,4 @@
-"""The log's writer: appends entries, then signs and publishes the checkpoint that has them.
+"""The log's writer: appends entries, then signs and publishes a checkpoint.
 
 The order is what keeps its word: tiles first, each whole and on disk, the checkpoint last. Whatever stops it between two writes
 leaves tiles that no checkpoint speaks of, and the next append writes over them. Nothing of a published tree is ever written

@@ -1,4 +1,4 @@
-"""Which nodes belong to the cloud and with what capacity: signed by a release key, not by the gateway. No I/O, no clock.
+"""The cloud's nodes and their capacities, signed by a release key rather than the gateway; and how far a day may change them.
 
 A membership is an entry of the log. The first one holds from its time on; a later one holds only if an epoch that began
 `NOTICE_S` before it had it in the log, so that nobody is surprised by it. Which one holds follows from the log alone: every

@@ -1,4 +1,4 @@
-"""Signed notes (C2SP signed-note) and cosignatures with a time (C2SP tlog-cosignature v1), on Ed25519. No I/O, no clock."""
+"""Signed notes (C2SP signed-note), checkpoints (tlog-checkpoint) and cosignatures (tlog-cosignature v1), on Ed25519."""
 
 from __future__ import annotations
 

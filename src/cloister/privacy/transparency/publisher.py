@@ -1,4 +1,4 @@
-"""Makes the next epoch, logs it, has it cosigned, and hands out the one file that every client gets.
+"""Builds the next epoch, logs it, has it cosigned, and serves it as the one file that every client gets.
 
 The gateway holds one. Nothing is handed out that a client would refuse: too few cosignatures or a release that was revoked or
 never logged stop the new epoch, and the one before stays until it ends. A node that runs something else is left out.

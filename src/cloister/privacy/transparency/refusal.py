@@ -1,4 +1,4 @@
-"""Why something that should be public and the same for everyone was refused. No I/O."""
+"""Why something that must be public and equal for all was refused."""
 
 from __future__ import annotations
 

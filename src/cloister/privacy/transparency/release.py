@@ -1,4 +1,4 @@
-"""Releases: a document of digests, logged with signed provenance, and the entry that revokes older ones. No I/O, no clock."""
+"""Releases: digests logged with signed provenance, the lock file of dependencies, and revocations. No I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a whole log entry by entry and says what is wrong with it: what a monitor does that no client has the time for.
+"""Replays a whole log and reports what is wrong with it, and describes its entries in words.
 
 No I/O, no clock. A client stops at the first rule that the newest epoch breaks; a replay goes on, since what was wrong an hour
 ago is wrong today.

@@ -1,5 +1,4 @@
-"""The log as static resources (C2SP tlog-tiles): tiles of 256 hashes, bundles of 256 entries, their names. No I/O, no
-clock."""
+"""The log as static files (C2SP tlog-tiles): hash tiles, entry bundles, and a reader over a copy of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom a client believes: keys and limits to start from, as one small file that comes with the client, not from the net."""
+"""The client's trust anchors: initial keys and limits, in a small file shipped with the client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A witness (C2SP tlog-witness): cosigns a checkpoint only if its log extends what the witness cosigned before.
+"""A witness (C2SP tlog-witness) cosigns a checkpoint only if the log extends what it cosigned before; and its clients.
 
 It keeps one checkpoint for each log on disk, written before the cosignature leaves: no crash makes it sign two histories.
 """

@@ -1,4 +1,4 @@
-"""Calibration: codes chosen with the help of text. Importing this package registers every method in `CALIBRATORS`."""
+"""Calibration: quantization guided by sample text. Importing this package registers every method in `CALIBRATORS`."""
 
 from cloister.quant.calibration.awq import AWQ
 from cloister.quant.calibration.base import CALIBRATORS, Calibrator

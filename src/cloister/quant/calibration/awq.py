@@ -1,4 +1,4 @@
-"""AWQ (Lin et al. 2023): channels that see great inputs get finer steps, by factors that a search finds."""
+"""AWQ (Lin et al. 2023): scales up salient input channels, by factors found in a search, so that they lose less."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol of calibration: a layer's float weights and text to run through it in, weights in few bits out."""
+"""The protocol of calibration: a layer's float weights and sample inputs in, quantized weights out."""
 
 from __future__ import annotations
 

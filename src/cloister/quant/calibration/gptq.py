@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al. 2022): weights are rounded one input after another, and those not yet rounded make up for the error."""
+"""GPTQ (Frantar et al. 2022): rounds weights column by column; the columns left compensate for the error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole model through calibration, one layer in memory at a time."""
+"""Calibrates a whole model, with one layer in memory at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounding to nearest: each weight on its own, with the format's own choice of scales."""
+"""Round-to-nearest: each weight on its own, with the format's own choice of scales."""
 
 from __future__ import annotations
 

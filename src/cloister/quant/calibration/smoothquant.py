@@ -1,4 +1,4 @@
-"""SmoothQuant (Xiao et al. 2022): outliers of the inputs move into the weights, before both are rounded."""
+"""SmoothQuant (Xiao et al. 2022): moves activation outliers into the weights before both are quantized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts for calibration and for measuring, where nobody gives others."""
+"""Default texts for calibration and for measuring quality."""
 
 from __future__ import annotations
 

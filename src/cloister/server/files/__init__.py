@@ -1,1 +1,1 @@
-"""Files and batches of the OpenAI API: sealed on disk, found by their owner only, gone after their time."""
+"""Files and batches of the OpenAI API: encrypted on disk, visible to their owner only, deleted on expiry."""

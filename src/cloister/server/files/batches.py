@@ -1,4 +1,4 @@
-"""Batches: what a client asks for, what became of it, and the lines of its input."""
+"""Batches: requests, status and input lines, and the runner that works through them behind interactive requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request that the server makes of itself: the same routes, limits and counts as for one that comes from outside."""
+"""Requests that the server makes to itself, under the same routes, limits and counts as external ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the routes of files and batches share: the store, its owners, and the batches that run."""
+"""Shared by the routes of files and batches: the store, its owners, running batches, and multipart uploads (RFC 7578)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of users. Contents are sealed under a key of the owner's, and counted against the owner's share of the room."""
+"""Users' files, encrypted under a key of their owner and charged to the owner's quota."""
 
 from __future__ import annotations
 

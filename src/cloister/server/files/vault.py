@@ -1,4 +1,4 @@
-"""A directory of sealed records: nothing in it can be read without its key, and what others changed in it is found out.
+"""A directory of encrypted, authenticated records: unreadable without the key, and tampering is detected.
 
 A file is a row of records, each AES-256-GCM (NIST SP 800-38D) under a random nonce: 4 bytes of length (big-endian), 12 of
 nonce, the ciphertext. The file's name and the record's number are authenticated with it, so that no record can be moved, left

@@ -1,4 +1,4 @@
-"""Figures for Prometheus. No label comes from a request.
+"""Prometheus metrics. No label comes from a request.
 
 `Metrics` shows every figure; `ReleasedCounts` the few sums that a strict profile lets out. Both read the engine's events
 (rule 7) and the statuses of replies. `RecordedMetrics` remembers the

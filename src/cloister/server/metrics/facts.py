@@ -1,5 +1,4 @@
-"""What is known without a request: the model, the memory budget, how the start went, whether it is well, what processes
-use."""
+"""Metrics known without a request: model, memory budget, startup times, health, process usage."""
 
 from __future__ import annotations
 

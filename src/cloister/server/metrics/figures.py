@@ -1,4 +1,4 @@
-"""Every figure, from the engine's events (rule 7) and the statuses of replies. Names end as those of vLLM do."""
+"""All metrics, from the engine's events (rule 7) and reply statuses. Names follow vLLM's."""
 
 from __future__ import annotations
 

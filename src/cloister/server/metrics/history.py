@@ -1,4 +1,4 @@
-"""Figures of the last hour by the minute and of the last day by ten minutes, so that a page which is opened now shows the past.
+"""The metrics of the last hour by minute and of the last day by ten minutes, for pages opened later.
 
 Numbers only, sums over everybody, in memory only. No I/O but what the collector does; the clock is an argument.
 """

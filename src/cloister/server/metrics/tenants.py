@@ -1,4 +1,4 @@
-"""Figures of each tenant, for operators: how many requests and tokens, how many run and wait. Counts only, in memory only.
+"""Per-tenant metrics for operators: requests and tokens, running and waiting. Counts only, in memory only.
 
 They stand beside `/metrics` and not in it: whoever holds a key may read that, and would see when others are busy.
 """

@@ -1,1 +1,1 @@
-"""What every request passes before and after its route. Pure ASGI, so that a disconnect is seen when it happens."""
+"""Middleware around every route. Pure ASGI, so that a disconnect is seen at once."""

@@ -1,4 +1,4 @@
-"""API keys and tokens (RFC 6750, 2.1): all but a few routes ask the gate before a byte of the body is read."""
+"""Authentication by API key or token (RFC 6750, section 2.1), before a byte of the body is read; and the Host check."""
 
 from __future__ import annotations
 

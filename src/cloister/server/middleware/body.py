@@ -1,4 +1,4 @@
-"""The body of a request, read whole before its route runs: within a size, within a time, and as plain JSON."""
+"""Reads the request body before its route runs, within limits of size and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Web pages of other origins (CORS, Fetch standard, section 3.2): none unless the operator named theirs.
+"""CORS (Fetch standard, section 3.2): no other origin, unless the operator allowed it.
 
 A browser asks before it sends JSON or an API key across origins; that question (a preflight) carries no key and is answered
 here, before authentication. A page of an origin that was not named can read no reply.

@@ -1,4 +1,4 @@
-"""A client that goes away cancels its request, at any moment and whether the reply is streamed or not."""
+"""Cancels the request of a client that disconnects, streamed or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outermost layer: every request gets a reply, also one that met a mistake of ours; and every reply is counted."""
+"""The outermost layer: every request gets a reply, internal errors included, and every reply is counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells a client which fields of its request had no effect."""
+"""Reports the request fields that had no effect, in a header; refuses them with `--strict-fields`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes without their `/v1`: clients whose base URL was given without it find them too."""
+"""Routes without the `/v1` prefix, for clients whose base URL lacks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is served, as Ollama's clients read it: replies of /api/tags, /api/ps and /api/show."""
+"""Replies of Ollama's /api/tags, /api/ps and /api/show."""
 
 from __future__ import annotations
 

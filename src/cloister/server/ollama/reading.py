@@ -1,4 +1,4 @@
-"""From a body of Ollama's API to the job that it is."""
+"""Converts a request of Ollama's API to a job."""
 
 from __future__ import annotations
 

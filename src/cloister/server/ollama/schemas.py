@@ -1,4 +1,4 @@
-"""Requests of Ollama's API as strict models."""
+"""Request schemas of Ollama's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the parts of an answer to the lines of Ollama's API: one JSON object a line, the last of which is `done`."""
+"""Writes answers as Ollama's NDJSON stream, whose last line is `done`."""
 
 from __future__ import annotations
 

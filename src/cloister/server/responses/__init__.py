@@ -1,1 +1,1 @@
-"""The Responses API of OpenAI: a conversation in typed items. What is kept between two requests is in `keeping`."""
+"""OpenAI's Responses API. `keeping` stores responses between requests."""

@@ -1,4 +1,4 @@
-"""Responses that another one may go on from: in memory, for a while, and for their owner only."""
+"""Stored responses that `previous_response_id` can continue: in memory, for a limited time, for their owner only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a body of /v1/responses to the conversation that it is."""
+"""Converts a body of /v1/responses to a conversation."""
 
 from __future__ import annotations
 

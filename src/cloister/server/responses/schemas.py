@@ -1,4 +1,4 @@
-"""Requests of /v1/responses as strict models."""
+"""Request schemas of /v1/responses."""
 
 from __future__ import annotations
 

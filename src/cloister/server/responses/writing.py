@@ -1,4 +1,4 @@
-"""From the parts of an answer to the items of a response, and to the events that tell how they come to be."""
+"""Converts the parts of an answer to items of a response, and to streamed events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`: what an operator may change of a running server."""
+"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`."""
+"""`/v1/embeddings`, `/v1/score` and `/v1/rerank`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/files`: uploads for batches, and what batches made."""
+"""`/v1/files` and `/v1/batches`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/health`: good while steps advance or nothing waits (rule 11). The one route that needs no key."""
+"""`/health` (rule 11), which needs no key, and `/version`."""
 
 from __future__ import annotations
 

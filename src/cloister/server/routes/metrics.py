@@ -1,4 +1,4 @@
-"""`/metrics` in the text format of Prometheus, its past as JSON, and what each tenant did, for operators."""
+"""`/metrics` for Prometheus, its history as JSON, and per-tenant metrics for operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ollama's API: `/api/chat`, `/api/generate`, `/api/embed`, `/api/embeddings` and what tells of models."""
+"""Ollama's routes: `/api/chat`, `/api/generate`, `/api/embed`, `/api/embeddings`, `/api/tags` and others."""
 
 from __future__ import annotations
 

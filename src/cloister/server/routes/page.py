@@ -1,4 +1,4 @@
-"""The page at `/`: static files of this package. They hold nothing of anybody and need no key; what they ask the API does."""
+"""The web page at `/`: static files, served without a key because they hold no user data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/policy`: which privacy profile is in force and what it means. Whoever is about to send something may know first."""
+"""`/v1/policy`: the active privacy profile and its rules, for clients to read before they send anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs`: the reference of the API, for programs and for people. They say nothing of anybody."""
+"""`/openapi.json` and `/docs`: the API reference."""
 
 from __future__ import annotations
 

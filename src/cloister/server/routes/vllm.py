@@ -1,4 +1,4 @@
-"""What clients of vLLM look for beside the OpenAI API: `/ping`, `/load`, `/pooling`."""
+"""vLLM's routes beside the OpenAI API: `/ping`, `/load`, `/pooling`."""
 
 from __future__ import annotations
 

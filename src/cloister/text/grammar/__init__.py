@@ -1,4 +1,4 @@
-"""Grammars of answers: what a client may ask for, and compiled ones that follow an answer token by token.
+"""Structured output: the grammars a client may ask for, compiled and followed token by token.
 
 The face is lazy: a server that is never asked for one does not load the library.
 """

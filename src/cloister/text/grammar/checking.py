@@ -1,4 +1,4 @@
-"""Whether the grammar that a client sent can be followed, before anything is computed for it."""
+"""Validates a client's grammar before anything is computed for it."""
 
 from __future__ import annotations
 

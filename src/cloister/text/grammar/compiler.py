@@ -1,4 +1,4 @@
-"""Compiled grammars over a model's vocabulary (protocols of `runner.grammar`)."""
+"""Compiles grammars over a model's vocabulary with llguidance (the protocols of `runner.grammar`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON schemas (draft 2020-12) as clients send them: which keywords hold, and how large a schema may be.
+"""JSON schemas (draft 2020-12) from clients: the supported keywords, and limits on size.
 
 Nothing is ignored in silence: what a schema demands is either enforced on every answer, or refused by name. Names that are
 not keywords are the client's own words and are not repeated; a place in a schema is told by keywords and numbers.

@@ -1,4 +1,4 @@
-"""Tools: how models of each family write that they call one, one family a file, found by name.
+"""Tool calls: the formats in which model families write them, one file each.
 
 Importing this package registers every family in `FAMILIES`.
 """

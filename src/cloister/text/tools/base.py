@@ -1,4 +1,4 @@
-"""Calls of tools: every family of models writes them in its own way, and here is what the ways have in common."""
+"""The protocol of tool-call formats, and what all of them share."""
 
 from __future__ import annotations
 

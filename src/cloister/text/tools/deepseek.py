@@ -1,4 +1,4 @@
-"""DeepSeek V3, R1 and V3.1: marked calls inside a marked list; the older ones put the arguments into a fence of Markdown."""
+"""DeepSeek V3, R1 and V3.1: marked calls inside a marked list; older ones fence the arguments in Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Finds the calls in an answer that grows. What is no proper call of a tool that was offered is text."""
+"""Finds tool calls in a streamed answer. Anything that is not a valid call of an offered tool is text; and which format a
+template uses."""
 
 from __future__ import annotations
 

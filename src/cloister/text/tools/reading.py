@@ -1,4 +1,4 @@
-"""Reads an answer while it is written: what is not there yet is waited for, so that how it is cut makes no difference.
+"""A streaming reader that waits for missing text, so that chunk boundaries make no difference.
 
 A reader is a generator. It yields the parts that are certain, and None where it needs more text. So the code of a family
 reads from front to back, and the same letters give the same parts however many of them come at once.

@@ -1,4 +1,4 @@
-"""Spend stores, one file each, and which one a URL means: only the chosen one's library is imported."""
+"""Spend stores, selected by URL; only the chosen one's library is imported."""
 
 from __future__ import annotations
 
