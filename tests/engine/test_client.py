@@ -223,7 +223,11 @@ def test_an_observer_hears_of_its_own_request_until_its_end_whoever_ends_it() ->
     class Observer:
         def __init__(self) -> None:
             self.stats = EngineStats()
+            self.refusals = 0
             self.events: list[Event] = []
+
+        def refuse(self) -> None:
+            self.refusals += 1
 
         def observe(self, event: Event) -> None:
             self.events.append(event)
@@ -241,6 +245,11 @@ def test_an_observer_hears_of_its_own_request_until_its_end_whoever_ends_it() ->
     assert observer.stats.reasons == ["length", "error"]
     assert observer.stats.num_cached_tokens == 3
     assert front.ends(other) == [(0, FinishReason.ERROR)]
+    assert observer.refusals == 0
+    front.client.closed = "it restarts"
+    with pytest.raises(EngineError):
+        front.client.submit(make_request(), front.outputs.append, observer)
+    assert observer.refusals == 1
 
 
 def test_a_call_about_an_adapter_is_refused_at_once_while_the_engine_is_away() -> None:

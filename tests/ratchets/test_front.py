@@ -27,7 +27,7 @@ from tests.server.house import INFO, make_gate, write_model
 
 NUM_STEPS = 32
 NUM_STREAMS = 16
-LIMITS = {"/v1/chat/completions": 66, "/v1/completions": 66}
+LIMITS = {"/v1/chat/completions": 58, "/v1/completions": 58}
 """Python calls per token."""
 FIELDS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},

@@ -81,6 +81,8 @@ class ScriptedEngine(EngineClient):
         try:
             for item in self.script(request):
                 if isinstance(item, Exception):
+                    if observer is not None:
+                        observer.refuse()
                     raise item
                 if isinstance(item, float):
                     await asyncio.sleep(item)

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cloister.server.fields import REFUSED
-from cloister.server.parse import parse_json
+from cloister.server.parse import REFUSED, parse_json
 from tests.server.house import MODEL, House
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

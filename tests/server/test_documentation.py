@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cloister.server.fields import REFUSED
 from cloister.server.metrics import EngineGauges, Metrics
+from cloister.server.parse import REFUSED
 from cloister.server.schemas import ChatBody, CompletionBody
 from tests.server.house import ScriptedEngine, says
 

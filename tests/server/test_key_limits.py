@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cloister.privacy import Credentials, KeyQuota
-from cloister.server.limits import format_duration
+from cloister.server.middleware.failures import format_duration
 from cloister.types.config import ServerConfig
 from cloister.types.errors import EngineError, QueueFullError
 from tests.server.house import MODEL, ScriptedEngine, make_gate, says, serving, serving_script, start_slow, start_speaking

@@ -11,7 +11,7 @@ import ollama
 import pytest
 
 from cloister.server import llamacpp
-from cloister.server.fields import ABSENT
+from cloister.server.errors import ABSENT
 from cloister.types.grammar import GrammarKind
 from cloister.types.request import FinishReason
 from tests.server.house import INFO, MODEL, ScriptedEngine, make_gate, output, says, serving_script, write_model

@@ -187,10 +187,15 @@ class EngineClient:
 
     def submit(self, request: Request, sink: Sink, observer: RequestObserver | None = None) -> None:
         """Hands a request to the engine; `sink` gets what its sequences gain, `observer` its events. Errors as `generate`."""
-        if self.closed is not None:
-            raise EngineError(self.closed)
-        self._requests.check(request)
-        self._send(Submit(request))
+        try:
+            if self.closed is not None:
+                raise EngineError(self.closed)
+            self._requests.check(request)
+            self._send(Submit(request))
+        except Exception:
+            if observer is not None:
+                observer.refuse()
+            raise
         self._requests.add(request, sink, observer)
 
     def abandon(self, request_id: str) -> None:

@@ -68,6 +68,10 @@ class RequestObserver(Protocol):
 
     stats: EngineStats
 
+    def refuse(self) -> None:
+        """Hears that the request was not taken."""
+        ...
+
     def observe(self, event: Event) -> None:
         """Takes one event of the request, its tokens aside, when `stats` has it."""
         ...

@@ -19,8 +19,7 @@ from cloister.engine.client import EngineClient
 from cloister.privacy import CountRelease, Gate, is_loopback
 from cloister.server.calls import CallListener, HttpCalls
 from cloister.server.conversation import ChatFormat
-from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, invalid
-from cloister.server.fields import explain_absence
+from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, explain_absence, invalid
 from cloister.server.files.service import FileService
 from cloister.server.logs import RequestLog
 from cloister.server.messages import PREFIX as MESSAGES_FOLDER
@@ -30,9 +29,8 @@ from cloister.server.middleware.auth import Authentication, LocalHostOnly
 from cloister.server.middleware.body import BodyReader
 from cloister.server.middleware.cors import CrossOrigin, parse_origins
 from cloister.server.middleware.disconnect import WRITE_TIMEOUT_S, CancelOnDisconnect
-from cloister.server.middleware.failures import ErrorForms, Failures, KeyLimits
+from cloister.server.middleware.failures import ErrorForms, Failures, KeyLimits, Prefixed
 from cloister.server.middleware.ignored import TellIgnored
-from cloister.server.middleware.paths import Prefixed
 from cloister.server.oidc import TokenVerifier
 from cloister.server.ollama.writing import error_object as ollama_error
 from cloister.server.operations import BODY_PATHS, FORM_PATHS

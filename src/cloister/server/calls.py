@@ -10,7 +10,6 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -122,22 +121,15 @@ class HttpCalls:
             call.charge.leave(refund=call.status == 429 or call.status >= 500)
         self._end_if_over(call)
 
-    async def generate(self, engine: EngineClient, call: HttpCall, request: Request) -> AsyncGenerator[SequenceOutput, None]:
-        """As `EngineClient.generate`, on the account of a call.
+    def generate(self, engine: EngineClient, call: HttpCall, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        """As `EngineClient.generate`, on the account of a call; to be iterated at once, as the account is charged here.
 
         Raises:
             RateLimitError: the call's key may not use so much.
             InvalidRequestError: more answers than the call's token pays for.
         """
         request = fit_budget(request, call)
-        prompt = self.begin(call, request, engine.model.max_model_len)
-        try:
-            async with aclosing(engine.generate(request, prompt)) as outputs:
-                async for output in outputs:
-                    yield output
-        except Exception:  # the engine did not take it: no event will say that it ended
-            self.settle(prompt, 0)
-            raise
+        return engine.generate(request, self.begin(call, request, engine.model.max_model_len))
 
     def begin(self, call: HttpCall, request: Request, max_model_len: int) -> PromptOfCall:
         """Notes that the engine is about to get a request, charges what it can need, and returns what observes it.
@@ -187,6 +179,10 @@ class PromptOfCall:
     request_id: str
     stats: EngineStats
     is_settled: bool = False
+
+    def refuse(self) -> None:
+        """The engine did not take the request: no event will say that it ended."""
+        self.calls.settle(self, 0)
 
     def observe(self, event: Event) -> None:
         """Takes one event of the request."""

@@ -7,8 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from cloister.server.answers import Usage
-from cloister.server.generation import Numbered, Tally
-from cloister.server.job import GenerationJob
+from cloister.server.generation import GenerationJob, Numbered, Tally
 from cloister.types.request import SequenceOutput, TokenLogprobs
 
 

@@ -15,8 +15,7 @@ from pydantic import Field, PlainValidator
 
 from cloister.privacy.gate import Admission
 from cloister.server.errors import invalid
-from cloister.server.generation import Generate, run_job
-from cloister.server.job import GenerationJob, make_job
+from cloister.server.generation import Generate, GenerationJob, make_job, run_job
 from cloister.server.parse import parse_body
 from cloister.server.prompts import PromptReader
 from cloister.server.schemas import INT32, Strict, TokenId

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
@@ -125,3 +126,33 @@ def failure_of(output: SequenceOutput) -> CloisterError | None:
 def invalid(message: str, param: str | None = None, code: str | None = None) -> InvalidRequestError:
     """Returns a 400 that names the field at fault."""
     return InvalidRequestError(message, param=param, code=code)
+
+
+_OWN: Final = "what is served is the operator's affair"
+
+ABSENT: Final[Mapping[str, str]] = {
+    "/v1/audio": "There is no speech here: models of this server read and write text only.",
+    "/v1/images": "There are no images here: models of this server read and write text only.",
+    "/v1/videos": "There are no videos here: models of this server read and write text only.",
+    "/v1/realtime": "There are no realtime sessions here: send requests to /v1/responses or /v1/chat/completions.",
+    "/v1/moderations": "This server does not moderate.",
+    "/v1/fine_tuning": f"This server trains no models: {_OWN}.",
+    "/v1/assistants": "There are no assistants here: send the conversation to /v1/responses or /v1/chat/completions.",
+    "/v1/threads": "There are no threads here: send the conversation to /v1/responses or /v1/chat/completions.",
+    "/v1/vector_stores": "There are no vector stores here: /v1/embeddings makes the vectors.",
+    "/v1/uploads": "There are no uploads in parts here: send the whole file to /v1/files.",
+    "/classify": "There is no classifier here: models of this server have no classification head.",
+    "/slots": "There are no slots to look into: what others ask is nobody's business. /metrics has counts.",
+    "/api/create": f"This server makes no models: {_OWN}.",
+    "/api/copy": f"This server copies no models: {_OWN}.",
+    "/api/delete": f"This server deletes no models: {_OWN}.",
+    "/api/push": f"This server publishes no models: {_OWN}.",
+    "/api/blobs": f"This server takes no files of models: {_OWN}.",
+}
+"""What clients of other servers ask for and this one does not have: folder of the paths -> why."""
+
+
+def explain_absence(path: str) -> str:
+    """Returns what to say of a path that leads nowhere."""
+    found = next((why for folder, why in ABSENT.items() if f"{path}/".startswith(f"{folder}/")), None)
+    return found or "There is no such route; the API begins with /v1."

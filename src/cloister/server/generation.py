@@ -1,19 +1,142 @@
-"""A job on the engine: its requests run side by side, and their outputs come as one stream with one deadline."""
+"""Jobs on the engine: one HTTP request as a request per prompt, run side by side, whose outputs come as one stream."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
+from cloister.privacy.gate import Admission
 from cloister.server.answers import CachedTokens, ReasoningTokens, Usage
 from cloister.server.errors import TOO_LATE, failure_of
-from cloister.server.job import GenerationJob
+from cloister.text.answer_parser import AnswerForm
 from cloister.types.errors import DeadlineError
-from cloister.types.request import FinishReason, Request, SequenceOutput
+from cloister.types.request import FinishReason, ModelInfo, PoolingParams, Request, SamplingParams, SequenceOutput
+
+# One HTTP request made ready for the engine: a request per prompt, and what the reply needs to know.
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as its reply repeats it.
+
+    Attributes:
+        first_token: its bytes; the log-probabilities that the engine gives begin with the second token.
+    """
+
+    text: str
+    first_token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationJob:
+    """What one call of a completion route asks for.
+
+    Attributes:
+        job_id: random; also the start of the ids of its requests.
+        requests: one per prompt; sequence `index` of prompt `i` is choice `i * n + index`.
+        model_name: as the client knows it.
+        fingerprint: `system_fingerprint` of the reply.
+        echoes: one per prompt when the reply has to repeat it, else none.
+        answerless: the answer is only computed for the prompt's log-probabilities (`max_tokens` 0 with `echo`).
+        form: what an answer may hold beside text; None if nothing.
+        continuous_usage: every chunk of a stream has the counts so far, not only the last one.
+        num_kept: answers of each prompt that the reply has, the likeliest by mean log-probability; None for all of them.
+        shows_logprobs: the client asked for log-probabilities itself.
+    """
+
+    job_id: str
+    requests: tuple[Request, ...]
+    model_name: str
+    fingerprint: str
+    stream: bool
+    include_usage: bool
+    echoes: tuple[Echo, ...] = ()
+    answerless: bool = False
+    form: AnswerForm | None = field(default=None, repr=False)
+    continuous_usage: bool = False
+    num_kept: int | None = None
+    shows_logprobs: bool = True
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def n(self) -> int:
+        """Sequences per prompt."""
+        return self.requests[0].sampling.n
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.requests) * self.n
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.token_ids) for request in self.requests)
+
+
+def make_job(
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams,
+    admission: Admission,
+    model: ModelInfo,
+    *,
+    prefix: str,
+    model_name: str,
+    timeout_s: float,
+    stream: bool,
+    include_usage: bool,
+    echoes: tuple[Echo, ...] = (),
+    answerless: bool = False,
+    form: AnswerForm | None = None,
+    continuous_usage: bool = False,
+    num_kept: int | None = None,
+    shows_logprobs: bool = True,
+    pooling: PoolingParams | None = None,
+    adapter: str | None = None,
+) -> GenerationJob:
+    """Returns a job for tokenized prompts.
+
+    Args:
+        prefix: of the id, such as "chatcmpl".
+        timeout_s: deadline of every request of the job, in the engine.
+        pooling: the prompts become vectors.
+        adapter: digest of the adapter that the prompts are for.
+    """
+    job_id = f"{prefix}-{secrets.token_hex(12)}"
+    requests = tuple(
+        Request(
+            request_id=f"{job_id}-{i}",
+            token_ids=prompt,
+            sampling=sampling,
+            scope=admission.scope,
+            tenant=admission.tenant,
+            priority=admission.priority,
+            timeout_s=timeout_s,
+            pooling=pooling,
+            adapter=adapter,
+        )
+        for i, prompt in enumerate(prompts)
+    )
+    return GenerationJob(
+        job_id=job_id,
+        requests=requests,
+        model_name=model_name,
+        fingerprint=model.fingerprint if adapter is None else f"{model.fingerprint}-{adapter[:16]}",
+        stream=stream,
+        include_usage=include_usage,
+        echoes=echoes,
+        answerless=answerless,
+        form=form,
+        continuous_usage=continuous_usage,
+        num_kept=num_kept,
+        shows_logprobs=shows_logprobs,
+    )
+
 
 MAX_SIDE_BY_SIDE: Final = 64
 """Requests of one job that the engine holds at once; thousands of texts to be pooled must not fill its queue."""
@@ -32,19 +155,23 @@ async def run_job(generate: Generate, job: GenerationJob) -> AsyncGenerator[Numb
     Raises:
         CloisterError: a request was refused, or a sequence ended without an answer; the others are aborted.
     """
-    async with aclosing(_side_by_side(generate, job.requests)) as outputs:
-        async for number, output in outputs:
-            if output.finish_reason is not None and (failure := failure_of(output)) is not None:
-                raise failure
-            yield number, _without_answer(output) if job.answerless else output
+    if len(job.requests) == 1:  # the usual case needs no task and no queue
+        async with aclosing(generate(job.requests[0])) as outputs:
+            async for output in outputs:
+                yield 0, output if output.finish_reason is None and not job.answerless else _checked(job, output)
+    else:
+        async with aclosing(_side_by_side(generate, job.requests)) as numbered:
+            async for number, output in numbered:
+                yield number, _checked(job, output)
+
+
+def _checked(job: GenerationJob, output: SequenceOutput) -> SequenceOutput:
+    if (failure := failure_of(output)) is not None:
+        raise failure
+    return _without_answer(output) if job.answerless else output
 
 
 async def _side_by_side(generate: Generate, requests: tuple[Request, ...]) -> AsyncGenerator[Numbered, None]:
-    if len(requests) == 1:  # the usual case needs no task and no queue
-        async with aclosing(generate(requests[0])) as outputs:
-            async for output in outputs:
-                yield 0, output
-        return
     queue: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
     room = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
     due_s = asyncio.get_running_loop().time() + requests[0].timeout_s

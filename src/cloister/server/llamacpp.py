@@ -12,11 +12,10 @@ from cloister.privacy.gate import Admission
 from cloister.server.answers import Usage
 from cloister.server.calls import HttpCall
 from cloister.server.errors import invalid
-from cloister.server.fields import Refused
+from cloister.server.generation import GenerationJob
 from cloister.server.infill import require_infill
-from cloister.server.job import GenerationJob
 from cloister.server.logprobs import LOWEST_LOGPROB
-from cloister.server.parse import check_fields, parse_body
+from cloister.server.parse import Refused, check_fields, parse_body
 from cloister.server.prompts import PromptReader
 from cloister.server.renaming import renamed
 from cloister.server.schemas import (

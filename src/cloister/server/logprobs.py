@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from cloister.server.answers import ChatLogprobs, CompletionLogprobs, TokenChoice, TokenPosition
-from cloister.server.job import Echo
+from cloister.server.generation import Echo
 from cloister.types.request import TokenLogprobs
 
 LOWEST_LOGPROB: Final = -9999.0

@@ -11,9 +11,8 @@ from pydantic import BeforeValidator, Field
 
 from cloister.server.answers import Usage
 from cloister.server.errors import invalid
-from cloister.server.fields import Refused
-from cloister.server.job import GenerationJob
-from cloister.server.parse import check_fields
+from cloister.server.generation import GenerationJob
+from cloister.server.parse import Refused, check_fields
 from cloister.server.rules import MESSAGE_PARAM, TOOL_CHOICE_PARAM
 from cloister.server.schemas import INT32, MAX_MESSAGES, MAX_STOP, MAX_TOOLS, ChatBody, FunctionName, StopString, Strict
 from cloister.server.stream import EventTemplate, named_events

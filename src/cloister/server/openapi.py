@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from cloister import __version__
-from cloister.server.fields import Refused
 from cloister.server.operations import JSON, MEANINGS, OPERATIONS, Operation
+from cloister.server.parse import Refused
 
 REF: Final = "#/components/schemas/"
 _RETRY: Final = {"Retry-After": {"description": "Seconds until a new attempt makes sense.", "schema": {"type": "integer"}}}

@@ -11,7 +11,6 @@ from pydantic import BaseModel
 
 from cloister.server.answers import ChatChunk, ChatCompletion, CompletionResponse, Model, ModelList
 from cloister.server.embeddings import EmbeddingBody, EmbeddingList
-from cloister.server.fields import REFUSED, Refused
 from cloister.server.files.batches import BatchBody
 from cloister.server.llamacpp import ApplyTemplateBody, LlamaCompletionBody, LlamaInfillBody
 from cloister.server.messages import REFUSED as MESSAGES_REFUSED
@@ -27,6 +26,7 @@ from cloister.server.ollama.schemas import (
     OllamaShowBody,
 )
 from cloister.server.ollama.writing import NDJSON, OllamaChatLine, OllamaError, OllamaGenerateLine
+from cloister.server.parse import REFUSED, Refused
 from cloister.server.responses.schemas import REFUSED as RESPONSES_REFUSED
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.routes.adapters import LoadBody, UnloadBody, Unloaded

@@ -1,4 +1,5 @@
-"""From bytes to a checked request object. What is wrong is said without repeating what was sent."""
+"""From bytes to a checked request object: what is wrong is said without repeating what was sent; fields without effect are
+refused."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import difflib
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -13,9 +15,59 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, from_json
 
 from cloister.server.errors import invalid
-from cloister.server.fields import REFUSED, Refused, refuse_unsupported
 from cloister.server.middleware.ignored import ignored_fields, shown_name
 from cloister.types.errors import InvalidRequestError
+
+# Request fields of the OpenAI API without effect here: refused unless they ask for nothing. And what other servers have and
+# this one has not.
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why a field is refused, and the values that ask for nothing and pass (null always does).
+
+    Attributes:
+        why: half a sentence, after "is refused: ".
+    """
+
+    why: str
+    harmless: tuple[object, ...] = ()
+
+
+_TOOLS: Final = "this older form of tool calling is not available; use `tools` and `tool_choice`"
+_TEXT: Final = "models here read and write text only"
+
+REFUSED: Final[Mapping[str, Refused]] = {
+    "functions": Refused(_TOOLS, ([],)),
+    "function_call": Refused(_TOOLS, ("none",)),
+    "modalities": Refused(_TEXT, (["text"],)),
+    "audio": Refused(_TEXT),
+    "prediction": Refused("predicted outputs are not available"),
+    "web_search_options": Refused("this server does not search the web"),
+    "chat_template": Refused("the template is the model's own; a client's would run here as a program"),
+    "verbosity": Refused("models here have no verbosity levels", ("medium",)),
+    "moderation": Refused("this server does not moderate"),
+    "store": Refused("nothing is kept here, so there is nothing to store in", (False,)),
+    "service_tier": Refused("a request's class comes from its API key", ("auto", "default")),
+}
+
+
+def refuse_unsupported(body: Mapping[str, Any], refused: Mapping[str, Refused] = REFUSED) -> dict[str, Any]:
+    """Returns the body without the fields of `refused`.
+
+    Raises:
+        InvalidRequestError: one of them asks for something.
+    """
+    for name, value in body.items():
+        entry = refused.get(name)
+        if entry is not None and value is not None and not _is_one_of(value, entry.harmless):
+            raise invalid(f"`{name}` is refused: {entry.why}. Leave it out.", param=name, code="unsupported_parameter")
+    return {name: value for name, value in body.items() if name not in refused}
+
+
+def _is_one_of(value: object, harmless: tuple[object, ...]) -> bool:
+    return any(type(value) is type(other) and value == other for other in harmless)
+
 
 Body = TypeVar("Body", bound=BaseModel)
 

@@ -11,8 +11,8 @@ import msgspec
 from cloister.privacy.gate import Admission, Gate
 from cloister.server.conversation import ChatFormat
 from cloister.server.errors import invalid
+from cloister.server.generation import Echo, GenerationJob, make_job
 from cloister.server.infill import read_suffix
-from cloister.server.job import Echo, GenerationJob, make_job
 from cloister.server.messages import REFUSED as MESSAGES_REFUSED
 from cloister.server.messages import CountBody, MessagesBody
 from cloister.server.messages import to_chat as message_to_chat

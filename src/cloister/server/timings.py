@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from cloister.server.calls import HttpCall
-from cloister.server.job import GenerationJob
+from cloister.server.generation import GenerationJob
 
 
 @dataclass(frozen=True, slots=True)

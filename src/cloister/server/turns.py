@@ -8,8 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
-from cloister.server.generation import Numbered, Tally
-from cloister.server.job import GenerationJob
+from cloister.server.generation import GenerationJob, Numbered, Tally
 from cloister.text.answer_parser import AnswerParser
 from cloister.text.parts import CallEnded, Part, Text
 from cloister.types.request import FinishReason, SequenceOutput

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,9 +13,33 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cloister.privacy.gate import Admission
 from cloister.server.calls import HttpCall, HttpCalls, call_of
 from cloister.server.errors import error_body, error_headers
-from cloister.server.limits import limit_headers
 from cloister.server.logs import told
 from cloister.types.errors import CloisterError, RateLimitError
+
+# Rate-limit headers: what remains of an API key's limits.
+
+
+def limit_headers(call: HttpCall) -> list[tuple[bytes, bytes]]:
+    """Returns the headers that say what is left of a key's limits, named and written as OpenAI does."""
+    if call.account is None:
+        return []
+    headers = []
+    for left in call.account.allowances(time.monotonic(), time.time()):
+        values = {"limit": str(left.limit), "remaining": str(left.remaining), "reset": format_duration(left.reset_s)}
+        headers += [(f"x-ratelimit-{what}-{left.kind}".encode(), value.encode()) for what, value in values.items()]
+    return headers
+
+
+def format_duration(duration_s: float) -> str:
+    """Returns a time as OpenAI's headers have it, such as `6m0s`, `1s` or `120ms`."""
+    if duration_s < 1:
+        return f"{math.ceil(max(0.0, duration_s) * 1000)}ms"
+    minutes, seconds = divmod(math.ceil(duration_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = ((hours, "h"), (minutes, "m"), (seconds, "s"))
+    first = next(i for i, (count, _) in enumerate(parts) if count)
+    return "".join(f"{count}{unit}" for count, unit in parts[first:])
+
 
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -172,4 +197,25 @@ class KeyLimits:
                 except RateLimitError as error:
                     await send_error(send, error)
                     return
+        await self._app(scope, receive, send)
+
+
+# Routes without the `/v1` prefix, for clients whose base URL lacks it.
+
+
+PREFIX: Final = "/v1"
+UNPREFIXED: Final = frozenset({"/chat/completions", "/completions", "/models", "/embeddings", "/responses", "/messages"})
+"""Only these: what else the server knows stands where it is documented."""
+
+
+class Prefixed:
+    """Puts `/v1` before the path of a route that clients ask for without it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] in UNPREFIXED:
+            path = PREFIX + scope["path"]
+            scope = {**scope, "path": path, "raw_path": path.encode()}
         await self._app(scope, receive, send)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from cloister.server.embeddings import MAX_INPUTS
-from cloister.server.fields import Refused, refuse_unsupported
+from cloister.server.parse import Refused, refuse_unsupported
 from cloister.server.schemas import (
     INT32,
     MAX_LOGPROBS,

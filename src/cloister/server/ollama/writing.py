@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from cloister.server.answers import TokenPosition, Usage
 from cloister.server.calls import HttpCall
-from cloister.server.job import GenerationJob
+from cloister.server.generation import GenerationJob
 from cloister.server.logprobs import chat_logprobs
 from cloister.server.timings import read_timings
 from cloister.server.turns import TOOL_CALLS, Turn, make_call_id

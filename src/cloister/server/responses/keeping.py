@@ -13,8 +13,7 @@ import msgspec
 from pydantic import TypeAdapter
 
 from cloister.server.errors import invalid
-from cloister.server.fields import Refused
-from cloister.server.parse import parse_body
+from cloister.server.parse import Refused, parse_body
 from cloister.server.responses.schemas import REFUSED, Item, Items, ResponsesBody
 from cloister.server.schemas import MAX_MESSAGES
 from cloister.types.errors import NotFoundError

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
-from cloister.server.fields import Refused
+from cloister.server.parse import Refused
 from cloister.server.rules import TOOLS
 from cloister.server.schemas import (
     BELOW_WINDOW,

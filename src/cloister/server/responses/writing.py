@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from cloister.server.answers import TokenPosition, Usage
-from cloister.server.job import GenerationJob
+from cloister.server.generation import GenerationJob
 from cloister.server.logprobs import chat_logprobs
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.stream import named_events

@@ -26,8 +26,7 @@ from cloister.server.answers import (
     Usage,
 )
 from cloister.server.choices import Choice
-from cloister.server.generation import Numbered, Tally, run_job
-from cloister.server.job import GenerationJob
+from cloister.server.generation import GenerationJob, Numbered, Tally, run_job
 from cloister.server.logprobs import chat_logprobs
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, EventTemplate, events, open_stream

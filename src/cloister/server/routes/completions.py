@@ -14,8 +14,7 @@ from starlette.responses import Response
 
 from cloister.server.answers import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from cloister.server.choices import Choice, choose_best, collect
-from cloister.server.generation import Numbered, Tally, run_job
-from cloister.server.job import Echo, GenerationJob
+from cloister.server.generation import Echo, GenerationJob, Numbered, Tally, run_job
 from cloister.server.logprobs import LegacyLogprobs, joined
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, EventTemplate, events, open_stream

@@ -11,8 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.server.generation import Numbered, Tally, run_job
-from cloister.server.job import GenerationJob
+from cloister.server.generation import GenerationJob, Numbered, Tally, run_job
 from cloister.server.responses.keeping import ResponseStore
 from cloister.server.responses.writing import ResponseWriter
 from cloister.server.state import admission_of, json_response, state_of
