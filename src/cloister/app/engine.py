@@ -15,7 +15,7 @@ from cloister.app.backend import NO_QUANT, kept_tokenizers, make_backend, weight
 from cloister.app.closing import close_engine
 from cloister.app.drafters import open_drafters
 from cloister.app.loading import Loading
-from cloister.backends.base import AdapterProgram, Backend, KVLayout, Program
+from cloister.backends.base import Backend, Capability, KVLayout, Program
 from cloister.backends.spec import DecoderSpec
 from cloister.engine.machine import read_machine, return_free_memory
 from cloister.engine.memory import budget_memory
@@ -122,7 +122,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         grammars=grammars,
         drafters=drafters.drafters,
     )
-    drafters.bind(runner.draws)
+    drafters.bind(runner.sampling_metadata)
     public = _release_prefixes(config, model.path, tokenizer)
     scrubber = MemoryScrubber(runner.wipe_buffers) if overwrites(config.profile) else None
     return EngineCore(
@@ -176,7 +176,7 @@ def _open_adapters(
 
     if room is None:
         return {}, AdapterRegister()
-    if not isinstance(program, AdapterProgram):
+    if Capability.ADAPTERS not in program.capabilities:
         raise ConfigError(
             "this back end has no adapters; leave `lora` and `runtime_adapters` out, or compute on a CPU", param="lora"
         )

@@ -303,7 +303,7 @@ def _look_ahead(states: Sequence[GrammarState]) -> None:
         state.look_ahead()
 
 
-def bar_tokens(scores: npt.NDArray[np.float32], rows: Sequence[int], masks: Sequence[MaskArray]) -> None:
+def mask_tokens(scores: npt.NDArray[np.float32], rows: Sequence[int], masks: Sequence[MaskArray]) -> None:
     """Sets the logits of barred tokens to minus infinity, in place: those of row `rows[i]` by `masks[i]`."""
     for row, mask in zip(rows, masks, strict=True):
         allowed = np.unpackbits(mask.view(np.uint8), count=scores.shape[1], bitorder="little")

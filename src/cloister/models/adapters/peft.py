@@ -11,7 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from cloister.backends.base import AdapterWeights, FloatArray
+from cloister.backends.adapters import AdapterWeights
+from cloister.backends.base import FloatArray
 from cloister.backends.spec import DecoderSpec
 from cloister.models.adapters.settings import AdapterSettings, read_settings
 from cloister.models.adapters.targets import AdapterTarget, find_targets
