@@ -31,7 +31,9 @@ from cloister.types.errors import ConfigError
 from cloister.types.request import ModelInfo
 
 if TYPE_CHECKING:
+    from cloister.app.drafters import DraftersAtHand
     from cloister.engine import AdapterRegister, EngineCore
+    from cloister.engine.memory_scrubber import MemoryScrubber
     from cloister.runner.adapters import AdapterRoom
     from cloister.text import Tokenizer
 
@@ -135,7 +137,17 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         adapters=adapters,
         grammars=grammars,
         scrubber=scrubber,
+        overlaps=may_overlap(program, scrubber, drafters),
     )
+
+
+def may_overlap(program: Program, scrubber: MemoryScrubber | None, drafters: DraftersAtHand) -> bool:
+    """Whether a step is planned while another one runs (decisions/0016).
+
+    Not where buffers are overwritten between steps, nor where something is drafted: a sequence whose drafts are being
+    verified has no next step yet, so those of others would run without it.
+    """
+    return Capability.ASYNCHRONOUS in program.capabilities and scrubber is None and not drafters.names
 
 
 def build_program(config: EngineConfig, num_blocks: int) -> Program:

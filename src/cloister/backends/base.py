@@ -126,6 +126,7 @@ class Capability(Flag):
         TREES: computes token trees (`ForwardBatch.parents`) and keeps one path of them (`Program.move_positions`).
         ADAPTERS: runs sequences with adapters, several in one batch (`ForwardBatch.adapters`, `Program.load_adapter`).
         RECORDING: says where its time goes (`Program.record`).
+        ASYNCHRONOUS: computes on another device: a step leaves this machine's processors to others.
     """
 
     GREEDY = auto()
@@ -137,6 +138,7 @@ class Capability(Flag):
     TREES = auto()
     ADAPTERS = auto()
     RECORDING = auto()
+    ASYNCHRONOUS = auto()
 
 
 class Wants(msgspec.Struct, frozen=True):

@@ -95,6 +95,7 @@ def profile_engine(engine: SteppingEngine, requests: Sequence[Request]) -> list[
     Raises:
         EngineError: a request was not answered, or the engine never comes to an end.
     """
+    engine.take_turns()
     for request in requests:
         engine.inbox.put(Submit(request))
     steps: list[ProfiledStep] = []

@@ -38,7 +38,7 @@ _ACTIVATIONS: Final[Mapping[str, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, 
 
 
 class NativeProgram(Program):
-    """A packed model with its KV cache; has every capability.
+    """A packed model with its KV cache; has every capability but that of another device.
 
     Args:
         kernels: the instruction set, one of `_native.kernel_names()`.
@@ -49,7 +49,7 @@ class NativeProgram(Program):
         ModelError: experts of one layer are in several number formats.
     """
 
-    capabilities = ~Capability(0)
+    capabilities = ~Capability.ASYNCHRONOUS
 
     def __init__(
         self,

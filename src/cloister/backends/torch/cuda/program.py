@@ -57,6 +57,8 @@ class CudaProgram(Program):
         is_exact: bool = True,
     ) -> None:
         check_computable(spec)
+        if device.type == "cuda":
+            self.capabilities |= Capability.ASYNCHRONOUS
         self._spec, self._kv, self._dtype, self._device = spec, kv, dtype, device
         num_places = count_places(device)
         reader = MatrixReader(weights, dtype, device, TileBook(num_places), is_exact)
