@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.harness import Bench, console, make_parser, make_progress
-from cloister.runner import acceptance, verification
+from cloister.runner import acceptance, generation, verification
 from cloister.runner.drafters import DRAFTERS
 from tests.drafter_factory import drafter_maker, equip
 from tests.speculating import RECIPES, VOCAB, Oracle, Recipe, Replica, draw_answers, holm, make_tiny, p_values
@@ -63,7 +63,7 @@ def planted(amount: float) -> Iterator[None]:
     if not amount:
         yield
         return
-    right, chosen = acceptance.distribution, verification.DraftVerifier._advance
+    right, chosen = acceptance.distribution, generation.TokenGenerator._advance
     rng = np.random.default_rng(5)
 
     def wrong(scores: Any, draws: Any) -> Any:
@@ -77,20 +77,20 @@ def planted(amount: float) -> Iterator[None]:
 
     def credulous(self: Any, going: Any, logits: Any, finite: Any) -> Any:
         shifted = logits.copy()
-        for walk in going:
-            children = walk.children()
-            if walk.draft.probs is None and children and rng.random() < amount:
-                shifted[walk.row] = -1e4
-                shifted[walk.row, walk.draft.token_ids[children[0]]] = 0.0
+        for each in going:
+            children = each.children()
+            if each.draft.probs is None and children and rng.random() < amount:
+                shifted[each.row] = -1e4
+                shifted[each.row, each.draft.token_ids[children[0]]] = 0.0
         return chosen(self, going, shifted, finite)
 
     setattr(verification, "distribution", wrong)  # noqa: B010
-    setattr(verification.DraftVerifier, "_advance", credulous)  # noqa: B010
+    setattr(generation.TokenGenerator, "_advance", credulous)  # noqa: B010
     try:
         yield
     finally:
         setattr(verification, "distribution", right)  # noqa: B010
-        setattr(verification.DraftVerifier, "_advance", chosen)  # noqa: B010
+        setattr(generation.TokenGenerator, "_advance", chosen)  # noqa: B010
 
 
 def run_case(job: tuple[Case, str, int, int]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def measure(
             files=None,
             open_model=lambda name: OpenedModel(locate(name), num_threads, 1 << 15),
             guesser=None,
-            draws=batch.draws,
+            draws=batch.sampling_metadata,
         )
     )
     drafter.allocate(KVLayout(num_seqs * blocks_each, BLOCK_SIZE))

@@ -41,7 +41,7 @@ from cloister.runner.drafters.ngram import NgramDrafter
 from cloister.runner.drafters.recycling import RecyclingDrafter
 from cloister.runner.drafters.rest import RestDrafter
 from cloister.runner.state import BatchState, SequenceState
-from cloister.runner.walk import follow
+from cloister.runner.verification import follow_path
 from cloister.text import Tokenizer
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
@@ -185,7 +185,7 @@ def _count_accepted(draft: Draft, future: list[int]) -> int:
     """Returns how many tokens of a draft are those that come."""
     depths = draft.depths
     chosen = [future[depth] if depth < len(future) else -1 for depth in depths]
-    return len(follow(draft, chosen, frozenset()))
+    return len(follow_path(draft, chosen, frozenset()))
 
 
 # Answers of the model

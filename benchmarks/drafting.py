@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cloister.backends import BACKENDS, native
-from cloister.backends.base import DrawArray, KVLayout, Program
+from cloister.backends.base import KVLayout, Program, SamplingMetadata
 from cloister.models import LoadedModel, load, locate
 from cloister.runner import ModelRunner
 from cloister.runner.drafters import Drafter, DraftingPlace
@@ -101,8 +101,8 @@ class Answering:
         self._blocks = list(range(num_blocks))
         self._ids = count()
 
-    def _draws(self, states: list[SequenceState], rows: list[int]) -> DrawArray:
-        return self._runner.draws(states, rows)
+    def _draws(self, states: list[SequenceState], rows: list[int]) -> SamplingMetadata:
+        return self._runner.sampling_metadata(states, rows)
 
     def answer(
         self, prompt: Sequence[int], sampling: SamplingParams, num_drafts: int, seed: int, *, to_the_end: bool

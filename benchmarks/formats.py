@@ -1,6 +1,6 @@
 """Q1: what every number format costs the embedded model on the native kernels: perplexity, greedy agreement, bits.
 
-Held-out text goes through `Program.forward` in windows of 512 tokens with all rows of logits, so what is judged are the
+Held-out text goes through `Program.step` in windows of 512 tokens with all rows of logits, so what is judged are the
 kernels, the packed weights and the KV cache that serve. Beside it `quant.quality`, which computes the same in numpy.
 """
 

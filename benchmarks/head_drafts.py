@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.drafting import BLOCK_SIZE, OpenedModel
 from benchmarks.harness import MODEL, Bench, make_parser
-from cloister.backends.base import FloatArray, HeadProgram, HiddenProgram, KVLayout
+from cloister.backends.base import HIDDEN, FloatArray, KVLayout, Program
 from cloister.backends.draft_heads import DraftHeads
 from cloister.llm import LLM
 from cloister.models import locate
@@ -54,8 +54,6 @@ def main() -> int:
     bench = Bench("head_drafts", "Heads of cloister-5m", PREDICTION)
     opened = OpenedModel(locate(MODEL), options.num_threads or 1)
     program = opened.build(KVLayout(-(-TOKENS_AT_ONCE // BLOCK_SIZE), BLOCK_SIZE))
-    assert isinstance(program, HiddenProgram)
-    assert isinstance(program, HeadProgram)
     passages = answer_questions(options.questions, options.seed, options.num_threads)
     hidden = read_hidden(program, passages)
     batch = BatchState(vocab_size=opened.vocab_size, max_model_len=1024)
@@ -94,18 +92,18 @@ def answer_questions(count: int, seed: int, num_threads: int | None) -> list[Pas
         return answer(llm, render_questions(llm, questions), 64, 0.0, seed, lambda _: None)
 
 
-def read_hidden(program: HiddenProgram, passages: Sequence[Passage]) -> FloatArray:
+def read_hidden(program: Program, passages: Sequence[Passage]) -> FloatArray:
     """Returns the hidden state at every place of passages, one after another."""
     parts, some = [], list[Passage]()
     for passage in passages:
         if sum(len(one.token_ids) + BLOCK_SIZE for one in (*some, passage)) > TOKENS_AT_ONCE:
-            parts.append(program.forward_hidden(batch_passages(some, BLOCK_SIZE)))
+            parts.append(program.step(batch_passages(some, BLOCK_SIZE), HIDDEN).hidden)
             some = []
         some.append(passage)
-    return np.concatenate([*parts, program.forward_hidden(batch_passages(some, BLOCK_SIZE))])
+    return np.concatenate([*parts, program.step(batch_passages(some, BLOCK_SIZE), HIDDEN).hidden])
 
 
-def measure(heads: DraftHeads, program: HeadProgram, hidden: FloatArray, passages: Sequence[Passage]) -> RankArray:
+def measure(heads: DraftHeads, program: Program, hidden: FloatArray, passages: Sequence[Passage]) -> RankArray:
     """Returns the rank that each head gave to what the model says, at every place of an answer that has a token behind it."""
     tables = []
     first = 0
@@ -126,7 +124,7 @@ def measure(heads: DraftHeads, program: HeadProgram, hidden: FloatArray, passage
     return np.concatenate(tables)
 
 
-def make_place(opened: OpenedModel, program: HeadProgram, batch: BatchState) -> DraftingPlace:
+def make_place(opened: OpenedModel, program: Program, batch: BatchState) -> DraftingPlace:
     model = opened.model
     return DraftingPlace(
         model_path=model.path,
@@ -139,7 +137,7 @@ def make_place(opened: OpenedModel, program: HeadProgram, batch: BatchState) -> 
         files=None,
         open_model=lambda name: OpenedModel(locate(name), 1),
         guesser=partial(make_guesser, program=program),
-        draws=batch.draws,
+        draws=batch.sampling_metadata,
         fingerprint=model.info.fingerprint,
     )
 

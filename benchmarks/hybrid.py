@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from benchmarks.harness import Bench, make_parser, make_progress
 from benchmarks.peers.meter import IDLE_CORES, Usage
-from cloister.backends.base import ForwardBatch, OperatorSpan, Recording, Weights
+from cloister.backends.base import LOGITS, ForwardBatch, Weights
+from cloister.backends.recording import OperatorSpan
 from cloister.bench.plots import COLOURS, GREY, draw
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.driving import Driver, RandomWeights, build, make_spec
@@ -106,7 +107,7 @@ class Bed:
 
     def _fill(self) -> None:
         """Computes the longest context once, and copies it to every sequence that decodes."""
-        self.driver.program.forward(self.batch([(PROMPT, 0, max(CONTEXTS))]))
+        self.driver.program.step(self.batch([(PROMPT, 0, max(CONTEXTS))]), LOGITS)
         num_blocks = max(CONTEXTS) // BLOCK_SIZE
         source = self._tables[PROMPT][:num_blocks].tolist()
         for table in self._tables[1:]:
@@ -207,10 +208,9 @@ def compare(bed: Bed, cell: Cell, factor: int) -> tuple[Pair, Pair]:
 def time_call(bed: Bed, batch: ForwardBatch) -> tuple[float, float]:
     """Seconds of one call, and of attention in all its layers: from when the first thread begins to when the last one ends."""
     program = bed.driver.program
-    assert isinstance(program, Recording)
     with program.record() as spans:
         started = time.perf_counter()
-        program.forward(batch)
+        program.step(batch, LOGITS)
         ended = time.perf_counter()
     return ended - started, sum(max(s.end_s for s in phase) - min(s.start_s for s in phase) for phase in phases(spans))
 

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.backends.base import DrawArray, FloatArray, ForwardBatch, IntArray, Program
+from cloister.backends.base import (
+    Capability,
+    FloatArray,
+    ForwardBatch,
+    IntArray,
+    Program,
+    SamplingMetadata,
+    StepOutput,
+    Wants,
+)
 from cloister.engine.core import EngineCore
 from cloister.engine.output_processor import OutputProcessor
 from cloister.kv import BlockPool, PrefixKeys
@@ -26,7 +35,7 @@ _MAX_TOKENS = 4096
 _BLOCK_SIZE = 16
 
 
-class IdleProgram:
+class IdleProgram(Program):
     """Gives every row the same logits that it gave it before; row i's most likely token is 100 + i % 100.
 
     Args:
@@ -34,7 +43,7 @@ class IdleProgram:
         step_s: how long a step takes, asleep.
 
     Attributes:
-        num_calls: how often it was called, by whatever name.
+        num_calls: how often it was called, for whatever.
     """
 
     def __init__(self, vocab_size: int, max_rows: int, step_s: float = 0.0) -> None:
@@ -44,9 +53,14 @@ class IdleProgram:
         self._step_s = step_s
         self.num_calls = 0
 
-    def forward(self, batch: ForwardBatch) -> FloatArray:
-        self._rest()
-        return self._logits[: batch.logit_rows.size]
+    def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
+        self.num_calls += 1
+        if self._step_s:
+            time.sleep(self._step_s)
+        if wants.sampling is not None:
+            return StepOutput(tokens=self._best[wants.sampling["row"]])
+        num_rows = batch.logit_rows.size
+        return StepOutput(tokens=self._best[:num_rows]) if wants.greedy else StepOutput(logits=self._logits[:num_rows])
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.num_calls += 1
@@ -54,32 +68,20 @@ class IdleProgram:
     def wipe_blocks(self, block_ids: Sequence[int]) -> None:
         self.num_calls += 1
 
-    def _rest(self) -> None:
-        self.num_calls += 1
-        if self._step_s:
-            time.sleep(self._step_s)
-
 
 class IdleGreedyProgram(IdleProgram):
     """An idle program that knows its most likely tokens itself, as a native one does."""
 
-    def forward_best(self, batch: ForwardBatch) -> IntArray:
-        self._rest()
-        return self._best[: batch.logit_rows.size]
+    capabilities = Capability.GREEDY
 
 
 class IdleDrawingProgram(IdleGreedyProgram):
-    """An idle program that chooses tokens itself, as a native one does; always the same ones."""
+    """An idle program that samples tokens itself, as a native one does; always the same ones."""
 
-    def forward_draw(self, batch: ForwardBatch, draws: DrawArray) -> IntArray:
-        self._rest()
-        return self._take(draws)
+    capabilities = Capability.GREEDY | Capability.SAMPLING
 
-    def draw(self, logits: FloatArray, draws: DrawArray) -> IntArray:
-        return self._take(draws)
-
-    def _take(self, draws: DrawArray) -> IntArray:
-        tokens: IntArray = self._best[draws["row"]]
+    def sample(self, logits: FloatArray, sampling: SamplingMetadata) -> IntArray:
+        tokens: IntArray = self._best[sampling["row"]]
         return tokens
 
 

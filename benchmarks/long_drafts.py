@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.drafting import BLOCK_SIZE, Answer, Answering, OpenedModel
 from benchmarks.harness import MODEL, Bench, make_parser, make_progress
-from cloister.backends.base import FloatArray, ForwardBatch, KVLayout
+from cloister.backends.base import LOGITS, FloatArray, ForwardBatch, KVLayout
 from cloister.models import locate
 from cloister.quant.passages import HELD_OUT, read_passages
 from cloister.runner.drafters import Drafter, DraftingPlace
@@ -113,7 +113,7 @@ def token_losses(opened: OpenedModel, tokens: Sequence[int]) -> FloatArray:
     program, losses = opened.build(KVLayout(num_blocks, BLOCK_SIZE)), []
     for start in range(0, len(tokens) - 1, chunk):
         size = min(chunk, len(tokens) - 1 - start)
-        logits = program.forward(
+        logits = program.step(
             ForwardBatch(
                 token_ids=np.array(tokens[start : start + size], np.int32),
                 positions=np.arange(start, start + size, dtype=np.int32),
@@ -121,8 +121,9 @@ def token_losses(opened: OpenedModel, tokens: Sequence[int]) -> FloatArray:
                 context_lens=np.array([start + size], np.int32),
                 block_tables=np.arange(num_blocks, dtype=np.int32)[None],
                 logit_rows=np.arange(size, dtype=np.int32),
-            )
-        )
+            ),
+            LOGITS,
+        ).logits
         logits -= logits.max(axis=1, keepdims=True)
         logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
         losses.append(-logits[np.arange(size), tokens[start + 1 : start + 1 + size]])

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.speculation_runs import Arm
-from cloister.backends.base import ForwardBatch, GreedyProgram
+from cloister.backends.base import GREEDY, Capability, ForwardBatch
 
 ROWS: Final = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (4, 1), (4, 4), (4, 8), (16, 1), (16, 2), (16, 4), (16, 8))
 """(sequences, rows of each)."""
@@ -24,14 +24,14 @@ _BLOCK: Final = 16
 def measure_costs(arm: Arm, repeats: int) -> dict[tuple[int, int], float]:
     """Returns milliseconds of a forward pass for each of `ROWS`, medians of turns, on an engine that is not asked again."""
     program = arm.program
-    if not isinstance(program, GreedyProgram):
+    if Capability.GREEDY not in program.capabilities:
         raise RuntimeError("the back end finds no tokens itself")
     batches = {rows: chain_batch(*rows, arm.core.model.vocab_size) for rows in ROWS}
     times: dict[tuple[int, int], list[float]] = {rows: [] for rows in ROWS}
     for turn in range(repeats + 1):
         for rows, batch in batches.items():
             since_s = time.perf_counter()
-            program.forward_best(batch)
+            program.step(batch, GREEDY)
             if turn:
                 times[rows].append(time.perf_counter() - since_s)
     return {rows: float(np.median(taken)) * 1e3 for rows, taken in times.items()}

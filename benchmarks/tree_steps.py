@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from benchmarks.harness import MODEL, Bench, make_parser, make_progress
 from cloister.backends import BACKENDS
-from cloister.backends.base import ForwardBatch, GreedyProgram, KVLayout, Weights
+from cloister.backends.base import GREEDY, ForwardBatch, KVLayout, Program, Weights
 from cloister.backends.spec import DecoderSpec
 from cloister.bench.plots import BLUE, ORANGE, draw
 from cloister.models import load, locate
@@ -40,7 +40,7 @@ class Subject:
     """
 
     name: str
-    program: GreedyProgram
+    program: Program
     spec: DecoderSpec
     weights_bytes: int
     position_bytes: float
@@ -81,9 +81,9 @@ def open_subject(options: argparse.Namespace) -> Subject:
     maker = BACKENDS.get("native")(num_threads=options.num_threads, device="cpu", dtype="bfloat16")
     need = maker.need(model.spec, weights, block_size=BLOCK_SIZE, max_batched_tokens=CHUNK)
     program = maker.build(model.spec, weights, KVLayout(num_blocks(), BLOCK_SIZE))
-    assert isinstance(program, GreedyProgram)
     for start in range(0, max(CONTEXTS), CHUNK):
-        program.forward_best(step(model.spec, start, min(CHUNK, max(CONTEXTS) - start), is_tree=False, all_rows=False))
+        batch = step(model.spec, start, min(CHUNK, max(CONTEXTS) - start), is_tree=False, all_rows=False)
+        program.step(batch, GREEDY)
     kv_bytes = need.kv_block_bytes / BLOCK_SIZE
     return Subject(Path(path).name, program, model.spec, need.weights_bytes, kv_bytes)
 
@@ -116,7 +116,7 @@ def measure(subject: Subject, options: argparse.Namespace) -> dict[Cell, npt.NDA
         for _ in progress.track(range(options.num_rounds), description="rounds"):
             for cell, batch in batches.items():
                 started = now()
-                subject.program.forward_best(batch)
+                subject.program.step(batch, GREEDY)
                 times[cell].append(now() - started)
     return {cell: np.array(found) for cell, found in times.items()}
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.adapters import target_shapes
-from cloister.backends.base import AdapterWeights
+from cloister.backends.adapters import AdapterWeights, target_shapes
 from cloister.backends.spec import DecoderSpec
 from cloister.models import load
 from cloister.models.adapters import find_targets

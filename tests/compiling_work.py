@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cloister.backends.base import KVLayout
+from cloister.backends.base import GREEDY, KVLayout
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
 from cloister.backends.torch.cuda.program import CudaProgram
 from cloister.backends.torch.cuda.tiles import CODE_TILES
@@ -36,7 +36,7 @@ def work() -> None:
     driver = Driver(program, 64, 16)
     driver.step({"a": [1] * 40})
     driver.step({"a": [1], "b": [1] * 300})
-    program.forward_best(driver.plan({"a": [1], "b": [1]}))
+    program.step(driver.plan({"a": [1], "b": [1]}), GREEDY)
 
 
 def work_in_fp8() -> None:

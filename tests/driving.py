@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends import BACKENDS
-from cloister.backends.base import FloatArray, ForwardBatch, KVLayout, Program, Weights
+from cloister.backends.base import LOGITS, FloatArray, ForwardBatch, KVLayout, Program, Weights
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.models import load
 from cloister.models.decoder import tensor_shapes
@@ -97,7 +97,7 @@ class Driver:
         return self._lengths[seq]
 
     def slot(self, seq: object, position: int) -> int:
-        """Where a position lies, as `backends.base.TreeProgram` counts."""
+        """Where a position lies, as `backends.base.Program` counts."""
         return self._tables[seq][position // self.block_size] * self.block_size + position % self.block_size
 
     def blocks(self, seq: object) -> list[int]:
@@ -122,7 +122,7 @@ class Driver:
 
     def step(self, parts: Mapping[Any, Sequence[int]]) -> dict[Any, FloatArray]:
         """Computes the next tokens of each sequence and returns their logits, [num_tokens, vocab] for each."""
-        logits = self.program.forward(self.plan(parts))
+        logits = self.program.step(self.plan(parts), LOGITS).logits
         ends = np.cumsum([len(tokens) for tokens in parts.values()])
         return dict(zip(parts, np.split(logits, ends[:-1]), strict=True))
 

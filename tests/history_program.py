@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.base import ForwardBatch
+from cloister.backends.base import ForwardBatch, Program, StepOutput, Wants
 
 FloatArray = npt.NDArray[np.float32]
 _SPREAD = np.float32(8.0)
 
 
-class HistoryProgram:
+class HistoryProgram(Program):
     """Keeps (token, position) in every slot of every block.
 
     Args:
@@ -30,9 +30,13 @@ class HistoryProgram:
         self.slots = np.zeros((num_blocks, block_size, 2), np.int64)
         self.batches: list[ForwardBatch] = []
 
-    def forward(self, batch: ForwardBatch) -> FloatArray:
-        """Writes the batch's tokens, then returns logits [num_rows, vocab] of what the block tables lead to."""
+    def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
+        self._check(wants)
         self.batches.append(batch)
+        return StepOutput(logits=self.compute(batch))
+
+    def compute(self, batch: ForwardBatch) -> FloatArray:
+        """Writes the batch's tokens, then returns logits [num_rows, vocab] of what the block tables lead to."""
         logits = np.empty((batch.logit_rows.size, self.vocab_size), np.float32)
         for i, (start, end) in enumerate(zip(batch.query_starts[:-1], batch.query_starts[1:], strict=True)):
             self._write(batch.block_tables[i], batch.positions[start:end], batch.token_ids[start:end])

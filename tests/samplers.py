@@ -5,11 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from cloister.backends import native
-from cloister.backends.base import DrawArray, DrawingProgram, FloatArray, ForwardBatch, IntArray, KVLayout
+from cloister.backends.base import (
+    Capability,
+    FloatArray,
+    ForwardBatch,
+    IntArray,
+    KVLayout,
+    SamplingMetadata,
+    StepOutput,
+    Wants,
+)
 from cloister.backends.native import make_native_backend
+from cloister.backends.native.program import NativeProgram
 from cloister.backends.spec import DecoderSpec
-from cloister.runner.drawing import ProgramSampler
-from cloister.runner.sampling import Sampler
+from cloister.runner.program_executor import ProgramExecutor
 from tests.history_program import HistoryProgram
 
 NUMPY = "numpy"
@@ -43,42 +52,49 @@ class BlankWeights:
         return iter(self._tensors.items())
 
 
-def make_drawing_program(kernels: str, vocab_size: int, num_threads: int = 2) -> DrawingProgram:
+def make_drawing_program(kernels: str, vocab_size: int, num_threads: int = 2) -> NativeProgram:
     """A native program without layers."""
     backend = make_native_backend(num_threads=num_threads, device="cpu", kernels=kernels)
     spec = DecoderSpec("blank", vocab_size, 1, (), 0.0, 16, tied_embeddings=True)
     program = backend.build(spec, BlankWeights(vocab_size), KVLayout(1, 16))
-    assert isinstance(program, DrawingProgram)
+    assert isinstance(program, NativeProgram)
     return program
 
 
-def make_sampler(name: str, vocab_size: int, num_threads: int = 2) -> Sampler | ProgramSampler:
+def make_sampler(name: str, vocab_size: int, num_threads: int = 2) -> ProgramExecutor:
     if name == NUMPY:
-        return Sampler(vocab_size)
-    return ProgramSampler(make_drawing_program(name, vocab_size, num_threads))
+        return ProgramExecutor(HistoryProgram(vocab_size=vocab_size, num_blocks=1, block_size=1), vocab_size)
+    return ProgramExecutor(make_drawing_program(name, vocab_size, num_threads), vocab_size)
 
 
-def draw(program: DrawingProgram, logits: FloatArray, draws: DrawArray) -> list[int]:
-    return program.draw(logits, draws).tolist()
+def draw(program: NativeProgram, logits: FloatArray, draws: SamplingMetadata) -> list[int]:
+    return program.sample(logits, draws).tolist()
 
 
 class DrawingHistoryProgram(HistoryProgram):
-    """Chooses tokens itself, natively; counts how often it is asked for logits instead."""
+    """Samples tokens itself, natively; counts how often it is asked for logits instead."""
 
+    capabilities = Capability.SAMPLING
     num_logits = 0
 
     def __init__(self, *, kernels: str = "", **settings: int) -> None:
         super().__init__(**settings)
         self._drawing = make_drawing_program(kernels or KERNELS[0], self.vocab_size)
 
-    def forward(self, batch: ForwardBatch) -> FloatArray:
-        self.num_logits += 1
-        return super().forward(batch)
+    def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
+        self._check(wants)
+        self.batches.append(batch)
+        self.num_logits += wants.logits
+        logits = self.compute(batch)
+        top = self._drawing.find_top(logits, wants.num_top)
+        if wants.sampling is None:
+            return StepOutput(logits=logits, top=top)
+        tokens = self._choose(logits, wants.sampling, wants)
+        finite = np.isfinite(logits).all(axis=1)[wants.sampling["row"]]
+        return StepOutput(tokens=np.where(finite, tokens, -1).astype(np.int32), top=top)
 
-    def forward_draw(self, batch: ForwardBatch, draws: DrawArray) -> IntArray:
-        logits = super().forward(batch)
-        tokens = self._drawing.draw(logits, draws)
-        return np.where(np.isfinite(logits).all(axis=1)[draws["row"]], tokens, -1).astype(np.int32)
+    def sample(self, logits: FloatArray, sampling: SamplingMetadata) -> IntArray:
+        return self._drawing.sample(logits, sampling)
 
-    def draw(self, logits: FloatArray, draws: DrawArray) -> IntArray:
-        return self._drawing.draw(logits, draws)
+    def _choose(self, logits: FloatArray, sampling: SamplingMetadata, wants: Wants) -> IntArray:
+        return self._drawing.sample(logits, sampling)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from scipy.stats import chi2
 
 from cloister.backends import BACKENDS
-from cloister.backends.base import HeadProgram, KVLayout, Program
+from cloister.backends.base import Capability, KVLayout, Program
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.models import LoadedModel, load
 from cloister.models.safetensors import read_header, write_tensors
@@ -285,8 +285,8 @@ class Replica:
             eos_token_ids=model.info.eos_token_ids,
             files=None,
             open_model=open_small,
-            guesser=partial(make_guesser, program=program) if isinstance(program, HeadProgram) else None,
-            draws=lambda states, rows: self.runner.draws(states, rows),
+            guesser=partial(make_guesser, program=program) if Capability.HEAD in program.capabilities else None,
+            draws=lambda states, rows: self.runner.sampling_metadata(states, rows),
         )
 
     def serve(

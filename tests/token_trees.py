@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cloister.backends.base import FloatArray, ForwardBatch, TreeProgram
+from cloister.backends.base import FloatArray, ForwardBatch
 from tests.driving import Driver
 
 KV_FORMS: dict[str, dict[str, Any]] = {  # of the native back end: what it computes in, and what KV is
@@ -46,7 +46,6 @@ def plan_trees(driver: Driver, parts: Mapping[object, Sequence[int]], parents: M
 
 def keep_path(driver: Driver, seq: object, num_nodes: int, path: Sequence[int]) -> None:
     """Keeps one path of the tree that a sequence ends with, and forgets the other nodes."""
-    assert isinstance(driver.program, TreeProgram)
     start = driver.length(seq) - num_nodes
     moves = [
         (driver.slot(seq, start + node), driver.slot(seq, start + place)) for place, node in enumerate(path) if node != place

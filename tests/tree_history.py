@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cloister.backends.base import Capability
 from cloister.runner.drafters import NOTHING, Draft, DraftAsk, Drafter
 from cloister.sched.speculation import DraftDecision
 from tests.history_program import FloatArray, HistoryProgram, history_logits
@@ -21,16 +22,17 @@ class TreeHistoryProgram(HistoryProgram):
         moves: False forgets to move accepted positions, as a broken program would.
     """
 
+    capabilities = Capability.TREES
+
     def __init__(self, *, moves: bool = True, **options) -> None:
         super().__init__(**options)
         self.num_trees = 0
         self._moves = moves
 
-    def forward(self, batch) -> FloatArray:
+    def compute(self, batch) -> FloatArray:
         if batch.parents is None:
-            return super().forward(batch)
+            return super().compute(batch)
         self.num_trees += 1
-        self.batches.append(batch)
         logits = np.empty((batch.logit_rows.size, self.vocab_size), np.float32)
         for i, (start, end) in enumerate(zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True)):
             first = int(batch.context_lens[i]) - (end - start)
@@ -60,7 +62,9 @@ class TreeHistoryProgram(HistoryProgram):
 
 
 class DrawingTreeProgram(DrawingHistoryProgram, TreeHistoryProgram):
-    """The same, and chooses tokens itself."""
+    """The same, and samples tokens itself."""
+
+    capabilities = Capability.TREES | Capability.SAMPLING
 
 
 class Prophet(Drafter):

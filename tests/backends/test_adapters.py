@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cloister.backends.base import FloatArray
+from cloister.backends.base import LOGITS, FloatArray
 from cloister.backends.tensors import dequantized
 from cloister.models import load
 from cloister.models.adapters import read_adapter
@@ -39,7 +39,7 @@ def drive(driver: Driver, parts: Mapping[Any, Sequence[int]], slots: Mapping[Any
     """A step in which sequences have adapters; -1 is none."""
     batch = replace(driver.plan(parts), adapters=np.array([slots[seq] for seq in parts], np.int32))
     ends = np.cumsum([len(tokens) for tokens in parts.values()])
-    return dict(zip(parts, np.split(driver.program.forward(batch), ends[:-1]), strict=True))
+    return dict(zip(parts, np.split(driver.program.step(batch, LOGITS).logits, ends[:-1]), strict=True))
 
 
 def with_adapters(backend: str, num_adapters: int, **options: Any) -> Driver:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cloister.backends.base import KVLayout
+from cloister.backends.base import LOGITS, KVLayout
 from cloister.backends.torch.backend import TorchBackend
 from tests.driving import Driver, RandomWeights, build, make_spec
 
@@ -49,8 +49,8 @@ def test_only_the_rows_asked_for_come_back_and_in_that_order() -> None:
     one = driver()
     alone = one.run("a", TOKENS)
     batch = one.plan({"b": TOKENS}, logit_rows=[39, 3])
-    assert np.array_equal(one.program.forward(batch), alone[[39, 3]])
-    assert one.program.forward(one.plan({"c": TOKENS}, logit_rows=[])).shape == (0, SPEC.vocab_size)
+    assert np.array_equal(one.program.step(batch, LOGITS).logits, alone[[39, 3]])
+    assert one.program.step(one.plan({"c": TOKENS}, logit_rows=[]), LOGITS).logits.shape == (0, SPEC.vocab_size)
 
 
 def test_the_memory_need_is_what_a_program_takes() -> None:

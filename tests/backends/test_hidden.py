@@ -1,4 +1,4 @@
-"""Hidden states after the final norm (`backends.base.HiddenProgram`): those of transformers, and the same in any company."""
+"""Hidden states after the final norm (`backends.base.Program`): those of transformers, and the same in any company."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModel
 
 from cloister.backends import native
-from cloister.backends.base import AdapterProgram, FloatArray, HiddenProgram
+from cloister.backends.base import HIDDEN, Capability, FloatArray
 from tests.adapter_factory import MergedWeights, random_adapter
 from tests.driving import Driver, RandomWeights, build, build_from, make_spec
 from tests.model_factory import make_model
@@ -25,13 +25,12 @@ pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 def hidden(driver: Driver, tokens: list[int], chunk: int | None = None, company: int = 0) -> FloatArray:
     """Returns the hidden states of every token, computed `chunk` at a time beside `company` other sequences."""
-    assert isinstance(driver.program, HiddenProgram)
     size, found = chunk or len(tokens), []
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size]
         batch = driver.plan({**{other: [other + 7] for other in range(company)}, "own": part})
         rows = np.arange(company, company + len(part), dtype=np.int32)
-        found.append(driver.program.forward_hidden(replace(batch, logit_rows=rows)))
+        found.append(driver.program.step(replace(batch, logit_rows=rows), HIDDEN).hidden)
     return np.concatenate(found)
 
 
@@ -66,18 +65,16 @@ def test_the_step_writes_the_same_keys_and_values_as_one_with_logits(backend: st
 def test_no_rows_are_no_hidden_states(backend: str) -> None:
     driver = build(SPEC, RandomWeights(SPEC), backend=backend)
     batch = driver.plan({"own": TOKENS}, logit_rows=[])
-    assert isinstance(driver.program, HiddenProgram)
-    assert driver.program.forward_hidden(batch).shape == (0, SPEC.hidden_size)
+    assert driver.program.step(batch, HIDDEN).hidden.shape == (0, SPEC.hidden_size)
 
 
 def test_an_adapter_counts_for_hidden_states_too(backend: str) -> None:
     driver = build(SPEC, RandomWeights(SPEC), backend=backend)
-    if not isinstance(driver.program, AdapterProgram):
+    if Capability.ADAPTERS not in driver.program.capabilities:
         pytest.skip("this back end runs no adapters yet")
     adapter = random_adapter(SPEC, 4, size=0.5)
     driver.program.load_adapter(0, adapter)
     batch = replace(driver.plan({"own": TOKENS}), adapters=np.array([0], np.int32))
     merged = build(SPEC, MergedWeights(RandomWeights(SPEC), adapter), backend=backend)
     expected = hidden(merged, TOKENS)
-    assert isinstance(driver.program, HiddenProgram)
-    assert np.abs(driver.program.forward_hidden(batch) - expected).max() < 2e-4 * np.abs(expected).max()
+    assert np.abs(driver.program.step(batch, HIDDEN).hidden - expected).max() < 2e-4 * np.abs(expected).max()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cloister.backends import BACKENDS
-from cloister.backends.base import FloatArray, ForwardBatch, KVLayout, Weights
+from cloister.backends.base import LOGITS, FloatArray, ForwardBatch, KVLayout, Weights
 from cloister.backends.native.backend import NativeBackend
 from cloister.backends.spec import DecoderSpec
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
@@ -125,7 +125,7 @@ def test_a_step_takes_no_more_memory_than_was_named() -> None:
     backend = NativeBackend(num_threads=2, device="cpu", dtype="bfloat16")
     program = backend.build(spec, weights, KVLayout(64, 128))
     num_tokens, end = 8, 8000  # keys that were never written are zeros
-    program.forward(
+    program.step(
         ForwardBatch(
             token_ids=np.arange(num_tokens, dtype=np.int32),
             positions=np.arange(end - num_tokens, end, dtype=np.int32),
@@ -133,7 +133,8 @@ def test_a_step_takes_no_more_memory_than_was_named() -> None:
             context_lens=np.array([end], np.int32),
             block_tables=np.arange(64, dtype=np.int32)[None],
             logit_rows=np.array([num_tokens - 1], np.int32),
-        )
+        ),
+        LOGITS,
     )
     need = backend.need(spec, weights, block_size=128, max_batched_tokens=num_tokens)
     assert program.buffer_bytes < need.activations_bytes < 2 * program.buffer_bytes
@@ -156,7 +157,7 @@ def test_a_batch_whose_arrays_do_not_fit_together_is_refused(missing: str) -> No
     driver = build_native(SPECS["narrow"], RandomWeights(SPECS["narrow"]))
     batch = replace(driver.plan({"a": [1, 2, 3]}), parents=np.array([-1, 0, 1], np.int32))
     with pytest.raises(ValueError, match="batch"):
-        driver.program.forward(replace(batch, **{missing: getattr(batch, missing)[:0]}))
+        driver.program.step(replace(batch, **{missing: getattr(batch, missing)[:0]}), LOGITS)
 
 
 def test_a_wiped_block_is_all_zeros_and_a_copied_one_is_the_same() -> None:

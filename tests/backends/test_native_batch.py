@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cloister.backends.base import DRAW, ForwardBatch, IntArray
+from cloister.backends.base import GREEDY, LOGITS, SAMPLING_METADATA, ForwardBatch, IntArray, Wants
 from cloister.backends.native.program import NativeProgram
 from tests.driving import Driver, RandomWeights
 from tests.native import NARROW, PARTS, build_native
@@ -65,9 +65,9 @@ def test_a_number_that_leads_out_of_an_array_is_refused(what: str, change: Chang
     _, program, batch = make_batch()
     before = [cache.tobytes() for cache in program._caches]
     bad = changed(batch, *change)
-    for step in (program.forward, program.forward_best, lambda b: program.forward_draw(b, np.zeros(0, DRAW))):
+    for wants in (LOGITS, GREEDY, Wants(sampling=np.zeros(0, SAMPLING_METADATA))):
         with pytest.raises(ValueError, match="batch") as caught:
-            step(bad)
+            program.step(bad, wants)
         assert what in str(caught.value)
         assert not any(letter.isdigit() for letter in str(caught.value))
     assert [cache.tobytes() for cache in program._caches] == before
@@ -75,18 +75,18 @@ def test_a_number_that_leads_out_of_an_array_is_refused(what: str, change: Chang
 
 def test_after_refusals_a_step_is_as_if_nothing_had_been() -> None:
     _, program, batch = make_batch()
-    expected = program.forward(batch).tobytes()
+    expected = program.step(batch, LOGITS).logits.tobytes()
     for _, change in WRONG:
         with pytest.raises(ValueError, match="batch"):
-            program.forward(changed(batch, *change))
-    assert program.forward(batch).tobytes() == expected
+            program.step(changed(batch, *change), LOGITS)
+    assert program.step(batch, LOGITS).logits.tobytes() == expected
 
 
 def test_entries_of_a_table_past_the_context_are_not_looked_at() -> None:
     _, program, batch = make_batch()
-    expected = program.forward(batch).tobytes()
+    expected = program.step(batch, LOGITS).logits.tobytes()
     assert batch.block_tables[1, 1] == -1
-    assert program.forward(changed(batch, "block_tables", (1, 1), LARGEST)).tobytes() == expected
+    assert program.step(changed(batch, "block_tables", (1, 1), LARGEST), LOGITS).logits.tobytes() == expected
 
 
 def test_a_position_beyond_the_learned_ones_is_refused() -> None:

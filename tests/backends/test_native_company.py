@@ -97,8 +97,8 @@ def test_a_kernel_that_takes_rows_as_they_come_is_caught() -> None:
     def make_inconstant(block_size: int, num_threads: int) -> Driver:
         driver = make(NARROW, RandomWeights(NARROW), "float32", None, KERNELS[0], block_size, num_threads)
         other = make(NARROW, RandomWeights(NARROW), "bfloat16", None, KERNELS[0], block_size, num_threads).program
-        plain = driver.program.forward
-        driver.program.forward = lambda batch: plain(batch) if len(batch.token_ids) > 40 else other.forward(batch)  # type: ignore[method-assign]
+        plain = driver.program.step
+        driver.program.step = lambda batch, wants: (plain if len(batch.token_ids) > 40 else other.step)(batch, wants)  # type: ignore[method-assign]
         return driver
 
     found = differing_arrangements(make_inconstant, list(range(60)), vocab=320, chunks=(7,), block_sizes=(), companions=())

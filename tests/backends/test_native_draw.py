@@ -1,23 +1,19 @@
 """Where truncation ends, natively: among tens of thousands of equal tokens, in flat rows, and far from the best one."""
 
-from array import array
 from functools import cache
 
 import numpy as np
 import pytest
 
-from cloister.backends.base import DRAW
+from cloister.backends.base import SAMPLING_METADATA
 from cloister.runner.noise import Noise, noise_keys
 from cloister.runner.sampling import Sampler
-from cloister.runner.state import SequenceState
-from cloister.types.request import SamplingParams
 from tests.samplers import KERNELS, draw, make_drawing_program
 
 if not KERNELS:
     pytest.skip("the native kernels were not compiled", allow_module_level=True)
 
 EVERY = pytest.mark.parametrize("kernels", KERNELS)
-PLAIN = SequenceState(seq_id=0, slot=0, tokens=array("i"), blocks=array("i"), num_prompt_tokens=0, sampling=SamplingParams())
 VOCAB = 151_936
 WIDE = [
     {"top_k": 594}, {"top_k": 595}, {"top_k": 1000}, {"top_k": 50_000}, {"top_k": VOCAB - 1}, {"top_k": VOCAB},
@@ -27,7 +23,7 @@ WIDE = [
 
 
 def make_draws(limits, temperature=1.0, seed=0):
-    draws = np.zeros(len(limits), DRAW)
+    draws = np.zeros(len(limits), SAMPLING_METADATA)
     draws["temperature"], draws["top_p"], draws["row"], draws["seed"] = temperature, 1, np.arange(len(limits)), seed
     draws["position"] = np.arange(len(limits))
     for i, limit in enumerate(limits):
@@ -37,7 +33,7 @@ def make_draws(limits, temperature=1.0, seed=0):
 
 
 def specified(logits, draws):
-    return Sampler(logits.shape[1]).choose(logits, [PLAIN] * len(draws), draws).tolist()
+    return Sampler(logits.shape[1]).sample(logits, draws).tolist()
 
 
 def flat(rng):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cloister.backends.base import KVLayout, Weights
+from cloister.backends.base import LOGITS, KVLayout, Weights
 from cloister.backends.native import _native
 from cloister.backends.native.backend import NativeBackend
 from cloister.backends.native.model import pack_model
@@ -90,7 +90,7 @@ def test_whatever_a_spec_asks_for_takes_what_was_named(name: str, dtype: str) ->
     backend = NativeBackend(num_threads=2, device="cpu", dtype=dtype)
     program = backend.build(spec, weights, KVLayout(32, 16))
     driver = Driver(program, 32, 16)
-    program.forward(driver.plan({"a": list(range(num_tokens))}, [num_tokens - 1]))
+    program.step(driver.plan({"a": list(range(num_tokens))}, [num_tokens - 1]), LOGITS)
     need = backend.need(spec, weights, block_size=16, max_batched_tokens=num_tokens)
     packed = pack_model(spec, weights, Packer(_native.Pool(1), PackedKind.F32 if dtype == "float32" else PackedKind.BF16))
     assert need.weights_bytes == array_bytes(packed)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cloister.backends.base import KVLayout
+from cloister.backends.base import LOGITS, KVLayout
 from cloister.backends.native.backend import NativeBackend
 from tests.driving import Driver, RandomWeights, make_spec
 from tests.native import build_native
@@ -103,7 +103,7 @@ def test_a_fork_in_the_middle_of_a_step_leaves_both_with_a_whole_program() -> No
 
     def repeat() -> None:
         while not stop.is_set():
-            found.append(driver.program.forward(batch).tobytes() == expected)
+            found.append(driver.program.step(batch, LOGITS).logits.tobytes() == expected)
 
     worker = threading.Thread(target=repeat)
     worker.start()
@@ -123,13 +123,13 @@ def test_threads_that_share_a_back_end_take_turns() -> None:
     drivers = [Driver(backend.build(WORK, weights, KVLayout(64, 16)), 64, 16) for _ in range(2)]
     tokens = [list(range(start, start + 70)) for start in (0, 100, 200, 300)]
     jobs = [(driver.program, driver.plan({number: tokens[number]})) for number, driver in enumerate([*drivers, *drivers])]
-    expected = [program.forward(batch).tobytes() for program, batch in jobs]
+    expected = [program.step(batch, LOGITS).logits.tobytes() for program, batch in jobs]
     wrong: list[int] = []
 
     def repeat(number: int) -> None:
         program, batch = jobs[number]
         for _ in range(50):
-            if program.forward(batch).tobytes() != expected[number]:
+            if program.step(batch, LOGITS).logits.tobytes() != expected[number]:
                 wrong.append(number)
 
     callers = [threading.Thread(target=repeat, args=(number,), daemon=True) for number in range(len(jobs))]

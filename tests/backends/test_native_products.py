@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cloister.backends.base import FloatArray
+from cloister.backends.base import GREEDY, LOGITS, FloatArray
 from cloister.backends.native import _native
 from cloister.backends.native.packing import PackedKind, Packer
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor
@@ -242,9 +242,9 @@ def test_the_best_token_is_that_of_argmax_and_the_first_among_equals(vocab: int,
     )
     driver = build_native(without_layers(vocab, 16), weights, kernels=kernels, num_blocks=30)
     batch = driver.plan({"a": list(range(vocab))})
-    logits = driver.program.forward(batch)
+    logits = driver.program.step(batch, LOGITS).logits
     assert (np.sort(logits, 1)[:, -1] == np.sort(logits, 1)[:, -2]).any()
-    assert driver.program.forward_best(batch).tolist() == logits.argmax(1).tolist()
+    assert driver.program.step(batch, GREEDY).tokens.tolist() == logits.argmax(1).tolist()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -257,7 +257,7 @@ def test_a_row_with_a_number_that_is_not_finite_has_no_best_token(place: int, wr
         {"embed.weight": np.ones((37, 16), np.float32), "head.weight": head, "norm.weight": np.ones(16, np.float32)}
     )
     driver = build_native(without_layers(37, 16), weights, kernels=kernels)
-    assert driver.program.forward_best(driver.plan({"a": [1, 2]})).tolist() == [-1, -1]
+    assert driver.program.step(driver.plan({"a": [1, 2]}), GREEDY).tokens.tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

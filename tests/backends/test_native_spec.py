@@ -8,7 +8,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from cloister.backends.base import FloatArray
+from cloister.backends.base import GREEDY, FloatArray
 from cloister.backends.native.program import NativeProgram
 from cloister.backends.spec import DecoderSpec, MoeSpec
 from tests.company import differing_arrangements
@@ -85,7 +85,7 @@ def test_what_is_not_a_number_does_not_become_one(name: str, tensor: str) -> Non
     for kernels in KERNELS:
         program = build_native(PARTS[name], GivenWeights(tensors), kernels=kernels, dtype="bfloat16").program
         assert isinstance(program, NativeProgram)
-        assert (program.forward_best(Driver(program, 256, 16).plan({"a": tokens_of(PARTS[name])[:20]})) == -1).all()
+        assert (program.step(Driver(program, 256, 16).plan({"a": tokens_of(PARTS[name])[:20]}), GREEDY).tokens == -1).all()
 
 
 def test_a_profile_names_the_parts_of_a_mixture() -> None:

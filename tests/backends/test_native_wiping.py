@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.idle import make_idle_engine
-from cloister.backends.base import DRAW, FloatArray
+from cloister.backends.base import GREEDY, LOGITS, SAMPLING_METADATA, FloatArray, Wants
 from cloister.backends.native.program import NativeProgram
 from cloister.backends.spec import MlpSpec, MoeSpec
 from cloister.types.events import Submit
@@ -39,7 +39,7 @@ def prompt() -> list[int]:
 
 def last_logits(driver: Driver, program: NativeProgram, prompt: list[int]) -> Needle:
     """The logits that follow the prompt, which nothing in this process holds any more."""
-    logits: FloatArray = program.forward(driver.plan({"once": prompt}))
+    logits: FloatArray = program.step(driver.plan({"once": prompt}), LOGITS).logits
     needle = Needle(np.ascontiguousarray(logits[-1, 600:608]))
     logits[:] = 0
     driver.free("once")
@@ -51,7 +51,7 @@ def last_logits(driver: Driver, program: NativeProgram, prompt: list[int]) -> Ne
 def test_logits_of_a_greedy_step_stay_until_they_are_wiped(prompt: list[int]) -> None:
     driver, program = make()
     needle = last_logits(driver, program, prompt)
-    program.forward_best(driver.plan({"a": prompt}, [len(prompt) - 1]))
+    program.step(driver.plan({"a": prompt}, [len(prompt) - 1]), GREEDY)
     assert needle.count() == 1
     program.wipe_buffers()
     assert needle.count() == 0
@@ -60,9 +60,9 @@ def test_logits_of_a_greedy_step_stay_until_they_are_wiped(prompt: list[int]) ->
 def test_logits_of_a_drawing_step_stay_until_they_are_wiped(prompt: list[int]) -> None:
     driver, program = make()
     needle = last_logits(driver, program, prompt)
-    draws = np.zeros(1, DRAW)
+    draws = np.zeros(1, SAMPLING_METADATA)
     draws["temperature"], draws["top_p"], draws["top_k"] = 1, 0.9, 100
-    program.forward_draw(driver.plan({"a": prompt}, [len(prompt) - 1]), draws)
+    program.step(driver.plan({"a": prompt}, [len(prompt) - 1]), Wants(sampling=draws))
     assert needle.count() == 1
     program.wipe_buffers()
     assert needle.count() == 0
@@ -71,10 +71,10 @@ def test_logits_of_a_drawing_step_stay_until_they_are_wiped(prompt: list[int]) -
 def test_logits_of_a_masked_step_stay_until_they_are_wiped(prompt: list[int]) -> None:
     driver, program = make()
     needle = last_logits(driver, program, prompt)
-    draws = np.zeros(2, DRAW)
+    draws = np.zeros(2, SAMPLING_METADATA)
     draws["temperature"], draws["top_p"] = 1, 1
     every = np.full((2, 47), 0xFFFFFFFF, np.uint32)
-    program.forward_masked(driver.plan({"a": prompt}, [len(prompt) - 1]), draws, lambda: every)
+    program.step(driver.plan({"a": prompt}, [len(prompt) - 1]), Wants(sampling=draws, masks=lambda: every))
     assert needle.count() == 3  # both draws choose from one row: kept, and copied for each of their masks
     program.wipe_buffers()
     assert needle.count() == 0
@@ -92,7 +92,7 @@ def test_activations_stay_until_they_are_wiped(prompt: list[int]) -> None:
     needle = Needle(np.full(64, 1234.567, np.float32))
     gc.collect()
     before = needle.count()
-    driver.program.forward_best(driver.plan({"a": prompt}))
+    driver.program.step(driver.plan({"a": prompt}), GREEDY)
     assert needle.count() > before
     driver.program.wipe_buffers()
     assert needle.count() == before
@@ -112,7 +112,7 @@ def test_what_experts_were_given_stays_until_it_is_wiped(prompt: list[int]) -> N
     needle = Needle(np.full(64, np.float32(1234.567) * np.float32((1 + 1e-5) ** -0.5), np.float32))
     gc.collect()
     before = needle.count()
-    driver.program.forward_best(driver.plan({"a": prompt[:1], "b": prompt[:1]}))
+    driver.program.step(driver.plan({"a": prompt[:1], "b": prompt[:1]}), GREEDY)
     assert needle.count() > before + 2  # the router's inputs, and those of two experts
     driver.program.wipe_buffers()
     assert needle.count() == before
@@ -122,9 +122,9 @@ def test_a_buffer_that_grows_leaves_nothing_where_it_was(prompt: list[int]) -> N
     driver, program = make()
     needle = last_logits(driver, program, prompt)
     driver, program = make()
-    program.forward_best(driver.plan({"a": prompt}, [len(prompt) - 1]))
+    program.step(driver.plan({"a": prompt}, [len(prompt) - 1]), GREEDY)
     assert needle.count() == 1
-    program.forward_best(driver.plan({"b": list(range(200))}))
+    program.step(driver.plan({"b": list(range(200))}), GREEDY)
     assert needle.count() == 0
 
 
@@ -152,14 +152,14 @@ def test_an_engine_without_requests_keeps_nothing_of_them(prompt: list[int]) -> 
 def test_a_row_of_logits_stays_on_no_stack_whichever_thread_computed_it_last(prompt: list[int]) -> None:
     driver, program = make()
     batch = driver.plan({"once": prompt})
-    logits: FloatArray = program.forward(batch)
+    logits: FloatArray = program.step(batch, LOGITS).logits
     ends = (20, 21, 22, 44, 45, 46)  # of 47 panels those that one of two threads multiplies last, unless one was held up
     panels = [Needle(np.ascontiguousarray(logits[-1, 32 * panel : 32 * panel + 8])) for panel in ends]
     logits[:] = 0
     for _ in range(5):
         if any(needle.count() for needle in panels):
             break
-        program.forward(batch)[:] = 0
+        program.step(batch, LOGITS).logits[:] = 0
     else:
         pytest.fail("no row of logits is on any stack")
     program.wipe_buffers()

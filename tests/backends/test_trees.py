@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloister.backends.base import AdapterProgram, FloatArray
+from cloister.backends.base import LOGITS, FloatArray
 from cloister.backends.spec import DecoderSpec, MlpSpec, MoeSpec
 from tests.adapter_factory import random_adapter
 from tests.driving import Driver, RandomWeights, build, make_spec
@@ -37,7 +37,7 @@ def start(settings: Mapping[str, Any], length: int, spec: DecoderSpec = NARROW, 
 def run_tree(driver: Driver, **company: list[int]) -> FloatArray:
     """Logits of the nodes of the tree, [7, vocab], beside sequences that are none."""
     parts: dict[object, Sequence[int]] = dict(company) | {"tree": TOKENS}
-    return driver.program.forward(plan_trees(driver, parts, {"tree": PARENTS}))[-len(TOKENS) :]
+    return driver.program.step(plan_trees(driver, parts, {"tree": PARENTS}), LOGITS).logits[-len(TOKENS) :]
 
 
 def differing_nodes(driver: Driver, logits: FloatArray) -> list[int]:
@@ -111,17 +111,16 @@ def test_whatever_a_layer_computes_a_node_keeps_its_bits(backend: str, name: str
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_several_trees_of_sequences_with_adapters_do_not_meet(backend: str) -> None:
     driver = start({"backend": backend, "num_threads": 2}, 61)
-    assert isinstance(driver.program, AdapterProgram)
     driver.program.load_adapter(0, random_adapter(NARROW, 4, size=0.5))
     driver.run("other", random_tokens(9, 33))
     parts: dict[object, Sequence[int]] = {"other": [5, 6, 7, 8], "tree": TOKENS, "chain": [1, 2]}
     slots = np.array([-1, 0, -1], np.int32)
     batch = plan_trees(driver, parts, {"other": (-1, -1, 1, 1), "tree": PARENTS})
-    logits = driver.program.forward(replace(batch, adapters=slots))[4:11]
+    logits = driver.program.step(replace(batch, adapters=slots), LOGITS).logits[4:11]
     for node in range(len(TOKENS)):
         driver.share("base", node, 61)
         path = [TOKENS[place] for place in path_to(PARENTS, node)]
-        alone = driver.program.forward(replace(driver.plan({node: path}), adapters=slots[1:2]))[-1]
+        alone = driver.program.step(replace(driver.plan({node: path}), adapters=slots[1:2]), LOGITS).logits[-1]
         assert logits[node].tobytes() == alone.tobytes(), node
     assert logits[0].tobytes() != run_path(driver, "base", "plain", TOKENS[:1])[0].tobytes()
 
@@ -132,7 +131,7 @@ def test_a_wide_and_a_deep_tree_cross_splits_of_attention() -> None:
     tokens = random_tokens(3, 40)
     for length in (240, 250, 256):
         driver = start({"backend": "native", "num_threads": 2}, length)
-        logits = driver.program.forward(plan_trees(driver, {"tree": tokens}, {"tree": parents}))
+        logits = driver.program.step(plan_trees(driver, {"tree": tokens}, {"tree": parents}), LOGITS).logits
         for node in range(0, 40, 3):
             alone = run_path(driver, "base", (length, node), [tokens[place] for place in path_to(parents, node)])[-1]
             assert logits[node].tobytes() == alone.tobytes(), (length, node)

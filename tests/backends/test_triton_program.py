@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cloister.backends.base import GreedyProgram, HiddenProgram, KVLayout
+from cloister.backends.base import GREEDY, HIDDEN, LOGITS, KVLayout
 from cloister.backends.spec import DecoderSpec
 from tests.device import DEVICE, HAS_TRITON, needs_triton
 from tests.driving import Driver, RandomWeights, build, make_spec
@@ -42,12 +42,11 @@ def test_logits_are_the_oracles(spec: DecoderSpec, count: int) -> None:
 def test_hidden_states_are_the_oracles() -> None:
     weights, tokens, rows = RandomWeights(NARROW), tokens_of(NARROW, 40), [0, 17, 39]
     oracle, ours = build(NARROW, weights), open_driver(NARROW, weights)
-    assert isinstance(oracle.program, HiddenProgram)
-    expected = oracle.program.forward_hidden(oracle.plan({"a": tokens}, rows))
-    found = ours.program.forward_hidden(ours.plan({"a": tokens}, rows))
+    expected = oracle.program.step(oracle.plan({"a": tokens}, rows), HIDDEN).hidden
+    found = ours.program.step(ours.plan({"a": tokens}, rows), HIDDEN).hidden
     assert np.abs(found - expected).max() < 2e-4
-    decoded = ours.program.forward_hidden(ours.plan({"a": [5]}, [0]))
-    assert np.abs(decoded - oracle.program.forward_hidden(oracle.plan({"a": [5]}, [0]))).max() < 2e-4
+    decoded = ours.program.step(ours.plan({"a": [5]}, [0]), HIDDEN).hidden
+    assert np.abs(decoded - oracle.program.step(oracle.plan({"a": [5]}, [0]), HIDDEN).hidden).max() < 2e-4
 
 
 def test_bfloat16_differs_from_the_oracle_only_as_rounding_does() -> None:
@@ -89,9 +88,8 @@ def test_company_chunks_and_hits_change_no_bit() -> None:
 
 def test_a_greedy_step_returns_the_largest_logit_of_each_row() -> None:
     driver = open_driver(NARROW, RandomWeights(NARROW))
-    assert isinstance(driver.program, GreedyProgram)
     logits = driver.run("a", tokens_of(NARROW, 9))
-    best = driver.program.forward_best(driver.plan({"b": tokens_of(NARROW, 9)}, logit_rows=[8, 2]))
+    best = driver.program.step(driver.plan({"b": tokens_of(NARROW, 9)}, logit_rows=[8, 2]), GREEDY).tokens
     assert best.tolist() == logits[[8, 2]].argmax(1).tolist()
 
 
@@ -102,10 +100,10 @@ def test_a_padded_decode_step_has_the_bits_of_the_step_itself() -> None:
     driver.step({number: tokens_of(spec, 4 + number) for number in range(4)} | {4: tokens_of(spec, 260)})
     program: Any = driver.program
     batch = driver.plan({number: [number] for number in (3, 0, 4, 2, 1)}, logit_rows=[4, 0, 2])
-    expected, best = program.forward(batch), program.forward_best(batch)
+    expected, best = program.step(batch, LOGITS).logits, program.step(batch, GREEDY).tokens
     program._graphs = Uncaptured(program)
-    assert program.forward(batch).tobytes() == expected.tobytes()
-    assert program.forward_best(batch).tolist() == best.tolist()
+    assert program.step(batch, LOGITS).logits.tobytes() == expected.tobytes()
+    assert program.step(batch, GREEDY).tokens.tolist() == best.tolist()
     assert program._graphs.sizes == [(8, 32), (8, 32)]
 
 
@@ -135,7 +133,7 @@ def test_a_step_without_tokens_returns_no_logits() -> None:
     driver = open_driver(NARROW, RandomWeights(NARROW))
     empty = np.zeros(0, np.int32)
     batch = replace(driver.plan({"a": [1]}), token_ids=empty, positions=empty, logit_rows=empty)
-    assert driver.program.forward(batch).shape == (0, 96)
+    assert driver.program.step(batch, LOGITS).logits.shape == (0, 96)
 
 
 def test_a_position_past_the_table_is_refused() -> None:

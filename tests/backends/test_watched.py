@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cloister.backends.base import (
-    DRAW,
-    BufferedProgram,
-    DrawArray,
+    HIDDEN,
+    LOGITS,
+    SAMPLING_METADATA,
+    Capability,
     FloatArray,
-    ForwardBatch,
-    HeadProgram,
-    HiddenProgram,
     IntArray,
-    TreeProgram,
-    WatchedProgram,
+    MaskArray,
+    SamplingMetadata,
+    StepOutput,
+    Wants,
 )
 from cloister.backends.native.program import NativeProgram
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
@@ -35,18 +34,13 @@ SETTINGS: list[dict[str, Any]] = [
 ROWS = [0, 3, 9, 10, 11]
 
 
-def watched(driver: Driver) -> WatchedProgram:
-    assert isinstance(driver.program, WatchedProgram)
-    return driver.program
+def run_both(driver: Driver, tokens: list[int], seq: str = "a") -> StepOutput:
+    """Logits and hidden states of every token."""
+    return driver.program.step(driver.plan({seq: tokens}), Wants(logits=True, hidden=True))
 
 
-def head(driver: Driver) -> HeadProgram:
-    assert isinstance(driver.program, HeadProgram)
-    return driver.program
-
-
-def draws_for(num_rows: int, temperature: float) -> DrawArray:
-    draws = np.zeros(num_rows, DRAW)
+def draws_for(num_rows: int, temperature: float) -> SamplingMetadata:
+    draws = np.zeros(num_rows, SAMPLING_METADATA)
     draws["row"], draws["position"] = np.arange(num_rows), np.arange(num_rows)
     draws["temperature"], draws["top_p"], draws["seed"] = temperature, 0.9, 7
     return draws
@@ -59,9 +53,11 @@ def sorted_ids(logits: FloatArray, num_top: int) -> IntArray:
     return order
 
 
-def native_with(vocab: int, **settings: Any) -> WatchedProgram:
+def native_with(vocab: int, **settings: Any) -> NativeProgram:
     spec = without_layers(vocab, 32)
-    return watched(build(spec, RandomWeights(spec), backend="native", num_blocks=4, **settings))
+    program = build(spec, RandomWeights(spec), backend="native", num_blocks=4, **settings).program
+    assert isinstance(program, NativeProgram)
+    return program
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -98,87 +94,76 @@ def test_a_watched_step_chooses_as_a_drawing_one_and_says_the_likeliest(temperat
     tokens = list(range(12))
     draws = draws_for(len(ROWS), temperature)
     wanted_driver, driver = (build(SPEC, RandomWeights(SPEC), backend="native", num_threads=2) for _ in range(2))
-    wanted = watched(wanted_driver).forward_draw(wanted_driver.plan({"a": tokens}, ROWS), draws)
-    found, top = watched(driver).forward_watched(driver.plan({"a": tokens}, ROWS), draws, num_top)
-    assert (found == wanted).all()
+    wanted = wanted_driver.program.step(wanted_driver.plan({"a": tokens}, ROWS), Wants(sampling=draws)).tokens
+    found = driver.program.step(driver.plan({"a": tokens}, ROWS), Wants(sampling=draws, num_top=num_top))
+    assert (found.tokens == wanted).all()
     plain = build(SPEC, RandomWeights(SPEC), backend="native").run("a", tokens)[ROWS]
-    assert top.shape == (len(ROWS), num_top)
-    assert (top == sorted_ids(plain, num_top)).all()
+    assert found.top.shape == ((len(ROWS), num_top) if num_top else (0, 0))
+    assert (found.top == sorted_ids(plain, num_top)[: len(found.top)]).all()
+    with_logits = build(SPEC, RandomWeights(SPEC), backend="native")
+    assert (
+        with_logits.program.step(with_logits.plan({"a": tokens}, ROWS), Wants(logits=True, num_top=num_top)).top == found.top
+    ).all()
 
 
 def test_a_watched_step_without_draws_still_says_the_likeliest() -> None:
     driver = build(SPEC, RandomWeights(SPEC), backend="native")
-    tokens, top = watched(driver).forward_watched(driver.plan({"a": [1, 2]}), np.zeros(0, DRAW), 3)
-    assert tokens.shape == (0,)
-    assert (top == sorted_ids(driver.run("b", [1, 2]), 3)).all()
+    found = driver.program.step(driver.plan({"a": [1, 2]}), Wants(sampling=np.zeros(0, SAMPLING_METADATA), num_top=3))
+    assert found.tokens.shape == (0,)
+    assert (found.top == sorted_ids(driver.run("b", [1, 2]), 3)).all()
 
 
-def step_forward(driver: Driver, batch: ForwardBatch) -> None:
-    driver.program.forward(batch)
+def every_token() -> MaskArray:
+    return np.full((len(ROWS), -(-SPEC.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
 
 
-def step_best(driver: Driver, batch: ForwardBatch) -> None:
-    assert isinstance(driver.program, NativeProgram)
-    driver.program.forward_best(batch)
-
-
-def step_draw(driver: Driver, batch: ForwardBatch) -> None:
-    watched(driver).forward_draw(batch, draws_for(len(ROWS), 1.0))
-
-
-def step_watched(driver: Driver, batch: ForwardBatch) -> None:
-    watched(driver).forward_watched(batch, draws_for(len(ROWS), 1.0), 3)
-
-
-def step_masked(driver: Driver, batch: ForwardBatch) -> None:
-    assert isinstance(driver.program, NativeProgram)
-    every = np.full((len(ROWS), -(-SPEC.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
-    driver.program.forward_masked(batch, draws_for(len(ROWS), 1.0), lambda: every)
-
-
-def step_hidden(driver: Driver, batch: ForwardBatch) -> None:
-    assert isinstance(driver.program, HiddenProgram)
-    driver.program.forward_hidden(batch)
-
-
-STEPS: dict[str, list[Callable[[Driver, ForwardBatch], None]]] = {
-    "torch": [step_forward, step_hidden],
-    "native": [step_forward, step_best, step_draw, step_watched, step_masked, step_hidden],
+DRAWS = draws_for(len(ROWS), 1.0)
+WANTS: dict[str, list[Wants]] = {
+    "torch": [Wants(logits=True, hidden=True), HIDDEN],
+    "native": [
+        Wants(logits=True, hidden=True),
+        Wants(greedy=True, hidden=True),
+        Wants(sampling=DRAWS, hidden=True),
+        Wants(sampling=DRAWS, num_top=3, hidden=True),
+        Wants(sampling=DRAWS, masks=every_token, hidden=True),
+        HIDDEN,
+    ],
 }
 
 
-@pytest.mark.parametrize("backend", STEPS)
-def test_after_a_step_of_any_kind_it_says_what_the_head_read(backend: str) -> None:
+@pytest.mark.parametrize("backend", WANTS)
+def test_a_step_of_any_kind_says_what_the_head_read(backend: str) -> None:
     tokens = list(range(40, 52))
     driver = build(SPEC, RandomWeights(SPEC), backend=backend)
-    assert isinstance(driver.program, HiddenProgram)
-    wanted = driver.program.forward_hidden(driver.plan({"a": tokens}, ROWS))
-    for number, step in enumerate(STEPS[backend]):
-        driver.program.forward(driver.plan({"between": [number]}))
-        step(driver, driver.plan({number: tokens}, ROWS))
-        first = head(driver).read_hidden()
-        head(driver).project(first[:2])
-        assert first.tobytes() == head(driver).read_hidden().tobytes() == wanted.tobytes(), step.__name__
+    wanted = driver.program.step(driver.plan({"a": tokens}, ROWS), HIDDEN).hidden
+    assert wanted.shape == (len(ROWS), SPEC.hidden_size)
+    for number, wants in enumerate(WANTS[backend]):
+        driver.program.step(driver.plan({"between": [number]}), LOGITS)
+        found = driver.program.step(driver.plan({number: tokens}, ROWS), wants)
+        assert found.hidden.tobytes() == wanted.tobytes(), number
+        assert (len(found.logits), len(found.tokens)) == (
+            len(ROWS) * wants.logits,
+            len(ROWS) * (wants.greedy or wants.sampling is not None),
+        )
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_the_head_by_itself_gives_the_bits_of_a_step(settings: dict[str, Any]) -> None:
     driver = build(SPEC, RandomWeights(SPEC), **settings)
-    logits = driver.program.forward(driver.plan({"a": list(range(70))}))
-    hidden = head(driver).read_hidden()
-    assert hidden.shape == (70, SPEC.hidden_size)
-    assert head(driver).project(hidden).tobytes() == logits.tobytes()
+    found = run_both(driver, list(range(70)))
+    assert found.hidden.shape == (70, SPEC.hidden_size)
+    assert driver.program.project(found.hidden).tobytes() == found.logits.tobytes()
     for rows in (slice(3, 4), slice(10, 15), slice(30, 47)):
-        assert head(driver).project(hidden[rows]).tobytes() == logits[rows].tobytes()
-    assert head(driver).project(hidden[:0]).shape == (0, SPEC.vocab_size)
+        assert driver.program.project(found.hidden[rows]).tobytes() == found.logits[rows].tobytes()
+    assert driver.program.project(found.hidden[:0]).shape == (0, SPEC.vocab_size)
 
 
-@pytest.mark.parametrize("backend", STEPS)
+@pytest.mark.parametrize("backend", WANTS)
 @pytest.mark.parametrize("name", ["logit scale", "layer norms with biases"])
 def test_what_a_model_does_to_its_logits_the_head_does_too(backend: str, name: str) -> None:
     driver = build(PARTS[name], RandomWeights(PARTS[name]), backend=backend)
-    logits = driver.run("a", [1, 2, 3])
-    assert head(driver).project(head(driver).read_hidden()).tobytes() == logits.tobytes()
+    found = run_both(driver, [1, 2, 3])
+    assert driver.program.project(found.hidden).tobytes() == found.logits.tobytes()
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4", "qoq"])
@@ -186,49 +171,26 @@ def test_what_a_model_does_to_its_logits_the_head_does_too(backend: str, name: s
 def test_a_quantised_head_by_itself_gives_the_bits_of_a_step(quant: str, num_rows: int) -> None:
     weights = QuantizedWeights(RandomWeights(SPEC), FORMATS.get(quant)(FormatOptions()))
     driver = build(SPEC, weights, backend="native", dtype="bfloat16", num_threads=2)
-    logits = driver.run("a", list(range(20)))
-    hidden = head(driver).read_hidden()
-    assert head(driver).project(hidden[-num_rows:]).tobytes() == logits[-num_rows:].tobytes()
+    found = run_both(driver, list(range(20)))
+    assert driver.program.project(found.hidden[-num_rows:]).tobytes() == found.logits[-num_rows:].tobytes()
 
 
-@pytest.mark.parametrize("backend", STEPS)
-def test_after_a_wipe_there_is_nothing_to_read(backend: str) -> None:
-    driver = build(SPEC, RandomWeights(SPEC), backend=backend)
-    driver.run("a", [1, 2, 3])
-    assert isinstance(driver.program, BufferedProgram)
-    driver.program.wipe_buffers()
-    assert head(driver).read_hidden().shape == (0, SPEC.hidden_size)
-
-
-def test_a_refused_step_leaves_what_was_read_before() -> None:
-    driver = build(SPEC, RandomWeights(SPEC), backend="native")
-    driver.run("a", [1, 2, 3])
-    before = head(driver).read_hidden()
-    with pytest.raises(ValueError, match="outside of the vocabulary"):
-        driver.run("b", [SPEC.vocab_size])
-    assert head(driver).read_hidden().tobytes() == before.tobytes()
-
-
-@pytest.mark.parametrize("backend", STEPS)
+@pytest.mark.parametrize("backend", WANTS)
 def test_hidden_states_of_another_size_are_refused(backend: str) -> None:
     driver = build(SPEC, RandomWeights(SPEC), backend=backend)
     with pytest.raises((ValueError, RuntimeError, TypeError)):
-        head(driver).project(np.zeros((2, SPEC.hidden_size + 1), np.float32))
+        driver.program.project(np.zeros((2, SPEC.hidden_size + 1), np.float32))
 
 
 def test_the_native_hidden_states_and_logits_are_the_oracles() -> None:
     ours, oracle = (build(SPEC, RandomWeights(SPEC), backend=backend) for backend in ("native", "torch"))
-    for driver in (ours, oracle):
-        driver.run("a", list(range(30)))
-    wanted = head(oracle).read_hidden()
-    assert np.abs(head(ours).read_hidden() - wanted).max() < 1e-5 * np.abs(wanted).max()
-    logits = head(oracle).project(wanted)
-    assert np.abs(head(ours).project(wanted) - logits).max() < 1e-5 * np.abs(logits).max()
+    found, wanted = (run_both(driver, list(range(30))) for driver in (ours, oracle))
+    assert np.abs(found.hidden - wanted.hidden).max() < 1e-5 * np.abs(wanted.hidden).max()
+    assert np.abs(ours.program.project(wanted.hidden) - wanted.logits).max() < 1e-5 * np.abs(wanted.logits).max()
 
 
-@pytest.mark.parametrize("backend", STEPS)
-def test_both_back_ends_move_and_lend_their_head(backend: str) -> None:
+@pytest.mark.parametrize("backend", WANTS)
+def test_both_back_ends_take_trees_and_lend_their_head(backend: str) -> None:
     program = build(SPEC, RandomWeights(SPEC), backend=backend).program
-    assert isinstance(program, TreeProgram)
-    assert isinstance(program, HeadProgram)
-    assert isinstance(program, WatchedProgram) == (backend == "native")
+    assert Capability.TREES | Capability.HEAD in program.capabilities
+    assert (Capability.SAMPLING in program.capabilities) == (backend == "native")

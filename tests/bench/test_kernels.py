@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from cloister.backends.base import OperatorSpan
+from cloister.backends.base import Capability
+from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.bench.chips import Chip
 from cloister.bench.kernels import REST, make_batch, measure_kernels, num_blocks, union, wall_times
@@ -12,6 +13,7 @@ from cloister.bench.roofline import put_under_roof
 from cloister.bench.roofline_operators import Numbers, Work, list_operators
 from cloister.cli import main
 from cloister.types.errors import ConfigError
+from tests.history_program import HistoryProgram
 
 CHIP = Chip("toy", {"float32": 1e9}, 1e9, None, None, "made up")
 ATTENTION = AttentionSpec(4, 2, 8, 8**-0.5, RopeSpec((1.0,) * 4), qk_norm=True)
@@ -26,7 +28,9 @@ class RecordingProgram:
         self.names = names
         self.batches = []
 
-    def forward(self, batch):
+    capabilities = Capability.RECORDING
+
+    def step(self, batch, wants):
         self.batches.append(batch)
 
     def record(self):
@@ -82,8 +86,9 @@ def test_work_that_no_roof_is_counted_for_has_none():
 
 
 def test_a_program_that_cannot_record_is_refused():
+    program = HistoryProgram(vocab_size=9, num_blocks=1, block_size=1)
     with pytest.raises(ConfigError, match="does not say where its time goes"):
-        measure_kernels(object(), SPEC, Work.decode(5, 1), CHIP, Numbers(), block_size=4, num_repeats=1)
+        measure_kernels(program, SPEC, Work.decode(5, 1), CHIP, Numbers(), block_size=4, num_repeats=1)
 
 
 def test_made_up_batches_are_well_formed():

@@ -8,14 +8,14 @@ import pytest
 
 from cloister.app import build_engine, resolve_settings
 from cloister.backends import BACKENDS
-from cloister.backends.base import OperatorSpan, Recording
-from cloister.backends.recording import Watched, watch
+from cloister.backends.base import LOGITS
+from cloister.backends.recording import OperatorSpan, Watched, watch
 from cloister.backends.spec import FOREIGN_FAMILY
 from cloister.bench.kernels import make_batch
 from cloister.bench.profile import ProfiledStep, list_parts, list_threads, profile_engine, program_of, to_trace
 from cloister.bench.roofline_operators import Work
 from cloister.cli import main
-from cloister.runner import model_runner
+from cloister.runner import generation
 from cloister.types.errors import EngineError
 from cloister.types.request import Request, SamplingParams
 
@@ -78,17 +78,16 @@ def test_work_is_told_apart_by_thread():
 
 def test_nothing_stays_behind_and_recording_changes_no_bit(engine):
     program = program_of(engine)
-    assert isinstance(program, Recording)
-    before, function = dict(vars(program)), model_runner.forward_batch
+    before, function = dict(vars(program)), generation.forward_batch
     batch = make_batch(Work.prefill(20, 1), 4096, 16)
-    plain = program.forward(batch)
+    plain = program.step(batch, LOGITS).logits
     with program.record() as spans:
-        recorded = program.forward(batch)
+        recorded = program.step(batch, LOGITS).logits
     profile_engine(engine, make_requests("after", 1, 20, 2))
     assert np.array_equal(plain, recorded)
     assert spans
     assert vars(program) == before
-    assert model_runner.forward_batch is function
+    assert generation.forward_batch is function
     assert all("run" not in vars(owner) and "plan" not in vars(owner) for owner in (engine._runner, engine._scheduler))
 
 

@@ -135,6 +135,8 @@ def make_replica(
     clock: Clock | None = None,
     max_num_seqs: int = 16,
     num_blocks: int = NUM_BLOCKS,
+    overlaps: bool = False,
+    adapters: AdapterRegister | None = None,
 ) -> Replica:
     info = ModelInfo(name="history", path=str(path), max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
     program = HistoryProgram(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, block_size=BLOCK_SIZE)
@@ -151,6 +153,8 @@ def make_replica(
         model=info,
         memory=[("KV cache", num_blocks * BLOCK_SIZE)],
         clock=clock,
+        overlaps=overlaps,
+        adapters=adapters,
     )
     return Replica(core, scheduler, program)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cloister.backends import BACKENDS
-from cloister.backends.base import GreedyProgram, KVLayout
+from cloister.backends.base import GREEDY, LOGITS, KVLayout
 from cloister.backends.spec import DecoderSpec
 from cloister.quant import FORMATS, FormatOptions, quantize_on_read
 from tests.company import differing_arrangements
@@ -81,12 +81,11 @@ def test_a_captured_step_has_the_bits_of_the_launched_one(num_seqs: int) -> None
     driver.step({number: tokens_of(NARROW, 1 + 3 * number % 70) for number in range(num_seqs)} | {0: tokens_of(NARROW, 700)})
     batch = driver.plan({number: [7] for number in range(num_seqs)})
     graphs, program._graphs = program._graphs, None
-    launched = program.forward(batch)
+    launched = program.step(batch, LOGITS).logits
     program._graphs = graphs
-    assert program.forward(batch).tobytes() == launched.tobytes()
-    assert program.forward(batch).tobytes() == launched.tobytes()
-    assert isinstance(program, GreedyProgram)
-    assert program.forward_best(batch).tolist() == launched.argmax(1).tolist()
+    assert program.step(batch, LOGITS).logits.tobytes() == launched.tobytes()
+    assert program.step(batch, LOGITS).logits.tobytes() == launched.tobytes()
+    assert program.step(batch, GREEDY).tokens.tolist() == launched.argmax(1).tolist()
 
 
 def test_graphs_of_many_sizes_take_turns() -> None:

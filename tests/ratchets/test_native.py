@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloister.backends.base import DRAW, ForwardBatch
+from cloister.backends.base import GREEDY, SAMPLING_METADATA, ForwardBatch, Wants
 from cloister.backends.native.program import NativeProgram
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.driving import RandomWeights
@@ -63,10 +63,10 @@ Step = Callable[[ForwardBatch], object]
 
 def make_drawing_step(program: NativeProgram, num_seqs: int) -> Step:
     """A step that draws by every kind of truncation in turn."""
-    draws = np.zeros(num_seqs, DRAW)
+    draws = np.zeros(num_seqs, SAMPLING_METADATA)
     draws["temperature"], draws["row"], draws["top_p"] = 0.8, np.arange(num_seqs), 1
     draws["top_k"][1::3], draws["top_p"][2::3] = 20, 0.9
-    return partial(program.forward_draw, draws=draws)
+    return partial(program.step, wants=Wants(sampling=draws))
 
 
 class CountingProgram:
@@ -133,7 +133,7 @@ def test_a_native_decode_step_costs_no_more_than_it_did(quant: str, num_seqs: in
     batches = [driver.plan(parts) for _ in range(NUM_STEPS + 1)]
     assert isinstance(driver.program, NativeProgram)
     program = driver.program
-    take_step = program.forward_best if choice == "best" else make_drawing_step(program, num_seqs)
+    take_step = partial(program.step, wants=GREEDY) if choice == "best" else make_drawing_step(program, num_seqs)
     take_step(batches[0])
     found, limit = measure(driver.program, batches[1:], take_step), LIMITS[quant, num_seqs, choice]
     for name in Limit.__dataclass_fields__:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cloister.backends.base import DRAW
+from cloister.backends.base import SAMPLING_METADATA
 from cloister.runner.acceptance import Candidate, accept_child, distribution, draw_from, draw_rivals
 from cloister.runner.noise import Domain, Noise, noise_keys, uniforms
 from cloister.runner.state import BatchState
@@ -163,16 +163,16 @@ def test_the_distribution_is_the_one_that_the_sampler_draws_from(parameters, kin
     logits = np.random.default_rng(1).normal(size=(1, 12)).astype(np.float32) * 2
     batch = BatchState(vocab_size=12, max_model_len=8)
     batch.arrive(NewSequence(seq_id=0, token_ids=[1], num_prompt_tokens=1, sampling=SamplingParams(**parameters), seed=5))
-    draws = batch.draws([batch[0]] * NUM_DRAWS, [0] * NUM_DRAWS)
+    draws = batch.sampling_metadata([batch[0]] * NUM_DRAWS, [0] * NUM_DRAWS)
     draws["position"] = np.arange(NUM_DRAWS)
     probs = distribution(logits, draws[:1])
     assert probs.sum() == pytest.approx(1, abs=1e-6)
-    drawn = make_sampler(kind, 12).choose(logits, [batch[0]] * NUM_DRAWS, draws)
+    drawn = make_sampler(kind, 12).process_and_sample(logits, [batch[0]] * NUM_DRAWS, draws)
     assert chi_square(drawn, probs[0]) < CHI_99_999[11]
 
 
 def test_a_row_without_a_token_to_choose_has_no_distribution():
-    draws = np.zeros(2, DRAW)
+    draws = np.zeros(2, SAMPLING_METADATA)
     draws["temperature"], draws["top_p"] = 1, 1
     probs = distribution(np.array([[-np.inf] * 3, [0, -np.inf, 0]], np.float32), draws)
     assert probs.tolist() == [[0, 0, 0], [0.5, 0, 0.5]]

@@ -1,14 +1,10 @@
 """Native drawing against its specification in numpy: the same noise, so the same tokens, on every instruction set."""
 
-from array import array
-
 import numpy as np
 import pytest
 
-from cloister.backends.base import DRAW
+from cloister.backends.base import SAMPLING_METADATA
 from cloister.runner.sampling import Sampler
-from cloister.runner.state import SequenceState
-from cloister.types.request import SamplingParams
 from tests.samplers import KERNELS, draw, make_drawing_program
 
 if not KERNELS:
@@ -16,7 +12,6 @@ if not KERNELS:
 
 EVERY = pytest.mark.parametrize("kernels", KERNELS)
 BEST = KERNELS[0]
-PLAIN = SequenceState(seq_id=0, slot=0, tokens=array("i"), blocks=array("i"), num_prompt_tokens=0, sampling=SamplingParams())
 LIMITS = [
     {},
     {"top_k": 1}, {"top_k": 20}, {"top_k": 700}, {"top_k": 1 << 40},
@@ -29,7 +24,7 @@ LIMITS = [
 
 def make_draws(num_rows, limits=({},), seed=0, temperatures=(1.0,)):
     """One draw a row, of every recipe in turn."""
-    draws = np.zeros(num_rows, DRAW)
+    draws = np.zeros(num_rows, SAMPLING_METADATA)
     draws["temperature"], draws["top_p"], draws["row"] = np.resize(temperatures, num_rows), 1, np.arange(num_rows)
     draws["seed"], draws["index"], draws["position"] = seed, np.arange(num_rows) % 3, np.arange(num_rows) * 17 + 5
     for i in range(num_rows):
@@ -39,7 +34,7 @@ def make_draws(num_rows, limits=({},), seed=0, temperatures=(1.0,)):
 
 
 def specified(logits, draws):
-    return Sampler(logits.shape[1]).choose(logits, [PLAIN] * len(draws), draws).tolist()
+    return Sampler(logits.shape[1]).sample(logits, draws).tolist()
 
 
 def noisy_logits(num_rows, vocab_size, spread, seed=0):
@@ -122,9 +117,9 @@ def test_no_draw_is_no_token():
 def test_a_draw_from_a_row_that_is_not_there_is_refused():
     program, logits, draws = make_drawing_program(BEST, 100), np.zeros((2, 100), np.float32), make_draws(3)
     with pytest.raises(ValueError, match="row"):
-        program.draw(logits, draws)
+        program.sample(logits, draws)
     with pytest.raises(ValueError, match="width"):
-        program.draw(logits[:, :50].copy(), draws[:2])
+        program.sample(logits[:, :50].copy(), draws[:2])
 
 
 def test_native_rows_of_weights_at_the_edge_of_float32_are_drawn():

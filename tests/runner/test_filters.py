@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
-from cloister.runner.filters import kept_tokens
-from cloister.runner.penalties import Penalties, TokenCounts, apply_penalties
+from cloister.runner.logits_processors import Penalties, TokenCounts, apply_penalties
+from cloister.runner.sampling import kept_tokens
 
 
 def kept_by_hand(scaled, top_k, top_p, min_p):

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cloister.backends.base import Capability
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.runner import Grammars, ModelRunner
-from cloister.runner.grammar import bar_tokens
+from cloister.runner.grammar import mask_tokens
 from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.text import Tokenizer
 from cloister.text.grammar import GrammarCompiler
@@ -37,9 +38,13 @@ class MaskingHistoryProgram(DrawingHistoryProgram):
 
     num_masked = 0
 
-    def forward_masked(self, batch, draws, masks):
+    capabilities = Capability.SAMPLING | Capability.MASKS
+
+    def _choose(self, logits, sampling, wants):
+        if wants.masks is None:
+            return super()._choose(logits, sampling, wants)
         type(self).num_masked += 1
-        return self._drawing.draw_masked(self.forward(batch), draws, masks())
+        return self._drawing.sample_masked(logits, sampling, wants.masks())
 
 
 PROGRAMS = [HistoryProgram, *([DrawingHistoryProgram, MaskingHistoryProgram] if KERNELS else [])]
@@ -334,7 +339,7 @@ def test_nothing_of_a_grammar_stays_when_its_request_is_gone(compiler):
 
 def test_barred_tokens_are_minus_infinity_and_others_stay():
     scores = np.arange(80, dtype=np.float32).reshape(2, 40)
-    bar_tokens(scores, [1], [np.array([1 << 5 | 1 << 31, 1 << 7], np.uint32)])
+    mask_tokens(scores, [1], [np.array([1 << 5 | 1 << 31, 1 << 7], np.uint32)])
     assert np.isfinite(scores[0]).all()
     assert np.flatnonzero(np.isfinite(scores[1])).tolist() == [5, 31, 39]
 

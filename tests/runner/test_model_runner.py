@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from cloister.backends.base import Capability, StepOutput
 from cloister.runner import ModelRunner
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import EngineError
@@ -287,9 +288,9 @@ class MeasuredHistoryProgram(HistoryProgram):
         super().__init__(**settings)
         self.num_rows = []
 
-    def forward(self, batch):
+    def step(self, batch, wants):
         self.num_rows.append(len(batch.logit_rows))
-        return super().forward(batch)
+        return super().step(batch, wants)
 
 
 def test_many_scored_prompts_never_ask_for_more_logits_than_were_counted():
@@ -310,16 +311,16 @@ def test_many_scored_prompts_never_ask_for_more_logits_than_were_counted():
 class GreedyHistoryProgram(HistoryProgram):
     """Finds the most likely tokens itself; counts how often it is asked for logits instead."""
 
+    capabilities = Capability.GREEDY
     num_logits = 0
 
-    def forward(self, batch):
-        self.num_logits += 1
-        return super().forward(batch)
-
-    def forward_best(self, batch):
-        logits = super().forward(batch)
-        finite = np.isfinite(logits).all(axis=1)
-        return np.where(finite, logits.argmax(axis=1), -1).astype(np.int32)
+    def step(self, batch, wants):
+        output = super().step(batch, wants)
+        if not wants.greedy:
+            self.num_logits += 1
+            return output
+        finite = np.isfinite(output.logits).all(axis=1)
+        return StepOutput(tokens=np.where(finite, output.logits.argmax(axis=1), -1).astype(np.int32))
 
 
 def test_a_program_that_finds_the_best_tokens_is_asked_for_logits_only_where_they_matter():
@@ -343,7 +344,7 @@ def test_a_program_that_finds_the_best_tokens_is_asked_for_logits_only_where_the
 
 def test_a_program_that_returns_too_few_tokens_is_an_engine_error():
     program = GreedyHistoryProgram(vocab_size=VOCAB, num_blocks=64, block_size=BLOCK)
-    program.forward_best = lambda batch: np.zeros(0, np.int32)
+    program.step = lambda batch, wants: StepOutput()
     runner = ModelRunner(program, vocab_size=VOCAB, max_model_len=256, block_size=BLOCK)
     with pytest.raises(EngineError, match="shape"):
         step(runner, part(1, 0, 3, blocks=[1]), arrivals=[new(1, [1, 2, 3])])
@@ -398,7 +399,7 @@ def test_a_drawn_row_that_is_not_finite_fails_its_sequence_and_its_children_alon
 
 def test_a_program_that_draws_too_few_tokens_is_an_engine_error(drawing):
     program, runner = drawing
-    program.forward_draw = lambda batch, draws: np.zeros(0, np.int32)
+    program.step = lambda batch, wants: StepOutput()
     with pytest.raises(EngineError, match="shape"):
         step(runner, part(1, 0, 3, blocks=[1]), arrivals=[new(1, [1, 2, 3], DRAWN)])
 
@@ -452,13 +453,13 @@ def test_penalties_see_prompt_and_output():
 def test_elapsed_time_comes_from_the_clock():
     clock = VirtualClock()
     program, runner = make(clock=clock)
-    forward = program.forward
+    compute = program.step
 
-    def slow(batch):
+    def slow(batch, wants):
         clock.advance(0.25)
-        return forward(batch)
+        return compute(batch, wants)
 
-    program.forward = slow
+    program.step = slow
     _, result = step(runner, part(1, 0, 1, blocks=[1]), arrivals=[new(1, [1])])
     assert result.elapsed_s == 0.25
 
@@ -483,11 +484,11 @@ def test_a_plan_that_contradicts_the_state_is_an_engine_error(plan, message):
 def test_after_a_step_that_broke_off_its_sequences_can_depart_and_others_go_on():
     program, runner = make()
     step(runner, part(1, 0, 2, blocks=[1]), arrivals=[new(1, [1, 2])])
-    forward = program.forward
-    program.forward = None
+    compute = program.step
+    program.step = None
     with pytest.raises(TypeError):
         step(runner, part(2, 0, 2, blocks=[2]), arrivals=[new(2, [1, 2])], forks=[Fork(2, 3, 1)])
-    program.forward = forward
+    program.step = compute
     chosen, _ = step(runner, part(1, 2, 1, table=1), departures=[2, 3])
     assert chosen == {1: greedy_continuation([1, 2], 2, VOCAB)[1:]}
     assert runner.num_sequences == 1

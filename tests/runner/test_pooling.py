@@ -5,6 +5,7 @@ from collections import deque
 import numpy as np
 import pytest
 
+from cloister.backends.base import Capability
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.runner import ModelRunner
 from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
@@ -26,8 +27,12 @@ WAYS = [
 class HiddenHistoryProgram(HistoryProgram):
     """Its hidden state is a hash of the whole history, as its logits are."""
 
-    def forward_hidden(self, batch):
-        return self.forward(batch)[:, :HIDDEN] - np.float32(4)
+    capabilities = Capability.HIDDEN
+
+    def step(self, batch, wants):
+        output = super().step(batch, wants)
+        output.hidden = output.logits[:, :HIDDEN] - np.float32(4)
+        return output
 
 
 def make_request(number, num_tokens, pooling=None, sampling=NOTHING):

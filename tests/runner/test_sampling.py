@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from cloister.runner.sampling import best_tokens, finite_rows
+from cloister.runner.sampling import finite_rows, greedy_tokens
 from cloister.runner.state import BatchState
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
@@ -28,7 +28,7 @@ def states_of(params, vocab_size, *, seeds=None, prompts=None):
             )
         )
     states = [batch[i] for i in range(len(params))]
-    return states, batch.draws(states, list(range(len(states))))
+    return states, batch.sampling_metadata(states, list(range(len(states))))
 
 
 @pytest.fixture(params=SAMPLERS)
@@ -42,7 +42,7 @@ def frequencies(sampler, sampling, logits, num_draws=100_000):
     states, draws = states_of([sampling], len(logits), seeds=[42])
     draws = np.repeat(draws, num_draws)
     draws["position"] = np.arange(num_draws)
-    tokens = sampler.choose(np.asarray(logits, np.float32)[None], states * num_draws, draws)
+    tokens = sampler.process_and_sample(np.asarray(logits, np.float32)[None], states * num_draws, draws)
     return np.bincount(tokens, minlength=len(logits))
 
 
@@ -139,7 +139,7 @@ def choose_some(sampler, logits, states, draws, rows):
     """Chooses for some rows only, in the order given."""
     some = draws[rows]
     some["row"] = np.arange(len(some))
-    return sampler.choose(logits[rows], [states[i] for i in rows], some).tolist()
+    return sampler.process_and_sample(logits[rows], [states[i] for i in rows], some).tolist()
 
 
 @pytest.mark.parametrize("vocab_size", [11, 1003, 4096, 5000, 151_669])
@@ -157,7 +157,7 @@ def test_a_token_is_the_same_alone_and_among_64(make, vocab_size):
 def test_the_choice_leaves_the_logits_as_they_are(make):
     logits, states, draws = mixed_rows(len(MIXED), 200)
     before = logits.copy()
-    make(200).choose(logits, states, draws)
+    make(200).process_and_sample(logits, states, draws)
     assert (logits == before).all()
 
 
@@ -165,7 +165,7 @@ def test_several_draws_share_a_row(make):
     logits, states, draws = mixed_rows(3, 700)
     draws["row"] = [1, 1, 0]
     states, sampler = [states[1]] * 3, make(700)
-    tokens = sampler.choose(logits[:2], states, draws)
+    tokens = sampler.process_and_sample(logits[:2], states, draws)
     assert tokens.tolist() == [
         choose_some(sampler, logits[[row]], states[:1], draws[[i]], [0])[0] for i, row in enumerate((1, 1, 0))
     ]
@@ -174,26 +174,26 @@ def test_several_draws_share_a_row(make):
 def test_temperature_zero_is_the_largest_logit(make):
     logits = np.random.default_rng(1).standard_normal((5, 300)).astype(np.float32)
     states, draws = states_of([SamplingParams(temperature=0)] * 5, 300)
-    assert (make(300).choose(logits, states, draws) == logits.argmax(axis=1)).all()
+    assert (make(300).process_and_sample(logits, states, draws) == logits.argmax(axis=1)).all()
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(top_k=1), SamplingParams(top_p=1e-9), SamplingParams(min_p=1.0)])
 def test_the_narrowest_filter_is_greedy(make, sampling):
     logits = np.random.default_rng(2).standard_normal((50, 3000)).astype(np.float32)
     states, draws = states_of([sampling] * 50, 3000)
-    assert (make(3000).choose(logits, states, draws) == logits.argmax(axis=1)).all()
+    assert (make(3000).process_and_sample(logits, states, draws) == logits.argmax(axis=1)).all()
 
 
 def test_tiny_temperatures_and_huge_logits_do_not_overflow(make):
     logits = np.array([[3e38, -3e38, 1.0], [1.0, 2.0, 1.9999]], np.float32)
     states, draws = states_of([SamplingParams(temperature=1e-30)] * 2, 3)
-    assert make(3).choose(logits, states, draws).tolist() == [0, 1]
+    assert make(3).process_and_sample(logits, states, draws).tolist() == [0, 1]
 
 
 def test_a_seed_of_any_size_or_sign_is_taken(make):
     logits = np.zeros((4, 1000), np.float32)
     states, draws = states_of([SamplingParams()] * 4, 1000, seeds=[-1, 2**64 - 1, 2**70, 0])
-    tokens = make(1000).choose(logits, states, draws)
+    tokens = make(1000).process_and_sample(logits, states, draws)
     assert tokens[0] == tokens[1]
     assert tokens[2] == tokens[3]
 
@@ -201,7 +201,7 @@ def test_a_seed_of_any_size_or_sign_is_taken(make):
 def test_a_row_whose_every_token_is_barred_has_none_to_choose(make):
     params = [SamplingParams(logit_bias={0: -np.inf, 1: -np.inf, 2: -np.inf}), SamplingParams()]
     states, draws = states_of(params, 3)
-    tokens = make(3).choose(np.zeros((2, 3), np.float32), states, draws)
+    tokens = make(3).process_and_sample(np.zeros((2, 3), np.float32), states, draws)
     assert tokens[0] == -1
     assert tokens[1] >= 0
 
@@ -220,5 +220,5 @@ def test_the_best_token_is_the_first_of_the_largest_and_none_where_a_logit_is_no
     logits[3, 4] = -np.inf
     logits[4] = -1.0
     logits[5, 123_456] = np.finfo(np.float32).max
-    assert best_tokens(logits).tolist() == [7, -1, -1, -1, 0, 123_456]
-    assert best_tokens(logits[:0]).tolist() == []
+    assert greedy_tokens(logits).tolist() == [7, -1, -1, -1, 0, 123_456]
+    assert greedy_tokens(logits[:0]).tolist() == []

@@ -14,7 +14,7 @@ import pytest
 from cloister.engine import EngineClient, ThreadTransport
 from cloister.privacy import Credentials, KeyQuota
 from cloister.runner import ModelRunner
-from cloister.runner.pool import Pool
+from cloister.runner.pooling import Pool
 from cloister.server.generation import MAX_SIDE_BY_SIDE
 from cloister.types.request import FinishReason, PoolingParams
 from tests.engine.replica import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, VOCAB_SIZE, make_config, make_replica

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from cloister.backends.base import Backend, DrawArray, HeadProgram, KVLayout, MemoryNeed, Program
+from cloister.backends.base import Backend, Capability, KVLayout, MemoryNeed, Program, SamplingMetadata
 from cloister.backends.draft_heads import DraftHeads
 from cloister.backends.spec import FOREIGN_FAMILY
 from cloister.models import LoadedModel, load, locate
@@ -56,16 +56,16 @@ class _Lent:
 
     def __init__(self) -> None:
         self.program: Program | None = None
-        self.draw: Callable[[list[SequenceState], list[int]], DrawArray] | None = None
+        self.draw: Callable[[list[SequenceState], list[int]], SamplingMetadata] | None = None
 
     def guesser(self, heads: DraftHeads) -> Guesser:
         from cloister.runner.drafters.guessing import make_guesser
 
-        if not isinstance(self.program, HeadProgram):
+        if self.program is None or Capability.HEAD not in self.program.capabilities:
             raise EngineError("this back end lends no head to drafters")
         return make_guesser(heads, self.program)
 
-    def draws(self, states: list[SequenceState], rows: list[int]) -> DrawArray:
+    def draws(self, states: list[SequenceState], rows: list[int]) -> SamplingMetadata:
         if self.draw is None:
             raise EngineError("the engine is not complete")
         return self.draw(states, rows)
@@ -117,7 +117,7 @@ class DraftersAtHand:
         """
         self.lent.program = program
         for name, drafter in list(self.drafters.items()):
-            if drafter.wants_hidden and not isinstance(program, HeadProgram):
+            if drafter.wants_hidden and Capability.HEAD not in program.capabilities:
                 if not self.is_auto:
                     raise ConfigError(
                         f"this back end has no hidden states for {name}; choose another drafter", param="speculate"
@@ -126,7 +126,7 @@ class DraftersAtHand:
             else:
                 drafter.allocate(kv)
 
-    def bind(self, draws: Callable[[list[SequenceState], list[int]], DrawArray]) -> None:
+    def bind(self, draws: Callable[[list[SequenceState], list[int]], SamplingMetadata]) -> None:
         """Says how the engine's sequences draw."""
         self.lent.draw = draws
 

@@ -15,7 +15,7 @@ from cloister.app.backend import NO_QUANT, kept_tokenizers, make_backend, weight
 from cloister.app.drafters import open_drafters
 from cloister.app.loading import Loading
 from cloister.app.processes import close_engine
-from cloister.backends.base import AdapterProgram, Backend, KVLayout, Program
+from cloister.backends.base import Backend, Capability, KVLayout, Program
 from cloister.backends.spec import DecoderSpec
 from cloister.engine.machine import read_machine, return_free_memory
 from cloister.engine.memory import budget_memory
@@ -31,7 +31,9 @@ from cloister.types.processes import overwrites
 from cloister.types.request import ModelInfo
 
 if TYPE_CHECKING:
+    from cloister.app.drafters import DraftersAtHand
     from cloister.engine import AdapterRegister, EngineCore
+    from cloister.engine.memory_scrubber import MemoryScrubber
     from cloister.runner.adapters import AdapterRoom
     from cloister.text import Tokenizer
 
@@ -122,7 +124,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         grammars=grammars,
         drafters=drafters.drafters,
     )
-    drafters.bind(runner.draws)
+    drafters.bind(runner.sampling_metadata)
     public = _release_prefixes(config, model.path, tokenizer)
     scrubber = MemoryScrubber(runner.wipe_buffers) if overwrites(config.profile) else None
     return EngineCore(
@@ -135,7 +137,17 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         adapters=adapters,
         grammars=grammars,
         scrubber=scrubber,
+        overlaps=may_overlap(program, scrubber, drafters),
     )
+
+
+def may_overlap(program: Program, scrubber: MemoryScrubber | None, drafters: DraftersAtHand) -> bool:
+    """Whether a step is planned while another one runs (decisions/0016).
+
+    Not where buffers are overwritten between steps, nor where something is drafted: a sequence whose drafts are being
+    verified has no next step yet, so those of others would run without it.
+    """
+    return Capability.ASYNCHRONOUS in program.capabilities and scrubber is None and not drafters.names
 
 
 def build_program(config: EngineConfig, num_blocks: int) -> Program:
@@ -176,7 +188,7 @@ def _open_adapters(
 
     if room is None:
         return {}, AdapterRegister()
-    if not isinstance(program, AdapterProgram):
+    if Capability.ADAPTERS not in program.capabilities:
         raise ConfigError(
             "this back end has no adapters; leave `lora` and `runtime_adapters` out, or compute on a CPU", param="lora"
         )

@@ -1,10 +1,32 @@
-"""Which products of a decoder an adapter may change, and what it takes."""
+"""Low-rank adapters: which products of a decoder one may change, and what it takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """A low-rank adapter (LoRA, Hu et al. 2021, equation 3): y = W x + B A x in the products that it changes.
+
+    Attributes:
+        updates: product, such as "layers.0.q" -> (A [rank, inputs], B [outputs, rank]), float32; the scale is in B.
+    """
+
+    updates: Mapping[str, tuple[FloatArray, FloatArray]]
+
+    @property
+    def rank(self) -> int:
+        """The largest of its updates'."""
+        return max((a.shape[0] for a, _ in self.updates.values()), default=0)
 
 
 def target_shapes(spec: DecoderSpec) -> dict[str, tuple[int, int]]:

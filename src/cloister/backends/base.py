@@ -1,4 +1,4 @@
-"""The protocol between the runner and whatever computes: arrays in, logits out.
+"""The interface between the runner and whatever computes: arrays in, logits or tokens out.
 
 Canonical weight names, which `models` maps a checkpoint onto (L is the layer number from 0):
 `embed.weight [vocab, hidden]`, `layers.L.attention_norm.weight [hidden]`, `layers.L.q.weight [num_heads * head_dim, hidden]`,
@@ -15,31 +15,41 @@ is the expert's number from 0), `layers.L.shared.gate.weight`, `.up.weight`, `.d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Flag, auto
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from cloister.backends.adapters import AdapterWeights
+from cloister.backends.draft_heads import DraftHeads
+from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import QuantizedTensor, Tensor
+from cloister.types.errors import EngineError
 from cloister.types.registry import Registry
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
-DrawArray = npt.NDArray[np.void]
 MaskArray = npt.NDArray[np.uint32]
+SamplingMetadata = npt.NDArray[np.void]
+_NO_FLOATS: Final[FloatArray] = np.empty((0, 0), np.float32)
+_NO_IDS: Final[IntArray] = np.empty(0, np.int32)
+_NO_ROWS_OF_IDS: Final[IntArray] = np.empty((0, 0), np.int32)
 
-DRAW = np.dtype(
+SAMPLING_METADATA: Final = np.dtype(
     [
         ("temperature", "f4"), ("row", "i4"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"),
         ("seed", "u8"), ("index", "i8"), ("position", "i8"),
     ]
 )  # fmt: skip
-"""How one token is chosen: from which row of logits, with which sampling parameters (temperature 0 takes the most likely token;
+"""How one token is sampled: from which row of logits, with which sampling parameters (temperature 0 takes the most likely one;
 top_k 0, top_p 1 and min_p 0 are off), and with whose noise (`runner.noise`)."""
 
 
@@ -77,7 +87,7 @@ class ForwardBatch:
             Tokens with one parent are rivals (token trees; SpecInfer, Miao et al. 2024): they have the same position and do not
             see each other. Token i of a sequence lies in slot context_len - num_tokens + i whatever its position, and parents
             stand before their children.
-        adapters: None, or [num_seqs] int32: the slot of each sequence's adapter (`AdapterProgram`); -1 is none.
+        adapters: None, or [num_seqs] int32: the slot of each sequence's adapter (`Program.load_adapter`); -1 is none.
     """
 
     token_ids: IntArray
@@ -103,201 +113,192 @@ class KVLayout:
     block_size: int
 
 
-class Program(Protocol):
-    """A model ready to run, with its weights and its KV cache."""
-
-    def forward(self, batch: ForwardBatch) -> FloatArray:
-        """Computes one step, writes K and V, and returns logits [num_rows, vocab] (float32).
-
-        A row's bits depend on its own sequence only (rule 6).
-        """
-        ...
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks (source, target) in every layer."""
-        ...
-
-    def wipe_blocks(self, block_ids: Sequence[int]) -> None:
-        """Overwrites blocks with zeros in every layer."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class OperatorSpan:
-    """Time that one thread spent on one operator; nothing of what was computed.
+class Capability(Flag):
+    """What a program can do beside computing logits; asked of `Program.capabilities`, never of its type.
 
     Attributes:
-        name: the operator, whichever layer it belongs to: embed, norm, qkv, rope, attention, output, mlp_norm, gate_up, down,
-            head, quantize; joined by `+` where a program computes several as one (`norm+qkv`). Other work has other names.
-        thread: 0 is the thread that called `forward`; helpers count from 1.
-        start_s: on the clock of `time.perf_counter`.
+        GREEDY: finds the most likely tokens (`Wants.greedy`), so that a greedy step moves no logits.
+        SAMPLING: chooses tokens as `runner.sampling` specifies (`Wants.sampling`, `Wants.num_top`, `Program.sample`).
+        MASKS: chooses among some of the tokens only, for grammars (`Wants.masks`).
+        HIDDEN: shows what its head reads (`Wants.hidden`), for embeddings and drafters.
+        HEAD: lends its head (`Program.project`).
+        DRAFT_HEADS: computes draft heads (`Program.load_heads`, `Program.guess`).
+        TREES: computes token trees (`ForwardBatch.parents`) and keeps one path of them (`Program.move_positions`).
+        ADAPTERS: runs sequences with adapters, several in one batch (`ForwardBatch.adapters`, `Program.load_adapter`).
+        RECORDING: says where its time goes (`Program.record`).
+        ASYNCHRONOUS: computes on another device: a step leaves this machine's processors to others.
     """
 
-    name: str
-    thread: int
-    start_s: float
-    duration_s: float
+    GREEDY = auto()
+    SAMPLING = auto()
+    MASKS = auto()
+    HIDDEN = auto()
+    HEAD = auto()
+    DRAFT_HEADS = auto()
+    TREES = auto()
+    ADAPTERS = auto()
+    RECORDING = auto()
+    ASYNCHRONOUS = auto()
+
+
+class Wants(msgspec.Struct, frozen=True):
+    """What one step shall bring, beside the KV that it writes. Rows are those of `ForwardBatch.logit_rows`.
+
+    A step brings logits, or chooses tokens and keeps its logits to itself: one of `logits`, `greedy` and `sampling`, or none.
+
+    Attributes:
+        logits: the logits of every row.
+        greedy: the most likely token of every row.
+        sampling: a token for each entry, [num_samples] of `SAMPLING_METADATA`.
+        masks: what each of `sampling` may choose from; called once, after the model has computed: [num_samples, num_words]
+            uint32; bit i % 32 of word i // 32 says whether token i may be chosen. Words behind the vocabulary are not read.
+        num_top: the ids of so many of each row's largest logits, beside logits or sampled tokens.
+        hidden: hidden states after the final norm.
+
+    Raises:
+        ValueError: these exclude each other.
+    """
+
+    logits: bool = False
+    greedy: bool = False
+    sampling: SamplingMetadata | None = None
+    masks: Callable[[], MaskArray] | None = None
+    num_top: int = 0
+    hidden: bool = False
+
+    def __post_init__(self) -> None:
+        if self.logits + self.greedy + (self.sampling is not None) > 1:
+            raise ValueError("a step brings logits, greedy tokens or sampled ones; want one of them")
+        if self.masks is not None and (self.sampling is None or self.num_top):
+            raise ValueError("masks go with sampled tokens, and without the ids of the largest logits")
+        if self.num_top and not self.logits and self.sampling is None:
+            raise ValueError("the ids of the largest logits come with logits or sampled tokens")
 
     @property
-    def end_s(self) -> float:
-        return self.start_s + self.duration_s
+    def needs(self) -> Capability:
+        """The capabilities that a program needs for it."""
+        needs = Capability.GREEDY if self.greedy else Capability(0)
+        needs |= Capability.SAMPLING if self.sampling is not None or self.num_top else Capability(0)
+        needs |= Capability.MASKS if self.masks is not None else Capability(0)
+        return needs | (Capability.HIDDEN if self.hidden else Capability(0))
 
 
-@runtime_checkable
-class Recording(Protocol):
-    """What a program offers beside `Program` when it can say where its time goes."""
-
-    def record(self) -> AbstractContextManager[list[OperatorSpan]]:
-        """Records every `forward` inside the context; the list is complete when the context ends.
-
-        Outside of it a program keeps no times at all.
-        """
-        ...
+LOGITS = Wants(logits=True)
+GREEDY = Wants(greedy=True)
+HIDDEN = Wants(hidden=True)
+KV_ONLY = Wants()
+"""A step for the K and V that it writes, such as a part of a prompt."""
 
 
-@runtime_checkable
-class GreedyProgram(Program, Protocol):
-    """A program that can find the most likely tokens itself, so that a greedy step moves no logits (optional)."""
+class StepOutput(msgspec.Struct):
+    """What a step brought: arrays of no rows for what nobody wanted.
 
-    def forward_best(self, batch: ForwardBatch) -> IntArray:
-        """As `forward`, but returns for each row the id of its largest logit, [num_rows] int32.
-
-        The lowest id among equal ones, as `numpy.argmax`; -1 where a logit of the row is not a finite number.
-        """
-        ...
-
-
-@runtime_checkable
-class DrawingProgram(Program, Protocol):
-    """A program that can choose tokens itself as `runner.sampling` specifies, so that a step moves no logits (optional).
-
-    Both methods are one definition, bit for bit: the token of a draw is the same whichever chose it. It may differ from the
-    specification's where two tokens are ahead by less than float32 can tell.
+    Attributes:
+        logits: [num_rows, vocab] float32.
+        tokens: ids int32. Greedy, [num_rows]: the lowest id among equal logits, as `numpy.argmax`. Sampled, [num_samples]: may
+            differ from the specification's where two tokens are ahead by less than float32 can tell. -1 where a logit of the
+            row is not a finite number, or a mask leaves no token.
+        top: [num_rows, num_top] int32, best first, lower ids first among equal logits; -1 in a row that is not finite.
+        hidden: [num_rows, hidden] float32.
     """
 
-    def forward_draw(self, batch: ForwardBatch, draws: DrawArray) -> IntArray:
-        """As `forward`, but chooses a token for each of `draws`, [num_draws] of `DRAW`; returns ids [num_draws] int32.
+    logits: FloatArray = _NO_FLOATS
+    tokens: IntArray = _NO_IDS
+    top: IntArray = _NO_ROWS_OF_IDS
+    hidden: FloatArray = _NO_FLOATS
 
-        -1 where a logit of the row is not a finite number.
+
+class Program(ABC):
+    """A model ready to run, with its weights and its KV cache.
+
+    A row's bits depend on its own sequence, and its adapter, only (rule 6). Methods that need a capability raise EngineError
+    where the program lacks it.
+
+    Attributes:
+        capabilities: what it can do beside computing logits.
+    """
+
+    capabilities: Capability = Capability(0)
+
+    @abstractmethod
+    def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
+        """Computes one step: writes K and V, and returns what is wanted.
+
+        Raises:
+            ValueError: the arrays of the batch do not fit together.
+            EngineError: the program lacks a capability that the step needs.
         """
-        ...
 
-    def draw(self, logits: FloatArray, draws: DrawArray) -> IntArray:
-        """Chooses tokens from logits [num_rows, vocab], in which minus infinity bars a token; returns ids [num_draws] int32.
+    @abstractmethod
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks (source, target) in every layer."""
 
-        -1 where all tokens are barred, or a logit is not a number or plus infinity.
-        """
-        ...
+    @abstractmethod
+    def wipe_blocks(self, block_ids: Sequence[int]) -> None:
+        """Overwrites blocks with zeros in every layer."""
 
+    def wipe_buffers(self) -> None:  # noqa: B027 - a program whose buffers die with a step has nothing to do
+        """Overwrites what steps left outside of the KV cache with zeros; costs nothing if no step was since the last time."""
 
-@runtime_checkable
-class MaskingProgram(DrawingProgram, Protocol):
-    """A program that can choose among some of the tokens, for grammars (optional)."""
-
-    def forward_masked(self, batch: ForwardBatch, draws: DrawArray, masks: Callable[[], MaskArray]) -> IntArray:
-        """As `forward_draw`, but chooses among the tokens of each draw's mask.
-
-        Args:
-            masks: called once, after the model has computed: [num_draws, num_words] uint32; bit i % 32 of word i // 32 says
-                whether token i may be chosen. Words behind the vocabulary are not read.
+    def sample(self, logits: FloatArray, sampling: SamplingMetadata) -> IntArray:
+        """Chooses tokens from logits [num_rows, vocab] as a step does, in which minus infinity masks a token (SAMPLING).
 
         Returns:
-            ids [num_draws] int32; -1 where the mask leaves none, or a logit of the row is not a finite number.
+            ids [num_samples] int32; -1 where all tokens are masked, or a logit is not a number or plus infinity.
         """
-        ...
+        raise self._lacks(Capability.SAMPLING)
 
+    def project(self, hidden: FloatArray) -> FloatArray:
+        """Returns the logits [num_rows, vocab] of hidden states after the final norm [num_rows, hidden], with the bits that a
+        step has for them (HEAD)."""
+        raise self._lacks(Capability.HEAD)
 
-@runtime_checkable
-class HiddenProgram(Program, Protocol):
-    """A program that can say what its head reads, for embeddings (optional)."""
+    def load_heads(self, heads: DraftHeads) -> int:
+        """Takes draft heads, in the numbers that it computes in, and returns what `guess` knows them by (DRAFT_HEADS).
 
-    def forward_hidden(self, batch: ForwardBatch) -> FloatArray:
-        """As `forward`, but returns for each row the hidden state after the final norm, [num_rows, hidden] (float32)."""
-        ...
+        Raises:
+            ValueError: they do not fit the model.
+        """
+        raise self._lacks(Capability.DRAFT_HEADS)
 
+    def guess(self, loaded: int, hidden: FloatArray, num_heads: int, num_top: int) -> IntArray:
+        """Returns the ids that the first heads think likeliest, best first, [num_heads, num_rows, num_top] (DRAFT_HEADS).
 
-@runtime_checkable
-class TreeProgram(Program, Protocol):
-    """A program that can compute token trees and keep one path of them (optional)."""
+        Args:
+            hidden: after the final norm, [num_rows, hidden].
+            num_top: at most the vocabulary.
+        """
+        raise self._lacks(Capability.DRAFT_HEADS)
 
     def move_positions(self, moves: IntArray) -> None:
-        """Copies KV of single positions in every layer, bit for bit, in the order given.
+        """Copies KV of single positions in every layer, bit for bit, in the order given (TREES).
 
         Args:
             moves: [num_moves, 2] int32: source and target; position p of a block b is b * block_size + p.
         """
-        ...
-
-
-@runtime_checkable
-class WatchedProgram(DrawingProgram, Protocol):
-    """A program that can say the likeliest tokens of a step beside those that it chooses, for drafters (optional)."""
-
-    def forward_watched(self, batch: ForwardBatch, draws: DrawArray, num_top: int) -> tuple[IntArray, IntArray]:
-        """As `forward_draw`; also returns the ids of each row's `num_top` largest logits, best first, lower ids first among
-        equal ones, [num_rows, num_top] int32 (-1 in a row that is not finite)."""
-        ...
-
-    def find_top(self, logits: FloatArray, num_top: int) -> IntArray:
-        """Returns the same of logits [num_rows, vocab]."""
-        ...
-
-
-@runtime_checkable
-class HeadProgram(Program, Protocol):
-    """A program that can show what its head reads, and lend it, for drafters (optional)."""
-
-    def read_hidden(self) -> FloatArray:
-        """Returns what the head read in the last forward of whatever kind: hidden states after the final norm, a row for each
-        of its `logit_rows`, [num_rows, hidden]. Right after that forward; no row after buffers were wiped."""
-        ...
-
-    def project(self, hidden: FloatArray) -> FloatArray:
-        """Returns the logits [num_rows, vocab] of hidden states after the final norm [num_rows, hidden], with the
-        bits that a forward has for them. `read_hidden` goes on to say what it said."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterWeights:
-    """A low-rank adapter (LoRA, Hu et al. 2021, equation 3): y = W x + B A x in the products that it changes.
-
-    Attributes:
-        updates: product, such as "layers.0.q" -> (A [rank, inputs], B [outputs, rank]), float32; the scale is in B.
-    """
-
-    updates: Mapping[str, tuple[FloatArray, FloatArray]]
-
-    @property
-    def rank(self) -> int:
-        """The largest of its updates'."""
-        return max((a.shape[0] for a, _ in self.updates.values()), default=0)
-
-
-@runtime_checkable
-class AdapterProgram(Program, Protocol):
-    """A program that can run sequences with adapters, several in one batch (optional).
-
-    A row's bits depend on its own sequence and adapter only; rows without one have the bits that they would have in a batch
-    without any.
-    """
+        raise self._lacks(Capability.TREES)
 
     def load_adapter(self, slot: int, adapter: AdapterWeights) -> None:
-        """Puts an adapter in a slot; the one that was there is gone. Never called during a step."""
-        ...
+        """Puts an adapter in a slot; the one that was there is gone. Never called during a step (ADAPTERS)."""
+        raise self._lacks(Capability.ADAPTERS)
 
     def unload_adapter(self, slot: int) -> None:
-        """Empties a slot; an empty one changes nothing."""
-        ...
+        """Empties a slot; an empty one changes nothing (ADAPTERS)."""
+        raise self._lacks(Capability.ADAPTERS)
 
+    def record(self) -> AbstractContextManager[list[OperatorSpan]]:
+        """Records every step inside the context; the list is complete when the context ends (RECORDING).
 
-@runtime_checkable
-class BufferedProgram(Program, Protocol):
-    """A program whose buffers outlive a step, with what they held (optional)."""
+        Outside of it a program keeps no times at all.
+        """
+        raise self._lacks(Capability.RECORDING)
 
-    def wipe_buffers(self) -> None:
-        """Overwrites what steps left outside of the KV cache with zeros; costs nothing if no step was since the last time."""
-        ...
+    def _check(self, wants: Wants) -> None:
+        if lacking := wants.needs & ~self.capabilities:
+            raise self._lacks(lacking)
+
+    def _lacks(self, capability: Capability) -> EngineError:
+        return EngineError(f"{type(self).__name__} lacks the capability {capability.name}; ask its `capabilities` first")
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +327,7 @@ class Backend(Protocol):
     fingerprint: str
 
     def need(self, spec: DecoderSpec, weights: Weights, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
-        """Says what `build` and `forward` will take, before anything is allocated."""
+        """Says what `build` and `Program.step` will take, before anything is allocated."""
         ...
 
     def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> Program:

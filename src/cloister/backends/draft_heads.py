@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
-from cloister.backends.base import FloatArray, HeadProgram, IntArray
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +47,3 @@ class DraftHeads:
     def num_bytes(self) -> int:
         parts = [part for block in self.blocks for part in (block.up, block.up_bias, block.down, block.down_bias)]
         return sum(part.nbytes for part in parts if part is not None)
-
-
-@runtime_checkable
-class DraftHeadProgram(HeadProgram, Protocol):
-    """A program that computes draft heads itself (optional)."""
-
-    def load_heads(self, heads: DraftHeads) -> int:
-        """Takes heads, in the numbers that it computes in, and returns what `guess` knows them by.
-
-        Raises:
-            ValueError: they do not fit the model.
-        """
-        ...
-
-    def guess(self, loaded: int, hidden: FloatArray, num_heads: int, num_top: int) -> IntArray:
-        """Returns the ids that the first heads think likeliest, best first, [num_heads, num_rows, num_top].
-
-        Args:
-            hidden: after the final norm, [num_rows, hidden].
-            num_top: at most the vocabulary.
-        """
-        ...

@@ -12,7 +12,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cloister.backends.base import OperatorSpan
+
+@dataclass(frozen=True, slots=True)
+class OperatorSpan:
+    """Time that one thread spent on one operator; nothing of what was computed.
+
+    Attributes:
+        name: the operator, whichever layer it belongs to: embed, norm, qkv, rope, attention, output, mlp_norm, gate_up, down,
+            head, quantize; joined by `+` where a program computes several as one (`norm+qkv`). Other work has other names.
+        thread: 0 is the thread that called `step`; helpers count from 1.
+        start_s: on the clock of `time.perf_counter`.
+    """
+
+    name: str
+    thread: int
+    start_s: float
+    duration_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.duration_s
 
 
 @dataclass(frozen=True, slots=True)

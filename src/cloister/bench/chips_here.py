@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from cloister.backends import BACKENDS
-from cloister.backends.base import KVLayout, Recording
+from cloister.backends.base import LOGITS, KVLayout
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.backends.tensors import GroupedTensor, Tensor
 from cloister.bench.chips import HERE, Chip
@@ -83,7 +83,6 @@ def _measure_native(form: str, num_threads: int) -> float:
     """The quickest product of a layer with weights of one format, over some forward passes."""
     backend = BACKENDS.get("native")(num_threads=num_threads, device="cpu", dtype="bfloat16")
     program = backend.build(_DECODER, _Even(form), KVLayout(_ROWS // 16, 16))
-    assert isinstance(program, Recording)
     work = Work.prefill(_ROWS, 1)
     batch, rates = make_batch(work, _DECODER.vocab_size, 16), []
     products = [
@@ -91,7 +90,7 @@ def _measure_native(form: str, num_threads: int) -> float:
     ]
     for _ in range(REPEATS):
         with program.record() as spans:
-            program.forward(batch)
+            program.step(batch, LOGITS)
         for part, seconds in wall_times(spans).items():
             rates.append(sum(op.num_flops for op in products if op.part == part) / seconds)
     return max(rates)

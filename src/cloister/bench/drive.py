@@ -28,6 +28,8 @@ class SteppingEngine(Protocol):
 
     def step(self) -> Outputs | None: ...
 
+    def take_turns(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Timed:

@@ -10,7 +10,8 @@ from statistics import median
 
 import numpy as np
 
-from cloister.backends.base import ForwardBatch, OperatorSpan, Program, Recording
+from cloister.backends.base import LOGITS, Capability, ForwardBatch, Program
+from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import DecoderSpec
 from cloister.bench.chips import Chip
 from cloister.bench.roofline import put_under_roof
@@ -53,15 +54,15 @@ def measure_kernels(
     Raises:
         ConfigError: the program cannot record.
     """
-    if not isinstance(program, Recording):
+    if Capability.RECORDING not in program.capabilities:
         raise ConfigError("this back end does not say where its time goes; choose another one", param="backend")
     batch = make_batch(work, spec.vocab_size, block_size)
-    program.forward(batch)
+    program.step(batch, LOGITS)
     times: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(num_repeats):
         with program.record() as spans:
             start_s = time.perf_counter()
-            program.forward(batch)
+            program.step(batch, LOGITS)
             whole_s = time.perf_counter() - start_s
         for name, seconds in wall_times(spans).items():
             times[name].append(seconds)

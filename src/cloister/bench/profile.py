@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-import cloister.runner.model_runner
-from cloister.backends.base import OperatorSpan, Program, Recording
-from cloister.backends.recording import Watched, watch
+import cloister.runner.generation
+from cloister.backends.base import Capability, Program
+from cloister.backends.recording import OperatorSpan, Watched, watch
 from cloister.bench.drive import SteppingEngine
 from cloister.types.errors import EngineError
 from cloister.types.events import Ended, Outputs, Stepped, Submit
@@ -25,16 +25,16 @@ FORWARD = "forward"
 _PARTS = (
     ("_scheduler", "plan", "plan"),
     ("_runner", "run", "run"),
-    ("_runner._program", "forward", FORWARD),
-    ("_runner._program", "forward_best", FORWARD),
-    ("_runner", "_sample", "sample"),
+    ("_runner._program", "step", FORWARD),
+    ("_runner._generator", "_advance", "sample"),
+    ("_runner._generator._executor", "_choose_on_host", "sample"),
     ("_output", "check", "check"),
     ("_scheduler", "commit", "commit"),
     ("_output", "collect", "collect"),
 )
 """Calls of one step: where from the engine the owner is, its method, and what the part is called here."""
-_FUNCTIONS = (("forward_batch", "inputs"), ("best_tokens", "sample"))
-"""Functions that the runner finds in its module."""
+_FUNCTIONS = (("forward_batch", "inputs"),)
+"""Functions that `runner.generation` finds in its module."""
 
 MAX_STEPS = 100_000
 
@@ -95,6 +95,7 @@ def profile_engine(engine: SteppingEngine, requests: Sequence[Request]) -> list[
     Raises:
         EngineError: a request was not answered, or the engine never comes to an end.
     """
+    engine.take_turns()
     for request in requests:
         engine.input_queue.put(Submit(request))
     steps: list[ProfiledStep] = []
@@ -120,7 +121,7 @@ def list_parts(steps: Sequence[ProfiledStep]) -> list[ProfileNode]:
     """
     found: dict[tuple[str, ...], list[Any]] = {}
     for step in steps:
-        # what the call of `forward` takes beside its operators is the program's own: it waits for helpers, or lists work
+        # what the call of `step` takes beside its operators is the program's own: it waits for helpers, or lists work
         operators = _join_threads(step.program)
         in_program = {id(span) for span in operators} | {id(span) for span in step.python if span.name == FORWARD}
         for path, span, own_s in _nest((*step.python, *operators)):
@@ -170,7 +171,7 @@ def _step(engine: SteppingEngine) -> tuple[Outputs | None, tuple[OperatorSpan, .
     """Does one step and returns what it brought, the spans of its parts with the step first, and those of the program."""
     program = program_of(engine)
     recording: AbstractContextManager[list[OperatorSpan]] = (
-        program.record() if isinstance(program, Recording) else nullcontext([])
+        program.record() if Capability.RECORDING in program.capabilities else nullcontext([])
     )
     with watch(_list_calls(engine)) as parts, recording as operators:
         start_s = time.perf_counter()
@@ -185,8 +186,8 @@ def _list_calls(engine: object) -> Iterator[Watched]:
         if hasattr(owner, method):
             yield Watched(owner, method, name)
     for function, name in _FUNCTIONS:
-        if hasattr(cloister.runner.model_runner, function):
-            yield Watched(cloister.runner.model_runner, function, name)
+        if hasattr(cloister.runner.generation, function):
+            yield Watched(cloister.runner.generation, function, name)
 
 
 def _check_answer(event: Ended) -> None:

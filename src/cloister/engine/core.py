@@ -1,4 +1,7 @@
-"""The step loop of one replica: plan, run, check, commit (steps 5 to 7 of the way of one request)."""
+"""The step loop of one replica: plan, run, check, commit (steps 5 to 7 of the way of one request).
+
+Where steps overlap, step n + 1 is planned while step n runs, and starts before the tokens of step n are read.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from cloister.engine.faults import describe
 from cloister.engine.input_queue import InputQueue
 from cloister.engine.memory_scrubber import MemoryScrubber
 from cloister.engine.output_processor import OutputProcessor
+from cloister.engine.step_ahead import StepAhead
 from cloister.sched import Scheduler
 from cloister.text import Tokenizer
 from cloister.types.clock import Clock, WallClock
@@ -63,6 +67,7 @@ class EngineCore:
         draw_seed: seed of the sampling noise of a request that brings none.
         grammars: compiles those of requests, beside the steps.
         scrubber: clears away what requests left; None leaves it until it is overwritten.
+        overlaps: plans a step, and reads the tokens of the one before, while another one runs (`engine.step_ahead`).
 
     Attributes:
         input_queue: where the front's messages are put, from any thread.
@@ -83,6 +88,7 @@ class EngineCore:
         adapters: AdapterRegister | None = None,
         grammars: GrammarCompilation | None = None,
         scrubber: MemoryScrubber | None = None,
+        overlaps: bool = False,
     ) -> None:
         self.model = model
         self.memory = memory
@@ -97,6 +103,7 @@ class EngineCore:
         self._draw_seed = draw_seed
         self._compiling = CompilingRequests(grammars, lambda: self.input_queue.wake())
         self._scrubber = scrubber
+        self._ahead = StepAhead(lambda plan: runner.run(plan)) if overlaps else None
         self._open: set[str] = set()
         self._drain_by_s: float | None = None
         self._num_failures = 0
@@ -105,6 +112,10 @@ class EngineCore:
     def tokenizer(self) -> Tokenizer:
         """Of the model, for whoever shares this process."""
         return self._output.tokenizer
+
+    def take_turns(self) -> None:
+        """Does one thing after the other from now on, for whoever measures the parts of a step. No step may run."""
+        self._ahead = None
 
     def settle(self) -> None:
         """Says that this process does nothing else from now on, and holds nothing of a request yet."""
@@ -146,10 +157,13 @@ class EngineCore:
                 self._admit(request, now)
         if self._drain_by_s is not None and now >= self._drain_by_s:
             self._abort_all(now)
-        plan = self._scheduler.plan(now)
+        plan = (self._ahead.plan if self._ahead is not None else None) or self._plan(now)
+        next_plan = self._plan_ahead(plan, now)
+        if self._ahead is not None and self._ahead.plan is None:
+            plan = None  # planning on failed, and ended what ran with it
         if plan is not None and emit is not None and (early := self._collect(self._scheduler.take_events())) is not None:
             emit(early)
-        outputs = self._collect(self._perform(plan) if plan is not None else self._scheduler.take_events())
+        outputs = self._collect(self._perform(plan, next_plan) if plan is not None else self._scheduler.take_events())
         if self._scrubber is not None:
             self._scrubber.tidy(now, is_idle=plan is None)
         self.is_done = self._drain_by_s is not None and plan is None and not self._open
@@ -176,6 +190,8 @@ class EngineCore:
             case Abort(request_id):
                 self._abort(request_id, now)
             case LoadAdapter() | UnloadAdapter():
+                if self._ahead is not None:
+                    self._ahead.pause()
                 self.adapters.read(message)
             case Shutdown(timeout_s):
                 self._drain_by_s = now + timeout_s
@@ -189,23 +205,51 @@ class EngineCore:
             self._admit(request, now)
         self._scheduler.abort(request_id, now)
 
-    def _perform(self, plan: StepPlan) -> list[Event]:
+    def _plan(self, now: float) -> StepPlan | None:
+        plan = self._scheduler.plan(now)
         try:
-            result = self._runner.run(plan)
+            if plan is not None:
+                self._output.begin(plan)
+        except Exception as error:
+            self._recover(error)
+            return None
+        return plan
+
+    def _plan_ahead(self, plan: StepPlan | None, now: float) -> StepPlan | None:
+        """Returns the step behind `plan`, planned while that one runs; None where steps do not overlap."""
+        if self._ahead is None or plan is None:
+            return None
+        if self._ahead.plan is None:
+            self._ahead.start(plan)
+        return self._plan(now)
+
+    def _run(self, plan: StepPlan, next_plan: StepPlan | None) -> StepResult:
+        if self._ahead is None:
+            return self._runner.run(plan)
+        result = self._ahead.take()
+        if next_plan is not None:
+            self._ahead.start(next_plan)
+        return result
+
+    def _perform(self, plan: StepPlan, next_plan: StepPlan | None) -> list[Event]:
+        try:
+            result = self._run(plan, next_plan)
             stops = self._output.check(plan, result)
         except Exception as error:
-            return self._recover(error)
+            self._recover(error)
+            return self._scheduler.take_events()
         self._num_failures = 0
         now = self._clock.now()
         events = self._scheduler.commit(result, stops, now)
         return [*events, self._stepped(plan, result, now)]
 
-    def _recover(self, error: Exception) -> list[Event]:
-        """Ends the requests of a step that could not be done; the others go on."""
+    def _recover(self, error: Exception) -> None:
+        """Ends the requests of a step that could not be done, and of the one that was planned behind it; the others go on."""
         self._num_failures += 1
         _logger.error("a step failed: %s", describe(error))
+        if self._ahead is not None:
+            self._ahead.drop()  # it writes blocks that others could get as soon as its requests have ended
         self._scheduler.fail(STEP_FAILED, self._clock.now())
-        return self._scheduler.take_events()
 
     def _stepped(self, plan: StepPlan, result: StepResult, now: float) -> Stepped:
         pool = self._scheduler.pool

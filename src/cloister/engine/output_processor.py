@@ -119,23 +119,26 @@ class OutputProcessor:
         self._streams: dict[int, _Stream] = {}
         self._num_cached: dict[str, int] = {}
 
-    def check(self, plan: StepPlan, result: StepResult) -> dict[int, Stop]:
-        """Reads the step's tokens; returns, by seq_id, where EOS, a stop token or a stop string ends an answer."""
+    def begin(self, plan: StepPlan) -> None:
+        """Readies the answers of sequences that come with a plan: before it runs, as they may end while it does."""
         for new in plan.arrivals:
             if new.sampling.beams is None and new.seq_id not in self._streams:  # else it resumes, and its text so far is here
                 self._streams[new.seq_id] = self._open(new, new.index)
         for fork in plan.forks:
             self._streams[fork.child_id] = self._open(self._streams[fork.parent_id].new, fork.index)
+
+    def check(self, plan: StepPlan, result: StepResult) -> dict[int, Stop]:
+        """Reads the step's tokens; returns, by seq_id, where EOS, a stop token or a stop string ends an answer."""
         for part in plan.sequences:
-            if part.seq_id in result.prompt_logprobs:
+            if part.seq_id in result.prompt_logprobs and part.seq_id in self._streams:
                 self._keep_prompt(part.seq_id, part.start, result.prompt_logprobs[part.seq_id])
-        for seq_id in result.embeddings:
+        for seq_id in result.embeddings.keys() & self._streams.keys():
             self._streams[seq_id].embedding = result.embeddings[seq_id]
         stops = {}
         for sample in result.samples:
             stream = self._streams.get(sample.seq_id)
             if stream is None:
-                continue  # a beam, which has no text unless it wins
+                continue  # a beam, which has no text unless it wins, or an answer that ended while the step ran
             stop = stream.take(sample)
             if stop is None and sample.seq_id in result.complete:
                 stop = Stop(len(stream.token_ids))

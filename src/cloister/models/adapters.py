@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from cloister.backends.adapters import target_shapes
-from cloister.backends.base import AdapterWeights, FloatArray
+from cloister.backends.adapters import AdapterWeights, target_shapes
+from cloister.backends.base import FloatArray
 from cloister.backends.spec import DecoderSpec
 from cloister.models.checkpoint import source_of, stored_name
 from cloister.models.config import ConfigFields, read_json

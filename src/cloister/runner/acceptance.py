@@ -20,10 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.base import DrawArray
-from cloister.runner.filters import kept_tokens
+from cloister.backends.base import SamplingMetadata
 from cloister.runner.noise import UniformArray
-from cloister.runner.pieces import row_pieces
+from cloister.runner.sampling import kept_tokens, row_pieces
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
@@ -42,12 +41,12 @@ class Candidate(NamedTuple):
     probs: FloatArray | None
 
 
-def distribution(scores: FloatArray, draws: DrawArray) -> FloatArray:
+def distribution(scores: FloatArray, draws: SamplingMetadata) -> FloatArray:
     """Returns the distributions that `runner.sampling.Sampler` draws from.
 
     Args:
-        scores: [num_rows, vocab] logits after penalties, bias, bars and grammars; left as they are.
-        draws: [num_rows] of `DRAW`; row i says how the token of scores[i] is chosen, whatever its `row` says.
+        scores: [num_rows, vocab] logits after penalties, bias, masked stop tokens and grammars; left as they are.
+        draws: [num_rows] of `SAMPLING_METADATA`; row i says how the token of scores[i] is chosen, whatever its `row` says.
 
     Returns:
         [num_rows, vocab]; rows sum to 1 within rounding, one without a token to choose is all zeros.
@@ -58,7 +57,7 @@ def distribution(scores: FloatArray, draws: DrawArray) -> FloatArray:
     return probs
 
 
-def _fill(probs: FloatArray, scores: FloatArray, draws: DrawArray) -> None:
+def _fill(probs: FloatArray, scores: FloatArray, draws: SamplingMetadata) -> None:
     tokens = scores.argmax(axis=1)
     best = scores[np.arange(len(tokens)), tokens]
     choosable = np.isfinite(best)

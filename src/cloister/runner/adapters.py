@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from cloister.backends.adapters import adapter_bytes, adapter_step_bytes
-from cloister.backends.base import AdapterProgram
+from cloister.backends.base import Program
 from cloister.backends.spec import DecoderSpec
 from cloister.models.adapters import Adapter, read_rank
 from cloister.types.config import EngineConfig, parse_adapters
@@ -64,7 +64,7 @@ class AdapterSlots:
         num_slots: adapters at once.
     """
 
-    def __init__(self, program: AdapterProgram, read: Callable[[Path], Adapter], num_slots: int) -> None:
+    def __init__(self, program: Program, read: Callable[[Path], Adapter], num_slots: int) -> None:
         self._program, self._read, self._num_slots = program, read, num_slots
         self._slots: dict[str, int] = {}
 

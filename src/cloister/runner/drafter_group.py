@@ -33,6 +33,10 @@ class DrafterGroup:
         self.wants_hidden = any(drafter.wants_hidden for drafter in drafters.values())
         self.num_top = max((drafter.num_top for drafter in drafters.values()), default=0)
 
+    def __len__(self) -> int:
+        """Drafters."""
+        return len(self._drafters)
+
     def wants(self, plans: Sequence[SequencePlan]) -> bool:
         """Whether drafts of a step are to be verified, or drafters want to see it."""
         watches = bool(self._observers)

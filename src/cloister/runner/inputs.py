@@ -19,7 +19,7 @@ from cloister.types.step import MAX_SCORED_ROWS, SequencePlan
 _blocks_of = attrgetter("state.blocks")  # a comprehension would be a call more in every step
 
 
-class Part(msgspec.Struct):
+class ScheduledSequence(msgspec.Struct):
     """One sequence's part of a step, with its state.
 
     Attributes:
@@ -37,28 +37,28 @@ class Part(msgspec.Struct):
     draft: Draft = NOTHING
 
 
-def make_part(plan: SequencePlan, state: SequenceState, draft: Draft = NOTHING) -> Part:
+def schedule_sequence(plan: SequencePlan, state: SequenceState, draft: Draft = NOTHING) -> ScheduledSequence:
     """Returns a plan's part beside the sequence that it names, and what was drafted for it."""
     end = plan.start + plan.num_tokens - plan.num_drafts
     num_prompt_rows = 0
     if state.sampling.prompt_logprobs is not None:
         num_prompt_rows = max(0, min(end, state.num_prompt_tokens - 1) - plan.start)
     num_samples = plan.num_samples if draft is NOTHING else 1 + len(draft.token_ids)
-    return Part(plan, state, end, num_prompt_rows, num_prompt_rows + num_samples, draft)
+    return ScheduledSequence(plan, state, end, num_prompt_rows, num_prompt_rows + num_samples, draft)
 
 
-def row_slices(parts: Sequence[Part]) -> dict[int, slice]:
+def row_slices(parts: Sequence[ScheduledSequence]) -> dict[int, slice]:
     """Returns the rows of logits of each sequence."""
     ends = accumulate([part.num_rows for part in parts])
     return {part.plan.seq_id: slice(end - part.num_rows, end) for part, end in zip(parts, ends, strict=True)}
 
 
-def split_scored(parts: list[Part]) -> list[list[Part]]:
+def split_scored(parts: list[ScheduledSequence]) -> list[list[ScheduledSequence]]:
     """Returns the parts of a step in runs that are computed one after another, each with few prompt positions to score.
 
     A row of logits is as wide as the vocabulary: 2,048 of them can be a gigabyte.
     """
-    runs: list[list[Part]] = [[]]
+    runs: list[list[ScheduledSequence]] = [[]]
     num_rows = 0
     for part in parts:
         if num_rows and num_rows + part.num_prompt_rows > MAX_SCORED_ROWS:
@@ -69,7 +69,7 @@ def split_scored(parts: list[Part]) -> list[list[Part]]:
     return runs
 
 
-def forward_batch(parts: Sequence[Part], block_size: int) -> ForwardBatch:
+def forward_batch(parts: Sequence[ScheduledSequence], block_size: int) -> ForwardBatch:
     """Builds the arrays for `parts`, at least one.
 
     Raises:
@@ -121,7 +121,7 @@ def forward_batch(parts: Sequence[Part], block_size: int) -> ForwardBatch:
     )
 
 
-def _parents(parts: Sequence[Part]) -> IntArray:
+def _parents(parts: Sequence[ScheduledSequence]) -> IntArray:
     """Returns the token before each in a step with token trees (`ForwardBatch.parents`)."""
     parents = array("i")
     for part in parts:
@@ -135,7 +135,7 @@ def _parents(parts: Sequence[Part]) -> IntArray:
     return as_ints(parents)
 
 
-def _check(part: Part, block_size: int) -> None:
+def _check(part: ScheduledSequence, block_size: int) -> None:
     plan, num_known, end = part.plan, len(part.state.tokens), part.end
     num_drafts = 0 if part.draft is NOTHING else len(part.draft.token_ids)
     if end <= plan.start or plan.start < 0 or end > num_known:

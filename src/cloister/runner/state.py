@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.backends.base import DRAW, DrawArray, IntArray
-from cloister.runner.bias import LogitBias
+from cloister.backends.base import SAMPLING_METADATA, IntArray, SamplingMetadata
 from cloister.runner.grammar import Grammars, GrammarState
-from cloister.runner.penalties import Penalties, TokenCounts
-from cloister.runner.pool import Pool
+from cloister.runner.logits_processors import LogitBias, Penalties, TokenCounts
+from cloister.runner.pooling import Pool
 from cloister.types.errors import CloisterError, EngineError
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
@@ -26,10 +25,11 @@ class SequenceState:
         slot: its row in the sampling columns.
         tokens: prompt, then output.
         blocks: the block table.
-        is_bare: it takes a token of the distribution as the model says it, among those that its grammar lets follow if it has
-            one, and wants to know nothing else.
-        is_plain: it is bare, follows no grammar, and takes the most likely token.
-        penalties, bias, bar: what changes its logits; None where nothing was asked for. `bar` holds before `min_tokens`.
+        is_unprocessed: it takes a token of the distribution as the model says it, among those that its grammar lets follow if
+            it has one, and wants to know nothing else.
+        is_greedy: it is unprocessed, follows no grammar, and takes the most likely token.
+        penalties, bias, stop_mask: what changes its logits; None where nothing was asked for. `stop_mask` holds before
+            `min_tokens`.
         grammar: its place in the grammar that it follows, if it follows one.
         pool: its prompt becomes a vector, and it samples nothing.
         adapter: slot of its adapter; -1 is none.
@@ -43,11 +43,11 @@ class SequenceState:
     blocks: array[int]
     num_prompt_tokens: int
     sampling: SamplingParams
-    is_bare: bool = False
-    is_plain: bool = False
+    is_unprocessed: bool = False
+    is_greedy: bool = False
     penalties: Penalties | None = None
     bias: LogitBias | None = None
-    bar: LogitBias | None = None
+    stop_mask: LogitBias | None = None
     grammar: GrammarState | None = None
     pool: Pool | None = None
     stops: frozenset[int] = frozenset()
@@ -64,17 +64,17 @@ class SequenceState:
         return self.sampling.seed is not None or self.sampling.temperature == 0
 
     @property
-    def is_adjusted(self) -> bool:
-        """Whether its logits change before a token is chosen."""
+    def changes_logits(self) -> bool:
+        """Whether its logits change before a token is sampled."""
         is_changed = self.penalties is not None or self.bias is not None or self.grammar is not None
-        return is_changed or self.active_bar is not None
+        return is_changed or self.active_stop_mask is not None
 
     @property
-    def active_bar(self) -> LogitBias | None:
-        """The bar on stop tokens, while the output is shorter than `min_tokens` and can become longer."""
+    def active_stop_mask(self) -> LogitBias | None:
+        """What masks stop tokens, while the output is shorter than `min_tokens` and can become longer."""
         if self.grammar is not None and self.grammar.must_end:
             return None
-        return self.bar if self.num_output_tokens < self.sampling.min_tokens else None
+        return self.stop_mask if self.num_output_tokens < self.sampling.min_tokens else None
 
     def append(self, token_id: int) -> None:
         """Adds a sampled token."""
@@ -97,7 +97,7 @@ class BatchState:
     Attributes:
         num_pooled: sequences whose prompt becomes a vector.
         num_guided: sequences that follow a grammar.
-        num_not_plain, num_not_bare: sequences that are not (`SequenceState.is_plain`, `is_bare`).
+        num_not_greedy, num_processed: sequences that are not `is_greedy`, not `is_unprocessed`.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class BatchState:
         self._sequences: dict[int, SequenceState] = {}
         self.num_pooled = 0
         self.num_guided = 0
-        self.num_not_plain = 0
-        self.num_not_bare = 0
-        self._columns = np.zeros(16, DRAW)
+        self.num_not_greedy = 0
+        self.num_processed = 0
+        self._columns = np.zeros(16, SAMPLING_METADATA)
         self._free_slots = list(range(16))[::-1]
 
     def __len__(self) -> int:
@@ -124,16 +124,18 @@ class BatchState:
         except KeyError:
             raise EngineError(f"the step plan names sequence {seq_id}, which the runner does not hold") from None
 
-    def draws(self, states: list[SequenceState], rows: list[int] | IntArray, positions: IntArray | None = None) -> DrawArray:
-        """Says how the next token of each sequence is chosen from its row of logits, [len(states)] of `DRAW`.
+    def sampling_metadata(
+        self, states: list[SequenceState], rows: list[int] | IntArray, positions: IntArray | None = None
+    ) -> SamplingMetadata:
+        """Says how the next token of each sequence is sampled from its row of logits, [len(states)] of `SAMPLING_METADATA`.
 
         Args:
             positions: of the next tokens, where somebody has them already.
         """
-        draws = self._columns.take([state.slot for state in states])
-        draws["row"] = rows
-        draws["position"] = [len(state.tokens) for state in states] if positions is None else positions
-        return draws
+        metadata = self._columns.take([state.slot for state in states])
+        metadata["row"] = rows
+        metadata["position"] = [len(state.tokens) for state in states] if positions is None else positions
+        return metadata
 
     def arrive(self, new: NewSequence) -> None:
         """Takes a sequence in. One that cannot run is held as failed, so that the plan's other parts are unharmed."""
@@ -159,11 +161,11 @@ class BatchState:
             state.tokens.extend(new.token_ids)
             state.penalties = _penalties(sampling, new)
             state.bias = _bias(sampling)
-            state.bar = self._bar(new)
+            state.stop_mask = self._stop_mask(new)
             self._open_grammar(state)
             self.num_guided += state.grammar is not None
-            state.is_bare = _is_bare(state)
-            state.is_plain = state.is_bare and sampling.temperature == 0 and state.grammar is None
+            state.is_unprocessed = _is_unprocessed(state)
+            state.is_greedy = state.is_unprocessed and sampling.temperature == 0 and state.grammar is None
         self._count(state, 1)
 
     def fork(self, parent_id: int, child_id: int, index: int) -> SequenceState:
@@ -179,11 +181,11 @@ class BatchState:
             blocks=parent.blocks[:],
             num_prompt_tokens=parent.num_prompt_tokens,
             sampling=parent.sampling,
-            is_bare=parent.is_bare,
-            is_plain=parent.is_plain,
+            is_unprocessed=parent.is_unprocessed,
+            is_greedy=parent.is_greedy,
             penalties=penalties,
             bias=parent.bias,
-            bar=parent.bar,
+            stop_mask=parent.stop_mask,
             grammar=None if parent.grammar is None else parent.grammar.copy(),
             stops=parent.stops,
             failure=parent.failure,
@@ -214,8 +216,8 @@ class BatchState:
         self._free_slots.append(state.slot)
 
     def _count(self, state: SequenceState, change: int) -> None:
-        self.num_not_plain += change * (not state.is_plain)
-        self.num_not_bare += change * (not state.is_bare)
+        self.num_not_greedy += change * (not state.is_greedy)
+        self.num_processed += change * (not state.is_unprocessed)
 
     def _file(self, state: SequenceState) -> None:
         if state.seq_id in self._sequences:
@@ -225,7 +227,7 @@ class BatchState:
     def _take_slot(self) -> int:
         if not self._free_slots:
             size = self._columns.size
-            self._columns = np.concatenate([self._columns, np.zeros(size, DRAW)])
+            self._columns = np.concatenate([self._columns, np.zeros(size, SAMPLING_METADATA)])
             self._free_slots = list(range(size, 2 * size))[::-1]
         return self._free_slots.pop()
 
@@ -254,15 +256,15 @@ class BatchState:
         except CloisterError as error:
             state.failure = error.message
 
-    def _bar(self, new: NewSequence) -> LogitBias | None:
+    def _stop_mask(self, new: NewSequence) -> LogitBias | None:
         ids = sorted({token for token in new.stop_token_ids if 0 <= token < self._vocab_size})
-        return LogitBias.bar(ids) if ids and new.sampling.min_tokens else None
+        return LogitBias.mask(ids) if ids and new.sampling.min_tokens else None
 
 
-def _is_bare(state: SequenceState) -> bool:
+def _is_unprocessed(state: SequenceState) -> bool:
     sampling = state.sampling
     is_silent = sampling.logprobs is None and sampling.prompt_logprobs is None
-    return is_silent and state.penalties is None and state.bias is None and state.bar is None
+    return is_silent and state.penalties is None and state.bias is None and state.stop_mask is None
 
 
 def _penalties(sampling: SamplingParams, new: NewSequence) -> Penalties | None:

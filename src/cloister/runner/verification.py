@@ -1,8 +1,8 @@
-"""Verifies drafts: one forward over them, then a walk from the last known token as far as the model agrees.
+"""Verifies a sequence's drafts: from its last known token through them as far as the model agrees.
 
-A request with a seed, or a greedy one, gets at each node the very token that it would get without drafts: drawn with the noise
-of (seed, index, position), and a draft is accepted if it is that token (rule 6). The same keeps the distribution of every
-request whose drafts were not drawn by chance. Where they were, and the request has no seed, `runner.acceptance` decides.
+A request with a seed, or a greedy one, gets at each node the very token that it would get without drafts: sampled with the
+noise of (seed, index, position), and a draft is accepted if it is that token (rule 6). The same keeps the distribution of
+every request whose drafts were not drawn by chance. Where they were, and the request has no seed, `runner.acceptance` decides.
 """
 
 from __future__ import annotations
@@ -10,213 +10,88 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from cloister.backends.base import (
-    DrawArray,
-    DrawingProgram,
-    FloatArray,
-    HeadProgram,
-    IntArray,
-    Program,
-    TreeProgram,
-    WatchedProgram,
-)
-from cloister.runner.acceptance import accept_child, distribution
-from cloister.runner.adjusting import adjusted
-from cloister.runner.drafter_group import DrafterGroup
-from cloister.runner.drafters import NOTHING, VerifyFeedback
-from cloister.runner.drawing import ProgramSampler
-from cloister.runner.inputs import Part, forward_batch, row_slices, split_scored
+from cloister.backends.base import FloatArray, IntArray, SamplingMetadata, StepOutput
+from cloister.runner.acceptance import Candidate, accept_child, distribution
+from cloister.runner.drafters import Draft, VerifyFeedback
+from cloister.runner.inputs import ScheduledSequence
+from cloister.runner.logits_processors import process_logits
 from cloister.runner.noise import Domain, noise_keys, uniforms
-from cloister.runner.sampling import Sampler, best_tokens, finite_rows
-from cloister.runner.scoring import NOT_FINITE, NOTHING_LEFT, prompt_logprobs, sample_logprobs
-from cloister.runner.state import BatchState, SequenceState
-from cloister.runner.walk import Walk, follow
-from cloister.types.errors import EngineError
+from cloister.runner.sampling import NOT_FINITE, NOTHING_LEFT
+from cloister.runner.state import SequenceState
 from cloister.types.request import TokenLogprobs
-from cloister.types.step import Fork, StepResult
-
-BoolArray = npt.NDArray[np.bool_]
+from cloister.types.step import Sample
 
 
-class DraftVerifier:
-    """Runs the steps in which drafts are verified, or shown what the model says.
+class Verification:
+    """One sequence's way through its draft, which is empty in a plain step.
 
     Args:
-        batch: the sequences.
-        sampler: chooses tokens where the program does not.
-        drafting: told of forks; says what drafters want to see.
+        state: gains the tokens.
+        draft: what is verified.
+        root: row of logits after the last known token; those of the drafts follow it.
+
+    Attributes:
+        path: accepted drafts so far, parents before children.
+        token_ids: gained tokens: accepted drafts, then the one that no draft foresaw.
+        logprobs: of these, for whoever wants them.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        batch: BatchState,
-        sampler: Sampler | ProgramSampler,
-        drafting: DrafterGroup,
-        *,
-        block_size: int,
-    ) -> None:
-        self._program = program
-        self._drawing = program if isinstance(program, DrawingProgram) else None
-        self._watched = program if isinstance(program, WatchedProgram) else None
-        self._head = program if isinstance(program, HeadProgram) else None
-        self._tree = program if isinstance(program, TreeProgram) else None
-        self._batch = batch
-        self._sampler = sampler
-        self._block_size = block_size
-        self._drafting = drafting
-        self._wants_hidden = drafting.wants_hidden
-        self._num_top = drafting.num_top
+    __slots__ = ("draft", "logprobs", "path", "root", "state", "token_ids")
 
-    def run(self, live: list[Part], forks: Sequence[Fork], result: StepResult) -> list[VerifyFeedback]:
-        """Computes a step, adds its samples to `result`, and returns what drafters are to see of it."""
-        if self._chooses_alone(live):
-            walks, seen = self._run_bare(live, forks)
-        else:
-            walks, seen = [], []
-            runs = split_scored(live)
-            run_of = {part.plan.seq_id: number for number, run in enumerate(runs) for part in run}
-            for number, run in enumerate(runs):
-                own = [fork for fork in forks if run_of.get(fork.parent_id, 0) == number]
-                more_walks, more_seen = self._run_logits(run, own, result)
-                walks += more_walks
-                seen += more_seen
-        self._keep_paths(live, walks)
-        result.samples += [walk.sample for walk in walks if walk.token_ids and walk.state.failure is None]
-        return seen
+    def __init__(self, state: SequenceState, draft: Draft, root: int) -> None:
+        self.state = state
+        self.draft = draft
+        self.root = root
+        self.path: list[int] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None
 
-    def _chooses_alone(self, live: list[Part]) -> bool:
-        """Whether the program can choose every token of a step."""
-        if self._drawing is None or (self._num_top and self._watched is None):
-            return False
-        return all(
-            part.state.is_bare and part.state.grammar is None and (part.draft.probs is None or part.state.is_coupled)
-            for part in live
-        )
+    @property
+    def row(self) -> int:
+        """The row that the next token is sampled from."""
+        return self.root + 1 + self.path[-1] if self.path else self.root
 
-    # The program chooses
+    @property
+    def is_coupled(self) -> bool:
+        """Whether a draft is accepted if, and only if, it is the token that is sampled."""
+        return self.draft.probs is None or self.state.is_coupled
 
-    def _run_bare(self, live: list[Part], forks: Sequence[Fork]) -> tuple[list[Walk], list[VerifyFeedback]]:
-        assert self._drawing is not None
-        batch = forward_batch(live, self._block_size)
-        walks = self._start(live, forks, row_slices(live))
-        states: list[SequenceState] = []
-        rows: list[int] = []
-        depths: list[int] = []
-        for walk in walks:
-            count = 1 + len(walk.draft.token_ids)
-            states += [walk.state] * count
-            rows += range(walk.root, walk.root + count)
-            depths += walk.draft.depths
-        draws = self._batch.draws(states, rows)
-        draws["position"] += np.array(depths, np.int64)
-        top = None
-        if self._num_top and self._watched is not None:
-            tokens, top = self._watched.forward_watched(batch, draws, self._num_top)
-        else:
-            tokens = self._drawing.forward_draw(batch, draws)
-        if tokens.shape != (len(draws),):
-            raise EngineError(f"the program returned tokens of shape {tokens.shape}")
-        hidden, chosen, first = self._hidden(live), tokens.tolist(), 0
-        seen, watched = [], _watched(live, forks)
-        for walk in walks:
-            end = first + 1 + len(walk.draft.token_ids)
-            self._walk_chosen(walk, chosen[first:end])
-            if walk.state.seq_id in watched and walk.token_ids:
-                seen.append(_see(walk, tokens[first:end], hidden, top))
-            first = end
-        return walks, seen
+    def children(self) -> list[int]:
+        """Returns the places of the drafts that may come next, in the order of the drafter's trust."""
+        draft, place = self.draft, self.path[-1] if self.path else -1
+        if draft.parents is None:
+            return [place + 1] if place + 1 < len(draft.token_ids) else []
+        return [child for child, parent in enumerate(draft.parents) if parent == place]
 
-    def _walk_chosen(self, walk: Walk, chosen: list[int]) -> None:
-        path = follow(walk.draft, chosen, walk.state.stops)
-        token_ids = [chosen[0], *[chosen[place + 1] for place in path]]
+    def child_of(self, token_id: int) -> int | None:
+        """Returns the place of the draft that foresaw this token, if one did."""
+        for child in self.children():
+            if self.draft.token_ids[child] == token_id:
+                return child
+        return None
+
+    def candidates(self) -> list[Candidate]:
+        """Returns the drafts that may come next as verification of drawn ones takes them."""
+        draft = self.draft
+        assert draft.probs is not None
+        return [Candidate(child, draft.token_ids[child], draft.probs[child]) for child in self.children()]
+
+    def follow(self, sampled: Sequence[int]) -> None:
+        """Takes all tokens at once, where the program sampled one at every node: sampled[0] at the root, [1 + i] at draft i."""
+        path = follow_path(self.draft, sampled, self.state.stops)
+        token_ids = [sampled[0], *[sampled[place + 1] for place in path]]
         if -1 in token_ids:  # as without drafts: what came before a number that is not finite is no answer either
-            walk.state.failure = NOT_FINITE
+            self.state.failure = (self.state.grammar and self.state.grammar.failure) or NOT_FINITE
             return
-        walk.path += path
-        walk.token_ids += token_ids
-        walk.state.tokens.extend(token_ids)
+        for token_id in token_ids:
+            self.state.append(token_id)
+        self.path += path
+        self.token_ids += token_ids
 
-    # Logits are wanted
-
-    def _run_logits(
-        self, run: list[Part], forks: Sequence[Fork], result: StepResult
-    ) -> tuple[list[Walk], list[VerifyFeedback]]:
-        rows = row_slices(run)
-        logits = self._forward(run)
-        finite = finite_rows(logits)
-        for part in run:
-            first = rows[part.plan.seq_id].start
-            if not finite[first : first + part.num_prompt_rows + part.plan.num_samples].all():
-                part.state.failure = NOT_FINITE
-        result.prompt_logprobs |= prompt_logprobs([part for part in run if part.num_prompt_rows], rows, logits)
-        walks = self._start(run, forks, rows)
-        hidden = self._hidden(run)
-        going = walks
-        while going:
-            going = self._advance(going, logits, finite)
-        return walks, self._show(walks, _watched(run, forks), logits, hidden)
-
-    def _show(
-        self, walks: list[Walk], watched: set[int], logits: FloatArray, hidden: FloatArray | None
-    ) -> list[VerifyFeedback]:
-        """Returns what drafters are to see of a step of which there are logits: off the path, what is most likely."""
-        walks = [walk for walk in walks if walk.state.seq_id in watched and walk.token_ids and walk.state.failure is None]
-        if not walks:
-            return []
-        best = best_tokens(logits).astype(np.int32)
-        top = self._find_top(logits) if self._num_top else None
-        seen = []
-        for walk in walks:
-            chosen = best[walk.root : walk.root + 1 + len(walk.draft.token_ids)].copy()
-            chosen[[0, *[place + 1 for place in walk.path]]] = walk.token_ids
-            seen.append(_see(walk, chosen, hidden, top))
-        return seen
-
-    def _find_top(self, logits: FloatArray) -> IntArray:
-        return largest_ids(logits, self._num_top) if self._watched is None else self._watched.find_top(logits, self._num_top)
-
-    def _forward(self, run: list[Part]) -> FloatArray:
-        batch = forward_batch(run, self._block_size)
-        logits = np.ascontiguousarray(self._program.forward(batch), np.float32)
-        if len(logits) != len(batch.logit_rows):
-            raise EngineError(f"the program returned logits of shape {logits.shape}")
-        return logits
-
-    def _advance(self, going: list[Walk], logits: FloatArray, finite: BoolArray) -> list[Walk]:
-        """Takes one more token on each walk; returns those that go on, each through a draft that foresaw its token."""
-        for walk in going:
-            if not finite[walk.row]:
-                walk.state.failure = NOT_FINITE
-        going = [walk for walk in going if walk.state.failure is None]
-        if not going:
-            return []
-        states, rows = [walk.state for walk in going], [walk.row for walk in going]
-        draws = self._batch.draws(states, rows)
-        coupled = [place for place, walk in enumerate(going) if walk.draft.probs is None or walk.state.is_coupled]
-        tokens = np.empty(len(going), np.int64)
-        children: list[int | None] = [None] * len(going)
-        if coupled:
-            tokens[coupled] = self._sampler.choose(logits, [states[place] for place in coupled], draws[coupled])
-            for place in coupled:
-                children[place] = going[place].child_of(int(tokens[place]))
-        if len(coupled) < len(going):
-            drawn = [place for place in range(len(going)) if place not in set(coupled)]
-            found = _accept([going[place] for place in drawn], logits[[rows[place] for place in drawn]], draws[drawn])
-            for place, (child, token) in zip(drawn, found, strict=True):
-                children[place], tokens[place] = child, token
-        entries = sample_logprobs(states, rows, logits, tokens)
-        on = []
-        for place, walk in enumerate(going):
-            if self._take(walk, int(tokens[place]), children[place], entries.get(place)):
-                on.append(walk)
-        return on
-
-    def _take(self, walk: Walk, token_id: int, child: int | None, entry: list[TokenLogprobs] | None) -> bool:
-        """Gives a sequence its token; whether its walk goes on."""
-        state = walk.state
+    def take(self, token_id: int, child: int | None, entry: list[TokenLogprobs] | None) -> bool:
+        """Takes the next token; whether verification goes on, through the draft that foresaw it."""
+        state = self.state
         if token_id < 0:
             state.failure = (state.grammar and state.grammar.failure) or NOTHING_LEFT
             return False
@@ -224,85 +99,67 @@ class DraftVerifier:
         if state.failure is not None:
             return False
         if entry is not None:
-            walk.logprobs = [*(walk.logprobs or []), *entry]
-        if not walk.take(token_id, child):
+            self.logprobs = [*(self.logprobs or []), *entry]
+        self.token_ids.append(token_id)
+        if child is None or token_id in state.stops:
             return False
         if state.grammar is not None:
             if state.grammar.is_complete:
-                walk.path.pop()  # nothing can follow, so there is no token to choose behind the draft
-                return False
+                return False  # nothing can follow, so there is no token to sample behind the draft
             state.grammar.look_ahead()
+        self.path.append(child)
         return True
 
-    # Both
+    @property
+    def sample(self) -> Sample:
+        """What the step brought."""
+        return Sample(self.state.seq_id, self.token_ids, self.logprobs, len(self.draft.token_ids), tuple(self.path))
 
-    def _start(self, parts: list[Part], forks: Sequence[Fork], rows: dict[int, slice]) -> list[Walk]:
-        """Returns a walk for each sequence that samples, forked children after their parents' like."""
-        walks = {}
-        for part in parts:
-            if part.plan.num_samples:
-                root = rows[part.plan.seq_id].start + part.num_prompt_rows
-                walks[part.plan.seq_id] = Walk(part.state, part.draft, root)
-        children = []
-        for fork in forks:
-            child = self._batch.fork(fork.parent_id, fork.child_id, fork.index)
-            if child.failure is None and fork.parent_id not in walks:
-                raise EngineError(f"sequence {fork.parent_id} forks in a step in which it does not sample")
-            self._drafting.fork(fork.parent_id, fork.child_id)
-            if fork.parent_id in walks:
-                children.append(Walk(child, NOTHING, walks[fork.parent_id].root))
-        return [walk for walk in (*walks.values(), *children) if walk.state.failure is None]
+    def moves(self, part: ScheduledSequence) -> list[tuple[int, int]]:
+        """Returns (from, to) of the accepted drafts' KV positions that are not where a chain would have them."""
+        return [(part.end + place, part.end + depth) for depth, place in enumerate(self.path) if place != depth]
 
-    def _hidden(self, parts: list[Part]) -> FloatArray | None:
-        if not self._wants_hidden or self._head is None or not any(part.plan.is_watched for part in parts):
-            return None
-        return self._head.read_hidden()
+    def feedback(self, chosen: IntArray, output: StepOutput) -> VerifyFeedback:
+        """Returns what drafters are to see of it.
 
-    def _keep_paths(self, live: list[Part], walks: list[Walk]) -> None:
-        """Moves the KV of accepted drafts to where a chain would have it."""
-        parts = {part.plan.seq_id: part for part in live if part.draft.parents is not None}
-        moves = []
-        for walk in walks:
-            part = parts.get(walk.state.seq_id)
-            if part is not None:
-                slots = walk.state.blocks
-                size = self._block_size
-                moves += [[slots[p // size] * size + p % size for p in move] for move in walk.moves(part)]
-        if moves:
-            if self._tree is None:
-                raise EngineError("the program computes no token trees, but a tree was drafted")
-            self._tree.move_positions(np.array(moves, np.int32))
+        Args:
+            chosen: a token for each node.
+            output: of the whole step.
+        """
+        own = slice(self.root, self.root + 1 + len(self.draft.token_ids))
+        return VerifyFeedback(
+            state=self.state,
+            start=len(self.state.tokens) - len(self.token_ids) - 1,
+            draft=self.draft,
+            path=tuple(self.path),
+            chosen=chosen,
+            hidden=output.hidden[own] if len(output.hidden) else None,
+            top=output.top[own] if len(output.top) else None,
+        )
 
 
-def _watched(parts: list[Part], forks: Sequence[Fork]) -> set[int]:
-    watched = {part.plan.seq_id for part in parts if part.plan.is_watched or part.plan.num_drafts}
-    return watched | {fork.child_id for fork in forks if fork.parent_id in watched}
+def follow_path(draft: Draft, sampled: Sequence[int], stops: frozenset[int]) -> tuple[int, ...]:
+    """Returns the accepted drafts where the model goes on with sampled[0], and after draft i with sampled[1 + i]."""
+    place, path = -1, []
+    for child, token_id in enumerate(draft.token_ids):
+        parent = child - 1 if draft.parents is None else draft.parents[child]
+        if parent == place and token_id == sampled[place + 1] and token_id not in stops:
+            place = child
+            path.append(child)
+    return tuple(path)
 
 
-def _see(walk: Walk, chosen: IntArray, hidden: FloatArray | None, top: IntArray | None) -> VerifyFeedback:
-    own = slice(walk.root, walk.root + 1 + len(walk.draft.token_ids))
-    start = len(walk.state.tokens) - len(walk.token_ids) - 1
-    return VerifyFeedback(
-        state=walk.state,
-        start=start,
-        draft=walk.draft,
-        path=tuple(walk.path),
-        chosen=chosen,
-        hidden=None if hidden is None else hidden[own],
-        top=None if top is None else top[own],
-    )
+def accept_drawn(
+    verifications: Sequence[Verification], logits: FloatArray, sampling: SamplingMetadata
+) -> list[tuple[int | None, int]]:
+    """Decides on the next token where drafts were drawn by chance: the accepted child, if any, and the token.
 
-
-def _accept(walks: list[Walk], logits: FloatArray, draws: DrawArray) -> list[tuple[int | None, int]]:
-    """Decides on the next token of walks whose drafts were drawn by chance, [num_walks] rows of logits and draws."""
-    probs = distribution(adjusted(logits, [walk.state for walk in walks]), draws)
-    rivals = [walk.rivals() for walk in walks]
-    keys = noise_keys(draws["seed"], draws["index"], draws["position"])
-    numbers = uniforms(keys[:, None], Domain.VERIFY, np.arange(1 + max(map(len, rivals)))).tolist()
-    return [accept_child(*each) for each in zip(probs, rivals, numbers, strict=True)]
-
-
-def largest_ids(logits: FloatArray, count: int) -> IntArray:
-    """Returns the ids of each row's largest logits, best first, lower ids first among equal ones, [num_rows, count]."""
-    order = np.argsort(-logits, axis=1, kind="stable")[:, :count]
-    return order.astype(np.int32)
+    Args:
+        logits: the row of each, [num_verifications, vocab].
+        sampling: how its token is sampled.
+    """
+    probs = distribution(process_logits(logits, [each.state for each in verifications]), sampling)
+    candidates = [each.candidates() for each in verifications]
+    keys = noise_keys(sampling["seed"], sampling["index"], sampling["position"])
+    numbers = uniforms(keys[:, None], Domain.VERIFY, np.arange(1 + max(map(len, candidates)))).tolist()
+    return [accept_child(*each) for each in zip(probs, candidates, numbers, strict=True)]

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cloister.backends.base import ForwardBatch, HiddenProgram, IntArray, Program
+from cloister.backends.base import HIDDEN, Capability, ForwardBatch, IntArray, Program
 from cloister.backends.tensors import dequantized
 from cloister.models import LoadedModel
 from cloister.train.passages import Passage
@@ -78,7 +78,7 @@ def read_places(
     Raises:
         ConfigError: the program shows no hidden states, or the disk has no room for them.
     """
-    if not isinstance(program, HiddenProgram):
+    if Capability.HIDDEN not in program.capabilities:
         raise ConfigError("this back end shows no hidden states; train with the back end native or torch", param="backend")
     lengths = np.array([len(passage.token_ids) for passage in passages], np.int64)
     total, row_bytes = int(lengths.sum()), hidden_size * _NUMBER_BYTES
@@ -118,7 +118,7 @@ def digest_passages(fingerprint: str, passages: Sequence[Passage]) -> str:
 
 
 def _record(
-    program: HiddenProgram,
+    program: Program,
     passages: Sequence[Passage],
     file: Path,
     row_bytes: int,
@@ -142,7 +142,7 @@ def _record(
         with file.open("ab") as out:
             out.truncate(num_rows * row_bytes)
             for some in _group(passages[num_done:], block_size, num_blocks):
-                hidden = program.forward_hidden(batch_passages(some, block_size))
+                hidden = program.step(batch_passages(some, block_size), HIDDEN).hidden
                 out.write(hidden.astype(ml_dtypes.bfloat16).tobytes())
                 out.flush()
                 advance(len(hidden))

@@ -46,7 +46,8 @@ def make_place(batch: BatchState, **fields: Any) -> DraftingPlace:
 
     given: dict[str, Any] = {
         "model_path": Path("nowhere"), "vocab_size": VOCAB, "hidden_size": 48, "max_model_len": 4096, "max_num_seqs": 8,
-        "block_size": BLOCK, "eos_token_ids": (1,), "files": None, "open_model": refuse, "guesser": None, "draws": batch.draws,
+        "block_size": BLOCK, "eos_token_ids": (1,), "files": None, "open_model": refuse, "guesser": None,
+        "draws": batch.sampling_metadata,
     }  # fmt: skip
     return DraftingPlace(**{**given, **fields})
 

@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloister.backends.base import FloatArray, ForwardBatch, KVLayout
+from cloister.backends.base import LOGITS, FloatArray, ForwardBatch, KVLayout, StepOutput, Wants
 from cloister.runner.acceptance import distribution
 from cloister.runner.drafters.base import NOTHING, Draft, DraftAsk, Drafter, VerifyFeedback
-from cloister.runner.drafters.draft_draws import DraftChooser
 from cloister.runner.drafters.draft_model import DraftModelDrafter
 from cloister.runner.drafters.small_model import FEW, MAX_CAUGHT_UP, MAX_FOLLOWED, PagedDrafter
 from cloister.runner.drafters.spec_infer import SpecInferDrafter
+from cloister.runner.program_executor import ProgramExecutor
 from cloister.runner.state import BatchState, SequenceState
 from tests.runner.drafters.small_models import BLOCK, VOCAB, RandomModel, arrive, ask, make_batch, make_place
 
 NUM_BLOCKS = 512
 MODEL = RandomModel(0)
 PROGRAM = RandomModel(0).build(KVLayout(NUM_BLOCKS, BLOCK))
-CHOOSER = DraftChooser(PROGRAM, VOCAB)
+EXECUTOR = ProgramExecutor(PROGRAM, VOCAB)
 PROMPT = list(np.random.default_rng(3).integers(2, VOCAB, 21))
 
 
@@ -34,7 +34,7 @@ def open_drafter(batch: BatchState, kind: type[PagedDrafter] = DraftModelDrafter
 def logits_after(tokens: list[int]) -> FloatArray:
     """What the small model says after these tokens if it is run alone."""
     count = len(tokens)
-    return PROGRAM.forward(
+    return PROGRAM.step(
         ForwardBatch(
             token_ids=np.array(tokens, np.int32),
             positions=np.arange(count, dtype=np.int32),
@@ -42,17 +42,18 @@ def logits_after(tokens: list[int]) -> FloatArray:
             context_lens=np.array([count], np.int32),
             block_tables=np.arange(NUM_BLOCKS, dtype=np.int32)[None],
             logit_rows=np.array([count - 1], np.int32),
-        )
-    )
+        ),
+        LOGITS,
+    ).logits
 
 
 def continuation(batch: BatchState, state: SequenceState, count: int) -> list[int]:
     """What the small model says alone, with the noise of the sequence's own tokens."""
     tokens = state.tokens.tolist()
     for depth in range(count):
-        draws = batch.draws([state], [0])
+        draws = batch.sampling_metadata([state], [0])
         draws["position"] += depth
-        tokens.append(int(CHOOSER.draw(logits_after(tokens), draws)[0]))
+        tokens.append(int(EXECUTOR.sample(logits_after(tokens), draws)[0]))
     return tokens[-count:]
 
 
@@ -77,7 +78,7 @@ def test_a_chain_drawn_apart_comes_with_its_distributions() -> None:
     assert draft.probs is not None
     for depth, (token, probs) in enumerate(zip(draft.token_ids, draft.probs, strict=True)):
         logits = logits_after(state.tokens.tolist() + draft.token_ids[:depth])
-        assert np.array_equal(probs, distribution(logits, batch.draws([state], [0]))[0])
+        assert np.array_equal(probs, distribution(logits, batch.sampling_metadata([state], [0]))[0])
         assert probs[token] > 0
     assert other.token_ids == continuation(batch, coupled, 4)
     assert other.probs is None
@@ -136,12 +137,12 @@ def test_children_of_a_node_are_the_first_ones_of_its_race(coupled: bool) -> Non
         while parent >= 0:
             path, parent = [draft.token_ids[parent], *path], draft.parents[parent]
         elder = [draft.token_ids[each] for each in range(place) if draft.parents[each] == draft.parents[place]]
-        logits, draws = logits_after(state.tokens.tolist() + path), batch.draws([state], [0])
+        logits, draws = logits_after(state.tokens.tolist() + path), batch.sampling_metadata([state], [0])
         draws["position"] += len(path)
         assert token not in elder
         if coupled:
             logits[0, elder] = -np.inf
-            assert token == CHOOSER.draw(logits, draws)[0]
+            assert token == EXECUTOR.sample(logits, draws)[0]
             assert draft.probs is None
         else:
             left = distribution(logits, draws)[0]
@@ -243,13 +244,13 @@ def test_many_that_are_far_behind_do_not_catch_up_all_at_once(monkeypatch: pytes
     batch = make_batch()
     drafter = open_drafter(batch)
     sizes: list[int] = []
-    compute = drafter._programs[0].forward
+    compute = drafter._programs[0].step
 
-    def watched(form: ForwardBatch) -> FloatArray:
+    def watched(form: ForwardBatch, wants: Wants) -> StepOutput:
         sizes.append(len(form.token_ids))
-        return compute(form)
+        return compute(form, wants)
 
-    monkeypatch.setattr(drafter._programs[0], "forward", watched)
+    monkeypatch.setattr(drafter._programs[0], "step", watched)
     states = [arrive(batch, number, [5] * 250, range(number * 64, number * 64 + 64)) for number in range(8)]
     counts = []
     for _ in range(2):

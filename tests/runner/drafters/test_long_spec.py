@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloister.backends.base import FloatArray, ForwardBatch, KVLayout
+from cloister.backends.base import LOGITS, FloatArray, ForwardBatch, KVLayout, StepOutput, Wants
 from cloister.runner.acceptance import distribution
 from cloister.runner.drafters import DRAFTERS
 from cloister.runner.drafters.base import NOTHING, Draft, VerifyFeedback
@@ -29,16 +29,14 @@ class WatchedModel(RandomModel):
         program: Any = super().build(kv)
         self.layout, self.positions = kv, set[int]()
 
-        def watch(compute: Any) -> Any:
-            def watched(batch: ForwardBatch, *rest: Any) -> Any:
-                self.positions |= set(batch.positions.tolist())
-                return compute(batch, *rest)
+        compute = program.step
 
-            return watched
+        def step(batch: ForwardBatch, wants: Wants) -> StepOutput:
+            self.positions |= set(batch.positions.tolist())
+            output: StepOutput = compute(batch, wants)
+            return output
 
-        for name in ("forward", "forward_draw"):
-            if hasattr(program, name):
-                setattr(program, name, watch(getattr(program, name)))
+        program.step = step
         return program
 
 
@@ -51,7 +49,7 @@ def open_drafter(batch: BatchState, **fields: Any) -> tuple[LongSpecDrafter, Wat
 
 def logits_of(program: Any, tokens: list[int]) -> FloatArray:
     count = len(tokens)
-    found: FloatArray = program.forward(
+    found: FloatArray = program.step(
         ForwardBatch(
             token_ids=np.array(tokens, np.int32),
             positions=np.arange(count, dtype=np.int32),
@@ -59,8 +57,9 @@ def logits_of(program: Any, tokens: list[int]) -> FloatArray:
             context_lens=np.array([count], np.int32),
             block_tables=np.arange(32, dtype=np.int32)[None],
             logit_rows=np.array([count - 1], np.int32),
-        )
-    )
+        ),
+        LOGITS,
+    ).logits
     return found
 
 
@@ -90,7 +89,7 @@ def test_drafts_are_what_the_small_model_says_of_the_first_and_the_newest_tokens
             assert len(tokens) - first >= min(KEPT, len(tokens) - NUM_SINKS)
             if draft.probs is not None:
                 logits = logits_of(alone, tokens[:NUM_SINKS] + tokens[first:] + draft.token_ids[:-1])
-                draws = batch.draws([each.state], [0])
+                draws = batch.sampling_metadata([each.state], [0])
                 assert np.array_equal(draft.probs[-1], distribution(logits, draws)[0])
             observe(drafter, each.state, draft, random.randrange(len(draft.token_ids) + 1), random.randrange(2, VOCAB))
     assert min(len(found) for found in firsts) > 2, "each of them was based anew"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cloister.backends.base import AdapterWeights
+from cloister.backends.adapters import AdapterWeights
 from cloister.backends.native import _native
 from cloister.backends.native.packing import PackedMatrix, Packer
 

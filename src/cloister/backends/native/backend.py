@@ -59,7 +59,7 @@ class NativeBackend:
         self.fingerprint = f"native-{NUMERICS}-{LAYOUT}-{self.kernels}-{dtype}-{self._kv_dtype}"
 
     def need(self, spec: DecoderSpec, weights: Weights, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
-        """Says what `build` and `forward` will take (`backends.base.Backend.need`)."""
+        """Says what `build` and `step` will take (`backends.base.Backend.need`)."""
         return MemoryNeed(
             weights_bytes=packed_model_bytes(spec, weights, self._dense),
             kv_block_bytes=sum(

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
+from cloister.backends.adapters import AdapterWeights
 from cloister.backends.base import (
-    AdapterWeights,
-    DrawArray,
+    Capability,
     FloatArray,
     ForwardBatch,
     IntArray,
     KVLayout,
     MaskArray,
-    OperatorSpan,
+    Program,
+    SamplingMetadata,
+    StepOutput,
+    Wants,
 )
 from cloister.backends.draft_heads import DraftHeads
 from cloister.backends.native import _native
@@ -26,6 +29,7 @@ from cloister.backends.native.heads import HeadShelf
 from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import PackedModel
 from cloister.backends.native.packing import Packer
+from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.types.errors import ModelError
 
@@ -33,8 +37,8 @@ KV_KINDS: Final[Mapping[str, int]] = {"float32": 0, "bfloat16": 1, "int8": 2, "i
 _ACTIVATIONS: Final[Mapping[str, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 
-class NativeProgram:
-    """A packed model with its KV cache (every protocol of `backends.base`).
+class NativeProgram(Program):
+    """A packed model with its KV cache; has every capability but that of another device.
 
     Args:
         kernels: the instruction set, one of `_native.kernel_names()`.
@@ -44,6 +48,8 @@ class NativeProgram:
     Raises:
         ModelError: experts of one layer are in several number formats.
     """
+
+    capabilities = ~Capability.ASYNCHRONOUS
 
     def __init__(
         self,
@@ -143,41 +149,43 @@ class NativeProgram:
             shared_gate=mlp.shared_gate,
         )
 
-    def forward(self, batch: ForwardBatch) -> FloatArray:
-        """Computes one step, writes K and V, and returns logits [num_rows, vocab].
+    def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
+        """Computes one step in one native call, masks apart: they are asked for between its forward and its choice.
 
-        Programs of one back end take turns, whole steps, whichever thread they are called from.
+        Programs of one back end take turns, whole steps, whichever thread they are called from; a step with masks is not for
+        several callers of one program at once.
 
         Raises:
             ValueError: the arrays do not fit together, or a number in them leads out of another; nothing was written.
         """
-        logits = np.empty((len(batch.logit_rows), self._vocab_size), np.float32)
-        self._program.forward(*_arrays(batch), logits)
-        return logits
-
-    def forward_best(self, batch: ForwardBatch) -> IntArray:
-        """As `forward`, but returns the id of each row's largest logit; -1 where one is not a finite number."""
-        best = np.empty(len(batch.logit_rows), np.int32)
-        self._program.forward_best(*_arrays(batch), best)
-        return best
-
-    def forward_hidden(self, batch: ForwardBatch) -> FloatArray:
-        """As `forward`, but returns what the head would read: hidden states after the final norm, [num_rows, hidden]."""
-        hidden = np.empty((len(batch.logit_rows), self._hidden_size), np.float32)
-        self._program.forward_hidden(*_arrays(batch), hidden)
-        return hidden
-
-    def forward_draw(self, batch: ForwardBatch, draws: DrawArray) -> IntArray:
-        """As `forward`, but chooses a token for each draw; -1 where a logit of its row is not a finite number."""
-        tokens = np.empty(len(draws), np.int32)
-        self._program.forward_draw(*_arrays(batch), draws.view(np.uint8), tokens)
-        return tokens
-
-    def forward_watched(self, batch: ForwardBatch, draws: DrawArray, num_top: int) -> tuple[IntArray, IntArray]:
-        """As `forward_draw`; also returns the ids of each row's largest logits, [num_rows, num_top], as `find_top`."""
-        tokens, top = np.empty(len(draws), np.int32), np.empty((len(batch.logit_rows), num_top), np.int32)
-        self._program.forward_watched(*_arrays(batch), draws.view(np.uint8), tokens, top)
-        return tokens, top
+        arrays, num_rows = _arrays(batch), len(batch.logit_rows)
+        if wants.sampling is not None:
+            output = StepOutput(tokens=np.empty(len(wants.sampling), np.int32))
+            entries = wants.sampling.view(np.uint8)
+            if wants.masks is not None:
+                self._program.forward_keep(*arrays)  # the logits stay in the program's own buffers
+                self._program.draw_kept(entries, wants.masks(), output.tokens)
+            elif wants.num_top:
+                output.top = np.empty((num_rows, wants.num_top), np.int32)
+                self._program.forward_watched(*arrays, entries, output.tokens, output.top)
+            else:
+                self._program.forward_draw(*arrays, entries, output.tokens)
+        elif wants.greedy:
+            output = StepOutput(tokens=np.empty(num_rows, np.int32))
+            self._program.forward_best(*arrays, output.tokens)
+        elif wants.logits:
+            output = StepOutput(logits=np.empty((num_rows, self._vocab_size), np.float32))
+            self._program.forward(*arrays, output.logits)
+            if wants.num_top:
+                output.top = self.find_top(output.logits, wants.num_top)
+        else:
+            hidden = np.empty((num_rows, self._hidden_size), np.float32)
+            self._program.forward_hidden(*arrays, hidden)
+            return StepOutput(hidden=hidden) if wants.hidden else StepOutput()
+        if wants.hidden:
+            output.hidden = np.empty((num_rows, self._hidden_size), np.float32)
+            self._program.read_hidden(output.hidden)
+        return output
 
     def find_top(self, logits: FloatArray, num_top: int) -> IntArray:
         """Returns the ids of each row's largest logits, [num_rows, num_top], best first; -1 in a row that is not finite.
@@ -189,12 +197,6 @@ class NativeProgram:
         self._program.find_top(logits, top)
         return top
 
-    def read_hidden(self) -> FloatArray:
-        """Returns what the head read in the last step, [num_rows, hidden]: no row is there after `wipe_buffers`."""
-        hidden = np.empty((self._program.num_head_rows, self._hidden_size), np.float32)
-        self._program.read_hidden(hidden)
-        return hidden
-
     def project(self, hidden: FloatArray) -> FloatArray:
         """Returns logits [num_rows, vocab] of hidden states after the final norm, [num_rows, hidden]."""
         logits = np.empty((len(hidden), self._vocab_size), np.float32)
@@ -202,37 +204,27 @@ class NativeProgram:
         return logits
 
     def load_heads(self, heads: DraftHeads) -> int:
-        """Packs draft heads (`backends.draft_heads.DraftHeadProgram`)."""
+        """Packs draft heads."""
         return self._heads.load(heads)
 
     def guess(self, loaded: int, hidden: FloatArray, num_heads: int, num_top: int) -> IntArray:
-        """Returns the likeliest ids of each head, [num_heads, num_rows, num_top] (`backends.draft_heads.DraftHeadProgram`)."""
+        """Returns the likeliest ids of each head, [num_heads, num_rows, num_top]."""
         return self._heads.guess(loaded, hidden, num_heads, num_top)
 
-    def draw(self, logits: FloatArray, draws: DrawArray) -> IntArray:
+    def sample(self, logits: FloatArray, sampling: SamplingMetadata) -> IntArray:
         """Chooses tokens from logits [num_rows, vocab]; -1 where there is none to choose."""
-        tokens = np.empty(len(draws), np.int32)
-        self._program.draw(logits, draws.view(np.uint8), tokens)
+        tokens = np.empty(len(sampling), np.int32)
+        self._program.draw(logits, sampling.view(np.uint8), tokens)
         return tokens
 
-    def forward_masked(self, batch: ForwardBatch, draws: DrawArray, masks: Callable[[], MaskArray]) -> IntArray:
-        """As `forward_draw`, but each draw chooses among the tokens of its mask; masks are asked for after the forward.
-
-        The logits stay in the program's own buffers between the two. Not for several callers at once.
-        """
-        self._program.forward_keep(*_arrays(batch))
-        tokens = np.empty(len(draws), np.int32)
-        self._program.draw_kept(draws.view(np.uint8), masks(), tokens)
-        return tokens
-
-    def draw_masked(self, logits: FloatArray, draws: DrawArray, masks: MaskArray) -> IntArray:
-        """As `draw`, but each draw chooses among the tokens of its mask; -1 where a logit of its row is not a finite number."""
-        tokens = np.empty(len(draws), np.int32)
-        self._program.draw_masked(logits, draws.view(np.uint8), masks, tokens)
+    def sample_masked(self, logits: FloatArray, sampling: SamplingMetadata, masks: MaskArray) -> IntArray:
+        """As a step with masks, from logits; -1 where a mask leaves no token or a logit of the row is not a finite number."""
+        tokens = np.empty(len(sampling), np.int32)
+        self._program.draw_masked(logits, sampling.view(np.uint8), masks, tokens)
         return tokens
 
     def load_adapter(self, slot: int, adapter: AdapterWeights) -> None:
-        """Packs an adapter and puts it in a slot (`backends.base.AdapterProgram`)."""
+        """Packs an adapter and puts it in a slot."""
         self._adapters.load(slot, adapter)
 
     def unload_adapter(self, slot: int) -> None:
@@ -251,7 +243,7 @@ class NativeProgram:
             blocks[list(block_ids)] = 0
 
     def move_positions(self, moves: IntArray) -> None:
-        """Copies KV of single positions in every layer, bit for bit (`backends.base.TreeProgram`).
+        """Copies KV of single positions in every layer, bit for bit.
 
         Raises:
             ValueError: the cache does not have a position; nothing was copied.
@@ -272,7 +264,7 @@ class NativeProgram:
 
     @contextmanager
     def record(self) -> Iterator[list[OperatorSpan]]:
-        """Records every `forward` inside the context; the list is complete when the context ends."""
+        """Records every step inside the context; the list is complete when the context ends."""
         spans: list[OperatorSpan] = []
         self._program.record(True)
         try:

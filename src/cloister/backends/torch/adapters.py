@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cloister.backends.adapters import target_shapes
-from cloister.backends.base import AdapterWeights, ForwardBatch
+from cloister.backends.adapters import AdapterWeights, target_shapes
+from cloister.backends.base import ForwardBatch
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.torch.linear import Linear, common_tiles
 from cloister.backends.torch.team import Team

@@ -52,7 +52,7 @@ class TorchBackend:
         self.fingerprint = f"torch-{torch.__version__}-{chip}-{dtype}{kernels}-{NUMERICS}".replace(" ", "-")
 
     def need(self, spec: DecoderSpec, weights: Weights, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
-        """Says what `build` and `forward` will take (`backends.base.Backend.need`)."""
+        """Says what `build` and `step` will take (`backends.base.Backend.need`)."""
         if self._device.type == "cuda":
             sizes = {"block_size": block_size, "max_batched_tokens": max_batched_tokens}
             check_computable(spec)

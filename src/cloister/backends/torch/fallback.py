@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from cloister.backends.base import FloatArray, ForwardBatch, KVLayout, MemoryNeed, Weights
+from cloister.backends.base import FloatArray, ForwardBatch, KVLayout, MemoryNeed, Program, StepOutput, Wants, Weights
 from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
 from cloister.types.errors import ConfigError, ModelError
 
@@ -47,7 +47,7 @@ class FallbackBackend:
         self.fingerprint = f"transformers-{transformers.__version__}-{torch.__version__}-{dtype}-{num_threads}-{NUMERICS}"
 
     def need(self, spec: DecoderSpec, weights: Weights, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
-        """Says what `build` and `forward` will take, from a model that has shapes and no numbers."""
+        """Says what `build` and `step` will take, from a model that has shapes and no numbers."""
         with torch.device("meta"):
             model = _open(_AUTO.from_config, self._config(weights), dtype=self._dtype).eval()
         shapes = _probe(model, torch.device("meta"))
@@ -77,8 +77,8 @@ class FallbackBackend:
         return _open(transformers.AutoConfig.from_pretrained, _path(weights), trust_remote_code=False)
 
 
-class FallbackProgram:
-    """A model of transformers with a paged cache beside it (protocol `backends.base.Program`)."""
+class FallbackProgram(Program):
+    """A model of transformers with a paged cache beside it; has no capability beside logits."""
 
     def __init__(self, model: Any, spec: DecoderSpec, kv: KVLayout, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -91,12 +91,13 @@ class FallbackProgram:
         ]
 
     @torch.no_grad()
-    def forward(self, batch: ForwardBatch) -> FloatArray:
-        """Computes one step (`backends.base.Program.forward`).
+    def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
+        """Computes one step (`backends.base.Program.step`).
 
         Raises:
             ValueError: the batch has token trees, which this program does not compute.
         """
+        self._check(wants)
         if batch.parents is not None:
             raise ValueError("a model without a spec computes no token trees")
         logits = np.empty((len(batch.logit_rows), self._vocab_size), np.float32)
@@ -107,7 +108,7 @@ class FallbackProgram:
             rows = np.flatnonzero((batch.logit_rows >= first) & (batch.logit_rows < last))
             wanted = {int(batch.positions[batch.logit_rows[row]]): row for row in rows}
             self._compute(batch.token_ids[first:last], batch.block_tables[seq], int(batch.positions[first]), wanted, logits)
-        return logits
+        return StepOutput(logits=logits) if wants.logits else StepOutput()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in every layer."""

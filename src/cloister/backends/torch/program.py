@@ -11,7 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cloister.backends.base import AdapterWeights, FloatArray, ForwardBatch, IntArray, KVLayout, OperatorSpan, Weights
+from cloister.backends.adapters import AdapterWeights
+from cloister.backends.base import (
+    Capability,
+    FloatArray,
+    ForwardBatch,
+    IntArray,
+    KVLayout,
+    Program,
+    StepOutput,
+    Wants,
+    Weights,
+)
+from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import AttentionSpec, DecoderSpec
 from cloister.backends.tensors import dequantized
 from cloister.backends.torch.adapters import RowAdapters, TorchAdapters
@@ -30,13 +42,14 @@ from cloister.backends.torch.trees import TreeNode, unfold
 _CHUNK = 128  # rows; a multiple of the reference tile
 
 
-class TorchProgram:
-    """Interprets a DecoderSpec (protocols `backends.base.Program`, `HiddenProgram`, `HeadProgram`, `TreeProgram`,
-    `BufferedProgram` and `AdapterProgram`).
+class TorchProgram(Program):
+    """Interprets a DecoderSpec.
 
     The residual stream, norms, rotation, attention and the choice of experts are float32; products with weights, and the KV
     cache, are of `dtype`. Embeddings of tokens and positions stay where `weights` maps them, and a step reads its rows.
     """
+
+    capabilities = Capability.HIDDEN | Capability.HEAD | Capability.TREES | Capability.ADAPTERS | Capability.RECORDING
 
     def __init__(
         self,
@@ -63,35 +76,24 @@ class TorchProgram:
         self._ropes = {rope: RopeTable(rope, device) for rope in ropes if rope is not None}
         self._cache = KVCache(kv, [layer.attention for layer in spec.layers], dtype, device)
         self._adapters = TorchAdapters(spec, team, dtype, device)
-        self._normed = self._nothing = torch.empty(0, spec.hidden_size, device=device)  # what the head read in the last step
-        self._num_normed = 0
 
     @torch.no_grad()
-    def forward(self, batch: ForwardBatch) -> FloatArray:
-        """Computes one step (`backends.base.Program.forward`)."""
-        num_rows = len(batch.logit_rows)
-        if num_rows == 0 and batch.token_ids.size == 0:
-            self._normed, self._num_normed = self._nothing, 0
-            return np.empty((0, self._spec.vocab_size), np.float32)
-        self._compute_normed(batch)
-        if num_rows == 0:
-            return np.empty((0, self._spec.vocab_size), np.float32)
-        logits: FloatArray = self._logits(self._normed)[:num_rows].cpu().numpy()
-        return logits
-
-    def forward_hidden(self, batch: ForwardBatch) -> FloatArray:
-        """Computes one step for its hidden states (`backends.base.HiddenProgram`)."""
-        self._compute_normed(batch)
-        return self.read_hidden()
-
-    def read_hidden(self) -> FloatArray:
-        """Returns what the head read in the last step, [num_rows, hidden] (`backends.base.HeadProgram`)."""
-        found: FloatArray = self._normed[: self._num_normed].cpu().numpy().copy()
-        return found
+    def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
+        """Computes one step (`backends.base.Program.step`)."""
+        self._check(wants)
+        num_rows, output = len(batch.logit_rows), StepOutput()
+        normed = self._compute_normed(batch) if batch.token_ids.size else self._embed(batch, 0)
+        if wants.hidden:
+            output.hidden = normed[:num_rows].cpu().numpy()
+        if wants.logits and num_rows:
+            output.logits = self._logits(normed)[:num_rows].cpu().numpy()
+        elif wants.logits:
+            output.logits = np.empty((0, self._spec.vocab_size), np.float32)
+        return output
 
     @torch.no_grad()
     def project(self, hidden: FloatArray) -> FloatArray:
-        """Returns logits [num_rows, vocab] of hidden states [num_rows, hidden] (`backends.base.HeadProgram`)."""
+        """Returns logits [num_rows, vocab] of hidden states [num_rows, hidden]."""
         use_one_thread_per_operation()
         if len(hidden) == 0:
             return np.empty((0, self._spec.vocab_size), np.float32)
@@ -101,13 +103,8 @@ class TorchProgram:
         return logits
 
     def move_positions(self, moves: IntArray) -> None:
-        """Copies KV of single positions in every layer (`backends.base.TreeProgram`)."""
+        """Copies KV of single positions in every layer."""
         self._cache.move(moves)
-
-    def wipe_buffers(self) -> None:
-        """Overwrites what is kept of the last step: what the head read (`backends.base.BufferedProgram`)."""
-        self._normed.zero_()
-        self._normed, self._num_normed = self._nothing, 0
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in every layer."""
@@ -118,7 +115,7 @@ class TorchProgram:
         self._cache.wipe(block_ids)
 
     def load_adapter(self, slot: int, adapter: AdapterWeights) -> None:
-        """Puts an adapter in a slot (`backends.base.AdapterProgram`)."""
+        """Puts an adapter in a slot."""
         self._adapters.load(slot, adapter)
 
     def unload_adapter(self, slot: int) -> None:
@@ -126,7 +123,7 @@ class TorchProgram:
         self._adapters.unload(slot)
 
     def record(self) -> AbstractContextManager[list[OperatorSpan]]:
-        """Records spans (`backends.base.Recording`): the parts of a layer on each thread of the team, and the ends."""
+        """Records spans: the parts of a layer on each thread of the team, and the ends."""
         return record(self, sys.modules[__name__], self._layers)
 
     def _compute(self, batch: ForwardBatch) -> Tensor:
@@ -209,13 +206,12 @@ class TorchProgram:
         self._team.run(tasks, 4.0 * slots.shape[1] / 2 * sum(unit.num_pairs for unit in units))
         return out[:-1].view(-1, spec.num_heads * spec.head_dim)
 
-    @torch.no_grad()
-    def _compute_normed(self, batch: ForwardBatch) -> None:
-        """Computes a step up to the final norm, of the rows that were asked for, padded to whole tiles."""
+    def _compute_normed(self, batch: ForwardBatch) -> Tensor:
+        """Computes a step up to the final norm, and returns the rows that were asked for, padded to whole tiles."""
         rows = np.zeros(pad_rows(len(batch.logit_rows), self._tiles), np.int64)
         rows[: len(batch.logit_rows)] = batch.logit_rows
         chosen = self._compute(batch).index_select(0, torch.from_numpy(rows).to(self._device))
-        self._normed, self._num_normed = self._norm(chosen), len(batch.logit_rows)
+        return self._norm(chosen)
 
     def _logits(self, normed: Tensor) -> Tensor:
         return self._finish(self._head(normed))

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import ModuleType
 
-from cloister.backends.base import OperatorSpan
-from cloister.backends.recording import Watched, watch
+from cloister.backends.recording import OperatorSpan, Watched, watch
 from cloister.backends.torch.decoder import DecoderLayer
 
 

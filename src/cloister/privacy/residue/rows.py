@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from cloister.backends.base import ForwardBatch, Program
+from cloister.backends.base import LOGITS, ForwardBatch, Program
 from cloister.privacy.residue.needles import Needle, of_bytes
 
 KV_KIND: Final = "K/V rows"
@@ -44,7 +44,7 @@ def rows_of(program: Program, blocks: BlockReader, token_ids: Sequence[int], blo
         logit_rows=np.array([length - 1], np.int32),
     )
     program.wipe_blocks(range(num_blocks))
-    logits = program.forward(batch)
+    logits = program.step(batch, LOGITS).logits
     for layer in sorted({0, blocks.num_layers - 1}):
         for part in _slices(blocks.read_block(layer, 0)):
             yield of_bytes(KV_KIND, owner, part)

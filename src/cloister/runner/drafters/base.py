@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.base import DrawArray, KVLayout, Program
+from cloister.backends.base import KVLayout, Program, SamplingMetadata
 from cloister.backends.draft_heads import DraftHeads
 from cloister.runner.state import SequenceState
 from cloister.types.registry import Registry
@@ -201,8 +201,8 @@ class DraftingPlace:
             `model_path`.
         open_model: reads a small model: an embedded model's name or a directory.
         guesser: readies draft heads, once the model's program is there; None where the back end cannot.
-        draws: how the next token of each sequence is chosen from a row, [num_states] of `backends.base.DRAW`; its `position` is
-            that of the next token, so a draft at depth d (from 0) adds d.
+        draws: how the next token of each sequence is chosen from a row, [num_states] of `SAMPLING_METADATA`; its
+            `position` is that of the next token, so a draft at depth d (from 0) adds d.
         fingerprint: SHA-256 of the model's files (hex), which what was trained for it names too; empty checks nothing.
     """
 
@@ -216,7 +216,7 @@ class DraftingPlace:
     files: str | None
     open_model: Callable[[str], DraftModel]
     guesser: Callable[[DraftHeads], Guesser] | None
-    draws: Callable[[list[SequenceState], list[int]], DrawArray]
+    draws: Callable[[list[SequenceState], list[int]], SamplingMetadata]
     fingerprint: str = ""
 
 

@@ -13,11 +13,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from cloister.backends.base import DrawArray, FloatArray, ForwardBatch, Program
+from cloister.backends.base import LOGITS, FloatArray, ForwardBatch, Program, SamplingMetadata, Wants
 from cloister.runner.acceptance import distribution, draw_rivals
 from cloister.runner.arrays import as_ints, block_tables
 from cloister.runner.drafters.chain import Stretch, stretch_batch
-from cloister.runner.drafters.draft_draws import DraftChooser, draft_numbers
+from cloister.runner.drafters.draft_draws import draft_numbers
+from cloister.runner.program_executor import ProgramExecutor
 from cloister.runner.state import SequenceState
 
 
@@ -114,10 +115,9 @@ class TreeGrower:
         programs: Sequence[Program],
         vocab_size: int,
         block_size: int,
-        draws: Callable[[list[SequenceState], list[int]], DrawArray],
+        draws: Callable[[list[SequenceState], list[int]], SamplingMetadata],
     ) -> None:
-        self._programs = tuple(programs)
-        self._choosers = tuple(DraftChooser(program, vocab_size) for program in programs)
+        self._executors = tuple(ProgramExecutor(program, vocab_size) for program in programs)
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._draws = draws
@@ -135,27 +135,27 @@ class TreeGrower:
             self._fill(batch, nodes, draws, depth)
         return trees
 
-    def _fill(self, batch: ForwardBatch, nodes: Sequence[_Node], draws: DrawArray, depth: int) -> None:
+    def _fill(self, batch: ForwardBatch, nodes: Sequence[_Node], draws: SamplingMetadata, depth: int) -> None:
         most = max(len(node.children) for node in nodes)
         are_coupled = all(node.tree.probs is None for node in nodes)
-        if most == 1 and are_coupled and (depth or len(self._programs) == 1):
-            tokens = self._choosers[0].forward_draw(batch, draws).tolist()
+        if most == 1 and are_coupled and (depth or len(self._executors) == 1):
+            tokens = self._executors[0].step(batch, Wants(sampling=draws)).tokens.tolist()
             for node, token in zip(nodes, tokens, strict=True):
                 node.tree.token_ids[node.children[0]] = token
             return
-        programs = self._programs if not depth else self._programs[:most]
-        logits = [program.forward(batch) for program in programs]
+        executors = self._executors if not depth else self._executors[:most]
+        logits = [executor.step(batch, LOGITS).logits for executor in executors]
         if not are_coupled:
             apart = [node for node in nodes if node.tree.probs is not None]
             self._draw_apart([scores[[node.row for node in apart]] for scores in logits], apart, draws, depth)
         self._race([node for node in nodes if node.tree.probs is None], logits, draws)
 
-    def _race(self, nodes: Sequence[_Node], logits: Sequence[FloatArray], draws: DrawArray) -> None:
+    def _race(self, nodes: Sequence[_Node], logits: Sequence[FloatArray], draws: SamplingMetadata) -> None:
         """Chooses children with the noise of the model's own token: who wins, who wins without that one, and so on."""
         rank = 0
         while nodes:
             turn = rank % len(logits)
-            tokens = self._choosers[turn].draw(logits[turn], draws[[node.row for node in nodes]]).tolist()
+            tokens = self._executors[turn].sample(logits[turn], draws[[node.row for node in nodes]]).tolist()
             for node, token in zip(nodes, tokens, strict=True):
                 node.tree.token_ids[node.children[rank]] = token
                 if token >= 0:
@@ -164,7 +164,7 @@ class TreeGrower:
             rank += 1
             nodes = [node for node in nodes if len(node.children) > rank]
 
-    def _draw_apart(self, logits: Sequence[FloatArray], nodes: Sequence[_Node], draws: DrawArray, depth: int) -> None:
+    def _draw_apart(self, logits: Sequence[FloatArray], nodes: Sequence[_Node], draws: SamplingMetadata, depth: int) -> None:
         """Draws children with noise of their own, from the distributions that go into their trees."""
         own = draws[[node.row for node in nodes]]
         probs = [distribution(scores, own) for scores in logits]

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.backends.base import DrawArray, FloatArray, ForwardBatch, IntArray, Program
+from cloister.backends.base import KV_ONLY, LOGITS, FloatArray, ForwardBatch, IntArray, Program, SamplingMetadata, Wants
 from cloister.runner.acceptance import distribution, draw_from
 from cloister.runner.arrays import as_ints, block_tables
 from cloister.runner.drafters.base import NOTHING, Draft
-from cloister.runner.drafters.draft_draws import DraftChooser, draft_numbers
+from cloister.runner.drafters.draft_draws import draft_numbers
 from cloister.runner.noise import UniformArray
+from cloister.runner.program_executor import ProgramExecutor
 from cloister.runner.state import SequenceState
 
 
@@ -82,17 +83,16 @@ class ChainGrower:
         program: Program,
         vocab_size: int,
         block_size: int,
-        draws: Callable[[list[SequenceState], list[int]], DrawArray],
+        draws: Callable[[list[SequenceState], list[int]], SamplingMetadata],
     ) -> None:
-        self._program = program
-        self._chooser = DraftChooser(program, vocab_size)
+        self._executor = ProgramExecutor(program, vocab_size)
         self._block_size = block_size
         self._draws = draws
 
     def compute(self, stretches: Sequence[Stretch]) -> None:
         """Computes KV of stretches without drafting behind them."""
         if stretches:
-            self._program.forward(stretch_batch(stretches, self._block_size))
+            self._executor.step(stretch_batch(stretches, self._block_size), KV_ONLY)
 
     def grow(self, stretches: Sequence[Stretch]) -> list[Draft]:
         """Drafts behind each stretch, of which each wants one token at least.
@@ -121,7 +121,7 @@ class ChainGrower:
         numbers = _numbers(draws[list(apart)], longest[0].num_drafts) if apart else None
         for depth in range(1, longest[0].num_drafts + 1):
             if numbers is None:
-                tokens = self._chooser.forward_draw(batch, draws)
+                tokens = self._executor.step(batch, Wants(sampling=draws)).tokens
             else:
                 tokens = self._draw_apart(batch, draws, apart, numbers[depth - 1])
             yield tokens
@@ -133,14 +133,14 @@ class ChainGrower:
                 draws["position"] += 1
 
     def _draw_apart(
-        self, batch: ForwardBatch, draws: DrawArray, apart: dict[int, list[FloatArray]], numbers: UniformArray
+        self, batch: ForwardBatch, draws: SamplingMetadata, apart: dict[int, list[FloatArray]], numbers: UniformArray
     ) -> IntArray:
         """Chooses tokens of which some, those of the rows `apart`, are drawn with numbers of their own."""
-        logits = self._program.forward(batch)
+        logits = self._executor.step(batch, LOGITS).logits
         tokens = np.empty(len(draws), np.int32)
         coupled = [row for row in range(len(draws)) if row not in apart]
         if coupled:
-            tokens[coupled] = self._chooser.draw(logits, draws[coupled])
+            tokens[coupled] = self._executor.sample(logits, draws[coupled])
         drawn = [row for row in apart if row < len(draws)]
         if drawn:
             probs = distribution(logits[drawn], draws[drawn])
@@ -150,7 +150,7 @@ class ChainGrower:
         return tokens
 
 
-def _numbers(draws: DrawArray, num_drafts: int) -> UniformArray:
+def _numbers(draws: SamplingMetadata, num_drafts: int) -> UniformArray:
     """Returns the numbers that chains are drawn with, [num_drafts, num_draws]: at once, as each call costs a token's time."""
     repeated = np.tile(draws, num_drafts)
     depths = np.repeat(np.arange(num_drafts, dtype=np.int32), len(draws))

@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from cloister.backends.base import HeadProgram
-from cloister.backends.draft_heads import DraftHeadProgram, DraftHeads
+from cloister.backends.base import Capability, Program
+from cloister.backends.draft_heads import DraftHeads
 from cloister.runner.drafters.base import FloatArray, Guesser, IntArray
 
 _SINGLE_THREAD_PRODUCTS: Final = 1 << 18
@@ -20,7 +20,7 @@ _FEWEST_OUTPUTS: Final = 16
 class ProgramGuesser:
     """Heads that a back end took and computes itself."""
 
-    def __init__(self, program: DraftHeadProgram, heads: DraftHeads) -> None:
+    def __init__(self, program: Program, heads: DraftHeads) -> None:
         self._program, self._loaded = program, program.load_heads(heads)
 
     def guess(self, hidden: FloatArray, num_heads: int, num_top: int) -> IntArray:
@@ -44,9 +44,11 @@ class NumpyGuesser:
         return best.reshape(num_heads, len(hidden), num_top)
 
 
-def make_guesser(heads: DraftHeads, program: HeadProgram) -> Guesser:
+def make_guesser(heads: DraftHeads, program: Program) -> Guesser:
     """Returns what computes heads for the drafters of a program."""
-    return ProgramGuesser(program, heads) if isinstance(program, DraftHeadProgram) else NumpyGuesser(heads, program.project)
+    if Capability.DRAFT_HEADS in program.capabilities:
+        return ProgramGuesser(program, heads)
+    return NumpyGuesser(heads, program.project)
 
 
 def guess_hidden(heads: DraftHeads, hidden: FloatArray, num_heads: int) -> FloatArray:

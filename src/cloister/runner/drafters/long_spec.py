@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from cloister.backends.base import BufferedProgram, IntArray, KVLayout, Program
+from cloister.backends.base import IntArray, KVLayout, Program
 from cloister.runner.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, DraftModel, VerifyFeedback
 from cloister.runner.drafters.chain import ChainGrower, Stretch
 from cloister.runner.drafters.draft_files import open_draft
@@ -138,7 +138,7 @@ class LongSpecDrafter(Drafter):
 
     def wipe_buffers(self) -> None:
         """Overwrites the small model's buffers."""
-        if isinstance(self._program, BufferedProgram):
+        if self._program is not None:
             self._program.wipe_buffers()
 
     def _cache(self, ask: DraftAsk) -> _Cache | None:

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from cloister.backends.base import BufferedProgram, IntArray, KVLayout, Program
+from cloister.backends.base import IntArray, KVLayout, Program
 from cloister.runner.drafters.base import DraftAsk, Drafter, DraftingPlace, DraftModel, VerifyFeedback
 from cloister.runner.drafters.chain import ChainGrower, Stretch
 from cloister.runner.drafters.draft_kv import DraftKV
@@ -108,8 +108,7 @@ class PagedDrafter(Drafter):
     def wipe_buffers(self) -> None:
         """Overwrites the buffers of the small models."""
         for program in self._programs:
-            if isinstance(program, BufferedProgram):
-                program.wipe_buffers()
+            program.wipe_buffers()
 
     def _begin(self, asks: Sequence[DraftAsk]) -> list[tuple[int, Stretch]]:
         """Returns (place among `asks`, stretch) of those that can be drafted for; moves on those that are too far behind."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from cloister.backends import tensors
-from cloister.backends.base import FloatArray, ForwardBatch, IntArray, KVLayout, Weights
+from cloister.backends.base import Capability, ForwardBatch, IntArray, KVLayout, Program, StepOutput, Wants, Weights
 from cloister.backends.spec import DecoderSpec, RopeSpec
 from cloister.backends.torch.cache import KVCache
 from cloister.backends.torch.cuda.attention import AttentionKernels, PagedAttention
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 _INTERPRETED_PLACES = 3  # multiprocessors that the interpreter stands for
 
 
-class CudaProgram:
-    """Computes a DecoderSpec with Triton kernels (protocols `backends.base.Program`, `GreedyProgram` and `HiddenProgram`).
+class CudaProgram(Program):
+    """Computes a DecoderSpec with Triton kernels.
 
     The residual stream and norms are float32, everything else of `dtype`. On a CPU device the kernels must have been imported
     for Triton's interpreter.
@@ -44,6 +43,8 @@ class CudaProgram:
         is_exact: rows keep their bits in any company (rule 6); otherwise cuBLAS multiplies plain weights, and FlashInfer
             attends in steps that prefill.
     """
+
+    capabilities = Capability.GREEDY | Capability.HIDDEN
 
     def __init__(
         self,
@@ -56,6 +57,8 @@ class CudaProgram:
         is_exact: bool = True,
     ) -> None:
         check_computable(spec)
+        if device.type == "cuda":
+            self.capabilities |= Capability.ASYNCHRONOUS
         self._spec, self._kv, self._dtype, self._device = spec, kv, dtype, device
         num_places = count_places(device)
         reader = MatrixReader(weights, dtype, device, TileBook(num_places), is_exact)
@@ -77,32 +80,18 @@ class CudaProgram:
         self._prefill = None if is_exact else self._open_prefill()
 
     @torch.no_grad()
-    def forward(self, batch: ForwardBatch) -> FloatArray:
-        """Computes one step (`backends.base.Program.forward`)."""
-        self._refuse_trees(batch)
-        captured = self._run_captured(batch)
-        if captured is not None:
-            return _pick(captured.logits, batch.logit_rows)
-        logits: FloatArray = self._run(batch).cpu().numpy()
-        return logits
+    def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
+        """Computes one step (`backends.base.Program.step`); what is not wanted stays on the device.
 
-    @torch.no_grad()
-    def forward_best(self, batch: ForwardBatch) -> IntArray:
-        """Computes one step and moves one token per row instead of its logits (`backends.base.GreedyProgram`)."""
-        self._refuse_trees(batch)
-        captured = self._run_captured(batch)
+        A decode step that wants no hidden states is replayed (`cuda.graphs`). Hidden states are numbers of `dtype`.
+        """
+        self._check(wants)
+        if batch.parents is not None:
+            raise EngineError("the CUDA program computes no token trees yet; draft one sequence, or compute on the CPU")
+        captured = None if wants.hidden else self._run_captured(batch)
         if captured is not None:
-            return _pick(captured.largest, batch.logit_rows)
-        tokens: IntArray = find_largest(self._run(batch)).cpu().numpy()
-        return tokens
-
-    @torch.no_grad()
-    def forward_hidden(self, batch: ForwardBatch) -> FloatArray:
-        """Computes one step for its hidden states (`backends.base.HiddenProgram`), as numbers of `dtype`."""
-        self._refuse_trees(batch)
-        step, attention = self._prepare(batch)
-        hidden: FloatArray = self._compute_normed(step, attention).float().cpu().numpy()
-        return hidden
+            return _bring(wants, captured, batch.logit_rows)
+        return self._launch(batch, wants)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in every layer."""
@@ -123,16 +112,12 @@ class CudaProgram:
 
         return FlashInferAttention([layer.heads for layer in self._layers], self._kv, self._dtype, self._device)
 
-    def _refuse_trees(self, batch: ForwardBatch) -> None:
-        if batch.parents is not None:
-            raise EngineError("the CUDA program computes no token trees yet; draft one sequence, or compute on the CPU")
-
     def _run_captured(self, batch: ForwardBatch) -> GraphOutputs | None:
         """Replays a decode step, whose outputs have a row for every token; None if the step prefills or is too large."""
         is_decode = len(batch.token_ids) > 0 and bool((np.diff(batch.query_starts) == 1).all())
         if self._graphs is None or not is_decode:
             return None
-        self._check(batch)
+        self._check_positions(batch)
         works = self._attention.cut(batch)
         num_items = max(len(work.small) for work in works.values())
         num_joins = max(len(work.joins) for work in works.values())
@@ -141,19 +126,28 @@ class CudaProgram:
             return None
         return self._graphs.run(padded_arrays(batch, works, self._kv.block_size, padding), padding)
 
-    def _run(self, batch: ForwardBatch) -> Tensor:
-        """Launches a step kernel by kernel and returns logits [num_logits, vocab]."""
+    def _launch(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
+        """Computes a step kernel by kernel; the head only where something of it is wanted."""
         if len(batch.token_ids) == 0:
-            return torch.empty(0, self._spec.vocab_size)
-        return self._compute(*self._prepare(batch))
+            return StepOutput(logits=np.empty((0, self._spec.vocab_size), np.float32))
+        output, normed = StepOutput(), self._compute_normed(*self._prepare(batch))
+        if wants.hidden:
+            output.hidden = normed.float().cpu().numpy()
+        if wants.logits or wants.greedy:
+            logits = self._compute_logits(normed)
+            if wants.logits:
+                output.logits = logits.cpu().numpy()
+            else:
+                output.tokens = find_largest(logits).cpu().numpy()
+        return output
 
     def _prepare(self, batch: ForwardBatch) -> tuple[StepInputs, AttentionKernels]:
         """Moves the arrays of a step that is not captured, and readies what attends in it."""
-        self._check(batch)
+        self._check_positions(batch)
         arrays = step_arrays(batch, self._attention.cut(batch), self._kv.block_size)
         return self._unpack(self._courier.send(arrays)), self._attention_for(batch)
 
-    def _check(self, batch: ForwardBatch) -> None:
+    def _check_positions(self, batch: ForwardBatch) -> None:
         if int(batch.positions.max()) >= self._num_positions:
             raise EngineError(f"a step reaches past position {self._num_positions - 1}, the last that the program can turn to")
 
@@ -169,16 +163,18 @@ class CudaProgram:
         return self._attention
 
     def _compute_captured(self, parts: list[Tensor]) -> GraphOutputs:
-        """As `_compute`, for every token, with the outputs where every captured step leaves them."""
-        logits = self._compute(self._unpack(parts), self._attention)
+        """Launches every kernel of a step for every token, with the outputs where every captured step leaves them.
+
+        All that it reads is on the device.
+        """
+        logits = self._compute_logits(self._compute_normed(self._unpack(parts), self._attention))
         outputs = GraphOutputs(self._outputs.logits[: len(logits)], self._outputs.largest[: len(logits)])
         outputs.logits.copy_(logits)
         outputs.largest.copy_(find_largest(logits))
         return outputs
 
-    def _compute(self, step: StepInputs, attention: AttentionKernels) -> Tensor:
-        """Launches every kernel of a step and returns logits. All that it reads is on the device, so it can be captured."""
-        return self._head.multiply(self._compute_normed(step, attention), torch.float32)
+    def _compute_logits(self, normed: Tensor) -> Tensor:
+        return self._head.multiply(normed, torch.float32)
 
     def _compute_normed(self, step: StepInputs, attention: AttentionKernels) -> Tensor:
         """Launches every kernel before the head, and returns what it reads, [num_logits, hidden]."""
@@ -193,9 +189,11 @@ class CudaProgram:
         return normed.index_select(0, step.logit_rows)
 
 
-def _pick(outputs: Tensor, rows: IntArray) -> npt.NDArray[Any]:
-    """Moves a captured step's outputs to the host, and takes the rows that were asked for."""
-    return outputs.cpu().numpy()[rows]
+def _bring(wants: Wants, outputs: GraphOutputs, rows: IntArray) -> StepOutput:
+    """Moves what is wanted of a captured step to the host, and takes the rows that were asked for."""
+    if wants.logits:
+        return StepOutput(logits=outputs.logits.cpu().numpy()[rows])
+    return StepOutput(tokens=outputs.largest.cpu().numpy()[rows]) if wants.greedy else StepOutput()
 
 
 def angle_table(spec: RopeSpec, num_positions: int) -> Tensor:

@@ -1,0 +1,278 @@
+"""Steps of the sequences that generate: one way for all, in which a plain step verifies no drafts.
+
+Where nobody wants to see or change logits the program chooses tokens itself; else they are chosen from its logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends.base import GREEDY, Capability, FloatArray, ForwardBatch, IntArray, MaskArray, Program, StepOutput, Wants
+from cloister.runner.drafter_group import DrafterGroup
+from cloister.runner.drafters import NOTHING, VerifyFeedback
+from cloister.runner.inputs import ScheduledSequence, forward_batch, row_slices, split_scored
+from cloister.runner.logprobs import prompt_logprobs, sample_logprobs
+from cloister.runner.program_executor import ProgramExecutor
+from cloister.runner.sampling import NOT_FINITE, finite_rows, greedy_tokens
+from cloister.runner.state import BatchState, SequenceState
+from cloister.runner.verification import Verification, accept_drawn
+from cloister.types.errors import EngineError
+from cloister.types.step import Fork, Sample, StepResult
+
+BoolArray = npt.NDArray[np.bool_]
+_NOBODY: Final[AbstractSet[int]] = frozenset()
+
+
+class TokenGenerator:
+    """Computes sequences that sample, or are on their way there.
+
+    Args:
+        batch: the sequences.
+        drafting: told of forks, and of what a step said where it wants to know.
+    """
+
+    def __init__(
+        self, program: Program, batch: BatchState, drafting: DrafterGroup, *, vocab_size: int, block_size: int
+    ) -> None:
+        self._program = program
+        self._executor = ProgramExecutor(program, vocab_size)
+        self._batch = batch
+        self._block_size = block_size
+        self._drafting = drafting
+        self._drafts = len(drafting) > 0
+        self._can_show_hidden = drafting.wants_hidden and Capability.HIDDEN in program.capabilities
+
+    def run(self, live: list[ScheduledSequence], forks: list[Fork], result: StepResult) -> None:
+        """Computes a step of sequences that can go on, and adds what it brought to `result`."""
+        if not live:
+            self._start([], forks, {})
+            return
+        watched = self._find_watched(live, forks) if self._drafts else _NOBODY
+        if not (watched or self._batch.num_processed) or not self._reads_logits(live, watched):
+            seen = self._run_on_program(live, forks, watched, result)
+        else:
+            seen, runs = [], split_scored(live)
+            run_of = {part.plan.seq_id: number for number, run in enumerate(runs) for part in run}
+            for number, run in enumerate(runs):
+                own = [fork for fork in forks if run_of.get(fork.parent_id, 0) == number]
+                seen += self._run_from_logits(run, own, watched, result)
+        if seen:
+            self._drafting.observe(seen)
+
+    def _find_watched(self, live: Sequence[ScheduledSequence], forks: Sequence[Fork]) -> AbstractSet[int]:
+        """Returns the sequences of which drafters are to see the step; none in a step that they have no part in."""
+        plans = [part.plan for part in live]
+        if not self._drafting.wants(plans):
+            return _NOBODY
+        watched = {plan.seq_id for plan in plans if plan.is_watched or plan.num_drafts}
+        return watched | {fork.child_id for fork in forks if fork.parent_id in watched}
+
+    def _reads_logits(self, live: Sequence[ScheduledSequence], watched: AbstractSet[int]) -> bool:
+        """Whether there is a token that the program cannot choose by itself."""
+        if self._batch.num_processed and False in [part.state.is_unprocessed for part in live]:
+            return True
+        # drafts that were drawn by chance are accepted by chance, and a grammar goes on from token to token of a draft
+        return bool(watched) and any(
+            part.state.grammar is not None or (part.draft.probs is not None and not part.state.is_coupled) for part in live
+        )
+
+    def _start(
+        self, parts: Sequence[ScheduledSequence], forks: Sequence[Fork], rows: Mapping[int, slice]
+    ) -> list[Verification]:
+        """Returns a verification for each sequence that samples, forked children after their parents' like."""
+        found = {}
+        for part in parts:
+            if part.plan.num_samples:
+                root = rows[part.plan.seq_id].start + part.num_prompt_rows
+                found[part.plan.seq_id] = Verification(part.state, part.draft, root)
+        children = []
+        for fork in forks:
+            child = self._batch.fork(fork.parent_id, fork.child_id, fork.index)
+            if child.failure is None and fork.parent_id not in found:
+                raise EngineError(f"sequence {fork.parent_id} forks in a step in which it does not sample")
+            self._drafting.fork(fork.parent_id, fork.child_id)
+            if fork.parent_id in found:
+                children.append(Verification(child, NOTHING, found[fork.parent_id].root))
+        return [each for each in (*found.values(), *children) if each.state.failure is None]
+
+    def _finish(self, parts: Sequence[ScheduledSequence], verified: Sequence[Verification], result: StepResult) -> None:
+        self._keep_paths(parts, verified)
+        result.samples += [each.sample for each in verified if each.token_ids and each.state.failure is None]
+
+    def _keep_paths(self, parts: Sequence[ScheduledSequence], verified: Sequence[Verification]) -> None:
+        """Moves the KV of accepted drafts to where a chain would have it."""
+        trees = {part.plan.seq_id: part for part in parts if part.draft.parents is not None}
+        size, moves = self._block_size, []
+        for each in verified if trees else ():
+            part, slots = trees.get(each.state.seq_id), each.state.blocks
+            if part is not None:
+                moves += [[slots[p // size] * size + p % size for p in move] for move in each.moves(part)]
+        if moves:
+            self._program.move_positions(np.array(moves, np.int32))
+
+    # The program chooses
+
+    def _run_on_program(
+        self, live: Sequence[ScheduledSequence], forks: Sequence[Fork], watched: AbstractSet[int], result: StepResult
+    ) -> list[VerifyFeedback]:
+        batch = forward_batch(live, self._block_size)
+        if not watched and not forks:
+            # without drafts every token is taken as it comes: an object each would be a tenth of a step's Python
+            states = [part.state for part in live if part.plan.num_samples]
+            positions = batch.context_lens if len(states) == len(live) else None
+            result.samples = _append(states, self._choose(batch, states, None, positions).tokens.tolist())
+            return []
+        verified = self._start(live, forks, row_slices(live))
+        states = []
+        rows: list[int] = []
+        depths: list[int] = []
+        for each in verified:
+            count = 1 + len(each.draft.token_ids)
+            states += [each.state] * count
+            rows += range(each.root, each.root + count)
+            depths += each.draft.depths
+        positions = np.array([len(state.tokens) for state in states], np.int32) + np.array(depths, np.int32)
+        output = self._choose(
+            batch, states, np.array(rows, np.int32), positions, watched, shows_hidden=self._shows(live, watched)
+        )
+        tokens, first, seen = output.tokens.tolist(), 0, []
+        for each in verified:
+            own = slice(first, first + 1 + len(each.draft.token_ids))
+            each.follow(tokens[own])
+            if each.token_ids and each.state.seq_id in watched:
+                seen.append(each.feedback(output.tokens[own], output))
+            first = own.stop
+        self._finish(live, verified, result)
+        return seen
+
+    def _shows(self, live: Sequence[ScheduledSequence], watched: AbstractSet[int]) -> bool:
+        """Whether drafters are to see hidden states of a step."""
+        return self._can_show_hidden and bool(watched) and any(part.plan.is_watched for part in live)
+
+    def _choose(
+        self,
+        batch: ForwardBatch,
+        states: list[SequenceState],
+        rows: IntArray | None,
+        positions: IntArray | None,
+        watched: AbstractSet[int] = _NOBODY,
+        *,
+        shows_hidden: bool = False,
+    ) -> StepOutput:
+        """Computes a step in which the program chooses a token for each of `states`, greedily where that is all they want.
+
+        What grammars let follow is found while the program computes, so it is asked for after that.
+
+        Args:
+            rows: of logits, for each; None for all of the step's in their order.
+            positions: of the tokens; None for the one behind each sequence's last.
+        """
+        num_top = self._drafting.num_top if watched else 0
+        if not num_top and (self._batch.num_not_greedy == 0 or False not in [state.is_greedy for state in states]):
+            output = self._executor.step(batch, Wants(greedy=True, hidden=True) if shows_hidden else GREEDY)
+            if rows is not None:
+                output.tokens = output.tokens[rows]
+            return output
+        sampling = self._batch.sampling_metadata(
+            states, np.arange(len(states), dtype=np.int32) if rows is None else rows, positions
+        )
+        masks = None
+        if self._batch.num_guided and not all(state.grammar is None for state in states):
+            masks = partial(_stack_masks, states)
+        return self._executor.step(batch, Wants(sampling=sampling, masks=masks, num_top=num_top, hidden=shows_hidden))
+
+    # Tokens are chosen from logits
+
+    def _run_from_logits(
+        self, run: Sequence[ScheduledSequence], forks: Sequence[Fork], watched: AbstractSet[int], result: StepResult
+    ) -> list[VerifyFeedback]:
+        rows = row_slices(run)
+        wants = Wants(logits=True, num_top=self._drafting.num_top if watched else 0, hidden=self._shows(run, watched))
+        output = self._executor.step(forward_batch(run, self._block_size), wants)
+        finite = finite_rows(output.logits)
+        for part in run:
+            first = rows[part.plan.seq_id].start
+            if not finite[first : first + part.num_prompt_rows + part.plan.num_samples].all():
+                part.state.failure = NOT_FINITE
+        result.prompt_logprobs |= prompt_logprobs([part for part in run if part.num_prompt_rows], rows, output.logits)
+        going = verified = self._start(run, forks, rows)
+        while going:
+            going = self._advance(going, output.logits, finite)
+        self._finish(run, verified, result)
+        return _see([each for each in verified if each.state.seq_id in watched], output)
+
+    def _advance(self, going: list[Verification], logits: FloatArray, finite: BoolArray) -> list[Verification]:
+        """Takes one more token on each way; returns those that go on, each through a draft that foresaw its token."""
+        for each in going:
+            if not finite[each.row]:
+                each.state.failure = NOT_FINITE
+        going = [each for each in going if each.state.failure is None]
+        if not going:
+            return []
+        states, rows = [each.state for each in going], [each.row for each in going]
+        sampling = self._batch.sampling_metadata(states, rows)
+        tokens = np.empty(len(going), np.int64)
+        children: list[int | None] = [None] * len(going)
+        coupled = [place for place, each in enumerate(going) if each.is_coupled]
+        if coupled:
+            own = [states[place] for place in coupled]
+            tokens[coupled] = self._executor.process_and_sample(logits, own, sampling[coupled])
+            for place in coupled:
+                children[place] = going[place].child_of(int(tokens[place]))
+        if len(coupled) < len(going):
+            drawn = sorted(set(range(len(going))).difference(coupled))
+            found = accept_drawn([going[place] for place in drawn], logits[[rows[place] for place in drawn]], sampling[drawn])
+            for place, (child, token) in zip(drawn, found, strict=True):
+                children[place], tokens[place] = child, token
+        entries = sample_logprobs(states, rows, logits, tokens)
+        chosen = zip(going, tokens.tolist(), children, strict=True)
+        return [each for place, (each, token, child) in enumerate(chosen) if each.take(token, child, entries.get(place))]
+
+
+def _append(states: list[SequenceState], tokens: list[int]) -> list[Sample]:
+    """Gives each sequence the token that the program chose; -1 says that there is none."""
+    samples = []
+    for state, token in zip(states, tokens, strict=True):
+        if token < 0:
+            state.failure = (state.grammar and state.grammar.failure) or NOT_FINITE
+            continue
+        if state.grammar is None:
+            state.tokens.append(token)
+        else:
+            state.append(token)
+            if state.failure is not None:
+                continue
+        samples.append(Sample(state.seq_id, [token]))
+    return samples
+
+
+def _stack_masks(states: list[SequenceState]) -> MaskArray:
+    """Returns what each sequence may choose, [len(states), num_words]; all of it for one without a grammar."""
+    masks = [None if state.grammar is None else state.grammar.mask() for state in states]
+    if len(masks) == 1 and masks[0] is not None:
+        return masks[0][None]
+    num_words = next(mask.size for mask in masks if mask is not None)
+    stacked = np.full((len(masks), num_words), 0xFFFFFFFF, np.uint32)
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            stacked[row] = mask
+    return stacked
+
+
+def _see(verified: Sequence[Verification], output: StepOutput) -> list[VerifyFeedback]:
+    """Returns what drafters are to see of a step of which there are logits: off the path, what is most likely."""
+    verified = [each for each in verified if each.token_ids and each.state.failure is None]
+    if not verified:
+        return []
+    best, seen = greedy_tokens(output.logits).astype(np.int32), []
+    for each in verified:
+        chosen = best[each.root : each.root + 1 + len(each.draft.token_ids)].copy()
+        chosen[[0, *[place + 1 for place in each.path]]] = each.token_ids
+        seen.append(each.feedback(chosen, output))
+    return seen
