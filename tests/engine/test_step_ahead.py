@@ -23,7 +23,7 @@ LONG_S = 5.0
 
 def outcome(replica: Replica, requests: list[Request]) -> list[tuple[list[str], list[FinishReason], int]]:
     for request in requests:
-        replica.core.inbox.put(Submit(request))
+        replica.core.input_queue.put(Submit(request))
     outputs, _ = replica.drive()
     replica.scheduler.pool.check()
     return [
@@ -93,7 +93,7 @@ def test_the_tokens_of_a_step_are_read_while_the_next_one_runs(model_path: Path)
         return check(plan, result)
 
     replica.core._runner.run, replica.core._output.check = watched_run, watched_check  # type: ignore[method-assign, assignment]
-    replica.core.inbox.put(Submit(make_request(max_tokens=3)))
+    replica.core.input_queue.put(Submit(make_request(max_tokens=3)))
     replica.drive()
     assert waited == [True]
 
@@ -110,10 +110,10 @@ def test_answers_are_those_of_one_step_at_a_time(model_path: Path, num_blocks: i
 def test_a_request_that_is_aborted_while_its_step_runs_ends_once_and_leaves_nothing(model_path: Path, num_steps: int) -> None:
     replica = make_replica(model_path, overlaps=True)
     request, other = make_request("leaves", n=2, max_tokens=50, prompt_logprobs=0), make_request("stays", max_tokens=9)
-    replica.core.inbox.put(Submit(request))
-    replica.core.inbox.put(Submit(other))
+    replica.core.input_queue.put(Submit(request))
+    replica.core.input_queue.put(Submit(other))
     events = [event for _ in range(num_steps) if (brought := replica.core.step()) is not None for event in brought.events]
-    replica.core.inbox.put(Abort(request.request_id))
+    replica.core.input_queue.put(Abort(request.request_id))
     outputs, more = replica.drive()
     assert [event.last for event in ended_events([*events, *more], request)] == [False, True]
     assert ends(outputs, other) == [FinishReason.LENGTH]
@@ -159,7 +159,7 @@ def test_tokens_that_cannot_be_read_wait_for_the_step_that_runs_before_its_block
     replica.scheduler.fail = watched_fail  # type: ignore[method-assign]
     check, replica.core._output.check = replica.core._output.check, break_off  # type: ignore[method-assign, assignment]
     request = make_request(max_tokens=20)
-    replica.core.inbox.put(Submit(request))
+    replica.core.input_queue.put(Submit(request))
     brought = replica.core.step()
     assert ends_of == ["step", "fail"]
     assert brought is not None
@@ -195,11 +195,11 @@ def test_no_adapter_is_loaded_while_a_step_runs(model_path: Path) -> None:
     replica = make_replica(
         model_path, overlaps=True, wrap=lambda r: SteppedRunner(r, before=slow), adapters=AdapterRegister(host, [])
     )
-    replica.core.inbox.put(Submit(make_request(max_tokens=20)))
+    replica.core.input_queue.put(Submit(make_request(max_tokens=20)))
     for number in range(4):
         replica.core.step()
         assert running.wait(LONG_S)
-        replica.core.inbox.put(LoadAdapter(f"key{number}", f"name{number}", "nowhere"))
+        replica.core.input_queue.put(LoadAdapter(f"key{number}", f"name{number}", "nowhere"))
     replica.drive()
     assert host.saw == [False] * 4
 
