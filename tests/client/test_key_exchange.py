@@ -47,20 +47,20 @@ def make_rings_older(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def world_of_older_nodes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    world = World(directory / "house")
+    world = World(directory / "cloud")
     make_rings_older(monkeypatch)
-    asyncio.run(world.house.enter(NODES))
+    asyncio.run(world.cloud.enter(NODES))
     yield world
-    world.house.close()
+    world.cloud.close()
 
 
 @pytest.fixture
 def older_world(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     make_rings_older(monkeypatch)
-    world = World(directory / "house")
-    asyncio.run(world.house.enter(NODES))
+    world = World(directory / "cloud")
+    asyncio.run(world.cloud.enter(NODES))
     yield world
-    world.house.close()
+    world.cloud.close()
 
 
 def sent_kems(world: World) -> list[int]:
@@ -154,11 +154,11 @@ def test_a_client_seals_to_the_keys_in_the_evidence_where_the_epoch_leaves_them_
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cloister.privacy.transparency.epoch.MAX_EPOCH_BYTES", 4500)
-    world = World(directory / "house")
-    asyncio.run(world.house.enter(NODES))
+    world = World(directory / "cloud")
+    asyncio.run(world.cloud.enter(NODES))
     session = world.session(policy=ASKED)
     assert ask_once(world, session).json() == {"ok": True}
-    world.house.close()
+    world.cloud.close()
     assert session.believed is not None
     assert {node.keys for node in session.believed.epoch.nodes} == {b""}
 
