@@ -155,7 +155,8 @@ def test_whoever_hangs_up_cancels_the_request_on_the_node(cloud: LoopbackCloud, 
     headers = {"content-type": CHUNKED.request_type}
     inner.go.release()
     with http.stream("POST", cloud.relay_url, content=sealed, headers=headers) as reply:
-        next(reply.iter_raw())
+        pieces = reply.iter_raw()  # which closes the connection when it is forgotten
+        next(pieces)
         assert inner.started.is_set()
         assert not inner.cancelled.is_set()
     assert inner.cancelled.wait(5), "the node goes on computing for nobody"
