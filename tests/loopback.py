@@ -188,7 +188,7 @@ class LoopbackNetwork:
         return self._upstreams[-1]
 
     def carrier(self) -> httpx.AsyncBaseTransport:
-        return httpx.AsyncHTTPTransport(verify=self._tls)
+        return httpx.AsyncHTTPTransport(verify=self._tls or True)
 
     def close(self) -> None:
         """Ends every server; each has to end in time."""

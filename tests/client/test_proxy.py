@@ -14,7 +14,7 @@ import pytest
 
 from cloister.client import AsyncSealedTransport, Session
 from cloister.client.proxy import Proxy, proxy_app
-from cloister.client.receipt_folder import ReceiptFolder
+from cloister.client.receipts import ReceiptFolder
 from cloister.client.verify_receipt import Shown, verify_receipt
 from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.receipts.claims import read_jws

@@ -27,7 +27,7 @@ from cloister.privacy.sealing import (
     UnsealError,
     header_bytes,
 )
-from cloister.sealed.receipts import AnswerEnding
+from cloister.sealed.sealed_reply import AnswerEnding
 from cloister.sealed.unsealing import LocalUnsealer
 from cloister.types.errors import PolicyError
 from tests.client.test_letter import GATEWAY, NODE, NODE_ENTRY, NOW, ask, epoch_of, open_request

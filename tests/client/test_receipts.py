@@ -13,7 +13,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.client import SealedTransport
-from cloister.client.receipt_folder import ReceiptFolder
+from cloister.client.receipts import ReceiptFolder
 from cloister.client.verify_receipt import Shown, verify_receipt
 from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.receipts.claims import read_jws

@@ -97,7 +97,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     from cloister.privacy.attestation.configuration import describe_settings
     from cloister.privacy.shape import shape_of
     from cloister.sealed.attesting import check_prefixes, open_announcer, read_attesting
-    from cloister.sealed.secret_files import read_secret
+    from cloister.sealed.peers import read_secret
     from cloister.sealed.workers.key_service import KeyServiceBoot
     from cloister.sealed.workers.site import WAITING_WORKERS, WORKER_ENTRY, worker_site
     from cloister.sealed.workers.worker_pool import WorkerPool, start_module

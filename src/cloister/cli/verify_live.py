@@ -150,7 +150,7 @@ def _chance(settings: AuditSettings, membership: Membership, requests: int, test
 
 
 def _level() -> float:
-    from cloister.client.routing.verdict import HONEST_ABOVE
+    from cloister.client.routing.hypotheses import HONEST_ABOVE
 
     return HONEST_ABOVE
 

@@ -16,19 +16,16 @@ from types import MappingProxyType
 import msgspec
 
 from cloister.client.asking import Ask, Reply, Step
-from cloister.client.buying import Buyer, signed_budget, signing_key
+from cloister.client.buying import Buyer, Wallet, signed_budget, signing_key
 from cloister.client.draw import Below, draw
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError
 from cloister.client.issuer_record import IssuerRecord, beside
-from cloister.client.judging import fill_policy, judge_node, refuse_shared_chips
-from cloister.client.key_exchange import check_gateway
+from cloister.client.judging import check_gateway, fill_policy, judge_node, refuse_shared_chips
 from cloister.client.letter import Letter, write_letter
 from cloister.client.limits import Limits, hold_to_limits
 from cloister.client.receipts import Keep, ReceiptOrder, order_receipt
 from cloister.client.restocking import PurchasePlan
-from cloister.client.shared_view import MOST_TRIES, SharedView
-from cloister.client.state import state_file
-from cloister.client.wallet import Wallet
+from cloister.client.shared_view import MOST_TRIES, SharedView, state_file
 from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES, read_evidence, read_statement
 from cloister.privacy.sealing import HttpRequest

@@ -31,13 +31,13 @@ from cloister.privacy.sealing import (
 )
 from cloister.privacy.tokens import AcceptedKey
 from cloister.privacy.tokens.paid import BUDGET_FIELD
-from cloister.sealed.dates import check_date
 from cloister.sealed.exchange import (
     BODY_TIMEOUT_S,
     MAX_REQUEST_BYTES,
     Body,
     GoneError,
     Outgoing,
+    check_date,
     media_type,
     run_while_there,
 )

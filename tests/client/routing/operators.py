@@ -13,9 +13,8 @@ import httpx
 import msgspec
 
 from cloister.client.routing.adversary import SteeringBook
-from cloister.client.routing.attack import Attack
 from cloister.client.routing.cloud import GATEWAY, ISSUER, Node, SealedCloud, current_user
-from cloister.client.routing.records import Spell
+from cloister.client.routing.records import Attack, Spell
 from cloister.privacy.tokens import Issuer, KeyShelf
 from cloister.privacy.tokens.paid import BUDGET_FIELD
 from cloister.privacy.transparency.bundle import EpochBundle, encode_bundle, parse_bundle

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from cloister.client.routing.attack import Attack
 from cloister.client.routing.cloud import MakeBook, SealedCloud, current_user
+from cloister.client.routing.records import Attack
 from cloister.sealed.nodes import NodeBook
 from cloister.sealed.upstream import Upstream
 

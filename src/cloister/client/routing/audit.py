@@ -16,12 +16,12 @@ import httpx
 
 from cloister.client.asking import DEADLINE_S
 from cloister.client.asynchronous import AsyncSealedTransport
+from cloister.client.buying import BATCH
 from cloister.client.draw import MAX_DRAWS
 from cloister.client.errors import FinalRefusalError, NoAnswerError, RelayUnreachableError, SealedError
 from cloister.client.routing.records import Sent, Spell, TrialLog
 from cloister.client.session import WELL_KNOWN, Session
 from cloister.client.tries import DRAWN
-from cloister.client.wallet import BATCH
 from cloister.privacy.attestation import Outcome
 from cloister.privacy.tokens.issuance import DIRECTORY_PATH
 from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES, parse_bundle

@@ -47,7 +47,7 @@ from cloister.privacy.transparency.publisher import Contents, Publisher
 from cloister.privacy.transparency.release import Release, release_entry
 from cloister.privacy.transparency.trust import Trust
 from cloister.privacy.transparency.witness import Witness
-from cloister.sealed.dates import REPLAY_WINDOW_S
+from cloister.sealed.exchange import REPLAY_WINDOW_S
 from cloister.sealed.gateway import GatewayConfig, gateway_app
 from cloister.sealed.issuer import issuer_app
 from cloister.sealed.issuer_file import sign_keys

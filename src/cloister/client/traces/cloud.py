@@ -23,11 +23,10 @@ import httpx
 
 from cloister.client.answer import Answer
 from cloister.client.asking import Ask, Reply
-from cloister.client.buying import Buyer, signed_budget
+from cloister.client.buying import LOW, Buyer, Wallet, signed_budget
 from cloister.client.letter import strip_request, write_letter
 from cloister.client.traces.node import RunningProgram, SealedNode
 from cloister.client.traces.sealing import KEYS_PATH
-from cloister.client.wallet import LOW, Wallet
 from cloister.privacy.credentials import Credentials
 from cloister.privacy.keyfile import write_credentials
 from cloister.privacy.residue.processes import Process

@@ -2,21 +2,120 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from starlette.types import ASGIApp, Message
+
 from cloister.engine.linked import LinkedEngine
 from cloister.privacy import Gate, Policy, hardening, read_credentials
-from cloister.privacy.sealing import NODE_KEY_LIFE_S, KeyRing, Receiver, ReplayCache
+from cloister.privacy.sealing import (
+    CHUNKED,
+    NODE_KEY_LIFE_S,
+    HttpRequest,
+    KeyConfiguration,
+    KeyRing,
+    Receiver,
+    ReplayCache,
+    RequestHead,
+    bucket_bytes,
+    encode_request,
+    seal_chunked_request,
+)
+from cloister.sealed.gateway import NODE_PATH
 from cloister.sealed.node import NodeConfig, node_app
 from cloister.sealed.serving import Lifespan
 from cloister.sealed.unsealing import LocalUnsealer
 from cloister.sealed.workers.remote import RemoteUnsealer
-from cloister.sealed.workers.serving import NodeServing
+from cloister.sealed.workers.wire import BodyPiece, Gone, Head, frame, from_asgi, receive_for_worker, to_scope
 from cloister.sealed.workers.zygote import ZygoteBoot
 from cloister.server.app import create_app
 from cloister.text import ChatTemplate, Tokenizer
+
+_LIMIT_BYTES = 2**20
+_REHEARSED = (
+    ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}'),
+    ("/v1/completions", b'{"prompt": "Hello", "max_tokens": 4, "stream": true}'),
+    ("/v1/embeddings", b'{"input": "Hello"}'),
+    ("/v1/chat/completions", b'{"messages": 1}'),
+)
+"""Requests of nobody's, sealed to a key that is dropped; those that need the engine end with an error, as there is none yet."""
+
+
+class NodeServing:
+    """Serves one exchange on the application of a node.
+
+    Args:
+        node: opens and seals (`sealed.node.node_app`).
+        rehearsal: the same with a key of its own, to which `configuration` belongs; it is dropped after the warm-up.
+        close: closes this process when it has all that it needs.
+    """
+
+    def __init__(
+        self,
+        node: ASGIApp,
+        engine: LinkedEngine,
+        unsealer: RemoteUnsealer,
+        rehearsal: ASGIApp,
+        configuration: KeyConfiguration,
+        close: Callable[[], None],
+    ) -> None:
+        self._node = node
+        self._engine = engine
+        self._unsealer = unsealer
+        self._rehearsal: tuple[ASGIApp, KeyConfiguration] | None = (rehearsal, configuration)
+        self.close = close
+
+    async def warm_up(self) -> None:
+        assert self._rehearsal is not None
+        app, configuration = self._rehearsal
+        for path, body in _REHEARSED:
+            head = RequestHead("POST", "https", "localhost", path, ((b"content-type", b"application/json"),))
+            message = encode_request(HttpRequest(head, body))
+            sealed, _ = seal_chunked_request(configuration, message.ljust(bucket_bytes(len(message)), b"\0"))
+            messages: list[Message] = [{"type": "http.request", "body": sealed, "more_body": False}]
+
+            async def receive(messages: list[Message] = messages) -> Message:
+                return messages.pop() if messages else await _never()
+
+            async def send(message: Message) -> None:
+                pass
+
+            await app(to_scope(Head("POST", NODE_PATH, [(b"content-type", CHUNKED.request_type.encode())])), receive, send)
+        self._rehearsal = None
+
+    async def serve(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=front, limit=_LIMIT_BYTES)
+        await self._engine.attach(engine)
+        self._unsealer.attach(key_service)
+        head = await receive_for_worker(reader)
+        if not isinstance(head, Head):
+            return
+
+        async def receive() -> Message:
+            match await receive_for_worker(reader):
+                case BodyPiece(body, more):
+                    return {"type": "http.request", "body": body, "more_body": more}
+                case Gone() | None | _:
+                    return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            writer.write(frame(from_asgi(message)))
+            await writer.drain()
+
+        await self._node(to_scope(head), receive, send)
+        writer.close()
+        await writer.wait_closed()
+
+
+async def _never() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError("an event that nobody sets was set")
+
 
 WORKER_PACKAGES: Final = tuple(f"cloister.{room}" for room in ("server", "sealed", "privacy", "engine", "text", "types"))
 LATE_MODULES: Final = ("anyio._backends._asyncio", "pydantic._internal._dataclasses", "llguidance")
