@@ -15,9 +15,9 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from cloister.client import buying
-from cloister.client.asking import Ask, Reply
 from cloister.client.buying import Buyer
 from cloister.client.errors import NoTokensError
+from cloister.client.protocol import Ask, Reply
 from cloister.privacy.sealing import KEMS, X25519, HttpRequest, RequestHead, parse_keys
 from cloister.privacy.tokens import Token, authorization
 from cloister.privacy.tokens.issuance import Pending

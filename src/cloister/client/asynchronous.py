@@ -10,11 +10,11 @@ import anyio
 import httpx
 
 from cloister.client.answer import Answer, BrokenAnswerError
-from cloister.client.asking import DEADLINE_S, Ask, Reply, Step, too_long, unreachable
 from cloister.client.draw import MAX_DRAWS
 from cloister.client.errors import FailedTryError, SealedError
 from cloister.client.letter import strip_request
 from cloister.client.padding import AsyncPaddingReader
+from cloister.client.protocol import DEADLINE_S, Ask, Reply, Step, too_long, unreachable
 from cloister.client.restocking import AsyncRestocker
 from cloister.client.session import PreparedRequest, Session
 from cloister.client.tries import CUT_OFF, Tries, is_answer, read_timeouts, refuse_reply, to_fields, to_request, to_response

@@ -15,7 +15,6 @@ from types import MappingProxyType
 
 import msgspec
 
-from cloister.client.asking import Ask, Reply, Step
 from cloister.client.buying import Buyer, Wallet, signed_budget, signing_key
 from cloister.client.draw import Below, draw
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError
@@ -23,6 +22,7 @@ from cloister.client.issuer_record import IssuerRecord, beside
 from cloister.client.judging import check_gateway, fill_policy, judge_node, refuse_shared_chips
 from cloister.client.letter import Letter, write_letter
 from cloister.client.limits import Limits, hold_to_limits
+from cloister.client.protocol import Ask, Reply, Step
 from cloister.client.receipts import Keep, ReceiptOrder, order_receipt
 from cloister.client.restocking import PurchasePlan
 from cloister.client.shared_view import MOST_TRIES, SharedView, state_file

@@ -7,7 +7,6 @@ from typing import NoReturn
 import httpx
 
 from cloister.client.answer import Answer, read_message
-from cloister.client.asking import DEADLINE_S
 from cloister.client.errors import (
     EvidenceRefusedError,
     FailedTryError,
@@ -16,6 +15,7 @@ from cloister.client.errors import (
     RepeatedRequestError,
     SealedError,
 )
+from cloister.client.protocol import DEADLINE_S
 from cloister.client.session import PreparedRequest
 from cloister.privacy.attestation import Outcome
 from cloister.privacy.sealing import CHUNKED, Fields
