@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from cloister.client import AsyncSealedTransport, NoTokensError, SealedTransport, Session
-from cloister.client.buying import BATCH, LOW
 from cloister.client.restocking import MOST_LOW, SPREAD_S, PurchasePlan
+from cloister.client.token_purchase import BATCH, LOW
 from tests.client.test_transport import NODES, PURCHASE, World
 from tests.sealed_cloud import LoopbackCloud
 

@@ -22,9 +22,9 @@ from cloister.client import (
     RepeatedRequestError,
     Session,
 )
-from cloister.client.buying import BATCH
 from cloister.client.routing.cloud import ISSUER, RELAY, CloudConfig, SealedCloud
 from cloister.client.routing.records import Spell
+from cloister.client.token_purchase import BATCH
 from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.transparency.asking import NearWitness
 from cloister.privacy.transparency.publisher import Publisher

@@ -14,10 +14,10 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cloister.client import buying
-from cloister.client.buying import Buyer
+from cloister.client import token_purchase
 from cloister.client.errors import NoTokensError
 from cloister.client.protocol import Ask, Reply
+from cloister.client.token_purchase import Buyer
 from cloister.privacy.sealing import KEMS, X25519, HttpRequest, RequestHead, parse_keys
 from cloister.privacy.tokens import Token, authorization
 from cloister.privacy.tokens.issuance import Pending
@@ -115,8 +115,8 @@ def test_a_token_bought_through_the_relay_is_spent_and_nobody_on_the_way_saw_key
 ) -> None:
     caplog.set_level(logging.DEBUG)
     made: list[Pending] = []
-    draw = buying.request_tokens
-    monkeypatch.setattr(buying, "request_tokens", lambda *given: made.append(draw(*given)) or made[-1])  # type: ignore[func-returns-value]
+    draw = token_purchase.request_tokens
+    monkeypatch.setattr(token_purchase, "request_tokens", lambda *given: made.append(draw(*given)) or made[-1])  # type: ignore[func-returns-value]
     tokens = market.buy(market.buyer())
     cloud = market.cloud
     answer = ask(
@@ -291,7 +291,9 @@ def test_a_purchase_that_does_not_arrive_ends_the_wait_at_the_issuer(market: Mar
 def test_a_client_that_asks_for_post_quantum_encryption_shows_no_api_key_to_an_issuer_without(
     market: Market, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buying, "parse_keys", lambda keys: [one for one in parse_keys(keys) if one.kem_id == X25519.kem_id])
+    monkeypatch.setattr(
+        token_purchase, "parse_keys", lambda keys: [one for one in parse_keys(keys) if one.kem_id == X25519.kem_id]
+    )
     market.buy(market.buyer())  # who does not ask for it is served
     asker = market.buyer()
     asker._needs_post_quantum = True

@@ -15,7 +15,6 @@ from types import MappingProxyType
 
 import msgspec
 
-from cloister.client.buying import Buyer, Wallet, signed_budget, signing_key
 from cloister.client.draw import Below, draw
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError
 from cloister.client.issuer_record import IssuerRecord, beside
@@ -26,6 +25,7 @@ from cloister.client.protocol import Ask, Reply, Step
 from cloister.client.receipts import Keep, ReceiptOrder, order_receipt
 from cloister.client.restocking import PurchasePlan
 from cloister.client.shared_view import MOST_TRIES, SharedView, state_file
+from cloister.client.token_purchase import Buyer, Wallet, signed_budget, signing_key
 from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES, read_evidence, read_statement
 from cloister.privacy.sealing import HttpRequest

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from cloister.cli import app
 from cloister.client import Limits, NoTokensError, Session
-from cloister.client.buying import BATCH
 from cloister.client.routing.audit import Audit, Auditor, AuditUser, Refusal, most_tokens
 from cloister.client.routing.charges import AuditVerdict, judge_audit
 from cloister.client.routing.cloud import RELAY, CloudConfig, SealedCloud, current_user
 from cloister.client.routing.timing import compare_times, rank_sum
+from cloister.client.token_purchase import BATCH
 from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.transparency.trust import encode_trust
 from tests.client.routing.operators import NODES, OPERATORS, Operator

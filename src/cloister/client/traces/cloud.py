@@ -22,9 +22,9 @@ from typing import Final
 import httpx
 
 from cloister.client.answer import Answer
-from cloister.client.buying import LOW, Buyer, Wallet, signed_budget
 from cloister.client.letter import strip_request, write_letter
 from cloister.client.protocol import Ask, Reply
+from cloister.client.token_purchase import LOW, Buyer, Wallet, signed_budget
 from cloister.client.traces.node import RunningProgram, SealedNode
 from cloister.client.traces.sealing import KEYS_PATH
 from cloister.privacy.credentials import Credentials

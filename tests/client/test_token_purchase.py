@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from cloister.client.buying import Buyer, Wallet, signed_budget, signing_key
 from cloister.client.errors import NoTokensError
 from cloister.client.protocol import Ask, Reply
+from cloister.client.token_purchase import Buyer, Wallet, signed_budget, signing_key
 from cloister.privacy.tokens import Token
 from cloister.privacy.tokens.blind_rsa import generate
 from cloister.privacy.tokens.names import challenge_between
