@@ -20,9 +20,9 @@ from cloister.client import AsyncSealedTransport, EpochRefusedError, Limits, Ses
 from cloister.client.judging import judge_node, refuse_shared_chips
 from cloister.client.limits import LATE_S, hold_to_limits
 from cloister.client.monitoring import MonitorState, load_state
+from cloister.client.report import tell_epoch
 from cloister.client.routing.records import Spell
 from cloister.client.shared_view import state_file
-from cloister.client.telling import tell_epoch
 from cloister.privacy.attestation import AttestationPolicy, Evidence, Findings, Outcome
 from cloister.privacy.attestation.cbor import encode_text
 from cloister.privacy.attestation.chips import name_chips
