@@ -10,6 +10,16 @@ import anyio
 import httpx
 
 from cloister.client.answer import Answer, BrokenAnswerError
+from cloister.client.attempts import (
+    CUT_OFF,
+    Attempts,
+    is_answer,
+    read_timeouts,
+    refuse_reply,
+    to_fields,
+    to_request,
+    to_response,
+)
 from cloister.client.draw import MAX_DRAWS
 from cloister.client.errors import FailedTryError, SealedError
 from cloister.client.letter import strip_request
@@ -17,7 +27,6 @@ from cloister.client.padding import AsyncPaddingReader
 from cloister.client.protocol import DEADLINE_S, Ask, Reply, Step, too_long, unreachable
 from cloister.client.restocking import AsyncRestocker
 from cloister.client.session import PreparedRequest, Session
-from cloister.client.tries import CUT_OFF, Tries, is_answer, read_timeouts, refuse_reply, to_fields, to_request, to_response
 from cloister.privacy.sealing import HttpRequest
 from cloister.types.errors import CloisterError
 
@@ -35,9 +44,9 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
         self._restocker = AsyncRestocker(self._restock)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        Tries.check_first(request)
+        Attempts.check_first(request)
         content = await request.aread()
-        tries = Tries(request)
+        tries = Attempts(request)
         while len(tries) < MAX_DRAWS:
             try:
                 ready = await self.prepare()
@@ -65,7 +74,7 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
         await self._carrier.aclose()
 
     async def _try_once(
-        self, request: httpx.Request, plain: HttpRequest, ready: PreparedRequest, tries: Tries
+        self, request: httpx.Request, plain: HttpRequest, ready: PreparedRequest, tries: Attempts
     ) -> httpx.Response:
         tries.draw(ready)
         letter = ready.seal(plain, self._session.now())

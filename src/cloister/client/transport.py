@@ -11,6 +11,16 @@ from typing import TypeVar
 import httpx
 
 from cloister.client.answer import Answer, BrokenAnswerError
+from cloister.client.attempts import (
+    CUT_OFF,
+    Attempts,
+    is_answer,
+    read_timeouts,
+    refuse_reply,
+    to_fields,
+    to_request,
+    to_response,
+)
 from cloister.client.draw import MAX_DRAWS
 from cloister.client.errors import FailedTryError, SealedError
 from cloister.client.letter import strip_request
@@ -18,7 +28,6 @@ from cloister.client.padding import PaddingReader
 from cloister.client.protocol import DEADLINE_S, Ask, Reply, Step, too_long, unreachable
 from cloister.client.restocking import Restocker
 from cloister.client.session import PreparedRequest, Session
-from cloister.client.tries import CUT_OFF, Tries, is_answer, read_timeouts, refuse_reply, to_fields, to_request, to_response
 from cloister.privacy.sealing import HttpRequest
 from cloister.types.errors import CloisterError
 
@@ -48,9 +57,9 @@ class SealedTransport(httpx.BaseTransport):
         self._restocker = Restocker(self._restock)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        Tries.check_first(request)
+        Attempts.check_first(request)
         content = request.read()
-        tries = Tries(request)
+        tries = Attempts(request)
         while len(tries) < MAX_DRAWS:
             try:
                 ready = self.prepare()
@@ -77,7 +86,7 @@ class SealedTransport(httpx.BaseTransport):
         self._padding.wait()
         self._carrier.close()
 
-    def _try_once(self, request: httpx.Request, plain: HttpRequest, ready: PreparedRequest, tries: Tries) -> httpx.Response:
+    def _try_once(self, request: httpx.Request, plain: HttpRequest, ready: PreparedRequest, tries: Attempts) -> httpx.Response:
         tries.draw(ready)
         letter = ready.seal(plain, self._session.now())
         posted = to_request(self._session.relay, letter.sealed, read_timeouts(request))

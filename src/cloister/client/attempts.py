@@ -27,12 +27,12 @@ RETRY_COUNT = "x-stainless-retry-count"
 SHOULD_RETRY = b"x-should-retry"
 """By which those SDKs are told whether to: each repetition would be further draws."""
 DRAWN = "cloister_drawn"
-"""Among a request's extensions, the nodes that were drawn for it (`Tries.drawn`)."""
+"""Among a request's extensions, the nodes that were drawn for it (`Attempts.drawn`)."""
 CUT_OFF = "what was received of it may be used, but it is not whole"
 HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade"})
 
 
-class Tries:
+class Attempts:
     """What was drawn for one request and why it failed.
 
     Args:
@@ -141,7 +141,7 @@ def read_timeouts(request: httpx.Request) -> dict[str, float]:
 
 
 def to_response(
-    answer: Answer, stream: httpx.SyncByteStream | httpx.AsyncByteStream, ready: PreparedRequest, tries: Tries
+    answer: Answer, stream: httpx.SyncByteStream | httpx.AsyncByteStream, ready: PreparedRequest, tries: Attempts
 ) -> httpx.Response:
     """Returns the node's response. `extensions["cloister"]` names the epoch and the nodes that were drawn; the last answers.
 
