@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from cloister.client.letter import strip_request, write_letter
+from cloister.client.envelope import strip_request, write_letter
 from cloister.privacy.sealing import (
     CHUNKED,
     KEMS,

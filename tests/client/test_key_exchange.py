@@ -11,10 +11,11 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+from tests.client.test_letter import GATEWAY, NODE_ENTRY, NOW, ask, epoch_of, open_request
 
 from cloister.client import EpochRefusedError, EvidenceRefusedError
+from cloister.client.envelope import write_letter
 from cloister.client.judging import judge_keys, judge_node
-from cloister.client.letter import write_letter
 from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
 from cloister.privacy.attestation.evidence import Statement, read_evidence, read_statement
 from cloister.privacy.attestation.policy_file import parse_policy
@@ -29,7 +30,6 @@ from cloister.privacy.sealing import (
     parse_keys,
 )
 from cloister.privacy.transparency.epoch import NodeEntry
-from tests.client.test_letter import GATEWAY, NODE_ENTRY, NOW, ask, epoch_of, open_request
 from tests.client.test_transport import NODES, Handler, World, ask_once
 from tests.client.test_transport import world as world
 from tests.privacy.transparency.world import World as Log

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.client.test_letter import GATEWAY, NODE, NODE_ENTRY, NOW, ask, epoch_of, open_request
 
 from cloister.client.answer import BrokenAnswerError
-from cloister.client.letter import Letter, write_letter
+from cloister.client.envelope import Letter, write_letter
 from cloister.client.receipts import ReceiptOrder, order_receipt
 from cloister.privacy.attestation.evidence import Statement
 from cloister.privacy.attestation.software import SoftwareAttester
@@ -30,7 +31,6 @@ from cloister.privacy.sealing import (
 from cloister.sealed.sealed_reply import AnswerEnding
 from cloister.sealed.unsealing import LocalUnsealer
 from cloister.types.errors import PolicyError
-from tests.client.test_letter import GATEWAY, NODE, NODE_ENTRY, NOW, ask, epoch_of, open_request
 
 PROFILE = "team"
 HELLO = b"hello"

@@ -16,10 +16,10 @@ from types import MappingProxyType
 import msgspec
 
 from cloister.client.draw import Below, draw
+from cloister.client.envelope import Letter, write_letter
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError
 from cloister.client.issuer_record import IssuerRecord, beside
 from cloister.client.judging import check_gateway, fill_policy, judge_node, refuse_shared_chips
-from cloister.client.letter import Letter, write_letter
 from cloister.client.limits import Limits, hold_to_limits
 from cloister.client.protocol import Ask, Reply, Step
 from cloister.client.receipts import Keep, ReceiptOrder, order_receipt

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from msgspec import UNSET
 
 from cloister.client.answer import read_message
+from cloister.client.envelope import write_date
 from cloister.client.errors import NoTokensError
-from cloister.client.letter import write_date
 from cloister.client.protocol import Ask, Reply, Step
 from cloister.privacy.sealing import (
     KeyConfiguration,

@@ -22,7 +22,7 @@ from typing import Final
 import httpx
 
 from cloister.client.answer import Answer
-from cloister.client.letter import strip_request, write_letter
+from cloister.client.envelope import strip_request, write_letter
 from cloister.client.protocol import Ask, Reply
 from cloister.client.token_purchase import LOW, Buyer, Wallet, signed_budget
 from cloister.client.traces.node import RunningProgram, SealedNode

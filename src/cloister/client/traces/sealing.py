@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from cloister.client.letter import strip_request
+from cloister.client.envelope import strip_request
 from cloister.privacy.sealing import (
     CHUNKED,
     Content,

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from cloister.client.answer import Answer, BrokenAnswerError, read_message
+from cloister.client.envelope import Letter, strip_request, write_letter
 from cloister.client.errors import FailedTryError, FinalRefusalError
-from cloister.client.letter import Letter, strip_request, write_letter
 from cloister.privacy.sealing import (
     CHUNKED,
     BinaryHttpWriter,
