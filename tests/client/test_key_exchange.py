@@ -15,7 +15,7 @@ from tests.client.test_letter import GATEWAY, NODE_ENTRY, NOW, ask, epoch_of, op
 
 from cloister.client import EpochRefusedError, EvidenceRefusedError
 from cloister.client.envelope import write_letter
-from cloister.client.judging import judge_keys, judge_node
+from cloister.client.node_verification import judge_keys, judge_node
 from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
 from cloister.privacy.attestation.evidence import Statement, read_evidence, read_statement
 from cloister.privacy.attestation.policy_file import parse_policy
@@ -195,7 +195,7 @@ def test_a_node_with_x25519_alone_fails_the_policy_that_asks_for_more_and_no_oth
 
 
 def test_a_client_without_ml_kem_that_asks_for_it_is_told_that_it_lacks_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloister.client.judging.KEMS", (X25519,))
+    monkeypatch.setattr("cloister.client.node_verification.KEMS", (X25519,))
     monkeypatch.setattr("cloister.privacy.sealing.configuration.KEMS", (X25519,))
     findings = Findings()
     judge_keys(findings, "the node", KeyRing(0.0).publish(), ASKED)

@@ -17,9 +17,9 @@ from msgspec import structs
 
 from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE
 from cloister.client import AsyncSealedTransport, EpochRefusedError, Limits, Session
-from cloister.client.judging import judge_node, refuse_shared_chips
 from cloister.client.limits import LATE_S, hold_to_limits
 from cloister.client.monitoring import MonitorState, load_state
+from cloister.client.node_verification import judge_node, refuse_shared_chips
 from cloister.client.report import tell_epoch
 from cloister.client.routing.records import Spell
 from cloister.client.shared_view import state_file
