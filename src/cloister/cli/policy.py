@@ -59,7 +59,7 @@ def list_entries() -> tuple[Entry, ...]:
     """Everything that this build has: what is registered by name, then what the rooms declare beside their code."""
     from cloister import kv, sched
     from cloister.backends.base import BACKENDS
-    from cloister.client.draw import DRAW_THREAT
+    from cloister.client.node_selection import DRAW_THREAT
     from cloister.runner.drafters import DRAFTERS
     from cloister.sched.policies import POLICIES
     from cloister.sched.speculation import SPECULATION_THREAT

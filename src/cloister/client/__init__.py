@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cloister.client.asynchronous import AsyncSealedTransport
-    from cloister.client.draw import MAX_DRAWS, bound_capture
     from cloister.client.errors import (
         EpochRefusedError,
         EvidenceRefusedError,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
         SealedError,
     )
     from cloister.client.limits import Limits
+    from cloister.client.node_selection import MAX_DRAWS, bound_capture
     from cloister.client.session import Session
     from cloister.client.transport import SealedTransport
 
@@ -47,12 +47,12 @@ __all__ = [
 ]
 
 _HOME = {
-    "MAX_DRAWS": "draw",
+    "MAX_DRAWS": "node_selection",
     "AsyncSealedTransport": "asynchronous",
     "SealedTransport": "transport",
     "Limits": "limits",
     "Session": "session",
-    "bound_capture": "draw",
+    "bound_capture": "node_selection",
 }
 
 

@@ -20,9 +20,9 @@ from cloister.client.attempts import (
     to_request,
     to_response,
 )
-from cloister.client.draw import MAX_DRAWS
 from cloister.client.envelope import strip_request
 from cloister.client.errors import FailedTryError, SealedError
+from cloister.client.node_selection import MAX_DRAWS
 from cloister.client.padding import AsyncPaddingReader
 from cloister.client.protocol import DEADLINE_S, Ask, Reply, Step, too_long, unreachable
 from cloister.client.restocking import AsyncRestocker

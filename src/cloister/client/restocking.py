@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import sniffio
 
-from cloister.client.draw import Below
+from cloister.client.node_selection import Below
 from cloister.client.token_purchase import LOW
 
 SPREAD_S: Final = 300.0

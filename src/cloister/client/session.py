@@ -15,11 +15,11 @@ from types import MappingProxyType
 
 import msgspec
 
-from cloister.client.draw import Below, draw
 from cloister.client.envelope import Letter, write_letter
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError
 from cloister.client.issuer_record import IssuerRecord, beside
 from cloister.client.limits import Limits, hold_to_limits
+from cloister.client.node_selection import Below, draw
 from cloister.client.node_verification import check_gateway, fill_policy, judge_node, refuse_shared_chips
 from cloister.client.protocol import Ask, Reply, Step
 from cloister.client.receipts import Keep, ReceiptOrder, order_receipt

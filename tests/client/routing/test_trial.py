@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from cloister.client.draw import MAX_DRAWS
+from cloister.client.node_selection import MAX_DRAWS
 from cloister.client.routing.adversary import make_adversary
 from cloister.client.routing.hypotheses import judge
 from cloister.client.routing.records import Attack, Spell, TrialLog

@@ -16,8 +16,8 @@ import httpx
 
 from cloister.client.asynchronous import AsyncSealedTransport
 from cloister.client.attempts import DRAWN
-from cloister.client.draw import MAX_DRAWS
 from cloister.client.errors import FinalRefusalError, NoAnswerError, RelayUnreachableError, SealedError
+from cloister.client.node_selection import MAX_DRAWS
 from cloister.client.protocol import DEADLINE_S
 from cloister.client.routing.records import Sent, Spell, TrialLog
 from cloister.client.session import WELL_KNOWN, Session
