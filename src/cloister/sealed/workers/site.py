@@ -22,7 +22,7 @@ from cloister.sealed.serving import Post, handlers
 from cloister.sealed.workers.figures import CONTENT_TYPE, Figures
 from cloister.sealed.workers.worker_pool import WorkerFront, WorkerPool
 
-WORKER_ENTRY: Final = "cloister.sealed.workers.building:build_worker"
+WORKER_ENTRY: Final = "cloister.sealed.workers.worker:build_worker"
 STALLED: Final = "requests wait and the engine makes no progress; it is replaced if that goes on"
 """Why a node is unavailable, where its processes run. The engine's own words have numbers of requests in them."""
 WAITING_WORKERS: Final = 64
