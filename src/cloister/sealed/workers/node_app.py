@@ -29,7 +29,7 @@ WAITING_WORKERS: Final = 64
 """Workers that may wait for the engine, beside those whose sequences run."""
 
 
-def worker_site(
+def worker_node_app(
     pool: WorkerPool,
     health: Callable[[], Health],
     *,
