@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from tests.client.test_letter import GATEWAY, NODE_ENTRY, NOW, ask, epoch_of, open_request
+from tests.client.test_envelope import GATEWAY, NODE_ENTRY, NOW, ask, epoch_of, open_request
 
 from cloister.client import EpochRefusedError, EvidenceRefusedError
 from cloister.client.envelope import write_letter

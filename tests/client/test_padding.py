@@ -16,7 +16,7 @@ from cloister.client.padding import AsyncPaddingReader, PaddingReader
 from cloister.client.transport import _Opened
 from cloister.privacy.sealing import ResponseHead
 from cloister.privacy.shape import Shaper, shape_of
-from tests.client.test_letter import Way, write
+from tests.client.test_envelope import Way, write
 
 TIMEOUT_S = 10.0
 

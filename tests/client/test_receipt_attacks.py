@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from tests.client.test_letter import GATEWAY, NODE, NODE_ENTRY, NOW, ask, epoch_of, open_request
+from tests.client.test_envelope import GATEWAY, NODE, NODE_ENTRY, NOW, ask, epoch_of, open_request
 
 from cloister.client.answer import BrokenAnswerError
 from cloister.client.envelope import Letter, write_letter
