@@ -11,10 +11,9 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from tests.client.test_envelope import GATEWAY, NODE_ENTRY, NOW, ask, epoch_of, open_request
 
 from cloister.client import EpochRefusedError, EvidenceRefusedError
-from cloister.client.envelope import write_letter
+from cloister.client.envelope import seal_for_node
 from cloister.client.node_verification import judge_keys, judge_node
 from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
 from cloister.privacy.attestation.evidence import Statement, read_evidence, read_statement
@@ -30,6 +29,7 @@ from cloister.privacy.sealing import (
     parse_keys,
 )
 from cloister.privacy.transparency.epoch import NodeEntry
+from tests.client.test_envelope import GATEWAY, NODE_ENTRY, NOW, ask, epoch_of, open_request
 from tests.client.test_transport import NODES, Handler, World, ask_once
 from tests.client.test_transport import world as world
 from tests.privacy.transparency.world import World as Log
@@ -76,9 +76,9 @@ def sent_kems(world: World) -> list[int]:
 
 
 def test_both_envelopes_of_a_request_are_sealed_with_x_wing() -> None:
-    letter = write_letter(ask(), NODE_ENTRY, epoch_of("open"), 'PrivateToken token="t"', NOW)
-    assert Header.parse(letter.sealed).kem_id == XWING.kem_id
-    outer, _ = open_request(GATEWAY, letter.sealed)
+    envelope = seal_for_node(ask(), NODE_ENTRY, epoch_of("open"), 'PrivateToken token="t"', NOW)
+    assert Header.parse(envelope.sealed).kem_id == XWING.kem_id
+    outer, _ = open_request(GATEWAY, envelope.sealed)
     assert Header.parse(outer.content).kem_id == XWING.kem_id
 
 

@@ -77,8 +77,8 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
         self, request: httpx.Request, plain: HttpRequest, ready: PreparedRequest, tries: Attempts
     ) -> httpx.Response:
         tries.draw(ready)
-        letter = ready.seal(plain, self._session.now())
-        posted = to_request(self._session.relay, letter.sealed, read_timeouts(request))
+        envelope = ready.seal(plain, self._session.now())
+        posted = to_request(self._session.relay, envelope.sealed, read_timeouts(request))
         tries.num_sent += 1
         try:
             reply = await self._carrier.handle_async_request(posted)
@@ -90,7 +90,7 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
             raise
         except httpx.TransportError as error:
             raise FailedTryError(f"the relay broke off ({type(error).__name__})") from None
-        stream = _Opened(reply, letter.answer, self._padding)
+        stream = _Opened(reply, envelope.answer, self._padding)
         try:
             if not is_answer(reply):
                 refuse_reply(reply.status_code, await stream.read_refusal())
@@ -99,7 +99,7 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
             with anyio.CancelScope(shield=True):
                 await reply.aclose()
             raise
-        return to_response(letter.answer, stream, ready, tries)
+        return to_response(envelope.answer, stream, ready, tries)
 
     async def _restock(self) -> None:
         with suppress(CloisterError):

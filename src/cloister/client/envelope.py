@@ -33,14 +33,14 @@ DATE_STEP_S = 60
 
 
 @dataclass(frozen=True)
-class Letter:
+class SealedEnvelope:
     """What goes to the relay, and what reads the answer."""
 
     sealed: bytes
     answer: Answer
 
 
-def write_letter(
+def seal_for_node(
     request: HttpRequest,
     node: NodeEntry,
     epoch: Epoch,
@@ -48,7 +48,7 @@ def write_letter(
     now: float,
     order: ReceiptOrder | None = None,
     budget: int | None = None,
-) -> Letter:
+) -> SealedEnvelope:
     """Seals a request to a node and, around it, to the gateway.
 
     Args:
@@ -57,7 +57,7 @@ def write_letter(
         epoch: names the gateway, and the profile that the answer's shape follows from.
         authorization: spends one token.
         now: Unix seconds; the date of both layers, which their receivers hold against their clocks.
-        order: for a receipt; None asks for none, in a letter of the same length.
+        order: for a receipt; None asks for none, in a envelope of the same length.
         budget: output tokens that the token pays for, which the node holds against what the gateway says; None names none.
 
     Raises:
@@ -77,7 +77,9 @@ def write_letter(
         choose_configuration(parse_keys(epoch.gateway.keys)), encode_request(HttpRequest(head, inner))
     )
     receipt = ReceiptReader(order, asked, inner_exchange) if order else None
-    return Letter(outer, Answer(outer_exchange, inner_exchange, shaped=shape_of(epoch.profile) is not None, receipt=receipt))
+    return SealedEnvelope(
+        outer, Answer(outer_exchange, inner_exchange, shaped=shape_of(epoch.profile) is not None, receipt=receipt)
+    )
 
 
 def strip_request(method: str, target: bytes, fields: Fields, content: bytes, now: float) -> HttpRequest:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from cloister.client.envelope import Letter, write_letter
+from cloister.client.envelope import SealedEnvelope, seal_for_node
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError
 from cloister.client.issuer_record import IssuerRecord, beside
 from cloister.client.limits import Limits, hold_to_limits
@@ -68,11 +68,11 @@ class PreparedRequest:
     order: ReceiptOrder | None = None
     budget: int | None = None
 
-    def seal(self, request: HttpRequest, now: float) -> Letter:
+    def seal(self, request: HttpRequest, now: float) -> SealedEnvelope:
         """Seals a request to the node, and around that to the gateway."""
         assert self.token is not None, "nothing is sealed to a node that was refused"
         assert self.node is not None, "nothing is sealed to a node that is not there"
-        return write_letter(request, self.node, self.epoch, authorization(self.token), now, self.order, self.budget)
+        return seal_for_node(request, self.node, self.epoch, authorization(self.token), now, self.order, self.budget)
 
 
 class Session:

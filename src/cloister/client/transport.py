@@ -88,8 +88,8 @@ class SealedTransport(httpx.BaseTransport):
 
     def _try_once(self, request: httpx.Request, plain: HttpRequest, ready: PreparedRequest, tries: Attempts) -> httpx.Response:
         tries.draw(ready)
-        letter = ready.seal(plain, self._session.now())
-        posted = to_request(self._session.relay, letter.sealed, read_timeouts(request))
+        envelope = ready.seal(plain, self._session.now())
+        posted = to_request(self._session.relay, envelope.sealed, read_timeouts(request))
         tries.num_sent += 1
         try:
             reply = self._carrier.handle_request(posted)
@@ -101,7 +101,7 @@ class SealedTransport(httpx.BaseTransport):
             raise
         except httpx.TransportError as error:
             raise FailedTryError(f"the relay broke off ({type(error).__name__})") from None
-        stream = _Opened(reply, letter.answer, self._padding)
+        stream = _Opened(reply, envelope.answer, self._padding)
         try:
             if not is_answer(reply):
                 refuse_reply(reply.status_code, stream.read_refusal())
@@ -109,7 +109,7 @@ class SealedTransport(httpx.BaseTransport):
         except BaseException:
             reply.close()
             raise
-        return to_response(letter.answer, stream, ready, tries)
+        return to_response(envelope.answer, stream, ready, tries)
 
     def _restock(self) -> None:
         with suppress(CloisterError):

@@ -11,7 +11,7 @@ from cloister.privacy.residue.marks import Mark
 
 NUM_TOKENS: Final = 24
 LONG_ANSWER: Final = 400
-_WIDE: Final = " \u2192 and"  # CPython keeps a text with such a letter in two bytes each
+_WIDE: Final = " \u2192 and"  # CPython keeps a text with such a envelope in two bytes each
 _WIDEST: Final = " \U0001f512 and"  # and one with this in four
 
 
