@@ -46,20 +46,20 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         Attempts.check_first(request)
         content = await request.aread()
-        tries = Attempts(request)
-        while len(tries) < MAX_DRAWS:
+        attempts = Attempts(request)
+        while len(attempts) < MAX_DRAWS:
             try:
                 ready = await self.prepare()
                 plain = strip_request(request.method, request.url.raw_path, to_fields(request), content, self._session.now())
-                return await self._try_once(request, plain, ready, tries)
+                return await self._try_once(request, plain, ready, attempts)
             except FailedTryError as error:
-                tries.fail(error)
+                attempts.fail(error)
                 self._session.doubt()
             except SealedError as error:
-                if (ended := tries.conclude(error)) is error:
+                if (ended := attempts.conclude(error)) is error:
                     raise
                 raise ended from error
-        raise tries.give_up()
+        raise attempts.give_up()
 
     async def prepare(self) -> PreparedRequest:
         """See `SealedTransport.prepare`."""
@@ -74,16 +74,16 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
         await self._carrier.aclose()
 
     async def _try_once(
-        self, request: httpx.Request, plain: HttpRequest, ready: PreparedRequest, tries: Attempts
+        self, request: httpx.Request, plain: HttpRequest, ready: PreparedRequest, attempts: Attempts
     ) -> httpx.Response:
-        tries.draw(ready)
+        attempts.draw(ready)
         envelope = ready.seal(plain, self._session.now())
         posted = to_request(self._session.relay, envelope.sealed, read_timeouts(request))
-        tries.num_sent += 1
+        attempts.num_sent += 1
         try:
             reply = await self._carrier.handle_async_request(posted)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            tries.num_sent -= 1
+            attempts.num_sent -= 1
             self._session.give_back(ready)
             raise unreachable(Ask("the relay", self._session.relay), error) from None
         except httpx.TimeoutException:
@@ -99,7 +99,7 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
             with anyio.CancelScope(shield=True):
                 await reply.aclose()
             raise
-        return to_response(envelope.answer, stream, ready, tries)
+        return to_response(envelope.answer, stream, ready, attempts)
 
     async def _restock(self) -> None:
         with suppress(CloisterError):

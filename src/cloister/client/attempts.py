@@ -1,4 +1,4 @@
-"""The tries of one request, and what httpx's messages become on either side; shared by both transports."""
+"""The attempts of one request, and what httpx's messages become on either side; shared by both transports."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def read_timeouts(request: httpx.Request) -> dict[str, float]:
 
 
 def to_response(
-    answer: Answer, stream: httpx.SyncByteStream | httpx.AsyncByteStream, ready: PreparedRequest, tries: Attempts
+    answer: Answer, stream: httpx.SyncByteStream | httpx.AsyncByteStream, ready: PreparedRequest, attempts: Attempts
 ) -> httpx.Response:
     """Returns the node's response. `extensions["cloister"]` names the epoch and the nodes that were drawn; the last answers.
 
@@ -151,5 +151,5 @@ def to_response(
     fields = [(name, value) for name, value in answer.head.fields if name not in HOP_BY_HOP]
     if answer.head.status >= 400:
         fields.append((SHOULD_RETRY, b"false"))
-    about = {"epoch": ready.epoch.epoch, "drawn": tuple(tries.drawn), "receipt": answer.receipt}
+    about = {"epoch": ready.epoch.epoch, "drawn": tuple(attempts.drawn), "receipt": answer.receipt}
     return httpx.Response(answer.head.status, headers=fields, stream=stream, extensions={"cloister": about})

@@ -59,20 +59,20 @@ class SealedTransport(httpx.BaseTransport):
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         Attempts.check_first(request)
         content = request.read()
-        tries = Attempts(request)
-        while len(tries) < MAX_DRAWS:
+        attempts = Attempts(request)
+        while len(attempts) < MAX_DRAWS:
             try:
                 ready = self.prepare()
                 plain = strip_request(request.method, request.url.raw_path, to_fields(request), content, self._session.now())
-                return self._try_once(request, plain, ready, tries)
+                return self._try_once(request, plain, ready, attempts)
             except FailedTryError as error:
-                tries.fail(error)
+                attempts.fail(error)
                 self._session.doubt()
             except SealedError as error:
-                if (ended := tries.conclude(error)) is error:
+                if (ended := attempts.conclude(error)) is error:
                     raise
                 raise ended from error
-        raise tries.give_up()
+        raise attempts.give_up()
 
     def prepare(self) -> PreparedRequest:
         """Fetches and verifies everything that the next request needs, and draws its node; for programs that show it."""
@@ -86,15 +86,17 @@ class SealedTransport(httpx.BaseTransport):
         self._padding.wait()
         self._carrier.close()
 
-    def _try_once(self, request: httpx.Request, plain: HttpRequest, ready: PreparedRequest, tries: Attempts) -> httpx.Response:
-        tries.draw(ready)
+    def _try_once(
+        self, request: httpx.Request, plain: HttpRequest, ready: PreparedRequest, attempts: Attempts
+    ) -> httpx.Response:
+        attempts.draw(ready)
         envelope = ready.seal(plain, self._session.now())
         posted = to_request(self._session.relay, envelope.sealed, read_timeouts(request))
-        tries.num_sent += 1
+        attempts.num_sent += 1
         try:
             reply = self._carrier.handle_request(posted)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            tries.num_sent -= 1
+            attempts.num_sent -= 1
             self._session.give_back(ready)
             raise unreachable(Ask("the relay", self._session.relay), error) from None
         except httpx.TimeoutException:
@@ -109,7 +111,7 @@ class SealedTransport(httpx.BaseTransport):
         except BaseException:
             reply.close()
             raise
-        return to_response(envelope.answer, stream, ready, tries)
+        return to_response(envelope.answer, stream, ready, attempts)
 
     def _restock(self) -> None:
         with suppress(CloisterError):
