@@ -11,7 +11,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cloister.client.asynchronous import AsyncSealedTransport
     from cloister.client.errors import (
         EpochRefusedError,
         EvidenceRefusedError,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from cloister.client.limits import Limits
     from cloister.client.node_selection import MAX_DRAWS, bound_capture
     from cloister.client.session import Session
-    from cloister.client.transport import SealedTransport
+    from cloister.client.transport import AsyncSealedTransport, SealedTransport
 
 __all__ = [
     "MAX_DRAWS",
@@ -48,7 +47,7 @@ __all__ = [
 
 _HOME = {
     "MAX_DRAWS": "node_selection",
-    "AsyncSealedTransport": "asynchronous",
+    "AsyncSealedTransport": "transport",
     "SealedTransport": "transport",
     "Limits": "limits",
     "Session": "session",
