@@ -16,8 +16,8 @@ from typing import Any
 
 from cloister.client.routing.adversary import make_adversary
 from cloister.client.routing.hypotheses import judge
-from cloister.client.routing.power import power, requests_needed
 from cloister.client.routing.records import Attack
+from cloister.client.routing.tails import power, requests_needed
 from cloister.client.routing.trial import CAPTURED, PLAN, Size, run_trial
 
 RESULT = Path(__file__).parent / "results" / "routing.json"

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from cloister.client.routing.hypotheses import HONEST_ABOVE, count_tests, judge
-from cloister.client.routing.power import power, requests_needed
+from cloister.client.routing.tails import power, requests_needed
 from tests.client.routing.simulation import against, nothing, simulate
 
 RESULT = Path(__file__).parent / "results" / "routing_power.json"

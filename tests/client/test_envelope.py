@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cloister.client.answer import Answer, BrokenAnswerError, read_message
-from cloister.client.envelope import SealedEnvelope, seal_for_node, strip_request
+from cloister.client.envelope import Answer, BrokenAnswerError, SealedEnvelope, read_message, seal_for_node, strip_request
 from cloister.client.errors import FailedTryError, FinalRefusalError
 from cloister.privacy.sealing import (
     CHUNKED,

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cloister.client import NoAnswerError
-from cloister.client.answer import read_message
+from cloister.client.envelope import read_message
 from tests.client.test_transport import NODES, Handler, World, ask_once
 
 DEEP = b"[" * 8192

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from cloister.client.answer import Answer
+from cloister.client.envelope import Answer
 from cloister.client.exchange import AnswerReader
 from cloister.client.padding import AsyncPaddingReader, PaddingReader
 from cloister.client.transport import AnswerStream, AsyncAnswerStream, _AsyncOpenReply, _OpenReply

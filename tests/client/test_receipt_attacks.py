@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from cloister.client.answer import BrokenAnswerError
-from cloister.client.envelope import SealedEnvelope, seal_for_node
+from cloister.client.envelope import BrokenAnswerError, SealedEnvelope, seal_for_node
 from cloister.client.receipts import ReceiptOrder, order_receipt
 from cloister.privacy.attestation.evidence import Statement
 from cloister.privacy.attestation.software import SoftwareAttester

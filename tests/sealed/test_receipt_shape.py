@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cloister.client.answer import Answer, BrokenAnswerError
+from cloister.client.envelope import Answer, BrokenAnswerError
 from cloister.privacy.receipts.wish import Wish, with_wish
 from cloister.privacy.sealing import Exchange, HttpRequest, RequestHead
 from cloister.privacy.shape import TrafficShape, shape_of

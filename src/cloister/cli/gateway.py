@@ -62,7 +62,7 @@ def gateway(
     from cloister.privacy.transparency.trust import read_trust
     from cloister.sealed.exchange import REPLAY_WINDOW_S
     from cloister.sealed.gateway import GatewayConfig, gateway_app
-    from cloister.sealed.issuer_file import accept_keys, check_signed, list_issuers, read_issuer_keys
+    from cloister.sealed.issuer import accept_keys, check_signed, list_issuers, read_issuer_keys
     from cloister.sealed.nodes import NodeBook
     from cloister.sealed.peers import read_secret, read_secrets
     from cloister.sealed.program import run_program

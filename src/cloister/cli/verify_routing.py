@@ -142,7 +142,7 @@ def _audit(
 
 
 def _power(users: int, requests: int, tests: int) -> float:
-    from cloister.client.routing.power import power
+    from cloister.client.routing.tails import power
     from cloister.client.routing.trial import CAPTURED, PLAN
 
     share = max(spell.share((CAPTURED,)) for spell in PLAN)

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import httpx
 
-from cloister.client.answer import Answer, read_message
+from cloister.client.envelope import Answer, read_message
 from cloister.client.errors import (
     EvidenceRefusedError,
     FailedTryError,

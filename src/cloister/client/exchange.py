@@ -12,9 +12,8 @@ from typing import Any
 
 import httpx
 
-from cloister.client.answer import Answer, BrokenAnswerError
 from cloister.client.attempts import CUT_OFF, Attempts, is_answer, read_timeouts, refuse_reply, to_fields, to_request
-from cloister.client.envelope import strip_request
+from cloister.client.envelope import Answer, BrokenAnswerError, strip_request
 from cloister.client.errors import FailedTryError, SealedError
 from cloister.client.node_selection import MAX_DRAWS
 from cloister.client.protocol import Ask, unreachable
@@ -28,7 +27,7 @@ class Prepare:
 
 
 @dataclass(frozen=True)
-class Post:
+class PostRequest:
     """Send a request; the outcome is the `httpx.Response`, whose body is not read."""
 
     request: httpx.Request
@@ -44,7 +43,7 @@ class HangUp:
     """Close that response; there is no outcome."""
 
 
-Operation = Prepare | Post | Receive | HangUp
+Operation = Prepare | PostRequest | Receive | HangUp
 
 
 class AnswerReader:
@@ -151,7 +150,7 @@ def _attempt(
     envelope = ready.seal(plain, session.now())
     attempts.num_sent += 1
     try:
-        reply: httpx.Response = yield Post(to_request(session.relay, envelope.sealed, read_timeouts(request)))
+        reply: httpx.Response = yield PostRequest(to_request(session.relay, envelope.sealed, read_timeouts(request)))
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
         attempts.num_sent -= 1
         session.give_back(ready)

@@ -1,4 +1,4 @@
-"""Asks for receipts, and holds each one against what this client knows before anything believes it. No I/O, no clock."""
+"""Asks for receipts, holds each one against what this client knows before anything believes it, and keeps it as a file."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from msgspec import UNSET
 
-from cloister.client.answer import read_message
-from cloister.client.envelope import write_date
+from cloister.client.envelope import read_message, write_date
 from cloister.client.errors import NoTokensError
 from cloister.client.protocol import Ask, Reply, Step
 from cloister.privacy.sealing import (

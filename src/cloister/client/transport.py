@@ -15,7 +15,7 @@ import anyio
 import httpx
 
 from cloister.client.attempts import Attempts, to_request, to_response
-from cloister.client.exchange import AnswerReader, Operation, Post, Prepare, Receive, exchange
+from cloister.client.exchange import AnswerReader, Operation, PostRequest, Prepare, Receive, exchange
 from cloister.client.padding import AsyncPaddingReader, PaddingReader
 from cloister.client.protocol import DEADLINE_S, Ask, Reply, Step, too_long, unreachable
 from cloister.client.restocking import AsyncRestocker, Restocker
@@ -206,7 +206,7 @@ class _OpenReply:
         return self._response
 
     def perform(self, operation: Operation) -> object:
-        if isinstance(operation, Post):
+        if isinstance(operation, PostRequest):
             return self.open(operation.request)
         if isinstance(operation, Receive):
             return next(self.chunks, None)
@@ -231,7 +231,7 @@ class _AsyncOpenReply:
         return self._response
 
     async def perform(self, operation: Operation) -> object:
-        if isinstance(operation, Post):
+        if isinstance(operation, PostRequest):
             return await self.open(operation.request)
         if isinstance(operation, Receive):
             return await anext(self.chunks, None)

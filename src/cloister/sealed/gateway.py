@@ -44,9 +44,8 @@ from cloister.sealed.exchange import (
 from cloister.sealed.nodes import NodeBook
 from cloister.sealed.peers import check_peer
 from cloister.sealed.problems import ProblemError, problem_of
-from cloister.sealed.public import File, LogFiles
 from cloister.sealed.sealed_reply import SealedReply
-from cloister.sealed.serving import HealthEndpoint, Lifespan, Post, handlers
+from cloister.sealed.serving import File, HealthEndpoint, Lifespan, LogFiles, Post, handlers
 from cloister.sealed.unsealing import Opened, Unsealer, open_request, read_head, read_parts
 from cloister.sealed.upstream import Upstream, UpstreamResponse
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget

@@ -47,9 +47,8 @@ from cloister.sealed.gateway import NODE_PATH
 from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
 from cloister.sealed.peers import check_gateway
 from cloister.sealed.problems import ProblemError, problem_of
-from cloister.sealed.public import File
 from cloister.sealed.sealed_reply import AnswerEnding, SealedReply
-from cloister.sealed.serving import Lifespan, Post, handlers
+from cloister.sealed.serving import File, Lifespan, Post, handlers
 from cloister.sealed.shaping import ReplyWriter, open_reply
 from cloister.sealed.unsealing import Opened, Unsealer, open_request
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget

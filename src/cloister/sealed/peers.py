@@ -1,4 +1,4 @@
-"""How one program of the private cloud knows another: by a shared secret, sent as a bearer token (RFC 6750)."""
+"""How one program of the private cloud knows another: by a shared secret in a file, sent as a bearer token (RFC 6750)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The reply to an opened request: binary HTTP, sealed piece by piece, or whole where it was asked in that form."""
+"""The reply to an opened request: binary HTTP, sealed piece by piece, or whole where it was asked in that form; and its end,
+with or without a receipt."""
 
 from __future__ import annotations
 

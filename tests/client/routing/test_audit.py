@@ -18,7 +18,7 @@ from cloister.client import Limits, NoTokensError, Session
 from cloister.client.routing.audit import Audit, Auditor, AuditUser, Refusal, most_tokens
 from cloister.client.routing.charges import AuditVerdict, judge_audit
 from cloister.client.routing.cloud import RELAY, CloudConfig, SealedCloud, current_user
-from cloister.client.routing.timing import compare_times, rank_sum
+from cloister.client.routing.hypotheses import compare_times, rank_sum
 from cloister.client.token_purchase import BATCH
 from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.transparency.trust import encode_trust

@@ -49,8 +49,7 @@ from cloister.privacy.transparency.trust import Trust
 from cloister.privacy.transparency.witness import Witness
 from cloister.sealed.exchange import REPLAY_WINDOW_S
 from cloister.sealed.gateway import GatewayConfig, gateway_app
-from cloister.sealed.issuer import issuer_app
-from cloister.sealed.issuer_file import sign_keys
+from cloister.sealed.issuer import issuer_app, sign_keys
 from cloister.sealed.node import NodeConfig, node_app
 from cloister.sealed.nodes import NodeBook
 from cloister.sealed.relay import RelayConfig, relay_app
@@ -237,7 +236,7 @@ class _Epochs:
 
 
 class SealedCloud:
-    """All of it.
+    """Everything that answers sealed requests, wired and running.
 
     Args:
         directory: an empty one, for log, keys and stores.

@@ -21,12 +21,10 @@ from typing import Final
 
 import httpx
 
-from cloister.client.answer import Answer
-from cloister.client.envelope import seal_for_node, strip_request
+from cloister.client.envelope import Answer, seal_for_node, strip_request
 from cloister.client.protocol import Ask, Reply
 from cloister.client.token_purchase import LOW, Buyer, Wallet, signed_budget
-from cloister.client.traces.node import RunningProgram, SealedNode
-from cloister.client.traces.sealing import KEYS_PATH
+from cloister.client.traces.node import KEYS_PATH, RunningProgram, SealedNode
 from cloister.privacy.credentials import Credentials
 from cloister.privacy.keyfile import write_credentials
 from cloister.privacy.residue.processes import Process
@@ -36,7 +34,7 @@ from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, NodeEntry
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.privacy.transparency.keyfiles import write_key
 from cloister.privacy.transparency.note import Kind, PrivateKey
-from cloister.sealed.issuer_file import list_issuers, read_issuer_keys
+from cloister.sealed.issuer import list_issuers, read_issuer_keys
 from cloister.types.errors import EngineError
 
 _AT: Final = re.compile(r" at (http\S+),")

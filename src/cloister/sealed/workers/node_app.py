@@ -17,8 +17,7 @@ from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
 from cloister.sealed.gateway import NODE_PATH
 from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
 from cloister.sealed.peers import check_gateway
-from cloister.sealed.public import File
-from cloister.sealed.serving import Post, handlers
+from cloister.sealed.serving import File, Post, handlers
 from cloister.sealed.workers.figures import CONTENT_TYPE, Figures
 from cloister.sealed.workers.worker_pool import WorkerFront, WorkerPool
 

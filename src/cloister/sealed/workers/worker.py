@@ -1,4 +1,4 @@
-"""Puts together what workers serve, in the zygote, before there is any request."""
+"""What one worker serves, put together in the zygote before there is any request."""
 
 from __future__ import annotations
 
