@@ -21,7 +21,7 @@ from cloister.privacy.hardening.filter import Rule
 from cloister.privacy.hardening.launching import Launch, reading
 from cloister.privacy.hardening.seccomp import install
 from cloister.privacy.hardening.swap import Swap
-from tests.privacy.hardening.house import DEADLINE_S, capabilities, launcher, living, needs_measures
+from tests.privacy.hardening.launching import DEADLINE_S, capabilities, launcher, living, needs_measures
 
 NOT_CONFIGURED = 78
 
