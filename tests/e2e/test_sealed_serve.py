@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -25,9 +26,7 @@ from cloister.privacy.attestation import AttestationPolicy, read_evidence, read_
 from cloister.privacy.attestation.measuring import measure_model
 from cloister.privacy.attestation.tsm import TSM_REPORTS
 from cloister.privacy.hardening import MEASURES
-from cloister.privacy.receipts.claims import is_signed
-from cloister.privacy.receipts.transcript import Transcript
-from cloister.privacy.receipts.wish import Wish, read_signature, with_wish
+from cloister.privacy.receipts import Transcript, Wish, is_signed, read_signature, with_wish
 from cloister.privacy.sealing import (
     WHOLE,
     HttpRequest,
@@ -42,8 +41,7 @@ from cloister.privacy.shape import Unshaper, find_edge
 from cloister.privacy.transparency.checks import View
 from cloister.sealed.gateway import NODE_PATH
 from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
-from tests.privacy.hardening.launching import drop, needs_measures, why_not_root
-from tests.programs import Program
+from tests.privacy.hardening.house import drop, needs_measures, why_not_root
 from tests.server.test_tls import write_pair
 
 pytestmark = needs_measures
@@ -98,13 +96,28 @@ print(json.dumps(told))
 """
 
 
-class Node(Program):
-    """A sealed server."""
+class Node:
+    """A sealed server and what it printed."""
 
     def __init__(self, *flags: str) -> None:
-        super().__init__("serve", "--port", "0", *flags)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cloister.cli", "serve", "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
         self.num_opened = 0
         """Bytes of the last answer, padding included."""
+        self.url = self._wait_for_address()
+
+    def _wait_for_address(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if found := re.search(r"Serving on (\S+)", line):
+                return found[1]
+        raise AssertionError("the server did not start: " + "".join(self.lines))
 
     @property
     def pids(self) -> list[int]:
@@ -143,6 +156,12 @@ class Node(Program):
         opened = decode_response(frames.feed(plain))
         return opened.head.status, opened.content
 
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        rest, _ = self.process.communicate(timeout=60)
+        self.lines.append(rest)
+        return self.process.returncode
+
 
 def is_alive(pid: int) -> bool:
     """False for a process that ended and still waits to be noticed, too: it has no memory."""
@@ -162,7 +181,8 @@ def node(certificate: tuple[Path, Path]) -> Iterator[Node]:
     certfile, keyfile = map(str, certificate)
     running = Node("--sealed", "--certfile", certfile, "--keyfile", keyfile)
     yield running
-    running.kill()
+    running.process.kill()
+    running.process.communicate()
 
 
 def test_profile_private_is_what_a_sealed_server_takes(node: Node) -> None:
@@ -312,8 +332,7 @@ def test_a_dead_engine_is_made_anew_without_executing_a_program(node: Node) -> N
 
 def test_a_node_ends_in_order_and_leaves_no_process(node: Node) -> None:
     pids = node.pids
-    status, printed = node.stop()
-    assert status == 0, printed
+    assert node.stop() == 0, "".join(node.lines)
     give_up_s = time.monotonic() + 10
     while [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < give_up_s
@@ -333,7 +352,8 @@ def test_a_node_that_drafts_answers_the_same_tokens_in_a_constant_shape() -> Non
             num_frames, rest = divmod(running.num_opened, 512)
             assert (num_frames, rest) == (find_edge(num_frames), 0)  # one that is not constant would be padded to 1 KiB
     finally:
-        running.kill()
+        running.process.kill()
+        running.process.communicate()
 
 
 def serve_in_vain(*flags: str) -> str:

@@ -16,17 +16,31 @@ import httpx
 import openai
 import pytest
 
-from tests.programs import Program
-
+START_TIMEOUT_S = 90
 MODEL = "cloister-5m"
 
 
-class Running(Program):
+class Running:
     """A server process and where it listens."""
 
     def __init__(self, *flags: str) -> None:
         model = () if "--config" in flags else ("--model", MODEL)
-        super().__init__("serve", "--port", "0", *model, *flags)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cloister.cli", "serve", "--port", "0", *model, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.url = self._wait_for_address()
+
+    def _wait_for_address(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if found := re.search(r"Serving on (\S+)", line):
+                return found[1]
+        raise AssertionError("the server did not start: " + "".join(self.lines))
 
     @property
     def engine_pid(self) -> int:
@@ -47,6 +61,15 @@ class Running(Program):
         with contextlib.suppress(httpx.HTTPError):
             return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
         return False
+
+    def stop(self) -> tuple[int, str]:
+        """Ends the server as an operator would; returns exit status and everything it printed."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> tuple[int, str]:
+        rest, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, "".join(self.lines) + rest
 
 
 @pytest.fixture(scope="module")
