@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from cloister.client.letter import strip_request, write_letter
+from cloister.client.envelope import seal_for_node, strip_request
 from cloister.privacy.sealing import (
     CHUNKED,
     KEMS,
@@ -94,7 +94,7 @@ def letter_of(party: Party) -> bytes:
     """A chat request of the smallest bucket, sealed twice."""
     request = strip_request("POST", b"/v1/chat/completions", ((b"content-type", b"application/json"),), b"{}", NOW_S)
     token = f'PrivateToken token="{"A" * 472}"'
-    return write_letter(request, node_of(party, 1), epoch_of(party, 1), token, NOW_S).sealed
+    return seal_for_node(request, node_of(party, 1), epoch_of(party, 1), token, NOW_S).sealed
 
 
 def inner_of(party: Party) -> bytes:

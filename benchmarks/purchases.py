@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cloister.client.restocking import PurchasePlan
-from cloister.client.wallet import BATCH
+from cloister.client.token_purchase import BATCH
 
 SITTING_S = 1800.0
 BREAK_S = 5400.0

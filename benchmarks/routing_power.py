@@ -10,9 +10,8 @@ import argparse
 import json
 from pathlib import Path
 
-from cloister.client.routing.hypotheses import count_tests
-from cloister.client.routing.power import power, requests_needed
-from cloister.client.routing.verdict import HONEST_ABOVE, judge
+from cloister.client.routing.hypotheses import HONEST_ABOVE, count_tests, judge
+from cloister.client.routing.tails import power, requests_needed
 from tests.client.routing.simulation import against, nothing, simulate
 
 RESULT = Path(__file__).parent / "results" / "routing_power.json"

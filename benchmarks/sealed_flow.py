@@ -31,9 +31,11 @@ from cloister.privacy.sealing import (
     seal_chunked_request,
 )
 from cloister.privacy.tokens import authorization
-from tests.sealed.flow import RELAY_SECRET, Cloud, Opening, Seen, known_to, open_cloud, serve
+from tests.loopback import Seen, serve
 from tests.sealed.inner import Inner
+from tests.sealed.messages import Opening, known_to
 from tests.sealed.real_server import RealServer
+from tests.sealed_cloud import RELAY_SECRET, LoopbackCloud, open_cloud
 
 PROMPT = "Tell me what a cloister is."
 NUM_TOKENS = 16
@@ -67,9 +69,9 @@ def make_request(*, stream: bool) -> HttpRequest:
     return HttpRequest(RequestHead("POST", "https", "localhost", "/v1/chat/completions", fields), json.dumps(content).encode())
 
 
-def ask(cloud: Cloud, request: HttpRequest, token: str | None = None) -> tuple[Opening, float, tuple[str, int]]:
+def ask(cloud: LoopbackCloud, request: HttpRequest, token: str | None = None) -> tuple[Opening, float, tuple[str, int]]:
     """Asks once; returns the opened answer, seconds to its first content, and the client's address."""
-    sealed, outer, inner = cloud.letter(request, token=token)
+    sealed, outer, inner = cloud.seal(request, token=token)
     opening, first_s = Opening(outer, inner), 0.0
     headers = {"content-type": CHUNKED.request_type}
     with httpx.Client(verify=False, timeout=60) as client:
@@ -85,16 +87,16 @@ def ask(cloud: Cloud, request: HttpRequest, token: str | None = None) -> tuple[O
     return opening, first_s, address
 
 
-def print_flow(cloud: Cloud) -> None:
+def print_flow(cloud: LoopbackCloud) -> None:
     """Prints what each program saw of one streamed answer."""
-    token = authorization(cloud.shop.buy(1)[0])
+    token = authorization(cloud.buy(1)[0])
     request = make_request(stream=True)
     opening, _, address = ask(cloud, request, token)
     words = [json.loads(line[6:]) for line in opening.content.decode().splitlines() if line.startswith("data: {")]
     answer = "".join(word["choices"][0]["delta"].get("content") or "" for word in words)
     secrets = {
         "client's address": str(address[1]).encode(),
-        "name of the node": cloud.nodes[0].node_id.encode(),
+        "name of the node": cloud.nodes["a"].node_id.encode(),
         "token": token.partition('"')[2].rstrip('"').encode(),
         "path": request.head.path.encode(),
         "prompt": PROMPT.encode(),
@@ -103,7 +105,7 @@ def print_flow(cloud: Cloud) -> None:
     programs: dict[str, Seen] = {
         "relay": cloud.relay.posts()[-1],
         "gateway": cloud.gateway.posts()[-1],
-        "node": cloud.nodes[0].record.posts()[-1],
+        "node": cloud.node.posts()[-1],
     }
     print(f"request of {len(request.content)} bytes, answer of {len(opening.content)} bytes in {opening.num_flushes} flushes\n")
     print("| on the wire of | " + " | ".join(programs) + " |\n|---|" + "---|" * len(programs))
@@ -124,7 +126,7 @@ def print_flow(cloud: Cloud) -> None:
         print(f"| {name} | " + " | ".join("yes" if secret in seen else "no" for seen in known.values()) + " |")
 
 
-def print_cost(cloud: Cloud, direct: str) -> None:
+def print_cost(cloud: LoopbackCloud, direct: str) -> None:
     """Prints the time to the first content, sealed and not."""
     request = HttpRequest(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
     sealed = [ask(cloud, request)[1] for _ in range(NUM_ASKED)]
@@ -183,9 +185,9 @@ def print_failures() -> None:
     )
 
 
-def print_refusals(cloud: Cloud) -> None:
+def print_refusals(cloud: LoopbackCloud) -> None:
     """Prints how long the gateway takes to refuse each kind, over one connection."""
-    configuration = cloud.gateway_receiver.ring.current.configuration
+    configuration = cloud.gateway_ring.current.configuration
     replayed, _ = seal_chunked_request(configuration, bytes(1024))  # no request, which the gateway finds when it has opened it
     headers = {"content-type": CHUNKED.request_type, "authorization": f"Bearer {RELAY_SECRET}"}
     with httpx.Client(verify=False, headers=headers) as client:

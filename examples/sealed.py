@@ -14,7 +14,7 @@ import httpx
 from openai import OpenAI
 
 from cloister.client import SealedError, SealedTransport, Session
-from cloister.client.telling import tell_epoch
+from cloister.client.report import tell_epoch
 from cloister.privacy.attestation import AttestationPolicy
 
 

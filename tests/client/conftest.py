@@ -1,28 +1,28 @@
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.client.street import Street, open_street
+from cloister.privacy.shape import shape_of
+from tests.sealed.real_server import RealServer
+from tests.sealed_cloud import LoopbackCloud, memory_directory, open_cloud
 
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """In memory where there is such a place: stores and log wait for the disk at every step."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        yield Path(name)
+    with memory_directory() as directory:
+        yield directory
 
 
 @pytest.fixture(scope="session")
-def street() -> Iterator[Street]:
-    """One private cloud with the embedded model for every test that only asks."""
-    memory = Path("/dev/shm")
+def cloud() -> Iterator[LoopbackCloud]:
+    """One sealed cloud with the embedded model for every test that only asks."""
+    server = RealServer()
     with (
-        tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory,
-        open_street(Path(directory)) as street,
+        memory_directory() as directory,
+        open_cloud(directory, server, num_nodes=2, is_live=True, shape=shape_of("private")) as cloud,
     ):
-        yield street
+        yield cloud
+        server.close()

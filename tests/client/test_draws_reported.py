@@ -19,10 +19,10 @@ from tests.client.test_transport import NODES, Handler, World, ask, ask_once
 def world() -> Iterator[World]:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        world = World(Path(name) / "house")
-        asyncio.run(world.house.enter(NODES))
+        world = World(Path(name) / "cloud")
+        asyncio.run(world.cloud.enter(NODES))
         yield world
-        world.house.close()
+        world.cloud.close()
 
 
 def dishonest(world: World, broken: str):
@@ -31,7 +31,7 @@ def dishonest(world: World, broken: str):
     async def act(request: httpx.Request, go_on: Handler) -> httpx.Response:
         if request.method == "POST" and request.url.path == "/":
             await request.aread()
-            world.house.time += DOUBT_AFTER_S + 1
+            world.cloud.time += DOUBT_AFTER_S + 1
             return httpx.Response(502)
         if world.wire.sent and request.url.path.endswith("/epoch"):
             if broken == "away":

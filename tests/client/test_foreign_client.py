@@ -13,8 +13,8 @@ import pytest
 
 from cloister.client import SealedTransport
 from cloister.privacy.tokens import authorization
-from tests.client.street import Street
 from tests.conformance.make_vectors import make_vectors
+from tests.sealed_cloud import LoopbackCloud
 
 ROOT = Path(__file__).parents[2]
 VECTORS = ROOT / "docs/vectors/sealed.json"
@@ -63,14 +63,14 @@ def test_a_foreign_client_refuses_a_vector_that_was_changed(tmp_path: Path, fiel
     assert run_client("open", str(changed)).returncode == 1
 
 
-def ask(street: Street, body: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+def ask(cloud: LoopbackCloud, body: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     """Has the foreign client ask; epoch, verification and token are our client's."""
-    transport = SealedTransport(street.session())
+    transport = SealedTransport(cloud.session())
     try:
         ready = transport.prepare()
         assert ready.token is not None
         request = {
-            "relay": street.relay.url,
+            "relay": cloud.relay_url,
             "gateway": ready.epoch.gateway.url,
             "node_keys": ready.node.keys.hex(),
             "authorization": authorization(ready.token),
@@ -96,10 +96,10 @@ BODY: dict[str, Any] = {
 
 
 @needs_node
-def test_a_foreign_client_is_streamed_the_answer_that_our_client_gets(street: Street) -> None:
-    with httpx.Client(transport=SealedTransport(street.session()), base_url="https://cloister") as client:
+def test_a_foreign_client_is_streamed_the_answer_that_our_client_gets(cloud: LoopbackCloud) -> None:
+    with httpx.Client(transport=SealedTransport(cloud.session()), base_url="https://cloister") as client:
         ours = client.post("/v1/chat/completions", json=BODY, timeout=60).json()["choices"][0]["message"]["content"]
-    said = said_by(ask(street, {**BODY, "stream": True}))
+    said = said_by(ask(cloud, {**BODY, "stream": True}))
     assert said["status"] == 200
     assert set(said["frames"]) == {512}
     assert said["said"][-1] == "data: [DONE]"
@@ -108,8 +108,8 @@ def test_a_foreign_client_is_streamed_the_answer_that_our_client_gets(street: St
 
 
 @needs_node
-def test_a_foreign_client_is_told_what_is_wrong_with_its_request(street: Street) -> None:
-    said = said_by(ask(street, {**BODY, "max_tokens": -1}))
+def test_a_foreign_client_is_told_what_is_wrong_with_its_request(cloud: LoopbackCloud) -> None:
+    said = said_by(ask(cloud, {**BODY, "max_tokens": -1}))
     assert said["status"] == 400
     assert "max_tokens" in said["said"][0]
     assert sum(said["frames"]) == 1024

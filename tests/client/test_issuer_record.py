@@ -17,7 +17,7 @@ from cloister.client import AsyncSealedTransport, EpochRefusedError, NoTokensErr
 from cloister.client.errors import IssuerContradictionError
 from cloister.client.issuer_record import MOST_KEYS, IssuerRecord, beside
 from cloister.client.limits import Limits
-from cloister.client.routing.house import ISSUER, RELAY, House
+from cloister.client.routing.cloud import ISSUER, RELAY, CloudConfig, SealedCloud
 from cloister.client.routing.records import Spell
 from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.tokens.blind_rsa import encode_public, generate
@@ -35,6 +35,7 @@ from cloister.privacy.transparency.issuer_keys import (
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.trust import encode_trust
 from cloister.types.errors import ConfigError
+from tests.rsa_keys import shared_keys
 
 NODES = Spell({"a": 1})
 CLI = CliRunner()
@@ -43,8 +44,8 @@ CLI = CliRunner()
 class Wire(httpx.AsyncBaseTransport):
     """The client's network; one path may be answered by somebody else."""
 
-    def __init__(self, house: House) -> None:
-        self._inner = house.carrier()
+    def __init__(self, cloud: SealedCloud) -> None:
+        self._inner = cloud.carrier()
         self.posted = 0
         self.instead: dict[str, Callable[[], bytes]] = {}
         self.edit_log: Callable[[bytes], bytes] = lambda content: content
@@ -64,10 +65,10 @@ class World:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.house = House(directory)
-        self.wire = Wire(self.house)
-        self.house.credentials, self.api_key = self.house.credentials.add("ann")
-        self.signer: PrivateKey = self.house._issuer_key
+        self.cloud = SealedCloud(directory, config=CloudConfig(make_key=shared_keys()))
+        self.wire = Wire(self.cloud)
+        self.cloud.credentials, self.api_key = self.cloud.credentials.add("ann")
+        self.signer: PrivateKey = self.cloud.issuer_key
 
     @property
     def state(self) -> Path:
@@ -76,7 +77,7 @@ class World:
     def session(self, state: Path | None = None) -> Session:
         accept = AttestationPolicy(accept_software=True)
         return Session(
-            RELAY, trust=self.house.trust, api_key=self.api_key, now=self.house.now, policy=accept, limits=Limits(most_share=1),
+            RELAY, trust=self.cloud.trust, api_key=self.api_key, now=self.cloud.now, policy=accept, limits=Limits(most_share=1),
             state=state, remember=state is not None,
         )  # fmt: skip
 
@@ -85,12 +86,12 @@ class World:
 
     def publish(self, *issuers: IssuerEntry) -> None:
         """Publishes an epoch; with the honest issuer's keys where none are given."""
-        self.house.issuers = issuers or self.house.honest_keys()
-        asyncio.run(self.house.enter(NODES))
+        self.cloud.issuers = issuers or self.cloud.honest_keys()
+        asyncio.run(self.cloud.enter(NODES))
 
     def key(self, begin: float | None = None, life_s: int = EPOCH_S, by: PrivateKey | None = None) -> IssuerEntry:
         """A new key of the issuer's; from now on where nothing else is said."""
-        start = int(self.house.time if begin is None else begin)
+        start = int(self.cloud.time if begin is None else begin)
         entry = IssuerEntry(ISSUER, encode_public(generate().public), start, start + life_s)
         return sign_entry(entry, by or self.signer)
 
@@ -99,7 +100,7 @@ class World:
 def world(directory: Path) -> Iterator[World]:
     world = World(directory)
     yield world
-    world.house.close()
+    world.cloud.close()
 
 
 def test_an_issuer_with_a_key_of_its_own_for_each_epoch_is_refused_and_the_proof_is_kept(world: World) -> None:
@@ -129,8 +130,8 @@ def test_a_client_that_was_not_there_before_learns_it_from_the_log(world: World)
 
 def test_an_epoch_that_is_dated_back_does_not_hide_those_before_it(world: World) -> None:
     world.publish(world.key())
-    epoch = parse_bundle(world.house._epochs.bundle).epoch
-    world.house._log.append([epoch_leaf(msgspec.structs.replace(epoch, epoch=2, not_before=1, not_after=2))])
+    epoch = parse_bundle(world.cloud.epochs.bundle).epoch
+    world.cloud.log.append([epoch_leaf(msgspec.structs.replace(epoch, epoch=2, not_before=1, not_after=2))])
     world.publish()
     with pytest.raises(IssuerContradictionError, match="in epoch 3, one in epoch 1"):
         world.prepare(world.session())
@@ -166,7 +167,7 @@ def test_keys_that_are_followed_week_by_week_are_bought_under(world: World) -> N
         world.publish()
         world.prepare(session)
         seen.append({token.key_id for tokens in session._wallet._tokens.values() for token in tokens})
-        world.house.time = (world.house.time // EPOCH_S + 1) * EPOCH_S + 2 * OVERLAP_S
+        world.cloud.time = (world.cloud.time // EPOCH_S + 1) * EPOCH_S + 2 * OVERLAP_S
     assert all(len(keys) == 1 for keys in seen), "of the key that ended none is left"
     assert len(set.union(*seen)) == 3
     world.publish()
@@ -175,7 +176,7 @@ def test_keys_that_are_followed_week_by_week_are_bought_under(world: World) -> N
 
 
 def test_a_second_key_that_the_issuer_shows_through_the_relay_is_refused(world: World) -> None:
-    now = world.house.time + 300
+    now = world.cloud.time + 300
     world.publish()
     world.wire.instead[STATEMENT_PATH] = lambda: sign_statement(
         IssuerStatement(ISSUER, b"keys", int(now), int(now) + 600, (world.key(),)), world.signer
@@ -186,8 +187,8 @@ def test_a_second_key_that_the_issuer_shows_through_the_relay_is_refused(world: 
 
 
 def test_a_key_that_was_seen_once_is_remembered_by_the_next_run(world: World) -> None:
-    now = int(world.house.time)
-    first = IssuerRecord(world.house.trust.issuer, beside(world.state))
+    now = int(world.cloud.time)
+    first = IssuerRecord(world.cloud.trust.issuer, beside(world.state))
     first.see((world.key(),), now)
     world.publish()
     with pytest.raises(IssuerContradictionError, match="by itself"):
@@ -196,19 +197,19 @@ def test_a_key_that_was_seen_once_is_remembered_by_the_next_run(world: World) ->
 
 
 def test_two_clients_of_one_file_know_what_either_saw(world: World) -> None:
-    records = [IssuerRecord(world.house.trust.issuer, beside(world.state)) for _ in range(2)]
-    records[0].see((world.key(),), world.house.time)
+    records = [IssuerRecord(world.cloud.trust.issuer, beside(world.state)) for _ in range(2)]
+    records[0].see((world.key(),), world.cloud.time)
     with pytest.raises(IssuerContradictionError):
-        records[1].see((world.key(),), world.house.time)
+        records[1].see((world.key(),), world.cloud.time)
 
 
 def test_a_contradiction_is_over_when_a_key_has_ended_with_its_tokens(world: World) -> None:
     session = world.session(world.state)
     world.publish()
-    world.publish(world.key(world.house.time - EPOCH_S + 7200))
+    world.publish(world.key(world.cloud.time - EPOCH_S + 7200))
     with pytest.raises(IssuerContradictionError):
         world.prepare(session)
-    world.house.time += 2 * EPOCH_S
+    world.cloud.time += 2 * EPOCH_S
     world.publish()
     world.prepare(session)
 
@@ -226,20 +227,20 @@ def test_a_gateway_cannot_accuse_an_issuer(world: World) -> None:
 
 
 def test_an_issuer_of_many_keys_is_refused_however_well_they_follow(world: World) -> None:
-    record = IssuerRecord(world.house.trust.issuer, beside(world.state))
+    record = IssuerRecord(world.cloud.trust.issuer, beside(world.state))
     keys = [IssuerEntry(ISSUER, b"%d" % n, n * EPOCH_S, (n + 1) * EPOCH_S) for n in range(4000, 4000 + 2 * MOST_KEYS)]
     with pytest.raises(NoTokensError, match=f"{MOST_KEYS} keys or more"):
-        record.see([sign_entry(entry, world.signer) for entry in keys], world.house.time)
-    again = IssuerRecord(world.house.trust.issuer, beside(world.state))
+        record.see([sign_entry(entry, world.signer) for entry in keys], world.cloud.time)
+    again = IssuerRecord(world.cloud.trust.issuer, beside(world.state))
     assert len(again.seen) == MOST_KEYS, "and no more is kept of them"
     with pytest.raises(NoTokensError, match=f"{MOST_KEYS} keys or more"):
         again.check()
 
 
 def test_the_record_of_another_issuer_is_not_read_as_this_ones(world: World) -> None:
-    issuer = world.house.trust.issuer
+    issuer = world.cloud.trust.issuer
     assert issuer is not None
-    IssuerRecord(issuer, beside(world.state)).see((world.key(),), world.house.time)
+    IssuerRecord(issuer, beside(world.state)).see((world.key(),), world.cloud.time)
     assert IssuerRecord(issuer, beside(world.state)).seen
     stranger = PrivateKey.generate("stranger.test", Kind.NOTE).public
     for other in (IssuerIdentity(ISSUER, stranger), IssuerIdentity("https://other.test", issuer.key)):
@@ -292,8 +293,8 @@ def test_anybody_can_check_the_proof_and_nobody_can_make_one_up(world: World) ->
         world.prepare(world.session())
     proof, trust = world.directory / "proof.json", world.directory / "trust.json"
     proof.write_bytes(caught.value.proof)
-    trust.write_bytes(encode_trust(world.house.trust))
-    issuer = world.house.trust.issuer
+    trust.write_bytes(encode_trust(world.cloud.trust))
+    issuer = world.cloud.trust.issuer
     assert isinstance(issuer, IssuerIdentity)
     for whose in (("--trust", trust), ("--issuer-key", issuer.key)):
         status, said = verify(proof, *whose)

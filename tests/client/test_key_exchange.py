@@ -13,9 +13,8 @@ import msgspec
 import pytest
 
 from cloister.client import EpochRefusedError, EvidenceRefusedError
-from cloister.client.judging import judge_node
-from cloister.client.key_exchange import judge_keys
-from cloister.client.letter import write_letter
+from cloister.client.envelope import seal_for_node
+from cloister.client.node_verification import judge_keys, judge_node
 from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
 from cloister.privacy.attestation.evidence import Statement, read_evidence, read_statement
 from cloister.privacy.attestation.policy_file import parse_policy
@@ -30,7 +29,7 @@ from cloister.privacy.sealing import (
     parse_keys,
 )
 from cloister.privacy.transparency.epoch import NodeEntry
-from tests.client.test_letter import GATEWAY, NODE_ENTRY, NOW, ask, epoch_of, open_request
+from tests.client.test_envelope import GATEWAY, NODE_ENTRY, NOW, ask, epoch_of, open_request
 from tests.client.test_transport import NODES, Handler, World, ask_once
 from tests.client.test_transport import world as world
 from tests.privacy.transparency.world import World as Log
@@ -47,20 +46,20 @@ def make_rings_older(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def world_of_older_nodes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    world = World(directory / "house")
+    world = World(directory / "cloud")
     make_rings_older(monkeypatch)
-    asyncio.run(world.house.enter(NODES))
+    asyncio.run(world.cloud.enter(NODES))
     yield world
-    world.house.close()
+    world.cloud.close()
 
 
 @pytest.fixture
 def older_world(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     make_rings_older(monkeypatch)
-    world = World(directory / "house")
-    asyncio.run(world.house.enter(NODES))
+    world = World(directory / "cloud")
+    asyncio.run(world.cloud.enter(NODES))
     yield world
-    world.house.close()
+    world.cloud.close()
 
 
 def sent_kems(world: World) -> list[int]:
@@ -77,9 +76,9 @@ def sent_kems(world: World) -> list[int]:
 
 
 def test_both_envelopes_of_a_request_are_sealed_with_x_wing() -> None:
-    letter = write_letter(ask(), NODE_ENTRY, epoch_of("open"), 'PrivateToken token="t"', NOW)
-    assert Header.parse(letter.sealed).kem_id == XWING.kem_id
-    outer, _ = open_request(GATEWAY, letter.sealed)
+    envelope = seal_for_node(ask(), NODE_ENTRY, epoch_of("open"), 'PrivateToken token="t"', NOW)
+    assert Header.parse(envelope.sealed).kem_id == XWING.kem_id
+    outer, _ = open_request(GATEWAY, envelope.sealed)
     assert Header.parse(outer.content).kem_id == XWING.kem_id
 
 
@@ -154,11 +153,11 @@ def test_a_client_seals_to_the_keys_in_the_evidence_where_the_epoch_leaves_them_
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cloister.privacy.transparency.epoch.MAX_EPOCH_BYTES", 4500)
-    world = World(directory / "house")
-    asyncio.run(world.house.enter(NODES))
+    world = World(directory / "cloud")
+    asyncio.run(world.cloud.enter(NODES))
     session = world.session(policy=ASKED)
     assert ask_once(world, session).json() == {"ok": True}
-    world.house.close()
+    world.cloud.close()
     assert session.believed is not None
     assert {node.keys for node in session.believed.epoch.nodes} == {b""}
 
@@ -196,7 +195,7 @@ def test_a_node_with_x25519_alone_fails_the_policy_that_asks_for_more_and_no_oth
 
 
 def test_a_client_without_ml_kem_that_asks_for_it_is_told_that_it_lacks_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloister.client.key_exchange.KEMS", (X25519,))
+    monkeypatch.setattr("cloister.client.node_verification.KEMS", (X25519,))
     monkeypatch.setattr("cloister.privacy.sealing.keys.KEMS", (X25519,))
     findings = Findings()
     judge_keys(findings, "the node", KeyRing(0.0).publish(), ASKED)

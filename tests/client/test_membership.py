@@ -17,12 +17,12 @@ from msgspec import structs
 
 from cloister.cli.options import LEAST_PRESENT, MOST_SHARE
 from cloister.client import AsyncSealedTransport, EpochRefusedError, Limits, Session
-from cloister.client.judging import judge_node, refuse_shared_chips
 from cloister.client.limits import LATE_S, hold_to_limits
 from cloister.client.monitoring import MonitorState, load_state
+from cloister.client.node_verification import judge_node, refuse_shared_chips
+from cloister.client.report import tell_epoch
 from cloister.client.routing.records import Spell
-from cloister.client.state import state_file
-from cloister.client.telling import tell_epoch
+from cloister.client.shared_view import state_file
 from cloister.privacy.attestation import AttestationPolicy, Evidence, Findings, Outcome
 from cloister.privacy.attestation.cbor import encode_text
 from cloister.privacy.attestation.chips import name_chips
@@ -52,10 +52,10 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture
 def world(directory: Path) -> Iterator[World]:
-    world = World(directory / "house")
-    asyncio.run(world.house.enter(NODES))
+    world = World(directory / "cloud")
+    asyncio.run(world.cloud.enter(NODES))
     yield world
-    world.house.close()
+    world.cloud.close()
 
 
 def refusal(world: World, session: Session) -> EpochRefusedError:
@@ -69,7 +69,7 @@ def refusal(world: World, session: Session) -> EpochRefusedError:
 def test_a_gateway_that_is_restarted_with_one_node_of_two_is_sent_nothing(world: World) -> None:
     session = world.session()
     ask_once(world, session)
-    asyncio.run(world.house.enter(Spell({"a": 1}), signed=False))
+    asyncio.run(world.cloud.enter(Spell({"a": 1}), signed=False))
     for each in (session, world.session()):  # who comes for the first time refuses it too
         error = refusal(world, each)
         assert error.reason == Reason.TOO_FEW_PRESENT
@@ -78,32 +78,32 @@ def test_a_gateway_that_is_restarted_with_one_node_of_two_is_sent_nothing(world:
 
 
 def test_a_node_that_the_gateway_leaves_out_is_drawn_all_the_same(directory: Path) -> None:
-    world = World(directory / "house")
-    asyncio.run(world.house.enter(THREE))
-    asyncio.run(world.house.enter(Spell({"a": 1, "b": 1}), signed=False))
+    world = World(directory / "cloud")
+    asyncio.run(world.cloud.enter(THREE))
+    asyncio.run(world.cloud.enter(Spell({"a": 1, "b": 1}), signed=False))
     names = [member.name for member in sorted_members(world)]
     away = names.index("c")
     draws = iter([away, away, names.index("a")])
     session = world.session(below=lambda capacity: next(draws) if capacity == 3 else 0)
     response = ask_once(world, session)
-    assert [world.house.names.get(one, one) for one in response.extensions["cloister"]["drawn"]] == ["c", "c", "a"]
+    assert [world.cloud.names.get(one, one) for one in response.extensions["cloister"]["drawn"]] == ["c", "c", "a"]
     assert world.wire.sent == 1, "no token is spent on a node that is not there"
     assert any("No node of c, drawn with chance 1/3" in line for line in tell_epoch(session))
-    world.house.close()
+    world.cloud.close()
 
 
 def sorted_members(world: World) -> list[Member]:
-    return list(world.house._publisher._history.roll.current.members)
+    return list(world.cloud.publisher._history.roll.current.members)
 
 
 def test_a_node_with_more_than_half_of_the_capacity_is_refused_unless_the_user_takes_it(directory: Path) -> None:
-    world = World(directory / "house")
-    asyncio.run(world.house.enter(Spell({"a": 3, "b": 1})))
+    world = World(directory / "cloud")
+    asyncio.run(world.cloud.enter(Spell({"a": 3, "b": 1})))
     error = refusal(world, world.session())
     assert error.reason == Reason.SHARE_TOO_LARGE
     assert "a has 75%" in error.message
     assert ask_once(world, world.session(limits=Limits(most_share=0.75))).status_code == 200
-    world.house.close()
+    world.cloud.close()
 
 
 def test_nodes_that_are_all_replaced_within_a_day_are_refused_until_the_user_accepts(world: World, directory: Path) -> None:
@@ -113,7 +113,7 @@ def test_nodes_that_are_all_replaced_within_a_day_are_refused_until_the_user_acc
         return world.session(state=state, remember=True, limits=Limits(**limits))
 
     ask_once(world, session())
-    asyncio.run(world.house.enter(Spell({"x": 1, "y": 1})))
+    asyncio.run(world.cloud.enter(Spell({"x": 1, "y": 1})))
     error = refusal(world, session())
     assert error.reason == Reason.MEMBERSHIP_CHANGED
     assert "keeps 0%" in error.message
@@ -124,15 +124,15 @@ def test_nodes_that_are_all_replaced_within_a_day_are_refused_until_the_user_acc
 
 
 def test_small_steps_do_not_add_up_unseen_within_a_day(directory: Path) -> None:
-    world = World(directory / "house")
+    world = World(directory / "cloud")
     steps = [{"a": 1, "b": 1, "c": 1}, {"b": 1, "c": 1, "d": 1}, {"c": 1, "d": 1, "e": 1}]
     session = world.session()
     for capacities in steps[:2]:
-        asyncio.run(world.house.enter(Spell(capacities)))
+        asyncio.run(world.cloud.enter(Spell(capacities)))
         assert ask_once(world, session).status_code == 200
-    asyncio.run(world.house.enter(Spell(steps[2])))
+    asyncio.run(world.cloud.enter(Spell(steps[2])))
     assert refusal(world, session).reason == Reason.MEMBERSHIP_CHANGED
-    world.house.close()
+    world.cloud.close()
 
 
 def test_two_steps_around_the_moment_at_which_a_day_is_over_add_up(tmp_path: Path) -> None:
@@ -196,16 +196,16 @@ def test_a_state_file_that_remembers_one_membership_is_read(tmp_path: Path) -> N
 
 
 def test_a_day_later_the_same_step_is_taken(directory: Path) -> None:
-    world = World(directory / "house")
+    world = World(directory / "cloud")
     session = world.session()
     for capacities in ({"a": 1, "b": 1, "c": 1}, {"b": 1, "c": 1, "d": 1}, {"c": 1, "d": 1, "e": 1}):
-        asyncio.run(world.house.enter(Spell(capacities)))
-        asyncio.run(world.house.enter(Spell(capacities)))
+        asyncio.run(world.cloud.enter(Spell(capacities)))
+        asyncio.run(world.cloud.enter(Spell(capacities)))
         prepare(world, session)
-        world.house.time += DAY_S
-        asyncio.run(world.house.enter(Spell(capacities)))
+        world.cloud.time += DAY_S
+        asyncio.run(world.cloud.enter(Spell(capacities)))
         prepare(world, session)
-    world.house.close()
+    world.cloud.close()
 
 
 def prepare(world: World, session: Session) -> None:
@@ -229,11 +229,11 @@ def test_epochs_in_short_succession_are_refused_and_a_rest_makes_it_good(world: 
 
     async def hurry() -> None:
         for _ in range(6):
-            await world.house._publish()
+            await world.cloud._publish()
 
     asyncio.run(hurry())
     assert refusal(world, world.session()).reason == Reason.TOO_FAST
-    asyncio.run(world.house.enter(NODES))
+    asyncio.run(world.cloud.enter(NODES))
     assert ask_once(world, session).status_code == 200
 
 
@@ -333,10 +333,10 @@ def test_a_client_remembers_by_default_in_a_file_that_only_its_user_reads(
     ask_once(world, world.session(remember=False))
     assert list(tmp_path.iterdir()) == []
     ask_once(world, world.session(remember=True))
-    kept = state_file(world.house.trust.log).expanduser()
+    kept = state_file(world.cloud.trust.log).expanduser()
     assert kept.is_relative_to(tmp_path)
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    asyncio.run(world.house.enter(Spell({"x": 1, "y": 1})))
+    asyncio.run(world.cloud.enter(Spell({"x": 1, "y": 1})))
     assert refusal(world, world.session(remember=True)).reason == Reason.MEMBERSHIP_CHANGED
 
 

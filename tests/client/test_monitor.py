@@ -20,9 +20,9 @@ from cloister.privacy.transparency.membership import NOTICE_S
 from cloister.privacy.transparency.note import cosign, parse_note
 from cloister.privacy.transparency.trust import encode_trust
 from cloister.sealed.witness import witness_app
+from tests.loopback import serve
 from tests.privacy.transparency.test_membership import OTHER, log_alone
 from tests.privacy.transparency.world import World, make_evidence, make_release
-from tests.sealed.flow import serve
 
 ALL = {"node": 1, "a": 1}
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cloister.client import NoAnswerError
-from cloister.client.answer import read_message
+from cloister.client.envelope import read_message
 from tests.client.test_transport import NODES, Handler, World, ask_once
 
 DEEP = b"[" * 8192
@@ -21,10 +21,10 @@ DEEP = b"[" * 8192
 def world() -> Iterator[World]:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        world = World(Path(name) / "house")
-        asyncio.run(world.house.enter(NODES))
+        world = World(Path(name) / "cloud")
+        asyncio.run(world.cloud.enter(NODES))
         yield world
-        world.house.close()
+        world.cloud.close()
 
 
 def test_a_message_that_is_nested_without_end_is_none() -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import httpx
 import pytest
 
-from cloister.client.answer import Answer
-from cloister.client.asynchronous import _Opened as AsyncOpened
+from cloister.client.envelope import Answer
+from cloister.client.exchange import AnswerReader
 from cloister.client.padding import AsyncPaddingReader, PaddingReader
-from cloister.client.transport import _Opened
+from cloister.client.transport import AnswerStream, AsyncAnswerStream, _AsyncOpenReply, _OpenReply
 from cloister.privacy.sealing import ResponseHead
 from cloister.privacy.shape import Shaper, shape_of
-from tests.client.test_letter import Way, write
+from tests.client.test_envelope import Way, write
 
 TIMEOUT_S = 10.0
 
@@ -72,11 +73,38 @@ class Line(httpx.SyncByteStream, httpx.AsyncByteStream):
         self.close()
 
 
+@dataclass
+class Relay(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """Answers whatever it is asked."""
+
+    line: Line
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, stream=self.line)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return self.handle_request(request)
+
+
+POSTED = httpx.Request("POST", "http://relay.test")
+
+
+def open_answer(line: Line, answer: Answer, padding: PaddingReader) -> AnswerStream:
+    """The content of an answer whose head was read."""
+    reply, reader = _OpenReply(Relay(line)), AnswerReader(answer)
+    reply.open(POSTED)
+    reading = reader.read_head()
+    with suppress(StopIteration):
+        operation = next(reading)
+        while True:
+            operation = reading.send(reply.perform(operation))
+    return AnswerStream(reply, reader, padding)
+
+
 def test_a_reader_has_its_answer_before_the_padding_came() -> None:
     answer, carried = speak()
     line, padding = Line(carried), PaddingReader()
-    opened = _Opened(httpx.Response(200, stream=line), answer, padding)
-    opened.read_head()
+    opened = open_answer(line, answer, padding)
     assert b"".join(opened) == b"data: hello\n\ndata: [DONE]\n\n"
     opened.close()
     assert not line.is_over.is_set()
@@ -92,8 +120,9 @@ def test_a_task_has_its_answer_before_the_padding_came() -> None:
 
     async def run() -> None:
         padding = AsyncPaddingReader()
-        opened = AsyncOpened(httpx.Response(200, stream=line), answer, padding)
-        await opened.read_head()
+        reply = _AsyncOpenReply(Relay(line))
+        await reply.open(POSTED)
+        opened = AsyncAnswerStream(reply, AnswerReader(answer), padding)
         assert b"".join([data async for data in opened]) == b"data: hello\n\ndata: [DONE]\n\n"
         await opened.aclose()
         assert not line.is_over.is_set()
@@ -108,15 +137,13 @@ def test_a_task_has_its_answer_before_the_padding_came() -> None:
 def test_who_leaves_in_the_middle_hangs_up() -> None:
     answer, carried = speak()
     line = Line(carried)
-    opened = _Opened(httpx.Response(200, stream=line), answer, PaddingReader())
-    opened.read_head()
+    opened = open_answer(line, answer, PaddingReader())
     opened.close()
     assert line.was_cut
 
 
 def test_an_answer_that_says_it_is_complete_and_is_not_is_broken() -> None:
     answer, carried = speak(is_whole=False)
-    opened = _Opened(httpx.Response(200, stream=Line(carried)), answer, PaddingReader())
-    opened.read_head()
+    opened = open_answer(Line(carried), answer, PaddingReader())
     with pytest.raises(httpx.RemoteProtocolError):
         b"".join(opened)

@@ -14,13 +14,14 @@ import pytest
 
 from cloister.client import AsyncSealedTransport, Session
 from cloister.client.proxy import Proxy, proxy_app
-from cloister.client.receipt_folder import ReceiptFolder
+from cloister.client.receipts import ReceiptFolder
 from cloister.client.verify_receipt import Shown, verify_receipt
 from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.receipts import read_jws, read_receipt
 from cloister.types.errors import ConfigError
-from tests.client.street import Program, Street, start
 from tests.client.test_sdk import ASK, LONG, MODEL
+from tests.loopback import LoopbackNetwork
+from tests.sealed_cloud import LoopbackCloud
 
 
 class Local:
@@ -30,32 +31,32 @@ class Local:
         told: what it printed.
     """
 
-    def __init__(self, street: Street, session: Session) -> None:
+    def __init__(self, session: Session) -> None:
         self.told: list[str] = []
-        self._street = street
         self._transport = AsyncSealedTransport(session)
-        self.program: Program = street.loop.run(start(proxy_app(Proxy(session, self._transport, self.told.append))))
+        self._network = LoopbackNetwork()
+        self.url = self._network.open("http://proxy.test", proxy_app(Proxy(session, self._transport, self.told.append)))
 
     def close(self) -> None:
-        self._street.loop.run(self.program.stop())
-        self._street.loop.run(self._transport.aclose())
+        self._network.run(self._transport.aclose())
+        self._network.close()
 
 
 @pytest.fixture(scope="module")
-def local(street: Street) -> Iterator[Local]:
-    local = Local(street, street.session())
+def local(cloud: LoopbackCloud) -> Iterator[Local]:
+    local = Local(cloud.session())
     yield local
     local.close()
 
 
 @pytest.fixture
 def client(local: Local) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=local.program.url, timeout=30) as client:
+    with httpx.Client(base_url=local.url, timeout=30) as client:
         yield client
 
 
 def test_any_program_gets_answers_without_knowing_of_seals(local: Local) -> None:
-    with openai.OpenAI(base_url=f"{local.program.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{local.url}/v1", api_key="none", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == [MODEL]
         stream = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=8, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
@@ -81,29 +82,29 @@ def test_tokens_arrive_while_the_answer_is_being_written(client: httpx.Client) -
     assert len(set(times)) > 5
 
 
-def test_who_hangs_up_ends_the_answer_at_the_node(street: Street, client: httpx.Client) -> None:
+def test_who_hangs_up_ends_the_answer_at_the_node(cloud: LoopbackCloud, client: httpx.Client) -> None:
     body = {"model": MODEL, "messages": LONG, "max_tokens": 900, "stream": True, "ignore_eos": True}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         next(response.iter_raw())
     give_up_at = time.monotonic() + 10
-    while street.running and time.monotonic() < give_up_at:
+    while cloud.num_open and time.monotonic() < give_up_at:
         time.sleep(0.02)
-    assert street.running == 0
+    assert cloud.num_open == 0
 
 
 @pytest.mark.parametrize("headers", [{"origin": "https://evil.example"}, {"host": "evil.example"}])
-def test_pages_of_a_browser_are_refused(client: httpx.Client, street: Street, headers: dict[str, str]) -> None:
-    before = sum(len(node.opened) for node in street.nodes)
+def test_pages_of_a_browser_are_refused(client: httpx.Client, cloud: LoopbackCloud, headers: dict[str, str]) -> None:
+    before = cloud.num_asked
     response = client.post("/v1/chat/completions", json={"model": MODEL, "messages": ASK}, headers=headers)
     assert response.status_code == 403
-    assert sum(len(node.opened) for node in street.nodes) == before
+    assert cloud.num_asked == before
 
 
-def test_a_refusal_is_an_error_that_sdks_understand(street: Street) -> None:
-    strict = Local(street, street.session(policy=AttestationPolicy()))
+def test_a_refusal_is_an_error_that_sdks_understand(cloud: LoopbackCloud) -> None:
+    strict = Local(cloud.session(policy=AttestationPolicy()))
     try:
         with (
-            openai.OpenAI(base_url=f"{strict.program.url}/v1", api_key="none") as client,
+            openai.OpenAI(base_url=f"{strict.url}/v1", api_key="none") as client,
             pytest.raises(openai.APIStatusError, match="no hardware vouches") as caught,
         ):
             client.models.list()
@@ -114,7 +115,7 @@ def test_a_refusal_is_an_error_that_sdks_understand(street: Street) -> None:
 
 
 def test_a_body_beyond_the_largest_bucket_is_refused(local: Local) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", httpx.URL(local.program.url).port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", httpx.URL(local.url).port, timeout=30)
     try:
         connection.request("POST", "/v1/chat/completions", body=bytes(17 << 20))
         answer = connection.getresponse()
@@ -138,11 +139,13 @@ def test_an_api_key_comes_from_a_file_and_never_from_the_command_line(tmp_path: 
         read_api_key(tmp_path / "missing")
 
 
-def test_a_proxy_keeps_receipts_of_answers_that_were_read_and_of_none_that_was_left(street: Street, tmp_path: Path) -> None:
-    local = Local(street, street.session(receipts=ReceiptFolder(tmp_path)))
+def test_a_proxy_keeps_receipts_of_answers_that_were_read_and_of_none_that_was_left(
+    cloud: LoopbackCloud, tmp_path: Path
+) -> None:
+    local = Local(cloud.session(receipts=ReceiptFolder(tmp_path)))
     try:
         body = {"model": MODEL, "messages": ASK, "max_tokens": 8, "stream": True}
-        with httpx.Client(base_url=local.program.url, timeout=30) as client:
+        with httpx.Client(base_url=local.url, timeout=30) as client:
             answer = client.post("/v1/chat/completions", json=body)
             (file,) = tmp_path.iterdir()
             with client.stream("POST", "/v1/chat/completions", json={**body, "max_tokens": 900, "ignore_eos": True}) as left:
@@ -153,8 +156,8 @@ def test_a_proxy_keeps_receipts_of_answers_that_were_read_and_of_none_that_was_l
     receipt = read_receipt(file.read_bytes())
     policy = AttestationPolicy(accept_software=True)
     shown, other = Shown(answer.request.content, answer.content), Shown(refused.request.content)
-    assert verify_receipt(receipt, shown, street.trust, policy).findings.accepted
-    assert not verify_receipt(receipt, other, street.trust, policy).findings.accepted
+    assert verify_receipt(receipt, shown, cloud.trust, policy).findings.accepted
+    assert not verify_receipt(receipt, other, cloud.trust, policy).findings.accepted
     assert refused.status_code == 404
     assert sorted(_status(kept) for kept in tmp_path.iterdir()) == [200, 404]
     assert not any(b"Python" in kept.read_bytes() for kept in tmp_path.iterdir())

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from cloister.client.answer import BrokenAnswerError
-from cloister.client.letter import Letter, write_letter
+from cloister.client.envelope import BrokenAnswerError, SealedEnvelope, seal_for_node
 from cloister.client.receipts import ReceiptOrder, order_receipt
 from cloister.privacy.attestation.evidence import Statement
 from cloister.privacy.attestation.software import SoftwareAttester
@@ -25,10 +24,10 @@ from cloister.privacy.sealing import (
     UnsealError,
     header_bytes,
 )
-from cloister.sealed.receipts import AnswerEnding
+from cloister.sealed.sealed_reply import AnswerEnding
 from cloister.sealed.unsealing import LocalUnsealer
 from cloister.types.errors import PolicyError
-from tests.client.test_letter import GATEWAY, NODE, NODE_ENTRY, NOW, ask, epoch_of, open_request
+from tests.client.test_envelope import GATEWAY, NODE, NODE_ENTRY, NOW, ask, epoch_of, open_request
 
 PROFILE = "team"
 HELLO = b"hello"
@@ -55,8 +54,8 @@ def order(keep: Callable[[Receipt], None] = lambda receipt: None) -> ReceiptOrde
     return order_receipt(epoch_of(PROFILE), b"bundle", make_evidence(), keep)
 
 
-def write(content: bytes = b"{}", asked: ReceiptOrder | None = None) -> Letter:
-    return write_letter(ask(content), NODE_ENTRY, epoch_of(PROFILE), 'PrivateToken token="t"', NOW, asked)
+def write(content: bytes = b"{}", asked: ReceiptOrder | None = None) -> SealedEnvelope:
+    return seal_for_node(ask(content), NODE_ENTRY, epoch_of(PROFILE), 'PrivateToken token="t"', NOW, asked)
 
 
 class Conversation:
@@ -64,10 +63,10 @@ class Conversation:
 
     def __init__(self, content: bytes = b"{}") -> None:
         self.kept: list[Receipt] = []
-        letter = write(content, order(self.kept.append))
-        outer, self._gateway = open_request(GATEWAY, letter.sealed)
+        envelope = write(content, order(self.kept.append))
+        outer, self._gateway = open_request(GATEWAY, envelope.sealed)
         self.request, self.exchange = open_request(NODE, outer.content)
-        self._answer = letter.answer
+        self._answer = envelope.answer
 
     def end(self, content: bytes = HELLO, *, status: int = 200, profile: str = PROFILE) -> bytes:
         """The end of an answer, with the receipt of a node under `profile`."""
@@ -145,8 +144,8 @@ def test_a_stream_that_ended_early_has_no_receipt() -> None:
 
 
 def test_a_node_signs_nothing_for_a_request_that_it_did_not_open() -> None:
-    letter = write()
-    outer, _ = open_request(GATEWAY, letter.sealed)
+    envelope = write()
+    outer, _ = open_request(GATEWAY, envelope.sealed)
     header = Header.parse(outer.content[: header_bytes(outer.content)])
     with pytest.raises(UnsealError):
         NODE.sign(header, b"anything", 0.0)

@@ -13,13 +13,13 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.client import SealedTransport
-from cloister.client.receipt_folder import ReceiptFolder
+from cloister.client.receipts import ReceiptFolder
 from cloister.client.verify_receipt import Shown, verify_receipt
 from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.receipts import Receipt, read_jws, read_receipt
 from cloister.types.errors import ConfigError
-from tests.client.street import Street
 from tests.client.test_transport import NODES, World
+from tests.sealed_cloud import LoopbackCloud
 
 SOFTWARE = AttestationPolicy(accept_software=True)
 TARGET = "/v1/chat/completions"
@@ -29,10 +29,10 @@ TARGET = "/v1/chat/completions"
 def world() -> Iterator[World]:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        world = World(Path(name) / "house")
-        asyncio.run(world.house.enter(NODES))
+        world = World(Path(name) / "cloud")
+        asyncio.run(world.cloud.enter(NODES))
         yield world
-        world.house.close()
+        world.cloud.close()
 
 
 def ask(world: World, receipts: Callable[[Receipt], None] | None) -> httpx.Response:
@@ -49,7 +49,7 @@ def test_who_asks_gets_a_receipt_that_the_whole_chain_stands_behind(world: World
     (receipt,) = kept
     assert response.extensions["cloister"]["receipt"].receipt is receipt
     shown = Shown(response.request.content, response.content, "POST", TARGET)
-    proof = verify_receipt(receipt, shown, world.house.trust, SOFTWARE)
+    proof = verify_receipt(receipt, shown, world.cloud.trust, SOFTWARE)
     assert [(step.slug, step.text) for step in proof.findings if step.outcome == "failed"] == []
     assert {"signature", "evidence", "profile", "epoch", "listed", "key", "request", "answer"} <= {
         s.slug for s in proof.findings
@@ -90,7 +90,7 @@ def test_a_node_that_signs_with_another_key_is_told_of_and_the_request_is_not_se
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Ed25519PrivateKey.generate()
-    for node in world.house.nodes.values():
+    for node in world.cloud.nodes.values():
         monkeypatch.setattr(node.ring, "find_receipt_key", lambda key_id, now_s: other)
     kept: list[Receipt] = []
     with pytest.raises(httpx.RemoteProtocolError, match="not one of this node"):
@@ -106,22 +106,22 @@ def test_receipts_go_on_in_the_next_epoch_with_its_own_evidence(world: World) ->
         async with world.client(world.session(receipts=kept.append)) as client:
             for _ in range(2):
                 await client.post(TARGET, json={"mark": "m"})
-                await world.house.enter(NODES)
+                await world.cloud.enter(NODES)
 
     asyncio.run(run())
     assert kept[0].bundle != kept[1].bundle
     for receipt in kept:
-        assert verify_receipt(receipt, Shown(), world.house.trust, SOFTWARE).findings.accepted
+        assert verify_receipt(receipt, Shown(), world.cloud.trust, SOFTWARE).findings.accepted
 
 
-def test_a_blocking_client_is_told_too_and_does_not_ask_again(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocking_client_is_told_too_and_does_not_ask_again(cloud: LoopbackCloud, monkeypatch: pytest.MonkeyPatch) -> None:
     other = Ed25519PrivateKey.generate()
-    for node in street.nodes:
+    for node in cloud.nodes.values():
         monkeypatch.setattr(node.ring, "find_receipt_key", lambda key_id, now_s: other)
-    before = sum(len(node.opened) for node in street.nodes)
+    before = cloud.num_asked
     with (
-        httpx.Client(transport=SealedTransport(street.session(receipts=[].append))) as client,
+        httpx.Client(transport=SealedTransport(cloud.session(receipts=[].append))) as client,
         pytest.raises(httpx.RemoteProtocolError, match="not one of this node"),
     ):
         client.get("http://cloister/v1/models")
-    assert sum(len(node.opened) for node in street.nodes) == before + 1
+    assert cloud.num_asked == before + 1

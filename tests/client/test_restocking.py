@@ -12,17 +12,17 @@ import pytest
 
 from cloister.client import AsyncSealedTransport, NoTokensError, SealedTransport, Session
 from cloister.client.restocking import MOST_LOW, SPREAD_S, PurchasePlan
-from cloister.client.wallet import BATCH, LOW
-from tests.client.street import Street
+from cloister.client.token_purchase import BATCH, LOW
 from tests.client.test_transport import NODES, PURCHASE, World
+from tests.sealed_cloud import LoopbackCloud
 
 
 @pytest.fixture
 def world(directory: object) -> Iterator[World]:
-    world = World(directory / "house")  # type: ignore[operator]
-    asyncio.run(world.house.enter(NODES))
+    world = World(directory / "cloud")  # type: ignore[operator]
+    asyncio.run(world.cloud.enter(NODES))
     yield world
-    world.house.close()
+    world.cloud.close()
 
 
 def at_once(below: int) -> int:
@@ -103,8 +103,8 @@ def test_an_asynchronous_client_buys_by_itself_when_the_moment_has_come(world: W
     assert session.restock_in_s is None
 
 
-def test_a_blocking_client_buys_by_itself_when_the_moment_has_come(street: Street) -> None:
-    session = street.session()
+def test_a_blocking_client_buys_by_itself_when_the_moment_has_come(cloud: LoopbackCloud) -> None:
+    session = cloud.session()
     session._plan = PurchasePlan(at_once)
     transport = SealedTransport(session)
     for _ in range(BATCH - LOW):
@@ -118,8 +118,8 @@ def test_a_blocking_client_buys_by_itself_when_the_moment_has_come(street: Stree
     assert len(nonces) == len(set(nonces)) == LOW + BATCH
 
 
-def test_a_closed_client_buys_nothing_more(street: Street) -> None:
-    session = street.session()
+def test_a_closed_client_buys_nothing_more(cloud: LoopbackCloud) -> None:
+    session = cloud.session()
     session._plan = PurchasePlan(lambda below: below - 1)
     transport = SealedTransport(session)
     for _ in range(BATCH):
@@ -137,7 +137,7 @@ def test_a_purchase_that_fails_ahead_of_need_is_told_to_who_needs_a_token(world:
     async def run() -> None:
         transport = AsyncSealedTransport(session, world.wire)
         await transport.prepare()
-        world.house.credentials = world.house.credentials.remove("ann")
+        world.cloud.credentials = world.cloud.credentials.remove("ann")
         for _ in range(BATCH - 1):
             await transport.prepare()
             await asyncio.sleep(0)

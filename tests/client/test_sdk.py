@@ -22,31 +22,31 @@ from cloister.client import (
 )
 from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.receipts import Receipt
-from tests.client.street import Street
+from tests.sealed_cloud import LoopbackCloud
 
 MODEL = "cloister-5m"
 ASK: Any = [{"role": "user", "content": "What is a list in Python?"}]
 LONG: Any = [{"role": "user", "content": "Tell me a long story about iterators."}]
 
 
-def connect(street: Street, **changes: object) -> openai.OpenAI:
-    transport = SealedTransport(street.session(**changes))
+def connect(cloud: LoopbackCloud, **changes: object) -> openai.OpenAI:
+    transport = SealedTransport(cloud.session(**changes))
     return openai.OpenAI(base_url="https://cloister/v1", api_key="none", http_client=httpx.Client(transport=transport))
 
 
 @pytest.fixture(scope="module")
-def client(street: Street) -> Iterator[openai.OpenAI]:
-    with connect(street) as client:
+def client(cloud: LoopbackCloud) -> Iterator[openai.OpenAI]:
+    with connect(cloud) as client:
         yield client
 
 
-def test_a_chat_is_answered_as_by_the_server_itself(client: openai.OpenAI, street: Street) -> None:
-    before = sum(len(node.opened) for node in street.nodes)
+def test_a_chat_is_answered_as_by_the_server_itself(client: openai.OpenAI, cloud: LoopbackCloud) -> None:
+    before = cloud.num_asked
     answer = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0, max_tokens=16)
     assert answer.choices[0].message.content
     assert answer.usage is not None
     assert answer.usage.completion_tokens <= 16
-    assert sum(len(node.opened) for node in street.nodes) == before + 1
+    assert cloud.num_asked == before + 1
 
 
 def test_tokens_arrive_while_the_answer_is_being_written(client: openai.OpenAI) -> None:
@@ -72,23 +72,23 @@ def test_a_tool_is_called(client: openai.OpenAI) -> None:
     assert json.loads(calls[0].function.arguments)["word"] in ("list", "dict")  # type: ignore[union-attr]
 
 
-def test_errors_of_the_node_come_through_and_are_not_repeated(client: openai.OpenAI, street: Street) -> None:
-    before = sum(len(node.opened) for node in street.nodes)
+def test_errors_of_the_node_come_through_and_are_not_repeated(client: openai.OpenAI, cloud: LoopbackCloud) -> None:
+    before = cloud.num_asked
     with pytest.raises(openai.NotFoundError, match="no such model"):
         client.chat.completions.create(model="no-such-model", messages=ASK)
-    assert sum(len(node.opened) for node in street.nodes) == before + 1
+    assert cloud.num_asked == before + 1
 
 
-def test_who_hangs_up_ends_the_answer_at_the_node(client: openai.OpenAI, street: Street) -> None:
+def test_who_hangs_up_ends_the_answer_at_the_node(client: openai.OpenAI, cloud: LoopbackCloud) -> None:
     stream = client.chat.completions.create(
         model=MODEL, messages=LONG, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     stream.close()
     give_up_at = time.monotonic() + 10
-    while street.running and time.monotonic() < give_up_at:
+    while cloud.num_open and time.monotonic() < give_up_at:
         time.sleep(0.02)
-    assert street.running == 0
+    assert cloud.num_open == 0
 
 
 def test_many_at_once_from_several_threads(client: openai.OpenAI) -> None:
@@ -107,9 +107,9 @@ def test_many_at_once_from_several_threads(client: openai.OpenAI) -> None:
     assert len(set(answers)) == 1
 
 
-def test_the_asynchronous_client_streams_too(street: Street) -> None:
+def test_the_asynchronous_client_streams_too(cloud: LoopbackCloud) -> None:
     async def run() -> str:
-        async with httpx.AsyncClient(transport=AsyncSealedTransport(street.session())) as sealed:
+        async with httpx.AsyncClient(transport=AsyncSealedTransport(cloud.session())) as sealed:
             client = openai.AsyncOpenAI(base_url="https://cloister/v1", api_key="none", http_client=sealed)
             stream = await client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=8, stream=True)
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
@@ -117,16 +117,16 @@ def test_the_asynchronous_client_streams_too(street: Street) -> None:
     assert asyncio.run(run())
 
 
-def test_a_refusal_reaches_the_program_in_words(street: Street) -> None:
+def test_a_refusal_reaches_the_program_in_words(cloud: LoopbackCloud) -> None:
     with (
-        connect(street, policy=AttestationPolicy()) as client,
+        connect(cloud, policy=AttestationPolicy()) as client,
         pytest.raises(EvidenceRefusedError, match="no hardware vouches"),
     ):
         client.models.list()
 
 
-def test_a_relay_that_is_not_there_reaches_the_program_in_words(street: Street) -> None:
-    session = street.session()
+def test_a_relay_that_is_not_there_reaches_the_program_in_words(cloud: LoopbackCloud) -> None:
+    session = cloud.session()
     session.relay = "http://127.0.0.1:9/"
     sealed = httpx.Client(transport=SealedTransport(session))
     with (
@@ -175,10 +175,10 @@ class _Cut(httpx.SyncByteStream):
         self.stream.close()
 
 
-def test_an_answer_that_breaks_off_is_an_error_and_is_not_sent_again(street: Street) -> None:
+def test_an_answer_that_breaks_off_is_an_error_and_is_not_sent_again(cloud: LoopbackCloud) -> None:
     wire = Half()
     body = {"model": MODEL, "messages": LONG, "max_tokens": 60, "stream": True, "ignore_eos": True}
-    with httpx.Client(transport=SealedTransport(street.session(), wire), base_url="https://cloister/v1", timeout=30) as client:
+    with httpx.Client(transport=SealedTransport(cloud.session(), wire), base_url="https://cloister/v1", timeout=30) as client:
         received = b""
 
         def read() -> None:
@@ -193,20 +193,20 @@ def test_an_answer_that_breaks_off_is_an_error_and_is_not_sent_again(street: Str
     assert wire.sent == 1
 
 
-def test_an_sdk_that_repeats_what_took_too_long_is_stopped(street: Street) -> None:
-    before = sum(len(node.opened) for node in street.nodes)
-    sealed = httpx.Client(transport=SealedTransport(street.session()), timeout=httpx.Timeout(30, read=0.03))
+def test_an_sdk_that_repeats_what_took_too_long_is_stopped(cloud: LoopbackCloud) -> None:
+    before = cloud.num_asked
+    sealed = httpx.Client(transport=SealedTransport(cloud.session()), timeout=httpx.Timeout(30, read=0.03))
     with (
         openai.OpenAI(base_url="https://cloister/v1", api_key="none", http_client=sealed) as client,
         pytest.raises(RepeatedRequestError, match="max_retries=0"),
     ):
         client.chat.completions.create(model=MODEL, messages=LONG, max_tokens=900, extra_body={"ignore_eos": True})
-    assert sum(len(node.opened) for node in street.nodes) <= before + 1, "the node may not have come to it in so short a time"
+    assert cloud.num_asked <= before + 1, "the node may not have come to it in so short a time"
 
 
-def test_an_sdk_that_hangs_up_after_the_last_event_has_its_receipt(street: Street) -> None:
+def test_an_sdk_that_hangs_up_after_the_last_event_has_its_receipt(cloud: LoopbackCloud) -> None:
     kept: list[Receipt] = []
-    with connect(street, receipts=kept.append) as client:
+    with connect(cloud, receipts=kept.append) as client:
         for number in range(2):
             stream = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=8, stream=True)
             assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cloister.client import EpochRefusedError, Limits, Session
-from cloister.client.asking import Reply
+from cloister.client.protocol import Reply
 from cloister.client.session import PreparedRequest
 from cloister.client.shared_view import MOST_PROOFS
 from cloister.privacy.attestation import AttestationPolicy

@@ -22,14 +22,15 @@ from cloister.client import (
     RepeatedRequestError,
     Session,
 )
-from cloister.client.routing.house import ISSUER, RELAY, House
+from cloister.client.routing.cloud import ISSUER, RELAY, CloudConfig, SealedCloud
 from cloister.client.routing.records import Spell
-from cloister.client.wallet import BATCH
+from cloister.client.token_purchase import BATCH
 from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.transparency.publisher import Publisher
 from cloister.privacy.transparency.trust import Trust
 from cloister.privacy.transparency.witness import NearWitness
 from cloister.types.errors import RequestTooLargeError
+from tests.rsa_keys import shared_keys
 
 NODES = Spell({"a": 1, "b": 1})
 PURCHASE = f"POST {RELAY}/issuer"
@@ -39,8 +40,8 @@ Handler = Callable[[httpx.Request], Awaitable[httpx.Response]]
 class Wire(httpx.AsyncBaseTransport):
     """The client's network, which records what it is asked and may answer something else."""
 
-    def __init__(self, house: House) -> None:
-        self.inner = house.carrier()
+    def __init__(self, cloud: SealedCloud) -> None:
+        self.inner = cloud.carrier()
         self.asked: list[str] = []
         self.tamper: Callable[[httpx.Request, Handler], Awaitable[httpx.Response]] | None = None
 
@@ -57,15 +58,15 @@ class Wire(httpx.AsyncBaseTransport):
 
 
 class World:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, config: CloudConfig | None = None) -> None:
         directory.mkdir(exist_ok=True)
         self.directory = directory
-        self.house = House(directory)
-        self.wire = Wire(self.house)
-        self.house.credentials, self.api_key = self.house.credentials.add("ann")
+        self.cloud = SealedCloud(directory, config=config or CloudConfig(make_key=shared_keys()))
+        self.wire = Wire(self.cloud)
+        self.cloud.credentials, self.api_key = self.cloud.credentials.add("ann")
 
     def session(self, **changes: object) -> Session:
-        settings: dict[str, object] = {"trust": self.house.trust, "api_key": self.api_key, "now": self.house.now}
+        settings: dict[str, object] = {"trust": self.cloud.trust, "api_key": self.api_key, "now": self.cloud.now}
         settings["policy"], settings["remember"] = AttestationPolicy(accept_software=True), False
         return Session(RELAY, **{**settings, **changes})  # type: ignore[arg-type]
 
@@ -77,10 +78,10 @@ class World:
 
 @pytest.fixture
 def world(directory: Path) -> Iterator[World]:
-    world = World(directory / "house")
-    asyncio.run(world.house.enter(NODES))
+    world = World(directory / "cloud")
+    asyncio.run(world.cloud.enter(NODES))
     yield world
-    world.house.close()
+    world.cloud.close()
 
 
 async def ask(client: httpx.AsyncClient, mark: str = "m", **given: object) -> httpx.Response:
@@ -95,7 +96,7 @@ def test_a_request_reaches_the_node_that_was_drawn_and_its_answer_comes_back(wor
     response = ask_once(world)
     assert response.json() == {"ok": True}
     (drawn,) = response.extensions["cloister"]["drawn"]
-    assert world.house.opened() == {"m": [world.house.names[drawn]]}
+    assert world.cloud.opened() == {"m": [world.cloud.names[drawn]]}
 
 
 def test_the_evidence_of_every_node_is_fetched_so_that_the_relay_does_not_see_which_was_drawn(world: World) -> None:
@@ -210,17 +211,17 @@ def test_a_relay_that_withholds_the_evidence_of_one_node_cannot_leave_it_out_of_
 
 
 def test_a_log_that_other_witnesses_saw_is_refused(world: World) -> None:
-    stranger: Trust = World(world.directory / "other").house.trust
-    mixed = replace(world.house.trust, witnesses=stranger.witnesses)
+    stranger: Trust = World(world.directory / "other").cloud.trust
+    mixed = replace(world.cloud.trust, witnesses=stranger.witnesses)
     with pytest.raises(EpochRefusedError, match="witnesses") as caught:
         ask_once(world, world.session(trust=mixed))
     assert caught.value.reason == "too_few_witnesses"
 
 
 def test_a_split_view_is_refused_even_if_the_witnesses_lie_too(directory: Path) -> None:
-    world = World(directory / "house")
+    world = World(directory / "cloud")
     shutil.copytree(world.directory, directory / "before")
-    asyncio.run(world.house.enter(NODES))
+    asyncio.run(world.cloud.enter(NODES))
     state = directory / "view.json"
     ask_once(world, world.session(state=state, remember=True))
 
@@ -228,11 +229,11 @@ def test_a_split_view_is_refused_even_if_the_witnesses_lie_too(directory: Path) 
     for name in ("log", "witness0", "witness1"):
         shutil.rmtree(world.directory / name)
         shutil.copytree(directory / "before" / name, world.directory / name)
-    house = world.house
-    house._cosigners = [NearWitness(near._witness, house.now) for near in house._cosigners]
-    house._publisher = Publisher(house._log, house.trust, house._cosigners)
-    house._memberships, house.members = 0, {}
-    asyncio.run(house.enter(NODES))
+    cloud = world.cloud
+    cloud.cosigners = [NearWitness(near._witness, cloud.now) for near in cloud.cosigners]
+    cloud.publisher = Publisher(cloud.log, cloud.trust, cloud.cosigners)
+    cloud._memberships, cloud.members = 0, {}
+    asyncio.run(cloud.enter(NODES))
 
     assert ask_once(world).status_code == 200, "who was not there before cannot tell"
     with pytest.raises(EpochRefusedError) as caught:
@@ -256,21 +257,21 @@ def test_a_replayed_request_is_refused(world: World) -> None:
     world.wire.tamper = keep
     ask_once(world)
     assert asyncio.run(replay()).status_code == 400
-    assert len(world.house.opened()["m"]) == 1
+    assert len(world.cloud.opened()["m"]) == 1
 
 
 def test_a_node_that_is_away_is_followed_by_another_draw_with_another_token(world: World) -> None:
-    asyncio.run(world.house.enter(Spell({"a": 1, "b": 1}, down=frozenset({"b"}))))
+    asyncio.run(world.cloud.enter(Spell({"a": 1, "b": 1}, down=frozenset({"b"}))))
     draws = iter([1, 1, 0])
     response = ask_once(world, world.session(below=lambda capacity: next(draws)))
     assert response.status_code == 200
-    assert [world.house.names[one] for one in response.extensions["cloister"]["drawn"]] == ["b", "b", "a"]
-    assert world.house.opened() == {"m": ["a"]}
+    assert [world.cloud.names[one] for one in response.extensions["cloister"]["drawn"]] == ["b", "b", "a"]
+    assert world.cloud.opened() == {"m": ["a"]}
     assert world.wire.sent == 3
 
 
 def test_when_every_draw_fails_the_reasons_are_said(world: World) -> None:
-    asyncio.run(world.house.enter(Spell({"a": 1, "b": 1}, down=frozenset({"a", "b"}))))
+    asyncio.run(world.cloud.enter(Spell({"a": 1, "b": 1}, down=frozenset({"a", "b"}))))
     with pytest.raises(NoAnswerError, match=r"3 draws.*cannot be reached") as caught:
         ask_once(world)
     assert len(caught.value.draws) == 3
@@ -325,32 +326,32 @@ def test_a_request_beyond_the_largest_bucket_is_refused_here(world: World) -> No
 
 
 def test_a_clock_that_is_off_is_said_so_and_costs_no_other_draw(world: World) -> None:
-    world.house.time += 10
+    world.cloud.time += 10
     late = world.session()
     asyncio.run(AsyncSealedTransport(late, world.wire).prepare())
-    late.now = lambda: world.house.now() - 305  # within what the epoch allows, not within what a date may be off
+    late.now = lambda: world.cloud.now() - 305  # within what the epoch allows, not within what a date may be off
     with pytest.raises(FinalRefusalError, match="set this machine's clock"):
         ask_once(world, late)
     assert world.wire.sent == 1
-    assert world.house.opened() == {}
+    assert world.cloud.opened() == {}
 
 
 def test_a_clock_that_is_off_is_said_so_when_tokens_are_bought(world: World) -> None:
-    world.house.time += 10
+    world.cloud.time += 10
     with pytest.raises(NoTokensError, match="check this machine's clock"):
-        ask_once(world, world.session(now=lambda: world.house.now() - 305))
+        ask_once(world, world.session(now=lambda: world.cloud.now() - 305))
     assert world.wire.sent == 0
 
 
 def test_a_clock_far_behind_is_said_so_before_anything_is_sent(world: World) -> None:
     with pytest.raises(EpochRefusedError, match="check this machine's clock"):
-        ask_once(world, world.session(now=lambda: world.house.now() - 400))
+        ask_once(world, world.session(now=lambda: world.cloud.now() - 400))
     assert world.wire.sent == 0
 
 
 def test_a_new_epoch_is_taken_when_the_old_one_ends(world: World) -> None:
     session = world.session()
     assert ask_once(world, session).extensions["cloister"]["epoch"] == 1
-    asyncio.run(world.house.enter(NODES))
+    asyncio.run(world.cloud.enter(NODES))
     assert ask_once(world, session).extensions["cloister"]["epoch"] == 2
-    assert len(world.house.opened()["m"]) == 2
+    assert len(world.cloud.opened()["m"]) == 2

@@ -12,9 +12,8 @@ from typer.testing import CliRunner, Result
 from cloister.cli import keys, policy
 from cloister.privacy import KeyQuota, read_credentials
 from cloister.privacy.document import to_markdown
-from cloister.privacy.features import FEATURES
+from cloister.privacy.features import ALWAYS_THERE, FEATURES
 from cloister.privacy.matrix import ROWS
-from cloister.privacy.plain_words import FEATURE_WORDS, explain_features
 from cloister.privacy.verdict import Profile
 from cloister.types.errors import ConfigError
 
@@ -50,13 +49,15 @@ def test_one_profile_is_shown_with_the_rules_that_hold(profile: str) -> None:
 def test_an_operator_reads_what_a_profile_does_about_each_feature(profile: Profile, capsys: pytest.CaptureFixture[str]) -> None:
     policy.show(profile)
     text = " ".join(capsys.readouterr().out.split())
-    for feature in explain_features():
+    for feature in (*FEATURES.values(), *ALWAYS_THERE):
         assert f"{feature.title}" in text
         assert f"endangers {feature.endangers} {profile} {feature.rulings[profile].text}" in text
 
 
 def test_every_feature_has_words_of_its_own() -> None:
-    assert set(FEATURE_WORDS) == set(FEATURES), "say what the feature does and endangers in privacy/plain_words.py"
+    features = (*FEATURES.values(), *ALWAYS_THERE)
+    assert all(feature.does and feature.endangers for feature in features)
+    assert len({feature.title for feature in features}) == len(features)
 
 
 def test_without_a_profile_that_of_one_person_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from cloister.cli.policy import list_entries
 from cloister.privacy.catalogue import gather, rows_in_build
 from cloister.privacy.features import FEATURES
-from cloister.privacy.matrix import RESIDUES, ROWS, STEERINGS, find_row, row_of
+from cloister.privacy.matrix import ROWS, find_row, row_of
 from cloister.privacy.verdict import Profile, Verdict
 from cloister.types.registry import Registry
 from cloister.types.threat import Requirement, ThreatProfile
@@ -72,10 +72,12 @@ def test_every_row_has_a_mitigation() -> None:
 
 
 def test_residues_and_steering_point_to_rows_with_that_threat() -> None:
-    assert [r.feature for r in RESIDUES] == ["prefix cache", "disk offload", "duplication", "datastore speculation"]
-    assert all(Requirement.STATELESS in row_of(r.slug).threat.threats for r in RESIDUES)
-    assert [s.feature for s in STEERINGS] == ["duplication", "pulling", "migration", "priority", "instance flip"]
-    assert all(Requirement.NON_TARGETABLE in row_of(s.slug).threat.threats for s in STEERINGS)
+    residues = {row.residue.feature: row for row in ROWS if row.residue}
+    assert list(residues) == ["prefix cache", "disk offload", "duplication", "datastore speculation"]
+    assert all(Requirement.STATELESS in row.threat.threats for row in residues.values())
+    steerings = {row.steering.feature: row for row in ROWS if row.steering}
+    assert list(steerings) == ["duplication", "pulling", "migration", "priority", "instance flip"]
+    assert all(Requirement.NON_TARGETABLE in row.threat.threats for row in steerings.values())
 
 
 def test_every_feature_of_the_build_owns_up_to_the_threats_of_its_row() -> None:

@@ -19,7 +19,7 @@ class RealServer:
     """Serves `cloister-5m`; the engine starts with the first request, on the loop that brings it."""
 
     def __init__(self, profile: str = "private") -> None:
-        config = EngineConfig(weights_cache="", profile=profile, num_threads=1, kv_memory_mb=64, max_model_len=512)
+        config = EngineConfig(weights_cache="", profile=profile, num_threads=1, kv_memory_mb=64, max_model_len=1024)
         self._engine = EngineClient(ThreadTransport(build_engine(config)), config)
         path = Path(self._engine.model.path)
         gate = Gate(Policy(profile), None, loopback=False, reuses_prefixes=False, sealed=True)

@@ -20,8 +20,9 @@ from cloister.sealed.exchange import Body
 from cloister.sealed.problems import ProblemError
 from cloister.server.body_budget import BodyBudget, BodyPace
 from cloister.server.middleware.body import BodyReader
-from tests.sealed.flow import RELAY_SECRET, ask, open_cloud
 from tests.sealed.inner import ANSWER, Inner
+from tests.sealed.messages import ask
+from tests.sealed_cloud import RELAY_SECRET, open_cloud
 
 REQUEST = HttpRequest(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
 SCOPE: Scope = {"type": "http", "headers": [], "client": ("192.0.2.1", 1)}

@@ -18,8 +18,9 @@ from cloister.privacy.sealing import CHUNKED, HttpRequest, RequestHead
 from cloister.sealed.exchange import Body, GoneError, Outgoing, run_while_there
 from cloister.sealed.problems import ProblemError
 from cloister.sealed.upstream import Upstream
-from tests.sealed.flow import ask, http, open_cloud
 from tests.sealed.inner import ANSWER, Inner
+from tests.sealed.messages import ask, http
+from tests.sealed_cloud import open_cloud
 
 REQUEST = HttpRequest(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
 SCOPE: Scope = {"type": "http", "headers": []}
@@ -52,7 +53,7 @@ class Flood:
 def test_an_answer_that_nobody_reads_waits_and_is_kept_nowhere(tmp_path: Path) -> None:
     flood = Flood()
     with open_cloud(tmp_path, flood) as cloud:
-        sealed, _, _ = cloud.letter(REQUEST)
+        sealed, _, _ = cloud.seal(REQUEST)
         relay = httpx.URL(cloud.relay_url)
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
@@ -77,7 +78,7 @@ def test_many_ask_at_once_and_each_gets_its_own_answer_over_few_connections(tmp_
 
         with ThreadPoolExecutor(8) as pool:
             assert list(pool.map(ask_one, contents)) == [ANSWER + content for content in contents]
-        for record in (cloud.gateway, cloud.nodes[0].record):
+        for record in (cloud.gateway, cloud.node):
             assert len({seen.client for seen in record.posts()}) <= 8, "connections are kept for the next request"
 
 
@@ -112,7 +113,7 @@ def test_a_request_that_trickles_in_is_given_up() -> None:
 def test_an_answer_that_falls_silent_is_given_up(tmp_path: Path) -> None:
     inner = Inner()
     with open_cloud(tmp_path, inner, answer_timeout_s=0.5) as cloud:
-        sealed, _, _ = cloud.letter(HttpRequest(RequestHead("POST", "https", "localhost", "/v1/stream")))
+        sealed, _, _ = cloud.seal(HttpRequest(RequestHead("POST", "https", "localhost", "/v1/stream")))
         inner.go.release()
         began_s = time.monotonic()
         with pytest.raises(httpx.RemoteProtocolError):

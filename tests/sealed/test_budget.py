@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 from cloister.privacy.sealing import HttpRequest, RequestHead
-from tests.sealed.flow import ask, open_cloud
+from tests.sealed.messages import ask
 from tests.sealed.real_server import RealServer
+from tests.sealed_cloud import open_cloud
 
 FIELDS = ((b"content-type", b"application/json"),)
 

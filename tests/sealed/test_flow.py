@@ -12,8 +12,9 @@ import pytest
 
 from cloister.privacy.sealing import CHUNKED, XWING, HttpRequest, RequestHead, UnsealError, bucket_bytes
 from cloister.privacy.tokens import authorization
-from tests.sealed.flow import Cloud, Opening, ask, gateway_keys, http, known_to, open_cloud
 from tests.sealed.inner import ANSWER, Inner
+from tests.sealed.messages import Opening, ask, gateway_keys, http, known_to
+from tests.sealed_cloud import LoopbackCloud, open_cloud
 
 PROMPT = b"my symptoms are none of the operator's business"
 
@@ -24,7 +25,7 @@ def inner() -> Inner:
 
 
 @pytest.fixture(scope="module")
-def cloud(inner: Inner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+def cloud(inner: Inner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
     with open_cloud(tmp_path_factory.mktemp("cloud"), inner, num_nodes=2) as cloud:
         yield cloud
 
@@ -33,9 +34,9 @@ def request(path: str = "/v1/echo", content: bytes = PROMPT) -> HttpRequest:
     return HttpRequest(RequestHead("POST", "https", "localhost", path, ((b"content-type", b"application/json"),)), content)
 
 
-def test_the_node_alone_sees_content_and_nobody_but_the_relay_an_address(cloud: Cloud, inner: Inner) -> None:
-    token = authorization(cloud.shop.buy(1)[0])
-    sealed, outer, sealed_inner = cloud.letter(request("/v1/echo?secret=query"), token=token)
+def test_the_node_alone_sees_content_and_nobody_but_the_relay_an_address(cloud: LoopbackCloud, inner: Inner) -> None:
+    token = authorization(cloud.buy(1)[0])
+    sealed, outer, sealed_inner = cloud.seal(request("/v1/echo?secret=query"), token=token)
     with httpx.Client() as client:
         reply = client.post(cloud.relay_url, content=sealed, headers={"content-type": CHUNKED.request_type, "x-user": "ann"})
         network = reply.extensions["network_stream"].get_extra_info("socket").getsockname()
@@ -44,7 +45,7 @@ def test_the_node_alone_sees_content_and_nobody_but_the_relay_an_address(cloud: 
     opening.close()
     assert opening.content == ANSWER + PROMPT
 
-    relay, gateway, node = cloud.relay.posts()[-1], cloud.gateway.posts()[-1], cloud.nodes[0].record.posts()[-1]
+    relay, gateway, node = cloud.relay.posts()[-1], cloud.gateway.posts()[-1], cloud.node.posts()[-1]
     contents = (PROMPT, ANSWER, b"/v1/echo", b"secret=query", b"application/json")
     token_text = token.partition('"')[2].rstrip('"').encode()
     for seen in (relay, gateway, node):
@@ -54,11 +55,11 @@ def test_the_node_alone_sees_content_and_nobody_but_the_relay_an_address(cloud: 
     assert not any(content in known[name] for content in contents for name in ("relay", "gateway")), "opened or not"
     assert all(content in known["node"] for content in contents)
     assert [name for name, seen in known.items() if token_text in seen] == ["gateway"]
-    assert [name for name, seen in known.items() if cloud.nodes[0].node_id.encode() in seen] == ["gateway"]
+    assert [name for name, seen in known.items() if cloud.nodes["a"].node_id.encode() in seen] == ["gateway"]
     assert [name for name, seen in known.items() if b"%d" % network[1] in seen] == ["relay"]
     # the relay: an address, a length, no name of a node
     assert relay.client == tuple(network)
-    assert cloud.nodes[0].node_id.encode() not in relay.everything
+    assert cloud.nodes["a"].node_id.encode() not in relay.everything
     # the gateway: the relay's bytes, and not the address that they came from
     assert gateway.request == relay.request == sealed
     assert str(network[1]).encode() not in gateway.everything
@@ -82,30 +83,30 @@ def test_the_node_alone_sees_content_and_nobody_but_the_relay_an_address(cloud: 
     )
 
 
-def test_requests_of_one_bucket_have_one_length_wherever_they_are_seen(cloud: Cloud) -> None:
+def test_requests_of_one_bucket_have_one_length_wherever_they_are_seen(cloud: LoopbackCloud) -> None:
     for content in (b"x", b"x" * 700):
         ask(cloud, request(content=content))
     short, long = cloud.relay.posts()[-2:]
     assert len(short.request) == len(long.request)
-    assert [len(seen.request) for seen in cloud.nodes[0].record.posts()[-2:]] == [7 + XWING.enc_bytes + 1 + 1024 + 16] * 2
+    assert [len(seen.request) for seen in cloud.node.posts()[-2:]] == [7 + XWING.enc_bytes + 1 + 1024 + 16] * 2
     assert bucket_bytes(1024) == 1024
 
 
-def test_the_client_names_the_node_and_nobody_else_gets_the_request(cloud: Cloud) -> None:
-    before = [len(node.record.posts()) for node in cloud.nodes]
-    ask(cloud, request(), node=cloud.nodes[1])
-    assert [len(node.record.posts()) for node in cloud.nodes] == [before[0], before[1] + 1]
+def test_the_client_names_the_node_and_nobody_else_gets_the_request(cloud: LoopbackCloud) -> None:
+    before = [len(cloud.record_of(name).posts()) for name in cloud.nodes]
+    ask(cloud, request(), node=cloud.nodes["b"])
+    assert [len(cloud.record_of(name).posts()) for name in cloud.nodes] == [before[0], before[1] + 1]
 
 
-def test_a_status_of_the_server_inside_is_sealed_too(cloud: Cloud) -> None:
+def test_a_status_of_the_server_inside_is_sealed_too(cloud: LoopbackCloud) -> None:
     opening = ask(cloud, request("/v1/teapot"))
     assert opening.head is not None
     assert opening.head.status == 418
-    assert [seen.posts()[-1].status for seen in (cloud.relay, cloud.gateway, cloud.nodes[0].record)] == [200, 200, 200]
+    assert [seen.posts()[-1].status for seen in (cloud.relay, cloud.gateway, cloud.node)] == [200, 200, 200]
 
 
-def test_the_first_piece_of_an_answer_arrives_while_the_last_is_not_yet_written(cloud: Cloud, inner: Inner) -> None:
-    sealed, outer, sealed_inner = cloud.letter(request("/v1/stream"))
+def test_the_first_piece_of_an_answer_arrives_while_the_last_is_not_yet_written(cloud: LoopbackCloud, inner: Inner) -> None:
+    sealed, outer, sealed_inner = cloud.seal(request("/v1/stream"))
     opening = Opening(outer, sealed_inner)
     headers = {"content-type": CHUNKED.request_type}
     inner.go.release()
@@ -121,10 +122,10 @@ def test_the_first_piece_of_an_answer_arrives_while_the_last_is_not_yet_written(
     assert opening.content == b"piece 0;piece 1;piece 2;"
 
 
-def test_a_request_is_carried_on_while_it_is_still_being_sent(cloud: Cloud) -> None:
-    sealed, outer, sealed_inner = cloud.letter(request(content=bytes(60_000)))
+def test_a_request_is_carried_on_while_it_is_still_being_sent(cloud: LoopbackCloud) -> None:
+    sealed, outer, sealed_inner = cloud.seal(request(content=bytes(60_000)))
     received = threading.Event()
-    num_before = len(cloud.nodes[0].record.posts())
+    num_before = len(cloud.node.posts())
 
     def pieces() -> Iterator[bytes]:
         yield sealed[:40_000]
@@ -132,7 +133,7 @@ def test_a_request_is_carried_on_while_it_is_still_being_sent(cloud: Cloud) -> N
         yield sealed[40_000:]
 
     def watch() -> None:
-        while len(cloud.nodes[0].record.posts()) == num_before or not cloud.nodes[0].record.posts()[-1].request:
+        while len(cloud.node.posts()) == num_before or not cloud.node.posts()[-1].request:
             if received.wait(0.005):
                 return
         received.set()
@@ -147,22 +148,23 @@ def test_a_request_is_carried_on_while_it_is_still_being_sent(cloud: Cloud) -> N
     assert opening.content == ANSWER + bytes(60_000)
 
 
-def test_whoever_hangs_up_cancels_the_request_on_the_node(cloud: Cloud, inner: Inner) -> None:
+def test_whoever_hangs_up_cancels_the_request_on_the_node(cloud: LoopbackCloud, inner: Inner) -> None:
     inner.started.clear()
     inner.cancelled.clear()
-    sealed, _, _ = cloud.letter(request("/v1/stream"))
+    sealed, _, _ = cloud.seal(request("/v1/stream"))
     headers = {"content-type": CHUNKED.request_type}
     inner.go.release()
     with http.stream("POST", cloud.relay_url, content=sealed, headers=headers) as reply:
-        next(reply.iter_raw())
+        pieces = reply.iter_raw()  # which closes the connection when it is forgotten
+        next(pieces)
         assert inner.started.is_set()
         assert not inner.cancelled.is_set()
     assert inner.cancelled.wait(5), "the node goes on computing for nobody"
 
 
 @pytest.mark.parametrize("path", ["/v1/break", "/v1/leave"])
-def test_a_failure_after_the_status_breaks_off_without_a_final_chunk(cloud: Cloud, path: str) -> None:
-    sealed, outer, sealed_inner = cloud.letter(request(path))
+def test_a_failure_after_the_status_breaks_off_without_a_final_chunk(cloud: LoopbackCloud, path: str) -> None:
+    sealed, outer, sealed_inner = cloud.seal(request(path))
     opening = Opening(outer, sealed_inner)
     headers = {"content-type": CHUNKED.request_type}
 
@@ -176,11 +178,11 @@ def test_a_failure_after_the_status_breaks_off_without_a_final_chunk(cloud: Clou
     assert opening.content == b"a beginning"
     with pytest.raises(UnsealError):
         opening.close()
-    assert not any(seen.posts()[-1].is_whole for seen in (cloud.relay, cloud.gateway, cloud.nodes[0].record))
+    assert not any(seen.posts()[-1].is_whole for seen in (cloud.relay, cloud.gateway, cloud.node))
 
 
 def test_what_an_application_says_when_it_fails_is_written_nowhere(
-    cloud: Cloud, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    cloud: LoopbackCloud, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     opening = ask(cloud, request("/v1/fail"))
     assert opening.head is not None
@@ -191,14 +193,14 @@ def test_what_an_application_says_when_it_fails_is_written_nowhere(
     assert PROMPT.decode() not in written
 
 
-def test_keys_come_through_the_relay(cloud: Cloud) -> None:
-    assert gateway_keys(cloud) == cloud.gateway_receiver.ring.current.configuration
+def test_keys_come_through_the_relay(cloud: LoopbackCloud) -> None:
+    assert gateway_keys(cloud) == cloud.gateway_ring.current.configuration
     reply = http.get(f"{cloud.relay_url}/.well-known/ohttp-gateway", headers={"x-user": "ann"})
     assert reply.headers["content-type"] == "application/ohttp-keys"
     assert {name for name, _ in cloud.gateway.seen[-1].headers} == {b"host"}
 
 
-def test_an_answer_that_was_refused_by_the_node_says_so_without_its_bytes(cloud: Cloud, tmp_path: Path) -> None:
+def test_an_answer_that_was_refused_by_the_node_says_so_without_its_bytes(cloud: LoopbackCloud, tmp_path: Path) -> None:
     opening = ask(cloud, request(), change_inner=lambda sealed: sealed[:-1] + bytes([sealed[-1] ^ 1]))
     assert opening.gateway_head is not None
     assert opening.gateway_head.status == 502

@@ -19,7 +19,8 @@ from cloister.privacy.sealing import (
     decode_response,
 )
 from cloister.privacy.shape import FRAMING_FIELD, TrafficShape, Unshaper
-from tests.sealed.flow import Cloud, open_cloud, post
+from tests.sealed.messages import post
+from tests.sealed_cloud import LoopbackCloud, open_cloud
 
 SHAPE = TrafficShape(frame_bytes=512, tick_s=0.004, constant=True)
 
@@ -38,17 +39,17 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @pytest.fixture(scope="module")
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
     with open_cloud(tmp_path_factory.mktemp("framed"), answer, shape=SHAPE) as cloud:
         yield cloud
 
 
-def ask(cloud: Cloud, path: str, framing: bytes | None) -> tuple[list[int], bytes]:
+def ask(cloud: LoopbackCloud, path: str, framing: bytes | None) -> tuple[list[int], bytes]:
     """Sizes of the chunks that left the node, and what they say."""
     fields: Fields = () if framing is None else ((FRAMING_FIELD, framing),)
-    sealed, _, inner = cloud.letter(HttpRequest(RequestHead("POST", "https", "localhost", path, fields)))
+    sealed, _, inner = cloud.seal(HttpRequest(RequestHead("POST", "https", "localhost", path, fields)))
     assert post(cloud, sealed).status_code == 200
-    node = cloud.nodes[0].record.posts()[-1]
+    node = cloud.node.posts()[-1]
     opener = ResponseOpener(inner)
     return [len(piece) for _, piece in node.pieces], b"".join([*opener.feed(node.response), opener.close()])
 
@@ -61,7 +62,7 @@ def unshape(said: bytes) -> HttpResponse:
 
 
 @pytest.mark.parametrize("path", ["/v1/stream", "/v1/whole", "/elsewhere"])
-def test_both_framings_say_the_same_in_the_same_row_of_chunks(cloud: Cloud, path: str) -> None:
+def test_both_framings_say_the_same_in_the_same_row_of_chunks(cloud: LoopbackCloud, path: str) -> None:
     our_sizes, ours = ask(cloud, path, None)
     their_sizes, theirs = ask(cloud, path, b"binary-http")
     assert our_sizes == their_sizes
@@ -73,7 +74,7 @@ def test_both_framings_say_the_same_in_the_same_row_of_chunks(cloud: Cloud, path
     assert said[0]
 
 
-def test_an_answer_that_broke_down_looks_like_any_other_and_lacks_its_end(cloud: Cloud) -> None:
+def test_an_answer_that_broke_down_looks_like_any_other_and_lacks_its_end(cloud: LoopbackCloud) -> None:
     sizes, said = ask(cloud, "/v1/broken", b"binary-http")
     assert sizes == ask(cloud, "/v1/stream", b"binary-http")[0]
     assert b"word 0" in said
@@ -81,11 +82,11 @@ def test_an_answer_that_broke_down_looks_like_any_other_and_lacks_its_end(cloud:
         decode_response(said)
 
 
-def test_frames_are_what_a_client_gets_that_asks_for_them_or_for_nothing(cloud: Cloud) -> None:
+def test_frames_are_what_a_client_gets_that_asks_for_them_or_for_nothing(cloud: LoopbackCloud) -> None:
     assert unshape(ask(cloud, "/v1/whole", b"frames")[1]).content == unshape(ask(cloud, "/v1/whole", None)[1]).content
 
 
-def test_a_framing_that_there_is_not_is_refused_with_the_names_of_those_that_are(cloud: Cloud) -> None:
+def test_a_framing_that_there_is_not_is_refused_with_the_names_of_those_that_are(cloud: LoopbackCloud) -> None:
     response = unshape(ask(cloud, "/v1/whole", b"quic")[1])
     assert response.head.status == 400
     assert "one of frames, binary-http" in msgspec.json.decode(response.content)["title"]

@@ -31,8 +31,7 @@ from cloister.privacy.tokens.issuance import (
 from cloister.privacy.transparency.files import write_key
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.privacy.transparency.note import Kind, PrivateKey
-from cloister.sealed.issuer import issuer_app
-from cloister.sealed.issuer_file import list_issuers, read_issuer_keys
+from cloister.sealed.issuer import issuer_app, list_issuers, read_issuer_keys
 from tests.token_shop import CHALLENGE, Shop
 
 

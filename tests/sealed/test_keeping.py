@@ -21,8 +21,8 @@ from cloister.sealed.nodes import NodeBook
 from cloister.sealed.serving import Lifespan
 from cloister.sealed.unsealing import LocalUnsealer
 from cloister.sealed.upstream import Upstream
+from tests.loopback import Recorder, serve
 from tests.privacy.transparency.world import World, make_release, member_key
-from tests.sealed.flow import Recorder, serve
 from tests.sealed.inner import Inner
 
 

@@ -44,10 +44,12 @@ from cloister.sealed.node import NodeConfig, node_app
 from cloister.sealed.serving import Lifespan
 from cloister.sealed.unsealing import LocalUnsealer
 from cloister.sealed.witness import witness_app
+from tests.loopback import Recorder, serve
 from tests.privacy.transparency.world import World
-from tests.sealed.flow import NODE_SECRET, RELAY_SECRET, Node, Opening, Recorder, http, serve
 from tests.sealed.inner import ANSWER, Inner
+from tests.sealed.messages import Opening, http
 from tests.sealed.test_keeping import Place
+from tests.sealed_cloud import NODE_SECRET, RELAY_SECRET
 
 GATEWAY, ISSUER = "https://gateway.example", "https://issuer.example"
 
@@ -114,26 +116,25 @@ def test_relay_and_gateway_carry_a_request_and_end_when_told(tmp_path: Path, cap
         ) as gateway_url,
         running("relay", "--gateway", gateway_url, "--secret-file", str(tmp_path / "relay.secret")) as relay_url,
     ):
-        node = Node(node_url, record, receiver, lambda: None)
         keys = parse_keys(http.get(f"{relay_url}/.well-known/ohttp-gateway").content)[0]
         assert http.get(f"{relay_url}/.well-known/cloister/epoch").status_code == 404, "it was given no log"
-        reply, opening = ask(relay_url, keys, node, "/v1/echo", make_token(tmp_path / "issuer"))
+        reply, opening = ask(relay_url, keys, receiver.ring, "/v1/echo", make_token(tmp_path / "issuer"))
         opening.feed(reply.content)
         opening.close()
         assert opening.content == ANSWER + b"hello", opening.refusal
         with pytest.raises(httpx.RemoteProtocolError):  # about which no line is written either
-            ask(relay_url, keys, node, "/v1/break", make_token(tmp_path / "issuer"))
+            ask(relay_url, keys, receiver.ring, "/v1/break", make_token(tmp_path / "issuer"))
 
 
-def ask(url: str, keys: KeyConfiguration, node: Node, path: str, token: str) -> tuple[httpx.Response, Opening]:
+def ask(url: str, keys: KeyConfiguration, node_keys: KeyRing, path: str, token: str) -> tuple[httpx.Response, Opening]:
     request = HttpRequest(RequestHead("POST", "https", "localhost", path), b"hello")
-    inner, inner_exchange = seal_chunked_request(node.configuration, encode_request(request))
+    inner, inner_exchange = seal_chunked_request(node_keys.current.configuration, encode_request(request))
     fields = (
         (b"authorization", token.encode()),
         (b"content-type", CHUNKED.request_type.encode()),
         (b"date", formatdate(usegmt=True).encode()),
     )
-    head = RequestHead("POST", "https", "gateway.example", f"/nodes/{node.node_id}", fields)
+    head = RequestHead("POST", "https", "gateway.example", f"/nodes/{hashlib.sha256(node_keys.publish()).hexdigest()}", fields)
     outer, exchange = seal_chunked_request(keys, encode_request(HttpRequest(head, inner)))
     reply = http.post(url, content=outer, headers={"content-type": CHUNKED.request_type})
     return reply, Opening(exchange, inner_exchange)

@@ -7,7 +7,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from cloister.privacy.sealing import KEYS_MEDIA_TYPE
-from cloister.sealed.public import File
+from cloister.sealed.serving import File
 from cloister.sealed.workers.remote import RemoteUnsealer
 
 

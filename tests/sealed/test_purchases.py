@@ -14,69 +14,49 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cloister.client import buying
-from cloister.client.asking import Ask, Reply
-from cloister.client.buying import Buyer
+from cloister.client import token_purchase
 from cloister.client.errors import NoTokensError
+from cloister.client.protocol import Ask, Reply
+from cloister.client.token_purchase import Buyer
 from cloister.privacy.sealing import KEMS, X25519, HttpRequest, RequestHead, parse_keys
 from cloister.privacy.tokens import Token, authorization
 from cloister.privacy.tokens.issuance import Pending
 from cloister.privacy.tokens.purchase import PURCHASE_BYTES, PURCHASE_PATH, REQUEST_TYPE, STATEMENT_PATH
 from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, NodeEntry
-from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.sealed import issuer as issuer_module
-from cloister.sealed.issuer import issuer_app
-from cloister.sealed.issuer_file import sign_keys
 from cloister.sealed.purchases import ANSWER_STEP_S, wait_s
-from tests.sealed.flow import GATEWAY_URL, Cloud, Recorder, Seen, ask, http, open_cloud
+from tests.loopback import Seen
 from tests.sealed.inner import ANSWER, Inner
-from tests.token_shop import Shop
+from tests.sealed.messages import ask, http
+from tests.sealed_cloud import GATEWAY_NAME, LoopbackCloud, open_cloud
 
-ISSUER_URL = "https://issuer.example"
 COUNT = 3
 """Tokens of a batch here: what each costs is known from elsewhere."""
-
-
-class LateIssuer:
-    """An issuer's application that may be started anew, with other sealing keys."""
-
-    def __init__(self) -> None:
-        self.record: Recorder | None = None
-
-    def start(self, shop: Shop) -> None:
-        self.record = Recorder(issuer_app(shop.issuer, ISSUER_URL, shop.identity, shop.clock))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            assert self.record is not None
-            await self.record(scope, receive, send)
 
 
 @dataclass
 class Market:
     """A cloud with an issuer behind its relay, and what a client sends."""
 
-    cloud: Cloud
-    site: LateIssuer
+    cloud: LoopbackCloud
     answers: list[tuple[Ask, Reply]] = field(default_factory=list)
     before: int = 0
 
     @property
     def issuer(self) -> list[Seen]:
-        assert self.site.record is not None
-        return self.site.record.seen
+        return self.cloud.issuing.seen
 
     @property
     def epoch(self) -> Epoch:
-        shop, now = self.cloud.shop, int(self.cloud.clock())
-        issuers = sign_keys(shop.issuer.current_keys(), ISSUER_URL, shop.identity)
+        now, issuers = int(self.cloud.now()), self.cloud.honest_keys()
         node = NodeEntry("ab" * 32, 1, b"keys", "00" * 32)
-        gateway = GatewayEntry(GATEWAY_URL, b"keys")
+        gateway = GatewayEntry(GATEWAY_NAME, b"keys")
         return Epoch(1, now, now + 600, gateway, issuers, (node,), "00" * 32, "private", ())
 
     def buyer(self, api_key: str | None = None) -> Buyer:
-        shop = self.cloud.shop
-        return Buyer(IssuerIdentity(ISSUER_URL, shop.identity.public), f"{self.cloud.relay_url}/", api_key or shop.api_key)
+        issuer = self.cloud.trust.issuer
+        assert issuer is not None
+        return Buyer(issuer, f"{self.cloud.relay_url}/", api_key or self.cloud.api_key)
 
     def buy(
         self,
@@ -85,7 +65,7 @@ class Market:
         carry: Callable[[Ask, Callable[[Ask], Reply]], Reply] | None = None,
         late_s: float = 0.0,
     ) -> list[Token]:
-        step = buyer.buy(self.epoch, self.cloud.clock() - late_s, count)
+        step = buyer.buy(self.epoch, self.cloud.now() - late_s, count)
         try:
             given = next(step)
             while True:
@@ -98,7 +78,7 @@ class Market:
 
     def counted(self) -> int:
         """Tokens that the issuer counted for its only customer in this test."""
-        row = self.cloud.shop.book._database.execute("SELECT sum(count) FROM issued").fetchone()
+        row = self.cloud.quota._database.execute("SELECT sum(count) FROM issued").fetchone()
         return int(row[0] or 0) - self.before
 
     @staticmethod
@@ -109,10 +89,8 @@ class Market:
 
 @contextmanager
 def open_market(directory: Path, **options: float) -> Iterator[Market]:
-    site = LateIssuer()
-    with open_cloud(directory, Inner(), issuer=site, **options) as cloud:  # type: ignore[arg-type]
-        site.start(cloud.shop)
-        yield Market(cloud, site)
+    with open_cloud(directory, Inner(), **options) as cloud:  # type: ignore[arg-type]
+        yield Market(cloud)
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +102,12 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Market]:
 @pytest.fixture
 def market(opened: Market) -> Iterator[Market]:
     """The one market of all tests, with nothing written down yet."""
-    shop, credentials = opened.cloud.shop, opened.cloud.shop.credentials
-    opened.site.start(shop)
-    for record in (opened.cloud.relay, opened.cloud.gateway):
+    cloud, credentials = opened.cloud, opened.cloud.credentials
+    cloud.start_issuer()
+    for record in (cloud.relay, cloud.gateway, cloud.issuing):
         record.seen.clear()
     yield replace(opened, answers=[], before=opened.counted())
-    shop.credentials = credentials
+    cloud.credentials = credentials
 
 
 def test_a_token_bought_through_the_relay_is_spent_and_nobody_on_the_way_saw_key_message_or_token(
@@ -137,8 +115,8 @@ def test_a_token_bought_through_the_relay_is_spent_and_nobody_on_the_way_saw_key
 ) -> None:
     caplog.set_level(logging.DEBUG)
     made: list[Pending] = []
-    draw = buying.request_tokens
-    monkeypatch.setattr(buying, "request_tokens", lambda *given: made.append(draw(*given)) or made[-1])  # type: ignore[func-returns-value]
+    draw = token_purchase.request_tokens
+    monkeypatch.setattr(token_purchase, "request_tokens", lambda *given: made.append(draw(*given)) or made[-1])  # type: ignore[func-returns-value]
     tokens = market.buy(market.buyer())
     cloud = market.cloud
     answer = ask(
@@ -147,12 +125,12 @@ def test_a_token_bought_through_the_relay_is_spent_and_nobody_on_the_way_saw_key
     assert answer.content == ANSWER + b"hi", "the token pays"
 
     (pending,) = made
-    secrets = [cloud.shop.api_key.encode(), *(request.blinded for request in pending.requests)]
+    secrets = [cloud.api_key.encode(), *(request.blinded for request in pending.requests)]
     secrets += [part for token in tokens for part in (token.nonce, token.authenticator)]
     carried = b"".join(seen.everything for record in (cloud.relay, cloud.gateway) for seen in record.seen)
     assert not [secret for secret in secrets if secret in carried]
     assert not [secret for secret in secrets if secret.hex() in caplog.text or repr(secret) in caplog.text]
-    assert cloud.shop.api_key not in caplog.text
+    assert cloud.api_key not in caplog.text
     assert [seen.path for seen in cloud.gateway.posts()] == ["/"], "the gateway is not on the way of a purchase"
 
 
@@ -169,12 +147,12 @@ def test_the_issuer_sees_nothing_of_the_client_but_what_was_sealed(market: Marke
 
 
 def test_every_purchase_and_every_answer_have_one_length(market: Market) -> None:
-    shop = market.cloud.shop
+    cloud = market.cloud
     market.buy(market.buyer(), 1)
     market.buy(market.buyer(), 20)
-    for api_key, count in (("k", 1), ("k" * 500, 20), (shop.api_key, 20)):
-        if api_key == shop.api_key:
-            shop.credentials = shop.credentials.remove("ann")
+    for api_key, count in (("k", 1), ("k" * 500, 20), (cloud.api_key, 20)):
+        if api_key == cloud.api_key:
+            cloud.credentials = cloud.credentials.remove("ann")
         with pytest.raises(NoTokensError, match="API key"):
             market.buy(market.buyer(api_key), count)
     sizes = {(len(given.body), len(reply.body)) for given, reply in market.answers if given.method == "POST"}
@@ -259,7 +237,7 @@ def test_an_answer_that_was_changed_on_the_way_brings_no_token(market: Market) -
 def test_an_issuer_that_was_started_anew_is_asked_for_its_new_key(market: Market) -> None:
     buyer = market.buyer()
     market.buy(buyer)
-    market.site.start(market.cloud.shop)
+    market.cloud.start_issuer()
     assert len(market.buy(buyer)) == COUNT
     assert [given.method for given, _ in market.answers] == ["GET", "POST", "POST", "GET", "POST"]
 
@@ -295,7 +273,7 @@ def test_an_issuer_that_is_silent_ends_the_wait_at_the_relay(tmp_path: Path) -> 
                 pass
 
         began_s = time.monotonic()
-        market.site.record = Recorder(silent)
+        market.cloud.issuing.app = silent
         with pytest.raises(NoTokensError, match="504"):
             market.buy(market.buyer())
         assert time.monotonic() - began_s < 5
@@ -313,7 +291,9 @@ def test_a_purchase_that_does_not_arrive_ends_the_wait_at_the_issuer(market: Mar
 def test_a_client_that_asks_for_post_quantum_encryption_shows_no_api_key_to_an_issuer_without(
     market: Market, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buying, "parse_keys", lambda keys: [one for one in parse_keys(keys) if one.kem_id == X25519.kem_id])
+    monkeypatch.setattr(
+        token_purchase, "parse_keys", lambda keys: [one for one in parse_keys(keys) if one.kem_id == X25519.kem_id]
+    )
     market.buy(market.buyer())  # who does not ask for it is served
     asker = market.buyer()
     asker._needs_post_quantum = True

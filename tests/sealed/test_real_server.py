@@ -8,21 +8,22 @@ from collections.abc import Iterator
 import pytest
 
 from cloister.privacy.sealing import HttpRequest, RequestHead
-from tests.sealed.flow import Cloud, Opening, ask, open_cloud
+from tests.sealed.messages import Opening, ask
 from tests.sealed.real_server import RealServer
+from tests.sealed_cloud import LoopbackCloud, open_cloud
 
 PROMPT = "Tell me what a cloister is."
 
 
 @pytest.fixture(scope="module")
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
     server = RealServer()
     with open_cloud(tmp_path_factory.mktemp("cloud"), server) as cloud:
         yield cloud
         server.close()
 
 
-def chat(cloud: Cloud, **options: object) -> Opening:
+def chat(cloud: LoopbackCloud, **options: object) -> Opening:
     content = {
         "model": "cloister-5m",
         "messages": [{"role": "user", "content": PROMPT}],
@@ -35,7 +36,7 @@ def chat(cloud: Cloud, **options: object) -> Opening:
     return ask(cloud, HttpRequest(head, json.dumps(content).encode()))
 
 
-def test_an_answer_of_the_model_comes_back_sealed_whole_and_as_a_stream(cloud: Cloud) -> None:
+def test_an_answer_of_the_model_comes_back_sealed_whole_and_as_a_stream(cloud: LoopbackCloud) -> None:
     whole = chat(cloud)
     assert whole.head is not None
     assert whole.head.status == 200, whole.content
@@ -45,16 +46,16 @@ def test_an_answer_of_the_model_comes_back_sealed_whole_and_as_a_stream(cloud: C
     assert events[-1] == "[DONE]"
     pieces = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1]]
     assert "".join(pieces) == answer
-    node = cloud.nodes[0].record.posts()[-1]
+    node = cloud.node.posts()[-1]
     assert streamed.num_flushes == len(node.pieces) - 1 > 2, "one sealed chunk for each flush of the server, and the final one"
-    for seen in (cloud.relay.posts()[-1], cloud.gateway.posts()[-1], cloud.nodes[0].record.posts()[-1]):
+    for seen in (cloud.relay.posts()[-1], cloud.gateway.posts()[-1], cloud.node.posts()[-1]):
         for words in (PROMPT, answer, "cloister-5m", "chat/completions"):
             assert words.encode() not in seen.everything
 
 
-def test_what_the_server_refuses_is_said_to_the_client_and_to_nobody_on_the_way(cloud: Cloud) -> None:
+def test_what_the_server_refuses_is_said_to_the_client_and_to_nobody_on_the_way(cloud: LoopbackCloud) -> None:
     refused = chat(cloud, messages="this is no list")
     assert refused.head is not None
     assert refused.head.status == 400
     assert json.loads(refused.content)["error"]["param"] == "messages"
-    assert {seen.posts()[-1].status for seen in (cloud.relay, cloud.gateway, cloud.nodes[0].record)} == {200}
+    assert {seen.posts()[-1].status for seen in (cloud.relay, cloud.gateway, cloud.node)} == {200}

@@ -8,11 +8,12 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cloister.client.answer import Answer, BrokenAnswerError
+from cloister.client.envelope import Answer, BrokenAnswerError
 from cloister.privacy.receipts import Wish, with_wish
 from cloister.privacy.sealing import Exchange, HttpRequest, RequestHead
 from cloister.privacy.shape import TrafficShape, shape_of
-from tests.sealed.flow import Cloud, open_cloud, post
+from tests.sealed.messages import post
+from tests.sealed_cloud import LoopbackCloud, open_cloud
 
 WISH = Wish("ab" * 32, "cd" * 32)
 SHAPES = {
@@ -37,19 +38,19 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @pytest.fixture(scope="module", params=list(SHAPES))
-def cloud(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+def cloud(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
     with open_cloud(tmp_path_factory.mktemp("receipts"), answer, shape=SHAPES[request.param]) as cloud:
         yield cloud
 
 
-def see(cloud: Cloud, kind: str, wish: Wish | None) -> tuple[list[tuple[int, list[int]]], bytes | None]:
+def see(cloud: LoopbackCloud, kind: str, wish: Wish | None) -> tuple[list[tuple[int, list[int]]], bytes | None]:
     """Bytes in, and the pieces out, at relay, gateway and node; and the signature at the end of the answer."""
     path = f"/v1/{kind}" if kind != "missing" else "/elsewhere"
     asked, _ = with_wish(HttpRequest(RequestHead("POST", "https", "localhost", path)), wish)
-    sealed, outer, inner = cloud.letter(asked)
+    sealed, outer, inner = cloud.seal(asked)
     reply = post(cloud, sealed)
     assert reply.status_code == 200
-    seen = [record.posts()[-1] for record in (cloud.relay, cloud.gateway, cloud.nodes[0].record)]
+    seen = [record.posts()[-1] for record in (cloud.relay, cloud.gateway, cloud.node)]
     return [(len(one.request), [len(piece) for _, piece in one.pieces]) for one in seen], _signature(
         outer, inner, reply.content
     )
@@ -63,7 +64,7 @@ def _signature(outer: Exchange, inner: Exchange, sealed: bytes) -> bytes | None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_on_the_way_can_tell_who_asked_for_a_receipt(cloud: Cloud, kind: str) -> None:
+def test_nobody_on_the_way_can_tell_who_asked_for_a_receipt(cloud: LoopbackCloud, kind: str) -> None:
     without, no_signature = see(cloud, kind, None)
     with_one, signature = see(cloud, kind, WISH)
     assert no_signature is None
@@ -71,9 +72,9 @@ def test_nobody_on_the_way_can_tell_who_asked_for_a_receipt(cloud: Cloud, kind: 
     assert with_one == without
 
 
-def test_a_stream_that_breaks_off_at_the_node_ends_without_a_receipt(cloud: Cloud) -> None:
+def test_a_stream_that_breaks_off_at_the_node_ends_without_a_receipt(cloud: LoopbackCloud) -> None:
     asked, _ = with_wish(HttpRequest(RequestHead("POST", "https", "localhost", "/v1/broken")), WISH)
-    sealed, outer, inner = cloud.letter(asked)
+    sealed, outer, inner = cloud.seal(asked)
     answer = Answer(outer, inner, shaped=False)
 
     def read() -> None:

@@ -34,8 +34,10 @@ from cloister.sealed.problems import DATE_TYPE, KEY_TYPE
 from cloister.sealed.relay import RelayConfig, relay_app
 from cloister.sealed.upstream import Upstream, check_url, trust_only
 from cloister.types.errors import ConfigError
-from tests.sealed.flow import NODE_SECRET, RELAY_SECRET, Cloud, Opening, ask, http, open_cloud, post, serve
+from tests.loopback import serve
 from tests.sealed.inner import ANSWER, Inner
+from tests.sealed.messages import Opening, ask, http, post
+from tests.sealed_cloud import NODE_SECRET, RELAY_SECRET, LoopbackCloud, open_cloud
 from tests.server.test_tls import write_pair
 
 REQUEST = HttpRequest(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
@@ -45,12 +47,12 @@ TOO_LARGE = 18 * 2**20
 
 
 @pytest.fixture(scope="module")
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
     with open_cloud(tmp_path_factory.mktemp("cloud"), Inner(), answer_timeout_s=1.0) as cloud:
         yield cloud
 
 
-def refusal(cloud: Cloud, **options: object) -> tuple[int, str, dict[bytes, bytes]]:
+def refusal(cloud: LoopbackCloud, **options: object) -> tuple[int, str, dict[bytes, bytes]]:
     """Status, title and fields with which the gateway refused a request that it had opened."""
     opening = ask(cloud, REQUEST, **options)
     head = opening.gateway_head
@@ -78,37 +80,37 @@ def bytes_of(reply: httpx.Response) -> tuple[int, bytes, list[tuple[str, str]]]:
     return reply.status_code, reply.content, sorted((k, v) for k, v in reply.headers.items() if k != "date")
 
 
-def test_a_gateway_answers_whatever_it_cannot_open_with_the_same_bytes(cloud: Cloud) -> None:
-    sealed, _, _ = cloud.letter(REQUEST)
+def test_a_gateway_answers_whatever_it_cannot_open_with_the_same_bytes(cloud: LoopbackCloud) -> None:
+    sealed, _, _ = cloud.seal(REQUEST)
     assert post(cloud, sealed).status_code == 200
-    replies = {name: bytes_of(post(cloud, change(cloud.letter(REQUEST)[0]))) for name, change in DAMAGES.items()}
+    replies = {name: bytes_of(post(cloud, change(cloud.seal(REQUEST)[0]))) for name, change in DAMAGES.items()}
     replies["replay"] = bytes_of(post(cloud, sealed))
     status, body, _ = replies["replay"]
     assert (status, KEY_TYPE in body.decode()) == (400, True)
     assert set(map(str, replies.values())) == {str(replies["replay"])}
 
 
-def test_a_node_answers_whatever_it_cannot_open_with_the_same_bytes(cloud: Cloud) -> None:
-    node = cloud.nodes[0]
+def test_a_node_answers_whatever_it_cannot_open_with_the_same_bytes(cloud: LoopbackCloud) -> None:
+    node = cloud.nodes["a"]
     url = f"{node.url}/ohttp"
-    sealed, _ = seal_chunked_request(node.configuration, encode_request(REQUEST))
+    sealed, _ = seal_chunked_request(node.ring.current.configuration, encode_request(REQUEST))
     assert post(cloud, sealed, to=url, headers=NODE_HEADERS).status_code == 200
     replies = {"replay": bytes_of(post(cloud, sealed, to=url, headers=NODE_HEADERS))}
     for name, change in DAMAGES.items():
-        fresh, _ = seal_chunked_request(node.configuration, encode_request(REQUEST))
+        fresh, _ = seal_chunked_request(node.ring.current.configuration, encode_request(REQUEST))
         replies[name] = bytes_of(post(cloud, change(fresh), to=url, headers=NODE_HEADERS))
     assert replies["replay"][0] == 400
     assert set(map(str, replies.values())) == {str(replies["replay"])}
 
 
-def test_a_late_chunk_that_does_not_open_is_answered_like_an_early_one(cloud: Cloud) -> None:
-    early = bytes_of(post(cloud, DAMAGES["unknown key"](cloud.letter(REQUEST)[0])))
+def test_a_late_chunk_that_does_not_open_is_answered_like_an_early_one(cloud: LoopbackCloud) -> None:
+    early = bytes_of(post(cloud, DAMAGES["unknown key"](cloud.seal(REQUEST)[0])))
     large = HttpRequest(REQUEST.head, bytes(60_000))
-    late = bytes_of(post(cloud, DAMAGES["changed tag"](cloud.letter(large)[0])))
+    late = bytes_of(post(cloud, DAMAGES["changed tag"](cloud.seal(large)[0])))
     assert late == early
 
 
-def test_sizes_come_first_then_the_relay_then_the_seal(cloud: Cloud) -> None:
+def test_sizes_come_first_then_the_relay_then_the_seal(cloud: LoopbackCloud) -> None:
     def status_of(content: bytes, headers: dict[str, str], length: int | None = None) -> int:
         fields = {"content-type": CHUNKED.request_type, **headers}
         if length is not None:  # declared and never sent: the answer comes without it
@@ -129,7 +131,7 @@ def test_sizes_come_first_then_the_relay_then_the_seal(cloud: Cloud) -> None:
 
 def test_a_request_that_does_not_say_its_length_is_cut_at_the_limit(tmp_path: Path) -> None:
     with open_cloud(tmp_path, Inner(), max_request_bytes=100_000) as cloud:
-        sealed, _, _ = cloud.letter(HttpRequest(REQUEST.head, bytes(200_000)))
+        sealed, _, _ = cloud.seal(HttpRequest(REQUEST.head, bytes(200_000)))
         said = post(cloud, sealed)
 
         def pieces() -> Iterator[bytes]:
@@ -138,20 +140,20 @@ def test_a_request_that_does_not_say_its_length_is_cut_at_the_limit(tmp_path: Pa
         unsaid = http.post(cloud.relay_url, content=pieces(), headers={"content-type": CHUNKED.request_type})
         assert said.status_code == unsaid.status_code == 413
         assert said.content == unsaid.content
-        assert all(len(seen.request) <= 100_000 for seen in cloud.nodes[0].record.posts())
+        assert all(len(seen.request) <= 100_000 for seen in cloud.node.posts())
         assert ask(cloud, REQUEST).content == ANSWER + b"hello"
 
 
-def test_noise_without_an_end_is_not_kept(cloud: Cloud) -> None:
+def test_noise_without_an_end_is_not_kept(cloud: LoopbackCloud) -> None:
     headers = {**GATEWAY_HEADERS, "content-type": CHUNKED.request_type}
     reply = http.post(cloud.gateway_url, content=(bytes(65_536) for _ in range(100)), headers=headers)
     assert reply.status_code == 400
     assert len(cloud.gateway.posts()[-1].request) < 500_000, "the rest is thrown away as it comes"
 
 
-def test_a_replay_does_not_cost_a_second_token_and_a_forged_one_does_not_reach_the_store(cloud: Cloud) -> None:
-    token = authorization(cloud.shop.buy(1)[0])
-    first, _, _ = cloud.letter(REQUEST, token=token)
+def test_a_replay_does_not_cost_a_second_token_and_a_forged_one_does_not_reach_the_store(cloud: LoopbackCloud) -> None:
+    token = authorization(cloud.buy(1)[0])
+    first, _, _ = cloud.seal(REQUEST, token=token)
     assert post(cloud, first).status_code == 200
     assert post(cloud, first).status_code == 400, "a copy is not opened, whoever sends it"
     status, text, fields = refusal(cloud, token=token)
@@ -160,26 +162,26 @@ def test_a_replay_does_not_cost_a_second_token_and_a_forged_one_does_not_reach_t
 
 
 @pytest.mark.parametrize("token", ["", 'PrivateToken token="AAAA"', "Bearer sk-1234", 'PrivateToken token="%s"' % ("A" * 472)])
-def test_without_a_good_token_nothing_reaches_a_node(cloud: Cloud, token: str) -> None:
-    before = len(cloud.nodes[0].record.posts())
+def test_without_a_good_token_nothing_reaches_a_node(cloud: LoopbackCloud, token: str) -> None:
+    before = len(cloud.node.posts())
     status, text, fields = refusal(cloud, token=token)
     assert status == 401
     assert "send a token" in text
     assert b"www-authenticate" in fields
-    assert len(cloud.nodes[0].record.posts()) == before
+    assert len(cloud.node.posts()) == before
 
 
 @pytest.mark.parametrize("skew_s", [-301, 301, 1e7])
-def test_a_date_outside_of_five_minutes_is_refused_with_the_right_one(cloud: Cloud, skew_s: float) -> None:
-    token = authorization(cloud.shop.buy(1)[0])
-    opening = ask(cloud, REQUEST, token=token, date_s=cloud.clock() + skew_s)
+def test_a_date_outside_of_five_minutes_is_refused_with_the_right_one(cloud: LoopbackCloud, skew_s: float) -> None:
+    token = authorization(cloud.buy(1)[0])
+    opening = ask(cloud, REQUEST, token=token, date_s=cloud.now() + skew_s)
     assert opening.gateway_head is not None
     fields = dict(opening.gateway_head.fields)
     assert opening.gateway_head.status == 400
     assert fields[b"content-type"] == b"application/problem+json"
     assert DATE_TYPE.encode() in opening.refusal
     right = parsedate_to_datetime(fields[b"date"].decode()).timestamp()
-    assert right == int(cloud.clock())
+    assert right == int(cloud.now())
     again = ask(cloud, REQUEST, token=token, date_s=right)
     assert again.content == ANSWER + b"hello", "the token is not spent by a wrong clock"
 
@@ -203,22 +205,22 @@ def without(name: bytes) -> Callable[[RequestHead], RequestHead]:
     ids=["no date", "two dates", "other gateway", "no such node", "other path", "GET", "no type", "expects 100"],
 )
 def test_a_target_that_is_none_is_refused_before_the_token_is_spent(
-    cloud: Cloud, change: Callable[[RequestHead], RequestHead], status: int
+    cloud: LoopbackCloud, change: Callable[[RequestHead], RequestHead], status: int
 ) -> None:
-    token = authorization(cloud.shop.buy(1)[0])
+    token = authorization(cloud.buy(1)[0])
     assert refusal(cloud, token=token, change_head=change)[0] == status
     assert ask(cloud, REQUEST, token=token).content == ANSWER + b"hello"
 
 
 @pytest.mark.parametrize("authority", ["gateway.example:443", "Gateway.Example"])
-def test_the_gateway_is_known_by_its_name_with_its_default_port_too(cloud: Cloud, authority: str) -> None:
-    token = authorization(cloud.shop.buy(1)[0])
+def test_the_gateway_is_known_by_its_name_with_its_default_port_too(cloud: LoopbackCloud, authority: str) -> None:
+    token = authorization(cloud.buy(1)[0])
     opening = ask(cloud, REQUEST, token=token, change_head=lambda head: replace(head, authority=authority))
     assert opening.content == ANSWER + b"hello"
 
 
-def test_what_is_sealed_must_be_a_request(cloud: Cloud) -> None:
-    keys = cloud.gateway_receiver.ring.current.configuration
+def test_what_is_sealed_must_be_a_request(cloud: LoopbackCloud) -> None:
+    keys = cloud.gateway_ring.current.configuration
     for message in (b"\x00\x03GET", encode_response(HttpResponse(ResponseHead(200)))):
         sealed, exchange = seal_chunked_request(keys, message)
         opening = Opening(exchange, exchange)
@@ -228,16 +230,16 @@ def test_what_is_sealed_must_be_a_request(cloud: Cloud) -> None:
         assert opening.gateway_head.status == 400
 
 
-def test_another_client_may_ask_in_the_form_that_is_not_chunked(cloud: Cloud) -> None:
-    node = cloud.nodes[0]
-    inner, inner_exchange = seal_request(node.configuration, encode_request(REQUEST))
+def test_another_client_may_ask_in_the_form_that_is_not_chunked(cloud: LoopbackCloud) -> None:
+    node = cloud.nodes["a"]
+    inner, inner_exchange = seal_request(node.ring.current.configuration, encode_request(REQUEST))
     fields = (
-        (b"authorization", authorization(cloud.shop.buy(1)[0]).encode()),
+        (b"authorization", authorization(cloud.buy(1)[0]).encode()),
         (b"content-type", WHOLE.request_type.encode()),
-        (b"date", formatdate(cloud.clock(), usegmt=True).encode()),
+        (b"date", formatdate(cloud.now(), usegmt=True).encode()),
     )
     head = RequestHead("POST", "https", "gateway.example", f"/nodes/{node.node_id}", fields)
-    outer, exchange = seal_request(cloud.gateway_receiver.ring.current.configuration, encode_request(HttpRequest(head, inner)))
+    outer, exchange = seal_request(cloud.gateway_ring.current.configuration, encode_request(HttpRequest(head, inner)))
     reply = http.post(cloud.relay_url, content=outer, headers={"content-type": WHOLE.request_type})
     assert (reply.status_code, reply.headers["content-type"]) == (200, WHOLE.response_type)
     response = decode_response(open_response(exchange, reply.content))
@@ -247,9 +249,9 @@ def test_another_client_may_ask_in_the_form_that_is_not_chunked(cloud: Cloud) ->
     assert dict(answer.head.fields) == {b"content-type": b"text/plain", b"x-inner": b"yes"}, "no field of a connection"
 
 
-def test_a_node_takes_requests_of_its_gateway_only_and_shows_nothing_else(cloud: Cloud) -> None:
-    node = cloud.nodes[0]
-    sealed, _ = seal_chunked_request(node.configuration, encode_request(REQUEST))
+def test_a_node_takes_requests_of_its_gateway_only_and_shows_nothing_else(cloud: LoopbackCloud) -> None:
+    node = cloud.nodes["a"]
+    sealed, _ = seal_chunked_request(node.ring.current.configuration, encode_request(REQUEST))
     assert post(cloud, sealed, to=f"{node.url}/ohttp").status_code == 401
     assert post(cloud, sealed, to=f"{node.url}/ohttp", headers={"authorization": "Bearer x"}).status_code == 401
     wrong_type = {**NODE_HEADERS, "content-type": "application/json"}
@@ -261,14 +263,14 @@ def test_a_node_takes_requests_of_its_gateway_only_and_shows_nothing_else(cloud:
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/", "/v2/echo"])
-def test_only_the_api_can_be_asked_sealed(cloud: Cloud, path: str) -> None:
+def test_only_the_api_can_be_asked_sealed(cloud: LoopbackCloud, path: str) -> None:
     opening = ask(cloud, HttpRequest(RequestHead("POST", "https", "localhost", path)))
     assert opening.head is not None
     assert opening.head.status == 404
 
 
-def test_a_date_inside_is_held_against_the_nodes_clock(cloud: Cloud) -> None:
-    old = replace(REQUEST.head, fields=((b"date", formatdate(cloud.clock() - 400, usegmt=True).encode()),))
+def test_a_date_inside_is_held_against_the_nodes_clock(cloud: LoopbackCloud) -> None:
+    old = replace(REQUEST.head, fields=((b"date", formatdate(cloud.now() - 400, usegmt=True).encode()),))
     opening = ask(cloud, HttpRequest(old, b"hello"))
     assert opening.head is not None
     assert opening.head.status == 400
@@ -279,11 +281,11 @@ def test_a_gateway_that_could_not_recognise_copies_takes_no_more(tmp_path: Path)
     with open_cloud(tmp_path, Inner()) as cloud:
         cloud.gateway_receiver._replays = ReplayCache(600, capacity=1)
         assert ask(cloud, REQUEST).content == ANSWER + b"hello"
-        reply = post(cloud, cloud.letter(REQUEST)[0])
+        reply = post(cloud, cloud.seal(REQUEST)[0])
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
 
 
-def test_a_relay_takes_sealed_requests_and_public_files_and_nothing_else(cloud: Cloud) -> None:
+def test_a_relay_takes_sealed_requests_and_public_files_and_nothing_else(cloud: LoopbackCloud) -> None:
     url = cloud.relay_url
     assert http.post(url, content=b"x", headers={"content-type": "application/json"}).status_code == 415
     assert http.get(url).status_code == 405
@@ -305,10 +307,10 @@ def test_a_relay_takes_sealed_requests_and_public_files_and_nothing_else(cloud: 
     assert http.get(f"{url}/.well-known/cloister/evidence/{'0' * 64}").status_code == 404
 
 
-def test_a_gateway_that_is_away_or_does_not_know_the_relay_is_told_apart(cloud: Cloud) -> None:
+def test_a_gateway_that_is_away_or_does_not_know_the_relay_is_told_apart(cloud: LoopbackCloud) -> None:
     def ask_through(gateway_url: str, secret: str = RELAY_SECRET, timeout_s: float = 5.0) -> httpx.Response:
         with serve(relay_app(RelayConfig(gateway_url, secret), Upstream("gateway", timeout_s=timeout_s))) as relay:
-            return post(cloud, cloud.letter(REQUEST)[0], to=relay)
+            return post(cloud, cloud.seal(REQUEST)[0], to=relay)
 
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -327,10 +329,10 @@ def test_a_node_that_is_silent_or_away_is_told_apart_in_the_sealed_answer(tmp_pa
         opening = ask(cloud, HttpRequest(RequestHead("POST", "https", "localhost", "/v1/stream")))
         assert opening.gateway_head is not None
         assert (opening.gateway_head.status, b"did not answer in time" in opening.refusal) == (504, True)
-        cloud.nodes[0].stop()
+        cloud.network.shut(cloud.nodes["a"].url)
         status, text, _ = refusal(cloud)
         assert (status, "cannot be reached" in text) == (502, True)
-        assert ask(cloud, REQUEST, node=cloud.nodes[1]).content == ANSWER + b"hello", "the others go on"
+        assert ask(cloud, REQUEST, node=cloud.nodes["b"]).content == ANSWER + b"hello", "the others go on"
 
 
 @pytest.mark.parametrize(
@@ -349,5 +351,5 @@ def test_a_gateway_behind_tls_is_reached_only_if_its_authority_is_trusted(tmp_pa
         assert ask(cloud, REQUEST).content == ANSWER + b"hello"
         way = Upstream("gateway", tls=trust_only(other))
         with serve(relay_app(RelayConfig(cloud.gateway_url, RELAY_SECRET), way)) as relay:
-            reply = post(cloud, cloud.letter(REQUEST)[0], to=relay)
+            reply = post(cloud, cloud.seal(REQUEST)[0], to=relay)
     assert (reply.status_code, "cannot be reached" in reply.text) == (502, True)

@@ -23,7 +23,7 @@ from cloister.privacy.sealing import (
     seal_chunked_request,
 )
 from cloister.privacy.shape import Unshaper, shape_of
-from cloister.sealed.dates import REPLAY_WINDOW_S
+from cloister.sealed.exchange import REPLAY_WINDOW_S
 from cloister.sealed.node import NodeConfig, node_app
 from cloister.sealed.serving import Lifespan
 from cloister.sealed.unsealing import LocalUnsealer

@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from cloister.privacy.sealing import HttpRequest, RequestHead
 from cloister.sealed import gateway
-from tests.sealed.flow import Cloud, Opening, ask, open_cloud
+from tests.sealed.messages import Opening, ask
+from tests.sealed_cloud import LoopbackCloud, open_cloud
 
 PAID = 512
 FIELD = b"cloister-token-budget"
@@ -36,7 +37,7 @@ def inner() -> Counting:
 
 
 @pytest.fixture(scope="module")
-def cloud(inner: Counting, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+def cloud(inner: Counting, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
     with open_cloud(tmp_path_factory.mktemp("cloud"), inner, budget=PAID) as cloud:
         yield cloud
 
@@ -67,14 +68,14 @@ def is_refused_by_node(opening: Opening) -> bool:
     return opening.gateway_head.status == 502 and opening.head is None
 
 
-def test_a_budget_that_both_agree_on_is_what_the_answer_gets(cloud: Cloud, inner: Counting) -> None:
+def test_a_budget_that_both_agree_on_is_what_the_answer_gets(cloud: LoopbackCloud, inner: Counting) -> None:
     assert ask(cloud, request(b"000000512")).content == b"done"
     assert inner.budgets[-1] == PAID
 
 
 @pytest.mark.parametrize("value", ["0", "1", "511", "513", "999999999", None, "much", "1000000512"])
 def test_a_gateway_that_tells_a_node_another_budget_than_the_client_is_refused_before_anything_runs(
-    cloud: Cloud, inner: Counting, value: str | None
+    cloud: LoopbackCloud, inner: Counting, value: str | None
 ) -> None:
     before = len(inner.budgets)
     with told(value):
@@ -83,10 +84,10 @@ def test_a_gateway_that_tells_a_node_another_budget_than_the_client_is_refused_b
     assert len(inner.budgets) == before
 
 
-def test_a_node_says_in_the_clear_that_the_budgets_differ_and_neither_of_them(cloud: Cloud) -> None:
+def test_a_node_says_in_the_clear_that_the_budgets_differ_and_neither_of_them(cloud: LoopbackCloud) -> None:
     with told("1"):
         ask(cloud, request(b"000000512"))
-    seen = cloud.nodes[0].record.posts()[-1]
+    seen = cloud.node.posts()[-1]
     assert seen.status == 409
     assert b"budget" in seen.response
     assert b"512" not in seen.response
@@ -94,14 +95,14 @@ def test_a_node_says_in_the_clear_that_the_budgets_differ_and_neither_of_them(cl
 
 @pytest.mark.parametrize("sealed", [b"999999999", b"000000001", b"512 tokens", b"", "\u0665\u0661\u0662".encode(), b"None"])
 def test_a_client_that_writes_another_budget_than_its_token_has_gets_no_answer(
-    cloud: Cloud, inner: Counting, sealed: bytes
+    cloud: LoopbackCloud, inner: Counting, sealed: bytes
 ) -> None:
     before = len(inner.budgets)
     assert is_refused_by_node(ask(cloud, request(sealed)))
     assert len(inner.budgets) == before
 
 
-def test_a_client_that_writes_two_budgets_is_told_so_sealed(cloud: Cloud, inner: Counting) -> None:
+def test_a_client_that_writes_two_budgets_is_told_so_sealed(cloud: LoopbackCloud, inner: Counting) -> None:
     before = len(inner.budgets)
     opening = ask(cloud, request(b"000000512", b"000000512"))
     assert opening.head is not None
@@ -109,7 +110,7 @@ def test_a_client_that_writes_two_budgets_is_told_so_sealed(cloud: Cloud, inner:
     assert len(inner.budgets) == before
 
 
-def test_a_client_that_writes_none_gets_what_the_gateway_says(cloud: Cloud, inner: Counting) -> None:
+def test_a_client_that_writes_none_gets_what_the_gateway_says(cloud: LoopbackCloud, inner: Counting) -> None:
     with told("7"):
         assert ask(cloud, request()).content == b"done"
     assert inner.budgets[-1] == 7

@@ -11,7 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from cloister.privacy.sealing import HttpRequest, RequestHead, ResponseOpener
 from cloister.privacy.shape import ShapeError, TrafficShape, Unshaper
-from tests.sealed.flow import Cloud, Seen, open_cloud, post
+from tests.loopback import Seen
+from tests.sealed.messages import post
+from tests.sealed_cloud import LoopbackCloud, open_cloud
 
 SHAPE = TrafficShape(frame_bytes=512, tick_s=0.004, constant=True)
 ANSWERS = ("short", "long", "slow", "late", "whole", "refused", "broken", "missing")
@@ -37,26 +39,26 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @pytest.fixture(scope="module")
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
     global has_begun
     with open_cloud(tmp_path_factory.mktemp("shaped"), answer, shape=SHAPE) as cloud:
-        has_begun = lambda: len(cloud.nodes[0].record.posts()[-1].pieces) >= 10  # noqa: E731
+        has_begun = lambda: len(cloud.node.posts()[-1].pieces) >= 10  # noqa: E731
         yield cloud
 
 
-def see(cloud: Cloud, kind: str) -> tuple[Seen, Seen]:
+def see(cloud: LoopbackCloud, kind: str) -> tuple[Seen, Seen]:
     """What the node sent and what the relay sent on for one answer."""
     path = f"/v1/{kind}" if kind != "missing" else "/elsewhere"
-    sealed, *_ = cloud.letter(HttpRequest(RequestHead("POST", "https", "localhost", path)))
+    sealed, *_ = cloud.seal(HttpRequest(RequestHead("POST", "https", "localhost", path)))
     assert post(cloud, sealed).status_code == 200
-    return cloud.nodes[0].record.posts()[-1], cloud.relay.posts()[-1]
+    return cloud.node.posts()[-1], cloud.relay.posts()[-1]
 
 
 def sizes(seen: Seen) -> list[int]:
     return [len(piece) for _, piece in seen.pieces]
 
 
-def test_every_answer_has_the_same_row_of_chunks(cloud: Cloud) -> None:
+def test_every_answer_has_the_same_row_of_chunks(cloud: LoopbackCloud) -> None:
     seen = {kind: see(cloud, kind) for kind in ANSWERS}
     assert {len(sizes(node)) for node, _ in seen.values()} == {64}
     assert len({tuple(sizes(node)) for node, _ in seen.values()}) == 1
@@ -66,22 +68,22 @@ def test_every_answer_has_the_same_row_of_chunks(cloud: Cloud) -> None:
     assert max(totals) - min(totals) < 64 * 24
 
 
-def test_frames_leave_before_there_is_a_word(cloud: Cloud) -> None:
+def test_frames_leave_before_there_is_a_word(cloud: LoopbackCloud) -> None:
     # The server says nothing before ten frames have left; were they to wait for it, the request would end without an answer.
     node, _ = see(cloud, "late")
     assert len(sizes(node)) == 64
 
 
-def test_the_client_alone_is_told_that_the_node_failed(cloud: Cloud, tmp_path: Path) -> None:
+def test_the_client_alone_is_told_that_the_node_failed(cloud: LoopbackCloud, tmp_path: Path) -> None:
     async def break_down(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"a beginning", "more_body": True})
         raise RuntimeError("the engine died")
 
     with open_cloud(tmp_path, break_down, shape=SHAPE) as other:
-        sealed, _, inner = other.letter(HttpRequest(RequestHead("POST", "https", "localhost", "/v1/x")))
+        sealed, _, inner = other.seal(HttpRequest(RequestHead("POST", "https", "localhost", "/v1/x")))
         assert post(other, sealed).status_code == 200
-        node = other.nodes[0].record.posts()[-1]
+        node = other.node.posts()[-1]
     assert sizes(node) == sizes(see(cloud, "short")[0])
     opener, reader = ResponseOpener(inner), Unshaper(required=True)
     said = b"".join(map(reader.feed, opener.feed(node.response))) + reader.feed(opener.close())

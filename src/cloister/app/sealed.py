@@ -97,9 +97,9 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     from cloister.privacy.attestation.configuration import describe_settings
     from cloister.privacy.shape import shape_of
     from cloister.sealed.attesting import check_prefixes, open_announcer, read_attesting
-    from cloister.sealed.secret_files import read_secret
+    from cloister.sealed.peers import read_secret
     from cloister.sealed.workers.key_service import KeyServiceBoot
-    from cloister.sealed.workers.site import WAITING_WORKERS, WORKER_ENTRY, worker_site
+    from cloister.sealed.workers.node_app import WAITING_WORKERS, WORKER_ENTRY, worker_node_app
     from cloister.sealed.workers.worker_pool import WorkerPool, start_module
     from cloister.sealed.workers.zygote import ZygoteBoot
     from cloister.server.serve import ServerApp
@@ -137,7 +137,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     for line in describe_start(settings, engine.model, engine.memory, engine.startup, gate.notice()):
         announce(line)
     announce(f"keys in a sealer ({pool.memory}), one worker for each request")
-    app = worker_site(
+    app = worker_node_app(
         pool,
         engine.health,
         evidence=announcer.evidence,

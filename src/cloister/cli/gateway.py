@@ -60,12 +60,12 @@ def gateway(
     from cloister.privacy.sealing import GATEWAY_KEY_LIFE_S, GATEWAY_KEY_OVERLAP_S, KeyRing, Receiver, ReplayCache
     from cloister.privacy.tokens import Expiry, Redeemer, open_spend_store
     from cloister.privacy.transparency.trust import read_trust
-    from cloister.sealed.dates import REPLAY_WINDOW_S
+    from cloister.sealed.exchange import REPLAY_WINDOW_S
     from cloister.sealed.gateway import GatewayConfig, gateway_app
-    from cloister.sealed.issuer_file import accept_keys, check_signed, list_issuers, read_issuer_keys
+    from cloister.sealed.issuer import accept_keys, check_signed, list_issuers, read_issuer_keys
     from cloister.sealed.nodes import NodeBook
+    from cloister.sealed.peers import read_secret, read_secrets
     from cloister.sealed.program import run_program
-    from cloister.sealed.secret_files import read_secret, read_secrets
     from cloister.sealed.serving import Lifespan
     from cloister.sealed.unsealing import LocalUnsealer
     from cloister.sealed.upstream import Upstream, check_url, trust_only

@@ -43,8 +43,7 @@ def issuer(
     from cloister.privacy import read_credentials
     from cloister.privacy.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook
     from cloister.privacy.transparency.files import read_key
-    from cloister.sealed.issuer import issuer_app
-    from cloister.sealed.issuer_file import format_keys
+    from cloister.sealed.issuer import format_keys, issuer_app
     from cloister.sealed.program import run_program
     from cloister.sealed.upstream import check_url
     from cloister.server.serve import address_of, bind

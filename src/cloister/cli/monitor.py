@@ -70,7 +70,7 @@ def _run(
     import httpx
 
     from cloister.client.monitoring import CONSISTENCY, Monitor, MonitorState, load_state, save_state
-    from cloister.client.state import state_name
+    from cloister.client.shared_view import state_name
     from cloister.client.verify_node import fetch_from
     from cloister.privacy.transparency.files import write_whole
     from cloister.privacy.transparency.trust import read_trust

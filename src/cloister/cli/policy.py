@@ -13,16 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from cloister.cli.policy_plain import print_profile
-from cloister.privacy import PROFILING_THREAT, RUNTIME_ADAPTERS_THREAT, Entry, Profile, Ruling, Verdict, gather
+from cloister.privacy import PROFILING_THREAT, Entry, Profile, Ruling, Verdict, gather
 from cloister.privacy.catalogue import rows_in_build
 from cloister.privacy.document import show_letters, to_data, to_markdown
-from cloister.privacy.features import (
-    IDENTITY_TOKENS_THREAT,
-    PAGE_STORAGE_THREAT,
-    RECEIPT_THREAT,
-    STORAGE_THREAT,
-    judged_apart,
-)
+from cloister.privacy.features import declared_threats, judged_apart
 from cloister.privacy.matrix import ROWS, row_of
 from cloister.privacy.noisy_windows import WINDOWS_THREAT
 from cloister.privacy.shape import SHAPING_THREAT
@@ -65,7 +59,7 @@ def list_entries() -> tuple[Entry, ...]:
     """Everything that this build has: what is registered by name, then what the rooms declare beside their code."""
     from cloister import kv, sched
     from cloister.backends.base import BACKENDS
-    from cloister.client.draw import DRAW_THREAT
+    from cloister.client.node_selection import DRAW_THREAT
     from cloister.runner.drafters import DRAFTERS
     from cloister.sched.policies import POLICIES
     from cloister.sched.speculation import SPECULATION_THREAT
@@ -76,14 +70,10 @@ def list_entries() -> tuple[Entry, ...]:
         "step budget": sched.BUDGET_THREAT,
         "draft length": SPECULATION_THREAT,
         "metrics": PROFILING_THREAT,
-        "adapters at run time": RUNTIME_ADAPTERS_THREAT,
         "shaped streams": SHAPING_THREAT,
         "draw of nodes": DRAW_THREAT,
-        "receipts": RECEIPT_THREAT,
-        "tokens of people": IDENTITY_TOKENS_THREAT,
-        "files and batches": STORAGE_THREAT,
-        "conversations kept by the page": PAGE_STORAGE_THREAT,
         "metrics of sealed nodes": WINDOWS_THREAT,
+        **declared_threats(),
     }
     return gather((BACKENDS, POLICIES, DRAFTERS), declared)
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from cloister.cli.console import out
 from cloister.privacy import Profile, Verdict
-from cloister.privacy.plain_words import Explained, explain_features
+from cloister.privacy.features import ALWAYS_THERE, FEATURES, Feature
 
 HEADINGS: Final = {
     Verdict.REFUSED: ("Refused", "red", "no flag, config file or request switches these on"),
@@ -25,7 +25,7 @@ ABOUT: Final = {
 
 def print_profile(profile: Profile) -> None:
     """Prints what a profile refuses, allows with something done about it, and allows as it is."""
-    features = list(explain_features())
+    features = [*FEATURES.values(), *ALWAYS_THERE]
     out.print(f"Profile {profile}: {ABOUT[profile]}.", style="bold", highlight=False)
     for verdict, (heading, style, note) in HEADINGS.items():
         judged = [feature for feature in features if feature.rulings[profile].verdict is verdict]
@@ -37,7 +37,7 @@ def print_profile(profile: Profile) -> None:
     out.print(f"\n--profile NAME shows another ({others}); --matrix shows every row of the threat matrix.", style="dim")
 
 
-def _print_feature(feature: Explained, profile: Profile) -> None:
+def _print_feature(feature: Feature, profile: Profile) -> None:
     ruling = feature.rulings[profile]
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(min_width=11)
@@ -47,6 +47,6 @@ def _print_feature(feature: Explained, profile: Profile) -> None:
     table.add_row(f"  {profile}", ruling.text)
     if ruling.verdict is Verdict.REFUSED and feature.instead:
         table.add_row("  instead", feature.instead)
-    asked = f"  ({feature.asked_for_by})" if feature.asked_for_by else ""
+    asked = f"  ({feature.setting})" if feature.setting else ""
     out.print(f"\n{feature.title}[dim]{asked}[/]", highlight=False, soft_wrap=True)
     out.print(table, highlight=False)

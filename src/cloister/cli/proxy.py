@@ -56,7 +56,7 @@ def proxy(
     tokens, so it listens on loopback only.
     """
     from cloister.client import Limits, Session
-    from cloister.client.receipt_folder import ReceiptFolder
+    from cloister.client.receipts import ReceiptFolder
     from cloister.privacy import is_loopback
     from cloister.privacy.attestation import AttestationPolicy
     from cloister.privacy.attestation.policy_file import read_policy, with_demands

@@ -125,7 +125,7 @@ def _share(membership: Membership) -> float:
 
 def _enough(settings: AuditSettings, membership: Membership) -> int:
     from cloister.client.routing.hypotheses import count_tests
-    from cloister.client.routing.power import requests_needed
+    from cloister.client.routing.tails import requests_needed
 
     tests = count_tests(len(membership.members), settings.users)
     if _share(membership) >= 1.0:
@@ -137,7 +137,7 @@ def _enough(settings: AuditSettings, membership: Membership) -> int:
 
 
 def _chance(settings: AuditSettings, membership: Membership, requests: int, tests: int) -> float:
-    from cloister.client.routing.power import power
+    from cloister.client.routing.tails import power
 
     return power(
         requests,
@@ -150,7 +150,7 @@ def _chance(settings: AuditSettings, membership: Membership, requests: int, test
 
 
 def _level() -> float:
-    from cloister.client.routing.verdict import HONEST_ABOVE
+    from cloister.client.routing.hypotheses import HONEST_ABOVE
 
     return HONEST_ABOVE
 

@@ -12,11 +12,11 @@ import typer
 
 from cloister.cli.console import err, make_progress, out, print_json, print_table
 from cloister.cli.options import LEAST_PRESENT, MOST_SHARE, AcceptMaskedChips, AcceptMembership, LeastPresent, MostShare
-from cloister.client.routing.attack import Attack
+from cloister.client.routing.records import Attack
 from cloister.types.errors import CloisterError, ConfigError
 
 if TYPE_CHECKING:
-    from cloister.client.routing.verdict import RoutingVerdict
+    from cloister.client.routing.hypotheses import RoutingVerdict
 
 NOT_HONEST, CANNOT_TEST = 1, 2
 RATE = 0.05
@@ -84,8 +84,8 @@ def routing(
         )  # fmt: skip
     users, requests = users or 10, requests or 600
     from cloister.client.routing.adversary import make_adversary
+    from cloister.client.routing.hypotheses import judge
     from cloister.client.routing.trial import CAPTURED, Size, run_trial
-    from cloister.client.routing.verdict import judge
 
     book = make_adversary(attack, rate=rate, captured=CAPTURED, victim=VICTIM, seed=seed)
     try:
@@ -142,7 +142,7 @@ def _audit(
 
 
 def _power(users: int, requests: int, tests: int) -> float:
-    from cloister.client.routing.power import power
+    from cloister.client.routing.tails import power
     from cloister.client.routing.trial import CAPTURED, PLAN
 
     share = max(spell.share((CAPTURED,)) for spell in PLAN)

@@ -11,8 +11,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cloister.client.asynchronous import AsyncSealedTransport
-    from cloister.client.draw import MAX_DRAWS, bound_capture
     from cloister.client.errors import (
         EpochRefusedError,
         EvidenceRefusedError,
@@ -25,8 +23,9 @@ if TYPE_CHECKING:
         SealedError,
     )
     from cloister.client.limits import Limits
+    from cloister.client.node_selection import MAX_DRAWS, bound_capture
     from cloister.client.session import Session
-    from cloister.client.transport import SealedTransport
+    from cloister.client.transport import AsyncSealedTransport, SealedTransport
 
 __all__ = [
     "MAX_DRAWS",
@@ -47,12 +46,12 @@ __all__ = [
 ]
 
 _HOME = {
-    "MAX_DRAWS": "draw",
-    "AsyncSealedTransport": "asynchronous",
+    "MAX_DRAWS": "node_selection",
+    "AsyncSealedTransport": "transport",
     "SealedTransport": "transport",
     "Limits": "limits",
     "Session": "session",
-    "bound_capture": "draw",
+    "bound_capture": "node_selection",
 }
 
 

@@ -11,10 +11,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cloister.client.asynchronous import AsyncSealedTransport
+from cloister.client.attempts import ANSWER_DEADLINE_S, SHOULD_RETRY
+from cloister.client.report import tell_epoch
 from cloister.client.session import Session
-from cloister.client.telling import tell_epoch
-from cloister.client.tries import ANSWER_DEADLINE_S, SHOULD_RETRY
+from cloister.client.transport import AsyncSealedTransport
 from cloister.privacy.sealing import LARGEST_BUCKET_BYTES
 from cloister.server.errors import OriginError, error_body, error_headers
 from cloister.server.middleware.auth import LocalHostOnly

@@ -1,17 +1,21 @@
-"""Asks for receipts, and holds each one against what this client knows before anything believes it. No I/O, no clock."""
+"""Asks for receipts, holds each one against what this client knows before anything believes it, and keeps it as a file."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from cloister.privacy.attestation import EvidenceError, read_evidence, read_statement
 from cloister.privacy.policy import Policy, Use
 from cloister.privacy.receipts import Receipt, ReceiptError, Transcript, Wish, is_signed
 from cloister.privacy.sealing import Exchange, HttpRequest
 from cloister.privacy.transparency.epoch import Epoch, epoch_leaf
+from cloister.privacy.transparency.files import SECRET, write_whole
 from cloister.privacy.transparency.merkle import hash_leaf
+from cloister.types.errors import ConfigError
 
 Keep = Callable[[Receipt], None]
 """Takes each receipt, verified, when its answer is complete."""
@@ -95,3 +99,29 @@ class ReceiptReader:
             jws=claims.to_jws(signature), salt=self._transcript.salt, evidence=order.evidence, bundle=order.bundle
         )
         order.keep(self.receipt)
+
+
+_PRIVATE = 0o700
+
+
+class ReceiptFolder:
+    """Keeps receipts in a folder, one a file, named by the SHA-256 of what was signed. It is a `Keep`.
+
+    Request and answer are not kept: whoever wants to show them later has to keep their exact bytes.
+
+    Raises:
+        ConfigError: the folder cannot be made, or not be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.expanduser()
+        try:
+            self.folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make the folder {folder} for receipts: {error.strerror}", param="receipts") from None
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"the folder {folder} for receipts cannot be written; choose another", param="receipts")
+
+    def __call__(self, receipt: Receipt) -> None:
+        name = hashlib.sha256(receipt.jws.encode()).hexdigest()[:32]
+        write_whole(self.folder / f"{name}.receipt.json", receipt.encode(), SECRET)

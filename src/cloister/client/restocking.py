@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import sniffio
 
-from cloister.client.draw import Below
-from cloister.client.wallet import LOW
+from cloister.client.node_selection import Below
+from cloister.client.token_purchase import LOW
 
 SPREAD_S: Final = 300.0
 """The moment is drawn evenly from so many seconds after the wallet was low. A longer time hides better, and the wallet is empty

@@ -15,20 +15,17 @@ from types import MappingProxyType
 
 import msgspec
 
-from cloister.client.asking import Ask, Reply, Step
-from cloister.client.buying import Buyer, signed_budget, signing_key
-from cloister.client.draw import Below, draw
+from cloister.client.envelope import SealedEnvelope, seal_for_node
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError
 from cloister.client.issuer_record import IssuerRecord, beside
-from cloister.client.judging import fill_policy, judge_node, refuse_shared_chips
-from cloister.client.key_exchange import check_gateway
-from cloister.client.letter import Letter, write_letter
 from cloister.client.limits import Limits, hold_to_limits
+from cloister.client.node_selection import Below, draw
+from cloister.client.node_verification import check_gateway, fill_policy, judge_node, refuse_shared_chips
+from cloister.client.protocol import Ask, Reply, Step
 from cloister.client.receipts import Keep, ReceiptOrder, order_receipt
 from cloister.client.restocking import PurchasePlan
-from cloister.client.shared_view import MOST_TRIES, SharedView
-from cloister.client.state import state_file
-from cloister.client.wallet import Wallet
+from cloister.client.shared_view import MOST_TRIES, SharedView, state_file
+from cloister.client.token_purchase import Buyer, Wallet, signed_budget, signing_key
 from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES, read_evidence, read_statement
 from cloister.privacy.sealing import HttpRequest
@@ -69,11 +66,11 @@ class PreparedRequest:
     order: ReceiptOrder | None = None
     budget: int | None = None
 
-    def seal(self, request: HttpRequest, now: float) -> Letter:
+    def seal(self, request: HttpRequest, now: float) -> SealedEnvelope:
         """Seals a request to the node, and around that to the gateway."""
         assert self.token is not None, "nothing is sealed to a node that was refused"
         assert self.node is not None, "nothing is sealed to a node that is not there"
-        return write_letter(request, self.node, self.epoch, authorization(self.token), now, self.order, self.budget)
+        return seal_for_node(request, self.node, self.epoch, authorization(self.token), now, self.order, self.budget)
 
 
 class Session:

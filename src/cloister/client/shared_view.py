@@ -8,12 +8,28 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from cloister.privacy.transparency.checks import Memory, View
 from cloister.privacy.transparency.files import SECRET, write_whole
+from cloister.privacy.transparency.note import PublicKey
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.types.errors import ConfigError
+
+STATE_FOLDER: Final = Path("~/.local/state/cloister/logs")
+"""In the user's home (XDG Base Directory Specification, `$HOME/.local/state`)."""
+
+
+def state_file(log: PublicKey) -> Path:
+    """Returns the file for a log."""
+    return STATE_FOLDER / state_name(log)
+
+
+def state_name(log: PublicKey) -> str:
+    """Returns a file's name for a log: by its key, since two logs may call themselves alike."""
+    return f"{log.key_id.hex()}{log.key.hex()[:24]}.json"
+
 
 MOST_TRIES: Final = 5
 """How often the log is read again because another program wrote the file meanwhile."""

@@ -1,25 +1,25 @@
-"""`SealedTransport`: an httpx transport that seals every request to a node that it draws, so that SDKs work unchanged."""
+"""httpx transports that seal every request to a node that they draw, so that SDKs work unchanged.
+
+Both perform what `exchange` and the steps of `Session` ask for; everything that is decided is decided there.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TypeVar
 
+import anyio
 import httpx
 
-from cloister.client.answer import Answer, BrokenAnswerError
-from cloister.client.asking import DEADLINE_S, Ask, Reply, Step, too_long, unreachable
-from cloister.client.draw import MAX_DRAWS
-from cloister.client.errors import FailedTryError, SealedError
-from cloister.client.letter import strip_request
-from cloister.client.padding import PaddingReader
-from cloister.client.restocking import Restocker
+from cloister.client.attempts import Attempts, to_request, to_response
+from cloister.client.exchange import AnswerReader, Operation, PostRequest, Prepare, Receive, exchange
+from cloister.client.padding import AsyncPaddingReader, PaddingReader
+from cloister.client.protocol import DEADLINE_S, Ask, Reply, Step, too_long, unreachable
+from cloister.client.restocking import AsyncRestocker, Restocker
 from cloister.client.session import PreparedRequest, Session
-from cloister.client.tries import CUT_OFF, Tries, is_answer, read_timeouts, refuse_reply, to_fields, to_request, to_response
-from cloister.privacy.sealing import HttpRequest
 from cloister.types.errors import CloisterError
 
 T = TypeVar("T")
@@ -48,22 +48,25 @@ class SealedTransport(httpx.BaseTransport):
         self._restocker = Restocker(self._restock)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        Tries.check_first(request)
-        content = request.read()
-        tries = Tries(request)
-        while len(tries) < MAX_DRAWS:
-            try:
-                ready = self.prepare()
-                plain = strip_request(request.method, request.url.raw_path, to_fields(request), content, self._session.now())
-                return self._try_once(request, plain, ready, tries)
-            except FailedTryError as error:
-                tries.fail(error)
-                self._session.doubt()
-            except SealedError as error:
-                if (ended := tries.conclude(error)) is error:
-                    raise
-                raise ended from error
-        raise tries.give_up()
+        Attempts.check_first(request)
+        operations = exchange(self._session, request, request.read())
+        reply = _OpenReply(self._carrier)
+        try:
+            operation = next(operations)
+            while True:
+                try:
+                    outcome = self.prepare() if isinstance(operation, Prepare) else reply.perform(operation)
+                except Exception as error:  # what it means is decided there
+                    operation = operations.throw(error)
+                else:
+                    operation = operations.send(outcome)
+        except StopIteration as result:
+            answered = result.value
+        except BaseException:
+            reply.close()
+            raise
+        stream = AnswerStream(reply, answered.reader, self._padding)
+        return to_response(answered.reader.answer, stream, answered.ready, answered.attempts)
 
     def prepare(self) -> PreparedRequest:
         """Fetches and verifies everything that the next request needs, and draws its node; for programs that show it."""
@@ -76,31 +79,6 @@ class SealedTransport(httpx.BaseTransport):
         self._restocker.close()
         self._padding.wait()
         self._carrier.close()
-
-    def _try_once(self, request: httpx.Request, plain: HttpRequest, ready: PreparedRequest, tries: Tries) -> httpx.Response:
-        tries.draw(ready)
-        letter = ready.seal(plain, self._session.now())
-        posted = to_request(self._session.relay, letter.sealed, read_timeouts(request))
-        tries.num_sent += 1
-        try:
-            reply = self._carrier.handle_request(posted)
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            tries.num_sent -= 1
-            self._session.give_back(ready)
-            raise unreachable(Ask("the relay", self._session.relay), error) from None
-        except httpx.TimeoutException:
-            raise
-        except httpx.TransportError as error:
-            raise FailedTryError(f"the relay broke off ({type(error).__name__})") from None
-        stream = _Opened(reply, letter.answer, self._padding)
-        try:
-            if not is_answer(reply):
-                refuse_reply(reply.status_code, stream.read_refusal())
-            stream.read_head()
-        except BaseException:
-            reply.close()
-            raise
-        return to_response(letter.answer, stream, ready, tries)
 
     def _restock(self) -> None:
         with suppress(CloisterError):
@@ -121,12 +99,12 @@ class SealedTransport(httpx.BaseTransport):
             return done
 
     def _ask(self, ask: Ask) -> Reply:
-        give_up_at = time.monotonic() + DEADLINE_S
+        give_up_at, reply = time.monotonic() + DEADLINE_S, _OpenReply(self._carrier)
         try:
-            reply = self._carrier.handle_request(to_request(ask.url, ask.body, None, ask.method, ask.headers))
+            response = reply.open(to_request(ask.url, ask.body, None, ask.method, ask.headers))
             try:
                 body = b""
-                for data in _iterate(reply):
+                for data in reply.chunks:
                     body += data
                     if len(body) > ask.most_bytes:
                         raise too_long(ask)
@@ -136,73 +114,173 @@ class SealedTransport(httpx.BaseTransport):
                 reply.close()
         except httpx.TransportError as error:
             raise unreachable(ask, error) from None
-        return Reply(reply.status_code, reply.headers.get("content-type", ""), body)
+        return Reply(response.status_code, response.headers.get("content-type", ""), body)
 
 
-class _Opened(httpx.SyncByteStream):
+class AsyncSealedTransport(httpx.AsyncBaseTransport):
+    """`SealedTransport` for `httpx.AsyncClient`, on asyncio and trio; arguments and errors are the same."""
+
+    def __init__(self, session: Session, carrier: httpx.AsyncBaseTransport | None = None) -> None:
+        self._session = session
+        self._carrier = carrier or httpx.AsyncHTTPTransport()
+        self._padding = AsyncPaddingReader()
+        self._lock = anyio.Lock()
+        self._restocker = AsyncRestocker(self._restock)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        Attempts.check_first(request)
+        operations = exchange(self._session, request, await request.aread())
+        reply = _AsyncOpenReply(self._carrier)
+        try:
+            operation = next(operations)
+            while True:
+                try:
+                    outcome = await (self.prepare() if isinstance(operation, Prepare) else reply.perform(operation))
+                except Exception as error:  # what it means is decided there
+                    operation = operations.throw(error)
+                else:
+                    operation = operations.send(outcome)
+        except StopIteration as result:
+            answered = result.value
+        except BaseException:
+            await reply.aclose()
+            raise
+        stream = AsyncAnswerStream(reply, answered.reader, self._padding)
+        return to_response(answered.reader.answer, stream, answered.ready, answered.attempts)
+
+    async def prepare(self) -> PreparedRequest:
+        """See `SealedTransport.prepare`."""
+        async with self._lock:
+            ready = await self._run(self._session.prepare())
+            self._restocker.plan(self._session.restock_in_s)
+            return ready
+
+    async def aclose(self) -> None:
+        await self._restocker.close()
+        await self._padding.wait()
+        await self._carrier.aclose()
+
+    async def _restock(self) -> None:
+        with suppress(CloisterError):
+            await self._run(self._session.restock())
+
+    async def _run(self, step: Step[T]) -> T:
+        try:
+            ask = next(step)
+            while True:
+                ask = step.send(await self._ask(ask))
+        except StopIteration as result:
+            done: T = result.value
+            return done
+
+    async def _ask(self, ask: Ask) -> Reply:
+        reply = _AsyncOpenReply(self._carrier)
+        try:
+            with anyio.fail_after(DEADLINE_S):
+                response = await reply.open(to_request(ask.url, ask.body, None, ask.method, ask.headers))
+                try:
+                    body = b""
+                    async for data in reply.chunks:
+                        body += data
+                        if len(body) > ask.most_bytes:
+                            raise too_long(ask)
+                finally:
+                    await reply.aclose()
+        except (httpx.TransportError, TimeoutError) as error:
+            raise unreachable(ask, error) from None
+        return Reply(response.status_code, response.headers.get("content-type", ""), body)
+
+
+class _OpenReply:
+    """The response that is open for a request."""
+
+    def __init__(self, carrier: httpx.BaseTransport) -> None:
+        self._carrier = carrier
+        self._response: httpx.Response | None = None
+        self.chunks: Iterator[bytes] = iter(())
+
+    def open(self, request: httpx.Request) -> httpx.Response:
+        self._response = self._carrier.handle_request(request)
+        assert isinstance(self._response.stream, httpx.SyncByteStream)
+        self.chunks = iter(self._response.stream)
+        return self._response
+
+    def perform(self, operation: Operation) -> object:
+        if isinstance(operation, PostRequest):
+            return self.open(operation.request)
+        if isinstance(operation, Receive):
+            return next(self.chunks, None)
+        self.close()
+        return None
+
+    def close(self) -> None:
+        if self._response is not None:
+            self._response.close()
+
+
+class _AsyncOpenReply:
+    def __init__(self, carrier: httpx.AsyncBaseTransport) -> None:
+        self._carrier = carrier
+        self._response: httpx.Response | None = None
+        self.chunks: AsyncIterator[bytes]
+
+    async def open(self, request: httpx.Request) -> httpx.Response:
+        self._response = await self._carrier.handle_async_request(request)
+        assert isinstance(self._response.stream, httpx.AsyncByteStream)
+        self.chunks = aiter(self._response.stream)
+        return self._response
+
+    async def perform(self, operation: Operation) -> object:
+        if isinstance(operation, PostRequest):
+            return await self.open(operation.request)
+        if isinstance(operation, Receive):
+            return await anext(self.chunks, None)
+        await self.aclose()
+        return None
+
+    async def aclose(self) -> None:
+        with anyio.CancelScope(shield=True):  # who is cancelled hangs up all the same
+            if self._response is not None:
+                await self._response.aclose()
+
+
+class AnswerStream(httpx.SyncByteStream):
     """The content of an answer, while it comes."""
 
-    def __init__(self, reply: httpx.Response, answer: Answer, padding: PaddingReader) -> None:
-        self._reply = reply
-        self._padding = padding
-        self._answer = answer
-        self._chunks = _iterate(reply)
-        self._first = b""
-        self._is_over = False
-        self._has_padding = False
-
-    def read_refusal(self) -> bytes:
-        """Returns the beginning of an answer that is not sealed."""
-        try:
-            return next(self._chunks, b"")
-        except httpx.TransportError:
-            return b""
-
-    def read_head(self) -> None:
-        """Reads until the head of the node's response is there."""
-        try:
-            while self._answer.head is None and not self._is_over:
-                self._first += self._read()
-        except BrokenAnswerError as error:
-            if self._answer.head is not None:  # it began, so it is not sent again
-                raise httpx.RemoteProtocolError(f"{error}; {CUT_OFF}") from None
-            raise FailedTryError(str(error)) from None
-        except httpx.TimeoutException:
-            raise
-        except httpx.TransportError as error:
-            raise FailedTryError(f"the relay broke off ({type(error).__name__})") from None
+    def __init__(self, reply: _OpenReply, reader: AnswerReader, padding: PaddingReader) -> None:
+        self._reply, self._reader, self._padding = reply, reader, padding
 
     def __iter__(self) -> Iterator[bytes]:
-        if self._first:
-            first, self._first = self._first, b""
+        if first := self._reader.take_first():
             yield first
-        while not self._is_over:
-            try:
-                content = self._read()
-            except BrokenAnswerError as error:
-                raise httpx.RemoteProtocolError(f"{error}; {CUT_OFF}") from None
-            if content:
+        while not self._reader.is_over:
+            if content := self._reader.take(next(self._reply.chunks, None)):
                 yield content
 
     def close(self) -> None:
-        if not self._has_padding:
+        if self._reader.has_padding:
+            self._reader.has_padding = False
+            self._padding.read(self._reply.chunks, self._reply.close)
+        else:
             self._reply.close()
-            return
-        self._has_padding = False
-        self._padding.read(self._chunks, self._reply.close)
-
-    def _read(self) -> bytes:
-        data = next(self._chunks, None)
-        if data is None:
-            self._is_over = True
-            return self._answer.close()
-        content = self._answer.feed(data)
-        if self._answer.is_complete:
-            self._is_over = self._has_padding = True
-            content += self._answer.complete()
-        return content
 
 
-def _iterate(reply: httpx.Response) -> Iterator[bytes]:
-    assert isinstance(reply.stream, httpx.SyncByteStream)
-    return iter(reply.stream)
+class AsyncAnswerStream(httpx.AsyncByteStream):
+    """The content of an answer, while it comes."""
+
+    def __init__(self, reply: _AsyncOpenReply, reader: AnswerReader, padding: AsyncPaddingReader) -> None:
+        self._reply, self._reader, self._padding = reply, reader, padding
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        if first := self._reader.take_first():
+            yield first
+        while not self._reader.is_over:
+            if content := self._reader.take(await anext(self._reply.chunks, None)):
+                yield content
+
+    async def aclose(self) -> None:
+        if self._reader.has_padding:
+            self._reader.has_padding = False
+            await self._padding.read(self._reply.chunks, self._reply.aclose)
+        else:
+            await self._reply.aclose()

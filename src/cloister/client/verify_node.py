@@ -12,12 +12,11 @@ from typing import Final
 
 import httpx
 
-from cloister.client.buying import signing_key
 from cloister.client.errors import NoTokensError, RelayUnreachableError
 from cloister.client.issuer_record import IssuerRecord
-from cloister.client.judging import fill_policy, judge_node, refuse_shared_chips
-from cloister.client.key_exchange import judge_keys
 from cloister.client.limits import Limits, hold_to_limits
+from cloister.client.node_verification import fill_policy, judge_keys, judge_node, refuse_shared_chips
+from cloister.client.token_purchase import signing_key
 from cloister.privacy.attestation import AttestationPolicy, EvidenceError, Findings, Outcome, read_evidence, read_statement
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES
 from cloister.privacy.attestation.measuring import measure_profile

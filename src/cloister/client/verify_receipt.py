@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 
-from cloister.client.judging import fill_policy, judge_node
+from cloister.client.node_verification import fill_policy, judge_node
 from cloister.privacy.attestation import (
     AttestationError,
     AttestationPolicy,

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from cloister.privacy.catalogue import Entry, gather
     from cloister.privacy.counts import ALLOWED_COUNTS, PROFILING_THREAT, CountRelease
     from cloister.privacy.credentials import Credential, Credentials
-    from cloister.privacy.features import RUNTIME_ADAPTERS_THREAT
     from cloister.privacy.gate import Admission, Gate
     from cloister.privacy.keyfile import read_credentials
     from cloister.privacy.limits import Account, Charge, KeyQuota
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ALLOWED_COUNTS",
     "PROFILING_THREAT",
-    "RUNTIME_ADAPTERS_THREAT",
     "Account",
     "Admission",
     "Charge",
@@ -62,7 +60,6 @@ _HOME = {
     "PROFILING_THREAT": "cloister.privacy.counts",
     "Policy": "cloister.privacy.policy",
     "Profile": "cloister.privacy.verdict",
-    "RUNTIME_ADAPTERS_THREAT": "cloister.privacy.features",
     "Ruling": "cloister.privacy.verdict",
     "Use": "cloister.privacy.policy",
     "Verdict": "cloister.privacy.verdict",

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 from cloister.privacy.catalogue import Entry, rows_in_build
 from cloister.privacy.features import FEATURES, judged_apart
-from cloister.privacy.matrix import REQUIREMENTS, RESIDUES, ROWS, STEERINGS, find_row
-from cloister.privacy.verdict import Profile, Residue, Row, Ruling
+from cloister.privacy.matrix import REQUIREMENTS, ROWS, find_row
+from cloister.privacy.verdict import Profile, Residue, Row, Ruling, Steering
 from cloister.types.threat import Requirement
 
 _HEAD = """# Threats
@@ -77,10 +77,13 @@ def to_markdown(entries: Sequence[Entry]) -> str:
         "## Taxonomy of residue",
         _table(
             ("feature", "state that stays", "where", "mitigation", "leak", "inference", "access pattern", "difference"),
-            ((r.feature, r.state, ", ".join(r.where), r.mitigation, *_attacks(r)) for r in RESIDUES),
+            ((r.feature, r.state, ", ".join(r.where), r.mitigation, *_attacks(r)) for r in (row.residue for row in ROWS) if r),
         ),
         "## What steers (non-targetability)",
-        _table(("feature", "raises hits", "lowers misses"), ((s.feature, s.raises_hits, s.lowers_misses) for s in STEERINGS)),
+        _table(
+            ("feature", "raises hits", "lowers misses"),
+            ((s.feature, s.raises_hits, s.lowers_misses) for s in (row.steering for row in ROWS) if s),
+        ),
     )
     return "\n\n".join(sections) + "\n"
 
@@ -108,8 +111,8 @@ def to_data(entries: Sequence[Entry], profiles: Iterable[Profile] = Profile) -> 
             {"feature": f.name, "setting": f.setting, "rulings": _rulings_data(f.rulings, profiles)} for f in FEATURES.values()
         ],
         "entries": [{"kind": e.kind, "name": e.name, "row": e.threat.row} for e in entries],
-        "residues": [asdict(residue) for residue in RESIDUES],
-        "steering": [asdict(steering) for steering in STEERINGS],
+        "residues": [_taxonomy_data(row.slug, row.residue) for row in ROWS if row.residue],
+        "steering": [_taxonomy_data(row.slug, row.steering) for row in ROWS if row.steering],
     }
 
 
@@ -130,3 +133,7 @@ def _attacks(residue: Residue) -> tuple[str, ...]:
 
 def _rulings_data(rulings: Mapping[Profile, Ruling], profiles: Iterable[Profile]) -> dict[str, object]:
     return {p.value: asdict(rulings[p]) for p in profiles}
+
+
+def _taxonomy_data(slug: str, entry: Residue | Steering) -> dict[str, object]:
+    return {"feature": entry.feature, "slug": slug, **asdict(entry)}

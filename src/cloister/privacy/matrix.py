@@ -59,10 +59,10 @@ ONE_USER = "one user on one machine: nobody else to keep it from"
 
 def _row(
     slug: str, threat: ThreatProfile, *, open: Judgement, team: Judgement, private: Judgement,
-    paranoid: Judgement, threat_note: str = "",
+    paranoid: Judgement, threat_note: str = "", residue: Residue | None = None, steering: Steering | None = None,
 ) -> Row:  # fmt: skip
     judged = {Profile.OPEN: open, Profile.TEAM: team, Profile.PRIVATE: private, Profile.PARANOID: paranoid}
-    return Row(slug, threat, name_rulings(slug, judged), threat_note)
+    return Row(slug, threat, name_rulings(slug, judged), threat_note, residue, steering)
 
 
 def _threat(
@@ -114,6 +114,10 @@ ROWS: tuple[Row, ...] = (
             mitigation="scope: request < session < tenant < public; a salt from the credential, expiry; no sharing between "
             "scopes, quotas per scope so that eviction tells nothing; public prefixes only from the release",
         ),
+        residue=Residue(
+            "prefix cache", "KV by token", (_DEVICE, _HOST), "expiry, isolation",
+            leak=True, inference=True, access_pattern=True,
+        ),
         open=mitigate("one scope on loopback without API keys; with keys one scope per tenant; else one per request"),
         team=mitigate("one scope per tenant, salted from its credential; without a credential one per request"),
         private=mitigate("one scope per request, salted at random; a session by its secret; prefixes of the release"),
@@ -126,6 +130,7 @@ ROWS: tuple[Row, ...] = (
             mitigation="AES-GCM under a key that lives only in the node's memory and dies with the scope; no plain text "
             "is ever written",
         ),
+        residue=Residue("disk offload", "KV", (_SSD,), "encryption", leak=True),
         open=allow(ONE_USER),
         team=mitigate("AES-GCM under a key per scope that lives only in the node's memory"),
         private=mitigate("AES-GCM under a key that lives only in the node's memory and dies with the scope"),
@@ -137,6 +142,12 @@ ROWS: tuple[Row, ...] = (
             "duplication", "ST", residue="KV", where=(_NODES,), attack="data leak, difference analysis; raises hits",
             mitigation="copies share one lease: expire together, keys revoked together; only inside one attested ensemble",
         ),
+        residue=Residue(
+            "duplication", "KV", (_DEVICE, _HOST), "synchronised expiry", leak=True, difference=True,
+        ),
+        steering=Steering(
+            "duplication", "copies the target's cache to a captured node", "copies others' caches away from it"
+        ),
         open=allow(ONE_USER), team=_LEASE, private=_LEASE_ATTESTED,
         paranoid=refuse("a copy exists to be reused, and nothing is reused at all"),
     ),
@@ -146,6 +157,7 @@ ROWS: tuple[Row, ...] = (
             "pulling (cache fetched by a node)", "SET", residue="KV", where=(_NODES,), attack="raises hits",
             mitigation="a puller may ask only for leases routed to it; otherwise denied",
         ),
+        steering=Steering("pulling", "pulls from the target's cache"),
         open=allow(ONE_USER), team=_ROUTED_LEASES, private=_ROUTED_LEASES,
         paranoid=refuse("what is pulled is a cache, and nothing is reused at all"),
     ),
@@ -155,6 +167,7 @@ ROWS: tuple[Row, ...] = (
             "request migration", "T", attack="steer in or out",
             mitigation="only inside an ensemble, target drawn at random by capacity, recorded in the audit log as counts",
         ),
+        steering=Steering("migration", "moves the target in", "moves others out"),
         open=allow(ONE_USER), team=_RANDOM_TARGET, private=_RANDOM_TARGET, paranoid=_RANDOM_TARGET,
     ),
     _row(
@@ -172,6 +185,7 @@ ROWS: tuple[Row, ...] = (
             "priority scheduling", "T", attack="raise the target's priority",
             mitigation="classes come from the credential's public class, never from content or identity",
         ),
+        steering=Steering("priority", "raises the target", "lowers others"),
         open=allow(ONE_USER), team=_CLASS, private=_PUBLIC_CLASS, paranoid=_PUBLIC_CLASS,
     ),
     _row(
@@ -199,6 +213,7 @@ ROWS: tuple[Row, ...] = (
             "instance flip", "T", attack="turn a captured node into a prefill node",
             mitigation="flips drawn at random and logged",
         ),
+        steering=Steering("instance flip", "makes a captured node a prefill node"),
         open=allow(ONE_USER), team=_RANDOM_FLIP, private=_RANDOM_FLIP, paranoid=_RANDOM_FLIP,
     ),
     _row(
@@ -217,6 +232,10 @@ ROWS: tuple[Row, ...] = (
             "context- or datastore-based speculation (REST, Token Recycling, LLMA)", "S",
             residue="tokens of earlier users", where=(_DEVICE, _HOST), attack="data leak, inference",
             mitigation="state per request only, or a datastore of public text, or differential privacy",
+        ),
+        residue=Residue(
+            "datastore speculation", "tokens", (_DEVICE, _HOST), "differential privacy, small model instead",
+            leak=True, inference=True,
         ),
         open=allow(ONE_USER), team=_REQUEST_STATE, private=_REQUEST_STATE,
         paranoid=mitigate("state per request only"),
@@ -297,36 +316,6 @@ ROWS: tuple[Row, ...] = (
         paranoid=refuse("what was said is gone when the page is closed; an export takes a person's own hand"),
     ),
 )  # fmt: skip
-
-RESIDUES: tuple[Residue, ...] = (
-    Residue(
-        "prefix cache", "prefix-cache", "KV by token", (_DEVICE, _HOST), "expiry, isolation",
-        leak=True, inference=True, access_pattern=True, difference=False,
-    ),
-    Residue(
-        "disk offload", "offload", "KV", (_SSD,), "encryption",
-        leak=True, inference=False, access_pattern=False, difference=False,
-    ),
-    Residue(
-        "duplication", "duplication", "KV", (_DEVICE, _HOST), "synchronised expiry",
-        leak=True, inference=False, access_pattern=False, difference=True,
-    ),
-    Residue(
-        "datastore speculation", "datastore-speculation", "tokens", (_DEVICE, _HOST),
-        "differential privacy, small model instead",
-        leak=True, inference=True, access_pattern=False, difference=False,
-    ),
-)  # fmt: skip
-
-STEERINGS: tuple[Steering, ...] = (
-    Steering(
-        "duplication", "duplication", "copies the target's cache to a captured node", "copies others' caches away from it"
-    ),
-    Steering("pulling", "pulling", "pulls from the target's cache", ""),
-    Steering("migration", "migration", "moves the target in", "moves others out"),
-    Steering("priority", "priority", "raises the target", "lowers others"),
-    Steering("instance flip", "flip", "makes a captured node a prefill node", ""),
-)
 
 _BY_NAME = {row.name: row for row in ROWS}
 _BY_SLUG = {row.slug: row for row in ROWS}

@@ -62,6 +62,33 @@ def name_rulings(subject: str, judgements: Mapping[Profile, Judgement]) -> dict[
 
 
 @dataclass(frozen=True, slots=True)
+class Residue:
+    """What state a feature leaves, and which kinds of attack it opens (taxonomy of residue).
+
+    Attributes:
+        leak, inference, access_pattern, difference: kinds of attack on the state.
+    """
+
+    feature: str
+    state: str
+    where: tuple[str, ...]
+    mitigation: str
+    leak: bool = False
+    inference: bool = False
+    access_pattern: bool = False
+    difference: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """How a feature could steer a target's requests to captured nodes; an empty text means it cannot that way."""
+
+    feature: str
+    raises_hits: str
+    lowers_misses: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One row of the matrix: what a kind of feature endangers, and what each profile says of it.
 
@@ -70,47 +97,16 @@ class Row:
         threat: threats, residue and mitigation; `threat.row` is the row's name, which features point to.
         rulings: one for every profile.
         threat_note: when a threat holds only together with another feature.
+        residue, steering: what the published taxonomies say of it; None where they leave it out.
     """
 
     slug: str
     threat: ThreatProfile
     rulings: Mapping[Profile, Ruling]
     threat_note: str = ""
+    residue: Residue | None = None
+    steering: Steering | None = None
 
     @property
     def name(self) -> str:
         return self.threat.row
-
-
-@dataclass(frozen=True, slots=True)
-class Residue:
-    """What state a feature leaves, and which kinds of attack it opens (taxonomy of residue).
-
-    Attributes:
-        slug: the row of the matrix that it belongs to.
-        leak, inference, access_pattern, difference: kinds of attack on the state.
-    """
-
-    feature: str
-    slug: str
-    state: str
-    where: tuple[str, ...]
-    mitigation: str
-    leak: bool
-    inference: bool
-    access_pattern: bool
-    difference: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Steering:
-    """How a feature could steer a target's requests to captured nodes; an empty text means it cannot that way.
-
-    Attributes:
-        slug: the row of the matrix that it belongs to.
-    """
-
-    feature: str
-    slug: str
-    raises_hits: str
-    lowers_misses: str

@@ -11,16 +11,37 @@ from types import MappingProxyType
 from typing import Final
 
 from cloister.privacy.attestation import AttestationError, Attester
+from cloister.privacy.attestation.evidence import Evidence
 from cloister.privacy.attestation.node import gather_facts
 from cloister.privacy.attestation.process import AttesterBoot, RemoteAttester, make_attester, open_pair
 from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.attestation.tsm import TdxAttester
 from cloister.privacy.transparency.files import read_key
+from cloister.privacy.transparency.membership import sign_member
+from cloister.privacy.transparency.note import PrivateKey
 from cloister.sealed.announcing import Announcer
-from cloister.sealed.member import MemberAttester
 from cloister.sealed.unsealing import Unsealer
 from cloister.types.config import ATTESTING, ServerConfig
 from cloister.types.errors import ConfigError
+
+
+class MemberAttester:
+    """An attester whose evidence a member signs too.
+
+    Args:
+        attester: who vouches for the statement.
+        key: the member's, which a membership names.
+    """
+
+    def __init__(self, attester: Attester, key: PrivateKey) -> None:
+        self._attester = attester
+        self._key = key
+        self.kind = attester.kind
+
+    def attest(self, statement: bytes) -> Evidence:
+        """See `Attester.attest`."""
+        return sign_member(self._key, self._attester.attest(statement))
+
 
 ATTESTER_MODULE: Final = "cloister.privacy.attestation.process"
 MAX_CHECKPOINT_BYTES: Final = 16_384

@@ -31,22 +31,21 @@ from cloister.privacy.sealing import (
 )
 from cloister.privacy.tokens import AcceptedKey
 from cloister.privacy.tokens.redeem import BUDGET_FIELD
-from cloister.sealed.dates import check_date
 from cloister.sealed.exchange import (
     BODY_TIMEOUT_S,
     MAX_REQUEST_BYTES,
     Body,
     GoneError,
     Outgoing,
+    check_date,
     media_type,
     run_while_there,
 )
 from cloister.sealed.nodes import NodeBook
 from cloister.sealed.peers import check_peer
 from cloister.sealed.problems import ProblemError, problem_of
-from cloister.sealed.public import File, LogFiles
 from cloister.sealed.sealed_reply import SealedReply
-from cloister.sealed.serving import HealthEndpoint, Lifespan, Post, handlers
+from cloister.sealed.serving import File, HealthEndpoint, Lifespan, LogFiles, Post, handlers
 from cloister.sealed.unsealing import Opened, Unsealer, open_request, read_head, read_parts
 from cloister.sealed.upstream import Upstream, UpstreamResponse
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget

@@ -32,13 +32,13 @@ from cloister.privacy.sealing import (
 )
 from cloister.privacy.shape import FRAMES, FRAMING_FIELD, FRAMINGS, TrafficShape
 from cloister.privacy.tokens.redeem import BUDGET_FIELD, differs, parse_budget
-from cloister.sealed.dates import check_date
 from cloister.sealed.exchange import (
     BODY_TIMEOUT_S,
     MAX_REQUEST_BYTES,
     Body,
     GoneError,
     Outgoing,
+    check_date,
     find_header,
     media_type,
     run_while_there,
@@ -47,10 +47,8 @@ from cloister.sealed.gateway import NODE_PATH
 from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
 from cloister.sealed.peers import check_gateway
 from cloister.sealed.problems import ProblemError, problem_of
-from cloister.sealed.public import File
-from cloister.sealed.receipts import AnswerEnding
-from cloister.sealed.sealed_reply import SealedReply
-from cloister.sealed.serving import Lifespan, Post, handlers
+from cloister.sealed.sealed_reply import AnswerEnding, SealedReply
+from cloister.sealed.serving import File, Lifespan, Post, handlers
 from cloister.sealed.shaping import ReplyWriter, open_reply
 from cloister.sealed.unsealing import Opened, Unsealer, open_request
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget

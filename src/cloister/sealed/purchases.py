@@ -37,7 +37,7 @@ from cloister.privacy.tokens.purchase import (
     RESPONSE_TYPE,
     seal_purchase_answer,
 )
-from cloister.sealed.dates import REPLAY_WINDOW_S, check_date
+from cloister.sealed.exchange import REPLAY_WINDOW_S, check_date
 from cloister.sealed.problems import ProblemError, problem_of
 from cloister.sealed.unsealing import LocalUnsealer
 from cloister.server.errors import error_body

@@ -1,22 +1,30 @@
-"""The reply to an opened request: binary HTTP, sealed piece by piece, or whole where it was asked in that form."""
+"""The reply to an opened request: binary HTTP, sealed piece by piece, or whole where it was asked in that form; and its end,
+with or without a receipt."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from cloister.privacy.policy import Policy, Use
+from cloister.privacy.receipts import FIELD, NO_WISH, SIGNATURE_BYTES, Transcript, Wish, encode64, read_wish
 from cloister.privacy.sealing import (
     CHUNKED,
     BinaryHttpWriter,
     Exchange,
     Fields,
+    HttpRequest,
     HttpResponse,
+    ReplayCacheFullError,
     ResponseHead,
     ResponseSealer,
+    UnsealError,
     encode_response,
     seal_response,
 )
 from cloister.sealed.exchange import Outgoing
 from cloister.sealed.problems import ProblemError
+from cloister.sealed.unsealing import Unsealer
+from cloister.types.errors import EngineError
 
 MAX_WHOLE_BYTES: Final = 16 * 2**20
 """Longest response that is kept to be sealed whole."""
@@ -69,3 +77,42 @@ class SealedReply:
         incremental = ((b"incremental", b"?1"),) if form is CHUNKED else ()
         kind = (b"content-type", form.response_type.encode())
         await self._out.begin(200, (kind, (b"cache-control", b"no-store"), *incremental, *fields))
+
+
+class AnswerEnding:
+    """Follows one answer.
+
+    Every answer is hashed and signed and has room for a signature, whoever asked: neither lengths nor times tell who wants
+    receipts. Nothing of it outlives the request.
+
+    Args:
+        profile: that this node runs under; it is signed, and it may refuse receipts.
+
+    Raises:
+        MalformedWishError: the request's field cannot be read.
+        PolicyError: a receipt is asked for, and the profile has none.
+    """
+
+    def __init__(self, unsealer: Unsealer, exchange: Exchange, request: HttpRequest, profile: str) -> None:
+        self._wish: Wish | None = read_wish(request.head.fields)
+        Policy(profile).check({"receipt": Use(self._wish is not None, "the request")})
+        self._unsealer = unsealer
+        self._exchange = exchange
+        self._profile = profile
+        self._transcript = Transcript(exchange, request)
+
+    def add(self, content: bytes) -> bytes:
+        """Takes the next piece of content, and returns it."""
+        self._transcript.add(content)
+        return content
+
+    async def end(self, writer: BinaryHttpWriter, status: int) -> bytes:
+        """Returns the end of the message: with the signature where it was asked for, else zeros, which are padding."""
+        wish = self._wish or NO_WISH
+        claims = self._transcript.claim(status, epoch=wish.epoch, evidence=wish.evidence, profile=self._profile)
+        try:
+            signature = await self._unsealer.sign(self._exchange.header, claims.signing_input)
+        except (UnsealError, ReplayCacheFullError, EngineError):  # the key ended long before the answer did
+            signature = b""
+        end = writer.end(((FIELD, encode64(signature or bytes(SIGNATURE_BYTES))),))
+        return end if self._wish and signature else bytes(len(end))

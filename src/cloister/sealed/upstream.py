@@ -52,12 +52,20 @@ class Upstream:
         name: what it is, for messages: "gateway", "node".
         tls: how https is checked; None trusts the system's authorities.
         timeout_s: longest silence of an answer.
+        transport: carries the requests; None opens connections.
     """
 
-    def __init__(self, name: str, *, tls: ssl.SSLContext | None = None, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        tls: ssl.SSLContext | None = None,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         self._name = name
         self._timeout_s = timeout_s
-        self._transport = httpx.AsyncHTTPTransport(
+        self._transport = transport or httpx.AsyncHTTPTransport(
             verify=tls if tls is not None else True,
             trust_env=False,
             limits=httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_IDLE, keepalive_expiry=IDLE_S),

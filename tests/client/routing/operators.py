@@ -13,9 +13,8 @@ import httpx
 import msgspec
 
 from cloister.client.routing.adversary import SteeringBook
-from cloister.client.routing.attack import Attack
-from cloister.client.routing.house import GATEWAY, ISSUER, House, NearUpstream, Node, asking
-from cloister.client.routing.records import Spell
+from cloister.client.routing.cloud import GATEWAY, ISSUER, Node, SealedCloud, current_user
+from cloister.client.routing.records import Attack, Spell
 from cloister.privacy.tokens import Issuer, KeyShelf
 from cloister.privacy.tokens.redeem import BUDGET_FIELD
 from cloister.privacy.transparency.epoch import (
@@ -30,6 +29,7 @@ from cloister.privacy.transparency.epoch import (
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.sealed.issuer import issuer_app
 from cloister.sealed.nodes import NodeBook
+from cloister.sealed.upstream import Upstream
 
 replace = msgspec.structs.replace
 VICTIM = "user-1"
@@ -38,23 +38,23 @@ NODES = Spell({"a": 1, "b": 1, "c": 1})
 
 
 def is_victim() -> bool:
-    return asking.get("") == VICTIM
+    return current_user.get("") == VICTIM
 
 
-async def log_alone(house: House, **changes: object) -> bytes:
+async def log_alone(cloud: SealedCloud, **changes: object) -> bytes:
     """An epoch that the gateway wrote itself: logged and cosigned, for witnesses do not read entries."""
-    assert house._epochs.bundle is not None
-    honest = parse_bundle(house._epochs.bundle)
-    epoch: Epoch = replace(honest.epoch, epoch=house._publisher._history.epoch.epoch + 1, **changes)  # type: ignore[union-attr]
-    appended = house._log.append([epoch_leaf(epoch)])
+    assert cloud.epochs.bundle is not None
+    honest = parse_bundle(cloud.epochs.bundle)
+    epoch: Epoch = replace(honest.epoch, epoch=cloud.publisher._history.epoch.epoch + 1, **changes)  # type: ignore[union-attr]
+    appended = cloud.log.append([epoch_leaf(epoch)])
     note = appended.note
-    for witness in house._cosigners:
-        note = note.add(*await witness.cosign(house._log, note))
-    house._publisher._history.advance(appended.checkpoint.size)
+    for witness in cloud.cosigners:
+        note = note.add(*await witness.cosign(cloud.log, note))
+    cloud.publisher._history.advance(appended.checkpoint.size)
     size = appended.checkpoint.size
     bundle = EpochBundle(
-        str(note), epoch, appended.first, house._log.prove_inclusion(appended.first, size),
-        replace(honest.release, proof=house._log.prove_inclusion(honest.release.index, size)), None,
+        str(note), epoch, appended.first, cloud.log.prove_inclusion(appended.first, size),
+        replace(honest.release, proof=cloud.log.prove_inclusion(honest.release.index, size)), None,
     )  # fmt: skip
     return encode_bundle(bundle)
 
@@ -62,18 +62,18 @@ async def log_alone(house: House, **changes: object) -> bytes:
 class ToVictim:
     """Shows the victim another epoch than everybody else."""
 
-    def __init__(self, house: House, bundle: bytes) -> None:
-        self.log, self.bundle = house._epochs.log, bundle
-        self._others = house._epochs
+    def __init__(self, cloud: SealedCloud, bundle: bytes) -> None:
+        self.log, self.bundle = cloud.epochs.log, bundle
+        self._others = cloud.epochs
 
     async def read(self) -> bytes | None:
         return self.bundle if is_victim() else self._others.bundle
 
 
-def steering(attack: Attack, victim: Callable[[str], bool]) -> Callable[[House, NearUpstream], NodeBook]:
-    def make(house: House, upstream: NearUpstream) -> NodeBook:
+def steering(attack: Attack, victim: Callable[[str], bool]) -> Callable[[SealedCloud, Upstream], NodeBook]:
+    def make(cloud: SealedCloud, upstream: Upstream) -> NodeBook:
         return SteeringBook(
-            house, upstream, attack, rate=1.0, captured=CAPTURED, is_victim=victim, source=random.Random(1)
+            cloud, upstream, attack, rate=1.0, captured=CAPTURED, is_victim=victim, source=random.Random(1)
         )  # fmt: skip
 
     return make
@@ -88,7 +88,7 @@ class Slow(NodeBook):
         return await super().find(node_id)
 
 
-def pay_less(house: House, upstream: NearUpstream) -> NodeBook:
+def pay_less(cloud: SealedCloud, upstream: Upstream) -> NodeBook:
     """Tells every node but the captured one that nothing was paid for, so that users ask again until that one answers."""
     ask = upstream.ask
 
@@ -97,69 +97,69 @@ def pay_less(house: House, upstream: NearUpstream) -> NodeBook:
         return ask(method, url, headers if is_captured else {**headers, BUDGET_FIELD: "0"}, *rest, **named)
 
     upstream.ask = lie  # type: ignore[method-assign]
-    return NodeBook([], upstream, house.now)
+    return NodeBook([], upstream, cloud.now)
 
 
-def entries(house: House) -> dict[str, NodeEntry]:
-    assert house._epochs.bundle is not None
-    return {node.member: node for node in parse_bundle(house._epochs.bundle).epoch.nodes}
+def entries(cloud: SealedCloud) -> dict[str, NodeEntry]:
+    assert cloud.epochs.bundle is not None
+    return {node.member: node for node in parse_bundle(cloud.epochs.bundle).epoch.nodes}
 
 
 def in_order(nodes: object) -> tuple[NodeEntry, ...]:
     return tuple(sorted(nodes, key=lambda node: node.node_id))  # type: ignore[call-overload]
 
 
-async def leave_out(house: House) -> None:
+async def leave_out(cloud: SealedCloud) -> None:
     """Restarts the gateway with one node of three."""
-    await house.enter(Spell({CAPTURED: 1}), signed=False)
+    await cloud.enter(Spell({CAPTURED: 1}), signed=False)
 
 
-async def add_stranger(house: House) -> None:
-    nodes = entries(house)
+async def add_stranger(cloud: SealedCloud) -> None:
+    nodes = entries(cloud)
     extra = NodeEntry("ff" * 32, 1, b"keys", "00" * 32, "stranger")
-    house._epochs.bundle = await log_alone(house, nodes=in_order((*nodes.values(), extra)))
+    cloud.epochs.bundle = await log_alone(cloud, nodes=in_order((*nodes.values(), extra)))
 
 
-async def raise_capacity(house: House) -> None:
-    nodes = entries(house)
+async def raise_capacity(cloud: SealedCloud) -> None:
+    nodes = entries(cloud)
     raised = {**nodes, CAPTURED: replace(nodes[CAPTURED], capacity=100)}
-    house._epochs.bundle = await log_alone(house, nodes=in_order(raised.values()))
+    cloud.epochs.bundle = await log_alone(cloud, nodes=in_order(raised.values()))
 
 
-async def stand_in(house: House) -> None:
+async def stand_in(cloud: SealedCloud) -> None:
     """Puts a node of its own in another member's place."""
-    node = Node(PrivateKey.generate("a", Kind.NOTE), 1, house.now)
-    node.attest(house._release, str(house._log.checkpoint()[1]), house.time)
-    house._ways.open(node.url, node)
-    await house._book.look()
-    nodes = entries(house)
+    node = Node(PrivateKey.generate("a", Kind.NOTE), 1, cloud.now, cloud.config)
+    node.attest(cloud.release, str(cloud.log.checkpoint()[1]), cloud.time)
+    cloud.network.open(node.url, node)
+    await cloud.book.look()
+    nodes = entries(cloud)
     entry = NodeEntry(node.node_id, 1, node.ring.publish(), sha256(node.evidence).hexdigest(), "a")
-    house._epochs.bundle = await log_alone(house, nodes=in_order({**nodes, "a": entry}.values()))
+    cloud.epochs.bundle = await log_alone(cloud, nodes=in_order({**nodes, "a": entry}.values()))
 
 
-async def hand_out_two_epochs(house: House) -> None:
+async def hand_out_two_epochs(cloud: SealedCloud) -> None:
     """Logs an epoch with another key of the gateway, and gives each to somebody else."""
-    first = house._epochs.bundle
+    first = cloud.epochs.bundle
     assert first is not None
-    house.time += 61
-    keys = house._ring.publish()
-    second = await log_alone(house, gateway=GatewayEntry(GATEWAY, keys), not_before=int(house.time))
-    house._epochs.bundle = first
-    _serve_epochs(house, ToVictim(house, second))
+    cloud.time += 61
+    keys = cloud.gateway_ring.publish()
+    second = await log_alone(cloud, gateway=GatewayEntry(GATEWAY, keys), not_before=int(cloud.time))
+    cloud.epochs.bundle = first
+    _serve_epochs(cloud, ToVictim(cloud, second))
 
 
-async def hurry(house: House) -> None:
+async def hurry(cloud: SealedCloud) -> None:
     """Many epochs within a second."""
     for _ in range(7):
-        house._epochs.bundle = await log_alone(house)
+        cloud.epochs.bundle = await log_alone(cloud)
 
 
-async def show_other_tree(house: House) -> None:
+async def show_other_tree(cloud: SealedCloud) -> None:
     """Shows the victim an old copy of the log after it saw the newer one."""
-    old = house._epochs.bundle
+    old = cloud.epochs.bundle
     assert old is not None
-    house.time += 61
-    house._epochs.bundle = await log_alone(house, not_before=int(house.time))
+    cloud.time += 61
+    cloud.epochs.bundle = await log_alone(cloud, not_before=int(cloud.time))
     looks = 0
 
     class Flapping(ToVictim):
@@ -170,27 +170,27 @@ async def show_other_tree(house: House) -> None:
                 return self._others.bundle if looks == 1 else old
             return self._others.bundle
 
-    _serve_epochs(house, Flapping(house, old))
+    _serve_epochs(cloud, Flapping(cloud, old))
 
 
-async def sign_with_another_key(house: House) -> None:
+async def sign_with_another_key(cloud: SealedCloud) -> None:
     """An issuer that shows one user keys of their own."""
-    own = issuer_app(Issuer(KeyShelf(house._directory / "own", budget=1), house._quota, lambda: house.credentials,
-                            house._issuer._limits, now=house.now), ISSUER, house._issuer_key, house.now)  # fmt: skip
-    honest = house._ways._ways[httpx.URL(ISSUER).host]
+    own = issuer_app(Issuer(KeyShelf(cloud.directory / "own", budget=1), cloud.quota, lambda: cloud.credentials,
+                            cloud.issuer._limits, now=cloud.now), ISSUER, cloud.issuer_key, cloud.now)  # fmt: skip
+    honest = cloud.network.hosts[httpx.URL(ISSUER).host]
     other = httpx.ASGITransport(own)
 
     class Choosing(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             return await (other if is_victim() else honest).handle_async_request(request)
 
-    house._ways._ways[httpx.URL(ISSUER).host] = Choosing()  # type: ignore[assignment]
+    cloud.network.hosts[httpx.URL(ISSUER).host] = Choosing()  # type: ignore[assignment]
 
 
-async def withhold_evidence(house: House) -> None:
+async def withhold_evidence(cloud: SealedCloud) -> None:
     """A relay that keeps one node's evidence from one user, so that it is left out."""
-    digest = entries(house)["a"].evidence_sha256
-    relay = house._ways._ways["relay.test"]
+    digest = entries(cloud)["a"].evidence_sha256
+    relay = cloud.network.hosts["relay.test"]
 
     class Keeping(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -198,12 +198,12 @@ async def withhold_evidence(house: House) -> None:
                 return httpx.Response(404)
             return await relay.handle_async_request(request)
 
-    house._ways._ways["relay.test"] = Keeping()  # type: ignore[assignment]
+    cloud.network.hosts["relay.test"] = Keeping()  # type: ignore[assignment]
 
 
-def _serve_epochs(house: House, epochs: ToVictim) -> None:
-    house._epochs = epochs  # type: ignore[assignment]
-    house._make_gateway()
+def _serve_epochs(cloud: SealedCloud, epochs: ToVictim) -> None:
+    cloud.epochs = epochs  # type: ignore[assignment]
+    cloud.make_gateway()
 
 
 @dataclass(frozen=True)
@@ -211,8 +211,8 @@ class Operator:
     """A kind of operator, and the kind of charge by which it has to be named."""
 
     kind: str
-    make_book: Callable[[House, NearUpstream], NodeBook] | None = None
-    act: Callable[[House], Awaitable[None]] | None = None
+    make_book: Callable[[SealedCloud, Upstream], NodeBook] | None = None
+    act: Callable[[SealedCloud], Awaitable[None]] | None = None
 
 
 OPERATORS = {
@@ -220,7 +220,7 @@ OPERATORS = {
     "withholds one user's requests from the other nodes": Operator("loss", steering(Attack.DROP, lambda u: u == VICTIM)),
     "withholds everybody's requests from the other nodes": Operator("loss", steering(Attack.DROP, lambda u: True)),
     "tells the other nodes that less was paid for": Operator("loss", pay_less),
-    "lets one user wait": Operator("timing", lambda house, upstream: Slow([], upstream, house.now)),
+    "lets one user wait": Operator("timing", lambda cloud, upstream: Slow([], upstream, cloud.now)),
     "leaves nodes out": Operator("membership", act=leave_out),
     "adds a node": Operator("membership", act=add_stranger),
     "raises a capacity": Operator("capacity", act=raise_capacity),

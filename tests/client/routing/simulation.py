@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from cloister.client.draw import MAX_DRAWS
+from cloister.client.node_selection import MAX_DRAWS
 from cloister.client.routing.records import Sent, Spell, TrialLog
 
 Rule = Callable[[random.Random, str, str], bool]

@@ -17,13 +17,14 @@ from cloister.cli import app
 from cloister.client import Limits, NoTokensError, Session
 from cloister.client.routing.audit import Audit, Auditor, AuditUser, Refusal, most_tokens
 from cloister.client.routing.charges import AuditVerdict, judge_audit
-from cloister.client.routing.house import RELAY, House, asking
-from cloister.client.routing.timing import compare_times, rank_sum
-from cloister.client.wallet import BATCH
+from cloister.client.routing.cloud import RELAY, CloudConfig, SealedCloud, current_user
+from cloister.client.routing.hypotheses import compare_times, rank_sum
+from cloister.client.token_purchase import BATCH
 from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.transparency.trust import encode_trust
 from tests.client.routing.operators import NODES, OPERATORS, Operator
-from tests.client.street import Street
+from tests.rsa_keys import shared_keys
+from tests.sealed_cloud import LoopbackCloud
 
 HONEST = Operator("")
 STATISTICAL = {"loss", "timing"}
@@ -49,33 +50,33 @@ class Named(httpx.AsyncBaseTransport):
         self._name, self._inner = name, inner
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        asking.set(self._name)
+        current_user.set(self._name)
         Named.bought += BATCH * (request.method == "POST" and request.url.path.endswith("/issuer"))
         return await self._inner.handle_async_request(request)
 
 
 def audit(directory: Path, operator: Operator, requests: int, users: int = 3, limits: Limits | None = None) -> Audit:
-    house = House(directory, operator.make_book)
+    cloud = SealedCloud(directory, operator.make_book, config=CloudConfig(make_key=shared_keys()))
 
     def user(number: int) -> AuditUser:
-        house.credentials, key = house.credentials.add(f"user-{number}")
+        cloud.credentials, key = cloud.credentials.add(f"user-{number}")
         session = Session(
-            RELAY, trust=house.trust, api_key=key, policy=AttestationPolicy(accept_software=True), now=house.now,
+            RELAY, trust=cloud.trust, api_key=key, policy=AttestationPolicy(accept_software=True), now=cloud.now,
             remember=False, limits=limits, below=random.Random(number).randrange,
         )  # fmt: skip
-        return AuditUser(f"user-{number}", session, Named(f"user-{number}", house.carrier()))
+        return AuditUser(f"user-{number}", session, Named(f"user-{number}", cloud.carrier()))
 
     async def run() -> Audit:
-        await house.enter(NODES)
+        await cloud.enter(NODES)
         people = [user(number) for number in range(users)]
         if operator.act is not None:
-            await operator.act(house)
+            await operator.act(cloud)
         return await Auditor(people, random.Random(7)).run(requests)
 
     try:
         return asyncio.run(run())
     finally:
-        house.close()
+        cloud.close()
 
 
 def kinds(verdict: AuditVerdict) -> set[str]:
@@ -132,28 +133,28 @@ def test_an_allowance_that_is_used_up_is_no_charge() -> None:
     assert verdict.unfinished[0].startswith("user-1: ")
 
 
-def verify(street: Street, directory: Path, *arguments: str) -> tuple[int, str]:
-    (directory / "trust.json").write_bytes(encode_trust(street.trust))
-    (directory / "key").write_text(street.api_key)
+def verify(cloud: LoopbackCloud, directory: Path, *arguments: str) -> tuple[int, str]:
+    (directory / "trust.json").write_bytes(encode_trust(cloud.trust))
+    (directory / "key").write_text(cloud.api_key)
     files = ("--trust", str(directory / "trust.json"), "--api-key-file", str(directory / "key"))
     state = ("--state", str(directory / "seen.json"), "--accept-software", "--users", "2", "--requests", "3")
-    result = CliRunner().invoke(app, ["verify", "routing", "--relay", street.relay.url, *files, *state, *arguments])
+    result = CliRunner().invoke(app, ["verify", "routing", "--relay", cloud.relay_url, *files, *state, *arguments])
     return result.exit_code, " ".join(result.output.split())
 
 
-def test_the_command_audits_a_live_deployment_and_says_first_what_it_spends(street: Street, directory: Path) -> None:
-    status, told = verify(street, directory)
+def test_the_command_audits_a_live_deployment_and_says_first_what_it_spends(cloud: LoopbackCloud, directory: Path) -> None:
+    status, told = verify(cloud, directory)
     assert status == 2, told
     assert "sends 6 requests as 2 users, and buys at most 80 tokens" in told
     assert "nothing was spent" in told, "nobody agreed"
-    status, told = verify(street, directory, "--yes", "--json")
+    status, told = verify(cloud, directory, "--yes", "--json")
     data = json.loads(told[told.index("{") :])
     assert (data["charges"], data["unfinished"], data["requests"], status) == ([], [], 6, 2), "too few to say so"
     assert data["power"] < 0.99
 
 
-def test_the_command_names_what_its_client_refuses(street: Street, directory: Path) -> None:
-    status, told = verify(street, directory, "--yes", "--most-share", "0.4")
+def test_the_command_names_what_its_client_refuses(cloud: LoopbackCloud, directory: Path) -> None:
+    status, told = verify(cloud, directory, "--yes", "--most-share", "0.4")
     assert status == 1
     assert "NOT HONEST: capacity" in told
-    assert verify(street, directory, "--most-share", "0.4", "--json")[0] == 1
+    assert verify(cloud, directory, "--most-share", "0.4", "--json")[0] == 1

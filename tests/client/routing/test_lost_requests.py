@@ -11,9 +11,10 @@ import httpx
 import pytest
 
 from cloister.client.routing.charges import judge_audit
-from cloister.client.routing.house import House, NearUpstream
+from cloister.client.routing.cloud import SealedCloud
 from cloister.sealed.nodes import NodeBook
 from cloister.sealed.problems import ProblemError
+from cloister.sealed.upstream import Upstream
 from tests.client.routing.operators import CAPTURED, Operator, is_victim
 from tests.client.routing.test_audit import HONEST, Named, audit, kinds
 
@@ -32,13 +33,13 @@ held: ContextVar[list[str]] = ContextVar("held")
 class Withholding(NodeBook):
     """Answers one user's requests for other nodes than the captured one in a way of its own."""
 
-    def __init__(self, house: House, upstream: NearUpstream, silent: bool) -> None:
-        super().__init__([], upstream, house.now)
-        self._house, self._silent = house, silent
+    def __init__(self, cloud: SealedCloud, upstream: Upstream, silent: bool) -> None:
+        super().__init__([], upstream, cloud.now)
+        self._cloud, self._silent = cloud, silent
 
     async def find(self, node_id: str) -> str | None:
         honest = await super().find(node_id)
-        if not is_victim() or honest == self._house.nodes[CAPTURED].url:
+        if not is_victim() or honest == self._cloud.nodes[CAPTURED].url:
             return honest
         if not self._silent:
             raise ProblemError(400, "This request is wrong.")
@@ -47,7 +48,7 @@ class Withholding(NodeBook):
 
 
 def withhold(silent: bool) -> Operator:
-    return Operator("loss", lambda house, upstream: Withholding(house, upstream, silent))
+    return Operator("loss", lambda cloud, upstream: Withholding(cloud, upstream, silent))
 
 
 def test_a_refusal_that_ends_the_request_is_a_loss(directory: Path) -> None:

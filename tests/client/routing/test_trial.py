@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from cloister.client.draw import MAX_DRAWS
+from cloister.client.node_selection import MAX_DRAWS
 from cloister.client.routing.adversary import make_adversary
-from cloister.client.routing.attack import Attack
-from cloister.client.routing.records import Spell, TrialLog
+from cloister.client.routing.hypotheses import judge
+from cloister.client.routing.records import Attack, Spell, TrialLog
 from cloister.client.routing.trial import CAPTURED, PLAN, Size, run_trial
-from cloister.client.routing.verdict import judge
 
 SMALL = (PLAN[0], PLAN[3])
 

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from cloister.client.routing.hypotheses import examine, subsets
-from cloister.client.routing.power import losses_needed, power, requests_needed
+from cloister.client.routing.hypotheses import HONEST_ABOVE, examine, judge, subsets
 from cloister.client.routing.records import Sent, Spell, TrialLog
-from cloister.client.routing.verdict import HONEST_ABOVE, judge
+from cloister.client.routing.tails import losses_needed, power, requests_needed
 from tests.client.routing.simulation import against, chance, nothing, simulate
 
 REQUESTS = 600

@@ -11,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from cloister.privacy.sealing import Exchange, HttpRequest, RequestHead
 from cloister.privacy.tokens import Token, authorization
-from tests.sealed.flow import RELAY_SECRET, Cloud, Opening, ask, open_cloud, post
+from tests.sealed.messages import Opening, ask, post
+from tests.sealed_cloud import RELAY_SECRET, LoopbackCloud, open_cloud
 
 REQUEST = HttpRequest(
     RequestHead("POST", "https", "node", "/v1/chat/completions", ((b"content-type", b"application/json"),)), b'{"n": 1}'
@@ -39,7 +40,7 @@ def inner() -> Counting:
 
 
 @pytest.fixture(scope="module")
-def cloud(inner: Counting, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+def cloud(inner: Counting, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
     directory: Path = tmp_path_factory.mktemp("cloud")
     with open_cloud(directory, inner, num_nodes=2) as cloud:
         yield cloud
@@ -52,10 +53,10 @@ def open_answer(data: bytes, outer: Exchange, inner: Exchange) -> Opening:
     return opening
 
 
-def test_one_token_on_sixteen_letters_at_once_pays_for_one(cloud: Cloud, inner: Counting) -> None:
+def test_one_token_on_sixteen_letters_at_once_pays_for_one(cloud: LoopbackCloud, inner: Counting) -> None:
     before = inner.num_answered
-    token = authorization(cloud.shop.buy(1)[0])
-    letters = [cloud.letter(REQUEST, token=token, node=cloud.nodes[i % 2]) for i in range(16)]
+    token = authorization(cloud.buy(1)[0])
+    letters = [cloud.seal(REQUEST, token=token, node=cloud.nodes["ab"[i % 2]]) for i in range(16)]
     with ThreadPoolExecutor(16) as pool:
         replies = list(pool.map(lambda letter: post(cloud, letter[0]), letters))
     answers = [open_answer(reply.content, *letter[1:]) for reply, letter in zip(replies, letters, strict=True)]
@@ -63,9 +64,9 @@ def test_one_token_on_sixteen_letters_at_once_pays_for_one(cloud: Cloud, inner: 
     assert inner.num_answered == before + 1
 
 
-def test_tokens_that_nobody_issued_pay_for_nothing(cloud: Cloud, inner: Counting) -> None:
+def test_tokens_that_nobody_issued_pay_for_nothing(cloud: LoopbackCloud, inner: Counting) -> None:
     before = inner.num_answered
-    good = cloud.shop.buy(1)[0]
+    good = cloud.buy(1)[0]
     forged = Token(bytes(32), good.challenge_digest, good.key_id, good.authenticator)
     for token in (authorization(forged), authorization(good)[:-30] + '"', "PrivateToken", f"Bearer {RELAY_SECRET}", ""):
         opening = ask(cloud, REQUEST, token=token)
@@ -75,9 +76,9 @@ def test_tokens_that_nobody_issued_pay_for_nothing(cloud: Cloud, inner: Counting
 
 
 def test_a_letter_sent_again_is_refused_at_the_gateway_with_the_bytes_of_any_other_failure(
-    cloud: Cloud, inner: Counting
+    cloud: LoopbackCloud, inner: Counting
 ) -> None:
-    letter, outer, inner_exchange = cloud.letter(REQUEST)
+    letter, outer, inner_exchange = cloud.seal(REQUEST)
     first = post(cloud, letter)
     assert open_answer(first.content, outer, inner_exchange).content == b"done"
     before = inner.num_answered
@@ -88,7 +89,7 @@ def test_a_letter_sent_again_is_refused_at_the_gateway_with_the_bytes_of_any_oth
     assert inner.num_answered == before
 
 
-def test_the_inside_of_a_letter_sent_again_in_a_fresh_one_is_refused_at_the_node(cloud: Cloud, inner: Counting) -> None:
+def test_the_inside_of_a_letter_sent_again_in_a_fresh_one_is_refused_at_the_node(cloud: LoopbackCloud, inner: Counting) -> None:
     """A gateway that kept it, or a client with another token, cannot have one question answered twice."""
     kept: list[bytes] = []
 
@@ -104,27 +105,29 @@ def test_the_inside_of_a_letter_sent_again_in_a_fresh_one_is_refused_at_the_node
     assert inner.num_answered == before
 
 
-def test_the_inside_of_a_letter_opens_at_the_node_that_the_client_drew_and_at_no_other(cloud: Cloud, inner: Counting) -> None:
+def test_the_inside_of_a_letter_opens_at_the_node_that_the_client_drew_and_at_no_other(
+    cloud: LoopbackCloud, inner: Counting
+) -> None:
     fresh: list[bytes] = []
-    cloud.letter(REQUEST, node=cloud.nodes[0], change_inner=lambda sealed: fresh.append(sealed) or sealed)
+    cloud.seal(REQUEST, node=cloud.nodes["a"], change_inner=lambda sealed: fresh.append(sealed) or sealed)
     before = inner.num_answered
-    opening = ask(cloud, REQUEST, node=cloud.nodes[1], change_inner=lambda sealed: fresh[0])
+    opening = ask(cloud, REQUEST, node=cloud.nodes["b"], change_inner=lambda sealed: fresh[0])
     assert opening.gateway_head is not None
     assert opening.gateway_head.status in (502, 503)
     assert inner.num_answered == before
 
 
-def test_a_letter_with_an_old_date_is_refused_and_its_token_is_left(cloud: Cloud, inner: Counting) -> None:
+def test_a_letter_with_an_old_date_is_refused_and_its_token_is_left(cloud: LoopbackCloud, inner: Counting) -> None:
     before = inner.num_answered
-    token = authorization(cloud.shop.buy(1)[0])
-    old = ask(cloud, REQUEST, token=token, date_s=cloud.clock() - 3600)
+    token = authorization(cloud.buy(1)[0])
+    old = ask(cloud, REQUEST, token=token, date_s=cloud.now() - 3600)
     assert old.gateway_head is not None
     assert old.gateway_head.status == 400
     assert inner.num_answered == before
     assert ask(cloud, REQUEST, token=token).content == b"done"
 
 
-def test_a_client_that_writes_more_than_its_token_pays_for_gets_no_answer(cloud: Cloud, inner: Counting) -> None:
+def test_a_client_that_writes_more_than_its_token_pays_for_gets_no_answer(cloud: LoopbackCloud, inner: Counting) -> None:
     before = inner.num_answered
     fields = (*REQUEST.head.fields, (b"cloister-token-budget", b"999999"))
     opening = ask(cloud, HttpRequest(RequestHead("POST", "https", "node", "/v1/chat/completions", fields), REQUEST.content))

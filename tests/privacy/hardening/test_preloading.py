@@ -14,7 +14,7 @@ for name in sys.argv[1:]:
     sys.modules[name] = None
 from cloister.app.processes import ENGINE_PACKAGES, FRONT_PACKAGES, LATE_MODULES
 from cloister.privacy import hardening
-from cloister.sealed.workers.building import WORKER_PACKAGES
+from cloister.sealed.workers.worker import WORKER_PACKAGES
 hardening.preload({*ENGINE_PACKAGES, *FRONT_PACKAGES, *WORKER_PACKAGES}, LATE_MODULES)
 """
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from cloister.client.routing.attack import Attack
-from cloister.client.routing.house import House, MakeBook, asking
+from cloister.client.routing.cloud import MakeBook, SealedCloud, current_user
+from cloister.client.routing.records import Attack
 from cloister.sealed.nodes import NodeBook
 from cloister.sealed.upstream import Upstream
 
@@ -27,7 +27,7 @@ class SteeringBook(NodeBook):
 
     def __init__(
         self,
-        house: House,
+        cloud: SealedCloud,
         upstream: Upstream,
         attack: Attack,
         *,
@@ -36,14 +36,14 @@ class SteeringBook(NodeBook):
         is_victim: Callable[[str], bool],
         source: random.Random,
     ) -> None:
-        super().__init__([], upstream, house.now)
-        self._house, self._attack, self._rate = house, attack, rate
+        super().__init__([], upstream, cloud.now)
+        self._cloud, self._attack, self._rate = cloud, attack, rate
         self._captured, self._is_victim, self._source = captured, is_victim, source
 
     async def find(self, node_id: str) -> str | None:
         honest = await super().find(node_id)
-        captured = self._house.nodes.get(self._captured)
-        if captured is None or honest == captured.url or not self._is_victim(asking.get()):
+        captured = self._cloud.nodes.get(self._captured)
+        if captured is None or honest == captured.url or not self._is_victim(current_user.get()):
             return honest
         if self._source.random() >= self._rate:
             return honest
@@ -60,9 +60,9 @@ def make_adversary(attack: Attack, *, rate: float, captured: str, victim: str | 
     if attack is Attack.NONE:
         return None
 
-    def make(house: House, upstream: Upstream) -> NodeBook:
+    def make(cloud: SealedCloud, upstream: Upstream) -> NodeBook:
         return SteeringBook(
-            house,
+            cloud,
             upstream,
             attack,
             rate=rate,

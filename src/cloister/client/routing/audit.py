@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from cloister.client.asking import DEADLINE_S
-from cloister.client.asynchronous import AsyncSealedTransport
-from cloister.client.draw import MAX_DRAWS
+from cloister.client.attempts import DRAWN
 from cloister.client.errors import FinalRefusalError, NoAnswerError, RelayUnreachableError, SealedError
+from cloister.client.node_selection import MAX_DRAWS
+from cloister.client.protocol import DEADLINE_S
 from cloister.client.routing.records import Sent, Spell, TrialLog
 from cloister.client.session import WELL_KNOWN, Session
-from cloister.client.tries import DRAWN
-from cloister.client.wallet import BATCH
+from cloister.client.token_purchase import BATCH
+from cloister.client.transport import AsyncSealedTransport
 from cloister.privacy.attestation import Outcome
 from cloister.privacy.tokens.issuance import DIRECTORY_PATH
 from cloister.privacy.transparency.checks import VerifiedEpoch

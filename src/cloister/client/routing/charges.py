@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, NoTokensError, SealedError
 from cloister.client.routing.audit import Audit
-from cloister.client.routing.hypotheses import HypothesisResult, examine
+from cloister.client.routing.hypotheses import HONEST_ABOVE, HypothesisResult, compare_times, examine
 from cloister.client.routing.tails import holm
-from cloister.client.routing.timing import compare_times
-from cloister.client.routing.verdict import HONEST_ABOVE
 from cloister.privacy.transparency.refusal import Reason
 
 _OUT_OF_TOKENS = re.compile(r"gave none \(4\d\d\)")

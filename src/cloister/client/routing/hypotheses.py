@@ -1,4 +1,4 @@
-"""What must hold if nobody steers, as null hypotheses, each with an exact p-value. Pure.
+"""What must hold if nobody steers, as null hypotheses, each with an exact p-value, and the verdict over all. Pure.
 
 Four families, for every user and every set of nodes that might be captured:
 
@@ -12,14 +12,24 @@ Four families, for every user and every set of nodes that might be captured:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
 from cloister.client.routing.records import Sent, TrialLog
-from cloister.client.routing.tails import Probabilities, add, binomial, chi_square_tail, hypergeometric, two_sided, upper_tail
+from cloister.client.routing.tails import (
+    Probabilities,
+    add,
+    binomial,
+    chi_square_tail,
+    holm,
+    hypergeometric,
+    two_sided,
+    upper_tail,
+)
 
 Family = Literal["draw", "nodes", "land", "loss", "timing"]
 MOST_NODES_LISTED = 6
@@ -155,3 +165,86 @@ def _nodes(log: TrialLog, user: str, sent: list[Sent]) -> HypothesisResult:
         degrees += len(capacities) - 1
         counted += len(requests)
     return HypothesisResult("nodes", user, (), chi_square_tail(statistic, degrees), statistic, float(degrees), counted)
+
+
+HONEST_ABOVE = 1e-4
+"""Honest routing is called dishonest once in ten thousand trials, or less: Holm's correction holds for all tests together."""
+
+
+@dataclass(frozen=True)
+class RoutingVerdict:
+    """What a trial showed.
+
+    Attributes:
+        p_value: the smallest p-value, corrected by Holm for the number of tests.
+        worst: the findings with the smallest corrected p-values, smallest first, and those p-values.
+        tests: how many hypotheses.
+        strays: requests that reached a node which could not open them.
+    """
+
+    p_value: float
+    worst: tuple[tuple[HypothesisResult, float], ...]
+    tests: int
+    strays: int
+
+    @property
+    def honest(self) -> bool:
+        """Whether nothing speaks against routing by capacity alone."""
+        return self.p_value > HONEST_ABOVE
+
+
+def judge(log: TrialLog, worst: int = 5) -> RoutingVerdict:
+    """Tests every hypothesis and corrects for their number."""
+    findings = examine(log)
+    corrected = holm(finding.p_value for finding in findings)
+    pairs = sorted(zip(findings, corrected, strict=True), key=lambda pair: (pair[1], pair[0].p_value))
+    return RoutingVerdict(pairs[0][1] if pairs else 1.0, tuple(pairs[:worst]), len(findings), log.strays)
+
+
+LEAST_TIMES = 20
+"""Of each side: below, the normal approximation of the rank sum is not good enough to accuse anybody."""
+
+
+def compare_times(times: Sequence[tuple[str, float]]) -> Iterator[HypothesisResult]:
+    """Yields for each user whether the times of its requests rank above or below those of all others.
+
+    Args:
+        times: user and seconds of each request; infinite for one that took too long.
+    """
+    for user in sorted({user for user, _ in times}):
+        own = [seconds for who, seconds in times if who == user]
+        others = [seconds for who, seconds in times if who != user]
+        if min(len(own), len(others)) >= LEAST_TIMES:
+            observed, expected, p_value = rank_sum(own, others)
+            yield HypothesisResult("timing", user, (), p_value, observed, expected, len(own))
+
+
+def rank_sum(own: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the sum of the ranks of `own` among all, what it is on average, and the two-sided p-value."""
+    ranks = _rank([*own, *others])
+    n, m = len(own), len(others)
+    total = n + m
+    observed = sum(ranks[: len(own)])
+    expected = n * (total + 1) / 2.0
+    ties = sum(count**3 - count for count in Counter([*own, *others]).values())
+    variance = n * m / 12.0 * (total + 1 - ties / (total * (total - 1.0)))
+    if variance <= 0.0:
+        return observed, expected, 1.0
+    z = max(abs(observed - expected) - 0.5, 0.0) / math.sqrt(variance)
+    return observed, expected, math.erfc(z / math.sqrt(2.0))
+
+
+def _rank(values: Iterable[float]) -> list[float]:
+    """Returns ranks from 1; equal values share the mean of theirs."""
+    given = list(values)
+    order = sorted(range(len(given)), key=given.__getitem__)
+    ranks = [0.0] * len(given)
+    at = 0
+    while at < len(order):
+        end = at
+        while end < len(order) and given[order[end]] == given[order[at]]:
+            end += 1
+        for index in order[at:end]:
+            ranks[index] = (at + 1 + end) / 2.0
+        at = end
+    return ranks

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Attack(StrEnum):
+    """What a gateway might do to a part of the victim's requests for nodes that are not captured."""
+
+    NONE = "none"
+    STEER = "steer"
+    """Delivers them to the captured node."""
+    DROP = "drop"
+    """Says that the node that was drawn is away."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Exact probabilities of counts, and the tails that p-values are made of. Pure.
+"""Exact probabilities of counts, the tails that p-values are made of, and how many requests a trial needs. Pure.
 
 Distributions are arrays: element k is the probability of the count k. Sums of independent counts are convolutions of
 positive terms, so that tails far below 1e-16 keep their relative precision.
@@ -103,3 +103,46 @@ def holm(p_values: Iterable[float]) -> list[float]:
         least = max(least, min(1.0, given[index] * (len(given) - rank)))
         corrected[index] = least
     return corrected
+
+
+DETECTED_BELOW = 1e-6
+
+
+def losses_needed(users: int, tests: int, level: float = DETECTED_BELOW) -> int:
+    """Returns how many losses of one user alone suffice for a Holm-corrected p below `level`."""
+    return math.ceil(math.log(tests / level) / math.log(users))
+
+
+def power(requests: int, *, users: int, rate: float, captured: float, tests: int, level: float = DETECTED_BELOW) -> float:
+    """Returns the probability that one trial finds the attack.
+
+    Args:
+        requests: of the attacked user; the others send as many.
+        rate: part of that user's requests that is interfered with, if they are not for a captured node.
+        captured: share of the capacity that is captured.
+        tests: hypotheses that are corrected for.
+    """
+    return upper_tail(binomial(requests, rate * (1.0 - captured)), losses_needed(users, tests, level))
+
+
+def requests_needed(
+    *,
+    users: int,
+    rate: float,
+    captured: float,
+    tests: int,
+    seeds: int = 20,
+    chance: float = 0.99,
+    level: float = DETECTED_BELOW,
+) -> int:
+    """Returns the fewest requests per user for which all of `seeds` trials find the attack with probability `chance`."""
+    wanted = chance ** (1.0 / seeds)
+    most = 1
+    while power(most, users=users, rate=rate, captured=captured, tests=tests, level=level) < wanted:
+        most *= 2
+    least = most // 2
+    while most - least > 1:
+        middle = (least + most) // 2
+        enough = power(middle, users=users, rate=rate, captured=captured, tests=tests, level=level) >= wanted
+        least, most = (least, middle) if enough else (middle, most)
+    return most

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import httpx
 
-from cloister.client.asynchronous import AsyncSealedTransport
-from cloister.client.draw import Below
 from cloister.client.errors import EvidenceRefusedError, NoAnswerError
 from cloister.client.limits import Limits
-from cloister.client.routing.house import RELAY, House, MakeBook, asking
+from cloister.client.node_selection import Below
+from cloister.client.routing.cloud import RELAY, MakeBook, SealedCloud, current_user
 from cloister.client.routing.records import Sent, Spell, TrialLog
 from cloister.client.session import Session
+from cloister.client.transport import AsyncSealedTransport
 from cloister.privacy.attestation import AttestationPolicy
 
 AT_ONCE = 16
@@ -63,18 +63,18 @@ class _Seen:
 
 
 class _User:
-    def __init__(self, name: str, house: House, below: Below) -> None:
+    def __init__(self, name: str, cloud: SealedCloud, below: Below) -> None:
         self.name = name
-        house.credentials, api_key = house.credentials.add(name)
+        cloud.credentials, api_key = cloud.credentials.add(name)
         policy = AttestationPolicy(accept_software=True)
         session = Session(
-            RELAY, trust=house.trust, api_key=api_key, policy=policy, limits=LIMITS, below=below, now=house.now, remember=False
+            RELAY, trust=cloud.trust, api_key=api_key, policy=policy, limits=LIMITS, below=below, now=cloud.now, remember=False
         )
-        self._client = httpx.AsyncClient(transport=AsyncSealedTransport(session, house.carrier()), base_url="http://cloister")
+        self._client = httpx.AsyncClient(transport=AsyncSealedTransport(session, cloud.carrier()), base_url="http://cloister")
 
     async def ask(self, mark: str) -> tuple[tuple[str, ...], bool]:
         """Sends one marked request; returns the nodes that were drawn, by node_id, and whether one answered."""
-        asking.set(self.name)
+        current_user.set(self.name)
         try:
             response = await self._client.post("/v1/chat/completions", json={"mark": mark})
         except NoAnswerError as error:
@@ -106,16 +106,16 @@ async def run_trial(
     """
     source = random.Random(seed) if seed is not None else random.SystemRandom()
     below = source.randrange if seed is not None else secrets.randbelow
-    house = House(directory, make_book)
-    users = [_User(f"user-{number}", house, below) for number in range(size.users)]
+    cloud = SealedCloud(directory, make_book)
+    users = [_User(f"user-{number}", cloud, below) for number in range(size.users)]
     try:
-        return await _run(house, users, size, source, plan, tell)
+        return await _run(cloud, users, size, source, plan, tell)
     finally:
-        house.close()
+        cloud.close()
 
 
 async def _run(
-    house: House,
+    cloud: SealedCloud,
     users: list[_User],
     size: Size,
     source: random.Random,
@@ -127,16 +127,16 @@ async def _run(
     async def work(spell: int, due: Iterator[tuple[_User, str]]) -> None:
         for user, mark in due:
             drawn, answered = await user.ask(mark)
-            seen.append(_Seen(user.name, spell, mark, tuple(house.names.get(one, one) for one in drawn), answered))
+            seen.append(_Seen(user.name, spell, mark, tuple(cloud.names.get(one, one) for one in drawn), answered))
             tell(len(seen))
 
     for number, spell in enumerate(plan):
-        await house.enter(spell)
+        await cloud.enter(spell)
         begin, end = (size.requests * (number + more) // len(plan) for more in (0, 1))
         marks = [(user, f"{user.name}/{mark}") for user in users for mark in range(begin, end)]
         source.shuffle(marks)
         due = iter(marks)
         await asyncio.gather(*(work(number, due) for _ in range(AT_ONCE)))
-    opened = house.opened()
+    opened = cloud.opened()
     sent = [Sent(one.user, one.spell, one.drawn, one.answered, tuple(opened.get(one.mark, ()))) for one in seen]
-    return TrialLog(tuple(plan), tuple(sent), house.strays)
+    return TrialLog(tuple(plan), tuple(sent), cloud.strays)

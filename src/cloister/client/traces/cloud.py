@@ -21,13 +21,10 @@ from typing import Final
 
 import httpx
 
-from cloister.client.answer import Answer
-from cloister.client.asking import Ask, Reply
-from cloister.client.buying import Buyer, signed_budget
-from cloister.client.letter import strip_request, write_letter
-from cloister.client.traces.node import RunningProgram, SealedNode
-from cloister.client.traces.sealing import KEYS_PATH
-from cloister.client.wallet import LOW, Wallet
+from cloister.client.envelope import Answer, seal_for_node, strip_request
+from cloister.client.protocol import Ask, Reply
+from cloister.client.token_purchase import LOW, Buyer, Wallet, signed_budget
+from cloister.client.traces.node import KEYS_PATH, RunningProgram, SealedNode
 from cloister.privacy.credentials import Credentials
 from cloister.privacy.keyfile import write_credentials
 from cloister.privacy.residue.processes import Process
@@ -37,7 +34,7 @@ from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, NodeEntry
 from cloister.privacy.transparency.files import write_key
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.privacy.transparency.note import Kind, PrivateKey
-from cloister.sealed.issuer_file import list_issuers, read_issuer_keys
+from cloister.sealed.issuer import list_issuers, read_issuer_keys
 from cloister.types.errors import EngineError
 
 _AT: Final = re.compile(r" at (http\S+),")
@@ -148,18 +145,18 @@ class CloudTransport(httpx.AsyncBaseTransport):
         fields = tuple((name.lower(), value) for name, value in request.headers.raw)
         plain = strip_request(request.method, request.url.raw_path, fields, await request.aread(), time.time())
         budget = signed_budget(epoch, self._issuer, token)
-        letter = write_letter(plain, epoch.nodes[0], epoch, authorization(token), time.time(), budget=budget)
+        envelope = seal_for_node(plain, epoch.nodes[0], epoch, authorization(token), time.time(), budget=budget)
         posted = httpx.Request(
-            "POST", self._relay, content=letter.sealed, headers={"content-type": CHUNKED.request_type},
+            "POST", self._relay, content=envelope.sealed, headers={"content-type": CHUNKED.request_type},
             extensions=request.extensions,
         )  # fmt: skip
         reply = await self._way.handle_async_request(posted)
         if reply.status_code != 200:
             return reply
-        opening = _Opening(reply, letter.answer)
+        opening = _Opening(reply, envelope.answer)
         await opening.read_head()
-        assert letter.answer.head is not None
-        return httpx.Response(letter.answer.head.status, headers=list(letter.answer.head.fields), stream=opening)
+        assert envelope.answer.head is not None
+        return httpx.Response(envelope.answer.head.status, headers=list(envelope.answer.head.fields), stream=opening)
 
     async def aclose(self) -> None:
         await self._way.aclose()

@@ -11,9 +11,8 @@ from typing import Final
 
 import httpx
 
-from cloister.client.traces.load import LoadResult, send_all
+from cloister.client.traces.load import SHAPES, LoadResult, MarkedRequest, long_ids, long_stream, prompt_ids, send_all
 from cloister.client.traces.node import Path
-from cloister.client.traces.shapes import SHAPES, MarkedRequest, long_ids, long_stream, prompt_ids
 from cloister.privacy.residue.finder import Finder
 from cloister.privacy.residue.needles import Mark, MarkMaker, Needle, of_text
 from cloister.privacy.residue.processes import Process, ProcessTree

@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,16 +73,18 @@ class KeyShelf:
 
     Args:
         budget: of keys that are made from now on. A key that exists keeps its own: its tokens were given out for that.
+        make_key: draws a key of a number of bits.
 
     Raises:
         ConfigError: the directory cannot be used, or the budget is not positive.
     """
 
-    def __init__(self, directory: Path, *, budget: int) -> None:
+    def __init__(self, directory: Path, *, budget: int, make_key: Callable[[int], RsaPrivateKey] = generate) -> None:
         if budget < 1:
             raise ConfigError("a token pays for at least one token of output", param="token_budget")
         self._directory = directory
         self._budget = budget
+        self._make_key = make_key
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -115,7 +117,7 @@ class KeyShelf:
     def _make(self, epoch: int, others: list[IssuerKey]) -> IssuerKey:
         taken = {key.key_id[-1] for key in others}
         while True:
-            private = generate(KEY_BITS)
+            private = self._make_key(KEY_BITS)
             key = IssuerKey(epoch, encode_public(private.public), self._budget, private)
             if key.key_id[-1] not in taken:  # requests name their key by this byte (RFC 9578, section 6.1)
                 return self._write(key)

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cloister.client.judging import fill_policy, judge_node
+from cloister.client.node_verification import fill_policy, judge_node
 from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.attestation.base import Outcome
 from cloister.privacy.attestation.evidence import read_evidence, read_statement

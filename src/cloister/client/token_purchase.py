@@ -6,15 +6,14 @@ the relay the address and not the account, and the gateway nothing. `is_direct` 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
 from msgspec import UNSET
 
-from cloister.client.answer import read_message
-from cloister.client.asking import Ask, Reply, Step
+from cloister.client.envelope import read_message, write_date
 from cloister.client.errors import NoTokensError
-from cloister.client.letter import write_date
-from cloister.client.wallet import BATCH
+from cloister.client.protocol import Ask, Reply, Step
 from cloister.privacy.sealing import (
     KeyConfiguration,
     KeyConfigurationError,
@@ -44,6 +43,40 @@ from cloister.privacy.transparency.issuer_keys import (
     read_statement,
 )
 from cloister.privacy.transparency.refusal import TransparencyError
+
+BATCH = 20
+"""Tokens asked for at once, by everybody."""
+LOW = 10
+"""More are bought, at a random moment (`restocking`), once no more than these are left."""
+
+
+class Wallet:
+    """Tokens by the issuer key that signed them; a key or a challenge that left the epoch takes its tokens with it."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[bytes, list[Token]] = {}
+
+    def keep(self, key_ids: set[bytes], challenge_digest: bytes) -> None:
+        """Drops tokens of all other keys, and those that answer another challenge: they would say when they were bought."""
+        self._tokens = {
+            key_id: [token for token in tokens if token.challenge_digest == challenge_digest]
+            for key_id, tokens in self._tokens.items()
+            if key_id in key_ids
+        }
+
+    def add(self, tokens: list[Token]) -> None:
+        """Takes in a batch."""
+        for token in tokens:
+            self._tokens.setdefault(token.key_id, []).append(token)
+
+    def __len__(self) -> int:
+        return sum(len(tokens) for tokens in self._tokens.values())
+
+    def take(self) -> Token | None:
+        """Takes out one token of the fullest key, drawn at random; None when there is none."""
+        tokens = max(self._tokens.values(), key=len, default=[])
+        return tokens.pop(secrets.randbelow(len(tokens))) if tokens else None
+
 
 WHO = "the issuer"
 WHO_CARRIES = "the relay"

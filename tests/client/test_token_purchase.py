@@ -8,10 +8,9 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from cloister.client.asking import Ask, Reply
-from cloister.client.buying import Buyer, signed_budget, signing_key
 from cloister.client.errors import NoTokensError
-from cloister.client.wallet import Wallet
+from cloister.client.protocol import Ask, Reply
+from cloister.client.token_purchase import Buyer, Wallet, signed_budget, signing_key
 from cloister.privacy.tokens import Token
 from cloister.privacy.tokens.blind_rsa import encode_public, generate, key_id
 from cloister.privacy.tokens.challenge import challenge_between

@@ -1,7 +1,7 @@
 """What a client asks over HTTP before it can seal: steps that name a request and take its answer, whoever carries it. No I/O.
 
 A `Step` is a generator: it yields an `Ask`, gets a `Reply`, and returns its result; so the same code serves blocking and
-asynchronous transports. Where nothing can be reached, the carrier throws `UnreachableError` into it.
+asynchronous transports.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from cloister.client.answer import Answer, BrokenAnswerError, read_message
+from cloister.client.envelope import Answer, BrokenAnswerError, SealedEnvelope, read_message, seal_for_node, strip_request
 from cloister.client.errors import FailedTryError, FinalRefusalError
-from cloister.client.letter import Letter, strip_request, write_letter
 from cloister.privacy.sealing import (
     CHUNKED,
     BinaryHttpWriter,
@@ -58,17 +57,17 @@ def open_request(receiver: Receiver, sealed: bytes) -> tuple[HttpRequest, Exchan
     return decode_request(b"".join(opener.feed(sealed[header_bytes(sealed) :])) + opener.close()), exchange
 
 
-def write(profile: str = "open", request: HttpRequest | None = None) -> Letter:
-    return write_letter(request or ask(), NODE_ENTRY, epoch_of(profile), 'PrivateToken token="t"', NOW)
+def write(profile: str = "open", request: HttpRequest | None = None) -> SealedEnvelope:
+    return seal_for_node(request or ask(), NODE_ENTRY, epoch_of(profile), 'PrivateToken token="t"', NOW)
 
 
 class Way:
-    """The gateway and the node of one letter, which may say what they like."""
+    """The gateway and the node of one envelope, which may say what they like."""
 
-    def __init__(self, letter: Letter) -> None:
-        outer, outer_exchange = open_request(GATEWAY, letter.sealed)
+    def __init__(self, envelope: SealedEnvelope) -> None:
+        outer, outer_exchange = open_request(GATEWAY, envelope.sealed)
         _, inner_exchange = open_request(NODE, outer.content)
-        self.answer = letter.answer
+        self.answer = envelope.answer
         self._outer, self._inner = ResponseSealer(outer_exchange), ResponseSealer(inner_exchange)
         self._gateway, self.node = BinaryHttpWriter(), BinaryHttpWriter()
 
@@ -110,7 +109,7 @@ def test_a_letter_names_what_its_token_pays_for_and_is_as_long_whatever_that_is(
     lengths, named = set[tuple[int, int]](), set[str | None]()
     for size in range(500, 800):  # across the edge of the smallest bucket
         for budget in (1, 999_999_999):
-            sealed = write_letter(ask(b"x" * size), NODE_ENTRY, epoch_of("private"), "t", NOW, budget=budget).sealed
+            sealed = seal_for_node(ask(b"x" * size), NODE_ENTRY, epoch_of("private"), "t", NOW, budget=budget).sealed
             lengths.add((size, len(sealed)))
             if size == 500:
                 outer, _ = open_request(GATEWAY, sealed)
@@ -253,8 +252,8 @@ def test_the_date_does_not_tell_by_how_many_seconds_the_clock_is_wrong() -> None
     for wrong_s in (-29, -7, 0, 13, 29):
         fields = ((b"accept", b"*/*"),)
         request = strip_request("POST", b"/v1/completions", fields, b"{}", NOW + wrong_s)
-        letter = write_letter(request, NODE_ENTRY, epoch_of("open"), 'PrivateToken token="t"', NOW + wrong_s)
-        outer, _ = open_request(GATEWAY, letter.sealed)
+        envelope = seal_for_node(request, NODE_ENTRY, epoch_of("open"), 'PrivateToken token="t"', NOW + wrong_s)
+        outer, _ = open_request(GATEWAY, envelope.sealed)
         inner, _ = open_request(NODE, outer.content)
         seen |= {find_field(outer.head.fields, b"date"), find_field(inner.head.fields, b"date")}
     assert len(seen) == 1

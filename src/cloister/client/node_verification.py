@@ -6,8 +6,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
-from cloister.client.key_exchange import judge_keys
+from cloister.client.errors import EpochRefusedError
 from cloister.client.limits import Limits
 from cloister.privacy.attestation import (
     AttestationError,
@@ -15,6 +16,7 @@ from cloister.privacy.attestation import (
     Evidence,
     EvidenceError,
     Findings,
+    Outcome,
     Statement,
     read_evidence,
     read_statement,
@@ -22,8 +24,9 @@ from cloister.privacy.attestation import (
 from cloister.privacy.attestation.chips import name_chips, name_processor
 from cloister.privacy.attestation.software import SoftwareVerifier
 from cloister.privacy.attestation.verify import verify_evidence
+from cloister.privacy.sealing import KEMS, KeyConfigurationError, choose_configuration, parse_keys
 from cloister.privacy.transparency.checks import Logged, VerifiedEpoch
-from cloister.privacy.transparency.epoch import NodeEntry
+from cloister.privacy.transparency.epoch import Epoch, NodeEntry
 from cloister.privacy.transparency.membership import Membership, find_member
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.privacy.transparency.trust import Trust
@@ -168,3 +171,41 @@ def _check_nonce(
         "the evidence was made for a checkpoint that witnesses cosigned lately",
         "the evidence was made for a checkpoint that the log has not reached yet",
     )
+
+
+STEP: Final = "key-exchange"
+_REMEDY: Final = "install the wheel of `cryptography`, which brings one that does"
+
+
+def judge_keys(findings: Findings, whose: str, keys: bytes, policy: AttestationPolicy) -> None:
+    """Adds what requests to the holder of `keys` are sealed with.
+
+    An X25519 key alone is no step of its own where nobody asks for more: it is what every older program has.
+
+    Args:
+        whose: "the node" or "the gateway".
+        keys: `application/ohttp-keys`.
+    """
+    try:
+        kem = choose_configuration(parse_keys(keys)).kem
+    except KeyConfigurationError as error:
+        findings.fail(STEP, f"{whose} offers no key that can be sealed to: {error.message}")
+        return
+    if kem.is_post_quantum:
+        findings.prove(STEP, f"requests to {whose} are sealed with {kem.name}: a quantum computer does not open recorded ones")
+    elif policy.post_quantum and not any(one.is_post_quantum for one in KEMS):
+        findings.fail(STEP, "the policy asks for post-quantum encryption, and this machine's OpenSSL has no ML-KEM; " + _REMEDY)
+    elif policy.post_quantum:
+        findings.fail(STEP, f"{whose} offers {kem.name} only, and the policy asks for post-quantum encryption; update {whose}")
+
+
+def check_gateway(epoch: Epoch, policy: AttestationPolicy) -> None:
+    """Refuses an epoch whose gateway has no key that the policy takes.
+
+    Raises:
+        EpochRefusedError: nothing was sent.
+    """
+    findings = Findings()
+    judge_keys(findings, "the gateway", epoch.gateway.keys, policy)
+    for failed in findings.of(Outcome.FAILED):
+        raise EpochRefusedError(f"Nothing was sent: {failed.text}.", failed.slug)

@@ -17,19 +17,18 @@ from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
 from cloister.sealed.gateway import NODE_PATH
 from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
 from cloister.sealed.peers import check_gateway
-from cloister.sealed.public import File
-from cloister.sealed.serving import Post, handlers
+from cloister.sealed.serving import File, Post, handlers
 from cloister.sealed.workers.figures import CONTENT_TYPE, Figures
 from cloister.sealed.workers.worker_pool import WorkerFront, WorkerPool
 
-WORKER_ENTRY: Final = "cloister.sealed.workers.building:build_worker"
+WORKER_ENTRY: Final = "cloister.sealed.workers.worker:build_worker"
 STALLED: Final = "requests wait and the engine makes no progress; it is replaced if that goes on"
 """Why a node is unavailable, where its processes run. The engine's own words have numbers of requests in them."""
 WAITING_WORKERS: Final = 64
 """Workers that may wait for the engine, beside those whose sequences run."""
 
 
-def worker_site(
+def worker_node_app(
     pool: WorkerPool,
     health: Callable[[], Health],
     *,

@@ -1,4 +1,4 @@
-"""The tries of one request, and what httpx's messages become on either side; shared by both transports."""
+"""The attempts of one request, and what httpx's messages become on either side; shared by both transports."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import NoReturn
 
 import httpx
 
-from cloister.client.answer import Answer, read_message
-from cloister.client.asking import DEADLINE_S
+from cloister.client.envelope import Answer, read_message
 from cloister.client.errors import (
     EvidenceRefusedError,
     FailedTryError,
@@ -16,6 +15,7 @@ from cloister.client.errors import (
     RepeatedRequestError,
     SealedError,
 )
+from cloister.client.protocol import DEADLINE_S
 from cloister.client.session import PreparedRequest
 from cloister.privacy.attestation import Outcome
 from cloister.privacy.sealing import CHUNKED, Fields
@@ -27,12 +27,12 @@ RETRY_COUNT = "x-stainless-retry-count"
 SHOULD_RETRY = b"x-should-retry"
 """By which those SDKs are told whether to: each repetition would be further draws."""
 DRAWN = "cloister_drawn"
-"""Among a request's extensions, the nodes that were drawn for it (`Tries.drawn`)."""
+"""Among a request's extensions, the nodes that were drawn for it (`Attempts.drawn`)."""
 CUT_OFF = "what was received of it may be used, but it is not whole"
 HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade"})
 
 
-class Tries:
+class Attempts:
     """What was drawn for one request and why it failed.
 
     Args:
@@ -141,7 +141,7 @@ def read_timeouts(request: httpx.Request) -> dict[str, float]:
 
 
 def to_response(
-    answer: Answer, stream: httpx.SyncByteStream | httpx.AsyncByteStream, ready: PreparedRequest, tries: Tries
+    answer: Answer, stream: httpx.SyncByteStream | httpx.AsyncByteStream, ready: PreparedRequest, attempts: Attempts
 ) -> httpx.Response:
     """Returns the node's response. `extensions["cloister"]` names the epoch and the nodes that were drawn; the last answers.
 
@@ -151,5 +151,5 @@ def to_response(
     fields = [(name, value) for name, value in answer.head.fields if name not in HOP_BY_HOP]
     if answer.head.status >= 400:
         fields.append((SHOULD_RETRY, b"false"))
-    about = {"epoch": ready.epoch.epoch, "drawn": tuple(tries.drawn), "receipt": answer.receipt}
+    about = {"epoch": ready.epoch.epoch, "drawn": tuple(attempts.drawn), "receipt": answer.receipt}
     return httpx.Response(answer.head.status, headers=fields, stream=stream, extensions={"cloister": about})

@@ -1,0 +1,420 @@
+"""A sealed cloud in one process: issuer, relay, gateway, nodes, log and witnesses, each the application that its program runs.
+
+A `Network` joins them. The one here calls applications without sockets, for trials of routing; tests use loopback sockets.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import time as wall_clock
+from typing import Any, Protocol
+
+import httpx
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cloister.client.routing.records import Spell
+from cloister.privacy.attestation.evidence import Statement
+from cloister.privacy.attestation.software import SoftwareAttester
+from cloister.privacy.credentials import Credentials
+from cloister.privacy.sealing import KeyRing, Receiver, ReplayCache
+from cloister.privacy.shape import TrafficShape
+from cloister.privacy.tokens import (
+    AcceptedKey,
+    Issuer,
+    IssuerLimits,
+    KeyShelf,
+    QuotaBook,
+    Redeemer,
+    challenge_between,
+    open_spend_store,
+)
+from cloister.privacy.tokens.blind_rsa import RsaPrivateKey, generate
+from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry
+from cloister.privacy.transparency.issuer_keys import IssuerIdentity
+from cloister.privacy.transparency.log import Log
+from cloister.privacy.transparency.membership import NOTICE_S, build_membership, membership_entry, sign_member
+from cloister.privacy.transparency.note import Kind, PrivateKey
+from cloister.privacy.transparency.publisher import Contents, Publisher
+from cloister.privacy.transparency.release import Release, release_entry
+from cloister.privacy.transparency.trust import Trust
+from cloister.privacy.transparency.witness import NearWitness, Witness
+from cloister.sealed.exchange import REPLAY_WINDOW_S
+from cloister.sealed.gateway import GatewayConfig, gateway_app
+from cloister.sealed.issuer import issuer_app, sign_keys
+from cloister.sealed.node import NodeConfig, node_app
+from cloister.sealed.nodes import NodeBook
+from cloister.sealed.relay import RelayConfig, relay_app
+from cloister.sealed.serving import Lifespan
+from cloister.sealed.unsealing import LocalUnsealer
+from cloister.sealed.upstream import ANSWER_TIMEOUT_S, Upstream
+
+EPOCH_S = 300
+RELAY, GATEWAY, ISSUER = "http://relay.test", "http://gateway.test", "https://issuer.test"
+
+current_user: ContextVar[str] = ContextVar("current_user")
+"""Who sends the request. Honest programs never look; a gateway that colludes with the relay would know."""
+
+MakeBook = Callable[["SealedCloud", Upstream], NodeBook]
+
+
+class Network(Protocol):
+    """How programs reach each other, and how clients reach them."""
+
+    def open(self, url: str, app: ASGIApp) -> str:
+        """Makes an application reachable, in the place of one with the same URL, and returns its address."""
+        ...
+
+    def shut(self, url: str) -> None:
+        """Makes an application unreachable; one that is not there already is."""
+        ...
+
+    def make_upstream(self, name: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Upstream:
+        """Returns a program's connection to the next one."""
+        ...
+
+    def carrier(self) -> httpx.AsyncBaseTransport:
+        """Returns what a client sends HTTP requests over."""
+        ...
+
+
+class DirectNetwork(httpx.AsyncBaseTransport):
+    """Calls applications by host, without sockets; a host that is not there refuses connections."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, httpx.AsyncBaseTransport] = {}
+
+    def open(self, url: str, app: ASGIApp) -> str:
+        self.hosts[httpx.URL(url).host] = httpx.ASGITransport(app, raise_app_exceptions=False)
+        return url
+
+    def shut(self, url: str) -> None:
+        self.hosts.pop(httpx.URL(url).host, None)
+
+    def make_upstream(self, name: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Upstream:
+        return Upstream(name, timeout_s=timeout_s, transport=self)
+
+    def carrier(self) -> httpx.AsyncBaseTransport:
+        return self
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        host = self.hosts.get(request.url.host)
+        if host is None:
+            raise httpx.ConnectError("nobody listens there", request=request)
+        return await host.handle_async_request(request)
+
+
+@dataclass(frozen=True)
+class CloudConfig:
+    """What the programs of a cloud are told.
+
+    Attributes:
+        profile: of the nodes. The answers of `team` have no shape, so that a trial measures routing and not the clock.
+        shape: of the nodes' answers; None sends them as they come.
+        hardening: measures that the nodes say are in force, and how.
+        inner: the server inside every node; None counts marked requests (`Node.opened`).
+        gateway_url, issuer_url: their public names, which tokens and epochs are bound to.
+        budget: output tokens that one of the issuer's tokens pays for.
+        tokens_per_epoch: that the issuer sells to one key.
+        epoch_s: how long an epoch and the evidence in it hold.
+        answer_timeout_s: longest silence that the gateway bears of a node.
+        issuer_timeout_s: longest silence that the relay bears of the issuer.
+        gateway: further fields of `GatewayConfig`.
+        make_key: draws the issuer's RSA keys.
+        relay_secret: shows the gateway that a request is from the relay.
+        node_secret: shows a node that a request is from the gateway.
+    """
+
+    profile: str = "team"
+    shape: TrafficShape | None = None
+    hardening: Mapping[str, str] = field(default_factory=dict)
+    inner: ASGIApp | None = None
+    gateway_url: str = GATEWAY
+    issuer_url: str = ISSUER
+    budget: int = 1
+    tokens_per_epoch: int = 1_000_000
+    epoch_s: int = EPOCH_S
+    answer_timeout_s: float = ANSWER_TIMEOUT_S
+    issuer_timeout_s: float = ANSWER_TIMEOUT_S
+    gateway: Mapping[str, Any] = field(default_factory=dict)
+    make_key: Callable[[int], RsaPrivateKey] = generate
+    relay_secret: str = field(default_factory=secrets.token_urlsafe, repr=False)
+    node_secret: str = field(default_factory=secrets.token_urlsafe, repr=False)
+
+
+class Node:
+    """One node: its keys for one epoch, and whose requests it opened.
+
+    Attributes:
+        opened: mark of a request to how often it was opened.
+        strays: requests that came and did not open.
+    """
+
+    def __init__(
+        self,
+        key: PrivateKey,
+        capacity: int,
+        now: Callable[[], float],
+        config: CloudConfig | None = None,
+    ) -> None:
+        config = config or CloudConfig()
+        self.name, self.capacity, self.url = key.name, capacity, f"http://node-{key.name}.test"
+        self._key, self._life_s, self._hardening = key, config.epoch_s, config.hardening
+        self.ring = KeyRing(now())
+        self.opened: Counter[str] = Counter()
+        self.strays = 0
+        self._evidence: bytes | None = None
+        unsealer = LocalUnsealer(Receiver(self.ring, ReplayCache(REPLAY_WINDOW_S)), now)
+        told = NodeConfig(config.shape, config.node_secret, lambda: self._evidence, config.profile)
+        self._app = node_app(config.inner or self._count, told, unsealer, Lifespan(None), now)
+
+    @property
+    def node_id(self) -> str:
+        """Its name in the epoch."""
+        return self._statement.node_id
+
+    def attest(self, release: Release, checkpoint: str, now: float) -> None:
+        """Makes its evidence for an epoch."""
+        self._statement = Statement(
+            release=release.digest,
+            model=release.model,
+            profile=release.profile,
+            profile_digest=release.profile_digest,
+            configuration=release.configuration,
+            hardening=dict(self._hardening),
+            keys=self.ring.publish(),
+            capacity=self.capacity,
+            not_before=int(now),
+            not_after=int(now) + self._life_s,
+            checkpoint=checkpoint,
+            receipt_key=self.ring.publish_receipt_key(),
+        )
+        self._evidence = sign_member(self._key, SoftwareAttester().attest(self._statement.encode())).encode()
+
+    @property
+    def evidence(self) -> bytes:
+        """Its evidence document."""
+        assert self._evidence is not None, "it was attested"
+        return self._evidence
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The node as it is reached; counts what it refuses."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def watch(message: dict[str, object]) -> None:
+            if message.get("status") == 400 and scope["method"] == "POST":
+                self.strays += 1
+            await send(message)
+
+        await self._app(scope, receive, watch)  # type: ignore[arg-type]
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST":
+            self.opened[msgspec.json.decode(await Request(scope, receive).body())["mark"]] += 1
+        await JSONResponse({"ok": True})(scope, receive, send)
+
+
+class _Epochs:
+    """Where the gateway takes the epoch file from."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.bundle: bytes | None = None
+
+    async def read(self) -> bytes | None:
+        return self.bundle
+
+
+class SealedCloud:
+    """Everything that answers sealed requests, wired and running.
+
+    Args:
+        directory: an empty one, for log, keys and stores.
+        make_book: makes the gateway's book of nodes; an adversary's is another one (`adversary`).
+        network: joins the programs; None calls them directly.
+        time: of the one clock, which then stands still but for `enter`; None is the machine's own.
+
+    Attributes:
+        time: what the clock shows, Unix seconds.
+        nodes: those that are there now, by name.
+        issuers: what the next epoch says of the issuer's keys.
+        members: capacity of those that the membership names.
+        relay_url, gateway_url, issuer_url: addresses.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        make_book: MakeBook | None = None,
+        *,
+        config: CloudConfig | None = None,
+        network: Network | None = None,
+        time: float | None = 2_000_000_000.0,
+    ) -> None:
+        self.time = time or 0.0
+        self._is_live = time is None
+        self.config = config = config or CloudConfig()
+        self.nodes: dict[str, Node] = {}
+        self.names: dict[str, str] = {}
+        self.members: dict[str, int] = {}
+        self._member_keys: dict[str, PrivateKey] = {}
+        self._memberships = 0
+        self._every: list[Node] = []
+        self.directory = directory
+        self.network = network if network is not None else DirectNetwork()
+        self._upstream = self.network.make_upstream("node", config.answer_timeout_s)
+        self.book = (make_book or _honest_book)(self, self._upstream)
+        self._make_log()
+        self._make_issuer()
+        self.make_gateway()
+
+    def now(self) -> float:
+        """Unix seconds."""
+        return wall_clock() if self._is_live else self.time
+
+    def carrier(self) -> httpx.AsyncBaseTransport:
+        """Returns what a client sends HTTP requests over."""
+        return self.network.carrier()
+
+    def opened(self) -> dict[str, list[str]]:
+        """Returns for each mark the nodes that opened it, by their own account."""
+        by_mark: dict[str, list[str]] = {}
+        for node in self._every:
+            for mark, times in node.opened.items():
+                by_mark.setdefault(mark, []).extend([node.name] * times)
+        return by_mark
+
+    @property
+    def strays(self) -> int:
+        """Requests that came to a node which could not open them."""
+        return sum(node.strays for node in self._every)
+
+    async def enter(self, spell: Spell, *, signed: bool = True) -> None:
+        """Begins a spell: nodes with new keys, and an epoch that names them; those that are down stop answering.
+
+        Args:
+            signed: whether a membership that says the same is logged first, and holds; else the gateway does it alone.
+        """
+        if signed and dict(spell.capacities) != self.members:
+            await self.change_members(dict(spell.capacities))
+        self.time += self.config.epoch_s
+        for node in self.nodes.values():
+            self.network.shut(node.url)
+        self.nodes = {name: Node(self._member_key(name), c, self.now, self.config) for name, c in spell.capacities.items()}
+        self._every += self.nodes.values()
+        await self._cosign()
+        for node in self.nodes.values():
+            node.attest(self.release, str(self.log.checkpoint()[1]), self.now())
+            node.url = self.network.open(node.url, node)
+            self.names[node.node_id] = node.name
+        self.book.change_urls([node.url for node in self.nodes.values()])
+        await self.book.look()
+        await self._publish()
+        for name in spell.down:
+            self.network.shut(self.nodes[name].url)
+
+    def honest_keys(self) -> tuple[IssuerEntry, ...]:
+        """Returns what the issuer states of its keys now."""
+        return sign_keys(self.issuer.current_keys(), self.config.issuer_url, self.issuer_key)
+
+    async def change_members(self, capacities: dict[str, int], notice_s: int = NOTICE_S) -> None:
+        """Logs a membership and waits until it holds; the first one holds at once."""
+        is_first = not self._memberships
+        self._memberships += 1
+        begins = int(self.now()) + (0 if is_first else notice_s)
+        keys = {self._member_key(name).public: capacity for name, capacity in capacities.items()}
+        membership = build_membership(self._memberships, self.log.key.name, begins, keys)
+        self.log.append([membership_entry(membership, [self._release_key])])
+        self.members = capacities
+        if not is_first:
+            self.epochs.bundle = (await self.publisher.publish(self._contents, self.now(), self.config.epoch_s)).bundle
+            self.time = begins
+
+    def close(self) -> None:
+        """Lets go of files."""
+        self.quota.close()
+        self._store.close()
+
+    def _make_log(self) -> None:
+        profile = self.config.profile
+        log_key, self._release_key = (PrivateKey.generate(f"{name}.test", Kind.NOTE) for name in ("log", "release"))
+        keys = [PrivateKey.generate(f"witness{number}.test", Kind.COSIGNATURE) for number in range(2)]
+        self.log = Log.create(self.directory / "log", log_key)
+        self.epochs = _Epochs(self.log.directory)
+        witnesses = [Witness(self.directory / f"witness{n}", key, [self.log.key]) for n, key in enumerate(keys)]
+        releases = (self._release_key.public,)
+        self.issuer_key = PrivateKey.generate("issuer.test", Kind.NOTE)
+        issuer = IssuerIdentity(self.config.issuer_url, self.issuer_key.public)
+        self.trust = Trust(self.log.key, tuple(w.key for w in witnesses), releases, issuer, profiles=frozenset({profile}))
+        self.cosigners = [NearWitness(witness, self.now) for witness in witnesses]
+        self.publisher = Publisher(self.log, self.trust, self.cosigners)
+        digests = dict.fromkeys(("wheel", "lock", "interpreter", "files", "model", "profile_digest"), "00" * 32)
+        settings = {"setting quant": '"none"'}
+        self.release = Release(number=1, version="0", profile=profile, configuration=settings, **digests)  # type: ignore[arg-type]
+        self.log.append([release_entry(self.release, source={}, builder="urn:cloister:trial", keys=[self._release_key])])
+
+    def _make_issuer(self) -> None:
+        self.credentials = Credentials.empty()
+        self.quota = QuotaBook(self.directory / "quota.db")
+        shelf = KeyShelf(self.directory / "keys", budget=self.config.budget, make_key=self.config.make_key)
+        limits = IssuerLimits(self.config.tokens_per_epoch)
+        self.issuer = Issuer(shelf, self.quota, lambda: self.credentials, limits, now=self.now)
+        self.issuers = self.honest_keys()
+        self.start_issuer()
+
+    def start_issuer(self) -> None:
+        """Starts the issuer's program, with new sealing keys."""
+        self.issuer_url = self.network.open(ISSUER, issuer_app(self.issuer, self.config.issuer_url, self.issuer_key, self.now))
+
+    def make_gateway(self) -> None:
+        """Starts gateway and relay."""
+        self._store = open_spend_store(f"sqlite:///{self.directory}/spent.db")
+        self.challenge = challenge_between(self.config.issuer_url, self.config.gateway_url)
+        keys = self.issuer.current_keys()
+        accepted = [AcceptedKey(key.encoded, self.challenge, key.taken_until, key.budget) for key in keys]
+        self.gateway_ring = KeyRing(self.now(), life_s=7 * 86400.0)
+        self.gateway_receiver = Receiver(self.gateway_ring, ReplayCache(REPLAY_WINDOW_S))
+        unsealer = LocalUnsealer(self.gateway_receiver, self.now)
+        config = GatewayConfig(
+            self.config.gateway_url, (self.config.relay_secret,), self.config.node_secret, **self.config.gateway
+        )
+        tokens = Redeemer(accepted, self._store, self.now)
+        gateway = gateway_app(config, unsealer, tokens, self.book, self._upstream, Lifespan(None), self.epochs, self.now)
+        self.gateway_url = self.network.open(GATEWAY, gateway)
+        to_gateway = self.network.make_upstream("gateway")
+        to_issuer = self.network.make_upstream("issuer", self.config.issuer_timeout_s)
+        relay = RelayConfig(self.gateway_url, self.config.relay_secret, issuer_url=self.issuer_url)
+        self.relay_url = self.network.open(RELAY, relay_app(relay, to_gateway, to_issuer))
+
+    async def _cosign(self) -> None:
+        """Has witnesses cosign the log as it is, which is the nonce of the evidence to come."""
+        _, note = self.log.checkpoint()
+        for witness in self.cosigners:
+            note = note.add(*await witness.cosign(self.log, note))
+        self.log.cosigned(note)
+
+    def _member_key(self, name: str) -> PrivateKey:
+        return self._member_keys.setdefault(name, PrivateKey.generate(name, Kind.NOTE))
+
+    async def _publish(self) -> None:
+        self._contents = Contents(
+            gateway=GatewayEntry(self.config.gateway_url, self.gateway_ring.publish()),
+            issuers=self.issuers,
+            evidence=tuple(node.evidence for node in self.nodes.values()),
+            release=self.release.digest,
+            profile=self.config.profile,
+        )
+        self.epochs.bundle = (await self.publisher.publish(self._contents, self.now(), self.config.epoch_s)).bundle
+
+
+def _honest_book(cloud: SealedCloud, upstream: Upstream) -> NodeBook:
+    return NodeBook([], upstream, cloud.now)
