@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from cloister.engine.base import AdapterEngine, AsyncEngine
 from cloister.privacy import CountRelease, Gate, is_loopback
+from cloister.privacy.hardening import HARDENED_PROFILES
 from cloister.server.absent import explain_absence
 from cloister.server.calls import CallListener, Calls
 from cloister.server.conversation import Manner
@@ -192,7 +193,7 @@ def create_routes(
     )
     engine.subscribe(exposition.observe)
     engine.subscribe(calls.observe)
-    pdf = None if config.sealed else PdfReader()
+    pdf = None if config.sealed else PdfReader(is_strict=gate.policy.profile in HARDENED_PROFILES)
     threads = limit_text_threads(num_threads)
     front = Front(engine, reader, exposition, calls, prepare_timeout_s, threads, stored, pdf)
     return _routes(front, (page.router,) if config.page else ())

@@ -10,9 +10,10 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloister.privacy import Admission
 from cloister.server.errors import invalid
 from cloister.server.files.form import read_form
-from cloister.server.front import front_of, json_response
+from cloister.server.front import Front, admission_of, front_of, json_response
 from cloister.server.schemas import Strict
 from cloister.types.errors import NotFoundError
 
@@ -51,5 +52,13 @@ async def read_pdf(request: Request) -> Response:
     parts = await front.off_the_loop(read_form, request.headers.get("content-type", ""), await request.body())
     if "file" not in parts:
         raise invalid("The form must have the part `file`.", "file", "invalid_form")
-    answer = await front.pdf.read(parts["file"].data)
+    answer = await front.pdf.read(parts["file"].data, _owner(front, admission_of(request)))
     return json_response(PdfText(answer.num_pages, answer.text))
+
+
+def _owner(front: Front, admission: Admission) -> bytes | None:
+    """Returns who shares the turns of one tenant; None where a server is one person's, or tells nobody apart."""
+    gate = front.reader.gate
+    if not gate.asks_for_keys:
+        return None
+    return admission.owner or (admission.tenant.encode() if gate.policy.names_tenants else None)
