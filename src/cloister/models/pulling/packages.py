@@ -42,6 +42,7 @@ def download_wheel(
     *,
     sha256: str | None = None,
     is_pinned: bool = False,
+    most_bytes: int | None = None,
     check_room: Callable[[int], None] = lambda _: None,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Path:
@@ -53,6 +54,7 @@ def download_wheel(
         partials: what earlier attempts left.
         sha256: digest that the wheel has to have (hex); the caller checks it too.
         is_pinned: the caller knows a digest of what it takes out of the wheel.
+        most_bytes: what the wheel has at most; None where nobody knows.
         check_room: told how many bytes will come, before any does; raises where they do not fit.
         on_bytes: told how many bytes are there, some times a second.
 
@@ -79,11 +81,11 @@ def download_wheel(
             client,
             link.url,
             partial,
-            is_pinned=is_pinned,
+            rules=link.rules,
             check_room=check_room,
             on_bytes=lambda num_bytes, _: on_bytes(num_bytes),
             auth=link.auth,
-            trusted_hosts=settings.trusted_hosts,
+            most_bytes=most_bytes,
         )
     if link.sha256 is not None:
         check_digest(partial.path, link.sha256, requirement)
