@@ -22,7 +22,7 @@ class TenantReport(msgspec.Struct, frozen=True):
     """What one tenant did since the start, and has open.
 
     Attributes:
-        name: as the file of keys has it, or the hash that stands for a person of an issuer; null for all that no row is left for.
+        name: as the file of keys has it, or the hash that stands for a person of an issuer; null for all without a row.
         requests: that the engine took; a request with several prompts counts as many.
     """
 
