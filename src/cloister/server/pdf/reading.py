@@ -121,6 +121,7 @@ async def _exchange(process: asyncio.subprocess.Process, data: bytes, most: int)
     try:
         await process.stdout.readexactly(most + 1)
     except asyncio.IncompleteReadError as whole:
+        await process.wait()  # who ends by itself is not ended: asyncio would find its status gone
         return whole.partial
     finally:
         feeding.cancel()
