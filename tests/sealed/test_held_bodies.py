@@ -12,8 +12,7 @@ import pytest
 from starlette.types import Message, Scope
 
 from cloister.privacy.sealing import bucket_bytes, seal_chunked_request
-from cloister.privacy.sealing.kem import Kem
-from cloister.privacy.sealing.kems import KEMS
+from cloister.privacy.sealing.kem import KEMS, Kem
 from cloister.privacy.sealing.keys import SealingKey
 from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
 from cloister.sealed.workers.figures import Figures

