@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,10 +11,14 @@ from contextlib import asynccontextmanager
 import pytest
 from starlette.types import Message, Scope
 
+from cloister.privacy.sealing import bucket_bytes, seal_chunked_request
+from cloister.privacy.sealing.kem import KEMS, Kem
+from cloister.privacy.sealing.keys import SealingKey
 from cloister.sealed.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
 from cloister.sealed.workers.figures import Figures
 from cloister.sealed.workers.wire import BodyPiece, SealedPart, Start, frame, receive_for_worker
-from cloister.sealed.workers.worker_pool import WORKER_CEILING_BYTES, WORKER_COPIES, WORKER_FREE_BYTES, WorkerFront, WorkerPool
+from cloister.sealed.workers.worker_memory import SEAL_BYTES, WORKER_CEILING_BYTES, WORKER_COPIES, WORKER_FREE_BYTES
+from cloister.sealed.workers.worker_pool import WorkerFront, WorkerPool
 from cloister.server.body_budget import SMALL_BODY_BYTES, BodyBudget
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/ohttp", "headers": [], "client": ("192.0.2.1", 1)}
@@ -112,7 +117,7 @@ async def open_door(*, read: bool) -> AsyncIterator[Door]:
 def test_large_requests_whose_answers_last_take_no_memory_from_others() -> None:
     async def live() -> None:
         async with open_door(read=True) as door:
-            others = [asyncio.create_task(door.post(num_bytes)) for num_bytes in (LARGE, 4000)]
+            others = [asyncio.create_task(door.post(num_bytes)) for num_bytes in (4 * MIB, 4000)]
             await asyncio.sleep(0.2)
             door.pool.go.set()
             assert await asyncio.gather(*others) == [200, 200]
@@ -136,6 +141,42 @@ def test_copies_of_bodies_in_workers_have_a_ceiling_that_short_requests_pass() -
         assert await door.post(LARGE) == 200  # what ended is given back
 
     asyncio.run(live())
+
+
+async def fill(door: Door, num_bytes: int) -> list[asyncio.Task[int]]:
+    """Sends bodies of one length until one is refused; returns those that have a worker."""
+    held: list[asyncio.Task[int]] = []
+    while True:
+        begun, body = len(door.pool.bodies), asyncio.create_task(door.post(num_bytes))
+        while not body.done() and len(door.pool.bodies) == begun:
+            await asyncio.sleep(0.002)
+        if body.done():
+            assert body.result() == 503
+            return held
+        held.append(body)
+
+
+def test_large_bodies_leave_room_for_every_smaller_bucket() -> None:
+    async def live() -> list[int]:
+        door = Door(read=True)
+        async with asyncio.timeout(20):
+            held = [await fill(door, bucket_bytes(size) + SEAL_BYTES) for size in (16 * MIB, 4 * MIB, MIB, 256 * 1024)]
+            short = asyncio.create_task(door.post(bucket_bytes(64 * 1024) + SEAL_BYTES))
+            await asyncio.sleep(0.05)
+            assert not short.done()  # it has a worker
+            door.pool.go.set()
+            assert await asyncio.gather(short, *itertools.chain(*held)) == [200] * len(door.pool.bodies)
+        return [len(bodies) for bodies in held]
+
+    counts = asyncio.run(live())
+    assert all(counts), counts
+    assert sum(counts) >= 40, "so many bodies at once it takes to keep others of 256 KiB out"
+
+
+@pytest.mark.parametrize("kem", KEMS, ids=lambda kem: type(kem).__name__)
+def test_a_sealed_bucket_is_no_longer_than_it_is_taken_for(kem: Kem) -> None:
+    sealed, _ = seal_chunked_request(SealingKey.generate(1, kem).configuration, bytes(bucket_bytes(20_000)))
+    assert bucket_bytes(20_000) < len(sealed) <= min(bucket_bytes(20_000) + SEAL_BYTES, WORKER_FREE_BYTES)
 
 
 def test_a_small_request_gets_in_where_whole_bodies_reach_the_ceiling() -> None:

@@ -419,6 +419,15 @@ def test_a_form_with_too_many_parts_is_refused():
         read_form("multipart/form-data; boundary=x", part * 100 + b"--x--")
 
 
+@pytest.mark.parametrize("unit", [";", "; a", "; a*0=b", "\r\na: b"], ids=["semicolons", "parameters", "pieces", "lines"])
+def test_a_part_with_a_long_head_is_refused_before_it_costs_anything(unit):
+    head = '--x\r\ncontent-disposition: form-data; name="file"' + unit * 20_000
+    began_s = time.process_time()
+    with pytest.raises(InvalidRequestError, match=r"more than 4096 bytes of headers"):
+        read_form("multipart/form-data; boundary=x", f"{head}\r\n\r\ndata\r\n--x--".encode())
+    assert time.process_time() - began_s < 0.05
+
+
 def test_an_input_may_have_so_many_lines_and_no_more(monkeypatch):
     monkeypatch.setattr(batches, "MAX_LINES", 2)
     two = line("a") + line("b")

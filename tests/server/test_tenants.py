@@ -100,6 +100,41 @@ def test_what_runs_and_waits_is_counted_until_it_ends_however_it_ends() -> None:
     assert (one.requests, one.prompt_tokens, one.generation_tokens) == (2, 2, 5)
 
 
+def spend(figures: TenantFigures, request_id: str, tenant: str, num_tokens: int) -> None:
+    """One request from its beginning to its end."""
+    figures.begin(asked(request_id, tenant))
+    figures.observe(Scheduled(request_id, 0.0, 0.0, 0, 2))
+    figures.observe(
+        Ended(request_id, 1, 0, 1.0, FinishReason.STOP, 2, num_tokens, 0, arrival_s=0.0, first_token_s=0.5, last=True)
+    )
+    figures.end(request_id)
+
+
+def test_whoever_uses_most_does_not_hide_behind_a_crowd_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants, "MAX_TENANTS", 4)
+    figures = TenantFigures()
+    spend(figures, "early", "ann", 100)
+    for i in range(20):
+        spend(figures, f"crowd {i}", f"name {i}", 1)
+    spend(figures, "late", "mallory", 1000)
+    for i in range(20):
+        spend(figures, f"crowd {i} again", f"name {i}", 1)
+    told = figures.report().data
+    assert [(one.name, one.generation_tokens) for one in told if one.name is not None][:2] == [("mallory", 1000), ("ann", 100)]
+    assert len(told) <= 5
+    assert sum(one.requests for one in told) == 42
+    assert sum(one.generation_tokens for one in told) == 1140
+
+
+def test_a_tenant_with_a_request_open_keeps_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants, "MAX_TENANTS", 2)
+    figures = TenantFigures()
+    for name in ("ann", "bob"):
+        figures.begin(asked(name, name))
+    spend(figures, "c", "carol", 5)
+    assert [(one.name, one.waiting) for one in figures.report().data] == [(None, 0), ("ann", 1), ("bob", 1)]
+
+
 def test_people_without_number_take_no_memory_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenants, "MAX_TENANTS", 2)
     figures = TenantFigures()

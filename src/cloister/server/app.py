@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from cloister.engine.client import EngineClient
 from cloister.privacy import CountRelease, Gate, is_loopback
+from cloister.privacy.hardening import HARDENED_PROFILES
 from cloister.server.calls import CallListener, HttpCalls
 from cloister.server.conversation import ChatFormat
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, explain_absence, invalid
@@ -183,7 +184,7 @@ def create_routes(
         responses=responses_kept,
     )
     engine.subscribe(exposition.observe)
-    pdf = None if config.sealed else PdfReader()
+    pdf = None if config.sealed else PdfReader(is_strict=gate.policy.profile in HARDENED_PROFILES)
     threads = limit_text_threads(num_threads)
     state = ServerState(engine, reader, exposition, calls, prepare_timeout_s, threads, stored, pdf)
     return _routes(state, (page.router,) if config.page else ())

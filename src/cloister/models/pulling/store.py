@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Final
 
+import msgspec
+
 from cloister.types.errors import ModelError
 
 MANIFEST: Final = "model.json"
@@ -71,9 +73,8 @@ class Store:
         if not _NAME.fullmatch(name):
             return None
         try:
-            found: Any = json.loads((self.root / name / MANIFEST).read_text(encoding="utf-8"))
-            model = PulledModel(**found)
-        except (OSError, ValueError, TypeError):
+            model = msgspec.json.decode((self.root / name / MANIFEST).read_bytes(), type=PulledModel)
+        except (OSError, msgspec.DecodeError, RecursionError):
             return None
         return model if model.name == name and self.path(model).is_file() else None
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable
 from typing import Final
 
 import httpx
 
 from cloister.models.pulling.downloads import BrokenDownloadError, Partial
+from cloister.models.pulling.replies import AddressRules, open_reply
 from cloister.types.errors import ModelError
 
 TIMEOUT_S: Final = 20.0
 """To connect, and between two pieces of the file."""
+GRACE_S: Final = 60.0
+"""After so long a file has to come with `_SLOWEST_BYTES_PER_S` on average."""
+_SLOWEST_BYTES_PER_S: Final = 1024
+ROOM_EVERY_BYTES: Final = 32 << 20
+"""How much of a file whose length nobody says is written before the disk is looked at again."""
 _TRIES: Final = 3
 """Attempts of one command, each of which must bring something."""
-_RANGE: Final = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")
+_RANGE: Final = re.compile(r"bytes (?:(\d{1,18})-\d{1,18}|\*)/(\d{1,18}|\*)", re.ASCII)
+_LENGTH: Final = re.compile(r"\d{1,18}", re.ASCII)
 
 OnBytes = Callable[[int, int | None], None]
 
@@ -26,35 +33,31 @@ def download_file(
     url: str,
     partial: Partial,
     *,
-    is_pinned: bool,
+    rules: AddressRules,
     check_room: Callable[[int], None],
     on_bytes: OnBytes = lambda *_: None,
     auth: httpx.Auth | None = None,
-    trusted_hosts: Collection[str] = (),
+    most_bytes: int | None = None,
 ) -> None:
     """Completes a file with what a URL leads to. It begins anew where the server has another state of the file, or cannot tell.
 
     Args:
-        is_pinned: the file's digest is known, so that plain HTTP may carry it.
-        check_room: told how many bytes will come, before any does; raises where they do not fit.
+        rules: for the URL, and what it leads to.
+        check_room: told how many bytes will come, before any does, and again on the way; raises where they do not fit.
         on_bytes: told how many bytes are there, out of how many (None: the server does not say).
         auth: login of the host that the URL names.
-        trusted_hosts: those that plain HTTP may be used with.
+        most_bytes: what the file has at most; None where nobody knows.
 
     Raises:
-        BrokenDownloadError: the server does not answer, or the file was cut off `_TRIES` times.
-        ModelError: the server refuses, or plain HTTP would carry the file unchecked.
+        BrokenDownloadError: the server does not answer, or the file was cut off `_TRIES` times, or came too slowly.
+        ModelError: the server refuses, sends more than it may, or plain HTTP would carry the file unchecked.
         OSError: the file cannot be written.
     """
     for left in reversed(range(_TRIES)):
         num_bytes = partial.num_bytes
         try:
-            check_scheme(httpx.URL(url), is_pinned, trusted_hosts)
-            headers = {"accept-encoding": "identity", **_continuing(partial)}
-            with client.stream("GET", url, headers=headers, auth=auth or httpx.USE_CLIENT_DEFAULT) as reply:
-                for step in (*reply.history, reply):
-                    check_scheme(step.url, is_pinned, trusted_hosts)
-                _receive(reply, partial, check_room, on_bytes)
+            with open_reply(client, url, rules, _continuing(partial), auth) as reply:
+                _receive(reply, partial, check_room, on_bytes, most_bytes)
                 return
         except httpx.InvalidURL:
             raise ModelError("that is no URL; check it", param="source") from None
@@ -80,7 +83,13 @@ def _continuing(partial: Partial) -> dict[str, str]:
     return {"range": f"bytes={partial.num_bytes}-", "if-range": partial.etag}
 
 
-def _receive(reply: httpx.Response, partial: Partial, check_room: Callable[[int], None], on_bytes: OnBytes) -> None:
+def _receive(
+    reply: httpx.Response,
+    partial: Partial,
+    check_room: Callable[[int], None],
+    on_bytes: OnBytes,
+    most_bytes: int | None,
+) -> None:
     num_here = partial.num_bytes
     found = _RANGE.fullmatch(reply.headers.get("content-range", ""))
     begins, ends = found.groups() if found else (None, None)
@@ -90,7 +99,7 @@ def _receive(reply: httpx.Response, partial: Partial, check_room: Callable[[int]
         etag = reply.headers.get("etag", "")
         partial.begin(etag if etag.startswith('"') else None)
         length = reply.headers.get("content-length", "")
-        num_here, num_total = 0, int(length) if length.isdecimal() else None
+        num_here, num_total = 0, int(length) if _LENGTH.fullmatch(length) else None
     elif reply.status_code == 206 and num_here and begins == str(num_here) and reply.headers.get("etag") == partial.etag:
         num_total = int(ends) if ends is not None and ends.isdecimal() else None
     else:
@@ -99,28 +108,22 @@ def _receive(reply: httpx.Response, partial: Partial, check_room: Callable[[int]
         kind = BrokenDownloadError if reply.is_server_error else ModelError
         raise kind(f"{reply.url.host} answered {reply.status_code}; check the URL, or run the command again")
     check_room((num_total or num_here) - num_here)
+    bounds = [bound for bound in (num_total, most_bytes) if bound is not None]
+    began_s, num_before, num_unchecked = time.monotonic(), num_here, 0
     with partial.path.open("ab") as file:
         for piece in reply.iter_raw():
+            num_here += len(piece)
+            num_unchecked += len(piece)
+            if bounds and num_here > min(bounds):
+                raise ModelError(f"{reply.url.host} sends more bytes than the file has; nothing was kept")
+            if num_unchecked > ROOM_EVERY_BYTES:
+                check_room(0)
+                num_unchecked = 0
             file.write(piece)
             file.flush()  # a process that is killed loses nothing
-            num_here += len(piece)
             on_bytes(num_here, num_total)
+            took_s = time.monotonic() - began_s
+            if took_s > GRACE_S and num_here - num_before < took_s * _SLOWEST_BYTES_PER_S:
+                raise httpx.ReadTimeout("the file comes too slowly")
     if num_total is not None and num_here != num_total:
         raise httpx.ReadError("the file is shorter than it was said to be")
-
-
-def check_scheme(url: httpx.URL, is_pinned: bool, trusted_hosts: Collection[str] = ()) -> None:
-    """Raises ModelError for plain HTTP, unless a digest, the host or the machine itself vouches for what comes."""
-    if url.scheme == "https" or (url.scheme == "http" and (is_pinned or url.host in trusted_hosts or _is_loopback(url.host))):
-        return
-    raise ModelError(
-        "over plain HTTP anybody on the way may change the file; give an https:// URL, or the file's digest with --sha256",
-        param="source",
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

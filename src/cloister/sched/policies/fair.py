@@ -4,7 +4,8 @@ Each tenant has a counter of the work done for it. The tenant with the smallest 
 starts at the virtual time: absence earns no credit, and neither does an engine that only one tenant used. It starts earlier
 only by work that another tenant has running on several sequences at once, up to `burst`: virtual time is then a start tag
 (start-time fair queueing, Goyal et al. 1996, section 2), so that a flood which took every slot makes room at once. What a
-tenant has asked for counts as well, up to `burst`: of a flood that has just begun nothing is computed yet.
+tenant has asked for behind its first request counts as well, up to `burst`: of a flood that has just begun nothing is computed
+yet. It only puts those before the tenant who have done no more: else short requests under many names would pass long ones.
 """
 
 from __future__ import annotations
@@ -49,6 +50,13 @@ class _Tenant:
         """Counter at which its second sequence started: what it did since then, it did beside itself."""
         return next(itertools.islice(self.starts.values(), 1, None), self.counter)
 
+    @property
+    def queued_behind(self) -> int:
+        """Its backlog without what its oldest request still asks for: a start tag counts the work before a request."""
+        if self.starts:
+            return self.backlog - self.num_uncomputed[next(iter(self.starts))]
+        return self.backlog - (len(self.queue[0].token_ids) if self.queue else 0)
+
     def enqueue(self, sequence: Sequence, *, first: bool) -> None:
         (self.queue.appendleft if first else self.queue.append)(sequence)
         self.backlog += len(sequence.token_ids)
@@ -81,7 +89,7 @@ class Fair:
         self._quantum = quantum
         self._tenants: dict[str, _Tenant] = {}
         self._floor = 0.0
-        self._ahead: tuple[float, float] | None = None
+        self._ahead: tuple[float, tuple[float, float]] | None = None
 
     def attach_cache(self, num_cached: Callable[[Sequence], int]) -> None:
         """The order does not follow the cache."""
@@ -167,23 +175,28 @@ class Fair:
         return self._tenants[sequence.group.request.tenant]
 
     def _committed(self, tenant: _Tenant) -> float:
-        """Returns its counter with the prompts it has asked for, up to `burst` of them.
+        """Returns its counter with the prompts it has asked for behind its oldest one, up to `burst` of them.
 
         A flood of which nothing is computed yet is ahead of others already (start tags again: the requests of a flood
         have later ones, each by the work of those before it).
         """
-        return tenant.counter + min(self._burst, tenant.backlog)
+        return tenant.counter + min(self._burst, tenant.queued_behind)
 
     def _lags(self, tenant: _Tenant) -> bool:
-        done, committed = self._survey()
-        return tenant.counter + self._quantum < done or self._committed(tenant) + self._quantum < committed
+        done, (committed, counter) = self._survey()
+        if tenant.counter + self._quantum < done:
+            return True
+        return self._committed(tenant) + self._quantum < committed and tenant.counter <= counter
 
-    def _survey(self) -> tuple[float, float]:
-        """Returns how far ahead the first tenant is, by work done and by work asked for; the floor follows the last one."""
+    def _survey(self) -> tuple[float, tuple[float, float]]:
+        """Returns how far ahead the first tenant is, by work done, and by work asked for with what that one has done.
+
+        The floor follows the last one.
+        """
         if self._ahead is None:
             active = [tenant for tenant in self._tenants.values() if tenant.is_active]
             done = max((tenant.counter for tenant in active), default=0.0)
-            self._ahead = done, max((self._committed(tenant) for tenant in active), default=0.0)
+            self._ahead = done, max(((self._committed(tenant), tenant.counter) for tenant in active), default=(0.0, 0.0))
             self._floor = max(self._floor, min((tenant.counter for tenant in active), default=0.0))
         return self._ahead
 

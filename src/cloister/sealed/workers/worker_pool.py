@@ -24,6 +24,7 @@ from cloister.sealed.workers.figures import Figures
 from cloister.sealed.workers.key_service import KeyServiceBoot, KeyServiceReady
 from cloister.sealed.workers.remote import RemoteUnsealer
 from cloister.sealed.workers.wire import BodyPiece, Gone, Head, SealedPart, Start, frame, receive_for_front, to_asgi
+from cloister.sealed.workers.worker_memory import WorkerMemory
 from cloister.sealed.workers.zygote import ENGINE_LISTENER, KEY_SERVICE_LISTENER, MESSAGE_BYTES, WORK, ZygoteBoot, ZygoteReady
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 from cloister.types.errors import CloisterError, EngineError
@@ -33,12 +34,6 @@ ZYGOTE_MODULE: Final = "cloister.sealed.workers.zygote"
 KEY_SERVICE_MODULE: Final = "cloister.sealed.workers.key_service"
 START_TIMEOUT_S: Final = 60.0
 FORK_TIMEOUT_S: Final = 10.0
-WORKER_COPIES: Final = 12
-"""How many times its body a worker has in memory at most: 46 MiB with 4 MB (sealed, opened, parsed, text, tokens)."""
-WORKER_CEILING_BYTES: Final = 2**30
-"""For what all workers have of their bodies."""
-WORKER_FREE_BYTES: Final = 64 * 2**10
-"""A body of so much or less needs no room below that ceiling: a hundred of them are 75 MiB with their copies."""
 _LIMIT_BYTES: Final = 2**20
 _BUFFER_BYTES: Final = 1 << 20
 _BUSY: Final = "This node has as many requests as it takes; try again in a moment."
@@ -208,8 +203,7 @@ class WorkerFront:
         self._body_timeout_s = body_timeout_s
         self._max_workers = max_workers
         self._budget = BodyBudget(max(BODY_CEILING_BYTES, max_request_bytes))
-        self._worker_bytes = 0
-        self._worker_ceiling_bytes = max(WORKER_CEILING_BYTES, WORKER_COPIES * max_request_bytes)
+        self._memory = WorkerMemory(max_request_bytes)
         self.num_workers = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -220,10 +214,10 @@ class WorkerFront:
             self._check(scope)
             self._check_room()
             pieces = [piece async for piece in body.pieces(keeps=True)]
-            num_bytes = WORKER_COPIES * sum(map(len, pieces))
+            num_bytes = sum(map(len, pieces))
             self._check_room(num_bytes)  # a place is for requests that are there: slow ones hold none
             self.num_workers += 1
-            self._worker_bytes += num_bytes
+            self._memory.take(num_bytes)
             try:
                 begun_s, is_whole = time.monotonic(), False
                 try:
@@ -233,7 +227,7 @@ class WorkerFront:
                     self._figures.count(time.monotonic() - begun_s, answered=is_whole)
             finally:
                 self.num_workers -= 1
-                self._worker_bytes -= num_bytes
+                self._memory.give_back(num_bytes)
         except GoneError:
             return
         except CloisterError as error:
@@ -242,9 +236,8 @@ class WorkerFront:
             body.close()
 
     def _check_room(self, num_bytes: int = 0) -> None:
-        """Raises `ProblemError` where there is no place, or no memory for a large body whose copies take so much."""
-        is_large = num_bytes > WORKER_COPIES * WORKER_FREE_BYTES
-        if self.num_workers >= self._max_workers or (is_large and self._worker_bytes + num_bytes > self._worker_ceiling_bytes):
+        """Raises `ProblemError` where there is no place, or no memory for the copies of so long a body."""
+        if self.num_workers >= self._max_workers or not self._memory.has_room(num_bytes):
             raise ProblemError(503, _BUSY, fields=((b"retry-after", b"1"),))
 
     async def _carry(

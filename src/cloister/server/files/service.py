@@ -115,6 +115,8 @@ def require(files: FileService | None, gate: Gate) -> FileService:
 
 
 MAX_PARTS: Final = 16
+MAX_HEAD_BYTES: Final = 4096
+"""Of one part's headers: reading them takes time with the square of their length."""
 _MAX_BOUNDARY: Final = 70
 
 
@@ -136,11 +138,11 @@ def read_form(content_type: str, body: bytes) -> Mapping[str, FormPart]:
         InvalidRequestError: it is no form.
     """
     boundary = _boundary(content_type)
-    _, *pieces = (b"\r\n" + body).split(b"\r\n--" + boundary)
-    if len(pieces) < 2 or not pieces[-1].startswith(b"--"):
-        raise _broken()
+    _, *pieces = (b"\r\n" + body).split(b"\r\n--" + boundary, MAX_PARTS + 1)
     if len(pieces) > MAX_PARTS:
         raise invalid(f"The form has more than {MAX_PARTS} parts.", code="invalid_form")
+    if len(pieces) < 2 or not pieces[-1].startswith(b"--"):
+        raise _broken()
     return dict(_read_part(piece) for piece in pieces[:-1])
 
 
@@ -155,6 +157,8 @@ def _boundary(content_type: str) -> bytes:
 
 def _read_part(piece: bytes) -> tuple[str, FormPart]:
     head, separator, data = piece.lstrip(b" \t").partition(b"\r\n\r\n")
+    if len(head) > MAX_HEAD_BYTES:
+        raise invalid(f"A part of the form has more than {MAX_HEAD_BYTES} bytes of headers.", code="invalid_form")
     # Names are UTF-8 as they stand (RFC 7578, 5.1).
     headers = HeaderParser().parsestr(head.removeprefix(b"\r\n").decode(errors="replace"))
     name = headers.get_param("name", header="content-disposition")

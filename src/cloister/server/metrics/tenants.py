@@ -15,14 +15,14 @@ from cloister.types.events import Arrived, Ended, Preempted, Scheduled
 from cloister.types.request import Request
 
 MAX_TENANTS: Final = 1_000
-"""Tenants that are told apart; an OpenID issuer may know any number of people."""
+"""Tenants that are told apart: those that used most, as an OpenID issuer may know any number of people."""
 
 
 class TenantReport(msgspec.Struct, frozen=True):
     """What one tenant did since the start, and has open.
 
     Attributes:
-        name: as the file of keys has it, or the hash that stands for a person of an issuer; null for all beyond `MAX_TENANTS`.
+        name: as the file of keys has it, or the hash that stands for a person of an issuer; null for all without a row.
         requests: that the engine took; a request with several prompts counts as many.
     """
 
@@ -49,6 +49,20 @@ class _Figures:
     running: set[str] = field(default_factory=set)
     waiting: set[str] = field(default_factory=set)
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.running or self.waiting)
+
+    def add(self, others: _Figures) -> None:
+        """Takes in the figures of a tenant that has nothing open."""
+        self.num_requests += others.num_requests
+        self.num_prompt_tokens += others.num_prompt_tokens
+        self.num_output_tokens += others.num_output_tokens
+
 
 class TenantFigures:
     """Those of all tenants of one server. Used from one event loop."""
@@ -59,11 +73,21 @@ class TenantFigures:
 
     def begin(self, request: Request) -> None:
         """Notes that the engine is about to get a request."""
-        name = request.tenant if request.tenant in self._figures or len(self._figures) < MAX_TENANTS else None
-        figures = self._figures.setdefault(name, _Figures())
+        figures = self._figures.setdefault(self._name(request.tenant), _Figures())
         figures.num_requests += 1
         figures.waiting.add(request.request_id)
         self._open[request.request_id] = figures
+
+    def _name(self, tenant: str) -> str | None:
+        """Returns the row of a tenant; the one that used least makes room for it, so that a crowd of names hides nobody."""
+        if tenant in self._figures or len(self._figures) - (None in self._figures) < MAX_TENANTS:
+            return tenant
+        idle = [name for name, figures in self._figures.items() if name is not None and figures.is_idle]
+        if not idle:
+            return None
+        least = min(idle, key=lambda name: self._figures[name].num_tokens)
+        self._figures.setdefault(None, _Figures()).add(self._figures.pop(least))
+        return tenant
 
     def observe(self, event: Arrived | Scheduled | Preempted | Ended) -> None:
         """Takes one event of a request."""

@@ -26,7 +26,7 @@ class PdfAnswer(msgspec.Struct, frozen=True):
     """What the process found.
 
     Attributes:
-        fault: why there is no text, as one of `reading.FAULTS`; empty if there is.
+        fault: why there is no text, as one of `reading.FAULTS`, or `unconfined`; empty if there is.
     """
 
     num_pages: int = 0

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Final
 
@@ -30,17 +31,25 @@ FAULTS: Final[Mapping[str, str]] = {
 
 
 class PdfReader:
-    """Reads PDF files, `SIDE_BY_SIDE` at once. Used from one event loop."""
+    """Reads PDF files, `SIDE_BY_SIDE` at once, and one for each owner. Used from one event loop.
 
-    def __init__(self, limits: PdfLimits = PdfLimits()) -> None:  # noqa: B008 (it is frozen)
+    Args:
+        is_strict: a file is only read where every measure of `confinement` can be had.
+    """
+
+    def __init__(self, limits: PdfLimits = PdfLimits(), *, is_strict: bool = False) -> None:  # noqa: B008 (it is frozen)
         self._limits = limits
-        self._num_open = 0
+        self._strictness = "strict" if is_strict else "lenient"
+        self._open: list[bytes | None] = []
 
-    async def read(self, data: bytes) -> PdfAnswer:
+    async def read(self, data: bytes, owner: bytes | None = None) -> PdfAnswer:
         """Returns the text layer of a file.
 
+        Args:
+            owner: whose file it is; None where nobody can be told apart.
+
         Raises:
-            NotFoundError: pypdf is not installed.
+            NotFoundError: pypdf is not installed, or cannot be confined.
             OverloadedError: others are being read.
             InvalidRequestError: there is no text to be had; the message says why.
         """
@@ -50,21 +59,30 @@ class PdfReader:
                 "with pdftotext.",
                 code="no_pdf_reader",
             )
-        if self._num_open >= SIDE_BY_SIDE:
+        if owner is not None and owner in self._open:
+            raise OverloadedError("Another PDF file of yours is being read, one file at a time; try again in a moment.")
+        if len(self._open) >= SIDE_BY_SIDE:
             raise OverloadedError("Other PDF files are being read; try again in a moment.")
-        self._num_open += 1
+        self._open.append(owner)
         try:
             answer = await self._run(data)
         finally:
-            self._num_open -= 1
+            self._open.remove(owner)
+        if answer.fault == "unconfined":
+            raise NotFoundError(
+                "This server reads no PDF: here the process that reads it cannot be confined, as the profile wants it; "
+                "`cloister doctor` says what is missing. Or turn it into text first, for example with pdftotext.",
+                code="no_pdf_reader",
+            )
         if answer.fault:
             bounds = msgspec.structs.asdict(self._limits)
             raise invalid(FAULTS[answer.fault].format(**bounds), "file", f"pdf_{answer.fault}")
         return answer
 
     async def _run(self, data: bytes) -> PdfAnswer:
+        limits = msgspec.json.encode(self._limits).decode()
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "cloister.server.pdf.child", msgspec.json.encode(self._limits).decode()),
+            *(sys.executable, "-P", "-m", "cloister.server.pdf.child", limits, str(os.getpid()), self._strictness),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -72,14 +90,47 @@ class PdfReader:
         )
         try:
             async with asyncio.timeout(self._limits.deadline_s):
-                said, _ = await process.communicate(data)
+                said = await _exchange(process, data, most=6 * self._limits.num_chars + 1024)
         except TimeoutError:
             return PdfAnswer(fault="costly")
         finally:
             if process.returncode is None:
-                process.kill()
+                with suppress(ProcessLookupError):
+                    process.kill()
                 await process.wait()
+        return self._check(said)
+
+    def _check(self, said: bytes) -> PdfAnswer:
+        """Returns the answer: of a process that a limit ended there is none, and one that a file captured says anything."""
+        costly = PdfAnswer(fault="costly")
         try:
-            return msgspec.json.decode(said, type=PdfAnswer)
-        except msgspec.DecodeError:  # a limit ended it
-            return PdfAnswer(fault="costly")
+            answer = msgspec.json.decode(said, type=PdfAnswer)
+        except msgspec.DecodeError:
+            return costly
+        most_chars = self._limits.num_chars + 2 * self._limits.num_pages  # an empty line between pages
+        is_known = answer.fault in ("", "unconfined", *FAULTS)
+        is_sized = 0 <= answer.num_pages <= self._limits.num_pages and len(answer.text) <= most_chars
+        return answer if is_known and is_sized else costly
+
+
+async def _exchange(process: asyncio.subprocess.Process, data: bytes, most: int) -> bytes:
+    """Returns what the process says to a file; nothing if that is longer than `most` bytes."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    feeding = asyncio.create_task(_feed(process.stdin, data))
+    try:
+        await process.stdout.readexactly(most + 1)
+    except asyncio.IncompleteReadError as whole:
+        await process.wait()  # who ends by itself is not ended: asyncio would find its status gone
+        return whole.partial
+    finally:
+        feeding.cancel()
+        await asyncio.wait([feeding])
+    return b""
+
+
+async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):  # it ended before it had read all
+        pipe.write(data)
+        await pipe.drain()
+        pipe.close()

@@ -10,10 +10,11 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloister.privacy import Admission
 from cloister.server.errors import invalid
 from cloister.server.files.service import read_form
 from cloister.server.schemas import Strict
-from cloister.server.state import json_response, state_of
+from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.types.errors import NotFoundError
 
 router = APIRouter()
@@ -51,5 +52,13 @@ async def read_pdf(request: Request) -> Response:
     parts = await state.off_the_loop(read_form, request.headers.get("content-type", ""), await request.body())
     if "file" not in parts:
         raise invalid("The form must have the part `file`.", "file", "invalid_form")
-    answer = await state.pdf.read(parts["file"].data)
+    answer = await state.pdf.read(parts["file"].data, _owner(state, admission_of(request)))
     return json_response(PdfText(answer.num_pages, answer.text))
+
+
+def _owner(state: ServerState, admission: Admission) -> bytes | None:
+    """Returns who shares the turns of one tenant; None where a server is one person's, or tells nobody apart."""
+    gate = state.reader.gate
+    if not gate.asks_for_keys:
+        return None
+    return admission.owner or (admission.tenant.encode() if gate.policy.names_tenants else None)

@@ -1,0 +1,126 @@
+"""Opening a URL: every address on the way is checked before it is asked, and the head of a reply has a deadline."""
+
+from __future__ import annotations
+
+import ipaddress
+import queue
+import socket
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+import httpx
+
+from cloister.types.errors import ModelError
+
+HEAD_TIMEOUT_S: Final = 20.0
+"""How long a server may take to begin its answer, connecting included."""
+_MOST_REDIRECTS: Final = 10
+
+
+class AddressRules:
+    """Which addresses may be asked for a file.
+
+    Args:
+        first: where it begins: an index, or the URL of the file. What a public one leads to is public: no server elsewhere
+            has this machine ask its own network (server-side request forgery, CWE-918).
+        is_pinned: a digest that is known says whether it is the right file, so that plain HTTP may carry it.
+        trusted_hosts: those that plain HTTP may be used with, and that may be private.
+    """
+
+    def __init__(self, first: str, *, is_pinned: bool = False, trusted_hosts: Collection[str] = ()) -> None:
+        self._first = first
+        self._is_pinned = is_pinned
+        self._trusted_hosts = trusted_hosts
+
+    def check(self, url: httpx.URL) -> None:
+        """Raises ModelError for an address that may not be asked or believed."""
+        if url.scheme not in ("http", "https"):
+            raise ModelError("the address of the file is no web address; it begins with https://", param="source")
+        if url.host in self._trusted_hosts:
+            return
+        if _is_private(url.host) and not _is_private(httpx.URL(self._first).host):
+            raise ModelError("a server on the internet led to a private address, which it may not; is the index the right one?")
+        if url.scheme == "http" and not self._is_pinned and not _is_loopback(url.host):
+            raise ModelError(
+                "over plain HTTP anybody on the way may change the file; give an https:// URL, or the file's digest with "
+                "--sha256",
+                param="source",
+            )
+
+
+@contextmanager
+def open_reply(
+    client: httpx.Client,
+    url: str,
+    rules: AddressRules,
+    headers: Mapping[str, str],
+    auth: httpx.Auth | None = None,
+) -> Iterator[httpx.Response]:
+    """Yields the reply that a URL leads to, its body unread.
+
+    Args:
+        auth: login of the URL's host; None is the one in the URL.
+
+    Raises:
+        ModelError: an address on the way may not be asked.
+        httpx.HTTPError: there is no reply within `HEAD_TIMEOUT_S`.
+        httpx.InvalidURL: there is an address that is none.
+    """
+    request = client.build_request("GET", url, headers={"accept-encoding": "identity", **headers})
+    for _ in range(_MOST_REDIRECTS):
+        rules.check(request.url)
+        reply = _send(client, request, auth)
+        following, auth = reply.next_request, None  # httpx keeps a login for the host that it is for
+        if following is None:
+            try:
+                yield reply
+            finally:
+                reply.close()
+            return
+        reply.close()
+        request = following
+    raise httpx.TooManyRedirects("redirects without end", request=request)
+
+
+def _send(client: httpx.Client, request: httpx.Request, auth: httpx.Auth | None) -> httpx.Response:
+    """Sends a request. A timeout of httpx begins anew with every byte, so that it is waited for from another thread."""
+    found: queue.SimpleQueue[httpx.Response | Exception] = queue.SimpleQueue()
+
+    def send() -> None:
+        try:
+            login = auth or httpx.USE_CLIENT_DEFAULT
+            found.put(client.send(request, auth=login, stream=True, follow_redirects=False))
+        except Exception as error:  # whatever it is, it is raised where somebody waits for it
+            found.put(error)
+
+    threading.Thread(target=send, daemon=True).start()
+    try:
+        reply = found.get(timeout=HEAD_TIMEOUT_S)
+    except queue.Empty:
+        raise httpx.ReadTimeout("the reply did not begin in time", request=request) from None
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_private(host: str) -> bool:
+    """Whether a host is on this machine or its networks; a name that is not known here is not."""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):
+        return False
+    return any(not _is_global(ipaddress.ip_address(address.partition("%")[0])) for address in found)
+
+
+def _is_global(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_global
