@@ -253,6 +253,8 @@ def read_from(pids: list[int], *, stripped: bool) -> dict[str, str]:
 @pytest.mark.skipif(why_not_root() is not None, reason=str(why_not_root()))
 def test_root_without_capabilities_reads_none_of_the_processes(node: Node) -> None:
     told = read_from(node.pids, stripped=True)
+    lasting = node.pids  # without the worker of the test before, which may just have ended
+    told = {name: what for name, what in told.items() if any(f"{pid} " in name or f"/{pid}/" in name for pid in lasting)}
     assert len(told) >= 5 * (len(READ_FILES) + 1)
     assert {name: what for name, what in told.items() if what not in {"EACCES", "EPERM"}} == {}
 
@@ -265,18 +267,12 @@ def test_the_host_reads_them_all(node: Node) -> None:
 
 
 def test_no_signal_ends_a_node_or_makes_it_talk(node: Node) -> None:
-    assert node.process.stdout is not None
-    output = node.process.stdout.fileno()
+    printed = node.printed
     for pid in node.pids:
         for name in ("SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGPROF"):
             os.kill(pid, getattr(signal, name))
     assert node.complete("Once")[0] == 200
-    os.set_blocking(output, False)
-    try:
-        with pytest.raises(BlockingIOError):
-            os.read(output, 1)
-    finally:
-        os.set_blocking(output, True)
+    assert node.printed == printed
 
 
 def test_a_closed_node_still_reads_a_new_certificate(node: Node, certificate: tuple[Path, Path]) -> None:
