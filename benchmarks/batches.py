@@ -7,11 +7,8 @@ started on the same directory.
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,8 +18,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.endurance import descendants
-from benchmarks.harness import MODEL, Bench, make_parser
+from benchmarks.harness import Bench, make_parser
+from tests.serving import ServeProcess
 
 TIMEOUT_S = 60.0
 POLL_S = 0.05
@@ -41,9 +38,7 @@ class Killed:
 
     def kill(self) -> None:
         """Kills front and engine at once."""
-        for pid in (*descendants(self._process.pid), self._process.pid):
-            os.kill(pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.kill()
 
     def again(self) -> None:
         """Kills the server and starts another."""
@@ -57,18 +52,8 @@ class Killed:
         answer: dict[str, Any] = reply.json()
         return answer
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        settings = ("--model", MODEL, "--port", str(self._port), "--files", str(self._directory))
-        command = [sys.executable, "-m", "cloister.cli", "serve", *settings]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline:
-            try:
-                if self.client.get("/health").status_code == 200:
-                    return process
-            except httpx.HTTPError:
-                time.sleep(POLL_S)
-        raise TimeoutError("the server does not start")
+    def _start(self) -> ServeProcess:
+        return ServeProcess("--port", str(self._port), "--files", str(self._directory), timeout_s=TIMEOUT_S)
 
 
 def main() -> int:

@@ -12,14 +12,11 @@ import os
 import random
 import resource
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +25,7 @@ from rich.progress import TaskID
 
 from benchmarks.harness import MODEL, Bench, console, make_parser, make_progress
 from cloister.bench.plots import BLUE, GREEN, ORANGE, RED, draw
+from tests.serving import ServeProcess, descendants
 
 START_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 400.0
@@ -138,7 +136,9 @@ def main() -> int:
         "server serves on and no KV block stays in use",
     )
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
-    with serve() as (process, url):
+    with serve() as running:
+        url, process = running.url, running.process
+        wait_for_health(url, START_TIMEOUT_S)
         first = Wave(url, options.num_requests, options.seed)
         asyncio.run(first.send(kill=find_engine(process.pid)))
         recovered_s = wait_for_health(url, RECOVER_TIMEOUT_S)
@@ -153,30 +153,11 @@ def main() -> int:
     return bench.finish(options)
 
 
-@contextmanager
-def serve(*settings: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Starts `cloister serve` on a free port, and kills what is left of it at the end.
-
-    Args:
-        settings: further flags.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = Path(tempfile.gettempdir()) / f"cloister-endurance-{port}.log"
+def serve(*settings: str) -> ServeProcess:
+    """Starts `cloister serve` with a log that stays; further flags are `settings`."""
+    log = Path(tempfile.mkstemp(".log", "cloister-endurance-")[1])
     console.print(f"the server's log: {log}", style="dim", highlight=False)
-    flags = ["--model", MODEL, "--port", str(port), "--max-waiting", "4000", "--max-model-len", "1024", *settings]
-    with log.open("wb") as file:
-        command = [sys.executable, "-m", "cloister.cli", "serve", *flags]
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_for_health(url, START_TIMEOUT_S)
-        yield process, url
-    finally:
-        for pid in (*descendants(process.pid), process.pid) if process.poll() is None else ():
-            os.kill(pid, signal.SIGKILL)
-        process.wait(10)
+    return ServeProcess("--max-waiting", "4000", "--max-model-len", "1024", *settings, log=log, timeout_s=START_TIMEOUT_S)
 
 
 def wait_for_health(url: str, timeout_s: float) -> float:
@@ -222,12 +203,6 @@ def find_engine(pid: int) -> int:
     if not children:
         raise SystemExit("the server has no engine process")
     return max(children, key=lambda child: int(Path(f"/proc/{child}/statm").read_text().split()[1]))
-
-
-def descendants(pid: int) -> list[int]:
-    """Returns every process under `pid`."""
-    children = [int(c) for task in Path(f"/proc/{pid}/task").glob("*/children") for c in task.read_text().split()]
-    return [*children, *(grandchild for child in children for grandchild in descendants(child))]
 
 
 def report(

@@ -23,9 +23,10 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.endurance import STOP_TIMEOUT_S, descendants, serve, wait_for_health, wait_for_rest
+from benchmarks.endurance import STOP_TIMEOUT_S, serve, wait_for_health, wait_for_rest
 from benchmarks.harness import MODEL, Bench, console, make_parser, make_progress
 from cloister.bench.plots import BLUE, GREEN, ORANGE, RED, draw
+from tests.serving import descendants
 
 SAMPLE_S = 5.0
 REQUEST_TIMEOUT_S = 120.0
@@ -274,7 +275,8 @@ def main() -> int:
         "Mixed load: every route, clients that leave, bad input",
         "no request is lost or answered wrongly, no 5xx, memory is flat after the first fifth, an idle server takes below 1%",
     )
-    with serve("--kv-memory-mb", str(KV_MB)) as (process, url):
+    with serve("--kv-memory-mb", str(KV_MB)) as running:
+        url, process = running.url, running.process
         wait_for_health(url, 60)
         tally = asyncio.run(load(url, process.pid, options))
         gauges = wait_for_rest(url)

@@ -9,10 +9,7 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
@@ -25,6 +22,7 @@ from benchmarks.harness import Bench, make_parser, make_progress
 from benchmarks.traffic import live
 from cloister.bench.plots import COLOURS, draw
 from cloister.privacy.shape import shape_of
+from tests.serving import ServeProcess
 
 PROFILES = ("open", "team", "private", "paranoid")
 TIMEOUT_S = 300.0
@@ -117,21 +115,9 @@ def serve(options: argparse.Namespace, profile: str) -> AbstractContextManager[s
 def serve_plain(options: argparse.Namespace, profile: str) -> Iterator[str]:
     """Serves the model under a profile over plain HTTP."""
     threads = [] if options.num_threads is None else ["--num-threads", str(options.num_threads)]
-    command = [
-        sys.executable, "-m", "cloister.cli", "serve", "--model", options.model, "--quant", options.quant, "--port", "0",
-        "--profile", profile, "--kv-memory-mb", "512", *threads,
-    ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if found := re.search(r"https?://\S+", line):
-                    yield found[0]
-                    break
-            else:
-                raise SystemExit(f"the server under {profile} did not start; try: {' '.join(command[1:])}")
-        finally:
-            process.terminate()
+    flags = ("--model", options.model, "--quant", options.quant, "--profile", profile, "--kv-memory-mb", "512", *threads)
+    with ServeProcess(*flags) as running:
+        yield running.url
 
 
 @asynccontextmanager

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.endurance import descendants, find_engine
+from benchmarks.endurance import find_engine
 from benchmarks.harness import MODEL, Bench, make_parser
+from tests.serving import descendants
 
 NUM_KILLS = 5
 TIMEOUT_S = 60.0

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -17,10 +14,10 @@ from typing import Any, Final
 
 from benchmarks.peers.engines import Launch, cloister_settings
 from benchmarks.peers.work import MIN_MEASURED_S, NUM_NEW, Figure, Tokens
+from tests.serving import ServeProcess
 
 _START_TIMEOUT_S: Final = 300.0
 _ANSWER_TIMEOUT_S: Final = 600.0
-_STOP_TIMEOUT_S: Final = 30.0
 _HOST: Final = "127.0.0.1"
 
 
@@ -31,8 +28,9 @@ class HttpServer:
         self._tokens = tokens
         self._port = _free_port()
         flags = flags_of({**cloister_settings(launch), "host": _HOST, "port": self._port})
-        self._process = subprocess.Popen([sys.executable, "-m", "cloister.cli", "serve", *flags])
-        self._model = self._await_model()
+        self._process = ServeProcess(*flags, timeout_s=_START_TIMEOUT_S)
+        with urllib.request.urlopen(f"{self._process.url}/v1/models", timeout=5) as reply:
+            self._model = str(json.load(reply)["data"][0]["id"])
         self.notes: dict[str, Any] = {}
 
     def warm_up(self) -> None:
@@ -52,8 +50,7 @@ class HttpServer:
         return samples
 
     def close(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(_STOP_TIMEOUT_S)
+        self._process.stop()
 
     async def _send(self, prompts: Sequence[Sequence[int]], num_new: int) -> int:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
@@ -90,17 +87,6 @@ class HttpServer:
         content = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {_HOST}\r\nContent-Type: application/json\r\nConnection: close\r\n"
         return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
-
-    def _await_model(self) -> str:
-        """Returns the model's name once the server answers."""
-        end_s = time.monotonic() + _START_TIMEOUT_S
-        while time.monotonic() < end_s and self._process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"http://{_HOST}:{self._port}/v1/models", timeout=5) as reply:
-                    return str(json.load(reply)["data"][0]["id"])
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.25)
-        raise RuntimeError(f"the server did not start within {_START_TIMEOUT_S:g} s (exit status {self._process.poll()})")
 
 
 def flags_of(settings: Mapping[str, Any]) -> list[str]:

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,8 +11,8 @@ import pytest
 
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.trust import Trust, encode_trust
+from tests.serving import ServeProcess
 
-START_TIMEOUT_S = 60
 STAND_IN = Path(__file__).with_name("start_and_stop.py")
 
 
@@ -30,21 +28,9 @@ class Sandbox:
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Host and port of the server that the pages speak to, with the embedded model."""
     folder = tmp_path_factory.mktemp("server")
-    command = [sys.executable, "-m", "cloister.cli", "serve", "cloister-5m", "--port", "0", "--num-threads", "1"]
-    with subprocess.Popen(
-        [*command, "--files", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdout is not None
-        printed = ""
-        for line in process.stdout:
-            printed += line
-            if found := re.match(r"Serving on http://(\S+)", line):
-                break
-        else:
-            raise AssertionError(f"the server did not start: {printed}")
-        yield found[1]
-        process.terminate()
-        process.wait(START_TIMEOUT_S)
+    with ServeProcess("--num-threads", "1", "--files", str(folder)) as running:
+        yield running.url.removeprefix("http://")
+        running.stop()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.e2e.test_serve import MODEL, Running
+from tests.serving import MODEL, ServeProcess
 
 PARAMETERS = {
     "type": "object",
@@ -27,7 +27,7 @@ ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 @pytest.fixture(scope="module")
 def server():
-    running = Running()
+    running = ServeProcess()
     yield running
     running.stop()
 

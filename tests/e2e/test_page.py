@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.browser import Browser, Keys
+from tests.serving import ServeProcess
 
-START_TIMEOUT_S = 90
 QUESTION = "What does the PostgreSQL command VACUUM do?"
 ANSWER = "garbage-collect and optionally analyze a database"
 LAST_ANSWER = "li:last-child > .turn.assistant"
@@ -22,19 +18,11 @@ DONE = f"{LAST_ANSWER}[aria-busy=false]"
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where `cloister serve` listens. What it prints goes to a file, which is never full."""
-    printed = tmp_path_factory.mktemp("serve") / "printed"
-    command = [sys.executable, "-m", "cloister.cli", "serve", "--model", "cloister-5m", "--port", "0", "--num-threads", "1"]
-    with printed.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not (found := re.search(r"Serving on (\S+)\n", printed.read_text())):
-            assert process.poll() is None, printed.read_text()
-            assert time.monotonic() < deadline, "the server did not start in time"
-            time.sleep(0.05)
-        yield found[1]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+def url() -> Iterator[str]:
+    """Where `cloister serve` listens."""
+    with ServeProcess("--num-threads", "1") as running:
+        yield running.url
+        assert running.stop()[0] == 0
 
 
 @pytest.fixture

@@ -1,80 +1,23 @@
 """`cloister serve` as a person starts it: a process of its own, the embedded model, real clients."""
 
 import asyncio
-import contextlib
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
-START_TIMEOUT_S = 90
-MODEL = "cloister-5m"
-
-
-class Running:
-    """A server process and where it listens."""
-
-    def __init__(self, *flags: str) -> None:
-        model = () if "--config" in flags else ("--model", MODEL)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "cloister.cli", "serve", "--port", "0", *model, *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.lines: list[str] = []
-        self.url = self._wait_for_address()
-
-    def _wait_for_address(self) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if found := re.search(r"Serving on (\S+)", line):
-                return found[1]
-        raise AssertionError("the server did not start: " + "".join(self.lines))
-
-    @property
-    def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
-
-    def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics", timeout=10).text
-        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(rf"cloister_{name}(\{{| )", line))
-
-    def wait_until(self, condition, timeout_s: float = 30) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "it did not come about in time"
-            time.sleep(0.05)
-
-    def is_well(self) -> bool:
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
-        return False
-
-    def stop(self) -> tuple[int, str]:
-        """Ends the server as an operator would; returns exit status and everything it printed."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.wait()
-
-    def wait(self) -> tuple[int, str]:
-        rest, _ = self.process.communicate(timeout=60)
-        return self.process.returncode, "".join(self.lines) + rest
+from tests.serving import MODEL, ServeProcess
 
 
 @pytest.fixture(scope="module")
 def server():
-    running = Running()
+    running = ServeProcess()
     yield running
     running.stop()
 
@@ -190,7 +133,7 @@ def test_everybody_gets_a_reply_when_the_engine_is_killed_and_the_server_serves_
 
 
 def test_a_drained_server_ends_what_runs_and_prints_nothing_that_was_sent():
-    running = Running("--max-num-seqs", "4")
+    running = ServeProcess("--max-num-seqs", "4")
     body = {"model": MODEL, "prompt": "unmistakeable-marker-words", "max_tokens": 150, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as reply:
         lines = reply.iter_lines()
@@ -211,7 +154,7 @@ def test_tenants_do_not_feel_each_others_prefixes(tmp_path):
         command = [sys.executable, "-m", "cloister.cli", "keys", "add", name, "--tenant", name, "--file", str(keys)]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         made[name] = max(printed.split(), key=len)
-    running = Running("--api-keys", str(keys))
+    running = ServeProcess("--api-keys", str(keys))
     try:
         assert httpx.get(f"{running.url}/v1/models", timeout=10).status_code == 401
         assert httpx.get(f"{running.url}/health", timeout=10).status_code == 200
@@ -230,7 +173,7 @@ def test_tenants_do_not_feel_each_others_prefixes(tmp_path):
 
 def test_a_marker_planted_everywhere_is_in_no_output_of_either_process():
     marker = "unmistakeable-marker"
-    running = Running("--log-format", "json", "--log-clients")
+    running = ServeProcess("--log-format", "json", "--log-clients")
     marked = {"x-marker": marker, "user-agent": marker, "traceparent": marker, "authorization": f"Bearer {marker}"}
     with httpx.Client(base_url=running.url, headers=marked, timeout=60) as client:
         prompts = {

@@ -8,7 +8,7 @@ import pytest
 
 from cloister.app import resolve_settings
 from cloister.types.errors import ConfigError
-from tests.e2e.test_serve import Running
+from tests.serving import ServeProcess
 
 FILE = """
 kv_memory_mb = 32
@@ -27,13 +27,13 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 def server(tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "models.toml"
     path.write_text(FILE)
-    running = Running("--config", str(path))
+    running = ServeProcess("--config", str(path))
     yield running
     status, _ = running.stop()
     assert status == 0
 
 
-def ask(server: Running, **fields: object) -> httpx.Response:
+def ask(server: ServeProcess, **fields: object) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/chat/completions", json={**HELLO, **fields}, timeout=60)
 
 

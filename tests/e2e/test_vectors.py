@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from cloister import LLM
-from tests.e2e.test_serve import MODEL, Running
+from tests.serving import MODEL, ServeProcess
 
 TEXTS = [
     f"{start} {'and so on ' * number}" for number, start in enumerate(["CREATE INDEX", "A decorator", "import", "Notes"] * 8)
@@ -16,7 +16,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def server():
-    server = Running("--max-batched-tokens", "96")
+    server = ServeProcess("--max-batched-tokens", "96")
     yield server
     assert server.stop()[0] == 0
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from tests.e2e.test_serve import MODEL, Running
+from tests.serving import MODEL, ServeProcess
 
 HEAVY = ("torch", "transformers", "triton", "matplotlib")
 
@@ -25,7 +25,7 @@ def holds_torch(pid: int) -> bool:
 def test_neither_process_of_a_server_holds_torch_after_the_first_token() -> None:
     assert torch.__version__
     assert holds_torch(os.getpid()), "this test cannot see torch"
-    running = Running("--device", "cpu")
+    running = ServeProcess("--device", "cpu")
     try:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
         answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=30)

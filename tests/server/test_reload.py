@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -18,24 +17,9 @@ from cloister.privacy import Credentials
 from cloister.privacy.keyfile import write_credentials
 from cloister.server.reload import Reloader, WatchedFiles
 from cloister.types.errors import ConfigError
+from tests.serving import ServeProcess
 
 ROOT = Path(__file__).parents[2]
-
-
-@contextlib.contextmanager
-def keyed_server(keys: Path):
-    """`cloister serve` as a process, with an embedded model and a file of keys; yields process and address."""
-    flags = ("--model", "cloister-5m", "--port", "0", "--api-keys", str(keys), "--max-num-seqs", "2")
-    command = [sys.executable, "-m", "cloister.cli", "serve", *flags]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-    try:
-        for line in running.stdout:
-            if line.startswith("Serving on "):
-                break
-        yield running, line.removeprefix("Serving on ").strip()
-    finally:
-        running.kill()
-        running.communicate()
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -58,7 +42,8 @@ def test_a_running_server_follows_its_keys_without_dropping_a_stream(tmp_path):
     credentials, ann = Credentials.empty().add("ann")
     credentials, bob = credentials.add("bob")
     write_credentials(path, credentials)
-    with keyed_server(path) as (running, url):
+    with ServeProcess("--api-keys", str(path), "--max-num-seqs", "2") as running:
+        url, process = running.url, running.process
         assert status(url, ann) == status(url, bob) == 200
         body = {"model": "cloister-5m", "prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=bearer(ann), timeout=60) as reply:
@@ -69,13 +54,12 @@ def test_a_running_server_follows_its_keys_without_dropping_a_stream(tmp_path):
             assert status(url, bob) == 200
             assert "data:" in "".join(next(lines) for _ in range(10))
         path.write_text("broken")
-        running.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
         assert status(url, bob) == 200
         write_credentials(path, credentials)
-        running.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
         wait_for(lambda: status(url, ann) == 200, timeout_s=5)
-        running.terminate()
-        printed, _ = running.communicate(timeout=30)
+        _, printed = running.stop()
     assert "the API keys stay as they were: the API key file" in printed
     assert "the API keys were read again" in printed
     assert ann not in printed

@@ -23,7 +23,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "cloister"
 @pytest.mark.parametrize(("num_threads", "expected"), [(1, 2), (3, 3), (64, 8)])
 def test_text_work_takes_as_many_threads_as_the_settings_give(monkeypatch, model_path, num_threads, expected):
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    engine, gate, config = SpokenEngine(), make_gate(), ServerConfig()
+    engine, gate, config = SpokenEngine().client, make_gate(), ServerConfig()
     exposition = make_exposition(engine, gate, [])
     routes = create_routes(
         engine, Tokenizer(model_path), ChatTemplate.load(model_path), gate, config, HttpCalls(exposition.count_reply),

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cloister.engine.adapter_calls import AdapterCalls
-from cloister.engine.faults import describe
 from cloister.engine.in_flight import EventListener, InFlightRequests, RequestObserver, Sink
 from cloister.engine.supervision import Supervision, Watchdog
 from cloister.engine.transports import Transport
@@ -19,6 +18,7 @@ from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, EngineError
 from cloister.types.events import Abort, FrontMessage, Outputs, Ready, Shutdown, Submit
+from cloister.types.logs import describe
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 
 NOT_STARTED: Final = "the engine has not been started"

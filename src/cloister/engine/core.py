@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from cloister.engine.adapter_register import AdapterRegister
-from cloister.engine.compiling import CompilingRequests, GrammarCompilation
 from cloister.engine.drafting import describe_drafting, measure, weigh
-from cloister.engine.faults import describe
-from cloister.engine.input_queue import InputQueue
+from cloister.engine.input_queue import CompilingRequests, GrammarCompilation, InputQueue
 from cloister.engine.memory_scrubber import MemoryScrubber
 from cloister.engine.output_processor import OutputProcessor
 from cloister.engine.step_ahead import StepAhead
@@ -34,6 +32,7 @@ from cloister.types.events import (
     Submit,
     UnloadAdapter,
 )
+from cloister.types.logs import describe
 from cloister.types.request import ModelInfo, Request
 from cloister.types.step import StepPlan, StepResult
 

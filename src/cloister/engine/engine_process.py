@@ -20,13 +20,12 @@ from typing import Final
 
 from cloister.engine import channel
 from cloister.engine.core import EngineCore
-from cloister.engine.faults import describe
 from cloister.engine.input_queue import InputQueue
 from cloister.engine.worker_channels import WorkerChannels
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
 from cloister.types.events import EngineMessage, Failed, Outputs, Ready
-from cloister.types.logs import set_up_logging
+from cloister.types.logs import describe, set_up_logging
 from cloister.types.processes import name_process
 
 SEND_TIMEOUT_S: Final = 60.0

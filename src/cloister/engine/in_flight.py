@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from cloister.engine.faults import describe
 from cloister.types.clock import Clock
 from cloister.types.errors import InvalidRequestError, QueueFullError
 from cloister.types.events import Arrived, Ended, Event, Outputs, Preempted, Progressed, Scheduled, Stepped, end_output
+from cloister.types.logs import describe
 from cloister.types.request import FinishReason, Request, SequenceOutput
 
 _NUM_COMPLETIONS: Final = 64

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from cloister.engine.channel import MessageStream
-from cloister.engine.faults import describe
 from cloister.engine.spawn import EngineProcess, Spawn, spawn_engine, spawn_overwriting, spawn_program
 from cloister.engine.supervision import Supervision
 from cloister.engine.worker_channels import open_listener
 from cloister.types.config import EngineConfig
 from cloister.types.events import FrontMessage, Outputs, Ready, Shutdown
+from cloister.types.logs import describe
 from cloister.types.processes import overwrites
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ import msgspec
 from starlette.types import Scope
 
 from cloister.engine.client import EngineClient
-from cloister.engine.faults import describe
 from cloister.engine.in_flight import EngineStats
 from cloister.privacy.limits import Account, Charge
 from cloister.server.metrics.tenants import TenantFigures
 from cloister.types.errors import InvalidRequestError
 from cloister.types.events import Ended, Event, Progressed, Stepped
+from cloister.types.logs import describe
 from cloister.types.request import Request, SequenceOutput
 
 OUTPUT_BUDGET: Final = "output_budget"

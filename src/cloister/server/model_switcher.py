@@ -17,13 +17,13 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloister.engine.client import EngineClient
-from cloister.engine.faults import describe
 from cloister.server.answers import Model, ModelList
 from cloister.server.errors import OverloadedError
 from cloister.server.metrics import Exposition
 from cloister.server.middleware.failures import send_error
 from cloister.server.ollama.models import list_entries, served_name
 from cloister.types.errors import CloisterError, EngineError, NotFoundError
+from cloister.types.logs import describe
 from cloister.types.request import ModelInfo
 
 CLOSE_S: Final = 5.0

@@ -21,13 +21,13 @@ from typing import Final, Protocol
 
 import msgspec
 
-from cloister.engine.faults import describe
 from cloister.engine.worker_channels import CONNECT
 from cloister.privacy.hardening.landlock import confine_signals
 from cloister.privacy.shape import TrafficShape
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import CloisterError
 from cloister.types.events import Ready
+from cloister.types.logs import describe
 from cloister.types.processes import name_process
 
 MESSAGE_BYTES: Final = 1 << 20

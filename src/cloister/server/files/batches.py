@@ -16,7 +16,6 @@ import msgspec
 from pydantic import Field
 from starlette.types import ASGIApp
 
-from cloister.engine.faults import describe
 from cloister.privacy.gate import Admission, Gate
 from cloister.server.errors import invalid
 from cloister.server.files.inward import RouteReply, post
@@ -25,6 +24,7 @@ from cloister.server.middleware.ignored import IgnoredFields, noting
 from cloister.server.parse import check_fields, parse_json
 from cloister.server.schemas import MAX_METADATA, MetadataText, Strict
 from cloister.types.errors import CloisterError, InvalidRequestError, NotFoundError
+from cloister.types.logs import describe
 
 WINDOW_S: Final = 24 * 3600
 """How long a batch may take; lines that were not answered until then are told so."""

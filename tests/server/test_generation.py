@@ -1,0 +1,62 @@
+"""A job's requests side by side: one deadline for all of them, which the engine enforces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from cloister.privacy.gate import Admission
+from cloister.server.generation import MAX_SIDE_BY_SIDE, GenerationJob, make_job, run_job
+from cloister.types.errors import DeadlineError
+from cloister.types.request import FinishReason, Request, SamplingParams, SequenceOutput
+from tests.server.house import INFO, make_gate, output
+from tests.virtual_time import run
+
+TIMEOUT_S = 10.0
+
+
+def job_of(num_prompts: int) -> GenerationJob:
+    admission: Admission = make_gate().admit(None)
+    return make_job(
+        [[1, 2]] * num_prompts,
+        SamplingParams(max_tokens=1),
+        admission,
+        INFO,
+        prefix="test",
+        model_name="test",
+        timeout_s=TIMEOUT_S,
+        stream=False,
+        include_usage=False,
+    )
+
+
+def engine_that_takes(answer_s: float, taken: list[Request]):
+    """An engine that ends every request after `answer_s`, or at its deadline."""
+
+    async def generate(request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        taken.append(request)
+        await asyncio.sleep(min(answer_s, request.timeout_s))
+        yield output(request, end=FinishReason.STOP if answer_s <= request.timeout_s else FinishReason.TIMEOUT)
+
+    return generate
+
+
+async def ask(num_prompts: int, answer_s: float, taken: list[Request]) -> int:
+    return len([numbered async for numbered in run_job(engine_that_takes(answer_s, taken), job_of(num_prompts))])
+
+
+def test_requests_that_wait_for_others_of_their_job_have_what_is_left_of_its_time() -> None:
+    taken: list[Request] = []
+    assert run(ask(MAX_SIDE_BY_SIDE + 1, 4.0, taken)) == MAX_SIDE_BY_SIDE + 1
+    assert [round(request.timeout_s, 6) for request in taken] == [TIMEOUT_S] * MAX_SIDE_BY_SIDE + [TIMEOUT_S - 4.0]
+
+
+def test_a_job_of_many_prompts_ends_at_its_deadline() -> None:
+    async def ask_in_vain() -> float:
+        with pytest.raises(DeadlineError):
+            await ask(3 * MAX_SIDE_BY_SIDE, 6.0, [])
+        return asyncio.get_running_loop().time()
+
+    assert run(ask_in_vain()) == pytest.approx(TIMEOUT_S)
