@@ -255,37 +255,38 @@ def test_an_engine_that_takes_turns_reads_every_step_before_the_next(model_path:
 
 
 class LaunchingProgram(HistoryProgram):
-    """Computes when it is waited for."""
+    """Computes when it is waited for; counts what is on its way."""
 
     capabilities = Capability.ASYNCHRONOUS
-
-    def launch(self, batch: ForwardBatch, wants: Wants) -> Callable[[], StepOutput]:
-        return partial(self.step, batch, wants)
-
-
-class GreedyLaunchingProgram(LaunchingProgram):
-    """Finds the most likely tokens itself; counts what is on its way."""
-
-    capabilities = Capability.ASYNCHRONOUS | Capability.GREEDY
     num_launched = 0
 
     def launch(self, batch: ForwardBatch, wants: Wants) -> Callable[[], StepOutput]:
         self.num_launched += 1
-        return partial(self._take, batch)
+        return partial(self._take, batch, wants)
 
-    def _take(self, batch: ForwardBatch) -> StepOutput:
+    def _take(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
         self.num_launched -= 1
+        return self.step(batch, wants)
+
+
+class GreedyLaunchingProgram(LaunchingProgram):
+    """The same, and finds the most likely tokens itself."""
+
+    capabilities = Capability.ASYNCHRONOUS | Capability.GREEDY
+
+    def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
         return StepOutput(tokens=self.compute(batch).argmax(1).astype(np.int32))
 
 
 @pytest.mark.parametrize("program_type", [LaunchingProgram, GreedyLaunchingProgram])
-def test_a_runner_returns_when_its_program_was_launched_and_takes_the_tokens_later(program_type: type[HistoryProgram]) -> None:
+def test_a_runner_returns_when_its_program_was_launched_and_takes_the_tokens_later(
+    program_type: type[LaunchingProgram],
+) -> None:
     program = program_type(vocab_size=VOCAB_SIZE, num_blocks=8, block_size=BLOCK_SIZE)
     runner = ModelRunner(program, vocab_size=VOCAB_SIZE, max_model_len=64, block_size=BLOCK_SIZE)
     arrival = NewSequence(seq_id=1, token_ids=[1, 2, 3], num_prompt_tokens=3, sampling=SamplingParams(temperature=0.0), seed=0)
     plan = SequencePlan(seq_id=1, start=0, num_tokens=3, table_start=0, new_block_ids=[1], num_samples=1)
     finish = runner.start(StepPlan(plan_id=0, sequences=[plan], arrivals=[arrival]))
-    if isinstance(program, GreedyLaunchingProgram):
-        assert program.num_launched == 1
+    assert program.num_launched == 1
     (sample,) = finish().samples
     assert sample.token_ids == greedy_continuation([1, 2, 3], 1, VOCAB_SIZE)

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.base import GREEDY, Capability, FloatArray, IntArray, MaskArray, Program, StepOutput, Wants
+from cloister.backends.base import GREEDY, Capability, FloatArray, ForwardBatch, IntArray, MaskArray, Program, StepOutput, Wants
 from cloister.runner.drafter_group import DrafterGroup
 from cloister.runner.drafters import NOTHING, VerifyFeedback
 from cloister.runner.inputs import ScheduledSequence, forward_batch, row_slices, split_scored
@@ -129,13 +129,12 @@ class TokenGenerator:
         """Begins a step that verifies nothing: an object for each sequence would be a tenth of its Python."""
         batch = forward_batch(live, self._block_size)
         states = [part.state for part in live if part.plan.num_samples]
-        positions = batch.context_lens if len(states) == len(live) else None
-        wants = self._wants(states, None, positions)
+        wants = self._wants(batch, states)
         if not self._executor.is_asynchronous:
-            _append(states, self._executor.step(batch, wants), result)
+            _append(states, self._executor.step(batch, wants), batch, result)
             return None
         wait = self._executor.launch(batch, wants)
-        return lambda: _append(states, wait(), result)
+        return lambda: _append(states, wait(), batch, result)
 
     def _verify_on_program(
         self, live: Sequence[ScheduledSequence], forks: Sequence[Fork], watched: AbstractSet[int], result: StepResult
@@ -151,13 +150,14 @@ class TokenGenerator:
             rows += range(each.root, each.root + count)
             depths += each.draft.depths
         positions = np.array([len(state.tokens) for state in states], np.int32) + np.array(depths, np.int32)
-        wants = self._wants(states, np.array(rows, np.int32), positions, watched, shows_hidden=self._shows(live, watched))
+        nodes = np.array(rows, np.int32), positions
+        wants = self._wants(batch, states, nodes, watched, shows_hidden=self._shows(live, watched))
         output = self._executor.step(batch, wants)
         if wants.greedy:
             output.tokens = output.tokens[rows]
+        if output.tokens.shape != (len(states),):
+            raise EngineError(f"the program returned tokens of shape {output.tokens.shape}")
         tokens, first, seen = output.tokens.tolist(), 0, []
-        if len(tokens) != len(states):
-            raise EngineError(f"the program returned {len(tokens)} tokens for {len(states)} rows")
         for each in verified:
             own = slice(first, first + 1 + len(each.draft.token_ids))
             each.follow(tokens[own])
@@ -173,9 +173,9 @@ class TokenGenerator:
 
     def _wants(
         self,
+        batch: ForwardBatch,
         states: list[SequenceState],
-        rows: IntArray | None,
-        positions: IntArray | None,
+        nodes: tuple[IntArray, IntArray] | None = None,
         watched: AbstractSet[int] = _NOBODY,
         *,
         shows_hidden: bool = False,
@@ -186,18 +186,19 @@ class TokenGenerator:
         computes, so it is asked for after that.
 
         Args:
-            rows: of logits, for each; None for all of the step's in their order.
-            positions: of the tokens; None for the one behind each sequence's last.
+            nodes: for each, its row of logits and the token's position; None where each has one row, and they are in order.
         """
         num_top = self._drafting.num_top if watched else 0
         if not num_top and (self._batch.num_not_greedy == 0 or False not in [state.is_greedy for state in states]):
             return Wants(greedy=True, hidden=True) if shows_hidden else GREEDY
-        if rows is None:
-            rows = np.arange(len(states), dtype=np.int32)
+        if nodes is not None:
+            sampling = self._batch.sampling_metadata(states, *nodes)
+        else:
+            positions = batch.context_lens if len(states) == len(batch.context_lens) else None
+            sampling = self._batch.sampling_metadata(states, np.arange(len(states), dtype=np.int32), positions)
         masks = None
         if self._batch.num_guided and not all(state.grammar is None for state in states):
             masks = partial(_stack_masks, states)
-        sampling = self._batch.sampling_metadata(states, rows, positions)
         return Wants(sampling=sampling, masks=masks, num_top=num_top, hidden=shows_hidden)
 
     # Tokens are chosen from logits
@@ -248,13 +249,12 @@ class TokenGenerator:
         return [each for place, (each, token, child) in enumerate(chosen) if each.take(token, child, entries.get(place))]
 
 
-def _append(states: list[SequenceState], output: StepOutput, result: StepResult) -> None:
-    """Gives each sequence the token that the program chose; -1 says that there is none."""
-    tokens = output.tokens.tolist()
-    if len(tokens) != len(states):
-        raise EngineError(f"the program returned {len(tokens)} tokens for {len(states)} sequences")
+def _append(states: list[SequenceState], output: StepOutput, batch: ForwardBatch, result: StepResult) -> None:
+    """Gives each sequence the token that the program chose from its one row; -1 says that there is none."""
+    if output.tokens.shape != batch.logit_rows.shape:
+        raise EngineError(f"the program returned tokens of shape {output.tokens.shape}")
     samples = result.samples = []
-    for state, token in zip(states, tokens, strict=True):
+    for state, token in zip(states, output.tokens.tolist(), strict=True):
         if token < 0:
             state.failure = (state.grammar and state.grammar.failure) or NOT_FINITE
             continue

@@ -51,8 +51,7 @@ class ProgramExecutor:
             EngineError: the program returned logits of another shape.
         """
         if self._lacks_something and not self._can_choose(wants):
-            logits_first = Wants(logits=True, hidden=True) if wants.hidden else LOGITS
-            return self._choose_on_host(self._program.step(batch, logits_first), batch, wants)
+            return self._choose_on_host(self._program.step(batch, _logits_first(wants)), batch, wants)
         output = self._program.step(batch, wants)
         if wants.logits:
             self._check_logits(output, batch)
@@ -60,10 +59,10 @@ class ProgramExecutor:
 
     def launch(self, batch: ForwardBatch, wants: Wants) -> Callable[[], StepOutput]:
         """Begins one step of an asynchronous program; what it returns waits for it (`backends.base.Program.launch`)."""
-        if self._lacks_something and not self._can_choose(wants):
-            output = self.step(batch, wants)
-            return lambda: output
-        return self._program.launch(batch, wants)
+        if self._can_choose(wants):
+            return self._program.launch(batch, wants)
+        wait = self._program.launch(batch, _logits_first(wants))
+        return lambda: self._choose_on_host(wait(), batch, wants)
 
     def _can_choose(self, wants: Wants) -> bool:
         """Whether the program does all that is wanted by itself."""
@@ -114,10 +113,10 @@ class ProgramExecutor:
         return chosen
 
     def _sample_on_host(self, logits: FloatArray, sampling: SamplingMetadata, masks: MaskArray | None) -> IntArray:
-        tokens = np.empty(len(sampling), np.int32)
         if masks is None:
-            tokens[:] = self.sample(logits, sampling)
+            tokens = np.array(self.sample(logits, sampling), np.int32)
         else:
+            tokens = np.empty(len(sampling), np.int32)
             for piece in row_pieces(len(sampling), logits.shape[1]):
                 own = sampling[piece].copy()
                 scores = logits[own["row"]]
@@ -126,6 +125,11 @@ class ProgramExecutor:
                 tokens[piece] = self.sample(scores, own)
         tokens[~finite_rows(logits)[sampling["row"]]] = -1
         return tokens
+
+
+def _logits_first(wants: Wants) -> Wants:
+    """Returns what a program shall bring whose tokens are chosen here."""
+    return Wants(logits=True, hidden=True) if wants.hidden else LOGITS
 
 
 def largest_ids(logits: FloatArray, count: int) -> IntArray:
