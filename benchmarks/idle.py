@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from cloister.backends.base import (
 )
 from cloister.engine.core import EngineCore
 from cloister.engine.output_processor import OutputProcessor
+from cloister.engine.step_ahead import StepAhead
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.models import locate
 from cloister.runner import ModelRunner
@@ -85,6 +87,23 @@ class IdleDrawingProgram(IdleGreedyProgram):
         return tokens
 
 
+class IdleDeviceProgram(IdleGreedyProgram):
+    """An idle program on another device, which is done `step_s` after a step was launched, whatever the host does meanwhile."""
+
+    capabilities = Capability.GREEDY | Capability.ASYNCHRONOUS
+
+    def launch(self, batch: ForwardBatch, wants: Wants) -> Callable[[], StepOutput]:
+        self.num_calls += 1
+        done_s = time.perf_counter() + self._step_s
+        return partial(self._wait, done_s, batch.logit_rows.size)
+
+    def _wait(self, done_s: float, num_rows: int) -> StepOutput:
+        while (left_s := done_s - time.perf_counter()) > 0:
+            if left_s > 2e-4:  # a sleep ends late by as much on a busy machine
+                time.sleep(left_s - 2e-4)
+        return StepOutput(tokens=self._best[:num_rows])
+
+
 @dataclass(frozen=True, slots=True)
 class IdleEngine:
     """A whole engine around a program, and its parts."""
@@ -95,7 +114,7 @@ class IdleEngine:
     output: OutputProcessor
 
 
-def make_idle_engine(program: Program, *, vocab_size: int, num_seqs: int) -> IdleEngine:
+def make_idle_engine(program: Program, *, vocab_size: int, num_seqs: int, overlaps: bool = False) -> IdleEngine:
     """Returns an engine with the embedded model's tokenizer, and room for 4,096 tokens in each of `num_seqs` sequences."""
     path = locate(_MODEL)
     info = ModelInfo(name="idle", path=str(path), max_model_len=_MAX_TOKENS, vocab_size=vocab_size, eos_token_ids=(0,))
@@ -106,4 +125,5 @@ def make_idle_engine(program: Program, *, vocab_size: int, num_seqs: int) -> Idl
     scheduler = Scheduler(config, pool, PrefixKeys("idle", _BLOCK_SIZE))
     runner = ModelRunner(program, vocab_size=vocab_size, max_model_len=_MAX_TOKENS, block_size=_BLOCK_SIZE)
     output = OutputProcessor(Tokenizer(path), info)
-    return IdleEngine(EngineCore(scheduler, runner, output, model=info, memory=[]), scheduler, runner, output)
+    core = EngineCore(scheduler, runner, output, model=info, memory=[], ahead=StepAhead(runner) if overlaps else None)
+    return IdleEngine(core, scheduler, runner, output)

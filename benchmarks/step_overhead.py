@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Bench, make_parser
-from benchmarks.idle import IdleDrawingProgram, IdleEngine, IdleGreedyProgram, IdleProgram, make_idle_engine
+from benchmarks.idle import IdleDeviceProgram, IdleDrawingProgram, IdleEngine, IdleGreedyProgram, IdleProgram, make_idle_engine
 from cloister.bench.plots import COLOURS, draw
 from cloister.engine import EngineClient, EngineCore, ProcessTransport, ThreadTransport
 from cloister.privacy import Gate, Policy
@@ -39,6 +39,8 @@ FIRST_KIND = "program finds tokens"
 PARTS = ("plan", "run", "check", "commit", "collect")
 STEP_MS = 10.0
 """A step of the engine behind the server: about a decode step of a 0.5B model on two cores."""
+DEVICE_MS = 1.0
+"""A step of a device, about a decode step of a small model on a data-centre GPU."""
 NUM_STREAMS = 16
 NUM_CORES = 2
 BLACK = "#333333"
@@ -74,6 +76,9 @@ def main() -> int:
     bench.print_rows("CPU time of a step, us: through a thread and its event loop", ("sequences", "whole step"), [
         (num, asyncio.run(measure_thread(num, options.steps))) for num in NUM_SEQUENCES
     ])  # fmt: skip
+    rows = [(num, *(measure_device(num, options.steps, overlaps=each) for each in (False, True))) for num in NUM_SEQUENCES]
+    title = f"Time on the clock of a step that takes another device {DEVICE_MS:g} ms, ms"
+    bench.print_rows(title, ("sequences", "steps in turn", "steps overlap"), rows)
     front_us, engine_us, step_us = asyncio.run(measure_server(options.steps))
     share = front_us / (NUM_CORES * step_us)
     headers = (
@@ -119,6 +124,18 @@ def measure_step(make: type[IdleProgram], num_seqs: int, temperature: float, num
     medians = {name: float(np.median(values[-num_steps:])) for name, values in times.items()}
     parts = [medians[name] for name in PARTS]
     return num_seqs, *parts, medians["step"] - sum(parts), medians["step"]
+
+
+def measure_device(num_seqs: int, num_steps: int, *, overlaps: bool) -> float:
+    """Returns the median milliseconds from one step's outputs to the next one's."""
+    program = IdleDeviceProgram(VOCAB_SIZE, num_seqs, DEVICE_MS / 1e3)
+    engine = make_idle_engine(program, vocab_size=VOCAB_SIZE, num_seqs=num_seqs, overlaps=overlaps)
+    _fill(engine, num_seqs, 0.0, num_steps)
+    times_s = [time.perf_counter()]
+    for _ in range(num_steps):
+        engine.core.step()
+        times_s.append(time.perf_counter())
+    return float(np.median(np.diff(times_s))) * 1e3
 
 
 def _fill(engine: IdleEngine, num_seqs: int, temperature: float, num_steps: int) -> None:

@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from cloister.engine.adapter_register import AdapterRegister
 from cloister.engine.core import EngineCore, Runner
 from cloister.engine.output_processor import OutputProcessor
+from cloister.engine.step_ahead import StepAhead
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.runner import ModelRunner
 from cloister.sched import Scheduler, SchedulerConfig
@@ -146,14 +147,15 @@ def make_replica(
         PrefixKeys("history", BLOCK_SIZE),
     )
     real = ModelRunner(program, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
+    runner = wrap(runner or real)
     core = EngineCore(
         scheduler,
-        wrap(runner or real),
+        runner,
         OutputProcessor(Tokenizer(path), info),
         model=info,
         memory=[("KV cache", num_blocks * BLOCK_SIZE)],
         clock=clock,
-        overlaps=overlaps,
+        ahead=StepAhead(runner) if overlaps else None,
         adapters=adapters,
     )
     return Replica(core, scheduler, program)

@@ -55,6 +55,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
 def _build(config: EngineConfig, loading: Loading) -> EngineCore:
     from cloister.engine import EngineCore, OutputProcessor
     from cloister.engine.memory_scrubber import MemoryScrubber
+    from cloister.engine.step_ahead import StepAhead
     from cloister.runner import Grammars, ModelRunner
     from cloister.runner.adapters import plan_room
     from cloister.text import Tokenizer
@@ -137,7 +138,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         adapters=adapters,
         grammars=grammars,
         scrubber=scrubber,
-        overlaps=may_overlap(program, scrubber, drafters),
+        ahead=StepAhead(runner) if may_overlap(program, scrubber, drafters) else None,
     )
 
 

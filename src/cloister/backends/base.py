@@ -126,7 +126,7 @@ class Capability(Flag):
         TREES: computes token trees (`ForwardBatch.parents`) and keeps one path of them (`Program.move_positions`).
         ADAPTERS: runs sequences with adapters, several in one batch (`ForwardBatch.adapters`, `Program.load_adapter`).
         RECORDING: says where its time goes (`Program.record`).
-        ASYNCHRONOUS: computes on another device: a step leaves this machine's processors to others.
+        ASYNCHRONOUS: computes on another device, which goes on when `Program.launch` has returned.
     """
 
     GREEDY = auto()
@@ -228,6 +228,13 @@ class Program(ABC):
             ValueError: the arrays of the batch do not fit together.
             EngineError: the program lacks a capability that the step needs.
         """
+
+    def launch(self, batch: ForwardBatch, wants: Wants) -> Callable[[], StepOutput]:
+        """Begins a step, and returns what waits for it and gives its output (ASYNCHRONOUS).
+
+        It is called before anything else is asked of the program. Errors are raised here or there.
+        """
+        raise self._lacks(Capability.ASYNCHRONOUS)
 
     @abstractmethod
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -1,6 +1,6 @@
 """The step loop of one replica: plan, run, check, commit (steps 5 to 7 of the way of one request).
 
-Where steps overlap, step n + 1 is planned while step n runs, and starts before the tokens of step n are read.
+Where steps overlap, step n + 1 is planned while a device computes step n, and starts before the tokens of step n are read.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class EngineCore:
         draw_seed: seed of the sampling noise of a request that brings none.
         grammars: compiles those of requests, beside the steps.
         scrubber: clears away what requests left; None leaves it until it is overwritten.
-        overlaps: plans a step, and reads the tokens of the one before, while another one runs (`engine.step_ahead`).
+        ahead: of the runner: a step is planned, and the tokens of the one before are read, while a device computes another;
+            None does one thing after the other.
 
     Attributes:
         input_queue: where the front's messages are put, from any thread.
@@ -87,7 +88,7 @@ class EngineCore:
         adapters: AdapterRegister | None = None,
         grammars: GrammarCompilation | None = None,
         scrubber: MemoryScrubber | None = None,
-        overlaps: bool = False,
+        ahead: StepAhead | None = None,
     ) -> None:
         self.model = model
         self.memory = memory
@@ -102,7 +103,7 @@ class EngineCore:
         self._draw_seed = draw_seed
         self._compiling = CompilingRequests(grammars, lambda: self.input_queue.wake())
         self._scrubber = scrubber
-        self._ahead = StepAhead(lambda plan: runner.run(plan)) if overlaps else None
+        self._ahead = ahead
         self._open: set[str] = set()
         self._drain_by_s: float | None = None
         self._num_failures = 0
@@ -156,10 +157,10 @@ class EngineCore:
                 self._admit(request, now)
         if self._drain_by_s is not None and now >= self._drain_by_s:
             self._abort_all(now)
-        plan = (self._ahead.plan if self._ahead is not None else None) or self._plan(now)
-        next_plan = self._plan_ahead(plan, now)
-        if self._ahead is not None and self._ahead.plan is None:
-            plan = None  # planning on failed, and ended what ran with it
+        if self._ahead is None:
+            plan, next_plan = self._scheduler.plan(now), None
+        else:
+            plan, next_plan = self._plan_ahead(self._ahead, now)
         if plan is not None and emit is not None and (early := self._collect(self._scheduler.take_events())) is not None:
             emit(early)
         outputs = self._collect(self._perform(plan, next_plan) if plan is not None else self._scheduler.take_events())
@@ -204,35 +205,39 @@ class EngineCore:
             self._admit(request, now)
         self._scheduler.abort(request_id, now)
 
-    def _plan(self, now: float) -> StepPlan | None:
-        plan = self._scheduler.plan(now)
+    def _plan_ahead(self, ahead: StepAhead, now: float) -> tuple[StepPlan | None, StepPlan | None]:
+        """Returns the step that a device computes, begun here if none was, and the one behind it, planned meanwhile."""
         try:
-            if plan is not None:
-                self._output.begin(plan)
+            if ahead.plan is None and (plan := self._plan(now)) is not None:
+                ahead.start(plan)
+            next_plan = None if ahead.plan is None else self._plan(now)
         except Exception as error:
             self._recover(error)
-            return None
+            next_plan = None
+        return ahead.plan, next_plan
+
+    def _plan(self, now: float) -> StepPlan | None:
+        """Plans a step, whose answers are readied before it runs, as they may end while it does."""
+        plan = self._scheduler.plan(now)
+        if plan is not None:
+            self._output.begin(plan)
         return plan
 
-    def _plan_ahead(self, plan: StepPlan | None, now: float) -> StepPlan | None:
-        """Returns the step behind `plan`, planned while that one runs; None where steps do not overlap."""
-        if self._ahead is None or plan is None:
-            return None
-        if self._ahead.plan is None:
-            self._ahead.start(plan)
-        return self._plan(now)
-
-    def _run(self, plan: StepPlan, next_plan: StepPlan | None) -> StepResult:
-        if self._ahead is None:
-            return self._runner.run(plan)
-        result = self._ahead.take()
+    def _take(self, ahead: StepAhead, next_plan: StepPlan | None) -> StepResult:
+        """Waits for the step on the device, and starts the next one there."""
+        result = ahead.take()
         if next_plan is not None:
-            self._ahead.start(next_plan)
+            ahead.start(next_plan)
         return result
 
     def _perform(self, plan: StepPlan, next_plan: StepPlan | None) -> list[Event]:
         try:
-            result = self._run(plan, next_plan)
+            if self._ahead is None:
+                if plan.arrivals or plan.forks:
+                    self._output.begin(plan)
+                result = self._runner.run(plan)
+            else:
+                result = self._take(self._ahead, next_plan)
             stops = self._output.check(plan, result)
         except Exception as error:
             self._recover(error)

@@ -120,7 +120,7 @@ class OutputProcessor:
         self._num_cached: dict[str, int] = {}
 
     def begin(self, plan: StepPlan) -> None:
-        """Readies the answers of sequences that come with a plan: before it runs, as they may end while it does."""
+        """Readies the answers of sequences that come with a plan, before it is checked."""
         for new in plan.arrivals:
             if new.sampling.beams is None and new.seq_id not in self._streams:  # else it resumes, and its text so far is here
                 self._streams[new.seq_id] = self._open(new, new.index)

@@ -1,47 +1,69 @@
-"""A step that runs while the engine's thread does something else: reads the last one's tokens, plans the next one.
+"""A step that a device computes while the engine reads the tokens of the last one and plans the next (decisions/0016).
 
-For programs that compute on another device, where the processor is free meanwhile (decisions/0016).
+One thread does all of it: a step is launched, and what it brought is taken later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Protocol
 
 from cloister.types.step import StepPlan, StepResult
 
 
-class StepAhead:
-    """Runs plans on a thread of its own, one after the other. Called by the engine's thread.
+class LaunchingRunner(Protocol):
+    """A runner that returns as soon as a device has work, and waits for it later."""
 
-    Waits here are as long as a step takes, as they are without this; the front watches over both (`engine.supervision`).
+    def start(self, plan: StepPlan) -> Callable[[], StepResult]: ...
+
+
+class StepAhead:
+    """The step that is on the device.
 
     Attributes:
-        plan: that runs, or ran and was not taken; None otherwise.
+        plan: of that step; None where there is none.
     """
 
-    def __init__(self, run: Callable[[StepPlan], StepResult]) -> None:
+    def __init__(self, runner: LaunchingRunner) -> None:
         self.plan: StepPlan | None = None
-        self._run = run
-        self._thread = ThreadPoolExecutor(1, "cloister-step")
-        self._running: Future[StepResult] | None = None
+        self._runner = runner
+        self._finish: Callable[[], StepResult] | None = None
 
     def start(self, plan: StepPlan) -> None:
-        """Starts a step. The one before was taken."""
-        self.plan, self._running = plan, self._thread.submit(self._run, plan)
+        """Launches a step. The one before was taken."""
+        self._finish = self._runner.start(plan)
+        self.plan = plan
 
     def take(self) -> StepResult:
-        """Returns what the step brought, when it is done; raises what it raised."""
-        running, self.plan, self._running = self._running, None, None
-        assert running is not None
-        return running.result()
+        """Waits for the step and returns what it brought; raises what it raised."""
+        finish, self.plan, self._finish = self._finish, None, None
+        assert finish is not None
+        return finish()
 
     def pause(self) -> None:
-        """Returns when no step runs: what must not happen during one may happen until the next is started."""
-        if self._running is not None:
-            wait([self._running])
+        """Waits for the step, and keeps what it brought: until the next one starts the device is idle."""
+        if self._finish is not None:
+            self._finish = _Kept(self._finish)
 
     def drop(self) -> None:
-        """Forgets the step, when it is done."""
+        """Waits for the step, and forgets it."""
         self.pause()
-        self.plan = self._running = None
+        self.plan = self._finish = None
+
+
+class _Kept:
+    """The outcome of a step that is done."""
+
+    def __init__(self, finish: Callable[[], StepResult]) -> None:
+        self._result: StepResult | None = None
+        self._error: Exception | None = None
+        try:
+            self._result = finish()
+        except Exception as error:  # for whoever takes it
+            self._error = error
+
+    def __call__(self) -> StepResult:
+        if self._result is None:
+            assert self._error is not None
+            raise self._error
+        return self._result

@@ -5,7 +5,7 @@ Where nobody wants to see or change logits the program chooses tokens itself; el
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Final
@@ -48,14 +48,20 @@ class TokenGenerator:
         self._drafts = len(drafting) > 0
         self._can_show_hidden = drafting.wants_hidden and Capability.HIDDEN in program.capabilities
 
-    def run(self, live: list[ScheduledSequence], forks: list[Fork], result: StepResult) -> None:
-        """Computes a step of sequences that can go on, and adds what it brought to `result`."""
+    def start(self, live: list[ScheduledSequence], forks: list[Fork], result: StepResult) -> Callable[[], None] | None:
+        """Begins a step of sequences that can go on; what it returns waits for it. What it brought is added to `result`.
+
+        None where it is done already: a device works on alone only in plain steps whose tokens it chooses.
+        """
         if not live:
             self._start([], forks, {})
-            return
+            return None
         watched = self._find_watched(live, forks) if self._drafts else _NOBODY
-        if not (watched or self._batch.num_processed) or not self._reads_logits(live, watched):
-            seen = self._run_on_program(live, forks, watched, result)
+        reads_logits = (watched or self._batch.num_processed) and self._reads_logits(live, watched)
+        if not reads_logits and not watched and not forks:
+            return self._start_plain(live, result)
+        if not reads_logits:
+            seen = self._verify_on_program(live, forks, watched, result)
         else:
             seen, runs = [], split_scored(live)
             run_of = {part.plan.seq_id: number for number, run in enumerate(runs) for part in run}
@@ -64,6 +70,7 @@ class TokenGenerator:
                 seen += self._run_from_logits(run, own, watched, result)
         if seen:
             self._drafting.observe(seen)
+        return None
 
     def _find_watched(self, live: Sequence[ScheduledSequence], forks: Sequence[Fork]) -> AbstractSet[int]:
         """Returns the sequences of which drafters are to see the step; none in a step that they have no part in."""
@@ -118,16 +125,21 @@ class TokenGenerator:
 
     # The program chooses
 
-    def _run_on_program(
+    def _start_plain(self, live: Sequence[ScheduledSequence], result: StepResult) -> Callable[[], None] | None:
+        """Begins a step that verifies nothing: an object for each sequence would be a tenth of its Python."""
+        batch = forward_batch(live, self._block_size)
+        states = [part.state for part in live if part.plan.num_samples]
+        wants = self._wants(batch, states)
+        if not self._executor.is_asynchronous:
+            _append(states, self._executor.step(batch, wants), batch, result)
+            return None
+        wait = self._executor.launch(batch, wants)
+        return lambda: _append(states, wait(), batch, result)
+
+    def _verify_on_program(
         self, live: Sequence[ScheduledSequence], forks: Sequence[Fork], watched: AbstractSet[int], result: StepResult
     ) -> list[VerifyFeedback]:
         batch = forward_batch(live, self._block_size)
-        if not watched and not forks:
-            # without drafts every token is taken as it comes: an object each would be a tenth of a step's Python
-            states = [part.state for part in live if part.plan.num_samples]
-            positions = batch.context_lens if len(states) == len(live) else None
-            result.samples = _append(states, self._choose(batch, states, None, positions).tokens.tolist())
-            return []
         verified = self._start(live, forks, row_slices(live))
         states = []
         rows: list[int] = []
@@ -138,9 +150,13 @@ class TokenGenerator:
             rows += range(each.root, each.root + count)
             depths += each.draft.depths
         positions = np.array([len(state.tokens) for state in states], np.int32) + np.array(depths, np.int32)
-        output = self._choose(
-            batch, states, np.array(rows, np.int32), positions, watched, shows_hidden=self._shows(live, watched)
-        )
+        nodes = np.array(rows, np.int32), positions
+        wants = self._wants(batch, states, nodes, watched, shows_hidden=self._shows(live, watched))
+        output = self._executor.step(batch, wants)
+        if wants.greedy:
+            output.tokens = output.tokens[rows]
+        if output.tokens.shape != (len(states),):
+            raise EngineError(f"the program returned tokens of shape {output.tokens.shape}")
         tokens, first, seen = output.tokens.tolist(), 0, []
         for each in verified:
             own = slice(first, first + 1 + len(each.draft.token_ids))
@@ -155,37 +171,35 @@ class TokenGenerator:
         """Whether drafters are to see hidden states of a step."""
         return self._can_show_hidden and bool(watched) and any(part.plan.is_watched for part in live)
 
-    def _choose(
+    def _wants(
         self,
         batch: ForwardBatch,
         states: list[SequenceState],
-        rows: IntArray | None,
-        positions: IntArray | None,
+        nodes: tuple[IntArray, IntArray] | None = None,
         watched: AbstractSet[int] = _NOBODY,
         *,
         shows_hidden: bool = False,
-    ) -> StepOutput:
-        """Computes a step in which the program chooses a token for each of `states`, greedily where that is all they want.
+    ) -> Wants:
+        """Returns what a step shall bring in which the program chooses a token for each of `states`.
 
-        What grammars let follow is found while the program computes, so it is asked for after that.
+        The most likely one of every row, if that is all they want. What grammars let follow is found while the program
+        computes, so it is asked for after that.
 
         Args:
-            rows: of logits, for each; None for all of the step's in their order.
-            positions: of the tokens; None for the one behind each sequence's last.
+            nodes: for each, its row of logits and the token's position; None where each has one row, and they are in order.
         """
         num_top = self._drafting.num_top if watched else 0
         if not num_top and (self._batch.num_not_greedy == 0 or False not in [state.is_greedy for state in states]):
-            output = self._executor.step(batch, Wants(greedy=True, hidden=True) if shows_hidden else GREEDY)
-            if rows is not None:
-                output.tokens = output.tokens[rows]
-            return output
-        sampling = self._batch.sampling_metadata(
-            states, np.arange(len(states), dtype=np.int32) if rows is None else rows, positions
-        )
+            return Wants(greedy=True, hidden=True) if shows_hidden else GREEDY
+        if nodes is not None:
+            sampling = self._batch.sampling_metadata(states, *nodes)
+        else:
+            positions = batch.context_lens if len(states) == len(batch.context_lens) else None
+            sampling = self._batch.sampling_metadata(states, np.arange(len(states), dtype=np.int32), positions)
         masks = None
         if self._batch.num_guided and not all(state.grammar is None for state in states):
             masks = partial(_stack_masks, states)
-        return self._executor.step(batch, Wants(sampling=sampling, masks=masks, num_top=num_top, hidden=shows_hidden))
+        return Wants(sampling=sampling, masks=masks, num_top=num_top, hidden=shows_hidden)
 
     # Tokens are chosen from logits
 
@@ -235,10 +249,12 @@ class TokenGenerator:
         return [each for place, (each, token, child) in enumerate(chosen) if each.take(token, child, entries.get(place))]
 
 
-def _append(states: list[SequenceState], tokens: list[int]) -> list[Sample]:
-    """Gives each sequence the token that the program chose; -1 says that there is none."""
-    samples = []
-    for state, token in zip(states, tokens, strict=True):
+def _append(states: list[SequenceState], output: StepOutput, batch: ForwardBatch, result: StepResult) -> None:
+    """Gives each sequence the token that the program chose from its one row; -1 says that there is none."""
+    if output.tokens.shape != batch.logit_rows.shape:
+        raise EngineError(f"the program returned tokens of shape {output.tokens.shape}")
+    samples = result.samples = []
+    for state, token in zip(states, output.tokens.tolist(), strict=True):
         if token < 0:
             state.failure = (state.grammar and state.grammar.failure) or NOT_FINITE
             continue
@@ -249,7 +265,6 @@ def _append(states: list[SequenceState], tokens: list[int]) -> list[Sample]:
             if state.failure is not None:
                 continue
         samples.append(Sample(state.seq_id, [token]))
-    return samples
 
 
 def _stack_masks(states: list[SequenceState]) -> MaskArray:
@@ -270,7 +285,7 @@ def _see(verified: Sequence[Verification], output: StepOutput) -> list[VerifyFee
     verified = [each for each in verified if each.token_ids and each.state.failure is None]
     if not verified:
         return []
-    best, seen = greedy_tokens(output.logits).astype(np.int32), []
+    best, seen = greedy_tokens(output.logits), []
     for each in verified:
         chosen = best[each.root : each.root + 1 + len(each.draft.token_ids)].copy()
         chosen[[0, *[place + 1 for place in each.path]]] = each.token_ids

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from threading import RLock
 from typing import Final, Protocol
 
 import numpy as np
@@ -180,7 +179,7 @@ class _Compiled:
 
 
 class Grammars:
-    """Grammars of the requests that an engine holds. Called by the engine's thread, and by that of its steps.
+    """Grammars of the requests that an engine holds. Called by the engine's thread.
 
     Compiled ones are found by the identity of the object in the request, never by what it says: nothing that one request
     brought can make another one quicker, whatever its scope.
@@ -195,7 +194,6 @@ class Grammars:
         for token_id in compiler.eos_token_ids:
             self._eos[token_id // 32] |= np.uint32(1 << token_id % 32)
         self._compiled: dict[int, _Compiled] = {}
-        self._lock = RLock()  # a grammar that is collected meanwhile forgets itself inside
         self._masks = ThreadPoolExecutor(1, "cloister-grammar")
         self._compiling = ThreadPoolExecutor(1, "cloister-compile")
         self._left: list[Future[tuple[Matcher, MaskArray]]] = []
@@ -206,8 +204,7 @@ class Grammars:
         Args:
             then: called from another thread as soon as it is done.
         """
-        with self._lock:
-            found = self._find(grammar)
+        found = self._find(grammar)
         if found.job is None or found.job.done() or found.objection is not None:
             return True
         found.job.add_done_callback(lambda job: then())
@@ -220,15 +217,14 @@ class Grammars:
         """
         if not self._compiler.is_ready:
             return False
-        with self._lock:
-            found = self._find(grammar)
-            if found.job is None or found.job.done():
-                return True
-            if found.job.cancel():
-                return self._move(found, grammar)
-            found.objection = TOO_SLOW
-            self._leave([found.job])
+        found = self._find(grammar)
+        if found.job is None or found.job.done():
             return True
+        if found.job.cancel():
+            return self._move(found, grammar)
+        found.objection = TOO_SLOW
+        self._leave([found.job])
+        return True
 
     def _move(self, found: _Compiled, grammar: Grammar) -> bool:
         """Starts again what was not begun, past those that hang; True if there is no thread for it, or was none before."""
@@ -253,8 +249,7 @@ class Grammars:
         Raises:
             CloisterError: the grammar cannot be followed.
         """
-        with self._lock:
-            found = self._find(grammar)
+        found = self._find(grammar)
         try:
             if found.job is None or found.objection is not None:
                 raise CloisterError(found.objection or TOO_BUSY)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from cloister.backends.base import Capability, Program, SamplingMetadata
 from cloister.runner.drafter_group import DrafterGroup
@@ -77,6 +78,13 @@ class ModelRunner:
             EngineError: the plan does not fit what the runner holds. After this, or an error of the program, the step's
                 sequences must depart before they are named again; the others are unharmed.
         """
+        return self.start(plan)()
+
+    def start(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begins a step as `run`, and returns what waits for it and says what it brought, to be called before the next step.
+
+        A program that computes on another device works meanwhile, where it chooses all tokens by itself.
+        """
         started_s = self._clock.now()
         for seq_id in plan.departures:
             self._batch.depart(seq_id)
@@ -92,13 +100,6 @@ class ModelRunner:
         if not (plan.sequences or self.num_sequences):
             self.wipe_buffers()
         result = StepResult(plan_id=plan.plan_id)
-        self._compute(plan, result)
-        if self._drafts:
-            result.draft_s = self._drafting.take_times()
-        result.elapsed_s = self._clock.now() - started_s
-        return result
-
-    def _compute(self, plan: StepPlan, result: StepResult) -> None:
         parts = [self._part(part) for part in plan.sequences]
         if self._drafts:
             parts = self._drafted(parts)
@@ -106,12 +107,27 @@ class ModelRunner:
         if self._batch.num_pooled:
             result.embeddings = self._pool([part for part in live if part.state.pool is not None])
             live = [part for part in live if part.state.pool is None]
-        self._generator.run(live, plan.forks, result)
+        return partial(self._finish, plan, parts, self._generator.start(live, plan.forks, result), result, started_s)
+
+    def _finish(
+        self,
+        plan: StepPlan,
+        parts: list[ScheduledSequence],
+        wait: Callable[[], None] | None,
+        result: StepResult,
+        started_s: float,
+    ) -> StepResult:
+        if wait is not None:
+            wait()
         touched = [part.state for part in parts]
         touched += [self._batch[fork.child_id] for fork in plan.forks]
         if self._batch.num_guided:
             self._follow_grammars([state for state in touched if state.grammar is not None], result)
         result.failures = {state.seq_id: state.failure for state in touched if state.failure is not None}
+        if self._drafts:
+            result.draft_s = self._drafting.take_times()
+        result.elapsed_s = self._clock.now() - started_s
+        return result
 
     def _drafted(self, parts: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """Returns the parts with what is drafted for them."""

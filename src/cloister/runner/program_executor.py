@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ class ProgramExecutor:
         self._is_greedy, self._is_sampling, self._is_masking = (
             capability in has for capability in (Capability.GREEDY, Capability.SAMPLING, Capability.MASKS)
         )
+        self.is_asynchronous = Capability.ASYNCHRONOUS in has
         self._lacks_something = not (self._is_greedy and self._is_sampling and self._is_masking)
         self._sampler = None if self._is_sampling else Sampler(vocab_size)
 
@@ -47,19 +48,21 @@ class ProgramExecutor:
         """Computes one step (`backends.base.Program.step`).
 
         Raises:
-            EngineError: what the program returned has another shape.
+            EngineError: the program returned logits of another shape.
         """
         if self._lacks_something and not self._can_choose(wants):
-            logits_first = Wants(logits=True, hidden=True) if wants.hidden else LOGITS
-            return self._choose_on_host(self._program.step(batch, logits_first), batch, wants)
+            return self._choose_on_host(self._program.step(batch, _logits_first(wants)), batch, wants)
         output = self._program.step(batch, wants)
-        if wants.greedy:
-            _check_tokens(output, batch.logit_rows.size)
-        elif wants.sampling is not None:
-            _check_tokens(output, len(wants.sampling))
-        elif wants.logits:
+        if wants.logits:
             self._check_logits(output, batch)
         return output
+
+    def launch(self, batch: ForwardBatch, wants: Wants) -> Callable[[], StepOutput]:
+        """Begins one step of an asynchronous program; what it returns waits for it (`backends.base.Program.launch`)."""
+        if self._can_choose(wants):
+            return self._program.launch(batch, wants)
+        wait = self._program.launch(batch, _logits_first(wants))
+        return lambda: self._choose_on_host(wait(), batch, wants)
 
     def _can_choose(self, wants: Wants) -> bool:
         """Whether the program does all that is wanted by itself."""
@@ -102,7 +105,7 @@ class ProgramExecutor:
         if wants.logits:
             chosen.logits = logits
         elif wants.greedy:
-            chosen.tokens = greedy_tokens(logits).astype(np.int32)
+            chosen.tokens = greedy_tokens(logits)
         elif wants.sampling is not None:
             chosen.tokens = self._sample_on_host(logits, wants.sampling, None if wants.masks is None else wants.masks())
         if wants.num_top:
@@ -110,10 +113,10 @@ class ProgramExecutor:
         return chosen
 
     def _sample_on_host(self, logits: FloatArray, sampling: SamplingMetadata, masks: MaskArray | None) -> IntArray:
-        tokens = np.empty(len(sampling), np.int32)
         if masks is None:
-            tokens[:] = self.sample(logits, sampling)
+            tokens = np.array(self.sample(logits, sampling), np.int32)
         else:
+            tokens = np.empty(len(sampling), np.int32)
             for piece in row_pieces(len(sampling), logits.shape[1]):
                 own = sampling[piece].copy()
                 scores = logits[own["row"]]
@@ -124,6 +127,11 @@ class ProgramExecutor:
         return tokens
 
 
+def _logits_first(wants: Wants) -> Wants:
+    """Returns what a program shall bring whose tokens are chosen here."""
+    return Wants(logits=True, hidden=True) if wants.hidden else LOGITS
+
+
 def largest_ids(logits: FloatArray, count: int) -> IntArray:
     """Returns the ids of each row's largest logits, best first, lower ids first among equal ones, [num_rows, count].
 
@@ -132,8 +140,3 @@ def largest_ids(logits: FloatArray, count: int) -> IntArray:
     order = np.argsort(-logits, axis=1, kind="stable")[:, :count].astype(np.int32)
     order[~finite_rows(logits)] = -1
     return order
-
-
-def _check_tokens(output: StepOutput, num_tokens: int) -> None:
-    if output.tokens.shape != (num_tokens,):
-        raise EngineError(f"the program returned tokens of shape {output.tokens.shape}")

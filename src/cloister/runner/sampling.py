@@ -42,12 +42,12 @@ def finite_rows(logits: FloatArray) -> BoolArray:
     return finite
 
 
-def greedy_tokens(logits: FloatArray) -> IntArray:
+def greedy_tokens(logits: FloatArray) -> npt.NDArray[np.int32]:
     """Returns the id of each row's largest logit, the lowest among equal ones; -1 for a row that is not finite.
 
     One row after the other while it is in the cache: at 150,000 tokens a pass over all rows comes from memory.
     """
-    tokens = np.empty(len(logits), np.int64)
+    tokens = np.empty(len(logits), np.int32)
     for piece in row_pieces(*logits.shape):
         rows = logits[piece]
         best = rows.argmax(axis=1)

@@ -22,7 +22,7 @@ class HeadShelf:
         self._held: list[PackedMatrix] = []
 
     def load(self, heads: DraftHeads) -> int:
-        """Packs heads (`backends.draft_heads.DraftHeadProgram.load_heads`)."""
+        """Packs heads (`backends.base.Program.load_heads`)."""
         blocks = [self._pack(block, _ACTIVATIONS[heads.activation]) for block in heads.blocks]
         return self._program.load_heads([list(of_one_head) for of_one_head in zip(*blocks, strict=True)])
 
@@ -43,7 +43,7 @@ class HeadShelf:
         return packed.bind()
 
     def guess(self, loaded: int, hidden: FloatArray, num_heads: int, num_top: int) -> IntArray:
-        """Computes heads (`backends.draft_heads.DraftHeadProgram.guess`)."""
+        """Computes heads (`backends.base.Program.guess`)."""
         top = np.empty((num_heads * len(hidden), num_top), np.int32)
         self._program.guess(loaded, hidden, num_heads, top)
         return top.reshape(num_heads, len(hidden), num_top)

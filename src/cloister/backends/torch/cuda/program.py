@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,9 +80,13 @@ class CudaProgram(Program):
         self._graphs = DecodeGraphs(self._courier, self._compute_captured) if device.type == "cuda" else None
         self._prefill = None if is_exact else self._open_prefill()
 
-    @torch.no_grad()
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
-        """Computes one step (`backends.base.Program.step`); what is not wanted stays on the device.
+        """Computes one step (`backends.base.Program.step`); what is not wanted stays on the device."""
+        return self.launch(batch, wants)()
+
+    @torch.no_grad()
+    def launch(self, batch: ForwardBatch, wants: Wants) -> Callable[[], StepOutput]:
+        """Launches one step (`backends.base.Program.launch`); what it returns moves what is wanted to the host.
 
         A decode step that wants no hidden states is replayed (`cuda.graphs`). Hidden states are numbers of `dtype`.
         """
@@ -90,7 +95,7 @@ class CudaProgram(Program):
             raise EngineError("the CUDA program computes no token trees yet; draft one sequence, or compute on the CPU")
         captured = None if wants.hidden else self._run_captured(batch)
         if captured is not None:
-            return _bring(wants, captured, batch.logit_rows)
+            return partial(_bring, wants, captured, batch.logit_rows)
         return self._launch(batch, wants)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -126,20 +131,17 @@ class CudaProgram(Program):
             return None
         return self._graphs.run(padded_arrays(batch, works, self._kv.block_size, padding), padding)
 
-    def _launch(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
-        """Computes a step kernel by kernel; the head only where something of it is wanted."""
+    def _launch(self, batch: ForwardBatch, wants: Wants) -> Callable[[], StepOutput]:
+        """Launches a step kernel by kernel; the head only where something of it is wanted."""
         if len(batch.token_ids) == 0:
-            return StepOutput(logits=np.empty((0, self._spec.vocab_size), np.float32))
-        output, normed = StepOutput(), self._compute_normed(*self._prepare(batch))
-        if wants.hidden:
-            output.hidden = normed.float().cpu().numpy()
-        if wants.logits or wants.greedy:
-            logits = self._compute_logits(normed)
-            if wants.logits:
-                output.logits = logits.cpu().numpy()
-            else:
-                output.tokens = find_largest(logits).cpu().numpy()
-        return output
+            return partial(StepOutput, logits=np.empty((0, self._spec.vocab_size), np.float32))
+        normed = self._compute_normed(*self._prepare(batch))
+        found = {"hidden": normed.float()} if wants.hidden else {}
+        if wants.logits:
+            found["logits"] = self._compute_logits(normed)
+        elif wants.greedy:
+            found["tokens"] = find_largest(self._compute_logits(normed))
+        return lambda: StepOutput(**{name: tensor.cpu().numpy() for name, tensor in found.items()})
 
     def _prepare(self, batch: ForwardBatch) -> tuple[StepInputs, AttentionKernels]:
         """Moves the arrays of a step that is not captured, and readies what attends in it."""
