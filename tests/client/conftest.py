@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 
 from cloister.privacy.shape import shape_of
+from tests.memory import memory_directory
 from tests.memory import tmp_path as tmp_path
 from tests.sealed.real_server import RealServer
 from tests.sealed_cloud import LoopbackCloud, open_cloud
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return tmp_path
+def directory() -> Iterator[Path]:
+    with memory_directory() as directory:
+        yield directory
 
 
 @pytest.fixture(scope="session")
