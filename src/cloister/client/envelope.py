@@ -11,8 +11,7 @@ import msgspec
 
 from cloister.client.errors import FailedTryError, FinalRefusalError
 from cloister.client.receipts import ReceiptOrder, ReceiptReader
-from cloister.privacy.receipts.claims import ReceiptError
-from cloister.privacy.receipts.wish import read_signature, with_wish
+from cloister.privacy.receipts import ReceiptError, read_signature, with_wish
 from cloister.privacy.sealing import (
     CHUNKED,
     Content,
@@ -35,7 +34,7 @@ from cloister.privacy.sealing import (
     seal_chunked_request,
 )
 from cloister.privacy.shape import ShapeError, Unshaper, shape_of
-from cloister.privacy.tokens.paid import with_budget
+from cloister.privacy.tokens.redeem import with_budget
 from cloister.privacy.transparency.epoch import Epoch, NodeEntry
 from cloister.sealed.problems import DATE_TYPE
 

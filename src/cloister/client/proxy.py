@@ -17,7 +17,7 @@ from cloister.client.session import Session
 from cloister.client.transport import AsyncSealedTransport
 from cloister.privacy.sealing import LARGEST_BUCKET_BYTES
 from cloister.server.errors import OriginError, error_body, error_headers
-from cloister.server.middleware.host import LocalHostOnly
+from cloister.server.middleware.auth import LocalHostOnly
 from cloister.types.errors import CloisterError, DeadlineError, RequestTooLargeError
 
 BODY_S = 60.0

@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from cloister.privacy.sealing import GATEWAY_KEY_OVERLAP_S
 from cloister.privacy.tokens import AcceptedKey, BlindSignatureError, Issuer, IssuerKey, MalformedTokenError, TokenRequest
+from cloister.privacy.tokens.challenge import challenge_between
 from cloister.privacy.tokens.issuance import (
     BATCH_REQUEST_TYPE,
     BATCH_RESPONSE_TYPE,
@@ -36,14 +37,13 @@ from cloister.privacy.tokens.issuance import (
     encode_answers,
 )
 from cloister.privacy.tokens.issuer import REFRESH_S
-from cloister.privacy.tokens.names import challenge_between
 from cloister.privacy.tokens.purchase import PURCHASE_PATH, REQUEST_PATH, STATEMENT_PATH
 from cloister.privacy.transparency.epoch import Budget, IssuerEntry
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity, IssuerStatement, sign_entry, sign_statement
 from cloister.privacy.transparency.note import PrivateKey
 from cloister.sealed.purchases import SealedPurchases
-from cloister.server.bearer import read_bearer
 from cloister.server.errors import error_body, error_headers
+from cloister.server.middleware.auth import read_bearer
 from cloister.types.errors import CloisterError, ConfigError, DeadlineError, InvalidRequestError, RequestTooLargeError
 
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
-from cloister.privacy.transparency.reader import read_resource
+from cloister.privacy.transparency.tiles import read_resource
 from cloister.sealed.exchange import Outgoing
 from cloister.sealed.problems import ProblemError, problem_of
 from cloister.sealed.upstream import Upstream

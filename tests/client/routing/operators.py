@@ -16,9 +16,16 @@ from cloister.client.routing.adversary import SteeringBook
 from cloister.client.routing.cloud import GATEWAY, ISSUER, Node, SealedCloud, current_user
 from cloister.client.routing.records import Attack, Spell
 from cloister.privacy.tokens import Issuer, KeyShelf
-from cloister.privacy.tokens.paid import BUDGET_FIELD
-from cloister.privacy.transparency.bundle import EpochBundle, encode_bundle, parse_bundle
-from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, NodeEntry, epoch_leaf
+from cloister.privacy.tokens.redeem import BUDGET_FIELD
+from cloister.privacy.transparency.epoch import (
+    Epoch,
+    EpochBundle,
+    GatewayEntry,
+    NodeEntry,
+    encode_bundle,
+    epoch_leaf,
+    parse_bundle,
+)
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.sealed.issuer import issuer_app
 from cloister.sealed.nodes import NodeBook
