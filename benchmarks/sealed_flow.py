@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
 
@@ -45,11 +43,11 @@ NUM_TIMED = 400
 
 def main() -> None:
     server = RealServer()
-    with tempfile.TemporaryDirectory() as directory, open_cloud(Path(directory), server) as cloud:
+    with open_cloud(server) as cloud:
         print_flow(cloud)
         server.close()
     # around an application that computes nothing: all programs share this process, and an engine would stand in their way
-    with tempfile.TemporaryDirectory() as directory, open_cloud(Path(directory), Inner()) as cloud, serve(Inner()) as direct:
+    with open_cloud(Inner()) as cloud, serve(Inner()) as direct:
         print_cost(cloud, direct)
         print_refusals(cloud)
     print_failures()

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from pathlib import Path
@@ -34,6 +33,7 @@ from cloister.privacy.tokens.issuance import encode_answers
 from cloister.sealed.relay import ISSUER_TIMEOUT_S
 from cloister.sealed.upstream import ANSWER_TIMEOUT_S
 from tests.loopback import LoopbackNetwork, Recorder
+from tests.memory import memory_directory
 from tests.rsa_keys import shared_keys
 from tests.token_shop import START
 
@@ -131,7 +131,6 @@ class LoopbackCloud(SealedCloud):
 
 @contextlib.contextmanager
 def open_cloud(
-    directory: Path,
     inner: ASGIApp,
     *,
     num_nodes: int = 1,
@@ -169,16 +168,8 @@ def open_cloud(
         node_secret=NODE_SECRET,
     )
     network = LoopbackNetwork({GATEWAY: certificate} if certificate else None)
-    with contextlib.closing(network):
+    with memory_directory() as directory, contextlib.closing(network):
         cloud = LoopbackCloud(directory, config, network, None if is_live else START)
         with contextlib.closing(cloud):
             network.run(cloud.enter(Spell(dict.fromkeys("abc"[:num_nodes], 1))))
             yield cloud
-
-
-@contextlib.contextmanager
-def memory_directory() -> Iterator[Path]:
-    """A directory in memory where there is such a place: stores and log wait for the disk at every step."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        yield Path(name)

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from cloister.privacy.shape import shape_of
+from tests.memory import memory_directory
+from tests.memory import tmp_path as tmp_path
 from tests.sealed.real_server import RealServer
-from tests.sealed_cloud import LoopbackCloud, memory_directory, open_cloud
+from tests.sealed_cloud import LoopbackCloud, open_cloud
 
 
 @pytest.fixture
@@ -20,9 +22,6 @@ def directory() -> Iterator[Path]:
 def cloud() -> Iterator[LoopbackCloud]:
     """One sealed cloud with the embedded model for every test that only asks."""
     server = RealServer()
-    with (
-        memory_directory() as directory,
-        open_cloud(directory, server, num_nodes=2, is_live=True, shape=shape_of("private")) as cloud,
-    ):
+    with open_cloud(server, num_nodes=2, is_live=True, shape=shape_of("private")) as cloud:
         yield cloud
         server.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -13,13 +11,13 @@ import pytest
 from cloister.client import NoAnswerError, SealedTransport
 from cloister.client.session import DOUBT_AFTER_S
 from tests.client.test_transport import NODES, Handler, World, ask, ask_once
+from tests.memory import memory_directory
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        world = World(Path(name) / "cloud")
+    with memory_directory() as directory:
+        world = World(directory / "cloud")
         asyncio.run(world.cloud.enter(NODES))
         yield world
         world.cloud.close()

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import stat
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,13 +40,6 @@ from tests.privacy.transparency.test_backdating import replay
 from tests.privacy.transparency.world import make_evidence, member_key
 
 THREE = Spell({"a": 1, "b": 1, "c": 1})
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        yield Path(name)
 
 
 @pytest.fixture

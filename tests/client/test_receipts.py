@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from cloister.privacy.attestation import AttestationPolicy
 from cloister.privacy.receipts import Receipt, read_jws, read_receipt
 from cloister.types.errors import ConfigError
 from tests.client.test_transport import NODES, World
+from tests.memory import memory_directory
 from tests.sealed_cloud import LoopbackCloud
 
 SOFTWARE = AttestationPolicy(accept_software=True)
@@ -27,9 +27,8 @@ TARGET = "/v1/chat/completions"
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        world = World(Path(name) / "cloud")
+    with memory_directory() as directory:
+        world = World(directory / "cloud")
         asyncio.run(world.cloud.enter(NODES))
         yield world
         world.cloud.close()

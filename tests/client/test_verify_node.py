@@ -58,7 +58,7 @@ def sign(evidence: Evidence) -> bytes:
 
 
 @dataclass
-class House(World):
+class ServedCloud(World):
     """A world whose files are served as a gateway serves them, and whose one node runs the newest release."""
 
     files: dict[str, bytes] = field(default_factory=dict)
@@ -107,10 +107,10 @@ class House(World):
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
-    house = House(tmp_path)
-    house.serve(house.state())
-    return house
+def served(tmp_path: Path) -> ServedCloud:
+    served = ServedCloud(tmp_path)
+    served.serve(served.state())
+    return served
 
 
 def slugs(findings: Findings, outcome: Outcome) -> list[str]:
@@ -122,8 +122,8 @@ def only_node(checked: Checked) -> Findings:
     return findings
 
 
-def test_an_honest_list_is_proved_and_software_is_said_to_be_not_proved(house: House):
-    checked = house.check()
+def test_an_honest_list_is_proved_and_software_is_said_to_be_not_proved(served: ServedCloud):
+    checked = served.check()
     assert checked.accepted
     assert not checked.proved
     assert slugs(checked.epoch, Outcome.PROVED) == ["epoch", "witnesses", "history", "membership", "release", "key-exchange"]
@@ -133,35 +133,35 @@ def test_an_honest_list_is_proved_and_software_is_said_to_be_not_proved(house: H
     assert {"expiry", "profile", "profile-digest", "release", "model", "hardening"} <= set(proved)
 
 
-def test_a_node_that_was_started_with_another_setting_is_refused_and_the_setting_is_named(house: House):
-    house.serve(house.state(configuration={"setting quant": '"int4"'}))
-    (step,) = only_node(house.check()).of(Outcome.FAILED)
+def test_a_node_that_was_started_with_another_setting_is_refused_and_the_setting_is_named(served: ServedCloud):
+    served.serve(served.state(configuration={"setting quant": '"int4"'}))
+    (step,) = only_node(served.check()).of(Outcome.FAILED)
     assert step.slug == "configuration"
     assert 'setting quant is "int4" and was published as "none"' in step.text
 
 
 @dataclass
 class KeySigner:
-    """A house whose issuer signs keys for a week."""
+    """A served whose issuer signs keys for a week."""
 
-    house: House
+    served: ServedCloud
     signer: PrivateKey = field(default_factory=lambda: PrivateKey.generate("issuer.example", Kind.NOTE))
 
     def __post_init__(self) -> None:
-        self.url = self.house.contents().issuers[0].url
-        self.house.trust = replace(self.house.trust, issuer=IssuerIdentity(self.url, self.signer.public))
+        self.url = self.served.contents().issuers[0].url
+        self.served.trust = replace(self.served.trust, issuer=IssuerIdentity(self.url, self.signer.public))
 
     def key(self, name: bytes, by: PrivateKey | None = None, age_s: int = 0) -> IssuerEntry:
-        begin = int(self.house.now) - age_s
+        begin = int(self.served.now) - age_s
         return sign_entry(IssuerEntry(self.url, name, begin, begin + 7 * 86400, budget=512), by or self.signer)
 
     def check(self, *issuers: IssuerEntry, view: View | None = None) -> Checked:
-        self.house.files["epoch"] = self.house.publish(evidence=(self.house.state(),), issuers=issuers).bundle
-        return self.house.check(view=view)
+        self.served.files["epoch"] = self.served.publish(evidence=(self.served.state(),), issuers=issuers).bundle
+        return self.served.check(view=view)
 
 
-def test_the_issuers_key_is_checked_as_a_client_would_that_buys(house: House):
-    issuer, stranger = KeySigner(house), PrivateKey.generate("stranger.example", Kind.NOTE)
+def test_the_issuers_key_is_checked_as_a_client_would_that_buys(served: ServedCloud):
+    issuer, stranger = KeySigner(served), PrivateKey.generate("stranger.example", Kind.NOTE)
     assert "issuer" in slugs(issuer.check(issuer.key(b"ours")).epoch, Outcome.PROVED)
     for issuers, words in (
         ((issuer.key(b"forged", by=stranger),), "did not sign"),
@@ -172,168 +172,170 @@ def test_the_issuers_key_is_checked_as_a_client_would_that_buys(house: House):
         assert words in step.text
 
 
-def test_a_check_that_goes_on_where_the_last_one_left_it_knows_the_issuers_earlier_keys(house: House):
-    issuer = KeySigner(house)
+def test_a_check_that_goes_on_where_the_last_one_left_it_knows_the_issuers_earlier_keys(served: ServedCloud):
+    issuer = KeySigner(served)
     seen = issuer.check(issuer.key(b"ours")).view
     (step,) = issuer.check(issuer.key(b"second", age_s=60), view=seen).epoch.of(Outcome.FAILED)
     assert step.slug == "issuer"
     assert "signed two statements that contradict each other" in step.text
 
 
-def test_without_accept_software_the_same_list_is_refused(house: House):
-    checked = house.check(AttestationPolicy())
+def test_without_accept_software_the_same_list_is_refused(served: ServedCloud):
+    checked = served.check(AttestationPolicy())
     assert not checked.accepted
     assert slugs(only_node(checked), Outcome.FAILED) == ["hardware"]
 
 
 @pytest.fixture
-def enclave(house: House, monkeypatch: pytest.MonkeyPatch) -> NitroPlatform:
+def enclave(served: ServedCloud, monkeypatch: pytest.MonkeyPatch) -> NitroPlatform:
     """A hypervisor that is trusted, and a release that names what it measures."""
-    platform = NitroPlatform(made=datetime.fromtimestamp(house.now, UTC))
+    platform = NitroPlatform(made=datetime.fromtimestamp(served.now, UTC))
     monkeypatch.setattr(VERIFIERS["nitro"], "_roots", platform.roots)
     launch = {f"nitro-pcr{number}": PCRS[number].hex() for number in range(3)}
-    house.release = msgspec.structs.replace(house.release, number=house.release.number + 1, launch=launch)
-    house.log_release(house.release)
+    served.release = msgspec.structs.replace(served.release, number=served.release.number + 1, launch=launch)
+    served.log_release(served.release)
     return platform
 
 
-def serve_enclave(house: House, platform: NitroPlatform, **changes: object) -> None:
+def serve_enclave(served: ServedCloud, platform: NitroPlatform, **changes: object) -> None:
     """Publishes an epoch with one node, which is a Nitro enclave."""
-    statement = read_evidence(house.state()).statement
+    statement = read_evidence(served.state()).statement
     read = read_statement(statement)
     bound = {"user_data": report_data(statement), "public_key": read.keys, "nonce": nitro_nonce(read)}
     document = platform.document(**({name: encode_bytes(value) for name, value in bound.items()} | changes))
-    house.serve(sign_member(member_key("node"), Evidence("nitro", statement, document)).encode())
+    served.serve(sign_member(member_key("node"), Evidence("nitro", statement, document)).encode())
 
 
-def test_an_enclave_is_proved_by_the_registers_that_its_release_names(house: House, enclave: NitroPlatform):
-    serve_enclave(house, enclave)
-    checked = house.check(AttestationPolicy(kinds=frozenset({"nitro"})))
+def test_an_enclave_is_proved_by_the_registers_that_its_release_names(served: ServedCloud, enclave: NitroPlatform):
+    serve_enclave(served, enclave)
+    checked = served.check(AttestationPolicy(kinds=frozenset({"nitro"})))
     assert checked.proved, slugs(only_node(checked), Outcome.FAILED)
 
 
-def test_an_enclave_of_another_image_than_its_release_is_refused(house: House, enclave: NitroPlatform):
-    serve_enclave(house, enclave, pcrs=PCRS | {1: b"\x5a" * 48})
-    assert slugs(only_node(house.check(AttestationPolicy(kinds=frozenset({"nitro"})))), Outcome.FAILED) == ["pcr-1"]
+def test_an_enclave_of_another_image_than_its_release_is_refused(served: ServedCloud, enclave: NitroPlatform):
+    serve_enclave(served, enclave, pcrs=PCRS | {1: b"\x5a" * 48})
+    assert slugs(only_node(served.check(AttestationPolicy(kinds=frozenset({"nitro"})))), Outcome.FAILED) == ["pcr-1"]
 
 
-def test_an_enclave_is_refused_where_the_user_did_not_ask_for_one(house: House, enclave: NitroPlatform):
-    serve_enclave(house, enclave)
-    findings = only_node(house.check(AttestationPolicy()))
+def test_an_enclave_is_refused_where_the_user_did_not_ask_for_one(served: ServedCloud, enclave: NitroPlatform):
+    serve_enclave(served, enclave)
+    findings = only_node(served.check(AttestationPolicy()))
     (step,) = findings.of(Outcome.FAILED)
     assert "accepted are sev-snp, tdx" in step.text
 
 
-def test_what_was_seen_of_the_log_is_remembered(house: House):
-    first = house.check()
-    house.now += 60
-    house.serve(house.state())
-    again = house.check(view=first.view)
+def test_what_was_seen_of_the_log_is_remembered(served: ServedCloud):
+    first = served.check()
+    served.now += 60
+    served.serve(served.state())
+    again = served.check(view=first.view)
     assert again.accepted
     assert any("where we left it" in step.text for step in again.epoch)
 
 
-def test_a_log_that_was_rolled_back_is_refused(house: House, tmp_path: Path):
-    before = dict(house.files)
-    house.now += 60
-    house.serve(house.state())
-    view = house.check().view
-    house.files = before
-    checked = house.check(view=view)
+def test_a_log_that_was_rolled_back_is_refused(served: ServedCloud, tmp_path: Path):
+    before = dict(served.files)
+    served.now += 60
+    served.serve(served.state())
+    view = served.check().view
+    served.files = before
+    checked = served.check(view=view)
     assert not checked.accepted
     assert slugs(checked.epoch, Outcome.FAILED) == ["log_rolled_back"]
     assert checked.nodes == {}
 
 
-def test_an_epoch_of_another_log_is_refused(house: House, tmp_path: Path):
-    other = House(tmp_path / "other")
+def test_an_epoch_of_another_log_is_refused(served: ServedCloud, tmp_path: Path):
+    other = ServedCloud(tmp_path / "other")
     other.serve(other.state())
-    house.files = other.files
-    assert not house.check().accepted
+    served.files = other.files
+    assert not served.check().accepted
 
 
-def test_an_epoch_that_is_over_is_refused(house: House):
-    house.now += 3600
-    assert slugs(house.check().epoch, Outcome.FAILED) == ["epoch_expired"]
+def test_an_epoch_that_is_over_is_refused(served: ServedCloud):
+    served.now += 3600
+    assert slugs(served.check().epoch, Outcome.FAILED) == ["epoch_expired"]
 
 
-def test_evidence_that_is_not_the_listed_one_is_refused(house: House):
-    (name,) = (name for name in house.files if name.startswith("evidence/"))
-    house.files[name] = house.state(capacity=100)
-    assert slugs(only_node(house.check()), Outcome.FAILED) == ["listed"]
-    del house.files[name]
-    assert slugs(only_node(house.check()), Outcome.FAILED) == ["evidence"]
+def test_evidence_that_is_not_the_listed_one_is_refused(served: ServedCloud):
+    (name,) = (name for name in served.files if name.startswith("evidence/"))
+    served.files[name] = served.state(capacity=100)
+    assert slugs(only_node(served.check()), Outcome.FAILED) == ["listed"]
+    del served.files[name]
+    assert slugs(only_node(served.check()), Outcome.FAILED) == ["evidence"]
 
 
-def test_evidence_without_a_checkpoint_is_refused_as_of_unknown_age(house: House):
-    house.serve(house.state(checkpoint=""))
-    assert slugs(only_node(house.check()), Outcome.FAILED) == ["nonce"]
+def test_evidence_without_a_checkpoint_is_refused_as_of_unknown_age(served: ServedCloud):
+    served.serve(served.state(checkpoint=""))
+    assert slugs(only_node(served.check()), Outcome.FAILED) == ["nonce"]
 
 
-def test_stale_evidence_is_refused_though_its_statement_says_it_is_fresh(house: House):
-    house.now += 25 * 3600
-    house.serve(house.state())  # a new statement, over the checkpoint of yesterday
-    assert slugs(only_node(house.check()), Outcome.FAILED) == ["nonce"]
+def test_stale_evidence_is_refused_though_its_statement_says_it_is_fresh(served: ServedCloud):
+    served.now += 25 * 3600
+    served.serve(served.state())  # a new statement, over the checkpoint of yesterday
+    assert slugs(only_node(served.check()), Outcome.FAILED) == ["nonce"]
 
 
-def test_a_node_without_its_hardening_is_refused(house: House):
-    house.serve(house.state(hardening={"front.seccomp": "missing: no filter"}))
-    assert slugs(only_node(house.check()), Outcome.FAILED) == ["hardening"]
+def test_a_node_without_its_hardening_is_refused(served: ServedCloud):
+    served.serve(served.state(hardening={"front.seccomp": "missing: no filter"}))
+    assert slugs(only_node(served.check()), Outcome.FAILED) == ["hardening"]
 
 
 @pytest.mark.parametrize(
     ("demand", "slug"), [({"releases": frozenset({"00" * 32})}, "release"), ({"models": frozenset({"00" * 32})}, "model")]
 )
-def test_what_the_user_demands_stands_above_what_the_log_says(house: House, demand: dict[str, frozenset[str]], slug: str):
-    assert slugs(only_node(house.check(replace(SOFTWARE, **demand))), Outcome.FAILED) == [slug]
+def test_what_the_user_demands_stands_above_what_the_log_says(
+    served: ServedCloud, demand: dict[str, frozenset[str]], slug: str
+):
+    assert slugs(only_node(served.check(replace(SOFTWARE, **demand))), Outcome.FAILED) == [slug]
 
 
-def test_a_node_by_itself_is_checked_and_what_only_the_log_shows_stays_open(house: House):
-    house.files = {"evidence": house.state()}
-    policy = replace(SOFTWARE, releases=frozenset({house.release.digest}))
-    checked = check_url(house.find, None, policy, View(), house.now)
+def test_a_node_by_itself_is_checked_and_what_only_the_log_shows_stays_open(served: ServedCloud):
+    served.files = {"evidence": served.state()}
+    policy = replace(SOFTWARE, releases=frozenset({served.release.digest}))
+    checked = check_url(served.find, None, policy, View(), served.now)
     assert checked.accepted
     assert slugs(checked.epoch, Outcome.NOT_PROVED) == ["epoch"]
     assert slugs(only_node(checked), Outcome.NOT_PROVED) == ["nonce", "hardware", "model", "configuration"]
-    with_trust = check_url(house.find, house.trust, policy, View(), house.now)
+    with_trust = check_url(served.find, served.trust, policy, View(), served.now)
     assert "nonce" in slugs(only_node(with_trust), Outcome.PROVED)
 
 
-def test_a_node_of_profile_open_is_refused_where_private_is_wanted(house: House):
-    house.files = {"evidence": house.state(profile="open", profile_digest=measure_profile("open"))}
-    policy = replace(SOFTWARE, releases=frozenset({house.release.digest}))
-    checked = check_url(house.find, None, policy, View(), house.now)
+def test_a_node_of_profile_open_is_refused_where_private_is_wanted(served: ServedCloud):
+    served.files = {"evidence": served.state(profile="open", profile_digest=measure_profile("open"))}
+    policy = replace(SOFTWARE, releases=frozenset({served.release.digest}))
+    checked = check_url(served.find, None, policy, View(), served.now)
     assert slugs(only_node(checked), Outcome.FAILED) == ["profile", "profile-digest"]
 
 
-def test_a_node_that_runs_open_under_the_name_of_private_is_refused(house: House):
-    house.files = {"evidence": house.state(profile_digest=measure_profile("open"))}
-    policy = replace(SOFTWARE, releases=frozenset({house.release.digest}))
-    checked = check_url(house.find, None, policy, View(), house.now)
+def test_a_node_that_runs_open_under_the_name_of_private_is_refused(served: ServedCloud):
+    served.files = {"evidence": served.state(profile_digest=measure_profile("open"))}
+    policy = replace(SOFTWARE, releases=frozenset({served.release.digest}))
+    checked = check_url(served.find, None, policy, View(), served.now)
     assert slugs(only_node(checked), Outcome.FAILED) == ["profile-digest"]
 
 
-def test_a_check_that_cannot_be_run_here_is_no_refusal(house: House, monkeypatch: pytest.MonkeyPatch):
-    statement = read_evidence(house.state()).statement
-    house.serve(sign(Evidence("tdx", statement, real.td_quote(), {"collateral": real.td_collateral()})))
-    assert slugs(only_node(house.check()), Outcome.FAILED) == ["report-signature"], "its collateral is over"
-    assert not cannot_check(house.check())
+def test_a_check_that_cannot_be_run_here_is_no_refusal(served: ServedCloud, monkeypatch: pytest.MonkeyPatch):
+    statement = read_evidence(served.state()).statement
+    served.serve(sign(Evidence("tdx", statement, real.td_quote(), {"collateral": real.td_collateral()})))
+    assert slugs(only_node(served.check()), Outcome.FAILED) == ["report-signature"], "its collateral is over"
+    assert not cannot_check(served.check())
     monkeypatch.setitem(sys.modules, "dcap_qvl", None)
-    checked = house.check()
+    checked = served.check()
     assert cannot_check(checked)
     assert not checked.accepted
     assert any("pip install" in step.text for step in only_node(checked).of(Outcome.FAILED))
 
 
-def test_an_epoch_without_anybody_to_believe_is_an_error(house: House):
+def test_an_epoch_without_anybody_to_believe_is_an_error(served: ServedCloud):
     with pytest.raises(ConfigError, match="--trust"):
-        check_url(house.find, None, SOFTWARE, View(), house.now)
+        check_url(served.find, None, SOFTWARE, View(), served.now)
 
 
-def test_an_address_that_serves_neither_is_an_error(house: House):
-    house.files = {}
+def test_an_address_that_serves_neither_is_an_error(served: ServedCloud):
+    served.files = {}
     with pytest.raises(RelayUnreachableError, match="neither"):
-        house.check()
+        served.check()
 
 
 @pytest.mark.parametrize("status", [301, 500])
@@ -350,15 +352,15 @@ def test_an_answer_that_is_too_long_is_not_read_to_its_end():
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> Iterator[tuple[str, House, Path]]:
-    """A server of a house that lives now, and the trust file."""
-    house = House(tmp_path, now=time.time())
-    house.serve(house.state())
-    (tmp_path / "trust.json").write_bytes(encode_trust(house.trust))
+def address(tmp_path: Path) -> Iterator[tuple[str, ServedCloud, Path]]:
+    """A server of a served that lives now, and the trust file."""
+    served = ServedCloud(tmp_path, now=time.time())
+    served.serve(served.state())
+    (tmp_path / "trust.json").write_bytes(encode_trust(served.trust))
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            content = house.find(self.path.removeprefix("/.well-known/cloister/"))
+            content = served.find(self.path.removeprefix("/.well-known/cloister/"))
             self.send_response(404 if content is None else 200)
             self.end_headers()
             self.wfile.write(content or b"")
@@ -369,7 +371,7 @@ def address(tmp_path: Path) -> Iterator[tuple[str, House, Path]]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", house, tmp_path / "trust.json"
+        yield f"http://127.0.0.1:{server.server_address[1]}", served, tmp_path / "trust.json"
         server.shutdown()
         thread.join(10)
 
@@ -379,7 +381,9 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_the_command_says_every_step_and_its_exit_status_says_the_outcome(address: tuple[str, House, Path], tmp_path: Path):
+def test_the_command_says_every_step_and_its_exit_status_says_the_outcome(
+    address: tuple[str, ServedCloud, Path], tmp_path: Path
+):
     url, _, trust = address
     status, told = run(url, "--trust", str(trust))
     assert status == 1
@@ -394,26 +398,28 @@ def test_the_command_says_every_step_and_its_exit_status_says_the_outcome(addres
     assert json.loads(state.read_bytes())["size"] > 0
 
 
-def test_the_command_begins_again_if_another_program_wrote_its_file_meanwhile(address: tuple[str, House, Path], tmp_path: Path):
-    url, house, trust = address
-    state, find, asked = tmp_path / "view.json", house.find, []
+def test_the_command_begins_again_if_another_program_wrote_its_file_meanwhile(
+    address: tuple[str, ServedCloud, Path], tmp_path: Path
+):
+    url, served, trust = address
+    state, find, asked = tmp_path / "view.json", served.find, []
 
     def find_and_overtake(path: str, most_bytes: int = 0) -> bytes | None:
         content = find(path)
         if path == "epoch":
             asked.append(path)
             if len(asked) == 1:
-                assert Memory(state).save(house.believe(house.files["epoch"]).view, View())
+                assert Memory(state).save(served.believe(served.files["epoch"]).view, View())
         return content
 
-    house.find = find_and_overtake  # type: ignore[method-assign]
+    served.find = find_and_overtake  # type: ignore[method-assign]
     status, told = run(url, "--trust", str(trust), "--accept-software", "--state", str(state))
     assert (status, len(asked)) == (0, 2)
     assert "where we left it" in told
     assert Memory(state).load().past, "the limits' memory of the second check"
 
 
-def test_the_command_prints_json(address: tuple[str, House, Path]):
+def test_the_command_prints_json(address: tuple[str, ServedCloud, Path]):
     url, _, trust = address
     status, told = run(url, "--trust", str(trust), "--accept-software", "--json")
     assert status == 0
@@ -422,7 +428,7 @@ def test_the_command_prints_json(address: tuple[str, House, Path]):
     assert {step["outcome"] for step in data["epoch"]} == {"proved"}
 
 
-def test_the_command_says_when_it_cannot_check(address: tuple[str, House, Path], tmp_path: Path):
+def test_the_command_says_when_it_cannot_check(address: tuple[str, ServedCloud, Path], tmp_path: Path):
     url, _, trust = address
     assert run(url)[0] == 2
     assert run("http://127.0.0.1:1", "--trust", str(trust))[0] == 2

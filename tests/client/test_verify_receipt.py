@@ -24,7 +24,7 @@ from cloister.privacy.transparency.epoch import encode_bundle, epoch_leaf, parse
 from cloister.privacy.transparency.merkle import hash_leaf
 from cloister.privacy.transparency.note import Note, cosign, parse_note
 from cloister.privacy.transparency.trust import encode_trust
-from tests.client.test_verify_node import House
+from tests.client.test_verify_node import ServedCloud
 from tests.privacy.transparency.world import make_release
 
 SOFTWARE = AttestationPolicy(accept_software=True)
@@ -42,20 +42,20 @@ def receipt_key_of(ring: KeyRing) -> Ed25519PrivateKey:
 class Desk:
     """A node in a logged epoch, and receipts that it, or somebody with its key, signs."""
 
-    house: House
+    served: ServedCloud
     ring: KeyRing
 
     def __post_init__(self) -> None:
         self.evidence = self.attest()
-        self.house.serve(self.evidence)
+        self.served.serve(self.evidence)
 
     def attest(self, **changes: object) -> bytes:
         keys = {"keys": self.ring.publish(), "receipt_key": self.ring.publish_receipt_key()}
-        return self.house.state(**{**keys, **changes})
+        return self.served.state(**{**keys, **changes})
 
     @property
     def bundle(self) -> bytes:
-        return self.house.files["epoch"]
+        return self.served.files["epoch"]
 
     def sign(self, *, key: Ed25519PrivateKey | None = None, answer: bytes = ANSWERED, **claimed: object) -> Receipt:
         """A receipt; `claimed` are claims that are signed in place of the true ones."""
@@ -73,12 +73,12 @@ class Desk:
         return Receipt(jws=claims.to_jws(signature), salt=transcript.salt, evidence=self.evidence, bundle=self.bundle)
 
     def check(self, receipt: Receipt, shown: Shown = SHOWN, policy: AttestationPolicy = SOFTWARE) -> Proof:
-        return verify_receipt(receipt, shown, self.house.trust, policy)
+        return verify_receipt(receipt, shown, self.served.trust, policy)
 
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Desk:
-    return Desk(House(tmp_path), KeyRing(0.0))
+    return Desk(ServedCloud(tmp_path), KeyRing(0.0))
 
 
 def slugs(proof: Proof, outcome: Outcome = Outcome.FAILED) -> list[str]:
@@ -101,7 +101,7 @@ def test_an_honest_receipt_says_which_release_answered_what_under_which_profile(
 
 def test_it_is_proved_long_after_the_epoch_and_the_key_have_ended(desk: Desk) -> None:
     receipt = desk.sign()
-    desk.house.now += 400 * 86_400
+    desk.served.now += 400 * 86_400
     assert slugs(desk.check(receipt)) == []
 
 
@@ -155,8 +155,8 @@ def test_an_epoch_that_the_log_does_not_hold_is_refused(desk: Desk) -> None:
 
 def test_another_epoch_of_the_log_than_the_one_that_was_drawn_from_is_refused(desk: Desk) -> None:
     receipt = desk.sign()
-    desk.house.now += 60
-    desk.house.serve(desk.evidence)
+    desk.served.now += 60
+    desk.served.serve(desk.evidence)
     assert slugs(desk.check(changed(receipt, bundle=desk.bundle))) == ["epoch"]
 
 
@@ -172,8 +172,8 @@ def test_a_checkpoint_without_enough_witnesses_is_refused(desk: Desk) -> None:
 def test_an_epoch_that_was_cosigned_when_it_was_over_is_refused(desk: Desk) -> None:
     bundle = parse_bundle(desk.bundle)
     note = parse_note(bundle.checkpoint)
-    late = [cosign(note.text, key, bundle.epoch.not_after) for key in desk.house.witness_keys]
-    by_log = Note(note.text, tuple(one for one in note.signatures if one.is_by(desk.house.log_key.public)))
+    late = [cosign(note.text, key, bundle.epoch.not_after) for key in desk.served.witness_keys]
+    by_log = Note(note.text, tuple(one for one in note.signatures if one.is_by(desk.served.log_key.public)))
     recosigned = msgspec.structs.replace(bundle, checkpoint=str(by_log.add(*late)))
     proof = desk.check(changed(desk.sign(), bundle=encode_bundle(recosigned)))
     assert slugs(proof) == ["epoch"]
@@ -181,7 +181,7 @@ def test_an_epoch_that_was_cosigned_when_it_was_over_is_refused(desk: Desk) -> N
 
 
 def test_a_release_that_nobody_trusted_signed_is_refused(desk: Desk) -> None:
-    stranger = House(desk.house.directory / "stranger")
+    stranger = ServedCloud(desk.served.directory / "stranger")
     proof = verify_receipt(desk.sign(), SHOWN, stranger.trust, SOFTWARE)
     assert slugs(proof) == ["epoch"]
 
@@ -238,7 +238,7 @@ class Files:
     def __init__(self, desk: Desk, directory: Path) -> None:
         self._directory = directory
         self.receipt = self.write("receipt.json", desk.sign().encode())
-        self.trust = self.write("trust.json", encode_trust(desk.house.trust))
+        self.trust = self.write("trust.json", encode_trust(desk.served.trust))
         self.request, self.answer = self.write("request", ASKED), self.write("answer", ANSWERED)
 
     def write(self, name: str, content: bytes) -> str:

@@ -40,7 +40,7 @@ from cloister.privacy.shape import Unshaper, find_edge
 from cloister.privacy.transparency.checks import View
 from cloister.sealed.gateway import NODE_PATH
 from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
-from tests.privacy.hardening.house import drop, needs_measures, why_not_root
+from tests.privacy.hardening.launching import drop, needs_measures, why_not_root
 from tests.server.test_tls import write_pair
 from tests.serving import ServeProcess
 

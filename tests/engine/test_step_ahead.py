@@ -111,34 +111,10 @@ def test_the_next_step_is_planned_while_a_device_computes_and_starts_before_toke
     ]  # fmt: skip
 
 
-<<<<<<< HEAD
-def test_the_tokens_of_a_step_are_read_while_the_next_one_runs(model_path: Path) -> None:
-    replica = make_replica(model_path, overlaps=True)
-    run, check = replica.core._runner.run, replica.core._output.check
-    has_started = threading.Event()
-
-    def watched_run(plan: StepPlan) -> StepResult:
-        if plan.plan_id == 1:
-            has_started.set()
-        return run(plan)
-
-    waited: list[bool] = []
-
-    def watched_check(plan: StepPlan, result: StepResult) -> object:
-        if plan.plan_id == 0:
-            waited.append(has_started.wait(LONG_S))
-        return check(plan, result)
-
-    replica.core._runner.run, replica.core._output.check = watched_run, watched_check  # type: ignore[method-assign, assignment]
-    replica.core.input_queue.put(Submit(make_request(max_tokens=3)))
-    replica.drive()
-    assert waited == [True]
-=======
 def test_without_overlap_a_step_is_planned_when_the_one_before_was_read(model_path: Path) -> None:
     replica, device = make_device(model_path, overlaps=False)
     outcome(replica, [make_request(max_tokens=3)])
     assert device.log[:8] == ["plan 0", "start 0", "done 0", "read 0", "plan 1", "start 1", "done 1", "read 1"]
->>>>>>> d3d1349b978a647505eb2ac76e20fd1036e46d7a
 
 
 @pytest.mark.parametrize("num_blocks", [64, 40])
@@ -236,26 +212,6 @@ class Host:
     def unload(self, digest: str) -> None: ...
 
 
-<<<<<<< HEAD
-def test_no_adapter_is_loaded_while_a_step_runs(model_path: Path) -> None:
-    running = threading.Event()
-
-    def slow(plan: StepPlan) -> None:
-        running.set()
-        threading.Event().wait(0.03)
-        running.clear()
-
-    host = Host(running.is_set)
-    replica = make_replica(
-        model_path, overlaps=True, wrap=lambda r: SteppedRunner(r, before=slow), adapters=AdapterRegister(host, [])
-    )
-    replica.core.input_queue.put(Submit(make_request(max_tokens=20)))
-    for number in range(4):
-        replica.core.step()
-        assert running.wait(LONG_S)
-        replica.core.input_queue.put(LoadAdapter(f"key{number}", f"name{number}", "nowhere"))
-    replica.drive()
-=======
 def test_no_adapter_is_loaded_while_a_device_computes(model_path: Path) -> None:
     devices: list[Device] = []
     host = Host(lambda: devices[0].is_busy)
@@ -268,7 +224,6 @@ def test_no_adapter_is_loaded_while_a_device_computes(model_path: Path) -> None:
         assert device.is_busy
         replica.core.input_queue.put(LoadAdapter(f"key{number}", f"name{number}", "nowhere"))
     outputs, _ = replica.drive()
->>>>>>> d3d1349b978a647505eb2ac76e20fd1036e46d7a
     assert host.saw == [False] * 4
     assert ends(outputs, request) == [FinishReason.LENGTH]
 

@@ -8,7 +8,6 @@ import functools
 import socket
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 
 import httpx
 import pytest
@@ -29,8 +28,8 @@ SCOPE: Scope = {"type": "http", "headers": [], "client": ("192.0.2.1", 1)}
 KIB = 1024
 
 
-def test_unfinished_bodies_at_a_gateway_stay_below_the_ceiling_and_requests_go_on(tmp_path: Path) -> None:
-    with open_cloud(tmp_path, Inner(), max_request_bytes=512 * KIB, body_ceiling_bytes=1024 * KIB) as cloud:
+def test_unfinished_bodies_at_a_gateway_stay_below_the_ceiling_and_requests_go_on() -> None:
+    with open_cloud(Inner(), max_request_bytes=512 * KIB, body_ceiling_bytes=1024 * KIB) as cloud:
         gateway = httpx.URL(cloud.gateway_url)
         head = f"POST / HTTP/1.1\r\nhost: gateway\r\nauthorization: Bearer {RELAY_SECRET}\r\ncontent-type: {WHOLE.request_type}"
         begun = f"{head}\r\ncontent-length: {500 * KIB}\r\n\r\n".encode() + bytes(400 * KIB)
@@ -42,8 +41,8 @@ def test_unfinished_bodies_at_a_gateway_stay_below_the_ceiling_and_requests_go_o
             assert sum(is_refused(connection) for connection in flood) >= 10, "two of 400 KiB fit below 1 MiB"
 
 
-def test_a_body_that_trickles_in_takes_no_connection_between_relay_and_gateway(tmp_path: Path) -> None:
-    with open_cloud(tmp_path, Inner()) as cloud:
+def test_a_body_that_trickles_in_takes_no_connection_between_relay_and_gateway() -> None:
+    with open_cloud(Inner()) as cloud:
         relay = httpx.URL(cloud.relay_url)
         head = f"POST / HTTP/1.1\r\nhost: relay\r\ncontent-type: {CHUNKED.request_type}\r\ncontent-length: 9999\r\n\r\n"
         with contextlib.ExitStack() as stack:
@@ -55,8 +54,8 @@ def test_a_body_that_trickles_in_takes_no_connection_between_relay_and_gateway(t
             assert len(cloud.gateway.posts()) == 1
 
 
-def test_a_long_body_is_handed_on_before_it_is_whole(tmp_path: Path) -> None:
-    with open_cloud(tmp_path, Inner()) as cloud:
+def test_a_long_body_is_handed_on_before_it_is_whole() -> None:
+    with open_cloud(Inner()) as cloud:
         relay = httpx.URL(cloud.relay_url)
         head = f"POST / HTTP/1.1\r\nhost: relay\r\ncontent-type: {CHUNKED.request_type}\r\ncontent-length: 999999\r\n\r\n"
         with socket.create_connection((relay.host, relay.port), timeout=5) as long:
@@ -75,7 +74,7 @@ def is_refused(connection: socket.socket) -> bool:
         return False
 
 
-def test_who_declares_much_is_charged_for_what_came(tmp_path: Path) -> None:
+def test_who_declares_much_is_charged_for_what_came() -> None:
     budget = BodyBudget(1000, small_bytes=0)
 
     async def live() -> None:

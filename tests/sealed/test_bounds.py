@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -50,9 +49,9 @@ class Flood:
             self.over.set()
 
 
-def test_an_answer_that_nobody_reads_waits_and_is_kept_nowhere(tmp_path: Path) -> None:
+def test_an_answer_that_nobody_reads_waits_and_is_kept_nowhere() -> None:
     flood = Flood()
-    with open_cloud(tmp_path, flood) as cloud:
+    with open_cloud(flood) as cloud:
         sealed, _, _ = cloud.seal(REQUEST)
         relay = httpx.URL(cloud.relay_url)
         with socket.socket() as client:
@@ -69,8 +68,8 @@ def test_an_answer_that_nobody_reads_waits_and_is_kept_nowhere(tmp_path: Path) -
         assert flood.over.wait(10), "the node goes on though the client has left"
 
 
-def test_many_ask_at_once_and_each_gets_its_own_answer_over_few_connections(tmp_path: Path) -> None:
-    with open_cloud(tmp_path, Inner()) as cloud:
+def test_many_ask_at_once_and_each_gets_its_own_answer_over_few_connections() -> None:
+    with open_cloud(Inner()) as cloud:
         contents = [b"request %d" % number for number in range(24)]
 
         def ask_one(content: bytes) -> bytes:
@@ -110,9 +109,9 @@ def test_a_request_that_trickles_in_is_given_up() -> None:
     asyncio.run(live())
 
 
-def test_an_answer_that_falls_silent_is_given_up(tmp_path: Path) -> None:
+def test_an_answer_that_falls_silent_is_given_up() -> None:
     inner = Inner()
-    with open_cloud(tmp_path, inner, answer_timeout_s=0.5) as cloud:
+    with open_cloud(inner, answer_timeout_s=0.5) as cloud:
         sealed, _, _ = cloud.seal(HttpRequest(RequestHead("POST", "https", "localhost", "/v1/stream")))
         inner.go.release()
         began_s = time.monotonic()

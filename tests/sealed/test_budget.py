@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from cloister.privacy.sealing import HttpRequest, RequestHead
 from tests.sealed.messages import ask
@@ -13,9 +12,9 @@ from tests.sealed_cloud import open_cloud
 FIELDS = ((b"content-type", b"application/json"),)
 
 
-def test_an_answer_that_wants_more_than_its_token_pays_for_ends_with_length(tmp_path: Path) -> None:
+def test_an_answer_that_wants_more_than_its_token_pays_for_ends_with_length() -> None:
     server = RealServer()
-    with open_cloud(tmp_path, server, budget=7) as cloud:
+    with open_cloud(server, budget=7) as cloud:
         try:
             for max_tokens, expected in ((3, 3), (50, 7), (None, 7)):
                 body: dict[str, object] = {"model": "cloister-5m", "prompt": "Once upon a time", "ignore_eos": True}

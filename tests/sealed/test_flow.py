@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -25,8 +24,8 @@ def inner() -> Inner:
 
 
 @pytest.fixture(scope="module")
-def cloud(inner: Inner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
-    with open_cloud(tmp_path_factory.mktemp("cloud"), inner, num_nodes=2) as cloud:
+def cloud(inner: Inner) -> Iterator[LoopbackCloud]:
+    with open_cloud(inner, num_nodes=2) as cloud:
         yield cloud
 
 
@@ -200,7 +199,7 @@ def test_keys_come_through_the_relay(cloud: LoopbackCloud) -> None:
     assert {name for name, _ in cloud.gateway.seen[-1].headers} == {b"host"}
 
 
-def test_an_answer_that_was_refused_by_the_node_says_so_without_its_bytes(cloud: LoopbackCloud, tmp_path: Path) -> None:
+def test_an_answer_that_was_refused_by_the_node_says_so_without_its_bytes(cloud: LoopbackCloud) -> None:
     opening = ask(cloud, request(), change_inner=lambda sealed: sealed[:-1] + bytes([sealed[-1] ^ 1]))
     assert opening.gateway_head is not None
     assert opening.gateway_head.status == 502

@@ -39,8 +39,8 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @pytest.fixture(scope="module")
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
-    with open_cloud(tmp_path_factory.mktemp("framed"), answer, shape=SHAPE) as cloud:
+def cloud() -> Iterator[LoopbackCloud]:
+    with open_cloud(answer, shape=SHAPE) as cloud:
         yield cloud
 
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,6 +42,7 @@ from cloister.sealed.unsealing import LocalUnsealer
 from cloister.sealed.witness import witness_app
 from tests.loopback import Recorder, serve
 from tests.privacy.transparency.world import World
+from tests.programs import Program
 from tests.sealed.inner import ANSWER, Inner
 from tests.sealed.messages import Opening, http
 from tests.sealed.test_keeping import Place
@@ -60,19 +57,13 @@ def running(*arguments: str, says: tuple[str, ...] = ()) -> Iterator[str]:
 
     It has to end by itself when it is told to, and to have written a line for each of `says`, and none about any request.
     """
-    command = [sys.executable, "-m", "cloister.cli", *arguments, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as program:
-        assert program.stdout is not None
-        assert program.stderr is not None
-        line = program.stdout.readline()
-        match = re.search(r"at (http://[0-9.:]+),", line)
-        try:
-            assert match is not None, program.stderr.read()
-            yield match[1]
-        finally:
-            program.send_signal(signal.SIGTERM)
-            assert program.wait(20) == 0
-            written = program.stderr.read()
+    program = Program(*arguments, "--port", "0", announced=r"at (http://[0-9.:]+),", apart=True)
+    try:
+        yield program.url
+    finally:
+        program.process.send_signal(signal.SIGTERM)
+        status, _, written = program.end()
+    assert status == 0
     assert [line.partition(": ")[2] for line in written.splitlines()] == list(says)
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import httpx
 import pytest
@@ -88,14 +87,14 @@ class Market:
 
 
 @contextmanager
-def open_market(directory: Path, **options: float) -> Iterator[Market]:
-    with open_cloud(directory, Inner(), **options) as cloud:  # type: ignore[arg-type]
+def open_market(**options: float) -> Iterator[Market]:
+    with open_cloud(Inner(), **options) as cloud:  # type: ignore[arg-type]
         yield Market(cloud)
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Market]:
-    with open_market(tmp_path_factory.mktemp("market")) as market:
+def opened() -> Iterator[Market]:
+    with open_market() as market:
         yield market
 
 
@@ -265,8 +264,8 @@ def test_the_relay_carries_nothing_else_to_the_issuer(market: Market, kind: str,
     assert market.counted() == 0
 
 
-def test_an_issuer_that_is_silent_ends_the_wait_at_the_relay(tmp_path: Path) -> None:
-    with open_market(tmp_path, issuer_timeout_s=0.3) as market:
+def test_an_issuer_that_is_silent_ends_the_wait_at_the_relay() -> None:
+    with open_market(issuer_timeout_s=0.3) as market:
 
         async def silent(scope: Scope, receive: Receive, send: Send) -> None:
             while (await receive())["type"] != "http.disconnect":

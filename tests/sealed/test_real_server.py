@@ -16,9 +16,9 @@ PROMPT = "Tell me what a cloister is."
 
 
 @pytest.fixture(scope="module")
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
+def cloud() -> Iterator[LoopbackCloud]:
     server = RealServer()
-    with open_cloud(tmp_path_factory.mktemp("cloud"), server) as cloud:
+    with open_cloud(server) as cloud:
         yield cloud
         server.close()
 

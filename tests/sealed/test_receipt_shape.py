@@ -38,8 +38,8 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @pytest.fixture(scope="module", params=list(SHAPES))
-def cloud(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
-    with open_cloud(tmp_path_factory.mktemp("receipts"), answer, shape=SHAPES[request.param]) as cloud:
+def cloud(request: pytest.FixtureRequest) -> Iterator[LoopbackCloud]:
+    with open_cloud(answer, shape=SHAPES[request.param]) as cloud:
         yield cloud
 
 

@@ -47,8 +47,8 @@ TOO_LARGE = 18 * 2**20
 
 
 @pytest.fixture(scope="module")
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
-    with open_cloud(tmp_path_factory.mktemp("cloud"), Inner(), answer_timeout_s=1.0) as cloud:
+def cloud() -> Iterator[LoopbackCloud]:
+    with open_cloud(Inner(), answer_timeout_s=1.0) as cloud:
         yield cloud
 
 
@@ -129,8 +129,8 @@ def test_sizes_come_first_then_the_relay_then_the_seal(cloud: LoopbackCloud) -> 
     assert cloud.gateway.posts()[-1].status == 400
 
 
-def test_a_request_that_does_not_say_its_length_is_cut_at_the_limit(tmp_path: Path) -> None:
-    with open_cloud(tmp_path, Inner(), max_request_bytes=100_000) as cloud:
+def test_a_request_that_does_not_say_its_length_is_cut_at_the_limit() -> None:
+    with open_cloud(Inner(), max_request_bytes=100_000) as cloud:
         sealed, _, _ = cloud.seal(HttpRequest(REQUEST.head, bytes(200_000)))
         said = post(cloud, sealed)
 
@@ -277,8 +277,8 @@ def test_a_date_inside_is_held_against_the_nodes_clock(cloud: LoopbackCloud) -> 
     assert DATE_TYPE.encode() in opening.content
 
 
-def test_a_gateway_that_could_not_recognise_copies_takes_no_more(tmp_path: Path) -> None:
-    with open_cloud(tmp_path, Inner()) as cloud:
+def test_a_gateway_that_could_not_recognise_copies_takes_no_more() -> None:
+    with open_cloud(Inner()) as cloud:
         cloud.gateway_receiver._replays = ReplayCache(600, capacity=1)
         assert ask(cloud, REQUEST).content == ANSWER + b"hello"
         reply = post(cloud, cloud.seal(REQUEST)[0])
@@ -324,8 +324,8 @@ def test_a_gateway_that_is_away_or_does_not_know_the_relay_is_told_apart(cloud: 
     assert (slow.status_code, "did not answer in time" in slow.text) == (504, True)
 
 
-def test_a_node_that_is_silent_or_away_is_told_apart_in_the_sealed_answer(tmp_path: Path) -> None:
-    with open_cloud(tmp_path, Inner(), num_nodes=2, answer_timeout_s=0.5) as cloud:
+def test_a_node_that_is_silent_or_away_is_told_apart_in_the_sealed_answer() -> None:
+    with open_cloud(Inner(), num_nodes=2, answer_timeout_s=0.5) as cloud:
         opening = ask(cloud, HttpRequest(RequestHead("POST", "https", "localhost", "/v1/stream")))
         assert opening.gateway_head is not None
         assert (opening.gateway_head.status, b"did not answer in time" in opening.refusal) == (504, True)
@@ -346,7 +346,7 @@ def test_an_address_that_is_none_is_refused_at_the_start(url: str) -> None:
 
 def test_a_gateway_behind_tls_is_reached_only_if_its_authority_is_trusted(tmp_path: Path) -> None:
     certificate, (other, _) = write_pair(tmp_path), write_pair(tmp_path, "other")
-    with open_cloud(tmp_path, Inner(), certificate=certificate) as cloud:
+    with open_cloud(Inner(), certificate=certificate) as cloud:
         assert cloud.gateway_url.startswith("https://")
         assert ask(cloud, REQUEST).content == ANSWER + b"hello"
         way = Upstream("gateway", tls=trust_only(other))

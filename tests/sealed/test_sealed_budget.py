@@ -37,8 +37,8 @@ def inner() -> Counting:
 
 
 @pytest.fixture(scope="module")
-def cloud(inner: Counting, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
-    with open_cloud(tmp_path_factory.mktemp("cloud"), inner, budget=PAID) as cloud:
+def cloud(inner: Counting) -> Iterator[LoopbackCloud]:
+    with open_cloud(inner, budget=PAID) as cloud:
         yield cloud
 
 

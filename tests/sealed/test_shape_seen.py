@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -39,9 +38,9 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @pytest.fixture(scope="module")
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
+def cloud() -> Iterator[LoopbackCloud]:
     global has_begun
-    with open_cloud(tmp_path_factory.mktemp("shaped"), answer, shape=SHAPE) as cloud:
+    with open_cloud(answer, shape=SHAPE) as cloud:
         has_begun = lambda: len(cloud.node.posts()[-1].pieces) >= 10  # noqa: E731
         yield cloud
 
@@ -74,13 +73,13 @@ def test_frames_leave_before_there_is_a_word(cloud: LoopbackCloud) -> None:
     assert len(sizes(node)) == 64
 
 
-def test_the_client_alone_is_told_that_the_node_failed(cloud: LoopbackCloud, tmp_path: Path) -> None:
+def test_the_client_alone_is_told_that_the_node_failed(cloud: LoopbackCloud) -> None:
     async def break_down(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"a beginning", "more_body": True})
         raise RuntimeError("the engine died")
 
-    with open_cloud(tmp_path, break_down, shape=SHAPE) as other:
+    with open_cloud(break_down, shape=SHAPE) as other:
         sealed, _, inner = other.seal(HttpRequest(RequestHead("POST", "https", "localhost", "/v1/x")))
         assert post(other, sealed).status_code == 200
         node = other.node.posts()[-1]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -28,13 +26,6 @@ from tests.sealed_cloud import LoopbackCloud
 
 HONEST = Operator("")
 STATISTICAL = {"loss", "timing"}
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        yield Path(name)
 
 
 class Named(httpx.AsyncBaseTransport):

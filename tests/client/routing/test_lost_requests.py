@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -17,14 +15,6 @@ from cloister.sealed.problems import ProblemError
 from cloister.sealed.upstream import Upstream
 from tests.client.routing.operators import CAPTURED, Operator, is_victim
 from tests.client.routing.test_audit import HONEST, Named, audit, kinds
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        yield Path(name)
-
 
 held: ContextVar[list[str]] = ContextVar("held")
 """Requests that the gateway holds for ever; the test's network turns each into the silence that its client hears."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -40,9 +39,8 @@ def inner() -> Counting:
 
 
 @pytest.fixture(scope="module")
-def cloud(inner: Counting, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackCloud]:
-    directory: Path = tmp_path_factory.mktemp("cloud")
-    with open_cloud(directory, inner, num_nodes=2) as cloud:
+def cloud(inner: Counting) -> Iterator[LoopbackCloud]:
+    with open_cloud(inner, num_nodes=2) as cloud:
         yield cloud
 
 

@@ -17,7 +17,7 @@ import pytest
 from cloister.privacy.hardening import HOST, Needs, Results, Sealed
 from cloister.privacy.hardening.interpreter import QUIET_SIGNALS
 from tests.privacy.hardening.attacks import READING
-from tests.privacy.hardening.house import DEADLINE_S, DROPPED, HERE, drop, launcher, living, needs_measures, why_not_root
+from tests.privacy.hardening.launching import DEADLINE_S, DROPPED, HERE, drop, launcher, living, needs_measures, why_not_root
 from tests.privacy.hardening.victim import SIZE
 
 pytestmark = [needs_measures, pytest.mark.skipif(why_not_root() is not None, reason=str(why_not_root()))]

@@ -15,7 +15,7 @@ import pytest
 from cloister.privacy.hardening import kernel
 from cloister.privacy.hardening.applying import CLOSING, MEASURES
 from cloister.privacy.hardening.privileges import CAP_NET_BIND_SERVICE
-from tests.privacy.hardening.house import DEADLINE_S, HERE, capabilities, launcher, needs_measures, run_launched
+from tests.privacy.hardening.launching import DEADLINE_S, HERE, capabilities, launcher, needs_measures, run_launched
 
 pytestmark = needs_measures
 

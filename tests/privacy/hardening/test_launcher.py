@@ -20,7 +20,7 @@ from cloister.privacy.hardening.dumps import Swap
 from cloister.privacy.hardening.launching import Launch, reading
 from cloister.privacy.hardening.privileges import FIXED, KEPT, measured
 from cloister.privacy.hardening.seccomp import Rule, install
-from tests.privacy.hardening.house import DEADLINE_S, capabilities, launcher, living, needs_measures
+from tests.privacy.hardening.launching import DEADLINE_S, capabilities, launcher, living, needs_measures
 
 NOT_CONFIGURED = 78
 

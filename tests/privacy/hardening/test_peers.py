@@ -16,7 +16,7 @@ import pytest
 
 from cloister.privacy.hardening import Missing
 from cloister.privacy.hardening.landlock import Landlock
-from tests.privacy.hardening.house import needs_measures
+from tests.privacy.hardening.launching import needs_measures
 
 pytestmark = needs_measures
 

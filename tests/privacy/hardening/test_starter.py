@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from tests.privacy.hardening.house import needs_measures, run_launched
+from tests.privacy.hardening.launching import needs_measures, run_launched
 
 pytestmark = needs_measures
 

@@ -1,0 +1,3 @@
+from __future__ import annotations
+
+from tests.memory import tmp_path as tmp_path
