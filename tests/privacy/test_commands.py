@@ -81,6 +81,29 @@ def test_what_cannot_be_combined_is_said() -> None:
     assert "by itself" in result.output
 
 
+def test_a_comparison_has_only_what_differs_in_an_operators_words(capsys: pytest.CaptureFixture[str]) -> None:
+    policy.compare(Profile.OPEN, Profile.PRIVATE)
+    text = " ".join(capsys.readouterr().out.split())
+    num_alike = 0
+    for feature in explain_features():
+        ours, theirs = feature.rulings[Profile.OPEN], feature.rulings[Profile.PRIVATE]
+        told = f"endangers {feature.endangers} open {ours.verdict}: {ours.text} private {theirs.verdict}: {theirs.text}"
+        differs = (ours.verdict, ours.text) != (theirs.verdict, theirs.text)
+        assert (told in text) == differs, feature.title
+        num_alike += not differs
+    assert num_alike
+    assert f"{num_alike} other features are treated alike" in text
+
+
+def test_a_program_reads_the_same_comparison() -> None:
+    data = json.loads(run("policy", "compare", "team", "paranoid", "--json").output)
+    cache = next(feature for feature in data["features"] if feature["feature"] == "Prefix cache")
+    assert (cache["team"]["verdict"], cache["paranoid"]["verdict"]) == ("mitigated", "refused")
+    assert data["profiles"] == ["team", "paranoid"]
+    assert all(feature["team"] != feature["paranoid"] for feature in data["features"])
+    assert len(data["features"]) < len(list(explain_features()))
+
+
 def test_a_key_is_printed_once_and_works(tmp_path: Path) -> None:
     file = tmp_path / "new" / "keys.json"
     result = run("keys", "add", "ann", "--tenant", "lab", "--priority", "-2", "--file", str(file))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from cloister.privacy.features import FEATURES
@@ -150,3 +150,28 @@ def explain_features() -> Iterator[Explained]:
     for slug, words in ROW_WORDS.items():
         title, does, endangers = words
         yield Explained(title, "", does, endangers, row_of(slug).rulings)
+
+
+def differing_features(first: Profile, second: Profile) -> Iterator[Explained]:
+    """Yields the features that two profiles do not treat alike: another verdict, or another condition."""
+    for feature in explain_features():
+        ours, theirs = feature.rulings[first], feature.rulings[second]
+        if (ours.verdict, ours.text) != (theirs.verdict, theirs.text):
+            yield feature
+
+
+def compare_profiles(first: Profile, second: Profile) -> dict[str, object]:
+    """Returns `differing_features` as lists and dicts that JSON can hold."""
+    return {
+        "profiles": [first.value, second.value],
+        "features": [
+            {
+                "feature": feature.title,
+                "setting": feature.asked_for_by,
+                "does": feature.does,
+                "endangers": feature.endangers,
+                **{profile.value: asdict(feature.rulings[profile]) for profile in (first, second)},
+            }
+            for feature in differing_features(first, second)
+        ],
+    }
