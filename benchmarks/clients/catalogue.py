@@ -61,6 +61,9 @@ CLIENTS: Final[Mapping[str, Client]] = {
     "ollama-npm": Client("ollama (npm)", "ollama_node.mjs", ("ollama",)),
     "llm": Client("llm", "llm_command.sh", ("llm",)),
     "curl": Client("curl", "curl_command.sh", program=("curl", "--version")),
+    "open-webui": Client("open-webui", "open_webui_server.py", ("open-webui",), CPU_ONLY, limit_s=600),
+    "lm-eval": Client("lm-eval", "lm_eval_command.py", ("lm-eval[api]", "transformers"), CPU_ONLY, limit_s=600),
+    "schemathesis": Client("schemathesis", "schemathesis_command.py", ("schemathesis",), limit_s=600),
     "guidellm": Client("guidellm", "guidellm_command.py", ("guidellm",), CPU_ONLY, limit_s=600),
     "aiperf": Client("aiperf", "aiperf_command.py", ("aiperf",), CPU_ONLY, limit_s=600),
 }
