@@ -8,7 +8,7 @@ from typing import Final
 
 from cloister.privacy.features import FEATURES
 from cloister.privacy.matrix import row_of
-from cloister.privacy.verdict import Profile, Ruling
+from cloister.privacy.verdict import Profile, Ruling, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +153,11 @@ def explain_features() -> Iterator[Explained]:
 
 
 def differing_features(first: Profile, second: Profile) -> Iterator[Explained]:
-    """Yields the features that two profiles do not treat alike: another verdict, or another condition."""
+    """Yields the features that two profiles do not treat alike: another verdict, or another condition of what is mitigated."""
     for feature in explain_features():
         ours, theirs = feature.rulings[first], feature.rulings[second]
-        if (ours.verdict, ours.text) != (theirs.verdict, theirs.text):
+        is_conditional = ours.verdict is Verdict.MITIGATED
+        if ours.verdict is not theirs.verdict or (is_conditional and ours.text != theirs.text):
             yield feature
 
 
