@@ -54,13 +54,14 @@ def model_of(settings: Settings) -> tuple[object, str]:
     return reason.value, reason.why
 
 
-def test_open_downloads_the_default_once(index: Index, store: Store, default: CatalogueModel) -> None:
+def test_open_downloads_the_default_once(index: Index, store: Store, default: CatalogueModel, capsys) -> None:
     said: list[str] = []
     for why in ("the default; it was downloaded at this start", "the default; it was pulled before"):
         settings = choose_default_model(resolve_settings({}), said.append, store=store, default=default)
         assert model_of(settings) == ("tiny-1m", why)
     assert index.asked.count("/files/tiny-1.0-py3-none-any.whl") == 1
     assert said == []
+    assert capsys.readouterr().err == "downloading Tiny (0 MB)\n"
 
 
 def test_where_the_index_does_not_answer_the_embedded_model_serves_and_one_line_says_why(
