@@ -42,6 +42,7 @@ CLIENTS: Final[Mapping[str, Client]] = {
     "openai-npm": Client("openai (npm)", "openai_node.mjs", ("openai", "zod")),
     "ai-sdk": Client("AI SDK", "ai_sdk.mjs", ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod")),
     "langchain": Client("langchain-openai", "langchain_client.py", ("langchain-openai",)),
+    "continue": Client("Continue's adapters", "continue_adapters.mjs", ("@continuedev/openai-adapters",)),
     "instructor": Client("instructor", "instructor_client.py", ("instructor",)),
     "litellm": Client("litellm", "litellm_client.py", ("litellm", "mcp")),
     "llamaindex": Client(
