@@ -32,7 +32,7 @@ from benchmarks.harness import MODEL, Bench, make_parser
 from benchmarks.speculation_runs import Run, open_arms
 from benchmarks.speculation_workloads import Prompts, Workload
 from cloister.models import locate
-from cloister.models.vocabulary import digest_tokenizer
+from cloister.models.generation import digest_tokenizer
 from cloister.quant.passages import CALIBRATION, HELD_OUT, read_passages
 from cloister.runner.drafters import Draft, DraftAsk, Drafter, VerifyFeedback, lookahead
 from cloister.runner.drafters.datastore import Datastore

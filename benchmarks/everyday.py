@@ -23,7 +23,7 @@ import msgspec
 
 from benchmarks.harness import console, make_parser
 from cloister import LLM
-from cloister.cli.sampling import choose_sampling
+from cloister.cli.options import choose_sampling
 
 MODELS: Final = "cloister-5m,smollm2-135m"
 MAX_TOKENS: Final = 200

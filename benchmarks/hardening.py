@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cloister.models import locate
-from cloister.privacy.hardening.environment import measured
 from cloister.privacy.hardening.launching import reading
+from cloister.privacy.hardening.privileges import measured
 
 VARIANTS = ("none", "environment", "measures")
 INNER = Path(__file__).with_name("hardening_node.py")

@@ -29,10 +29,9 @@ from cloister.runner.drafters import DRAFTERS, NOTHING, DraftAsk, Drafter, Draft
 from cloister.runner.drafters.guessing import guess_hidden, make_guesser
 from cloister.runner.drafters.heads import HeadsCard, open_heads
 from cloister.runner.state import BatchState
-from cloister.train.answers import answer, render_questions
 from cloister.train.hidden_states import batch_passages
-from cloister.train.passages import Passage
-from cloister.train.tree import MISSED, NOTHING_THERE, RankArray, count_kept
+from cloister.train.measuring import MISSED, NOTHING_THERE, RankArray, count_kept
+from cloister.train.passages import Passage, answer, render_questions
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
 from training.corpus import DEBIAN_SOURCES

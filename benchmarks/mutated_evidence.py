@@ -21,15 +21,12 @@ from pathlib import Path
 
 from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
 from cloister.privacy.attestation.certificates import load_certificates
-from cloister.privacy.attestation.nitro import NitroVerifier
-from cloister.privacy.attestation.nitro_document import read_document
+from cloister.privacy.attestation.nitro import NitroVerifier, read_document
 from cloister.privacy.attestation.nvidia import GpuVerifier
 from cloister.privacy.attestation.rim import RIM_ROOTS, Rim, verify_rim
 from cloister.privacy.attestation.sev_snp import SnpVerifier
-from cloister.privacy.attestation.snp_keys import name_chain
-from cloister.privacy.attestation.snp_report import read_report
-from cloister.privacy.attestation.td_quote import read_quote
-from cloister.privacy.attestation.tdx import TdxVerifier
+from cloister.privacy.attestation.snp_report import name_chain, read_report
+from cloister.privacy.attestation.tdx import TdxVerifier, read_quote
 from tests import attestation_vectors as real
 
 POLICY = AttestationPolicy(profile="team")

@@ -17,8 +17,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.engine.worker_channels import CONNECT
-from cloister.privacy.receipts.claims import Claims, is_signed
-from cloister.privacy.receipts.transcript import Transcript
+from cloister.privacy.receipts import Claims, Transcript, is_signed
 from cloister.privacy.sealing import (
     Header,
     HttpRequest,

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from cloister.privacy.transparency.bundle import parse_bundle
 from cloister.privacy.transparency.checks import View, believe, needed_paths
-from cloister.privacy.transparency.epoch import NodeEntry, epoch_leaf
+from cloister.privacy.transparency.epoch import NodeEntry, epoch_leaf, parse_bundle
 from tests.privacy.transparency.world import World
 
 

@@ -14,7 +14,7 @@ from cloister.backends.adapters import target_shapes
 from cloister.backends.base import AdapterWeights
 from cloister.backends.spec import DecoderSpec
 from cloister.models import load
-from cloister.models.adapters.targets import find_targets
+from cloister.models.adapters import find_targets
 from cloister.models.safetensors import write_tensors
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")

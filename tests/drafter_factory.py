@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.models import load
-from cloister.models.vocabulary import digest_tokenizer
+from cloister.models.generation import digest_tokenizer
 from cloister.runner.drafters import DRAFTERS, Drafter, DraftingPlace
 from cloister.runner.drafters.datastore_writing import write_datastore
 from cloister.runner.drafters.heads import HeadsCard, heads_directory, write_heads

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cloister.models import load, locate
-from cloister.models.vocabulary import digest_tokenizer
+from cloister.models.generation import digest_tokenizer
 from cloister.runner.drafters.datastore_writing import write_datastore
 from cloister.text import Tokenizer
 from training.corpus import DEBIAN_SOURCES, Document, read_documents

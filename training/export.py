@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 
 from cloister.train.decoder import Decoder, Shape
-from cloister.train.draft_files import llama_config
+from cloister.train.draft_training import llama_config
 from training.chat import TEMPLATE
 from training.tokenizer import CONTROL_TOKENS, END, END_OF_TEXT, token_id
 

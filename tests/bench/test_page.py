@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 from cloister.bench.measure import Measurement
 from cloister.bench.page import NUM_SLOWEST, render_page
-from cloister.bench.records import RequestRecord
+from cloister.bench.recorder import RequestRecord
 from cloister.bench.report import LatencyObjective, summarise
 
 

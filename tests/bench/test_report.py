@@ -1,6 +1,6 @@
 import pytest
 
-from cloister.bench.records import RequestRecord
+from cloister.bench.recorder import RequestRecord
 from cloister.bench.report import AloneModel, AloneObjective, LatencyObjective, list_figures, summarise
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from cloister import LLM
 from cloister.cli import chat, main
-from cloister.cli.conversation import Conversation
+from cloister.cli.chat import Conversation
 from cloister.types.request import SamplingParams
 
 ENGINE = ("--model", "cloister-draft", "--max-model-len", "512", "--num-threads", "1")

@@ -10,7 +10,7 @@ import pytest
 from cloister.cli import main
 from cloister.cli.datastore import PIECE_CHARS, encode_document, list_files
 from cloister.models import locate
-from cloister.models.vocabulary import digest_tokenizer
+from cloister.models.generation import digest_tokenizer
 from cloister.runner.drafters.datastore import Datastore
 from cloister.text import Tokenizer
 from cloister.types.errors import ConfigError

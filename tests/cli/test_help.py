@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from cloister.cli import VERBS, main
-from cloister.cli.contents import SUMMARIES
-from cloister.cli.help import summarize
+from cloister.cli.help import SUMMARIES, summarize
 from cloister.cli.options import list_flags
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.setting_groups import GROUPS

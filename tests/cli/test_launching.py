@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cloister.cli import release
-from cloister.cli.launching import read_launch
+from cloister.cli.release import read_launch
 from cloister.types.errors import ConfigError
 from tests.attestation_vectors import LAUNCH
 

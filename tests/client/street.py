@@ -34,7 +34,6 @@ from cloister.privacy.tokens import (
     challenge_between,
     open_spend_store,
 )
-from cloister.privacy.transparency.asking import NearWitness
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.privacy.transparency.log import Log
 from cloister.privacy.transparency.membership import build_membership, membership_entry, sign_member
@@ -42,7 +41,7 @@ from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.publisher import Publisher
 from cloister.privacy.transparency.release import Release, release_entry
 from cloister.privacy.transparency.trust import Trust
-from cloister.privacy.transparency.witness import Witness
+from cloister.privacy.transparency.witness import NearWitness, Witness
 from cloister.sealed.dates import REPLAY_WINDOW_S
 from cloister.sealed.epochs import EpochKeeper, EpochSettings
 from cloister.sealed.gateway import GatewayConfig, gateway_app

@@ -13,10 +13,9 @@ from cloister.client.buying import Buyer, signed_budget, signing_key
 from cloister.client.errors import NoTokensError
 from cloister.client.wallet import Wallet
 from cloister.privacy.tokens import Token
-from cloister.privacy.tokens.blind_rsa import generate
-from cloister.privacy.tokens.names import challenge_between
+from cloister.privacy.tokens.blind_rsa import encode_public, generate, key_id
+from cloister.privacy.tokens.challenge import challenge_between
 from cloister.privacy.tokens.purchase import STATEMENT_PATH
-from cloister.privacy.tokens.spki import encode_public, key_id
 from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry
 from cloister.privacy.transparency.issuer_keys import (
     MAX_KEY_LIFE_S,

@@ -12,7 +12,7 @@ import pytest
 from cloister.client import EpochRefusedError
 from cloister.client.routing import house as houses
 from cloister.privacy.transparency.epoch import MAX_CLOCK_SKEW_S
-from cloister.privacy.transparency.pace import BURST, EPOCH_EVERY_S
+from cloister.privacy.transparency.history import BURST, EPOCH_EVERY_S
 from tests.client.test_membership import prepare
 from tests.client.test_transport import NODES, World
 

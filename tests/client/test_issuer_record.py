@@ -20,12 +20,10 @@ from cloister.client.limits import Limits
 from cloister.client.routing.house import ISSUER, RELAY, House
 from cloister.client.routing.records import Spell
 from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.tokens.blind_rsa import generate
+from cloister.privacy.tokens.blind_rsa import encode_public, generate
 from cloister.privacy.tokens.issuer_keys import EPOCH_S
 from cloister.privacy.tokens.purchase import STATEMENT_PATH
-from cloister.privacy.tokens.spki import encode_public
-from cloister.privacy.transparency.bundle import parse_bundle
-from cloister.privacy.transparency.epoch import IssuerEntry, epoch_leaf
+from cloister.privacy.transparency.epoch import IssuerEntry, epoch_leaf, parse_bundle
 from cloister.privacy.transparency.issuer_keys import (
     OVERLAP_S,
     IssuerIdentity,

@@ -197,7 +197,7 @@ def test_a_node_with_x25519_alone_fails_the_policy_that_asks_for_more_and_no_oth
 
 def test_a_client_without_ml_kem_that_asks_for_it_is_told_that_it_lacks_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cloister.client.key_exchange.KEMS", (X25519,))
-    monkeypatch.setattr("cloister.privacy.sealing.configuration.KEMS", (X25519,))
+    monkeypatch.setattr("cloister.privacy.sealing.keys.KEMS", (X25519,))
     findings = Findings()
     judge_keys(findings, "the node", KeyRing(0.0).publish(), ASKED)
     [failed] = findings.of(Outcome.FAILED)

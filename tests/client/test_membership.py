@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE
+from cloister.cli.options import LEAST_PRESENT, MOST_SHARE
 from cloister.client import AsyncSealedTransport, EpochRefusedError, Limits, Session
 from cloister.client.judging import judge_node, refuse_shared_chips
 from cloister.client.limits import LATE_S, hold_to_limits
@@ -26,12 +26,9 @@ from cloister.client.telling import tell_epoch
 from cloister.privacy.attestation import AttestationPolicy, Evidence, Findings, Outcome
 from cloister.privacy.attestation.cbor import encode_text
 from cloister.privacy.attestation.chips import name_chips
-from cloister.privacy.transparency.bundle import encode_bundle, parse_bundle
-from cloister.privacy.transparency.checks import View
-from cloister.privacy.transparency.epoch import NodeEntry
-from cloister.privacy.transparency.held import DAY_S, MOST_HELD
-from cloister.privacy.transparency.membership import NOTICE_S, Member, sign_member
-from cloister.privacy.transparency.memory import Memory
+from cloister.privacy.transparency.checks import Memory, View
+from cloister.privacy.transparency.epoch import NodeEntry, encode_bundle, parse_bundle
+from cloister.privacy.transparency.membership import DAY_S, MOST_HELD, NOTICE_S, Member, sign_member
 from cloister.privacy.transparency.note import cosign, parse_note
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.replay import Course

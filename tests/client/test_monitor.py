@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from cloister.cli import app
 from cloister.client.monitoring import CONSISTENCY, Monitor, MonitorState, Report
-from cloister.privacy.transparency.bundle import encode_bundle, parse_bundle
-from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry
+from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry, encode_bundle, parse_bundle
 from cloister.privacy.transparency.membership import NOTICE_S
 from cloister.privacy.transparency.note import cosign, parse_note
 from cloister.privacy.transparency.trust import encode_trust

@@ -17,8 +17,7 @@ from cloister.client.proxy import Proxy, proxy_app
 from cloister.client.receipt_folder import ReceiptFolder
 from cloister.client.verify_receipt import Shown, verify_receipt
 from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.receipts.claims import read_jws
-from cloister.privacy.receipts.receipt import read_receipt
+from cloister.privacy.receipts import read_jws, read_receipt
 from cloister.types.errors import ConfigError
 from tests.client.street import Program, Street, start
 from tests.client.test_sdk import ASK, LONG, MODEL

@@ -14,9 +14,7 @@ from cloister.client.letter import Letter, write_letter
 from cloister.client.receipts import ReceiptOrder, order_receipt
 from cloister.privacy.attestation.evidence import Statement
 from cloister.privacy.attestation.software import SoftwareAttester
-from cloister.privacy.receipts.claims import ReceiptError, encode64
-from cloister.privacy.receipts.receipt import Receipt
-from cloister.privacy.receipts.wish import FIELD
+from cloister.privacy.receipts import FIELD, Receipt, ReceiptError, encode64
 from cloister.privacy.sealing import (
     CHUNKED,
     BinaryHttpWriter,

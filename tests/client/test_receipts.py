@@ -16,8 +16,7 @@ from cloister.client import SealedTransport
 from cloister.client.receipt_folder import ReceiptFolder
 from cloister.client.verify_receipt import Shown, verify_receipt
 from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.receipts.claims import read_jws
-from cloister.privacy.receipts.receipt import Receipt, read_receipt
+from cloister.privacy.receipts import Receipt, read_jws, read_receipt
 from cloister.types.errors import ConfigError
 from tests.client.street import Street
 from tests.client.test_transport import NODES, World

@@ -21,7 +21,7 @@ from cloister.client import (
     SealedTransport,
 )
 from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.receipts.receipt import Receipt
+from cloister.privacy.receipts import Receipt
 from tests.client.street import Street
 
 MODEL = "cloister-5m"

@@ -14,9 +14,8 @@ from cloister.client.asking import Reply
 from cloister.client.session import PreparedRequest
 from cloister.client.shared_view import MOST_PROOFS
 from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.transparency.checkpoint import open_checkpoint
-from cloister.privacy.transparency.checks import View
-from cloister.privacy.transparency.memory import Memory
+from cloister.privacy.transparency.checks import Memory, View
+from cloister.privacy.transparency.note import open_checkpoint
 from cloister.types.errors import ConfigError
 from tests.privacy.transparency.world import World
 

@@ -26,9 +26,9 @@ from cloister.client.routing.house import ISSUER, RELAY, House
 from cloister.client.routing.records import Spell
 from cloister.client.wallet import BATCH
 from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.transparency.asking import NearWitness
 from cloister.privacy.transparency.publisher import Publisher
 from cloister.privacy.transparency.trust import Trust
+from cloister.privacy.transparency.witness import NearWitness
 from cloister.types.errors import RequestTooLargeError
 
 NODES = Spell({"a": 1, "b": 1})

@@ -36,12 +36,10 @@ from cloister.privacy.attestation.measuring import measure_profile
 from cloister.privacy.attestation.nitro import nitro_nonce
 from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.attestation.verify import VERIFIERS
-from cloister.privacy.transparency.bundle import parse_bundle
-from cloister.privacy.transparency.checks import View
-from cloister.privacy.transparency.epoch import IssuerEntry
+from cloister.privacy.transparency.checks import Memory, View
+from cloister.privacy.transparency.epoch import IssuerEntry, parse_bundle
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity, sign_entry
 from cloister.privacy.transparency.membership import sign_member
-from cloister.privacy.transparency.memory import Memory
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.trust import encode_trust
 from cloister.types.errors import ConfigError

@@ -17,13 +17,10 @@ from typer.testing import CliRunner
 from cloister.cli import app
 from cloister.client.verify_receipt import Proof, Shown, verify_receipt
 from cloister.privacy.attestation import AttestationPolicy, Outcome
-from cloister.privacy.receipts.claims import ReceiptError, encode64
-from cloister.privacy.receipts.receipt import Receipt, read_receipt
-from cloister.privacy.receipts.transcript import Transcript
+from cloister.privacy.receipts import Receipt, ReceiptError, Transcript, encode64, read_receipt
 from cloister.privacy.sealing import CHUNKED, HttpRequest, KeyRing, RequestHead, parse_keys
 from cloister.privacy.sealing.ohttp import begin_request
-from cloister.privacy.transparency.bundle import encode_bundle, parse_bundle
-from cloister.privacy.transparency.epoch import epoch_leaf
+from cloister.privacy.transparency.epoch import encode_bundle, epoch_leaf, parse_bundle
 from cloister.privacy.transparency.merkle import hash_leaf
 from cloister.privacy.transparency.note import Note, cosign, parse_note
 from cloister.privacy.transparency.trust import encode_trust

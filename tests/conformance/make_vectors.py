@@ -37,8 +37,7 @@ from cloister.privacy.sealing import (
     encode_request,
 )
 from cloister.privacy.sealing.hpke import derive_secrets
-from cloister.privacy.sealing.kem import X25519Key
-from cloister.privacy.sealing.xwing import XWingKey
+from cloister.privacy.sealing.kem import X25519Key, XWingKey
 from cloister.privacy.shape import BINARY_HTTP, FRAMING_FIELD, BinaryHttpShaper, shape_of
 
 XWING_VECTORS = Path(__file__).parents[1] / "vectors/hpke/xwing.json"

@@ -26,9 +26,7 @@ from cloister.privacy.attestation import AttestationPolicy, read_evidence, read_
 from cloister.privacy.attestation.measuring import measure_model
 from cloister.privacy.attestation.tsm import TSM_REPORTS
 from cloister.privacy.hardening import MEASURES
-from cloister.privacy.receipts.claims import is_signed
-from cloister.privacy.receipts.transcript import Transcript
-from cloister.privacy.receipts.wish import Wish, read_signature, with_wish
+from cloister.privacy.receipts import Transcript, Wish, is_signed, read_signature, with_wish
 from cloister.privacy.sealing import (
     WHOLE,
     HttpRequest,

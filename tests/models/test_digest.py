@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cloister.models import digest
-from cloister.models.digest import Digests
+from cloister.models import location
+from cloister.models.location import Digests
 
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(digest, "_WORTH_REMEMBERING_BYTES", 0)
+    monkeypatch.setattr(location, "_WORTH_REMEMBERING_BYTES", 0)
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"weights")
     return file

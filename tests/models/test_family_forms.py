@@ -15,7 +15,7 @@ from cloister.backends.tensors import GroupedTensor
 from cloister.models import load
 from cloister.models.decoder import choose_family
 from cloister.models.families import FAMILIES
-from cloister.models.gguf.table import ARCHITECTURES
+from cloister.models.gguf.architecture import ARCHITECTURES
 from cloister.models.quantized.encoding import Encoder
 from cloister.models.rope import SCALINGS
 from cloister.models.safetensors import write_tensors

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from cloister.backends.base import Weights
 from cloister.backends.tensors import GroupedTensor, dequantized
 from cloister.models import load
-from cloister.models.gguf.blocks import TYPES as KNOWN
+from cloister.models.gguf.tensors import TYPES as KNOWN
 from cloister.types.errors import ModelError
 from tests.driving import build
 from tests.gguf_factory import TYPES, make_gguf, quantise

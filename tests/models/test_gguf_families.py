@@ -11,7 +11,7 @@ import pytest
 
 from cloister.backends.tensors import GroupedTensor, dequantized
 from cloister.models import load
-from cloister.models.gguf.table import ARCHITECTURES
+from cloister.models.gguf.architecture import ARCHITECTURES
 from cloister.types.errors import ModelError
 from tests.driving import build
 from tests.gguf_families import ARCHITECTURES as NAMES

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, activations_of, dequantized
 from cloister.models import LoadedModel, load
-from cloister.models.quantized.encoding import Encoder
-from cloister.models.writing import check_place, write_model
+from cloister.models.quantized.encoding import Encoder, check_place, write_model
 from cloister.quant import FORMATS, FormatOptions, quantize_on_read
 from cloister.types.errors import ModelError
 from tests.driving import build

@@ -17,7 +17,7 @@ from cloister.models import load, locate
 from cloister.runner.drafters import DRAFTERS, Draft, DraftAsk, Drafter
 from cloister.runner.drafters.heads import HeadsCard, heads_directory, write_heads
 from cloister.runner.model_runner import ModelRunner
-from cloister.train.heads import MAKERS
+from cloister.train.learning import MAKERS
 from cloister.types.events import Submit
 from tests.attack_lab import MODEL, Lab
 

@@ -9,8 +9,8 @@ import pytest
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, dequantized, rotate_blocks
 from cloister.quant import FORMATS, FormatOptions, HeldWeights
 from cloister.quant.calibration import CALIBRATORS, calibrate
+from cloister.quant.calibration.base import InputStatistics
 from cloister.quant.calibration.gptq import choose_codes, damped, feedback, fit_inputs
-from cloister.quant.calibration.statistics import InputStatistics
 from cloister.quant.quality import measure
 from tests.driving import RandomWeights, make_spec
 

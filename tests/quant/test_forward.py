@@ -14,8 +14,7 @@ from cloister.quant import FORMATS, FormatOptions, QuantizedWeights, choose_kv_d
 from cloister.quant.base import FloatArray
 from cloister.quant.calibration import CALIBRATORS, calibrate
 from cloister.quant.folding import AFTER_NORMS, INSIDE, FloatTensors, Folding, fold, key_factors, share_among_groups
-from cloister.quant.forward import LayerForward
-from cloister.quant.kv import round_keys, round_values
+from cloister.quant.forward import LayerForward, round_keys, round_values
 from cloister.quant.quality import layer_tensors, measure
 from cloister.quant.smooth_attention import SmoothedKeys, estimate_key_sizes, smoothing_factors
 from cloister.types.errors import ConfigError

@@ -23,7 +23,7 @@ from cloister.privacy.sealing import (
     SealingKey,
     seal_chunked_request,
 )
-from cloister.privacy.sealing.xwing import XWingKey
+from cloister.privacy.sealing.kem import XWingKey
 
 LIFE_S = 100.0
 

@@ -13,8 +13,13 @@ import msgspec
 import pytest
 
 from cloister.privacy.attestation import AttestationError, AttestationPolicy, Evidence, Outcome, read_evidence, read_statement
-from cloister.privacy.attestation.configuration_measuring import measure_configuration
-from cloister.privacy.attestation.measuring import encode_manifest, measure_model, measure_profile, read_manifest
+from cloister.privacy.attestation.measuring import (
+    encode_manifest,
+    measure_configuration,
+    measure_model,
+    measure_profile,
+    read_manifest,
+)
 from cloister.privacy.attestation.node import Facts, gather_facts, with_host
 from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.attestation.verify import verify_evidence

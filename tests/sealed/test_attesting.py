@@ -21,7 +21,7 @@ from cloister.privacy.attestation.measuring import measure_model
 from cloister.privacy.attestation.process import AttesterBoot
 from cloister.privacy.attestation.tsm import TSM_REPORTS
 from cloister.privacy.sealing import NODE_KEY_LIFE_S, KeyRing, Receiver, ReplayCache
-from cloister.privacy.transparency.keyfiles import write_key
+from cloister.privacy.transparency.files import write_key
 from cloister.privacy.transparency.membership import build_membership, find_member
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.sealed.attesting import Attesting, check_prefixes, open_announcer, read_attesting, read_checkpoint

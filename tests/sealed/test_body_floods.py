@@ -18,8 +18,7 @@ from cloister.privacy.sealing import CHUNKED, WHOLE, HttpRequest, RequestHead
 from cloister.sealed import exchange
 from cloister.sealed.exchange import Body
 from cloister.sealed.problems import ProblemError
-from cloister.server.body_budget import BodyBudget
-from cloister.server.body_pace import BodyPace
+from cloister.server.body_budget import BodyBudget, BodyPace
 from cloister.server.middleware.body import BodyReader
 from tests.sealed.flow import RELAY_SECRET, ask, open_cloud
 from tests.sealed.inner import ANSWER, Inner

@@ -28,8 +28,8 @@ from cloister.privacy.tokens.issuance import (
     REQUEST_TYPE,
     RESPONSE_TYPE,
 )
+from cloister.privacy.transparency.files import write_key
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity
-from cloister.privacy.transparency.keyfiles import write_key
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.sealed.issuer import issuer_app
 from cloister.sealed.issuer_file import list_issuers, read_issuer_keys

@@ -12,8 +12,7 @@ import pytest
 from cloister.privacy.attestation.evidence import Statement
 from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.sealing import CHUNKED, Header, KeyRing, Receiver, ReplayCache, seal_chunked_request
-from cloister.privacy.transparency.bundle import parse_bundle
-from cloister.privacy.transparency.epoch import IssuerEntry
+from cloister.privacy.transparency.epoch import IssuerEntry, parse_bundle
 from cloister.privacy.transparency.membership import sign_member
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.sealed.epochs import EpochKeeper, EpochSettings

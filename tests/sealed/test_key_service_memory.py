@@ -12,7 +12,7 @@ from cloister.privacy.residue.finder import Finder
 from cloister.privacy.residue.needles import of_bytes
 from cloister.privacy.residue.processes import Process
 from cloister.privacy.residue.scan import search_process
-from cloister.types.allocator import OVERWRITING
+from cloister.types.processes import OVERWRITING
 from tests.privacy.residue.test_planted_leaks import can_trace
 
 pytestmark = pytest.mark.skipif(not can_trace(), reason="memory of other processes may not be read here")

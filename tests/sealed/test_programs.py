@@ -36,8 +36,8 @@ from cloister.privacy.sealing import (
 )
 from cloister.privacy.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook, authorization, challenge_between, request_tokens
 from cloister.privacy.tokens.issuance import encode_answers
+from cloister.privacy.transparency.files import write_key
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity
-from cloister.privacy.transparency.keyfiles import write_key
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.trust import Trust, encode_trust
 from cloister.sealed.node import NodeConfig, node_app

@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from cloister.client.answer import Answer, BrokenAnswerError
-from cloister.privacy.receipts.wish import Wish, with_wish
+from cloister.privacy.receipts import Wish, with_wish
 from cloister.privacy.sealing import Exchange, HttpRequest, RequestHead
 from cloister.privacy.shape import TrafficShape, shape_of
 from tests.sealed.flow import Cloud, open_cloud, post

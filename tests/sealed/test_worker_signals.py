@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from cloister.privacy.hardening import kernel
-from cloister.privacy.hardening.syscalls import INTERFACES
+from cloister.privacy.hardening.kernel import INTERFACES
 from cloister.sealed.workers.zygote import Zygote
 
 

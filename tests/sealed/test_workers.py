@@ -27,7 +27,7 @@ from cloister.privacy.sealing import (
     parse_keys,
     seal_chunked_request,
 )
-from cloister.privacy.tokens.paid import BUDGET_FIELD, with_budget
+from cloister.privacy.tokens.redeem import BUDGET_FIELD, with_budget
 from cloister.sealed.nodes import KEYS_PATH
 from cloister.sealed.problems import PROBLEM_MEDIA_TYPE
 

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cloister.privacy import Credentials
-from cloister.server.llamacpp import schemas as llamacpp
-from cloister.server.messages import schemas as messages
+from cloister.server import llamacpp as llamacpp
+from cloister.server import messages as messages
 from cloister.server.ollama import schemas as ollama
 from cloister.server.responses import schemas as responses
 from tests.server.house import INFO, MODEL, ScriptedEngine, make_gate, says, serving_script

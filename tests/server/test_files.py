@@ -19,16 +19,13 @@ from hypothesis import strategies as st
 from cloister.engine.base import AsyncEngine
 from cloister.privacy import Credentials, Gate, Policy
 from cloister.server.app import create_app
-from cloister.server.files import batches, running
-from cloister.server.files import shelf as shelves
-from cloister.server.files.batches import Batch, read_lines
-from cloister.server.files.form import read_form
-from cloister.server.files.running import BatchRunner
-from cloister.server.files.service import FileService
-from cloister.server.files.shelf import Owner, Shelf
-from cloister.server.files.store import LIFETIME_S, FileStore
+from cloister.server.files import batches
+from cloister.server.files import store as shelves
+from cloister.server.files.batches import Batch, BatchRunner, read_lines
+from cloister.server.files.service import FileService, read_form
+from cloister.server.files.store import LIFETIME_S, FileStore, Owner, Shelf
 from cloister.server.files.vault import DamagedError, StorageFullError, Vault
-from cloister.server.routes import batches as batch_routes
+from cloister.server.routes import files as batch_routes
 from cloister.server.serve import Server, Site, address_of, bind
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
@@ -197,7 +194,7 @@ def test_a_batch_that_is_cancelled_keeps_its_answers(model_path, tmp_path):
 
 
 def test_a_line_that_finds_the_server_busy_is_asked_again(model_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(running, "MOST_RETRY_S", 0.05)
+    monkeypatch.setattr(batches, "MOST_RETRY_S", 0.05)
     tries = []
 
     def script(request):

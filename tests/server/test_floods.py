@@ -19,9 +19,8 @@ from pathlib import Path
 import pytest
 
 from cloister.server.connection import Connection
-from cloister.server.connection_table import ConnectionTable
-from cloister.server.handshake_queue import HandshakeQueue
-from cloister.server.networks import network_of
+from cloister.server.connection_table import ConnectionTable, network_of
+from cloister.server.tls import HandshakeQueue
 from cloister.types.config import ServerConfig
 from tests.server.house import House, ScriptedEngine, says, serving_script
 from tests.server.test_tls import write_pair

@@ -10,8 +10,8 @@ import msgspec
 import ollama
 import pytest
 
-from cloister.server.absent import ABSENT
-from cloister.server.llamacpp import schemas
+from cloister.server import llamacpp
+from cloister.server.fields import ABSENT
 from cloister.types.grammar import GrammarKind
 from cloister.types.request import FinishReason
 from tests.server.house import INFO, MODEL, ScriptedEngine, make_gate, output, says, serving_script, write_model
@@ -265,7 +265,7 @@ PAGE = (DOCS / "compatibility.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*schemas.LlamaCompletionBody.model_fields, *schemas.LlamaInfillBody.model_fields, *schemas.REFUSED})
+    "name", sorted({*llamacpp.LlamaCompletionBody.model_fields, *llamacpp.LlamaInfillBody.model_fields, *llamacpp.REFUSED})
 )
 def test_every_field_is_on_the_page(name):
     assert f"`{name}`" in PAGE

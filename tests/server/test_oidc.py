@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import padding
 from joserfc.jwk import ECKey, OctKey, OKPKey, RSAKey
 
 from cloister.app import resolve_settings
-from cloister.app.gate import build_gate
+from cloister.app.site import build_gate
 from cloister.privacy import Credentials, Gate, Policy
 from cloister.privacy.oidc import OidcConfig, People, Person, TokenLimits, read_oidc
 from cloister.server import oidc

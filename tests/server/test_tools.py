@@ -13,8 +13,8 @@ import pytest
 from cloister.server.conversation import Manner
 from cloister.server.schemas import ChatBody
 from cloister.text import ChatTemplate, Tokenizer
-from cloister.text.reasoning import REASONINGS
-from cloister.text.special import SpecialTokens
+from cloister.text.answer_parser import REASONINGS
+from cloister.text.spelling import SpecialTokens
 from cloister.text.tools import FAMILIES
 from cloister.types.config import ServerConfig
 from cloister.types.errors import InvalidRequestError

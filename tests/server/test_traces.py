@@ -16,8 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from cloister.privacy import Policy, settle_front
 from cloister.server.calls import Call, EngineWork
-from cloister.server.trace_export import Tracer
-from cloister.server.traces import ALLOWED, Parent, Span, parse_traceparent, spans_of
+from cloister.server.traces import ALLOWED, Parent, Span, Tracer, parse_traceparent, spans_of
 from cloister.types.config import ServerConfig, resolve
 from cloister.types.errors import ConfigError, PolicyError
 from tests.server.house import MODEL, serving, start_slow, start_speaking

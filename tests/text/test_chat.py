@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.text import chat as chat_module
 from cloister.text.guard import MARK, Guard
-from cloister.text.special import SpecialTokens
+from cloister.text.spelling import SpecialTokens
 from cloister.types.errors import InvalidRequestError, ModelError
 from tests.text import models
 

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from cloister.text import ChatTemplate
 from cloister.text import Tokenizer as OurTokenizer
-from cloister.text.splits import SPLITS
+from cloister.text.spelling import SPLITS
 from cloister.types.errors import ModelError
 from tests.text import models
 

@@ -7,7 +7,7 @@ import pytest
 
 from cloister.text import ChatTemplate
 from cloister.text.history import EXAMPLE, Habits
-from cloister.text.special import SpecialTokens
+from cloister.text.spelling import SpecialTokens
 from cloister.types.errors import InvalidRequestError
 
 SPECIAL = SpecialTokens({}, frozenset(), {}, are_literal=True)

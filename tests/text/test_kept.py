@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cloister.text import Tokenizer, gguf
-from cloister.text.kept import TokenizerStore
+from cloister.text.gguf import TokenizerStore
 from tests.gguf_factory import make_gguf
 
 TEXT = "What does the manual say about Ärger, naïve caching, and 3 × 7?\n\n<|user|> ▁"
@@ -22,7 +22,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def keep_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloister.text.kept._LEAST_BYTES", 0)
+    monkeypatch.setattr("cloister.text.gguf._LEAST_BYTES", 0)
 
 
 def refuse(self: object) -> dict[str, object]:

@@ -17,12 +17,10 @@ from cloister.quant.passages import HELD_OUT, read_passages
 from cloister.runner.drafters import blockwise, medusa
 from cloister.runner.drafters.guessing import guess_hidden
 from cloister.text import Tokenizer
-from cloister.train.heads import MAKERS, HeadsModule
-from cloister.train.hidden_states import HiddenStates, batch_passages, find_targets, read_places
-from cloister.train.learning import Lesson, learn
+from cloister.train.hidden_states import HiddenStates, Teacher, batch_passages, find_targets, read_places, read_rows
+from cloister.train.learning import MAKERS, HeadsModule, Lesson, learn
 from cloister.train.measuring import measure_ranks, summarise
 from cloister.train.passages import Passage, cut_passages
-from cloister.train.teacher import Teacher, read_rows
 from cloister.types.errors import ConfigError
 
 HEADS, HIDDEN, BLOCKS = 3, 256, 64

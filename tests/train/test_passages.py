@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from cloister.train.answers import cut_beginnings
-from cloister.train.passages import FEWEST_TOKENS, HELD_OUT_ONE_IN, Passage, check_size, cut_passages, read_files
+from cloister.train.passages import (
+    FEWEST_TOKENS,
+    HELD_OUT_ONE_IN,
+    Passage,
+    check_size,
+    cut_beginnings,
+    cut_passages,
+    read_files,
+)
 from cloister.types.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from cloister.train.tree import MISSED, NOTHING_THERE, RankArray, accuracy_by_rank, count_kept, grow_tree
+from cloister.train.measuring import MISSED, NOTHING_THERE, RankArray, accuracy_by_rank, count_kept, grow_tree
 
 NUM_RANKS = 3
 

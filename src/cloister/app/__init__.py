@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cloister.app.backend import NO_QUANT, number_format
+    from cloister.app.default_model import budget_model
     from cloister.app.engine import build_engine, build_program, build_scheduler, build_sealed_engine
-    from cloister.app.fitting import budget_model
-    from cloister.app.gate import build_gate
     from cloister.app.processes import ENGINE_ENTRY, SEALED_ENGINE_ENTRY
     from cloister.app.sealed import launch_sealed
     from cloister.app.serving import serve
     from cloister.app.settings import Settings, resolve_settings
+    from cloister.app.site import build_gate
 
 __all__ = [
     "ENGINE_ENTRY",
@@ -40,9 +40,9 @@ _HOME = {
     "NO_QUANT": "backend",
     "SEALED_ENGINE_ENTRY": "processes",
     "Settings": "settings",
-    "budget_model": "fitting",
+    "budget_model": "default_model",
     "build_engine": "engine",
-    "build_gate": "gate",
+    "build_gate": "site",
     "build_program": "engine",
     "build_scheduler": "engine",
     "build_sealed_engine": "engine",

@@ -22,10 +22,10 @@ from cloister.app.loading import Loading
 from cloister.backends.base import Weights
 from cloister.backends.tensors import Tensor
 from cloister.models import LoadedModel, load
-from cloister.models.writing import check_place, write_model
+from cloister.models.quantized.encoding import check_place, write_model
 from cloister.quant import HeldWeights, NumberFormat, is_projection
 from cloister.quant.calibration import CALIBRATORS, calibrate
-from cloister.quant.limits import check_forward
+from cloister.quant.forward import check_forward
 from cloister.quant.passages import CALIBRATION, read_passages
 from cloister.quant.quality import IntArray
 from cloister.text import Tokenizer

@@ -1,4 +1,5 @@
-"""Which model serves where nobody named one: the catalogue's default, pulled if the profile lets it, else the embedded one."""
+"""Which model serves where nobody named one: the catalogue's default, pulled if the profile lets it, else the embedded
+one."""
 
 from __future__ import annotations
 
@@ -6,9 +7,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
+from cloister.app.backend import make_backend
+from cloister.app.engine import max_batched_tokens
 from cloister.app.settings import Settings
-from cloister.models import locate
+from cloister.engine.machine import read_machine
+from cloister.engine.memory import MemoryBudget, budget_memory
+from cloister.models import LoadedModel, locate
 from cloister.models.pulling import CATALOGUE, DEFAULT_MODEL, CatalogueModel, Store
+from cloister.types.config import EngineConfig
 from cloister.types.errors import ModelError
 
 _FEATURE = "default-model-download"
@@ -46,7 +52,7 @@ def choose_default_model(
             settings, default.name, f"the default; it is downloaded at start ({default.download_bytes / 1e6:.0f} MB)"
         )
     else:
-        from cloister.models.pulling.digests import DigestMismatchError
+        from cloister.models.pulling.downloads import DigestMismatchError
         from cloister.models.pulling.pull import pull_catalogue_model
 
         try:
@@ -84,3 +90,27 @@ def _tell(line: str) -> None:
 
 def _with_model(settings: Settings, model: str, why: str) -> Settings:
     return replace(settings, engine=settings.engine.explain(model=(model, why)))
+
+
+# Whether a model fits into this machine, without loading more of it than the shapes of its tensors.
+
+
+def budget_model(config: EngineConfig, model: LoadedModel) -> MemoryBudget:
+    """Returns the memory that an engine with these settings would take here, drafters and adapters aside.
+
+    Raises:
+        MemoryBudgetError: it does not fit; the message has the figure that would.
+        ConfigError: the back end is not usable.
+    """
+    machine = read_machine()
+    backend = make_backend(config, machine, model.spec)
+    num_tokens = max_batched_tokens(config)
+    need = backend.need(model.spec, model.weights, block_size=config.block_size, max_batched_tokens=num_tokens)
+    return budget_memory(
+        need,
+        available_bytes=machine.available_bytes if need.available_bytes is None else need.available_bytes,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len or model.spec.max_positions,
+        max_num_seqs=config.max_num_seqs,
+        kv_memory_mb=config.kv_memory_mb,
+    )

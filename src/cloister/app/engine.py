@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from cloister.app.backend import NO_QUANT, kept_tokenizers, make_backend, weights_cache, write_in_few_bits
-from cloister.app.closing import close_engine
 from cloister.app.drafters import open_drafters
 from cloister.app.loading import Loading
+from cloister.app.processes import close_engine
 from cloister.backends.base import AdapterProgram, Backend, KVLayout, Program
 from cloister.backends.spec import DecoderSpec
 from cloister.engine.machine import read_machine, return_free_memory
@@ -24,10 +24,10 @@ from cloister.models import LoadedModel, embedded_names, load, locate, read_pool
 from cloister.models.adapters import read_adapter
 from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.sched.speculation import Speculation
-from cloister.types.allocator import overwrites
 from cloister.types.clock import Stopwatch
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
+from cloister.types.processes import overwrites
 from cloister.types.request import ModelInfo
 
 if TYPE_CHECKING:

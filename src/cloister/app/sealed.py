@@ -19,9 +19,9 @@ from cloister.models.generation import GENERATION_FILE
 from cloister.models.location import find_named
 from cloister.models.pulling.store import MANIFEST
 from cloister.privacy import Gate, hardening
-from cloister.types.allocator import overwrites
 from cloister.types.config import EngineConfig, parse_adapters
 from cloister.types.errors import ConfigError
+from cloister.types.processes import overwrites
 
 if TYPE_CHECKING:
     from cloister.server.serve import Site

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from cloister.app.closing import close_front
-from cloister.app.gate import build_gate
+from cloister.app.processes import close_front
 from cloister.app.sealed import open_node
 from cloister.app.settings import Settings
 from cloister.app.several import open_rotation
-from cloister.app.site import open_plain
+from cloister.app.site import build_gate, open_plain
 from cloister.privacy import is_loopback
 from cloister.types.config import ATTESTING, ServerConfig
 from cloister.types.errors import ConfigError

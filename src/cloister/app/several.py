@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cloister.app.backend import kept_tokenizers
-from cloister.app.gate import reread_sources
 from cloister.app.processes import make_engine
 from cloister.app.settings import Settings
+from cloister.app.site import reread_sources
 from cloister.app.starting import describe_start
 from cloister.engine.machine import return_free_memory
 from cloister.privacy import Gate
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from cloister.engine import ProcessEngine
     from cloister.server.calls import Calls
     from cloister.server.files.service import FileService
+    from cloister.server.model_switcher import LoadedApp
     from cloister.server.responses.keeping import ResponseStore
     from cloister.server.serve import Site
-    from cloister.server.switch import LoadedApp
 
 
 async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> Site:
@@ -30,11 +30,10 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     from cloister.server.calls import Calls
     from cloister.server.files.service import FileService
     from cloister.server.metrics import make_tenant_figures
-    from cloister.server.model_switcher import ModelSwitcher
+    from cloister.server.model_switcher import ModelSwitch, ModelSwitcher, list_entry
     from cloister.server.responses.keeping import ResponseStore
     from cloister.server.serve import Site
-    from cloister.server.switch import ModelSwitch, list_entry
-    from cloister.server.trace_export import open_tracer
+    from cloister.server.traces import open_tracer
 
     front = settings.server.config
     entries = {name: list_entry(name, engine.config.model) for name, engine in settings.models.items()}
@@ -79,7 +78,7 @@ async def _open_app(
 ) -> LoadedApp:
     """Starts the engine of one of several models, and its routes."""
     from cloister.server.app import create_routes, make_exposition
-    from cloister.server.switch import LoadedApp
+    from cloister.server.model_switcher import LoadedApp
     from cloister.text import ChatTemplate, Tokenizer
 
     config, front = settings.engine.config, settings.server.config

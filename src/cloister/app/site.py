@@ -9,23 +9,63 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cloister.app.backend import kept_tokenizers
-from cloister.app.gate import reread_sources
 from cloister.app.processes import make_engine
 from cloister.app.settings import Settings
 from cloister.app.starting import describe_start
 from cloister.engine.machine import process_age_s, return_free_memory
-from cloister.privacy import Gate
+from cloister.privacy import Gate, is_loopback, read_credentials
 from cloister.types.clock import Stopwatch
 
 if TYPE_CHECKING:
+    from cloister.privacy.oidc import People
+    from cloister.server.reload import WatchedFiles
     from cloister.server.serve import Site
+
+
+# Who lets requests in, and what a running server reads again.
+
+
+def build_gate(settings: Settings) -> Gate:
+    """Returns who lets requests in.
+
+    Raises:
+        ConfigError: the file of API keys or of the issuer cannot be used.
+    """
+    server = settings.server.config
+    credentials = read_credentials(Path(server.api_keys).expanduser()) if server.api_keys is not None else None
+    engines = [settings.engine, *settings.models.values()]
+    reuses_prefixes = any(engine.config.prefix_cache for engine in engines)
+    return Gate(
+        settings.policy,
+        credentials,
+        people=_read_people(Path(server.oidc)) if server.oidc is not None else None,
+        loopback=is_loopback(server.host),
+        reuses_prefixes=reuses_prefixes,
+    )
+
+
+def _read_people(path: Path) -> People:
+    from cloister.privacy.oidc import People, read_oidc
+    from cloister.server.oidc import check_extra
+
+    check_extra()
+    return People(read_oidc(path))
+
+
+def reread_sources(settings: Settings, gate: Gate) -> tuple[WatchedFiles, ...]:
+    """Returns what a running server reads again when its file changes."""
+    from cloister.server.reload import WatchedFiles
+
+    if settings.server.config.api_keys is None:
+        return ()
+    path = Path(settings.server.config.api_keys).expanduser()
+    return (WatchedFiles("API keys", (path,), lambda: gate.change_keys(read_credentials(path))),)
 
 
 def _find_early(model: str) -> Path | None:
     """Returns where a model lies that is on this machine, as the engine will say; None for one that has to be fetched first."""
     from cloister.models import locate
-    from cloister.models.directory import find_model
-    from cloister.models.location import find_named
+    from cloister.models.location import find_model, find_named
 
     if find_named(model) is not None or Path(model).expanduser().exists():
         return find_model(locate(model))
@@ -45,7 +85,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             from cloister.server.files.service import FileService
             from cloister.server.responses.keeping import ResponseStore
             from cloister.server.serve import Site
-            from cloister.server.trace_export import open_tracer
+            from cloister.server.traces import open_tracer
             from cloister.text import ChatTemplate, Tokenizer
 
             early = _find_early(config.model)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from cloister.bench.records import RequestRecord
+from cloister.bench.recorder import RequestRecord
 from cloister.bench.workloads import WorkItem
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import ConfigError

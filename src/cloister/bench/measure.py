@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from cloister.bench.drive import Listener, SteppingEngine, Timed, drive, make_request, make_requests
 from cloister.bench.load import OnProgress, Target, send_all
-from cloister.bench.records import RequestRecord
+from cloister.bench.recorder import RequestRecord
 from cloister.bench.report import AloneModel, AloneObjective, LatencyObjective, Objective, Summary, summarise
 from cloister.bench.workloads import DEFAULT_VOCAB_SIZE, WorkItem, Workload, make_tokens
 from cloister.types.errors import EngineError

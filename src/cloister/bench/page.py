@@ -14,7 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from cloister import __version__
 from cloister.bench.measure import Measurement
 from cloister.bench.plots import plot_run
-from cloister.bench.records import RequestRecord
+from cloister.bench.recorder import RequestRecord
 from cloister.bench.report import PERCENTILES, Summary, list_figures, list_spreads
 from cloister.engine.machine import read_machine
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cloister.bench.records import RequestRecord
+from cloister.bench.recorder import RequestRecord
 
 PERCENTILES = (50, 90, 99)
 

@@ -13,8 +13,7 @@ from typer.main import get_command, get_group
 
 from cloister import __version__
 from cloister.cli.console import print_error
-from cloister.cli.contents import CONTENTS, SUMMARIES
-from cloister.cli.help import Row, Verb, VerbGroup, summarize
+from cloister.cli.help import CONTENTS, SUMMARIES, Row, Verb, VerbGroup, summarize
 from cloister.cli.usage import UsageError, print_usage_error
 from cloister.types.errors import CloisterError
 

@@ -12,9 +12,8 @@ import typer
 
 from cloister.bench.settings import BURST, ArrivalsConfig, ObjectiveConfig, TargetConfig, WorkloadConfig
 from cloister.cli import profiling
-from cloister.cli.console import err, make_progress, out, print_json, print_table
+from cloister.cli.console import err, make_folder, make_progress, out, print_json, print_table
 from cloister.cli.options import GivenSettings, with_settings
-from cloister.cli.places import make_folder
 from cloister.cli.profiling import AsJson, open_engine
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError

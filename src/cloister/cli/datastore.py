@@ -39,7 +39,7 @@ def build(
     find out what is in its datastore.
     """
     from cloister.models import load, locate
-    from cloister.models.vocabulary import digest_tokenizer
+    from cloister.models.generation import digest_tokenizer
     from cloister.runner.drafters.datastore import Datastore
     from cloister.runner.drafters.datastore_writing import write_datastore
     from cloister.text import Tokenizer

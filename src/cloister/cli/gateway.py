@@ -132,11 +132,11 @@ def _open_keeper(
 ) -> EpochKeeper:
     import httpx
 
-    from cloister.privacy.transparency.asking import DEADLINE_S, HttpWitness
-    from cloister.privacy.transparency.keyfiles import read_key
+    from cloister.privacy.transparency.files import read_key
     from cloister.privacy.transparency.log import Log
     from cloister.privacy.transparency.publisher import Publisher
     from cloister.privacy.transparency.trust import read_trust
+    from cloister.privacy.transparency.witness import DEADLINE_S, HttpWitness
     from cloister.sealed.epochs import EpochKeeper
     from cloister.sealed.upstream import check_url
 

@@ -42,7 +42,7 @@ def issuer(
     from cloister.engine.machine import read_machine
     from cloister.privacy import read_credentials
     from cloister.privacy.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook
-    from cloister.privacy.transparency.keyfiles import read_key
+    from cloister.privacy.transparency.files import read_key
     from cloister.sealed.issuer import issuer_app
     from cloister.sealed.issuer_file import format_keys
     from cloister.sealed.program import run_program

@@ -131,10 +131,10 @@ async def _ask_witnesses(watching: Monitor, report: Report, witnesses: list[str]
     import httpx
 
     from cloister.client.monitoring import CONSISTENCY
-    from cloister.privacy.transparency.asking import HttpWitness, SplitViewError
     from cloister.privacy.transparency.note import Note, parse_note
     from cloister.privacy.transparency.refusal import TransparencyError
     from cloister.privacy.transparency.replay import Remark
+    from cloister.privacy.transparency.witness import HttpWitness, SplitViewError
 
     known = {key.name: key for key in trust.witnesses}
     note = parse_note(report.note)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar, get_args, get_type_hints
 
+import msgspec
 import typer
 
 from cloister.cli.help import RARE, print_all
 from cloister.types.config import EngineConfig, ServerConfig, resolve, setting_names
+from cloister.types.request import SamplingParams
 from cloister.types.setting_groups import COMMON, group_of, list_groups
 
 C = TypeVar("C")
@@ -208,3 +210,42 @@ def _parameter(flag: Flag, panel: str) -> inspect.Parameter:
 def _config_parameter() -> inspect.Parameter:
     option = typer.Option("--config", help=CONFIG_HELP, metavar="FILE")
     return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option])
+
+
+# Options that move a client's limits on who is in the cloud; the same for every verb that draws or checks.
+
+
+LeastPresent = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Part of the membership's capacity that the epoch has to name.")
+]
+MostShare = Annotated[float, typer.Option(min=0.0, max=1.0, help="Most of the capacity that one node may have.")]
+AcceptMembership = Annotated[
+    int, typer.Option(min=0, help="Take the membership of this number, however much it changed within a day.", metavar="NUMBER")
+]
+AcceptMaskedChips = Annotated[
+    bool,
+    typer.Option(
+        "--accept-masked-chips", help="Take several nodes on hardware whose evidence names no processor; two may be on one."
+    ),
+]
+LEAST_PRESENT, MOST_SHARE = 0.66, 0.5
+"""`client.limits.Limits` has the same; a test holds them together."""
+
+
+# Sampling options of the verbs that generate text.
+
+
+PANEL = "Sampling"
+
+MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1, rich_help_panel=PANEL)]
+Temperature = Annotated[
+    float | None, typer.Option(help="0 takes the most likely token; unset, as the model says.", min=0, rich_help_panel=PANEL)
+]
+TopP = Annotated[float | None, typer.Option(help="Nucleus sampling.", min=0, max=1, rich_help_panel=PANEL)]
+TopK = Annotated[int | None, typer.Option(help="Only the k most likely tokens.", min=0, rich_help_panel=PANEL)]
+Seed = Annotated[int | None, typer.Option(help="Makes the answer repeatable.", rich_help_panel=PANEL)]
+
+
+def choose_sampling(defaults: SamplingParams, given: Mapping[str, object]) -> SamplingParams:
+    """Returns the model's own defaults with what was given in their place; None was not given."""
+    return msgspec.structs.replace(defaults, **{name: value for name, value in given.items() if value is not None})

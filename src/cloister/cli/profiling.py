@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloister.cli.console import err, out, print_json, print_table, wide_console
+from cloister.cli.console import err, find_place, out, print_json, print_table, wide_console
 from cloister.cli.options import GivenSettings, with_settings
-from cloister.cli.places import find_place
 from cloister.cli.roofline import open_chip, read_model_spec
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError

@@ -44,7 +44,7 @@ def quantize(
     """Write a model in few bits, and say what that costs in perplexity."""
     from cloister.app.calibrating import cut_windows
     from cloister.models import load, locate
-    from cloister.models.writing import check_place, write_model
+    from cloister.models.quantized.encoding import check_place, write_model
     from cloister.quant import FORMATS, FormatOptions, read_activations
     from cloister.quant.calibration import CALIBRATORS, calibrate
     from cloister.quant.passages import CALIBRATION, HELD_OUT, read_passages

@@ -7,13 +7,16 @@ import importlib
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloister.cli.launching import TeeKind, print_measurements, read_launch
 from cloister.cli.options import MODEL, choose_model
+from cloister.privacy.attestation.launch import CPU_SIGNATURES, DirectBoot, measure_snp, measure_td, read_firmware
+from cloister.privacy.attestation.registers import REGISTERS
 from cloister.privacy.verdict import Profile
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
 from cloister.types.errors import ConfigError
@@ -21,6 +24,90 @@ from cloister.types.errors import ConfigError
 if TYPE_CHECKING:
     from cloister.app.settings import Settings
     from cloister.privacy.transparency.note import PublicKey
+
+
+# Launch measurements on the command line: predicted from the files of an image, read from a file of `NAME=HEX` lines.
+
+
+class TeeKind(StrEnum):
+    """The hardware that measures."""
+
+    SEV_SNP = "sev-snp"
+    TDX = "tdx"
+
+
+def print_measurements(
+    firmware: Path,
+    kernel: Path,
+    initrd: Path,
+    command_line: Path,
+    kind: TeeKind,
+    vcpus: int,
+    cpu: str,
+    features: str,
+) -> None:
+    """Prints what the hardware will measure, a `KIND=HEX` line each.
+
+    Raises:
+        ConfigError: a file cannot be read, or is not what it should be.
+    """
+    ovmf = read_firmware(_read(firmware))
+    line = _read(command_line).decode("ascii", errors="replace").rstrip("\n")
+    if "�" in line or "\n" in line:
+        raise ConfigError(f"{command_line} is not one line of ASCII, as a kernel takes it")
+    boot = DirectBoot(_read(kernel), _read(initrd), line)
+    if kind is TeeKind.SEV_SNP:
+        digest = measure_snp(ovmf, boot, vcpus=vcpus, cpu_signature=_find_cpu(cpu), features=_read_hex(features))
+        typer.echo(f"{kind}={digest.hex()}")
+        return
+    measured = measure_td(ovmf, boot)
+    typer.echo(f"{kind}={measured.mrtd.hex()}")
+    for number, value in measured.rtmrs.items():
+        typer.echo(f"{kind}-rtmr{number}={value.hex()}")
+
+
+def read_launch(given: Iterable[str], file: Path | None) -> dict[str, str]:
+    """Returns the hex value of each register, from `NAME=HEX` arguments and from a file of such lines.
+
+    Raises:
+        typer.BadParameter: one is not `NAME=HEX` with the name of a register, or a name comes twice.
+        ConfigError: the file cannot be read.
+    """
+    lines = [*given, *(() if file is None else _read(file).decode("ascii", errors="replace").split())]
+    found: dict[str, str] = {}
+    for line in lines:
+        name, equals, measurement = line.partition("=")
+        if not equals or name not in REGISTERS:
+            raise typer.BadParameter(f"--launch is NAME=HEX, such as sev-snp=...; names are {', '.join(sorted(REGISTERS))}")
+        if name in found:
+            raise typer.BadParameter(f"{name} is measured twice; a release names one image")
+        found[name] = measurement.lower()
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _find_cpu(name: str) -> int:
+    try:
+        return CPU_SIGNATURES[name]
+    except KeyError:
+        raise typer.BadParameter(f"--cpu is one of {', '.join(CPU_SIGNATURES)}") from None
+
+
+def _read_hex(text: str) -> int:
+    try:
+        value = int(text, 16)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**64:
+        raise typer.BadParameter("--features is a number in hex, such as 0x1")
+    return value
+
 
 app = typer.Typer(help="Make releases, and revoke them.", no_args_is_help=True)
 
@@ -48,7 +135,7 @@ def lock(
     constraint: Annotated[Path | None, typer.Option(help="Versions to keep to (`pip freeze`).", metavar="FILE")] = None,
 ) -> None:
     """Print the lock file of a wheel: each dependency with its version and SHA-256, as `pip --require-hashes` reads it."""
-    from cloister.privacy.transparency.lockfile import make_lock
+    from cloister.privacy.transparency.release import make_lock
 
     what = f"{wheel}[{','.join(extra)}]" if extra else str(wheel)
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", what]
@@ -96,16 +183,15 @@ def make(
     from cloister import __version__
     from cloister.app.sealed import loaded_beside
     from cloister.privacy.attestation.configuration import describe_settings
-    from cloister.privacy.attestation.configuration_measuring import measure_configuration
     from cloister.privacy.attestation.measuring import (
         encode_manifest,
+        measure_configuration,
         measure_file,
         measure_installed,
         measure_loaded,
         measure_profile,
     )
-    from cloister.privacy.transparency.files import write_whole
-    from cloister.privacy.transparency.keyfiles import read_key
+    from cloister.privacy.transparency.files import read_key, write_whole
     from cloister.privacy.transparency.release import Release, release_entry
 
     measurements = read_launch(launch or (), launch_file)
@@ -158,8 +244,7 @@ def revoke(
     out: Annotated[Path, typer.Option(help="The entry for the log.", metavar="FILE")],
 ) -> None:
     """Make the entry that revokes every release below a number. Clients refuse those as soon as it is logged."""
-    from cloister.privacy.transparency.files import write_whole
-    from cloister.privacy.transparency.keyfiles import read_key
+    from cloister.privacy.transparency.files import read_key, write_whole
     from cloister.privacy.transparency.release import minimum_entry
 
     write_whole(out, minimum_entry(below, [read_key(key)]))
@@ -210,8 +295,7 @@ def members(
     It holds from the time that it names if the log had it 600 s before, and the gateway published an epoch meanwhile;
     else it never does. Clients refuse one that changes more than half of the capacity within a day.
     """
-    from cloister.privacy.transparency.files import write_whole
-    from cloister.privacy.transparency.keyfiles import read_key
+    from cloister.privacy.transparency.files import read_key, write_whole
     from cloister.privacy.transparency.membership import build_membership, membership_entry
     from cloister.privacy.transparency.note import PublicKey
 

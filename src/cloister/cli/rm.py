@@ -13,9 +13,8 @@ def remove(
     names: Annotated[list[str], typer.Argument(help="Models, as `cloister list` names them.", metavar="NAME...")],
 ) -> None:
     """Delete models that were pulled, or that lie in the hub's cache."""
-    from cloister.models.directory import embedded_names
     from cloister.models.hub import remove_cached
-    from cloister.models.location import is_hub_name
+    from cloister.models.location import embedded_names, is_hub_name
     from cloister.models.pulling import Store
     from cloister.types.errors import ModelError
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloister.cli.console import err, out, print_json, print_table, wide_console
-from cloister.cli.places import find_place
+from cloister.cli.console import err, find_place, out, print_json, print_table, wide_console
 from cloister.types.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def roofline(
     else:
         _print(drawn)
     if plot is not None:
-        from cloister.bench.roofline_plot import plot_roofline
+        from cloister.bench.plots import plot_roofline
 
         plot_roofline(plot, drawn)
         err.print(f"Written: {plot}", highlight=False)

@@ -8,10 +8,20 @@ from typing import Annotated, cast
 
 import typer
 
+from cloister.cli.chat import Conversation
 from cloister.cli.console import print_error, print_json
-from cloister.cli.conversation import Conversation
-from cloister.cli.options import GivenSettings, choose_model, complete_model, with_settings
-from cloister.cli.sampling import MaxTokens, Seed, Temperature, TopK, TopP, choose_sampling
+from cloister.cli.options import (
+    GivenSettings,
+    MaxTokens,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    choose_model,
+    choose_sampling,
+    complete_model,
+    with_settings,
+)
 from cloister.types.config import EngineConfig
 from cloister.types.errors import InvalidRequestError, ModelError
 from cloister.types.request import FinishReason, SequenceOutput

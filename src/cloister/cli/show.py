@@ -31,9 +31,8 @@ def describe_model(name: str) -> dict[str, Any]:
     Raises:
         ModelError: there is no such model here.
     """
-    from cloister.models.directory import embedded_names
     from cloister.models.local_models import describe
-    from cloister.models.location import locate_here
+    from cloister.models.location import embedded_names, locate_here
     from cloister.models.pulling import CATALOGUE, Store
 
     known, store = CATALOGUE.get(name), Store()

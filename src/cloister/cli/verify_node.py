@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from cloister.cli.console import err, out, print_json
-from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE, AcceptMaskedChips, AcceptMembership, LeastPresent, MostShare
+from cloister.cli.options import LEAST_PRESENT, MOST_SHARE, AcceptMaskedChips, AcceptMembership, LeastPresent, MostShare
 from cloister.types.errors import CloisterError, ConfigError
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def _check(
     from cloister.client.verify_node import check_url, fetch_from
     from cloister.privacy.attestation import AttestationPolicy
     from cloister.privacy.attestation.policy_file import read_policy, with_demands
-    from cloister.privacy.transparency.checks import View
-    from cloister.privacy.transparency.memory import Memory
+    from cloister.privacy.transparency.checks import Memory, View
     from cloister.privacy.transparency.trust import read_trust
 
     wanted = with_demands(

@@ -41,7 +41,7 @@ def receipt(
     from cloister.client.verify_receipt import Shown, verify_receipt
     from cloister.privacy.attestation import AttestationPolicy
     from cloister.privacy.attestation.policy_file import read_policy, with_demands
-    from cloister.privacy.receipts.receipt import MAX_RECEIPT_BYTES, read_receipt
+    from cloister.privacy.receipts import MAX_RECEIPT_BYTES, read_receipt
     from cloister.privacy.transparency.trust import read_trust
 
     try:

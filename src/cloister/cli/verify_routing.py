@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cloister.cli.console import err, make_progress, out, print_json, print_table
-from cloister.cli.limit_options import LEAST_PRESENT, MOST_SHARE, AcceptMaskedChips, AcceptMembership, LeastPresent, MostShare
+from cloister.cli.options import LEAST_PRESENT, MOST_SHARE, AcceptMaskedChips, AcceptMembership, LeastPresent, MostShare
 from cloister.client.routing.attack import Attack
 from cloister.types.errors import CloisterError, ConfigError
 

@@ -11,9 +11,9 @@ import typer
 from cloister.cli.console import err, out, print_json
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.privacy.residue.report import describe, to_data
-from cloister.types.allocator import overwrites
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError
+from cloister.types.processes import overwrites
 
 if TYPE_CHECKING:
     from cloister.client.traces.node import Path
@@ -38,7 +38,7 @@ def traces(
     processes (root, or CAP_SYS_PTRACE), which a node gives to nobody: this is for who can inspect the machine.
     """
     from cloister.client.traces.trial import try_node
-    from cloister.privacy.residue.marks import MarkMaker
+    from cloister.privacy.residue.needles import MarkMaker
     from cloister.text import Tokenizer
 
     try:

@@ -32,7 +32,7 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8004,
 ) -> None:
     """Answer `POST /add-checkpoint` (C2SP tlog-witness). TLS is for a proxy in front: nothing here is secret."""
-    from cloister.privacy.transparency.keyfiles import read_key
+    from cloister.privacy.transparency.files import read_key
     from cloister.privacy.transparency.note import PublicKey
     from cloister.privacy.transparency.witness import Witness
     from cloister.sealed.program import run_program
@@ -53,9 +53,9 @@ def cosign(
     state: State = DEFAULT_STATE,
 ) -> None:
     """Cosign the newest checkpoint of a copy of a log once, by its tiles, and print the signature line."""
-    from cloister.privacy.transparency.keyfiles import read_key
+    from cloister.privacy.transparency.files import read_key
     from cloister.privacy.transparency.note import PublicKey
-    from cloister.privacy.transparency.reader import LogReader
+    from cloister.privacy.transparency.tiles import LogReader
     from cloister.privacy.transparency.witness import Witness, encode_request
 
     public = PublicKey.parse(log)

@@ -10,8 +10,7 @@ import msgspec
 
 from cloister.client.errors import FailedTryError, FinalRefusalError
 from cloister.client.receipts import ReceiptReader
-from cloister.privacy.receipts.claims import ReceiptError
-from cloister.privacy.receipts.wish import read_signature
+from cloister.privacy.receipts import ReceiptError, read_signature
 from cloister.privacy.sealing import (
     CHUNKED,
     Content,

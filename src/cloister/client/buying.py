@@ -24,8 +24,9 @@ from cloister.privacy.sealing import (
     parse_keys,
 )
 from cloister.privacy.tokens import BlindSignatureError, MalformedTokenError, Token, request_tokens
+from cloister.privacy.tokens.blind_rsa import key_id
+from cloister.privacy.tokens.challenge import challenge_between
 from cloister.privacy.tokens.issuance import BATCH_REQUEST_TYPE, Pending
-from cloister.privacy.tokens.names import challenge_between
 from cloister.privacy.tokens.purchase import (
     PURCHASE_BYTES,
     REQUEST_PATH,
@@ -35,7 +36,6 @@ from cloister.privacy.tokens.purchase import (
     open_purchase_answer,
     seal_purchase,
 )
-from cloister.privacy.tokens.spki import key_id
 from cloister.privacy.transparency.epoch import MAX_CLOCK_SKEW_S, Epoch, IssuerEntry
 from cloister.privacy.transparency.issuer_keys import (
     MAX_STATEMENT_BYTES,

@@ -18,8 +18,14 @@ from cloister.client.errors import IssuerContradictionError, NoTokensError
 from cloister.privacy.transparency.checks import VerifiedEpoch, View, unpack_fetched
 from cloister.privacy.transparency.epoch import EPOCH_PREFIX, Count, IssuerEntry, parse_epoch
 from cloister.privacy.transparency.files import SECRET, locked, remove_unfinished_of, write_whole
-from cloister.privacy.transparency.issuer_keys import MAX_KEY_LIFE_S, OVERLAP_S, IssuerIdentity, content_of, find_contradiction
-from cloister.privacy.transparency.issuer_proof import encode_proof
+from cloister.privacy.transparency.issuer_keys import (
+    MAX_KEY_LIFE_S,
+    OVERLAP_S,
+    IssuerIdentity,
+    content_of,
+    encode_proof,
+    find_contradiction,
+)
 from cloister.types.errors import ConfigError
 
 REACH_S = MAX_KEY_LIFE_S + OVERLAP_S

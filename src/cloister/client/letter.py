@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from cloister.client.answer import Answer
 from cloister.client.receipts import ReceiptOrder, ReceiptReader
-from cloister.privacy.receipts.wish import with_wish
+from cloister.privacy.receipts import with_wish
 from cloister.privacy.sealing import (
     CHUNKED,
     Fields,
@@ -21,7 +21,7 @@ from cloister.privacy.sealing import (
     seal_chunked_request,
 )
 from cloister.privacy.shape import shape_of
-from cloister.privacy.tokens.paid import with_budget
+from cloister.privacy.tokens.redeem import with_budget
 from cloister.privacy.transparency.epoch import Epoch, NodeEntry
 
 TAKEN_FIELDS = frozenset({b"accept", b"content-type", b"cloister-session"})

@@ -13,8 +13,7 @@ from typing import Final
 import msgspec
 
 from cloister.privacy.transparency.checks import VerifiedEpoch, View
-from cloister.privacy.transparency.held import MOST_HELD, add_held, held_within_a_day, least_kept
-from cloister.privacy.transparency.membership import Membership
+from cloister.privacy.transparency.membership import MOST_HELD, Membership, add_held, held_within_a_day, least_kept
 from cloister.privacy.transparency.note import cosigned_at, parse_note
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.trust import Trust

@@ -17,11 +17,9 @@ from msgspec import Meta, Struct
 from cloister.client.errors import RelayUnreachableError
 from cloister.client.limits import EARLY_S, LATE_S
 from cloister.client.verify_node import MAX_LOG_BYTES, Fetch
-from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES, EpochBundle, Hash, parse_bundle
-from cloister.privacy.transparency.checkpoint import Checkpoint, open_checkpoint
-from cloister.privacy.transparency.epoch import check_times, epoch_leaf
+from cloister.privacy.transparency.epoch import MAX_BUNDLE_BYTES, EpochBundle, Hash, check_times, epoch_leaf, parse_bundle
 from cloister.privacy.transparency.files import SECRET, write_whole
-from cloister.privacy.transparency.held import adopt_baseline
+from cloister.privacy.transparency.membership import adopt_baseline
 from cloister.privacy.transparency.merkle import (
     extend_frontier,
     frontier_root,
@@ -29,7 +27,7 @@ from cloister.privacy.transparency.merkle import (
     prove_consistency,
     verify_consistency,
 )
-from cloister.privacy.transparency.note import Note, cosigned_at
+from cloister.privacy.transparency.note import Checkpoint, Note, cosigned_at, open_checkpoint
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.replay import Course, Remark, Replay
 from cloister.privacy.transparency.tiles import WIDTH, Tile, bundles_between, tile_nodes, unpack_entries

@@ -17,7 +17,7 @@ from cloister.client.telling import tell_epoch
 from cloister.client.tries import ANSWER_DEADLINE_S, SHOULD_RETRY
 from cloister.privacy.sealing import LARGEST_BUCKET_BYTES
 from cloister.server.errors import OriginError, error_body, error_headers
-from cloister.server.middleware.host import LocalHostOnly
+from cloister.server.middleware.auth import LocalHostOnly
 from cloister.types.errors import CloisterError, DeadlineError, RequestTooLargeError
 
 BODY_S = 60.0

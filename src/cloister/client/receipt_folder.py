@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from cloister.privacy.receipts.receipt import Receipt
+from cloister.privacy.receipts import Receipt
 from cloister.privacy.transparency.files import SECRET, write_whole
 from cloister.types.errors import ConfigError
 

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 from cloister.privacy.attestation import EvidenceError, read_evidence, read_statement
 from cloister.privacy.policy import Policy, Use
-from cloister.privacy.receipts.claims import ReceiptError, is_signed
-from cloister.privacy.receipts.receipt import Receipt
-from cloister.privacy.receipts.transcript import Transcript
-from cloister.privacy.receipts.wish import Wish
+from cloister.privacy.receipts import Receipt, ReceiptError, Transcript, Wish, is_signed
 from cloister.privacy.sealing import Exchange, HttpRequest
 from cloister.privacy.transparency.epoch import Epoch, epoch_leaf
 from cloister.privacy.transparency.merkle import hash_leaf

@@ -33,14 +33,12 @@ from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES, read_evidence, read_statement
 from cloister.privacy.sealing import HttpRequest
 from cloister.privacy.tokens import Token, authorization
-from cloister.privacy.tokens.names import challenge_between
-from cloister.privacy.tokens.spki import key_id
-from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES
-from cloister.privacy.transparency.checks import VerifiedEpoch, believe, needed_paths
-from cloister.privacy.transparency.epoch import Epoch, NodeEntry
+from cloister.privacy.tokens.blind_rsa import key_id
+from cloister.privacy.tokens.challenge import challenge_between
+from cloister.privacy.transparency.checks import Memory, VerifiedEpoch, believe, needed_paths
+from cloister.privacy.transparency.epoch import MAX_BUNDLE_BYTES, Epoch, NodeEntry
 from cloister.privacy.transparency.issuer_keys import OVERLAP_S
 from cloister.privacy.transparency.membership import Member
-from cloister.privacy.transparency.memory import Memory
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.privacy.transparency.trust import Trust, read_trust
 from cloister.types.errors import ConfigError

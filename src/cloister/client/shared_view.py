@@ -10,9 +10,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Final
 
-from cloister.privacy.transparency.checks import View
+from cloister.privacy.transparency.checks import Memory, View
 from cloister.privacy.transparency.files import SECRET, write_whole
-from cloister.privacy.transparency.memory import Memory
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.types.errors import ConfigError
 

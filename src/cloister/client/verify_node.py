@@ -22,8 +22,8 @@ from cloister.privacy.attestation import AttestationPolicy, EvidenceError, Findi
 from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES
 from cloister.privacy.attestation.measuring import measure_profile
 from cloister.privacy.attestation.verify import verify_evidence
-from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES
 from cloister.privacy.transparency.checks import VerifiedEpoch, View, believe, needed_paths
+from cloister.privacy.transparency.epoch import MAX_BUNDLE_BYTES
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.privacy.transparency.trust import Trust
 from cloister.privacy.verdict import Profile

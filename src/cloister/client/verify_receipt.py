@@ -21,12 +21,19 @@ from cloister.privacy.attestation import (
 )
 from cloister.privacy.attestation.measuring import measure_profile
 from cloister.privacy.attestation.verify import verify_evidence
-from cloister.privacy.receipts.claims import Claims, ReceiptError, is_signed, read_jws
-from cloister.privacy.receipts.receipt import Receipt
-from cloister.privacy.receipts.transcript import SALT_BYTES, digest_pieces, digest_request
+from cloister.privacy.receipts import (
+    SALT_BYTES,
+    Claims,
+    Receipt,
+    ReceiptError,
+    digest_pieces,
+    digest_request,
+    is_signed,
+    read_jws,
+)
+from cloister.privacy.transparency.checks import recall
 from cloister.privacy.transparency.epoch import epoch_leaf
 from cloister.privacy.transparency.merkle import hash_leaf
-from cloister.privacy.transparency.recall import recall
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.privacy.transparency.trust import Trust
 from cloister.privacy.verdict import Profile

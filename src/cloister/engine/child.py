@@ -27,7 +27,7 @@ from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
 from cloister.types.events import EngineMessage, Failed, Outputs, Ready
 from cloister.types.logs import set_up_logging
-from cloister.types.naming import name_process
+from cloister.types.processes import name_process
 
 SEND_TIMEOUT_S: Final = 60.0
 """A front that reads nothing for so long is taken for dead."""

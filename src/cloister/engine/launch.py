@@ -16,10 +16,10 @@ import msgspec
 
 from cloister.engine import channel
 from cloister.types import errors
-from cloister.types.allocator import OVERWRITING
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, EngineError
 from cloister.types.events import EngineMessage, Failed, FrontMessage, Ready
+from cloister.types.processes import OVERWRITING
 
 _BUFFER_BYTES = 2**20
 _READ_LIMIT_BYTES = 2**20

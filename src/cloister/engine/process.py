@@ -17,11 +17,11 @@ from cloister.engine.launch import EngineChild, Spawn, launch, spawn_overwriting
 from cloister.engine.restarts import Restarts
 from cloister.engine.watchdog import Watchdog
 from cloister.engine.worker_channels import open_listener
-from cloister.types.allocator import overwrites
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError
 from cloister.types.events import Arrived, Ended, Event, FrontMessage, Outputs, Shutdown
+from cloister.types.processes import overwrites
 from cloister.types.request import ModelInfo, Request, SequenceOutput
 
 NOT_STARTED: Final = "the engine has not been started"

@@ -9,8 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from cloister.kv.cache_quotas import CacheQuotas
-from cloister.kv.cache_ttl import RETRY_S, CacheTTL
+from cloister.kv.cache_quotas import RETRY_S, CacheQuotas, CacheTTL
 from cloister.kv.pool import BlockPool
 from cloister.types.threat import Requirement, ThreatProfile
 

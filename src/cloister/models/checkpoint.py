@@ -12,8 +12,8 @@ from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import QuantizedTensor, Tensor, dequantized
 from cloister.models.config import read_json
 from cloister.models.decoder import list_tensors
-from cloister.models.digest import Digests
 from cloister.models.family import Family
+from cloister.models.location import Digests
 from cloister.models.quantized import Scheme, Stored
 from cloister.models.safetensors import FLOATS, TensorEntry, read_header
 from cloister.models.sources import Mapped, Source, TensorSlice, find_place

@@ -10,9 +10,8 @@ from typing import Literal
 
 from cloister.backends.spec import MlpSpec, MoeSpec, RopeSpec
 from cloister.models.config import ConfigFields
-from cloister.models.rope import RopeReader
+from cloister.models.rope import RopeReader, see_everything
 from cloister.models.sources import Source
-from cloister.models.windows import see_everything
 
 PLAIN_TENSORS: Mapping[str, Source] = {
     "embed": Source("model.embed_tokens"),

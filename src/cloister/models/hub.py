@@ -11,8 +11,8 @@ import huggingface_hub
 from huggingface_hub.errors import CacheNotFound, GatedRepoError, RepositoryNotFoundError
 from rich.progress import Progress
 
-from cloister.models.directory import choose_gguf, find_model
-from cloister.models.progress import download_progress
+from cloister.models.location import choose_gguf, find_model
+from cloister.models.pulling.downloads import download_progress
 from cloister.types.errors import ModelError
 
 FILES = (

@@ -13,10 +13,9 @@ from cloister.backends.spec import DecoderSpec
 from cloister.models.checkpoint import digest_files, open_checkpoint
 from cloister.models.config import read_json
 from cloister.models.decoder import choose_family, find_family, read_spec
-from cloister.models.digest import Digests
-from cloister.models.directory import find_model, require_tokenizer
 from cloister.models.generation import read_generation
 from cloister.models.gguf import open_gguf
+from cloister.models.location import Digests, find_model, require_tokenizer
 from cloister.models.quantized import Scheme, split_config
 from cloister.models.transformers_fallback import open_foreign
 from cloister.types.errors import ModelError

@@ -17,11 +17,10 @@ from huggingface_hub.errors import CacheNotFound
 
 from cloister.models.config import read_json
 from cloister.models.decoder import choose_family, find_family, read_spec
-from cloister.models.directory import choose_gguf, embedded_names, require_tokenizer
 from cloister.models.gguf.architecture import find_architecture
 from cloister.models.gguf.architecture import read_spec as read_gguf_spec
-from cloister.models.gguf.blocks import TYPES
-from cloister.models.location import locate
+from cloister.models.gguf.tensors import TYPES
+from cloister.models.location import choose_gguf, embedded_names, locate, require_tokenizer
 from cloister.models.pulling import Store
 from cloister.models.quantized import split_config
 from cloister.models.safetensors import read_header

@@ -1,7 +1,4 @@
-"""A decoder in numpy, layer by layer over whole windows of text: what calibration watches and what quality is measured on.
-
-It holds the weights of one layer at a time. It is no back end: there is no cache, and every window starts at position 0.
-"""
+"""A decoder in numpy, layer by layer over whole windows of text: what calibration watches and what measures quality."""
 
 from __future__ import annotations
 
@@ -10,14 +7,115 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import TypeAlias
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.spec import AttentionSpec, LayerSpec, RopeSpec
-from cloister.backends.tensors import InputRounding, Tensor, dequantized, round_inputs, rounding_of
-from cloister.quant.base import FloatArray, KVDtype
-from cloister.quant.kv import round_keys, round_values
-from cloister.quant.limits import feed_forward_of, rope_of
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+from cloister.backends.tensors import InputRounding, Tensor, dequantized, rotate_blocks, round_inputs, rounding_of
+from cloister.quant.base import FloatArray, KVDtype, NumberFormat, reciprocal
+from cloister.types.errors import ConfigError
+
+# Which decoders text can be run through in numpy, for calibration and for measuring quality.
+
+
+_FACED = (
+    "text runs through decoders of Llama's or Gemma's shape only; here choose a method that uses no text (--method rtn) and "
+    "measure nothing (--measure 0)"
+)
+
+
+def check_forward(spec: DecoderSpec) -> None:
+    """Refuses a decoder that `forward.LayerForward` does not compute.
+
+    Raises:
+        ConfigError: it says what to choose instead.
+    """
+    if spec.norm != "rms" or spec.norm_bias or spec.position_embeddings or spec.head_bias:
+        raise ConfigError(f"{_FACED}: {spec.family!r} has ends or norms of its own", param="method")
+    for layer in set(spec.layers):
+        feed_forward_of(layer)
+        rope_of(layer)
+        attention = layer.attention
+        if layer.parallel or not layer.pre_norm or attention.qk_norm_over != "head":
+            raise ConfigError(f"{_FACED}: {spec.family!r} has blocks of its own", param="method")
+
+
+def feed_forward_of(layer: LayerSpec) -> MlpSpec:
+    """Returns a layer's feed-forward, which must be one with a gate (ConfigError otherwise)."""
+    if not isinstance(layer.mlp, MlpSpec) or not layer.mlp.gated:
+        raise ConfigError(f"{_FACED}: its feed-forwards are experts, or have no gate", param="method")
+    return layer.mlp
+
+
+def rope_of(layer: LayerSpec) -> RopeSpec:
+    """Returns what a layer turns by, which must be all of a head (ConfigError otherwise)."""
+    rope = layer.attention.rope
+    if rope is None or 2 * len(rope.inv_freq) != layer.attention.head_dim:
+        raise ConfigError(f"{_FACED}: its heads are not turned, or not whole", param="method")
+    return rope
+
+
+# What few bits make of keys and values: the reference that quality is measured with.
+
+
+GROUP_DIMS = 64
+"""Dimensions of a head that share a scale."""
+_ROTATIONS = (64, 16)
+SHORTEST_INT4_HEAD = 64
+"""In shorter heads 4-bit values save next to nothing: their scales take as much (docs/quantization.md)."""
+
+
+def choose_kv_dtype(number_format: NumberFormat, spec: DecoderSpec) -> KVDtype:
+    """Returns what the KV cache of a model should hold beside weights in this format."""
+    shortest = min(layer.attention.head_dim for layer in spec.layers)
+    return "int8" if number_format.kv_dtype == "int4" and shortest < SHORTEST_INT4_HEAD else number_format.kv_dtype
+
+
+def round_keys(heads: FloatArray, kv_dtype: KVDtype) -> FloatArray:
+    """Returns keys [..., head_dim] as the cache gives them back: in 8 bits both in "int8" and in "int4".
+
+    Heads are rotated (`backends.tensors.rotate_blocks`), and each group of 64 dimensions has a scale of its own: its greatest
+    magnitude over 127.
+    """
+    return _round_numbers(heads) if kv_dtype == "bfloat16" else _round_rotated(heads, _round_to_int8)
+
+
+def round_values(heads: FloatArray, kv_dtype: KVDtype) -> FloatArray:
+    """Returns values [..., head_dim] as the cache gives them back.
+
+    In "int8" like keys; in "int4" a group has a scale, a fifteenth of its range, above its lowest value (QServe, Lin et al.
+    2024, section 5.3).
+    """
+    if kv_dtype == "bfloat16":
+        return _round_numbers(heads)
+    return _round_rotated(heads, _round_to_int8 if kv_dtype == "int8" else _round_to_int4)
+
+
+def _round_numbers(heads: FloatArray) -> FloatArray:
+    return heads.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def _round_rotated(heads: FloatArray, rounded: Callable[[FloatArray], FloatArray]) -> FloatArray:
+    rotation = next((size for size in _ROTATIONS if heads.shape[-1] % size == 0), 0)
+    rotated = rotate_blocks(np.asarray(heads, np.float32), rotation)
+    cuts = range(GROUP_DIMS, heads.shape[-1], GROUP_DIMS)
+    groups = [rounded(group) for group in np.split(rotated, cuts, axis=-1)]
+    return rotate_blocks(np.concatenate(groups, axis=-1), rotation)
+
+
+def _round_to_int8(group: FloatArray) -> FloatArray:
+    scale = np.abs(group).max(-1, keepdims=True) / np.float32(127)
+    rounded: FloatArray = np.rint(group * reciprocal(scale)) * scale
+    return rounded
+
+
+def _round_to_int4(group: FloatArray) -> FloatArray:
+    lowest = group.min(-1, keepdims=True)
+    scale = np.ptp(group, axis=-1, keepdims=True) / np.float32(15)
+    rounded: FloatArray = np.rint((group - lowest) * reciprocal(scale)) * scale + lowest
+    return rounded
+
 
 LayerTensors: TypeAlias = Mapping[str, Tensor]
 """One layer's tensors under their canonical names less `layers.L.`, such as `q.weight`."""

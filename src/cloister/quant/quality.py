@@ -12,8 +12,7 @@ from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import Tensor, dequantized
 from cloister.quant.base import FloatArray, KVDtype
-from cloister.quant.forward import LayerForward, multiply, rms_norm, soft_cap
-from cloister.quant.limits import check_forward
+from cloister.quant.forward import LayerForward, check_forward, multiply, rms_norm, soft_cap
 
 Progress = Callable[[], object]
 IntArray = npt.NDArray[np.int32]

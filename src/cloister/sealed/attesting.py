@@ -15,7 +15,7 @@ from cloister.privacy.attestation.node import gather_facts
 from cloister.privacy.attestation.process import AttesterBoot, RemoteAttester, make_attester, open_pair
 from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.attestation.tsm import TdxAttester
-from cloister.privacy.transparency.keyfiles import read_key
+from cloister.privacy.transparency.files import read_key
 from cloister.sealed.announcing import Announcer
 from cloister.sealed.member import MemberAttester
 from cloister.sealed.unsealing import Unsealer

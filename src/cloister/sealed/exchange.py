@@ -13,9 +13,8 @@ from starlette.types import Receive, Scope, Send
 from cloister.privacy.sealing import Fields
 from cloister.sealed.problems import ProblemError
 from cloister.sealed.shaping import WRITE_TIMEOUT_S
-from cloister.server.body_budget import BodyBudget
-from cloister.server.body_pace import BodyPace, ShedError, receive_piece
-from cloister.server.networks import client_network
+from cloister.server.body_budget import BodyBudget, BodyPace, ShedError, receive_piece
+from cloister.server.connection_table import client_network
 
 BODY_TIMEOUT_S: Final = 60.0
 """How long a whole request body may take to arrive."""

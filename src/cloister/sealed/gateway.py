@@ -30,7 +30,7 @@ from cloister.privacy.sealing import (
     find_field,
 )
 from cloister.privacy.tokens import AcceptedKey
-from cloister.privacy.tokens.paid import BUDGET_FIELD
+from cloister.privacy.tokens.redeem import BUDGET_FIELD
 from cloister.sealed.dates import check_date
 from cloister.sealed.exchange import (
     BODY_TIMEOUT_S,

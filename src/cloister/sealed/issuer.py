@@ -38,8 +38,8 @@ from cloister.privacy.transparency.issuer_keys import IssuerStatement, sign_stat
 from cloister.privacy.transparency.note import PrivateKey
 from cloister.sealed.issuer_file import sign_keys
 from cloister.sealed.purchases import SealedPurchases
-from cloister.server.bearer import read_bearer
 from cloister.server.errors import error_body, error_headers
+from cloister.server.middleware.auth import read_bearer
 from cloister.types.errors import CloisterError, ConfigError, DeadlineError, InvalidRequestError, RequestTooLargeError
 
 BODY_S: Final = 10.0

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from cloister.privacy.tokens import AcceptedKey, IssuerKey
-from cloister.privacy.tokens.names import challenge_between
+from cloister.privacy.tokens.challenge import challenge_between
 from cloister.privacy.transparency.epoch import Budget, IssuerEntry
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity, sign_entry
 from cloister.privacy.transparency.note import PrivateKey

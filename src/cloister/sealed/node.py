@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloister.privacy.receipts.claims import ReceiptError
+from cloister.privacy.receipts import ReceiptError
 from cloister.privacy.sealing import (
     FORMS,
     KEYS_MEDIA_TYPE,
@@ -31,7 +31,7 @@ from cloister.privacy.sealing import (
     find_field,
 )
 from cloister.privacy.shape import FRAMES, FRAMING_FIELD, FRAMINGS, TrafficShape
-from cloister.privacy.tokens.paid import BUDGET_FIELD, differs, parse_budget
+from cloister.privacy.tokens.redeem import BUDGET_FIELD, differs, parse_budget
 from cloister.sealed.dates import check_date
 from cloister.sealed.exchange import (
     BODY_TIMEOUT_S,

@@ -9,7 +9,7 @@ from starlette.types import Scope
 
 from cloister.sealed.exchange import find_header
 from cloister.sealed.problems import ProblemError
-from cloister.server.bearer import read_bearer
+from cloister.server.middleware.auth import read_bearer
 
 
 def check_peer(scope: Scope, secrets: Iterable[str], refusal: str) -> None:

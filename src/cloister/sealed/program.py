@@ -13,11 +13,10 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from cloister.server.accepting import ACCEPTS_AT_ONCE, PacedServer
-from cloister.server.connection import Connection
+from cloister.server.connection import ACCEPTS_AT_ONCE, Connection, PacedServer
 from cloister.server.connection_table import ConnectionTable
-from cloister.server.handshake_queue import HandshakeQueue
 from cloister.server.serve import fit_connections
+from cloister.server.tls import HandshakeQueue
 
 MAX_CONNECTIONS = 2048
 LAST_WORDS_S = 5

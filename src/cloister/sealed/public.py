@@ -10,7 +10,7 @@ from typing import Final
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cloister.privacy.transparency.reader import read_resource
+from cloister.privacy.transparency.tiles import read_resource
 from cloister.sealed.exchange import Outgoing
 from cloister.sealed.problems import ProblemError, problem_of
 from cloister.types.errors import CloisterError

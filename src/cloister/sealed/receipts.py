@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from cloister.privacy.policy import Policy, Use
-from cloister.privacy.receipts.claims import SIGNATURE_BYTES, encode64
-from cloister.privacy.receipts.transcript import Transcript
-from cloister.privacy.receipts.wish import FIELD, NO_WISH, Wish, read_wish
+from cloister.privacy.receipts import FIELD, NO_WISH, SIGNATURE_BYTES, Transcript, Wish, encode64, read_wish
 from cloister.privacy.sealing import BinaryHttpWriter, Exchange, HttpRequest, ReplayCacheFullError, UnsealError
 from cloister.sealed.unsealing import Unsealer
 from cloister.types.errors import EngineError

@@ -17,25 +17,22 @@ from starlette.types import ASGIApp
 
 from cloister.engine.base import AdapterEngine, AsyncEngine
 from cloister.privacy import CountRelease, Gate, is_loopback
-from cloister.server.absent import explain_absence
 from cloister.server.calls import CallListener, Calls
 from cloister.server.conversation import Manner
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, invalid
+from cloister.server.fields import explain_absence
 from cloister.server.files.service import FileService
 from cloister.server.front import PREPARE_TIMEOUT_S, Front, limit_text_threads
 from cloister.server.logs import RequestLog
-from cloister.server.messages.errors import PREFIX as MESSAGES_FOLDER
-from cloister.server.messages.errors import error_object as message_error
+from cloister.server.messages import PREFIX as MESSAGES_FOLDER
+from cloister.server.messages import error_object as message_error
 from cloister.server.metrics import EngineGauges, Exposition, Metrics, RecordedMetrics, ReleasedCounts, make_tenant_figures
-from cloister.server.middleware.auth import Authentication
+from cloister.server.middleware.auth import Authentication, LocalHostOnly
 from cloister.server.middleware.body import BodyReader
 from cloister.server.middleware.cors import CrossOrigin, parse_origins
 from cloister.server.middleware.disconnect import WRITE_TIMEOUT_S, CancelOnDisconnect
-from cloister.server.middleware.error_forms import ErrorForms
-from cloister.server.middleware.failures import Failures
-from cloister.server.middleware.host import LocalHostOnly
+from cloister.server.middleware.failures import ErrorForms, Failures, KeyLimits
 from cloister.server.middleware.ignored import TellIgnored
-from cloister.server.middleware.limits import KeyLimits
 from cloister.server.middleware.paths import Prefixed
 from cloister.server.oidc import TokenVerifier
 from cloister.server.ollama.writing import error_object as ollama_error
@@ -45,7 +42,6 @@ from cloister.server.prompts import PromptReader
 from cloister.server.responses.keeping import ResponseStore
 from cloister.server.routes import (
     adapters,
-    batches,
     chat,
     completions,
     embeddings,
@@ -61,9 +57,7 @@ from cloister.server.routes import (
     policy,
     reference,
     responses,
-    scoring,
     tokens,
-    version,
     vllm,
 )
 from cloister.text import ChatTemplate, Tokenizer
@@ -82,15 +76,15 @@ _ROUTERS: Final = (
     metrics.router,
     policy.router,
     embeddings.router,
-    scoring.router,
+    embeddings.router,
     tokens.router,
     ollama.router,
     files.router,
-    batches.router,
+    files.router,
     pdf.router,
     llamacpp.router,
     vllm.router,
-    version.router,
+    health.router,
     reference.router,
 )
 PLAIN_PATHS: Final = frozenset(

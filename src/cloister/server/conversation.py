@@ -12,12 +12,11 @@ from typing import Any, Final
 import msgspec
 
 from cloister.server.errors import invalid
-from cloister.server.ignored import ignored_fields
+from cloister.server.middleware.ignored import ignored_fields
 from cloister.server.schemas import ChatBody, Message
 from cloister.server.tools import ToolUse, read_tools
 from cloister.text import ChatTemplate, Tokenizer
-from cloister.text.answer_parser import AnswerForm
-from cloister.text.reasoning import REASONINGS, Marks, detect_reasoning
+from cloister.text.answer_parser import REASONINGS, AnswerForm, Marks, detect_reasoning
 from cloister.text.tools import FAMILIES, ToolCallFormat, detect_family
 from cloister.text.tools.base import literal
 from cloister.types.config import ServerConfig

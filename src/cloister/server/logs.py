@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import traceback
+from pathlib import Path
 from typing import Final
 
 from cloister.server.calls import Call
+from cloister.server.errors import INTERNAL
+from cloister.types.errors import CloisterError
 from cloister.types.logs import FIELDS
 
-LOGGER: Final = logging.getLogger("cloister.requests")
+REQUESTS: Final = logging.getLogger("cloister.requests")
 QUIET_ROUTES: Final = frozenset({"/health", "/ping", "/metrics", "/page/{digest}/{name}"})
 """Asked for every few seconds by machines, or sixty at once by a browser: they leave a line only when they fail."""
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
@@ -31,7 +35,7 @@ class RequestLog:
         fields = line_of(call)
         if self._shows_clients and call.client is not None:
             fields["client"] = call.client
-        LOGGER.info("request", extra=fields)
+        REQUESTS.info("request", extra=fields)
 
 
 def line_of(call: Call) -> dict[str, object]:
@@ -71,3 +75,24 @@ def _work_of(call: Call) -> dict[str, object]:
     if first:
         fields["first_token_s"] = round(min(first) - call.began_s, 6)
     return fields
+
+
+# What is written when the server itself makes a mistake: where and what kind, never the words of an exception.
+
+
+FAILURES: Final = logging.getLogger("cloister.server")
+
+
+def log_failure(error: BaseException) -> None:
+    """Logs the kind of an unexpected exception and the places it passed. Its text could hold what a user sent."""
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames))
+    FAILURES.error("unexpected %s at %s", type(error).__name__, places or "no known place")
+
+
+def told(error: Exception) -> CloisterError:
+    """Returns what a client is told: errors meant for it as they are, every other one as the server's mistake, logged."""
+    if isinstance(error, CloisterError) and error.status != CloisterError.status:
+        return error
+    log_failure(error)
+    return INTERNAL

@@ -13,9 +13,9 @@ from cloister.server.answers import ChatChunk, ChatCompletion, CompletionRespons
 from cloister.server.embeddings import EmbeddingBody, EmbeddingList
 from cloister.server.fields import REFUSED, Refused
 from cloister.server.files.batches import BatchBody
-from cloister.server.llamacpp.schemas import ApplyTemplateBody, LlamaCompletionBody, LlamaInfillBody
-from cloister.server.messages.schemas import REFUSED as MESSAGES_REFUSED
-from cloister.server.messages.schemas import CountBody, MessagesBody
+from cloister.server.llamacpp import ApplyTemplateBody, LlamaCompletionBody, LlamaInfillBody
+from cloister.server.messages import REFUSED as MESSAGES_REFUSED
+from cloister.server.messages import CountBody, MessagesBody
 from cloister.server.metrics import CONTENT_TYPE, MetricsReport, TenantsReport
 from cloister.server.ollama.models import OllamaModels, OllamaRunningModels, OllamaShown
 from cloister.server.ollama.schemas import (
@@ -31,12 +31,12 @@ from cloister.server.responses.schemas import REFUSED as RESPONSES_REFUSED
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.routes.adapters import LoadBody, UnloadBody, Unloaded
 from cloister.server.routes.files import DeletedFile, FileList, FileObject, UploadForm
+from cloister.server.routes.health import Version
 from cloister.server.routes.llamacpp import TemplatedPrompt
 from cloister.server.routes.ollama import OllamaEmbedding, OllamaEmbeddings, OllamaStatus
 from cloister.server.routes.pdf import PdfForm, PdfText
 from cloister.server.routes.policy import PolicyReport
 from cloister.server.routes.responses import DeletedResponse
-from cloister.server.routes.version import Version
 from cloister.server.routes.vllm import Load, PooledList
 from cloister.server.schemas import ChatBody, CompletionBody
 from cloister.server.scoring import Ranking, RerankBody, ScoreBody, ScoreList

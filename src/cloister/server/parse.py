@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from cloister.server.errors import invalid
 from cloister.server.fields import REFUSED, Refused, refuse_unsupported
-from cloister.server.ignored import ignored_fields, shown_name
+from cloister.server.middleware.ignored import ignored_fields, shown_name
 from cloister.types.errors import InvalidRequestError
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -76,7 +76,8 @@ def parse_body(raw: bytes, kind: type[Body], refused: Mapping[str, Refused] = RE
 
 
 def check_fields(body: Mapping[str, Any], kind: type[Body]) -> Body:
-    """Returns the fields of a body as a request object; notes unknown ones, unless they are refused (`server.ignored`).
+    """Returns the fields of a body as a request object; notes unknown ones, unless they are refused
+    (`server.middleware.ignored`).
 
     Raises:
         InvalidRequestError: they are no such object.

@@ -13,9 +13,9 @@ from cloister.server.conversation import Manner
 from cloister.server.errors import invalid
 from cloister.server.infill import read_suffix
 from cloister.server.job import Echo, Job, make_job
-from cloister.server.messages.reading import to_chat as message_to_chat
-from cloister.server.messages.schemas import REFUSED as MESSAGES_REFUSED
-from cloister.server.messages.schemas import CountBody, MessagesBody
+from cloister.server.messages import REFUSED as MESSAGES_REFUSED
+from cloister.server.messages import CountBody, MessagesBody
+from cloister.server.messages import to_chat as message_to_chat
 from cloister.server.parse import parse_body
 from cloister.server.renaming import MESSAGES, RESPONSES, renamed
 from cloister.server.responses.keeping import ResponseStore, read_body

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
-from cloister.server.ignored import renamed_fields
+from cloister.server.middleware.ignored import renamed_fields
 from cloister.types.errors import InvalidRequestError
 
 RESPONSES: Final[Mapping[str, str]] = {

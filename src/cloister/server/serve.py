@@ -18,12 +18,10 @@ from typing import Final, Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
-from cloister.server.accepting import ACCEPTS_AT_ONCE, BACKLOG, PacedServer
-from cloister.server.connection import Connection
+from cloister.server.connection import ACCEPTS_AT_ONCE, BACKLOG, Connection, PacedServer
 from cloister.server.connection_table import ConnectionTable
-from cloister.server.handshake_queue import HandshakeQueue
 from cloister.server.reload import Reloader, WatchedFiles
-from cloister.server.tls import Certificate
+from cloister.server.tls import Certificate, HandshakeQueue
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError
 

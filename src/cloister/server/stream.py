@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from cloister.server.errors import error_object
-from cloister.server.failures import told
+from cloister.server.logs import told
 from cloister.types.errors import CloisterError
 
 EVENTS: Final = "text/event-stream"

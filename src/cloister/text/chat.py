@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from cloister.text.guard import MARK, Guard
 from cloister.text.history import EXAMPLE, Habits, Message, completed, with_objects
 from cloister.text.source import open_source
-from cloister.text.special import SpecialTokens
+from cloister.text.spelling import SpecialTokens
 from cloister.types.errors import InvalidRequestError, ModelError
 
 MAX_RENDERED_CHARS = 32 * 2**20

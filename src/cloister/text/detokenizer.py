@@ -6,8 +6,7 @@ from codecs import utf_8_decode
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
-from cloister.text.special import SpecialTokens
-from cloister.text.spelling import Spelling
+from cloister.text.spelling import SpecialTokens, Spelling
 
 _TAIL_TOKENS = 8
 

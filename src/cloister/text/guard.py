@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cloister.text.special import SpecialTokens
+from cloister.text.spelling import SpecialTokens
 
 MARK = "\ufdd0"
 NOTHING = "(?!)"

@@ -8,8 +8,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from cloister.text.gguf import GGUFSource
-from cloister.text.kept import TokenizerStore
+from cloister.text.gguf import GGUFSource, TokenizerStore
 from cloister.text.sentencepiece import convert_model, named_tokens
 from cloister.types.errors import ModelError
 

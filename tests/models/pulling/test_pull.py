@@ -16,8 +16,8 @@ from cloister.models.pulling import PulledModel, Store
 from cloister.models.pulling import index as index_module
 from cloister.models.pulling.catalogue import CATALOGUE, CatalogueModel, Wheel
 from cloister.models.pulling.index import IndexUnavailableError
+from cloister.models.pulling.packages import copy_members, find_gguf
 from cloister.models.pulling.pull import TermsNotAcceptedError, pull, pull_catalogue_model
-from cloister.models.pulling.wheels import copy_members, find_gguf
 from cloister.text import ChatTemplate
 from cloister.types.errors import ModelError
 from tests.package_index import Index, make_wheel, set_pip, sha256

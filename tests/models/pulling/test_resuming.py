@@ -13,7 +13,7 @@ import pytest
 
 from cloister.models import locate
 from cloister.models.pulling import Store
-from cloister.models.pulling.partials import BrokenDownloadError
+from cloister.models.pulling.downloads import BrokenDownloadError
 from cloister.models.pulling.pull import pull
 from cloister.types.errors import ModelError
 from tests.package_index import Index, sha256

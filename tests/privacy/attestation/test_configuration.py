@@ -15,8 +15,8 @@ from cloister.app.sealed import loaded_beside
 from cloister.privacy.attestation import AttestationError, AttestationPolicy, Statement
 from cloister.privacy.attestation.base import Outcome
 from cloister.privacy.attestation.configuration import LEFT_OUT, configuration_digest, describe_settings
-from cloister.privacy.attestation.configuration_measuring import measure_configuration, measure_package_files
 from cloister.privacy.attestation.evidence import EvidenceError, read_statement
+from cloister.privacy.attestation.measuring import measure_configuration, measure_package_files
 from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.attestation.verify import verify_evidence
 from cloister.types.config import ATTESTING, EngineConfig, ServerConfig

@@ -9,12 +9,11 @@ import pytest
 from cryptography.x509 import ocsp
 
 from cloister.privacy.attestation import AttestationPolicy, Evidence, Findings, Outcome, gpu_nonce, report_data
-from cloister.privacy.attestation.gpu_collateral import REVOCATION, rim_extra
 from cloister.privacy.attestation.gpu_report import GpuReport, read_gpu_report
 from cloister.privacy.attestation.nvidia import GpuVerifier, chain_extra, report_extra
 from cloister.privacy.attestation.policy_file import parse_policy
 from cloister.privacy.attestation.revocation import encode_statuses
-from cloister.privacy.attestation.rim import RIM_ROOTS
+from cloister.privacy.attestation.rim import REVOCATION, RIM_ROOTS, rim_extra
 from cloister.types.errors import ConfigError
 from tests import attestation_vectors as real
 from tests.gpu_platform import MAKER

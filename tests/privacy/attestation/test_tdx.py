@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cloister.privacy.attestation import AttestationError, AttestationPolicy, Findings, Outcome
-from cloister.privacy.attestation.td_quote import TdReport, read_quote
-from cloister.privacy.attestation.tdx import TdxVerifier, judge_td
+from cloister.privacy.attestation.tdx import TdReport, TdxVerifier, judge_td, read_quote
 from tests import attestation_vectors as real
 from tests.tdx_platform import TdxPlatform, make_body
 

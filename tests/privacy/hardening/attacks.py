@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cloister.privacy.hardening import kernel
-from cloister.privacy.hardening.syscalls import INTERFACES
+from cloister.privacy.hardening.kernel import INTERFACES
 
 NUMBERS = INTERFACES[kernel.machine()].numbers
 TOOL_TIMEOUT_S = 60

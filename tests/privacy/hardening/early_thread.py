@@ -10,7 +10,7 @@ import sys
 import threading
 
 from cloister.privacy.hardening import HardeningError, Needs, apply, close
-from cloister.privacy.hardening.environment import measured
+from cloister.privacy.hardening.privileges import measured
 
 NEEDS = Needs("worker")
 

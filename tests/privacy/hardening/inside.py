@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cloister.privacy.hardening import close_this, kernel, sealed
-from cloister.privacy.hardening.filter import ALWAYS, PR_SET_PTRACER
 from cloister.privacy.hardening.interpreter import RefusedHook
-from cloister.privacy.hardening.syscalls import INTERFACES
+from cloister.privacy.hardening.kernel import INTERFACES
+from cloister.privacy.hardening.seccomp import ALWAYS, PR_SET_PTRACER
 
 NUMBERS = INTERFACES[kernel.machine()].numbers
 HARMLESS = (

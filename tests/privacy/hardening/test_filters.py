@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloister.privacy.hardening import bpf
-from cloister.privacy.hardening.filter import Condition, Rule, closing_rules, rules
+from cloister.privacy.hardening import seccomp
+from cloister.privacy.hardening.kernel import INTERFACES, Interface
 from cloister.privacy.hardening.measure import Needs
-from cloister.privacy.hardening.syscalls import INTERFACES, Interface
+from cloister.privacy.hardening.seccomp import Condition, Rule, closing_rules, rules
 
 NEEDS = (
     Needs("engine"),
@@ -29,7 +29,7 @@ HEADERS = {
 WORD = 0xFFFFFFFF
 
 
-def run(program: list[bpf.Instruction], audit: int, number: int, arguments: list[int]) -> int:
+def run(program: list[seccomp.Instruction], audit: int, number: int, arguments: list[int]) -> int:
     """What the kernel would do: struct seccomp_data holds the number, the architecture, 8 bytes, and arguments."""
     words = [number, audit, 0, 0, *(half for value in arguments for half in (value & WORD, value >> 32))]
     register, at = 0, 0
@@ -37,15 +37,15 @@ def run(program: list[bpf.Instruction], audit: int, number: int, arguments: list
         instruction = program[at]
         at += 1
         match instruction.code:
-            case bpf.LOAD:
+            case seccomp.LOAD:
                 register = words[instruction.operand // 4]
-            case bpf.AND:
+            case seccomp.AND:
                 register &= instruction.operand
-            case bpf.JUMP_EQUAL:
+            case seccomp.JUMP_EQUAL:
                 at += instruction.if_true if register == instruction.operand else instruction.if_false
-            case bpf.JUMP_GREATER_EQUAL:
+            case seccomp.JUMP_GREATER_EQUAL:
                 at += instruction.if_true if register >= instruction.operand else instruction.if_false
-            case bpf.RETURN:
+            case seccomp.RETURN:
                 return instruction.operand
 
 
@@ -58,8 +58,8 @@ def holds(condition: Condition, arguments: list[int]) -> bool:
 def wanted(refused: list[Rule], interface: Interface, number: int, arguments: list[int]) -> int:
     for rule in refused:
         if interface.numbers.get(rule.name) == number and all(holds(condition, arguments) for condition in rule.conditions):
-            return bpf.ERRNO | rule.error
-    return bpf.ALLOW
+            return seccomp.ERRNO | rule.error
+    return seccomp.ALLOW
 
 
 bits = st.sampled_from([0, 1, 2, 4, 10, 0x10000, 0x20000, 0x59616D61, 0x10000000, 1 << 32, WORD])
@@ -74,39 +74,39 @@ def test_a_program_does_what_its_rules_say(
     interface = INTERFACES[machine]
     refused = list(closing_rules(needs) if closing else rules(needs))
     number = data.draw(st.one_of(st.sampled_from(sorted(interface.numbers.values())), st.integers(0, 600)))
-    program = bpf.assemble(refused, interface)
+    program = seccomp.assemble(refused, interface)
     assert run(program, interface.audit, number, arguments) == wanted(refused, interface, number, arguments)
 
 
 @pytest.mark.parametrize("machine", INTERFACES)
 def test_another_architecture_ends_the_process(machine: str) -> None:
-    program = bpf.assemble(rules(Needs("engine")), INTERFACES[machine])
+    program = seccomp.assemble(rules(Needs("engine")), INTERFACES[machine])
     i386 = 0x40000003
-    assert run(program, i386, 20, [0] * 6) == bpf.KILL_PROCESS
+    assert run(program, i386, 20, [0] * 6) == seccomp.KILL_PROCESS
 
 
 def test_the_second_interface_of_x86_ends_the_process() -> None:
-    program = bpf.assemble(rules(Needs("engine")), INTERFACES["x86_64"])
+    program = seccomp.assemble(rules(Needs("engine")), INTERFACES["x86_64"])
     getpid = 39
-    assert run(program, INTERFACES["x86_64"].audit, 0x40000000 | getpid, [0] * 6) == bpf.KILL_PROCESS
-    assert run(program, INTERFACES["x86_64"].audit, getpid, [0] * 6) == bpf.ALLOW
+    assert run(program, INTERFACES["x86_64"].audit, 0x40000000 | getpid, [0] * 6) == seccomp.KILL_PROCESS
+    assert run(program, INTERFACES["x86_64"].audit, getpid, [0] * 6) == seccomp.ALLOW
 
 
 def test_clone3_is_not_there_so_that_clone_is_taken() -> None:
     interface = INTERFACES["x86_64"]
-    program = bpf.assemble(rules(Needs("front")), interface)
-    assert run(program, interface.audit, interface.numbers["clone3"], [0] * 6) == bpf.ERRNO | errno.ENOSYS
+    program = seccomp.assemble(rules(Needs("front")), interface)
+    assert run(program, interface.audit, interface.numbers["clone3"], [0] * 6) == seccomp.ERRNO | errno.ENOSYS
 
 
 @pytest.mark.parametrize("role", ["engine", "starter"])
 def test_only_a_starter_forks_and_everybody_makes_threads(role: str) -> None:
     interface = INTERFACES["x86_64"]
-    program = bpf.assemble(rules(Needs(role, fork=role == "starter")), interface)
+    program = seccomp.assemble(rules(Needs(role, fork=role == "starter")), interface)
     clone = interface.numbers["clone"]
     thread, process, namespace = 0x3D0F00, 17, 0x10000000 | 17
-    assert run(program, interface.audit, clone, [thread, *[0] * 5]) == bpf.ALLOW
-    assert (run(program, interface.audit, clone, [process, *[0] * 5]) == bpf.ALLOW) is (role == "starter")
-    assert run(program, interface.audit, clone, [namespace, *[0] * 5]) == bpf.ERRNO | errno.EPERM
+    assert run(program, interface.audit, clone, [thread, *[0] * 5]) == seccomp.ALLOW
+    assert (run(program, interface.audit, clone, [process, *[0] * 5]) == seccomp.ALLOW) is (role == "starter")
+    assert run(program, interface.audit, clone, [namespace, *[0] * 5]) == seccomp.ERRNO | errno.EPERM
 
 
 @pytest.mark.parametrize("machine", INTERFACES)

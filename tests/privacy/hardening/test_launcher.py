@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from cloister.privacy.hardening import HardeningError, Missing, Needs, apply, probe
-from cloister.privacy.hardening.environment import FIXED, KEPT, measured
-from cloister.privacy.hardening.filter import Rule
+from cloister.privacy.hardening.dumps import Swap
 from cloister.privacy.hardening.launching import Launch, reading
-from cloister.privacy.hardening.seccomp import install
-from cloister.privacy.hardening.swap import Swap
+from cloister.privacy.hardening.privileges import FIXED, KEPT, measured
+from cloister.privacy.hardening.seccomp import Rule, install
 from tests.privacy.hardening.house import DEADLINE_S, capabilities, launcher, living, needs_measures
 
 NOT_CONFIGURED = 78
@@ -203,7 +202,7 @@ def test_a_machine_that_can_swap_needs_locked_memory(
 FORKED = """
 import os, pathlib, resource, sys
 from cloister.privacy.hardening.measure import Needs
-from cloister.privacy.hardening.swap import Swap
+from cloister.privacy.hardening.dumps import Swap
 def locked_kb():
     return int(pathlib.Path("/proc/self/status").read_text().partition("VmLck:")[2].split()[0])
 if sys.argv[2] == "limited":

@@ -12,7 +12,7 @@ PRELOAD = """
 import sys
 for name in sys.argv[1:]:
     sys.modules[name] = None
-from cloister.app.closing import ENGINE_PACKAGES, FRONT_PACKAGES, LATE_MODULES
+from cloister.app.processes import ENGINE_PACKAGES, FRONT_PACKAGES, LATE_MODULES
 from cloister.privacy import hardening
 from cloister.sealed.workers.building import WORKER_PACKAGES
 hardening.preload({*ENGINE_PACKAGES, *FRONT_PACKAGES, *WORKER_PACKAGES}, LATE_MODULES)

@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from cloister.models import locate
-from cloister.privacy.residue.files import search_files
 from cloister.privacy.residue.finder import Finder
-from cloister.privacy.residue.marks import Mark, MarkMaker
-from cloister.privacy.residue.needles import of_bytes
+from cloister.privacy.residue.needles import Mark, MarkMaker, of_bytes
 from cloister.privacy.residue.processes import ProcessTree
-from cloister.privacy.residue.scan import found_in, search_all
+from cloister.privacy.residue.scan import found_in, search_all, search_files
 from cloister.text import Tokenizer
 
 LEAKY = Path(__file__).with_name("leaky.py")

@@ -18,8 +18,7 @@ from cloister.client.traces.load import LoadResult
 from cloister.client.traces.trial import Looked, TraceVerdict
 from cloister.models import locate
 from cloister.privacy.residue.finder import Finder
-from cloister.privacy.residue.marks import NUM_WORDS, Mark, MarkMaker
-from cloister.privacy.residue.needles import SHORTEST, of_bytes, of_text, of_token_ids
+from cloister.privacy.residue.needles import NUM_WORDS, SHORTEST, Mark, MarkMaker, of_bytes, of_text, of_token_ids
 from cloister.privacy.residue.processes import Process, ProcessTree
 from cloister.privacy.residue.scan import BLOCK_BYTES, Find, Searched, search_process
 from cloister.text import Tokenizer

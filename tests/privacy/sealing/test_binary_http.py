@@ -25,7 +25,7 @@ from cloister.privacy.sealing import (
     encode_request,
     encode_response,
 )
-from cloister.privacy.sealing.varint import MAX_VARINT, decode_varint, encode_varint, varint_bytes
+from cloister.privacy.sealing.messages import MAX_VARINT, decode_varint, encode_varint, varint_bytes
 
 EXAMPLES = {
     example["anchor"]: bytes.fromhex(example["value"])

@@ -31,7 +31,7 @@ from cloister.privacy.sealing import (
     seal_request,
     seal_response,
 )
-from cloister.privacy.sealing.varint import decode_varint, encode_varint, varint_bytes
+from cloister.privacy.sealing.messages import decode_varint, encode_varint, varint_bytes
 
 PIECES = [b"first", b"second", b"third", b"fourth"]
 

@@ -38,7 +38,7 @@ from cloister.privacy.sealing import (
     seal_chunked_request,
 )
 from cloister.privacy.sealing.hpke import set_up_receiver, set_up_sender
-from cloister.privacy.sealing.xwing import XWingKey, is_supported
+from cloister.privacy.sealing.kem import XWingKey, is_supported
 
 VECTORS = Path(__file__).parents[2] / "vectors/hpke"
 XWING_VECTORS = json.loads((VECTORS / "xwing.json").read_text())

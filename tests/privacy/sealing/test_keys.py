@@ -36,8 +36,7 @@ from cloister.privacy.sealing import (
     seal_chunked_request,
 )
 from cloister.privacy.sealing import HttpRequest as HttpRequest
-from cloister.privacy.sealing.configuration import KEYS_MEDIA_TYPE
-from cloister.privacy.sealing.keys import RECEIPT_GRACE_S
+from cloister.privacy.sealing.keys import KEYS_MEDIA_TYPE, RECEIPT_GRACE_S
 from cloister.types.errors import ConfigError, RequestTooLargeError
 
 PUBLIC = X25519PrivateKey.from_private_bytes(bytes(range(32))).public_key().public_bytes_raw()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cloister.privacy.tokens import Redeemer, TokenSpentError, authorization, open_spend_store
-from cloister.privacy.tokens.expiry import SETTLE_S, Expiry
 from cloister.privacy.tokens.issuer_keys import EPOCH_S, GRACE_S
+from cloister.privacy.tokens.spend import SETTLE_S, Expiry
 from tests.token_shop import START, SetClock, Shop
 
 A_MONTH_S = 30 * 86400

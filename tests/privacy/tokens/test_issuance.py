@@ -13,12 +13,20 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from cloister.privacy.tokens import BlindSignatureError, KeyShelf, MalformedTokenError, decode_directory, request_tokens
-from cloister.privacy.tokens.blind_rsa import RsaPrivateKey, blind, blind_sign, finalize, generate
+from cloister.privacy.tokens.blind_rsa import (
+    RsaPrivateKey,
+    blind,
+    blind_sign,
+    decode_public,
+    encode_public,
+    finalize,
+    generate,
+    key_id,
+)
 from cloister.privacy.tokens.challenge import Token, TokenChallenge
 from cloister.privacy.tokens.issuance import TokenRequest, decode_batch, encode_answers, evaluate
+from cloister.privacy.tokens.issuer import MOST_TIMES
 from cloister.privacy.tokens.issuer_keys import EPOCH_S, GRACE_S
-from cloister.privacy.tokens.quota import MOST_TIMES
-from cloister.privacy.tokens.spki import decode_public, encode_public, key_id
 from cloister.types.errors import AuthenticationError, ConfigError, InvalidRequestError, RateLimitError
 from tests.token_shop import CHALLENGE, START, Shop
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from cloister.client.limits import Limits, hold_to_limits
-from cloister.privacy.transparency.bundle import parse_bundle
 from cloister.privacy.transparency.checks import View
+from cloister.privacy.transparency.epoch import parse_bundle
+from cloister.privacy.transparency.history import BURST
 from cloister.privacy.transparency.membership import NOTICE_S
-from cloister.privacy.transparency.pace import BURST
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.replay import Remark, Replay
 from tests.privacy.transparency.test_membership import log_alone

@@ -13,11 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from cloister.privacy.transparency.bundle import EpochBundle, LoggedEntry, encode_bundle, parse_bundle
-from cloister.privacy.transparency.checks import View, believe, needed_paths
-from cloister.privacy.transparency.epoch import epoch_leaf
+from cloister.privacy.transparency.checks import Memory, View, believe, needed_paths
+from cloister.privacy.transparency.epoch import EpochBundle, LoggedEntry, encode_bundle, epoch_leaf, parse_bundle
 from cloister.privacy.transparency.log import Log
-from cloister.privacy.transparency.memory import Memory
 from cloister.privacy.transparency.note import Kind, Note, PrivateKey, cosign, parse_note
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.release import minimum_entry, release_entry

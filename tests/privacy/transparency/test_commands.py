@@ -14,19 +14,17 @@ from typer.testing import CliRunner
 from cloister.cli import app
 from cloister.privacy.attestation import measuring
 from cloister.privacy.attestation.evidence import read_evidence
-from cloister.privacy.transparency.asking import HttpWitness
 from cloister.privacy.transparency.checks import View, believe, needed_paths
 from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry
-from cloister.privacy.transparency.keyfiles import read_key
-from cloister.privacy.transparency.lockfile import make_lock
+from cloister.privacy.transparency.files import read_key
 from cloister.privacy.transparency.log import Log
 from cloister.privacy.transparency.membership import sign_member
 from cloister.privacy.transparency.note import PublicKey, parse_signatures
 from cloister.privacy.transparency.publisher import Contents, Publisher
-from cloister.privacy.transparency.reader import LogReader
-from cloister.privacy.transparency.release import Release, read_release
+from cloister.privacy.transparency.release import Release, make_lock, read_release
+from cloister.privacy.transparency.tiles import LogReader
 from cloister.privacy.transparency.trust import parse_trust
-from cloister.privacy.transparency.witness import MAX_REQUEST_BYTES, Witness, encode_request
+from cloister.privacy.transparency.witness import MAX_REQUEST_BYTES, HttpWitness, Witness, encode_request
 from cloister.sealed.witness import witness_app
 from cloister.types.errors import CloisterError, ConfigError
 from tests.privacy.transparency.world import NOW, make_evidence

@@ -24,9 +24,8 @@ from cloister.privacy.transparency.merkle import (
     verify_inclusion,
 )
 from cloister.privacy.transparency.note import Kind, PrivateKey
-from cloister.privacy.transparency.reader import LogReader
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
-from cloister.privacy.transparency.tiles import ENTRIES, Tile, bundles_between, grow, tile_nodes, unpack_entries
+from cloister.privacy.transparency.tiles import ENTRIES, LogReader, Tile, bundles_between, grow, tile_nodes, unpack_entries
 from cloister.types.errors import ConfigError
 
 KEY = PrivateKey.generate("log.example", Kind.NOTE)

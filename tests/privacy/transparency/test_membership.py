@@ -8,11 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cloister.privacy.transparency.bundle import encode_bundle, parse_bundle
-from cloister.privacy.transparency.epoch import Epoch, NodeEntry, epoch_leaf
+from cloister.privacy.transparency.epoch import Epoch, NodeEntry, encode_bundle, epoch_leaf, parse_bundle
+from cloister.privacy.transparency.history import BURST, EPOCH_EVERY_S, GATEWAY_KEYS_EVERY_S, Pace
 from cloister.privacy.transparency.membership import NOTICE_S, build_membership, membership_entry, read_membership
 from cloister.privacy.transparency.note import Kind, PrivateKey, cosign
-from cloister.privacy.transparency.pace import BURST, EPOCH_EVERY_S, GATEWAY_KEYS_EVERY_S, Pace
 from cloister.privacy.transparency.publisher import Publisher
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from tests.privacy.transparency.world import World, make_evidence, member_key

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from cloister.privacy.transparency.checkpoint import Checkpoint, open_checkpoint, parse_checkpoint
 from cloister.privacy.transparency.merkle import EMPTY_ROOT
-from cloister.privacy.transparency.note import Kind, Note, PrivateKey, PublicKey, cosign, cosigned_at, parse_note
+from cloister.privacy.transparency.note import (
+    Checkpoint,
+    Kind,
+    Note,
+    PrivateKey,
+    PublicKey,
+    cosign,
+    cosigned_at,
+    open_checkpoint,
+    parse_checkpoint,
+    parse_note,
+)
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 
 # The example of C2SP signed-note: a key, and a note that it signed.

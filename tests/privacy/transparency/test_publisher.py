@@ -11,16 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cloister.privacy.transparency.asking import HttpWitness, NearWitness
-from cloister.privacy.transparency.bundle import parse_bundle
 from cloister.privacy.transparency.checks import View
-from cloister.privacy.transparency.epoch import GatewayEntry
+from cloister.privacy.transparency.epoch import GatewayEntry, parse_bundle
 from cloister.privacy.transparency.log import Log
 from cloister.privacy.transparency.membership import MAX_MEMBERS
 from cloister.privacy.transparency.note import Note, Signature, parse_note
 from cloister.privacy.transparency.publisher import Publisher
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
-from cloister.privacy.transparency.witness import Witness
+from cloister.privacy.transparency.witness import HttpWitness, NearWitness, Witness
 from tests.privacy.transparency.world import World, keys_of, make_evidence, make_release
 
 

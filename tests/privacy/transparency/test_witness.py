@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cloister.privacy.transparency.checkpoint import Checkpoint
 from cloister.privacy.transparency.log import Log
-from cloister.privacy.transparency.note import Kind, Note, PrivateKey, cosigned_at, parse_signatures
+from cloister.privacy.transparency.note import Checkpoint, Kind, Note, PrivateKey, cosigned_at, parse_signatures
 from cloister.privacy.transparency.witness import SIZE_TYPE, CosignResponse, Witness, encode_request
 from cloister.types.errors import ConfigError
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from cloister.privacy.attestation.evidence import Statement
 from cloister.privacy.attestation.software import SoftwareAttester
 from cloister.privacy.sealing import KeyRing
-from cloister.privacy.transparency.asking import NearWitness
 from cloister.privacy.transparency.checks import VerifiedEpoch, View, believe, needed_paths
 from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry
 from cloister.privacy.transparency.log import Log
@@ -20,7 +19,7 @@ from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.publisher import Contents, Published, Publisher
 from cloister.privacy.transparency.release import Release, minimum_entry, release_entry
 from cloister.privacy.transparency.trust import Trust
-from cloister.privacy.transparency.witness import Witness
+from cloister.privacy.transparency.witness import NearWitness, Witness
 
 NOW = 1_790_000_000.0
 MEMBERS = {"node": 1, "a": 1, "b": 1, "captured": 1}

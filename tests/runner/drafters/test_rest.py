@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.models import locate
-from cloister.models.vocabulary import digest_tokenizer
+from cloister.models.generation import digest_tokenizer
 from cloister.runner.drafters import DRAFTERS
 from cloister.runner.drafters.datastore import HEADER, HEADS, SUFFIXES, TOKENS, Datastore
 from cloister.runner.drafters.datastore_writing import sort_suffixes, write_datastore

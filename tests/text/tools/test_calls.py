@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.text.answer_parser import AnswerForm, AnswerParser
+from cloister.text.answer_parser import REASONINGS, AnswerForm, AnswerParser, detect_reasoning
 from cloister.text.parts import Arguments, CallBegun, CallBroken, CallEnded, ParsedOutput, Reasoning, Text
-from cloister.text.reasoning import REASONINGS, detect_reasoning
 from cloister.text.tools import FAMILIES, Tool, detect_family
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}

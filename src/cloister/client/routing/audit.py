@@ -24,9 +24,8 @@ from cloister.client.tries import DRAWN
 from cloister.client.wallet import BATCH
 from cloister.privacy.attestation import Outcome
 from cloister.privacy.tokens.issuance import DIRECTORY_PATH
-from cloister.privacy.transparency.bundle import MAX_BUNDLE_BYTES, parse_bundle
 from cloister.privacy.transparency.checks import VerifiedEpoch
-from cloister.privacy.transparency.epoch import epoch_leaf
+from cloister.privacy.transparency.epoch import MAX_BUNDLE_BYTES, epoch_leaf, parse_bundle
 from cloister.privacy.transparency.refusal import TransparencyError
 from cloister.types.errors import CloisterError
 

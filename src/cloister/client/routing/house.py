@@ -33,7 +33,6 @@ from cloister.privacy.tokens import (
     challenge_between,
     open_spend_store,
 )
-from cloister.privacy.transparency.asking import NearWitness
 from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity
 from cloister.privacy.transparency.log import Log
@@ -42,7 +41,7 @@ from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.privacy.transparency.publisher import Contents, Publisher
 from cloister.privacy.transparency.release import Release, release_entry
 from cloister.privacy.transparency.trust import Trust
-from cloister.privacy.transparency.witness import Witness
+from cloister.privacy.transparency.witness import NearWitness, Witness
 from cloister.sealed.dates import REPLAY_WINDOW_S
 from cloister.sealed.gateway import GatewayConfig, gateway_app
 from cloister.sealed.issuer import issuer_app

@@ -34,8 +34,8 @@ from cloister.privacy.residue.processes import Process
 from cloister.privacy.sealing import CHUNKED
 from cloister.privacy.tokens import Token, authorization
 from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, NodeEntry
+from cloister.privacy.transparency.files import write_key
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity
-from cloister.privacy.transparency.keyfiles import write_key
 from cloister.privacy.transparency.note import Kind, PrivateKey
 from cloister.sealed.issuer_file import list_issuers, read_issuer_keys
 from cloister.types.errors import EngineError

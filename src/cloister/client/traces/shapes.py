@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cloister.privacy.residue.marks import Mark
+from cloister.privacy.residue.needles import Mark
 
 NUM_TOKENS: Final = 24
 LONG_ANSWER: Final = 400

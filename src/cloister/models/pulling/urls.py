@@ -9,7 +9,7 @@ from typing import Final
 
 import httpx
 
-from cloister.models.pulling.partials import BrokenDownloadError, FileState, Partial
+from cloister.models.pulling.downloads import BrokenDownloadError, FileState, Partial
 from cloister.types.errors import ModelError
 
 TIMEOUT_S: Final = 20.0

@@ -14,8 +14,16 @@ import numpy.typing as npt
 
 from cloister.backends.tensors import GroupedTensor
 from cloister.models.config import ConfigFields
-from cloister.models.quantized.base import Parts, Stored, StoredMatrix, form_row, resolve_group_size, unless_symmetric
-from cloister.models.quantized.packing import Codes, unpack_rows
+from cloister.models.quantized.base import (
+    Codes,
+    Parts,
+    Stored,
+    StoredMatrix,
+    form_row,
+    resolve_group_size,
+    unless_symmetric,
+    unpack_rows,
+)
 from cloister.models.safetensors import FLOATS, TensorEntry
 from cloister.types.errors import ModelError
 

@@ -21,8 +21,9 @@ from cloister.models.quantized.base import (
     read_order,
     resolve_group_size,
     unless_symmetric,
+    unpack_columns,
+    unpack_rows,
 )
-from cloister.models.quantized.packing import unpack_columns, unpack_rows
 from cloister.models.safetensors import FLOATS, TensorEntry
 from cloister.types.errors import ModelError
 

@@ -12,13 +12,11 @@ from cryptography import x509
 
 from cloister.privacy.attestation.certificates import digest_key, load_certificates
 from cloister.privacy.attestation.evidence import Evidence
-from cloister.privacy.attestation.nitro import NitroVerifier
-from cloister.privacy.attestation.nitro_document import read_document
+from cloister.privacy.attestation.nitro import NitroVerifier, read_document
 from cloister.privacy.attestation.nvidia import chain_extra, list_gpus
 from cloister.privacy.attestation.sev_snp import SnpVerifier
 from cloister.privacy.attestation.snp_report import read_report
-from cloister.privacy.attestation.td_quote import read_quote
-from cloister.privacy.attestation.tdx import TdxVerifier
+from cloister.privacy.attestation.tdx import TdxVerifier, read_quote
 
 _SGX_EXTENSIONS: Final = x509.ObjectIdentifier("1.2.840.113741.1.13.1")
 _PPID: Final = bytes.fromhex("060a2a864886f84d010d01010410")

@@ -13,12 +13,12 @@ import msgspec
 
 from cloister.privacy.attestation.base import AttestationError
 from cloister.privacy.attestation.configuration import find_differences
-from cloister.privacy.attestation.configuration_measuring import measure_configuration
 from cloister.privacy.attestation.evidence import Statement
 from cloister.privacy.attestation.measuring import (
     encode_manifest,
     find_foreign,
     measure_code,
+    measure_configuration,
     measure_loaded,
     measure_package,
     measure_profile,

@@ -18,10 +18,9 @@ from cryptography.hazmat.primitives.hashes import SHA384
 from cloister.privacy.attestation.base import AttestationPolicy, Findings, GpuFloor
 from cloister.privacy.attestation.certificates import check_chain, elliptic_key, is_authority, load_certificates
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError, gpu_nonce
-from cloister.privacy.attestation.gpu_collateral import NO_COLLATERAL, GpuCollateral, check_measurements, verify_collateral
 from cloister.privacy.attestation.gpu_report import GpuReport, read_gpu_report
 from cloister.privacy.attestation.revocation import check_revocation
-from cloister.privacy.attestation.rim import RIM_ROOTS
+from cloister.privacy.attestation.rim import NO_COLLATERAL, RIM_ROOTS, GpuCollateral, check_measurements, verify_collateral
 
 NVIDIA_ROOTS = frozenset({"a90c4eb5acfd3e3d03a25db6a26b84f720ad0503196c627c21ddd48dd85b06a4"})
 """SHA-256 of the key of NVIDIA's Device Identity CA as SubjectPublicKeyInfo."""

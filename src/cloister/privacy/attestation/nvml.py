@@ -11,9 +11,9 @@ import msgspec
 
 from cloister.privacy.attestation.base import AttestationError, Attester
 from cloister.privacy.attestation.evidence import Evidence, gpu_nonce
-from cloister.privacy.attestation.gpu_collateral import MAX_RIMS, REVOCATION, rim_extra
 from cloister.privacy.attestation.nvidia import MAX_GPUS, chain_extra, report_extra
 from cloister.privacy.attestation.revocation import encode_statuses
+from cloister.privacy.attestation.rim import MAX_RIMS, REVOCATION, rim_extra
 
 LIBRARY = "libnvidia-ml.so.1"
 _SUCCESS = 0

@@ -15,8 +15,7 @@ from cloister.privacy.attestation.base import AttestationPolicy, Findings, SnpFl
 from cloister.privacy.attestation.certificates import check_chain, elliptic_key
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError
 from cloister.privacy.attestation.registers import check_register
-from cloister.privacy.attestation.snp_keys import CRL, check_key, load_chain
-from cloister.privacy.attestation.snp_report import SnpReport, Tcb, read_report
+from cloister.privacy.attestation.snp_report import CRL, SnpReport, Tcb, check_key, load_chain, read_report
 
 AMD_ROOTS = frozenset(
     {

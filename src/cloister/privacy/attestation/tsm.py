@@ -16,8 +16,7 @@ from pathlib import Path
 
 from cloister.privacy.attestation.base import AttestationError
 from cloister.privacy.attestation.evidence import Evidence, EvidenceError, report_data
-from cloister.privacy.attestation.snp_keys import ARK, ASK, ASVK, CRL, VCEK, VLEK, name_chain
-from cloister.privacy.attestation.snp_report import read_report
+from cloister.privacy.attestation.snp_report import ARK, ASK, ASVK, CRL, VCEK, VLEK, name_chain, read_report
 from cloister.privacy.attestation.tdx import COLLATERAL
 
 TSM_REPORTS = Path("/sys/kernel/config/tsm/report")

@@ -5,7 +5,7 @@ MODULE` starts a module that way. Only the standard library is imported here, so
 """
 
 from cloister.privacy.hardening.applying import HARDENED_PROFILES, MEASURES, HardeningError, apply, close, probe
-from cloister.privacy.hardening.imports import preload
+from cloister.privacy.hardening.code import preload
 from cloister.privacy.hardening.measure import Measure, Missing, Needs, Result, Results
 from cloister.privacy.hardening.state import HOST, Sealed, close_this, sealed
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from cloister.privacy.hardening.applying import HARDENED_PROFILES, HardeningError, apply
-from cloister.privacy.hardening.environment import is_measured, measured, restart_command
 from cloister.privacy.hardening.launching import Launch
+from cloister.privacy.hardening.privileges import is_measured, measured, restart_command
 from cloister.privacy.hardening.starter import fork_starter
 from cloister.privacy.hardening.state import Sealed, remember
 

@@ -6,16 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from cloister.privacy.hardening.code import Code
-from cloister.privacy.hardening.dumps import CoreLimit, Dumpable
-from cloister.privacy.hardening.environment import Environment
-from cloister.privacy.hardening.imports import Imports
+from cloister.privacy.hardening.code import Code, Imports
+from cloister.privacy.hardening.dumps import CoreLimit, Dumpable, Swap
 from cloister.privacy.hardening.interpreter import Faulthandler, Hooks, Signals, Tracebacks
 from cloister.privacy.hardening.landlock import Landlock
 from cloister.privacy.hardening.measure import Measure, Missing, Needs, Result, Results
-from cloister.privacy.hardening.privileges import Capabilities, NoNewPrivileges
+from cloister.privacy.hardening.privileges import Capabilities, Environment, NoNewPrivileges
 from cloister.privacy.hardening.seccomp import Closing, Seccomp
-from cloister.privacy.hardening.swap import Swap
 from cloister.types.errors import CloisterError
 
 HARDENED_PROFILES: Final = ("private", "paranoid")

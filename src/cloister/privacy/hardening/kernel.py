@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -81,3 +83,187 @@ def _convert(argument: object) -> object:
     if isinstance(argument, int):
         return ctypes.c_long(argument)
     return ctypes.byref(argument) if isinstance(argument, ctypes.Structure) else argument
+
+
+# Numbers of system calls that filters name, and what of the kernel's interface they depend on. Pure data.
+#
+# Source: arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux. A name that an instruction
+# set does not have is left out of its table. `tests/privacy/hardening` compares the tables with the headers of the machine.
+
+
+_X86_64: Final = {
+    "open": 2,
+    "mmap": 9,
+    "mprotect": 10,
+    "ioctl": 16,
+    "shmget": 29,
+    "shmat": 30,
+    "socket": 41,
+    "connect": 42,
+    "sendto": 44,
+    "sendmsg": 46,
+    "bind": 49,
+    "listen": 50,
+    "clone": 56,
+    "fork": 57,
+    "vfork": 58,
+    "execve": 59,
+    "semget": 64,
+    "msgget": 68,
+    "creat": 85,
+    "ptrace": 101,
+    "syslog": 103,
+    "capset": 126,
+    "personality": 135,
+    "uselib": 134,
+    "modify_ldt": 154,
+    "pivot_root": 155,
+    "prctl": 157,
+    "setrlimit": 160,
+    "chroot": 161,
+    "acct": 163,
+    "settimeofday": 164,
+    "mount": 165,
+    "umount2": 166,
+    "swapon": 167,
+    "swapoff": 168,
+    "reboot": 169,
+    "iopl": 172,
+    "ioperm": 173,
+    "create_module": 174,
+    "init_module": 175,
+    "delete_module": 176,
+    "quotactl": 179,
+    "lookup_dcookie": 212,
+    "remap_file_pages": 216,
+    "clock_settime": 227,
+    "kexec_load": 246,
+    "add_key": 248,
+    "request_key": 249,
+    "keyctl": 250,
+    "openat": 257,
+    "unshare": 272,
+    "perf_event_open": 298,
+    "fanotify_init": 300,
+    "fanotify_mark": 301,
+    "prlimit64": 302,
+    "name_to_handle_at": 303,
+    "open_by_handle_at": 304,
+    "sendmmsg": 307,
+    "setns": 308,
+    "process_vm_readv": 310,
+    "process_vm_writev": 311,
+    "kcmp": 312,
+    "finit_module": 313,
+    "seccomp": 317,
+    "kexec_file_load": 320,
+    "bpf": 321,
+    "execveat": 322,
+    "userfaultfd": 323,
+    "pkey_mprotect": 329,
+}
+_AARCH64: Final = {
+    "ioctl": 29,
+    "umount2": 39,
+    "mount": 40,
+    "pivot_root": 41,
+    "chroot": 51,
+    "openat": 56,
+    "quotactl": 60,
+    "acct": 89,
+    "capset": 91,
+    "personality": 92,
+    "unshare": 97,
+    "kexec_load": 104,
+    "init_module": 105,
+    "delete_module": 106,
+    "clock_settime": 112,
+    "syslog": 116,
+    "ptrace": 117,
+    "reboot": 142,
+    "setrlimit": 164,
+    "prctl": 167,
+    "settimeofday": 170,
+    "msgget": 186,
+    "semget": 190,
+    "shmget": 194,
+    "shmat": 196,
+    "socket": 198,
+    "bind": 200,
+    "listen": 201,
+    "connect": 203,
+    "sendto": 206,
+    "sendmsg": 211,
+    "add_key": 217,
+    "request_key": 218,
+    "keyctl": 219,
+    "clone": 220,
+    "execve": 221,
+    "mmap": 222,
+    "swapon": 224,
+    "swapoff": 225,
+    "mprotect": 226,
+    "remap_file_pages": 234,
+    "perf_event_open": 241,
+    "prlimit64": 261,
+    "fanotify_init": 262,
+    "fanotify_mark": 263,
+    "name_to_handle_at": 264,
+    "open_by_handle_at": 265,
+    "setns": 268,
+    "sendmmsg": 269,
+    "process_vm_readv": 270,
+    "process_vm_writev": 271,
+    "kcmp": 272,
+    "finit_module": 273,
+    "seccomp": 277,
+    "bpf": 280,
+    "execveat": 281,
+    "userfaultfd": 282,
+    "pkey_mprotect": 288,
+    "kexec_file_load": 294,
+}
+_BOTH: Final = {  # since Linux 5.1 a new call has one number everywhere
+    "io_uring_setup": 425,
+    "io_uring_enter": 426,
+    "io_uring_register": 427,
+    "open_tree": 428,
+    "move_mount": 429,
+    "fsopen": 430,
+    "fsconfig": 431,
+    "fsmount": 432,
+    "fspick": 433,
+    "clone3": 435,
+    "openat2": 437,
+    "pidfd_getfd": 438,
+    "process_madvise": 440,
+    "mount_setattr": 442,
+    "quotactl_fd": 443,
+    "landlock_create_ruleset": 444,
+    "landlock_add_rule": 445,
+    "landlock_restrict_self": 446,
+    "memfd_secret": 447,
+    "process_mrelease": 448,
+    "open_tree_attr": 467,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """The system call interface of one instruction set.
+
+    Attributes:
+        audit: its AUDIT_ARCH number (include/uapi/linux/audit.h), which the kernel shows to filters.
+        numbers: name -> number.
+        foreign_from: numbers from here on belong to another interface of the same processor (x32); None if there is none.
+    """
+
+    audit: int
+    numbers: Mapping[str, int]
+    foreign_from: int | None = None
+
+
+INTERFACES: Final[Mapping[str, Interface]] = {
+    "x86_64": Interface(0xC000003E, {**_X86_64, **_BOTH}, foreign_from=0x40000000),
+    "aarch64": Interface(0xC00000B7, {**_AARCH64, **_BOTH}),
+}

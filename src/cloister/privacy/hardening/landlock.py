@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from cloister.privacy.hardening import kernel
+from cloister.privacy.hardening.kernel import INTERFACES
 from cloister.privacy.hardening.measure import Missing, Needs
-from cloister.privacy.hardening.syscalls import INTERFACES
 
 CREATE_RULESET_VERSION: Final = 1
 RULE_PATH_BENEATH: Final = 1

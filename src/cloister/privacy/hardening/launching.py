@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from cloister.privacy.hardening.applying import HARDENED_PROFILES
-from cloister.privacy.hardening.environment import measured, restart_command
 from cloister.privacy.hardening.measure import Needs
+from cloister.privacy.hardening.privileges import measured, restart_command
 from cloister.privacy.hardening.starter import Role
 
 ENGINE: Final = "engine"

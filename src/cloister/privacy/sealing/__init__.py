@@ -16,27 +16,25 @@ from cloister.privacy.sealing.chunked import (
     ResponseSealer,
     seal_chunked_request,
 )
-from cloister.privacy.sealing.configuration import (
+from cloister.privacy.sealing.errors import KeyConfigurationError, MessageError, ReplayCacheFullError, UnsealError
+from cloister.privacy.sealing.hpke import SUITES, Context, ContextSecrets, Suite
+from cloister.privacy.sealing.kem import KEMS, X25519, XWING, Kem, KemPrivateKey
+from cloister.privacy.sealing.keys import (
+    GATEWAY_KEY_LIFE_S,
+    GATEWAY_KEY_OVERLAP_S,
     KEYS_MEDIA_TYPE,
+    NODE_KEY_LIFE_S,
+    NODE_KEY_OVERLAP_S,
     KeyConfiguration,
+    KeyRing,
+    SealingKey,
     choose_configuration,
     encode_keys,
     parse_configuration,
     parse_keys,
 )
-from cloister.privacy.sealing.errors import KeyConfigurationError, MessageError, ReplayCacheFullError, UnsealError
-from cloister.privacy.sealing.hpke import SUITES, Context, ContextSecrets, Suite
-from cloister.privacy.sealing.kem import X25519, Kem, KemPrivateKey
-from cloister.privacy.sealing.kems import KEMS
-from cloister.privacy.sealing.keys import (
-    GATEWAY_KEY_LIFE_S,
-    GATEWAY_KEY_OVERLAP_S,
-    NODE_KEY_LIFE_S,
-    NODE_KEY_OVERLAP_S,
-    KeyRing,
-    SealingKey,
-)
 from cloister.privacy.sealing.messages import (
+    LARGEST_BUCKET_BYTES,
     Content,
     Fields,
     HttpRequest,
@@ -45,6 +43,7 @@ from cloister.privacy.sealing.messages import (
     RequestHead,
     ResponseHead,
     Trailers,
+    bucket_bytes,
     find_field,
 )
 from cloister.privacy.sealing.ohttp import (
@@ -59,10 +58,7 @@ from cloister.privacy.sealing.ohttp import (
     seal_request,
     seal_response,
 )
-from cloister.privacy.sealing.padding import LARGEST_BUCKET_BYTES, bucket_bytes
-from cloister.privacy.sealing.receiver import Receiver
-from cloister.privacy.sealing.replay import ReplayCache
-from cloister.privacy.sealing.xwing import XWING
+from cloister.privacy.sealing.receiver import Receiver, ReplayCache
 
 __all__ = [
     "CHUNKED",

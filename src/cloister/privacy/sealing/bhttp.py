@@ -20,8 +20,8 @@ from cloister.privacy.sealing.messages import (
     Trailers,
     check_fields,
     check_request_head,
+    encode_varint,
 )
-from cloister.privacy.sealing.varint import encode_varint
 
 KNOWN_REQUEST: Final = b"\x00"
 KNOWN_RESPONSE: Final = b"\x01"

@@ -15,8 +15,9 @@ from cloister.privacy.sealing.messages import (
     Trailers,
     check_fields,
     check_request_head,
+    decode_varint,
+    varint_bytes,
 )
-from cloister.privacy.sealing.varint import decode_varint, varint_bytes
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 """Longest head or trailer section that is read, in bytes: what is not content has to be kept until it is whole."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from cloister.privacy.sealing.configuration import KeyConfiguration
 from cloister.privacy.sealing.errors import UnsealError
 from cloister.privacy.sealing.hpke import TAG_BYTES, HpkeContext, Suite
+from cloister.privacy.sealing.keys import KeyConfiguration
+from cloister.privacy.sealing.messages import decode_varint, encode_varint, varint_bytes
 from cloister.privacy.sealing.ohttp import CHUNKED, Exchange, begin_request
-from cloister.privacy.sealing.varint import decode_varint, encode_varint, varint_bytes
 
 DRAFT: Final = "draft-ietf-ohai-chunked-ohttp-08"
 MAX_CHUNK_BYTES: Final = 2**14

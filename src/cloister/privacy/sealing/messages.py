@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cloister.privacy.sealing.errors import MessageError
+from cloister.types.errors import RequestTooLargeError
 
 Fields = tuple[tuple[bytes, bytes], ...]
 """Field lines in their order: (name in lower case, value), as ASGI has headers."""
@@ -113,3 +114,53 @@ def find_field(fields: Fields, name: bytes) -> str | None:
     if len(values) > 1:
         raise MessageError(f"The field {name.decode()} is there more than once.")
     return values[0].decode("latin-1") if values else None
+
+
+# Variable-length integers of QUIC (RFC 9000, section 16): one, two, four or eight bytes, up to 2^62 - 1.
+
+
+MAX_VARINT: Final = 2**62 - 1
+
+
+def encode_varint(value: int) -> bytes:
+    """Returns `value` in as few bytes as hold it.
+
+    Raises:
+        ValueError: it is negative or above `MAX_VARINT`.
+    """
+    for power, num_bytes in enumerate((1, 2, 4, 8)):
+        if 0 <= value < 1 << (8 * num_bytes - 2):
+            return (value | power << (8 * num_bytes - 2)).to_bytes(num_bytes, "big")
+    raise ValueError("a QUIC integer is from 0 to 2^62 - 1")
+
+
+def varint_bytes(first: int) -> int:
+    """Returns how many bytes an integer takes whose first byte is `first`."""
+    return 1 << (first >> 6)
+
+
+def decode_varint(data: bytes | bytearray) -> int:
+    """Returns the integer that fills the whole of `data`, whose length is `varint_bytes(data[0])`."""
+    return int.from_bytes(data, "big") & (1 << (8 * len(data) - 2)) - 1
+
+
+# Lengths of requests in buckets of 4^n KiB, so that a length tells little. Pure.
+
+
+SMALLEST_BUCKET_BYTES: Final = 1024
+LARGEST_BUCKET_BYTES: Final = SMALLEST_BUCKET_BYTES * 4**7
+"""16 MiB."""
+
+
+def bucket_bytes(num_bytes: int) -> int:
+    """Returns the length of the smallest bucket that holds `num_bytes`: 1, 4, 16, 64, 256 KiB, 1, 4 or 16 MiB.
+
+    Raises:
+        RequestTooLargeError: there is none.
+    """
+    bucket = SMALLEST_BUCKET_BYTES
+    while bucket < num_bytes:
+        bucket *= 4
+    if bucket > LARGEST_BUCKET_BYTES:
+        raise RequestTooLargeError(f"A sealed request holds {LARGEST_BUCKET_BYTES // 2**20} MiB; make it shorter.")
+    return bucket

@@ -7,11 +7,10 @@ import struct
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cloister.privacy.sealing.configuration import KeyConfiguration
 from cloister.privacy.sealing.errors import KeyConfigurationError, UnsealError
 from cloister.privacy.sealing.hpke import NONCE_BYTES, Context, HpkeContext, Suite, kdf_of, new_cipher, set_up_sender
-from cloister.privacy.sealing.kem import X25519
-from cloister.privacy.sealing.kems import find_kem
+from cloister.privacy.sealing.kem import X25519, find_kem
+from cloister.privacy.sealing.keys import KeyConfiguration
 
 _NUMBERS: Final = struct.Struct(">BHHH")
 NUMBERS_BYTES: Final = _NUMBERS.size

@@ -8,8 +8,7 @@ from cloister.privacy.shape.binary_http import BinaryHttpShaper
 from cloister.privacy.shape.frames import Frame, ShapeError
 from cloister.privacy.shape.framings import BINARY_HTTP, FRAMES, FRAMING_FIELD, FRAMINGS
 from cloister.privacy.shape.shaper import Shaper
-from cloister.privacy.shape.shapes import SHAPES, TrafficShape, find_edge, shape_of
-from cloister.privacy.shape.threat import SHAPING_THREAT
+from cloister.privacy.shape.shapes import SHAPES, SHAPING_THREAT, TrafficShape, find_edge, shape_of
 from cloister.privacy.shape.unshaper import Unshaper
 
 __all__ = [

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Final
 
 from cloister.privacy.sealing import BinaryHttpWriter, Content, MessageReader, ResponseHead, find_field
-from cloister.privacy.sealing.varint import encode_varint
+from cloister.privacy.sealing.messages import encode_varint
 from cloister.privacy.shape.frames import MAX_FRAME_BYTES
 from cloister.privacy.shape.shaper import Shaper
 from cloister.privacy.shape.shapes import TrafficShape

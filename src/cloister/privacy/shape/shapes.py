@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cloister.privacy.verdict import Profile
+from cloister.types.threat import Requirement, ThreatProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +62,20 @@ def find_edge(num_frames: int) -> int:
     while edge < num_frames:
         edge *= EDGE_RATIO
     return edge
+
+
+# What shaped streams are there for, in the words of the threat matrix.
+
+
+SHAPING_THREAT = ThreatProfile(
+    row="speculation in general",
+    threats=frozenset({Requirement.STATELESS}),
+    residue="number of frames in private; bucket of that number in paranoid, and in private while drafts are verified",
+    where=("network",),
+    attack="traffic analysis: topic, length or accepted drafts from sizes and times of sealed chunks",
+    mitigations=(
+        "frames of one size",
+        "one event a frame and one frame a tick",
+        "paranoid, and drafts: a frame on every tick, in buckets",
+    ),
+)

@@ -5,15 +5,19 @@ API keys, `Redeemer` takes them, once each, with the help of a spend store.
 """
 
 from cloister.privacy.tokens.blind_rsa import BlindSignatureError
-from cloister.privacy.tokens.challenge import MalformedTokenError, Token, TokenChallenge, authorization, read_authenticate
-from cloister.privacy.tokens.expiry import Expiry
+from cloister.privacy.tokens.challenge import (
+    MalformedTokenError,
+    Token,
+    TokenChallenge,
+    authorization,
+    challenge_between,
+    read_authenticate,
+)
 from cloister.privacy.tokens.issuance import Pending, TokenRequest, decode_directory, request_tokens
-from cloister.privacy.tokens.issuer import Issuer, IssuerLimits
+from cloister.privacy.tokens.issuer import Issuer, IssuerLimits, QuotaBook
 from cloister.privacy.tokens.issuer_keys import IssuerKey, KeyShelf
-from cloister.privacy.tokens.names import challenge_between
-from cloister.privacy.tokens.quota import QuotaBook
 from cloister.privacy.tokens.redeem import AcceptedKey, Redeemer, TokenError, TokenSpentError
-from cloister.privacy.tokens.spend import SpendStore, SpendStoreError
+from cloister.privacy.tokens.spend import Expiry, SpendStore, SpendStoreError
 from cloister.privacy.tokens.stores import open_spend_store
 
 __all__ = [

@@ -11,6 +11,7 @@ import binascii
 import hashlib
 import re
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 TOKEN_TYPE = 2
 """Blind RSA, 2048 bits, publicly verifiable (RFC 9578, section 8.2.1)."""
@@ -190,3 +191,18 @@ class _Reader:
     def finish(self) -> None:
         if self._at != len(self._data):
             raise MalformedTokenError("bytes follow a structure")
+
+
+# The one challenge that issuer, gateway and client work out from the epoch file, each by itself. Pure.
+
+
+def challenge_between(issuer_url: str, gateway_url: str) -> TokenChallenge:
+    """Returns the challenge that tokens of an issuer answer at a gateway: both by host, in lower case, and port if it has one.
+
+    A challenge that the gateway sent could be another one for each client, and mark its tokens; this one cannot.
+    """
+    return TokenChallenge(_host(issuer_url), (_host(gateway_url),))
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).netloc.rpartition("@")[2].lower()

@@ -19,10 +19,11 @@ from cloister.privacy.tokens.blind_rsa import (
     RsaPrivateKey,
     blind,
     blind_sign,
+    decode_public,
     finalize,
+    key_id,
 )
 from cloister.privacy.tokens.challenge import NONCE_BYTES, TOKEN_TYPE, MalformedTokenError, Token, TokenChallenge, from_text
-from cloister.privacy.tokens.spki import decode_public, key_id
 
 REQUEST_TYPE = "application/private-token-request"
 RESPONSE_TYPE = "application/private-token-response"

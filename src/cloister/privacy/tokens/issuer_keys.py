@@ -17,8 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from cloister.privacy.tokens.blind_rsa import RsaPrivateKey, generate
-from cloister.privacy.tokens.spki import KEY_BITS, encode_public, key_id
+from cloister.privacy.tokens.blind_rsa import KEY_BITS, RsaPrivateKey, encode_public, generate, key_id
 from cloister.types.errors import ConfigError
 
 EPOCH_S = 7 * 86400

@@ -11,21 +11,35 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, Struct
 
-from cloister.privacy.transparency.bundle import EpochBundle, Hash, LoggedEntry, parse_bundle
-from cloister.privacy.transparency.checkpoint import Checkpoint, open_checkpoint
-from cloister.privacy.transparency.epoch import EPOCH_PREFIX, Count, Epoch, check_epoch, check_times, epoch_leaf, parse_epoch
-from cloister.privacy.transparency.held import Past
-from cloister.privacy.transparency.membership import MEMBERSHIP_PREFIX, Membership, Roll, check_members
+from cloister.privacy.transparency.epoch import (
+    EPOCH_PREFIX,
+    Count,
+    Epoch,
+    EpochBundle,
+    Hash,
+    LoggedEntry,
+    check_epoch,
+    check_times,
+    epoch_leaf,
+    parse_bundle,
+    parse_epoch,
+)
+from cloister.privacy.transparency.files import SECRET, locked, remove_unfinished_of, write_whole
+from cloister.privacy.transparency.history import Pace
+from cloister.privacy.transparency.membership import MEMBERSHIP_PREFIX, Membership, Past, Roll, adopt_baseline, check_members
 from cloister.privacy.transparency.merkle import extend_frontier, frontier_root, hash_leaf, verify_inclusion
-from cloister.privacy.transparency.pace import Pace
+from cloister.privacy.transparency.note import Checkpoint, cosigned_at, open_checkpoint
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.privacy.transparency.release import MINIMUM_PREFIX, Release, read_minimum, read_release
 from cloister.privacy.transparency.tiles import WIDTH, bundles_between, unpack_entries
 from cloister.privacy.transparency.trust import Trust
+from cloister.types.errors import ConfigError
 
 MAX_BUNDLES = 8192
 """Most files of a log that are read at once: two million entries, some centuries of epochs. One that says it is longer would
@@ -228,3 +242,88 @@ def check_release(bundle: EpochBundle, trust: Trust, view: View) -> Release:
             Reason.REVOKED, f"release {release.number} was revoked; {view.minimum} is the least that may run"
         )
     return release
+
+
+# An epoch that was believed once, checked again later from its bundle alone. No I/O, no clock.
+#
+# What a client compares with what it remembers of the log, or reads in it, is not checked here: that the log was not
+# rewritten since, that the release was not revoked later, and which nodes belonged to the cloud. The witnesses' signatures
+# stand for the first.
+
+
+def recall(data: bytes, trust: Trust) -> tuple[Logged, float]:
+    """Returns what clients believed, and the first moment at which they could (Unix seconds): enough witnesses had cosigned.
+
+    Raises:
+        TransparencyError: no client that trusts these keys can ever have believed it.
+    """
+    bundle = parse_bundle(data)
+    epoch = bundle.epoch
+    check_epoch(epoch)
+    _, note = open_checkpoint(bundle.checkpoint, trust.log)
+    times = sorted(cosigned_at(note, trust.witnesses).values())
+    moment = float(max([epoch.not_before, *times[: trust.threshold]]))
+    checkpoint, _ = trust.open_checkpoint(bundle.checkpoint, moment)
+    if moment >= epoch.not_after:
+        raise TransparencyError(Reason.EXPIRED, "the epoch was over before enough witnesses had cosigned it")
+    check_inclusion(bundle, checkpoint)
+    if epoch.profile not in trust.profiles:
+        raise TransparencyError(Reason.UNKNOWN_PROFILE, f"the nodes ran under the profile {epoch.profile}, which is not taken")
+    release = check_release(bundle, trust, View())
+    return Logged(epoch, release, checkpoint, bundle.checkpoint), moment
+
+
+# What a client remembers of the log between runs: one small file that only ever moves forward.
+
+
+class Memory:
+    """A `View` on disk. Several clients of one person may share it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser()
+
+    def load(self) -> View:
+        """What was remembered; the empty view on first use.
+
+        Raises:
+            ConfigError: the file is broken, or of an older version. It is not passed over: whoever could break it could hide
+                a split view.
+        """
+        try:
+            view = msgspec.convert(adopt_baseline(msgspec.json.decode(self.path.read_bytes(), type=dict[str, Any])), View)
+        except FileNotFoundError:
+            return View()
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.strerror}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            message = f"{self.path} is broken ({error}); remove it to read the log from its beginning again"
+            raise ConfigError(message) from None
+        if view.epoch and view.roll.current is None:  # no epoch is believed without one
+            raise ConfigError(
+                f"{self.path} is of a version that knew no memberships; remove it to read the log from its beginning again"
+            )
+        return view
+
+    def save(self, view: View, begun: View) -> bool:
+        """Remembers a view that was read on from what the file had.
+
+        Args:
+            begun: what `load` returned then.
+
+        Returns:
+            False: another program wrote the file meanwhile, and it is as that one left it. Its view may be of another log than
+            this one, which sizes do not tell: load it, and read the log on from there.
+
+        Raises:
+            ConfigError: the file is broken, or cannot be written.
+        """
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make {self.path.parent}: {error.strerror}") from None
+        with locked(self.path.parent):
+            remove_unfinished_of(self.path)
+            kept = self.load()
+            if kept == begun:
+                write_whole(self.path, msgspec.json.encode(view, order="sorted"), SECRET)
+            return kept in (begun, view)

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloister.privacy.transparency.checkpoint import Checkpoint
 from cloister.privacy.transparency.files import locked, remove_unfinished, write_whole
 from cloister.privacy.transparency.merkle import EMPTY_ROOT, hash_leaf, make_root
-from cloister.privacy.transparency.note import Kind, Note, PrivateKey
-from cloister.privacy.transparency.reader import CHECKPOINT, LogReader
+from cloister.privacy.transparency.note import Checkpoint, Kind, Note, PrivateKey
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
-from cloister.privacy.transparency.tiles import ENTRIES, WIDTH, Tile, grow, pack_entries, tile_nodes
+from cloister.privacy.transparency.tiles import CHECKPOINT, ENTRIES, WIDTH, LogReader, Tile, grow, pack_entries, tile_nodes
 from cloister.types.errors import ConfigError
 
 

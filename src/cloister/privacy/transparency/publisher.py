@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cloister.privacy.attestation.evidence import read_evidence, read_statement
-from cloister.privacy.transparency.bundle import EpochBundle, encode_bundle
 from cloister.privacy.transparency.epoch import (
     MAX_EPOCH_S,
     Epoch,
+    EpochBundle,
     GatewayEntry,
     IssuerEntry,
     NodeEntry,
     build_epoch,
+    encode_bundle,
     epoch_leaf,
 )
 from cloister.privacy.transparency.history import History

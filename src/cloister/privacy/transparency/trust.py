@@ -9,10 +9,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from cloister.privacy.transparency.checkpoint import Checkpoint, open_checkpoint
 from cloister.privacy.transparency.epoch import MAX_CLOCK_SKEW_S
 from cloister.privacy.transparency.issuer_keys import IssuerIdentity
-from cloister.privacy.transparency.note import Kind, Note, PublicKey, cosigned_at
+from cloister.privacy.transparency.note import Checkpoint, Kind, Note, PublicKey, cosigned_at, open_checkpoint
 from cloister.privacy.transparency.refusal import Reason, TransparencyError
 from cloister.types.errors import ConfigError
 from cloister.types.text_files import read_text_file

@@ -7,9 +7,7 @@ import numpy as np
 from cloister.backends.spec import LayerSpec
 from cloister.backends.tensors import Tensor
 from cloister.quant.base import THREAT, FloatArray, NumberFormat
-from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF
-from cloister.quant.calibration.statistics import InputStatistics
-from cloister.quant.calibration.trial import LayerTrial
+from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF, InputStatistics, LayerTrial
 from cloister.quant.folding import AFTER_NORMS, INSIDE, FloatTensors, Folding, fold, share_among_groups
 
 _STRENGTHS = tuple(step / 10 for step in range(11))

@@ -9,9 +9,7 @@ import numpy.typing as npt
 
 from cloister.backends.tensors import ProgressiveTensor, QuantizedTensor, Tensor, rotate_blocks
 from cloister.quant.base import THREAT, FloatArray, NumberFormat, reciprocal
-from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF
-from cloister.quant.calibration.statistics import InputStatistics
-from cloister.quant.calibration.trial import LayerTrial
+from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF, InputStatistics, LayerTrial
 from cloister.quant.folding import FloatTensors
 
 _DAMPING = 0.05  # of the mean of the diagonal (section 3.3, step 3); on 8,192 tokens the paper's 0.01 loses more

@@ -10,10 +10,9 @@ from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import Tensor, dequantized
 from cloister.quant.base import NumberFormat, without_rotation
-from cloister.quant.calibration.base import Calibrator
-from cloister.quant.calibration.trial import LayerTrial
+from cloister.quant.calibration.base import Calibrator, LayerTrial
 from cloister.quant.folding import FloatTensors, key_factors
-from cloister.quant.limits import check_forward
+from cloister.quant.forward import check_forward
 from cloister.quant.quality import IntArray, embed, layer_tensors
 from cloister.quant.smooth_attention import smoothing_factors
 from cloister.quant.weights import VOCABULARY, QuantizedWeights, quantize_on_read

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from cloister.backends.tensors import Tensor
 from cloister.quant.base import THREAT, NumberFormat
-from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF
-from cloister.quant.calibration.trial import LayerTrial
+from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF, LayerTrial
 from cloister.quant.folding import FloatTensors
 
 

@@ -6,9 +6,8 @@ import numpy as np
 
 from cloister.backends.tensors import Tensor
 from cloister.quant.base import THREAT, FloatArray, NumberFormat
-from cloister.quant.calibration.base import CALIBRATORS
+from cloister.quant.calibration.base import CALIBRATORS, LayerTrial
 from cloister.quant.calibration.rtn import RoundToNearest
-from cloister.quant.calibration.trial import LayerTrial
 from cloister.quant.folding import AFTER_NORMS, FloatTensors, Folding, fold
 
 _STRENGTH = 0.5  # equation 4's alpha: half of the difficulty on either side

@@ -30,7 +30,7 @@ class DatastoreHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: of the format.
-        tokenizer: digest of the tokenizer whose ids these are (`models.vocabulary`).
+        tokenizer: digest of the tokenizer whose ids these are (`models.generation`).
         token_bytes: of one id: 2 or 4.
         num_ids: ids are below.
         num_tokens: ids in the text, the ends of documents not counted.

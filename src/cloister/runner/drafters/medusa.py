@@ -2,7 +2,7 @@
 
 A head is residual SiLU blocks (section 2.1.1) whose output the model's own head reads. The paper gives each head a matrix over
 the vocabulary, which would make the heads of a small model larger than the model; here each block has an output matrix instead.
-Which ranks of which heads make the tree was found by the trainer from measured accuracy (`train.tree`).
+Which ranks of which heads make the tree was found by the trainer from measured accuracy (`train.measuring`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from cloister.models.vocabulary import digest_tokenizer
+from cloister.models.generation import digest_tokenizer
 from cloister.runner.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace
 from cloister.runner.drafters.datastore import BUILD, HEADER, Continuations, Datastore
 from cloister.runner.drafters.trie import fill_shape

@@ -39,7 +39,7 @@ from cloister.privacy.sealing import (
     parse_keys,
 )
 from cloister.privacy.sealing.ohttp import begin_request
-from cloister.types.naming import name_process
+from cloister.types.processes import name_process
 
 MESSAGE_BYTES: Final = 65536
 PUBLISH: Final = "publish"

@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cloister.engine.launch import ProcessHandle
 from cloister.engine.worker_channels import CONNECT
-from cloister.privacy.tokens.paid import BUDGET_FIELD
+from cloister.privacy.tokens.redeem import BUDGET_FIELD
 from cloister.sealed.exchange import Body, GoneError, Outgoing
 from cloister.sealed.problems import ProblemError, problem_of
 from cloister.sealed.workers.figures import Figures
@@ -26,8 +26,8 @@ from cloister.sealed.workers.remote import RemoteUnsealer
 from cloister.sealed.workers.wire import BodyPiece, Gone, Head, SealedPart, Start, frame, receive_for_front, to_asgi
 from cloister.sealed.workers.zygote import ENGINE_LISTENER, KEY_SERVICE_LISTENER, MESSAGE_BYTES, WORK, ZygoteBoot, ZygoteReady
 from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
-from cloister.types.allocator import OVERWRITING
 from cloister.types.errors import CloisterError, EngineError
+from cloister.types.processes import OVERWRITING
 
 ZYGOTE_MODULE: Final = "cloister.sealed.workers.zygote"
 KEY_SERVICE_MODULE: Final = "cloister.sealed.workers.key_service"

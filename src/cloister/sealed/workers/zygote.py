@@ -28,7 +28,7 @@ from cloister.privacy.shape import TrafficShape
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import CloisterError
 from cloister.types.events import Ready
-from cloister.types.naming import name_process
+from cloister.types.processes import name_process
 
 MESSAGE_BYTES: Final = 1 << 20
 ENGINE_LISTENER, KEY_SERVICE_LISTENER, WORK = b"e", b"s", b"w"

@@ -6,11 +6,9 @@ last day. `EngineGauges` says what is known without a request,
 and `TenantFigures` what each tenant did, for operators.
 """
 
-from cloister.server.metrics.exposition import CONTENT_TYPE, Exposition
-from cloister.server.metrics.facts import EngineGauges
+from cloister.server.metrics.facts import CONTENT_TYPE, EngineGauges, Exposition, ReleasedCounts
 from cloister.server.metrics.figures import Metrics
 from cloister.server.metrics.history import MetricsReport, RecordedMetrics
-from cloister.server.metrics.released import ReleasedCounts
 from cloister.server.metrics.tenants import TenantFigures, TenantsReport, make_tenant_figures, tells_tenants
 
 __all__ = [

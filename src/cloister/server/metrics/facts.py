@@ -1,8 +1,10 @@
-"""What is known without a request: the model, the memory budget, how the start went, whether it is well, what processes use."""
+"""What is known without a request: the model, the memory budget, how the start went, whether it is well, what processes
+use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -10,6 +12,8 @@ from prometheus_client.metrics_core import Metric
 import cloister
 from cloister.engine.base import AsyncEngine
 from cloister.engine.machine import cpu_seconds, process_age_s, resident_bytes
+from cloister.privacy.counts import ALLOWED_COUNTS, CountRelease
+from cloister.types.events import Ended, Event, Preempted, Stepped
 
 
 class EngineGauges:
@@ -68,3 +72,61 @@ def _gauges(name: str, text: str, label: str, values: Sequence[tuple[str, float]
     for key, value in values:
         family.add_metric((key,), value)
     return family
+
+
+# What stands behind `/metrics`.
+
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Exposition(Protocol):
+    """Takes what happens, and tells it to Prometheus."""
+
+    def observe(self, event: Event) -> None:
+        """Takes one event of the engine."""
+        ...
+
+    def count_reply(self, route: str, status: int) -> None:
+        """Takes the outcome of one HTTP request; `route` is the template, never the path."""
+        ...
+
+    def render(self) -> bytes:
+        """Returns the text that Prometheus reads."""
+        ...
+
+
+# The few sums that a strict profile lets out, and those only after a threshold of requests.
+
+
+class ReleasedCounts:
+    """Counts everything and shows what its release lets out."""
+
+    def __init__(self, release: CountRelease) -> None:
+        self._release = release
+        self._num_ended = 0
+        self._counts = dict.fromkeys(sorted(ALLOWED_COUNTS), 0)
+
+    def observe(self, event: Event) -> None:
+        """Takes one event of the engine."""
+        match event:
+            case Ended(last=last):
+                self._counts["prompt_tokens"] += event.num_prompt_tokens if last else 0
+                self._counts["generation_tokens"] += event.num_output_tokens
+                self._counts["requests"] += last
+                self._num_ended += last
+            case Preempted():
+                self._counts["num_preemptions"] += 1
+            case Stepped():
+                self._counts["steps"] += 1
+            case _:
+                pass
+
+    def count_reply(self, route: str, status: int) -> None:
+        """Keeps nothing: refusals are not among the counts that may leave."""
+
+    def render(self) -> bytes:
+        """Returns the sums as they were last released."""
+        shown = self._release.publish(self._num_ended, self._counts)
+        lines = [f"# TYPE cloister_{name}_total counter\ncloister_{name}_total {value}" for name, value in shown.items()]
+        return "".join(f"{line}\n" for line in lines).encode()

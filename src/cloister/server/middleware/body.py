@@ -7,12 +7,11 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget, BodyCharge
-from cloister.server.body_pace import BodyPace, ShedError, receive_piece
+from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget, BodyCharge, BodyPace, ShedError, receive_piece
+from cloister.server.connection_table import client_network
 from cloister.server.errors import BodyTimeoutError, MediaTypeError, OriginError, OverloadedError
 from cloister.server.middleware.cors import is_allowed
 from cloister.server.middleware.failures import send_error
-from cloister.server.networks import client_network
 from cloister.types.errors import CloisterError, RequestTooLargeError
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloister.server.calls import Call, Calls
+from cloister.privacy.gate import Admission
+from cloister.server.calls import Call, Calls, call_of
 from cloister.server.errors import error_body, error_headers
-from cloister.server.failures import told
 from cloister.server.limits import limit_headers
-from cloister.types.errors import CloisterError
+from cloister.server.logs import told
+from cloister.types.errors import CloisterError, RateLimitError
 
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -95,3 +99,77 @@ def _with_defaults(headers: Iterable[Header], defaults: Iterable[Header]) -> lis
 
 def _headers_of(call: Call) -> list[Header]:
     return [(b"x-request-id", call.call_id.encode()), *limit_headers(call)]
+
+
+# Error replies in the form that an API's clients read, whichever layer they come from.
+
+
+ErrorForm = Callable[[int, str], Any]
+"""Makes the body of an error reply from its status and its message."""
+
+
+class ErrorForms:
+    """Rewrites error replies of the form `errors.error_object` where an API has a form of its own.
+
+    Args:
+        forms: by the folder that the API's paths stand in, such as `/v1/messages`.
+    """
+
+    def __init__(self, app: ASGIApp, forms: Mapping[str, ErrorForm]) -> None:
+        self._app = app
+        self._forms = forms
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        form = self._find(scope["path"]) if scope["type"] == "http" else None
+        if form is None:
+            await self._app(scope, receive, send)
+            return
+        start: Message | None = None
+        body = bytearray()
+
+        async def rewrite(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                start = message
+            elif start is None:
+                await send(message)
+            else:
+                body.extend(message.get("body", b""))
+                if not message.get("more_body", False):
+                    told = msgspec.json.decode(bytes(body))["error"]["message"]
+                    rewritten = msgspec.json.encode(form(start["status"], told))
+                    await send({**start, "headers": _with_length(start["headers"], len(rewritten))})
+                    await send({"type": "http.response.body", "body": rewritten})
+
+        await self._app(scope, receive, rewrite)
+
+    def _find(self, path: str) -> ErrorForm | None:
+        return next((form for folder, form in self._forms.items() if f"{path}/".startswith(f"{folder}/")), None)
+
+
+def _with_length(headers: list[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:
+    others = [header for header in headers if header[0].lower() != b"content-length"]
+    return [*others, (b"content-length", str(length).encode())]
+
+
+# Limits of API keys: who has used them up gets 429 before a byte of the body is read.
+
+
+class KeyLimits:
+    """Charges a request to its key. What reads only (GET) is free; tokens are charged when the prompt is known."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = call_of(scope) if scope["type"] == "http" else None
+        admission = scope.get("state", {}).get("admission")
+        if call is not None and isinstance(admission, Admission) and admission.account is not None:
+            call.account = admission.account
+            if scope["method"] == "POST":
+                try:
+                    call.charge = call.account.enter(time.monotonic())
+                except RateLimitError as error:
+                    await send_error(send, error)
+                    return
+        await self._app(scope, receive, send)

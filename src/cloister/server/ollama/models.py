@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -183,3 +183,16 @@ def _weights_bytes(front: Front) -> int:
 
 def _time(seconds: int) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
+
+
+# Names of models as Ollama's clients write them: `NAME:latest` is `NAME`. Pure.
+
+
+LATEST: Final = ":latest"
+
+
+def served_name(name: str | None, served: Container[str]) -> str | None:
+    """Returns the name under which a model is served: `name` itself, or without the tag that clients add."""
+    if name is None or name in served or not name.endswith(LATEST):
+        return name
+    return name.removesuffix(LATEST)

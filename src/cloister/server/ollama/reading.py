@@ -11,7 +11,7 @@ from cloister.privacy.gate import Admission
 from cloister.server.embeddings import PooledBody, Text, pooled_job
 from cloister.server.errors import invalid
 from cloister.server.job import Job
-from cloister.server.ollama.names import served_name
+from cloister.server.ollama.models import served_name
 from cloister.server.ollama.schemas import (
     NO_FIELDS,
     REFUSED,

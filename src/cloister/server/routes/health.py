@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from cloister import __version__
 from cloister.server.errors import error_headers
-from cloister.server.front import front_of
+from cloister.server.front import front_of, json_response
 from cloister.types.errors import EngineError
 
 router = APIRouter()
@@ -19,3 +23,21 @@ async def report_health(request: Request) -> Response:
     if front_of(request).engine.health().good:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": "unavailable"}, 503, error_headers(EngineError("")))
+
+
+# `/version`.
+
+
+class Version(msgspec.Struct, frozen=True):
+    """Reply of /version."""
+
+    version: str
+
+
+VERSION: Final = Version(__version__)
+
+
+@router.get("/version")
+async def report_version() -> Response:
+    """Returns the version of Cloister that answers."""
+    return json_response(VERSION)

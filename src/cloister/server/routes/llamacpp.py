@@ -18,8 +18,7 @@ from cloister.server.errors import error_object
 from cloister.server.front import Front, admission_of, front_of, json_response
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import Job
-from cloister.server.llamacpp.reading import LlamaJob, apply_template, read_completion, read_infill
-from cloister.server.llamacpp.writing import CompletionWriter, describe_sampling
+from cloister.server.llamacpp import CompletionWriter, LlamaJob, apply_template, describe_sampling, read_completion, read_infill
 from cloister.server.parse import check_fields
 from cloister.server.prompts import PromptReader
 from cloister.server.sampling import sampling_params

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from cloister.server.front import admission_of, front_of, json_response
 from cloister.server.generation import Numbered, Tally, run_job
 from cloister.server.job import Job
-from cloister.server.messages.writing import MessageWriter, write_failure
+from cloister.server.messages import MessageWriter, write_failure
 from cloister.server.stream import Chunks, Ending, named_events, open_stream
 from cloister.server.turns import read_turns
 

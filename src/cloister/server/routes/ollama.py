@@ -33,7 +33,7 @@ from cloister.server.ollama.writing import (
     write_failure,
 )
 from cloister.server.parse import parse_body
-from cloister.server.routes.version import VERSION
+from cloister.server.routes.health import VERSION
 from cloister.server.stream import Chunks, Ending, open_stream
 from cloister.server.turns import read_turns
 from cloister.types.errors import NotFoundError, PolicyError

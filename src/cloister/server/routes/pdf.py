@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.server.errors import invalid
-from cloister.server.files.form import read_form
+from cloister.server.files.service import read_form
 from cloister.server.front import front_of, json_response
 from cloister.server.schemas import Strict
 from cloister.types.errors import NotFoundError

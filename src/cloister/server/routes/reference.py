@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.server.front import front_of
-from cloister.server.ignored import ignored_fields
+from cloister.server.middleware.ignored import ignored_fields
 from cloister.server.openapi import describe_api
 from cloister.server.prompts import PromptReader
 from cloister.server.reference import CONTENT_SECURITY, write_reference

@@ -11,8 +11,8 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic_core import from_json
 
+from cloister.text.grammar.compiler import LIMITS, write_source
 from cloister.text.grammar.schema import check_schema
-from cloister.text.grammar.source import LIMITS, write_source
 from cloister.types.errors import InvalidRequestError
 from cloister.types.grammar import Grammar, GrammarKind
 

@@ -3,10 +3,9 @@
 Importing this package registers every family in `FAMILIES`.
 """
 
-from cloister.text.tools import deepseek, hermes, listed, llama3, mistral_args, qwen3_coder
+from cloister.text.tools import deepseek, hermes, llama3, mistral, qwen3_coder
 from cloister.text.tools.base import FAMILIES, Tool, ToolCallFormat
-from cloister.text.tools.detection import detect_family
-from cloister.text.tools.parser import read_calls
+from cloister.text.tools.parser import detect_family, read_calls
 
 __all__ = [
     "FAMILIES",
@@ -15,9 +14,8 @@ __all__ = [
     "deepseek",
     "detect_family",
     "hermes",
-    "listed",
     "llama3",
-    "mistral_args",
+    "mistral",
     "qwen3_coder",
     "read_calls",
 ]

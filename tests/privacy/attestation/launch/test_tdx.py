@@ -10,7 +10,7 @@ from uuid import UUID
 import pytest
 
 from cloister.privacy.attestation.launch import DirectBoot, TdMeasurements, measure_td, read_firmware
-from cloister.privacy.attestation.launch.pe import hash_pe
+from cloister.privacy.attestation.launch.tdx import hash_pe
 from cloister.types.errors import ConfigError
 from tests.attestation_vectors import LAUNCH
 

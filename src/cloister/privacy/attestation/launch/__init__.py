@@ -4,8 +4,7 @@ Pure: no I/O, no clock. `Firmware` reads OVMF, `measure_snp` and `measure_td` co
 and the hypervisor's settings alone.
 """
 
-from cloister.privacy.attestation.launch.boot import DirectBoot
-from cloister.privacy.attestation.launch.firmware import Firmware, read_firmware
+from cloister.privacy.attestation.launch.firmware import DirectBoot, Firmware, read_firmware
 from cloister.privacy.attestation.launch.snp import CPU_SIGNATURES, measure_snp
 from cloister.privacy.attestation.launch.tdx import TdMeasurements, measure_td
 

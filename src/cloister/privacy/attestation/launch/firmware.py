@@ -174,3 +174,21 @@ def _read_tdx(data: bytes, entry: bytes | None) -> Iterator[TdxSection]:
         if address % PAGE_BYTES or memory_size % PAGE_BYTES or size > memory_size:
             raise ValueError("a section that is not whole pages")
         yield TdxSection(offset, size, address, memory_size, kind, TdxAttribute(attributes))
+
+
+# What a hypervisor hands to the firmware of a guest to boot. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class DirectBoot:
+    """Kernel, initrd and command line, as QEMU takes them with `-kernel`, `-initrd` and `-append`.
+
+    Attributes:
+        kernel: the kernel's file, a bzImage with an EFI stub.
+        initrd: the initial file system's file; empty without one.
+        command_line: of the kernel, ASCII.
+    """
+
+    kernel: bytes
+    initrd: bytes
+    command_line: str

@@ -1,0 +1,152 @@
+"""Downloads that can go on where they broke off, their SHA-256, and their progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from cloister.types.errors import ModelError
+
+# Files that a broken-off download left, to be gone on with later.
+
+
+_PREFIX: Final = ".partial-"
+_MAX_AGE_S: Final = 7 * 24 * 3600.0
+"""How long nobody may have gone on with one until the next download removes it."""
+
+
+class BrokenDownloadError(ModelError):
+    """A download ended before the file did; what came is kept, and a further one goes on from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """One state of a file, by which the rest of another one is told from its own.
+
+    Attributes:
+        etag: strong validator (RFC 9110, section 8.8.1), with its quotes.
+        num_bytes: length of the whole file.
+    """
+
+    etag: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """What is there of one file.
+
+    Attributes:
+        path: its first bytes, or all of them.
+    """
+
+    path: Path
+
+    @property
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    @property
+    def state(self) -> FileState | None:
+        """Which state of the file the bytes are of; None if its server did not say enough to go on."""
+        try:
+            etag, _, length = self._state_path.read_text(encoding="latin-1").partition("\n")
+        except OSError:
+            return None
+        return FileState(etag, int(length)) if length.isdecimal() else None
+
+    def begin(self, state: FileState | None) -> None:
+        """Forgets the bytes that are there; those that come belong to another state of the file."""
+        self.path.write_bytes(b"")  # first, so that bytes never stand beside the tag of others
+        self._state_path.write_text(f"{state.etag}\n{state.num_bytes}" if state else "", encoding="latin-1")
+
+    def remove(self) -> None:
+        """Deletes it."""
+        for path in (self.path, self._state_path):
+            path.unlink(missing_ok=True)
+
+    @property
+    def _state_path(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.etag")
+
+
+@dataclass
+class PartialDownloads:
+    """Those of one pull. They outlive it only where a download broke off, or the process ended.
+
+    Args:
+        root: the directory of the store, whose lock is held.
+    """
+
+    root: Path
+    _used: list[Partial] = field(default_factory=list)
+
+    def of(self, address: str) -> Partial:
+        """Returns what is there of the file at an address, which has no password and no query."""
+        digest = hashlib.sha256(address.encode()).hexdigest()[:32]
+        self._used.append(Partial(self.root / f"{_PREFIX}{digest}"))
+        return self._used[-1]
+
+    def __enter__(self) -> Self:
+        for path in self.root.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _MAX_AGE_S:
+                    path.unlink()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        is_kept = kind is not None and (issubclass(kind, BrokenDownloadError) or not issubclass(kind, Exception))
+        for partial in self._used:
+            if not is_kept or partial.state is None:
+                partial.remove()
+
+
+# SHA-256 of files that were downloaded.
+
+
+class DigestMismatchError(ModelError):
+    """What came is not the file that was published: the way to it, or its server, is broken or hostile."""
+
+    def __init__(self, what: str, digest: str, sha256: str) -> None:
+        super().__init__(
+            f"{what} is not the file that was published: its SHA-256 is {digest[:16]}..., not {sha256[:16]}...; nothing was "
+            "kept. Look which index or server pip and you ask"
+        )
+
+
+def digest_of(path: Path) -> str:
+    """Returns the SHA-256 of a file (hex)."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_digest(path: Path, sha256: str, what: str) -> None:
+    """Raises DigestMismatchError for a file that has another digest.
+
+    Args:
+        what: names the file in the error.
+    """
+    digest = digest_of(path)
+    if digest != sha256:
+        raise DigestMismatchError(what, digest, sha256)
+
+
+# The progress bar of downloads.
+
+
+def download_progress(shown: bool, *, transient: bool = False) -> Progress:
+    """Returns a display on standard error whose tasks count bytes; a transient one is gone when it is done."""
+    console = Console(stderr=True)
+    shown = shown and (console.is_terminal or not transient)  # in a file a transient display leaves an empty line
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+        console=console, disable=not shown, transient=transient,
+    )  # fmt: skip

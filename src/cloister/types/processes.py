@@ -1,0 +1,37 @@
+"""Names of processes, as `ps` shows them: forks of one program have one command line. Linux only; elsewhere nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Mapping
+from typing import Final
+
+_PR_SET_NAME: Final = 15
+_LONGEST: Final = 15  # the kernel cuts what is longer
+
+
+def name_process(name: str) -> None:
+    """Names this thread, which is the process's name if it is the first one, `cl-NAME`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"cl-{name}".encode()[:_LONGEST])
+
+
+# An allocator that overwrites what is freed, by variables that a process must be started with. Pure data.
+#
+# glibc fills freed chunks with a byte (`perturb`), but not those that its thread cache takes, so there is no such cache;
+# CPython's own pools would keep what was in them, so every object comes from malloc. Measured in docs/decisions/0009.
+
+
+OVERWRITING: Final[Mapping[str, str]] = {
+    "PYTHONMALLOC": "malloc",
+    "GLIBC_TUNABLES": "glibc.malloc.perturb=85:glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0",
+}
+"""Environment of a process that handles content."""
+FORGETFUL_PROFILES: Final = frozenset({"private", "paranoid"})
+"""Profiles under which nothing of a request may outlive it in memory."""
+
+
+def overwrites(profile: str | None) -> bool:
+    """Whether processes under a profile overwrite what they free."""
+    return profile in FORGETFUL_PROFILES
