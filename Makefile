@@ -21,7 +21,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/cloister/backends/native
 TAKE_TORCH := $(if $(HAS_GPU),:,$(PIP) install $(TORCH_FLAGS) "$(TORCH)+cpu" 2>/dev/null \
   || echo "no CPU build of torch was found; taking the default one (TORCH_INDEX=URL names another index)")
 # Without isolation and in a folder that stays, only what changed is compiled again.
-INSTALL = $(PIP) install $(TORCH_FLAGS) --no-build-isolation --config-settings=build-dir='build/{wheel_tag}' \
+INSTALL = $(BIN)/python deploy/install.py $(TORCH_FLAGS) --no-build-isolation --config-settings=build-dir='build/{wheel_tag}' \
   --config-settings=cmake.define.CLOISTER_ISA=$(ISA) --editable
 
 .PHONY: serve test test-slow check install docs gpu-pack clean
@@ -68,7 +68,7 @@ $(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.installed: $(SOURCES) $(VENV)/.ready
-	@echo "installing Cloister into $(VENV) (once; a minute or two)"
+	@echo "installing Cloister into $(VENV): packages, then kernels are compiled for this CPU (once; a minute or two)"
 	@$(INSTALL) '.$(if $(HAS_GPU),[gpu])'
 	@$(BIN)/python -c 'from cloister.backends.native import _native' 2>/dev/null || { \
 	  echo "the native kernels were not compiled (\`$(BIN)/cloister doctor\` says why); taking torch instead, which is slower"; \

@@ -13,8 +13,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+
+from cloister.models.pulling import Store
 
 
 def make_wheel(package: str, version: str, members: Mapping[str, bytes], licence: str = "Apache-2.0") -> bytes:
@@ -52,6 +55,9 @@ class Index:
         has_tags: files have an `ETag`, and the rest of one may be asked for.
         has_json: the index speaks PEP 691.
         heeds_tags: `If-Range` is looked at.
+        tag: the `ETag` of every file; None is one that tells the files apart.
+        claims: the server says in `Content-Range` that a file has this many bytes more (-: fewer); None: that it does not know.
+        most: bytes of a rest that come in one reply.
     """
 
     url: str = ""
@@ -65,6 +71,9 @@ class Index:
     has_tags: bool = False
     has_json: bool = False
     heeds_tags: bool = True
+    tag: str | None = None
+    claims: int | None = 0
+    most: int | None = None
 
     def add(self, package: str, version: str, members: Mapping[str, bytes]) -> bytes:
         """Publishes a wheel and returns it."""
@@ -107,16 +116,18 @@ def package_index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
             return self.reply(404, b"", {}) if content is None else self.send_file(content)
 
         def send_file(self, content: bytes) -> None:
-            tag = f'"{sha256(content)[:16]}"'
+            tag = index.tag or f'"{sha256(content)[:16]}"'
             headers = {"ETag": tag} if index.has_tags else {}
             wanted = self.headers["Range"] if index.has_tags else None
             if wanted is None or (index.heeds_tags and self.headers["If-Range"] != tag):
                 return self.reply(200, content, headers)
             begin = int(wanted.removeprefix("bytes=").rstrip("-"))
+            length = "*" if index.claims is None else len(content) + index.claims
             if begin >= len(content):
-                return self.reply(416, b"", {"Content-Range": f"bytes */{len(content)}"})
-            headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
-            return self.reply(206, content[begin:], headers)
+                return self.reply(416, b"", {"Content-Range": f"bytes */{length}"})
+            piece = content[begin:][: index.most]
+            headers["Content-Range"] = f"bytes {begin}-{begin + len(piece) - 1}/{length}"
+            return self.reply(206, piece, headers)
 
         def reply(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
             self.send_response(status)
@@ -148,3 +159,16 @@ def set_pip(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", url)
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    with package_index(monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """An empty store, in a home of its own."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return Store()

@@ -42,6 +42,7 @@ CLIENTS: Final[Mapping[str, Client]] = {
     "openai-npm": Client("openai (npm)", "openai_node.mjs", ("openai", "zod")),
     "ai-sdk": Client("AI SDK", "ai_sdk.mjs", ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod")),
     "langchain": Client("langchain-openai", "langchain_client.py", ("langchain-openai",)),
+    "continue": Client("Continue's adapters", "continue_adapters.mjs", ("@continuedev/openai-adapters",)),
     "instructor": Client("instructor", "instructor_client.py", ("instructor",)),
     "litellm": Client("litellm", "litellm_client.py", ("litellm", "mcp")),
     "llamaindex": Client(
@@ -61,6 +62,9 @@ CLIENTS: Final[Mapping[str, Client]] = {
     "ollama-npm": Client("ollama (npm)", "ollama_node.mjs", ("ollama",)),
     "llm": Client("llm", "llm_command.sh", ("llm",)),
     "curl": Client("curl", "curl_command.sh", program=("curl", "--version")),
+    "open-webui": Client("open-webui", "open_webui_server.py", ("open-webui",), CPU_ONLY, limit_s=600),
+    "lm-eval": Client("lm-eval", "lm_eval_command.py", ("lm-eval[api]", "transformers"), CPU_ONLY, limit_s=600),
+    "schemathesis": Client("schemathesis", "schemathesis_command.py", ("schemathesis",), limit_s=600),
     "guidellm": Client("guidellm", "guidellm_command.py", ("guidellm",), CPU_ONLY, limit_s=600),
     "aiperf": Client("aiperf", "aiperf_command.py", ("aiperf",), CPU_ONLY, limit_s=600),
 }

@@ -38,7 +38,7 @@ def write_table(results: Mapping[str, Any]) -> Iterator[str]:
         found = results[name]
         passed = [check["check"] for check in found["checks"] if check["result"] == "ok"]
         failed = [f"{check['check']}: {check['seen']}" for check in found["checks"] if check["result"] != "ok"]
-        cells = (f"`{name}`: {client.title}", found["version"], ", ".join(passed), "; ".join(failed))
+        cells = (f"`{name}`: {client.title}", found["version"], "; ".join(passed), "; ".join(failed))
         yield f"| {' | '.join(_escape(cell) for cell in cells)} |"
 
 

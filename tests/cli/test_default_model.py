@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,21 +15,9 @@ from cloister.models.pulling.catalogue import CATALOGUE, CatalogueModel, Wheel
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ModelError
 from tests.cli.test_main import run
-from tests.package_index import Index, package_index, set_pip, sha256
+from tests.package_index import Index, set_pip, sha256
 
 EMBEDDED = "cloister-5m"
-
-
-@pytest.fixture
-def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    with package_index(monkeypatch) as found:
-        yield found
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    return Store()
 
 
 @pytest.fixture
@@ -68,13 +54,14 @@ def model_of(settings: Settings) -> tuple[object, str]:
     return reason.value, reason.why
 
 
-def test_open_downloads_the_default_once(index: Index, store: Store, default: CatalogueModel) -> None:
+def test_open_downloads_the_default_once(index: Index, store: Store, default: CatalogueModel, capsys) -> None:
     said: list[str] = []
     for why in ("the default; it was downloaded at this start", "the default; it was pulled before"):
         settings = choose_default_model(resolve_settings({}), said.append, store=store, default=default)
         assert model_of(settings) == ("tiny-1m", why)
     assert index.asked.count("/files/tiny-1.0-py3-none-any.whl") == 1
     assert said == []
+    assert capsys.readouterr().err == "downloading Tiny (0 MB)\n"
 
 
 def test_where_the_index_does_not_answer_the_embedded_model_serves_and_one_line_says_why(

@@ -27,6 +27,8 @@ def run(capsys, *arguments):
         ("serve --port abc", "--port must be a whole number", "cloister serve"),
         ("relay --port 99999", "--port must be at most 65535", "cloister relay"),
         ("policy show --profile safe", "--profile must be one of open, team, private, paranoid", "cloister policy show"),
+        ("policy compare open", "SECOND is missing: The profile to compare it with.", "cloister policy compare"),
+        ("policy compare open open", "name two different profiles", "cloister policy compare"),
         ("run --temperature hot x", "--temperature must be a number", "cloister run"),
         ("run --json=3 x", "option '--json' does not take a value", "cloister run"),
         ("doctor here", "doctor takes no arguments, only options, which begin with --", "cloister doctor"),

@@ -11,10 +11,11 @@ from typer.testing import CliRunner, Result
 
 from cloister.cli import keys, policy
 from cloister.privacy import KeyQuota, read_credentials
+from cloister.privacy.comparison import all_features
 from cloister.privacy.document import to_markdown
 from cloister.privacy.features import ALWAYS_THERE, FEATURES
 from cloister.privacy.matrix import ROWS
-from cloister.privacy.verdict import Profile
+from cloister.privacy.verdict import Profile, Verdict
 from cloister.types.errors import ConfigError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "threats.md"
@@ -80,6 +81,30 @@ def test_what_cannot_be_combined_is_said() -> None:
     result = run("policy", "show", "--markdown", "--json")
     assert result.exit_code == 2
     assert "by itself" in result.output
+
+
+def test_a_comparison_has_only_what_differs_in_an_operators_words(capsys: pytest.CaptureFixture[str]) -> None:
+    policy.compare(Profile.OPEN, Profile.PRIVATE)
+    text = " ".join(capsys.readouterr().out.split())
+    num_alike = 0
+    for feature in all_features():
+        ours, theirs = feature.rulings[Profile.OPEN], feature.rulings[Profile.PRIVATE]
+        told = f"endangers {feature.endangers} open {ours.verdict}: {ours.text} private {theirs.verdict}: {theirs.text}"
+        # Why something is allowed or refused may be said in other words; it is allowed or refused all the same.
+        differs = ours.verdict is not theirs.verdict or (ours.verdict is Verdict.MITIGATED and ours.text != theirs.text)
+        assert (told in text) == differs, feature.title
+        num_alike += not differs
+    assert num_alike
+    assert f"{num_alike} other features are treated alike" in text
+
+
+def test_a_program_reads_the_same_comparison() -> None:
+    data = json.loads(run("policy", "compare", "team", "paranoid", "--json").output)
+    cache = next(feature for feature in data["features"] if feature["feature"] == "Prefix cache")
+    assert (cache["team"]["verdict"], cache["paranoid"]["verdict"]) == ("mitigated", "refused")
+    assert data["profiles"] == ["team", "paranoid"]
+    assert all(feature["team"] != feature["paranoid"] for feature in data["features"])
+    assert len(data["features"]) < len(all_features())
 
 
 def test_a_key_is_printed_once_and_works(tmp_path: Path) -> None:

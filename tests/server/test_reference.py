@@ -67,6 +67,10 @@ def test_no_two_operations_have_one_id(document):
         ("/v1/chat/completions", {**CHAT, "stop": ["x", "y"], "seed": None}, 200),
         ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, 200),
         ("/v1/chat/completions", {**CHAT, "temperature": 0, "logprobs": True, "top_logprobs": 2}, 200),
+        ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, 400),
+        ("/v1/chat/completions", {**CHAT, "logprobs": False, "top_logprobs": 2}, 400),
+        ("/v1/chat/completions", {**CHAT, "logprobs": False, "top_logprobs": None}, 200),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 0}, 400),
         ("/v1/chat/completions", {**CHAT, "stop": 1}, 400),
         ("/v1/chat/completions", {**CHAT, "temperature": 3}, 400),
         ("/v1/chat/completions", {**CHAT, "temperature": "1"}, 400),
@@ -99,6 +103,8 @@ def test_no_two_operations_have_one_id(document):
         ("/v1/completions", {"prompt": [1, 2], "max_tokens": 2}, 200),
         ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2}, 200),
         ("/v1/completions", {"prompt": [[1], [2]], "max_tokens": 2}, 200),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0, "echo": True}, 200),
         ("/v1/completions", {"prompt": {}}, 400),
         ("/v1/completions", {"prompt": []}, 400),
         ("/v1/completions", {"prompt": [1, "a"]}, 400),
@@ -120,11 +126,18 @@ def test_no_two_operations_have_one_id(document):
         ("/api/chat", {"messages": CHAT["messages"], "stream": False, "options": {"num_predict": 4}}, 200),
         ("/api/chat", {"messages": "Hello"}, 400),
         ("/api/generate", {"prompt": "a", "stream": False, "format": "json5"}, 400),
+        ("/api/chat", {"messages": CHAT["messages"], "stream": False, "top_logprobs": 1}, 400),
+        ("/api/generate", {"prompt": "a", "stream": False, "logprobs": False, "top_logprobs": 1}, 400),
+        ("/api/generate", {"stream": False, "top_logprobs": 1}, 400),
+        ("/api/chat", {"stream": False, "top_logprobs": 1}, 400),
+        ("/api/generate", {"prompt": "a", "raw": True, "stream": False, "logprobs": True, "options": {"num_predict": 2}}, 200),
         ("/api/generate", {"prompt": "a", "raw": True, "stream": False, "options": {"num_predict": 4}}, 200),
         ("/api/show", {}, 200),
         ("/api/pull", {"model": MODEL, "stream": False}, 200),
         ("/completion", {"prompt": [1, 2], "n_predict": 2}, 200),
         ("/completion", {"prompt": []}, 400),
+        ("/completion", {"prompt": ""}, 400),
+        ("/completion", {"prompt": [""]}, 400),
         ("/completion", {"prompt": ["a", "b"]}, 400),
         ("/apply-template", {"messages": CHAT["messages"]}, 200),
         ("/apply-template", {"messages": []}, 400),
@@ -174,6 +187,13 @@ def test_what_is_read_is_as_stated(client, document, path):
     reply = client.get(path)
     schema = stated["responses"]["200"]["content"][reply.headers["content-type"].partition(";")[0]]["schema"]
     validator(document, schema).validate(reply.json())
+
+
+def test_every_read_is_answered_with_a_status_that_is_stated(client, document):
+    for path, methods in document["paths"].items():
+        if "get" in methods:
+            reply = client.get(re.sub(r"{\w+}", "unknown", path))
+            assert str(reply.status_code) in methods["get"]["responses"], path
 
 
 @pytest.mark.parametrize(

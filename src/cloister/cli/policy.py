@@ -12,9 +12,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cloister.cli.policy_plain import print_profile
+from cloister.cli.console import print_json
+from cloister.cli.policy_plain import print_comparison, print_profile
 from cloister.privacy import PROFILING_THREAT, Entry, Profile, Ruling, Verdict, gather
 from cloister.privacy.catalogue import rows_in_build
+from cloister.privacy.comparison import compare_profiles
 from cloister.privacy.document import show_letters, to_data, to_markdown
 from cloister.privacy.features import declared_threats, judged_apart
 from cloister.privacy.matrix import ROWS, row_of
@@ -53,6 +55,21 @@ def show(
         typer.echo(json.dumps(to_data(entries, [profile] if profile else Profile), indent=2))
     else:
         _print_tables(entries, profile)
+
+
+@app.command()
+def compare(
+    first: Annotated[Profile, typer.Argument(help="The profile to compare.", show_default=False)],
+    second: Annotated[Profile, typer.Argument(help="The profile to compare it with.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what differs between two profiles: each feature that they treat differently, and how each of the two treats it."""
+    if first is second:
+        raise typer.BadParameter("name two different profiles")
+    if as_json:
+        print_json(compare_profiles(first, second))
+    else:
+        print_comparison(first, second)
 
 
 def list_entries() -> tuple[Entry, ...]:

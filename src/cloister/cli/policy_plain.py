@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from rich.markup import escape
 from rich.table import Table
 
 from cloister.cli.console import out
 from cloister.privacy import Profile, Verdict
-from cloister.privacy.features import ALWAYS_THERE, FEATURES, Feature
+from cloister.privacy.comparison import all_features, differing_features
+from cloister.privacy.features import Feature
 
 HEADINGS: Final = {
     Verdict.REFUSED: ("Refused", "red", "no flag, config file or request switches these on"),
@@ -25,7 +27,7 @@ ABOUT: Final = {
 
 def print_profile(profile: Profile) -> None:
     """Prints what a profile refuses, allows with something done about it, and allows as it is."""
-    features = [*FEATURES.values(), *ALWAYS_THERE]
+    features = all_features()
     out.print(f"Profile {profile}: {ABOUT[profile]}.", style="bold", highlight=False)
     for verdict, (heading, style, note) in HEADINGS.items():
         judged = [feature for feature in features if feature.rulings[profile].verdict is verdict]
@@ -34,19 +36,47 @@ def print_profile(profile: Profile) -> None:
         for feature in judged:
             _print_feature(feature, profile)
     others = ", ".join(other for other in Profile if other is not profile)
-    out.print(f"\n--profile NAME shows another ({others}); --matrix shows every row of the threat matrix.", style="dim")
+    out.print(
+        f"\n--profile NAME shows another ({others}), `policy compare` what differs between two, --matrix the threat matrix.",
+        style="dim",
+        highlight=False,
+    )
+
+
+def print_comparison(first: Profile, second: Profile) -> None:
+    """Prints what each of two profiles says of the features that they do not treat alike."""
+    features = list(differing_features(first, second))
+    num_alike = len(all_features()) - len(features)
+    for profile in (first, second):
+        out.print(f"{profile}: {ABOUT[profile]}.", style="bold", highlight=False)
+    for feature in features:
+        table = _start_feature(feature)
+        for profile in (first, second):
+            ruling = feature.rulings[profile]
+            table.add_row(f"  {profile}", f"[{HEADINGS[ruling.verdict][1]}]{ruling.verdict}[/]: {escape(ruling.text)}")
+        _print_titled(feature, table)
+    out.print(f"\n{num_alike} other features are treated alike.", style="dim", highlight=False)
 
 
 def _print_feature(feature: Feature, profile: Profile) -> None:
     ruling = feature.rulings[profile]
+    table = _start_feature(feature)
+    table.add_row(f"  {profile}", ruling.text)
+    if ruling.verdict is Verdict.REFUSED and feature.instead:
+        table.add_row("  instead", feature.instead)
+    _print_titled(feature, table)
+
+
+def _start_feature(feature: Feature) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(min_width=11)
     table.add_column(overflow="fold")
     table.add_row("  does", feature.does)
     table.add_row("  endangers", feature.endangers)
-    table.add_row(f"  {profile}", ruling.text)
-    if ruling.verdict is Verdict.REFUSED and feature.instead:
-        table.add_row("  instead", feature.instead)
+    return table
+
+
+def _print_titled(feature: Feature, table: Table) -> None:
     asked = f"  ({feature.setting})" if feature.setting else ""
     out.print(f"\n{feature.title}[dim]{asked}[/]", highlight=False, soft_wrap=True)
     out.print(table, highlight=False)

@@ -140,6 +140,7 @@ ABSENT: Final[Mapping[str, str]] = {
     "/v1/assistants": "There are no assistants here: send the conversation to /v1/responses or /v1/chat/completions.",
     "/v1/threads": "There are no threads here: send the conversation to /v1/responses or /v1/chat/completions.",
     "/v1/vector_stores": "There are no vector stores here: /v1/embeddings makes the vectors.",
+    "/v1/fim": "There is no such route: /v1/completions takes `suffix`, /infill and /api/generate fill in too.",
     "/v1/uploads": "There are no uploads in parts here: send the whole file to /v1/files.",
     "/classify": "There is no classifier here: models of this server have no classification head.",
     "/slots": "There are no slots to look into: what others ask is nobody's business. /metrics has counts.",

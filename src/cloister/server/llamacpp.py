@@ -28,6 +28,7 @@ from cloister.server.schemas import (
     Message,
     MinP,
     Penalty,
+    PromptText,
     RepetitionPenalty,
     Seed,
     Stop,
@@ -91,9 +92,9 @@ LlamaPrompt = Annotated[
     str | list[int | str],
     PlainValidator(
         check_llama_prompt,
-        json_schema_input_type=str
+        json_schema_input_type=PromptText
         | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=1)],
+        | Annotated[list[PromptText], Field(min_length=1, max_length=1)],
     ),
 ]
 

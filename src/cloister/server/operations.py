@@ -146,7 +146,7 @@ MEANINGS: Final = {
     400: "A field is missing, unknown or has a value that is not taken; `param` names it.",
     401: "An API key is asked for, and there is none or another one.",
     403: "The privacy profile refuses what the request asks for, or the name of the host is not the server's.",
-    404: "There is no such model, file or batch.",
+    404: "There is no such model, file or batch, or this server does not offer it.",
     408: "The body did not arrive in time.",
     413: "The body is larger than the server takes.",
     415: "The body is not declared as JSON.",
@@ -263,7 +263,9 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     ),
     Operation("GET", "/metrics", _SERVER, "Show figures for Prometheus", media_type=CONTENT_TYPE.partition(";")[0]),
     Operation("GET", "/metrics/history", _SERVER, "Show figures of the last day", answer=MetricsReport),
-    Operation("GET", "/metrics/tenants", _SERVER, "Show figures of each tenant to an operator", answer=TenantsReport),
+    Operation(
+        "GET", "/metrics/tenants", _SERVER, "Show figures of each tenant to an operator", answer=TenantsReport, errors=(404,)
+    ),
     Operation("GET", "/openapi.json", _SERVER, "Describe the API", answer=JsonObject, is_open=True),
     Operation("GET", "/docs", _SERVER, "Show the reference of the API", media_type=HTML, is_open=True),
     Operation("POST", "/v1/files", _FILES, "Keep a file", UploadForm, FileObject, errors=(507,), body_type=FORM),

@@ -5,6 +5,7 @@ Each value goes into a model's `json_schema_extra`. Programs that make requests 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from pydantic import ConfigDict
@@ -30,6 +31,15 @@ def where(field: str, *values: str, needs: dict[str, Schema] | None = None, take
 def one_of(*schemas: Schema) -> ConfigDict:
     """Returns the setting of a model that has to fit at least one of several schemas."""
     return ConfigDict(json_schema_extra={"anyOf": [*schemas]})
+
+
+def all_of(*choices: Sequence[Schema]) -> ConfigDict:
+    """Returns the setting of a model that has to fit at least one schema of each choice."""
+    return ConfigDict(json_schema_extra={"allOf": [{"anyOf": [*choice]} for choice in choices]})
+
+
+def _is_true(field: str) -> Schema:
+    return {"properties": {field: {"const": True}}, "required": [field]}
 
 
 def _blocks(*types: str) -> Schema:
@@ -62,7 +72,13 @@ TOOL_CHOICE_PARAM: Final = one_of(
     where("type", "tool", needs={"name": {"type": "string"}}),
     where("type", "auto", "any", "none", takes={"name": _ABSENT}),
 )
-TOOLS: Final = one_of(
+_TOOLS: Final = (
     {"properties": {"tool_choice": {"enum": [None, "none", "auto", {"type": "none"}, {"type": "auto"}]}}},
     {"properties": {"tools": {"type": "array", "minItems": 1}}, "required": ["tools"]},
 )
+_TOP_LOGPROBS: Final = ({"properties": {"top_logprobs": _ABSENT}}, _is_true("logprobs"))
+_A_TOKEN: Final[Schema] = {"properties": {"max_tokens": {"minimum": 1}}}
+TOOLS: Final = one_of(*_TOOLS)
+CHAT: Final = all_of(_TOOLS, _TOP_LOGPROBS, (_A_TOKEN,))
+COMPLETION: Final = one_of(_A_TOKEN, _is_true("echo"))
+OLLAMA_GENERATION: Final = one_of(*_TOP_LOGPROBS)

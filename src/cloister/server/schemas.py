@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainValidator
 
 from cloister.server.errors import invalid
-from cloister.server.rules import CHAT_MESSAGE, RESPONSE_FORMAT, TOOLS
+from cloister.server.rules import CHAT, CHAT_MESSAGE, COMPLETION, RESPONSE_FORMAT
 from cloister.text.grammar.checking import MAX_CHOICES
 
 Extra = dict[str, JsonValue]
@@ -276,7 +276,7 @@ class TemplateSettings(Strict):
 class ChatBody(GenerationBody):
     """Body of /v1/chat/completions, and what the other routes for conversations make of theirs."""
 
-    model_config = TOOLS
+    model_config = CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
@@ -317,14 +317,16 @@ def _is_token_list(value: object) -> bool:
 
 
 _Tokens = Annotated[list[TokenId], Field(min_length=1)]
-_Prompt = Annotated[str, Field(min_length=1)]
+PromptText = Annotated[str, Field(min_length=1)]
 _Several = Field(min_length=1, max_length=MAX_PROMPTS)
-PromptInput = _Prompt | _Tokens | Annotated[list[_Prompt], _Several] | Annotated[list[_Tokens], _Several]
+PromptInput = PromptText | _Tokens | Annotated[list[PromptText], _Several] | Annotated[list[_Tokens], _Several]
 """The four forms of a prompt, for the reference of the API."""
 
 
 class CompletionBody(GenerationBody):
     """Body of /v1/completions."""
+
+    model_config = COMPLETION
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(check_prompt, json_schema_input_type=PromptInput)]
     suffix: str | None = None

@@ -96,6 +96,65 @@ def test_a_file_that_changed_meanwhile_is_never_mixed_with_its_older_self(
     assert locate("tiny").read_bytes() == gguf
 
 
+def test_a_tag_that_two_files_share_does_not_mix_them_where_their_lengths_differ(
+    index: Index, store: Store, url: str, gguf: bytes
+) -> None:
+    index.tag = '"same"'
+    index.files["/tiny.gguf"] = gguf[:CUT][::-1] * 50
+    break_off(index, store, url)
+    index.files["/tiny.gguf"] = gguf
+    with pytest.raises(ModelError, match="answered 206"):
+        pull(url, store)
+    pull(url, store)
+    assert index.ranges[-1] is None
+    assert locate("tiny").read_bytes() == gguf
+
+
+def test_a_shorter_file_of_the_same_tag_is_not_taken_for_the_one_that_broke_off(
+    index: Index, store: Store, url: str, gguf: bytes
+) -> None:
+    index.tag = '"same"'
+    index.files["/tiny.gguf"] = gguf * 2
+    break_off(index, store, url)
+    content, _ = partials(store)
+    content.write_bytes(gguf[::-1])
+    index.files["/tiny.gguf"] = gguf
+    with pytest.raises(ModelError, match="answered 416"):
+        pull(url, store)
+    pull(url, store)
+    assert locate("tiny").read_bytes() == gguf
+
+
+@pytest.mark.parametrize("tag", ['W/"weak"', "bare", '"'])
+def test_only_a_strong_tag_lets_a_download_go_on(index: Index, store: Store, url: str, gguf: bytes, tag: str) -> None:
+    index.tag, index.cut = tag, CUT
+    with pytest.raises(BrokenDownloadError, match=r"run the command again$"):
+        pull(url, store)
+    assert partials(store) == []
+    assert index.ranges == [None]
+
+
+def test_a_rest_that_comes_in_pieces_is_fetched_to_its_last_byte(index: Index, store: Store, url: str, gguf: bytes) -> None:
+    break_off(index, store, url)
+    begin = partials(store)[0].stat().st_size
+    index.most = (len(gguf) - begin) // 2 + 1
+    pull(url, store)
+    assert index.ranges == [f"bytes={begin}-", f"bytes={begin + index.most}-"]
+    assert locate("tiny").read_bytes() == gguf
+
+
+@pytest.mark.parametrize("claims", [None, 1, -1])
+def test_a_rest_of_another_length_than_was_said_at_first_is_not_taken(
+    index: Index, store: Store, url: str, gguf: bytes, claims: int | None
+) -> None:
+    break_off(index, store, url)
+    index.claims = claims
+    with pytest.raises(ModelError, match="answered 206"):
+        pull(url, store)
+    pull(url, store)
+    assert locate("tiny").read_bytes() == gguf
+
+
 def test_a_server_that_cannot_tell_its_files_apart_sends_them_whole(index: Index, store: Store, url: str, gguf: bytes) -> None:
     index.has_tags, index.cut = False, CUT
     with pytest.raises(BrokenDownloadError, match=r"run the command again$"):

@@ -28,6 +28,19 @@ class BrokenDownloadError(ModelError):
 
 
 @dataclass(frozen=True, slots=True)
+class FileState:
+    """One state of a file, by which the rest of another one is told from its own.
+
+    Attributes:
+        etag: strong validator (RFC 9110, section 8.8.1), with its quotes.
+        num_bytes: length of the whole file.
+    """
+
+    etag: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Partial:
     """What is there of one file.
 
@@ -42,25 +55,26 @@ class Partial:
         return self.path.stat().st_size if self.path.exists() else 0
 
     @property
-    def etag(self) -> str | None:
-        """Which state of the file the bytes are of, as its server named it; None if it did not."""
+    def state(self) -> FileState | None:
+        """Which state of the file the bytes are of; None if its server did not say enough to go on."""
         try:
-            return self._etag_path.read_text(encoding="latin-1") or None
+            etag, _, length = self._state_path.read_text(encoding="latin-1").partition("\n")
         except OSError:
             return None
+        return FileState(etag, int(length)) if length.isdecimal() else None
 
-    def begin(self, etag: str | None) -> None:
+    def begin(self, state: FileState | None) -> None:
         """Forgets the bytes that are there; those that come belong to another state of the file."""
         self.path.write_bytes(b"")  # first, so that bytes never stand beside the tag of others
-        self._etag_path.write_text(etag or "", encoding="latin-1")
+        self._state_path.write_text(f"{state.etag}\n{state.num_bytes}" if state else "", encoding="latin-1")
 
     def remove(self) -> None:
         """Deletes it."""
-        for path in (self.path, self._etag_path):
+        for path in (self.path, self._state_path):
             path.unlink(missing_ok=True)
 
     @property
-    def _etag_path(self) -> Path:
+    def _state_path(self) -> Path:
         return self.path.with_name(f"{self.path.name}.etag")
 
 
@@ -91,7 +105,7 @@ class PartialDownloads:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         is_kept = kind is not None and (issubclass(kind, BrokenDownloadError) or not issubclass(kind, Exception))
         for partial in self._used:
-            if not is_kept or partial.etag is None:
+            if not is_kept or partial.state is None:
                 partial.remove()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -93,7 +94,7 @@ def pull_catalogue_model(
     with (
         store.adding(model.size_bytes + model.download_bytes + largest_bytes) as scratch,
         PartialDownloads(store.root) as partials,
-        _bar(model.title, progress) as on_bytes,
+        _bar(f"{model.title} ({model.download_bytes / 1e6:.0f} MB)", progress) as on_bytes,
     ):
         home, num_done, missing = scratch / "model", 0, [*model.parts, *model.documents]
         home.mkdir()
@@ -209,6 +210,8 @@ def _report(on_bytes: OnBytes, num_done: int, num_total: int, num_bytes: int) ->
 @contextmanager
 def _bar(title: str, shown: bool) -> Iterator[OnBytes]:
     with download_progress(shown, transient=True) as display:
+        if shown and not display.console.is_terminal:
+            print(f"downloading {title}", file=sys.stderr, flush=True)
         task = display.add_task(title, total=None)
         yield lambda num_bytes, num_total: display.update(task, completed=num_bytes, total=num_total)
 

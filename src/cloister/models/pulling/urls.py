@@ -9,7 +9,7 @@ from typing import Final
 
 import httpx
 
-from cloister.models.pulling.downloads import BrokenDownloadError, Partial
+from cloister.models.pulling.downloads import BrokenDownloadError, FileState, Partial
 from cloister.models.pulling.replies import AddressRules, open_reply
 from cloister.types.errors import ModelError
 
@@ -24,6 +24,8 @@ _TRIES: Final = 3
 """Attempts of one command, each of which must bring something."""
 _RANGE: Final = re.compile(r"bytes (?:(\d{1,18})-\d{1,18}|\*)/(\d{1,18}|\*)", re.ASCII)
 _LENGTH: Final = re.compile(r"\d{1,18}", re.ASCII)
+_STRONG: Final = re.compile(r'"[!#-~\x80-\xff]*"')
+"""An entity tag that is not weak (RFC 9110, section 8.8.3)."""
 
 OnBytes = Callable[[int, int | None], None]
 
@@ -62,8 +64,8 @@ def download_file(
         except httpx.InvalidURL:
             raise ModelError("that is no URL; check it", param="source") from None
         except httpx.HTTPError as error:
-            if not left or partial.etag is None or partial.num_bytes <= num_bytes:
-                what = "run the command again, and it goes on from there" if partial.etag else "run the command again"
+            if not left or partial.state is None or partial.num_bytes <= num_bytes:
+                what = "run the command again, and it goes on from there" if partial.state else "run the command again"
                 raise BrokenDownloadError(f"the download broke off ({type(error).__name__}); {what}") from None
 
 
@@ -78,9 +80,9 @@ def shown_address(url: str) -> str:
 
 def _continuing(partial: Partial) -> dict[str, str]:
     """Returns headers that ask for the rest of a file, or for all of it if it has changed; only a strong tag tells that."""
-    if not partial.num_bytes or partial.etag is None:
+    if not partial.num_bytes or partial.state is None:
         return {}
-    return {"range": f"bytes={partial.num_bytes}-", "if-range": partial.etag}
+    return {"range": f"bytes={partial.num_bytes}-", "if-range": partial.state.etag}
 
 
 def _receive(
@@ -90,23 +92,9 @@ def _receive(
     on_bytes: OnBytes,
     most_bytes: int | None,
 ) -> None:
-    num_here = partial.num_bytes
-    found = _RANGE.fullmatch(reply.headers.get("content-range", ""))
-    begins, ends = found.groups() if found else (None, None)
-    if reply.status_code == 416 and ends == str(num_here):
+    num_here, num_total = _begin(reply, partial)
+    if num_here == num_total:
         return  # the process ended between the last byte and the check
-    if reply.status_code == 200:
-        etag = reply.headers.get("etag", "")
-        partial.begin(etag if etag.startswith('"') else None)
-        length = reply.headers.get("content-length", "")
-        num_here, num_total = 0, int(length) if _LENGTH.fullmatch(length) else None
-    elif reply.status_code == 206 and num_here and begins == str(num_here) and reply.headers.get("etag") == partial.etag:
-        num_total = int(ends) if ends is not None and ends.isdecimal() else None
-    else:
-        if reply.status_code in (206, 416):
-            partial.remove()  # the next attempt asks for the whole file
-        kind = BrokenDownloadError if reply.is_server_error else ModelError
-        raise kind(f"{reply.url.host} answered {reply.status_code}; check the URL, or run the command again")
     check_room((num_total or num_here) - num_here)
     bounds = [bound for bound in (num_total, most_bytes) if bound is not None]
     began_s, num_before, num_unchecked = time.monotonic(), num_here, 0
@@ -115,6 +103,7 @@ def _receive(
             num_here += len(piece)
             num_unchecked += len(piece)
             if bounds and num_here > min(bounds):
+                partial.remove()
                 raise ModelError(f"{reply.url.host} sends more bytes than the file has; nothing was kept")
             if num_unchecked > ROOM_EVERY_BYTES:
                 check_room(0)
@@ -126,4 +115,36 @@ def _receive(
             if took_s > GRACE_S and num_here - num_before < took_s * _SLOWEST_BYTES_PER_S:
                 raise httpx.ReadTimeout("the file comes too slowly")
     if num_total is not None and num_here != num_total:
-        raise httpx.ReadError("the file is shorter than it was said to be")
+        raise httpx.ReadError("the file does not have the length that was said")
+
+
+def _begin(reply: httpx.Response, partial: Partial) -> tuple[int, int | None]:
+    """Returns how many bytes are there before those of a reply, and of how many (None: the server does not say).
+
+    Raises:
+        ModelError: it brings neither the file nor the rest of the state that is there.
+    """
+    num_here, state = partial.num_bytes, partial.state
+    if reply.status_code == 200:
+        etag, length = reply.headers.get("etag", ""), reply.headers.get("content-length", "")
+        is_known = _STRONG.fullmatch(etag) is not None and _LENGTH.fullmatch(length) is not None
+        partial.begin(FileState(etag, int(length)) if is_known else None)
+        return 0, int(length) if _LENGTH.fullmatch(length) else None
+    begins, num_total = _read_range(reply)
+    if state is not None and num_total == state.num_bytes:
+        if reply.status_code == 416 and num_here == num_total:
+            return num_here, num_total
+        # A server that ignores If-Range sends the rest of what the file is now.
+        if reply.status_code == 206 and num_here and begins == num_here and reply.headers.get("etag") == state.etag:
+            return num_here, num_total
+    if reply.status_code in (206, 416):
+        partial.remove()  # the next attempt asks for the whole file
+    kind = BrokenDownloadError if reply.is_server_error else ModelError
+    raise kind(f"{reply.url.host} answered {reply.status_code}; check the URL, or run the command again")
+
+
+def _read_range(reply: httpx.Response) -> tuple[int | None, int | None]:
+    """Returns where the content of a reply begins and how long the whole file is, None for what its `Content-Range` lacks."""
+    found = _RANGE.fullmatch(reply.headers.get("content-range", ""))
+    begins, num_total = found.groups() if found else (None, None)
+    return None if begins is None else int(begins), None if num_total in (None, "*") else int(num_total)

@@ -58,15 +58,13 @@ class Asked:
 def read_chat(reader: PromptReader, raw: bytes, admission: Admission) -> Asked:
     """Reads a body of /api/chat; errors as in `PromptReader.read_chat`."""
     body = parse_body(raw, OllamaChatBody, REFUSED)
-    name, stream = find_name(reader, body.model), _streams(reader, body.stream)
+    name, stream, logprobs = find_name(reader, body.model), _streams(reader, body.stream), _logprobs(body)
     if not body.messages:
         return Asked(name, None, stream)
     fields = _sampling(body.options) | {"model": name, "stream": stream, "messages": _messages(body.messages)}
     if body.tools:
         fields["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    if body.logprobs or body.top_logprobs is not None:
-        fields |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
-    fields |= _form(body) | _effort(body)
+    fields |= logprobs | _form(body) | _effort(body)
     with renamed(NAMES):
         return Asked(name, reader.converse(check_fields(fields, ChatBody), admission, prefix="ollama", fits=True), stream)
 
@@ -74,7 +72,7 @@ def read_chat(reader: PromptReader, raw: bytes, admission: Admission) -> Asked:
 def read_generate(reader: PromptReader, raw: bytes, admission: Admission) -> Asked:
     """Reads a body of /api/generate; errors as in `PromptReader.read_chat`."""
     body = parse_body(raw, OllamaGenerateBody, REFUSED)
-    name, stream = find_name(reader, body.model), _streams(reader, body.stream)
+    name, stream, logprobs = find_name(reader, body.model), _streams(reader, body.stream), _logprobs(body)
     if not body.prompt and not body.suffix:
         return Asked(name, None, stream)
     fields = _sampling(body.options) | {"model": name, "stream": stream} | _form(body)
@@ -84,9 +82,7 @@ def read_generate(reader: PromptReader, raw: bytes, admission: Admission) -> Ask
         else:
             said = [("system", body.system), ("user", body.prompt)]
             fields["messages"] = [{"role": role, "content": content} for role, content in said if content]
-            fields |= _effort(body)
-            if body.logprobs or body.top_logprobs is not None:
-                fields |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+            fields |= logprobs | _effort(body)
             job = reader.converse(check_fields(fields, ChatBody), admission, prefix="ollama", fits=True)
         return Asked(name, job, stream)
 
@@ -103,8 +99,6 @@ def _continue(reader: PromptReader, body: OllamaGenerateBody, fields: dict[str, 
         fields |= {"prompt": infill.encode(body.prompt or "", body.suffix), "stop_token_ids": infill.stop_token_ids}
     else:
         fields["prompt"] = f"{body.system}\n\n{body.prompt}" if body.system else body.prompt
-    if body.top_logprobs is not None and not body.logprobs:
-        raise invalid("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     return reader.complete(check_fields(fields, CompletionBody), admission, prefix="ollama", fits=True)
@@ -176,6 +170,13 @@ def _effort(body: OllamaChatBody | OllamaGenerateBody) -> dict[str, Any]:
     if body.think is None:
         return {}
     return {"reasoning_effort": body.think if isinstance(body.think, str) else "medium" if body.think else "none"}
+
+
+def _logprobs(body: OllamaChatBody | OllamaGenerateBody) -> dict[str, Any]:
+    """Returns the fields of chat completions for log-probabilities."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
+    return {"logprobs": True, "top_logprobs": body.top_logprobs} if body.logprobs else {}
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from cloister.server.embeddings import MAX_INPUTS
 from cloister.server.parse import Refused, refuse_unsupported
+from cloister.server.rules import OLLAMA_GENERATION
 from cloister.server.schemas import (
     INT32,
     MAX_LOGPROBS,
@@ -101,6 +102,8 @@ class _Body(Strict):
 
 
 class _GenerationBody(_Body):
+    model_config = OLLAMA_GENERATION
+
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
