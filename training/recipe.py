@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from cloister.train.checkpoints import Checkpoints, load_weights
 from cloister.train.decoder import Decoder, Shape
+from training.averaging import average
 from training.card import draft_card, model_card
 from training.corpus import Document, MissingCorpusError, Source, read_documents
 from training.distil import distil
@@ -109,13 +110,13 @@ class Recipe:
         """The retuned model to ``distil.pt``."""
         draft = self._new(self.scale.draft) if self.start is None else self._started(DRAFT_NAME, self.scale.draft)
         distil(
-            draft, self._trained("retune", self.scale.model), self._row("train"), self._lessons, self.scale.distil,
+            draft, self._retuned(), self._row("train"), self._lessons, self.scale.distil,
             self.seed, self._saves("distil"),
         )  # fmt: skip
 
     def export(self) -> None:
         """Checkpoints to two Hugging Face directories and the notices beside them."""
-        export_model(self._trained("retune", self.scale.model), self._tokenizer, self.out / MODEL_NAME)
+        export_model(self._retuned(), self._tokenizer, self.out / MODEL_NAME)
         export_model(self._trained("distil", self.scale.draft), self._tokenizer, self.out / DRAFT_NAME)
         (self.out / "NOTICES.txt").write_text(notices(self.sources), encoding="utf-8")
 
@@ -126,7 +127,7 @@ class Recipe:
 
     def evaluate(self) -> None:
         """Measure, write ``report.json`` and the model cards."""
-        model, draft = self._trained("retune", self.scale.model), self._trained("distil", self.scale.draft)
+        model, draft = self._retuned(), self._trained("distil", self.scale.draft)
         before = self._before_retuning("pretrain")
         measured = evaluate(
             model, draft, before, self._lessons, self._row("held_out"), self.scale.num_questions, self.scale.draft_rows
@@ -185,6 +186,10 @@ class Recipe:
 
     def _trained(self, stage: str, shape: Shape) -> Decoder:
         return load_weights(self._new(shape), self._need(self.work / f"{stage}.pt"))
+
+    def _retuned(self) -> Decoder:
+        """The retuned weights averaged with those that retuning began with."""
+        return average(self._before_retuning("tune"), self._trained("retune", self.scale.model), self.scale.retuned_share)
 
     def _started(self, name: str, shape: Shape) -> Decoder:
         assert self.start is not None
