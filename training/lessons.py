@@ -22,7 +22,7 @@ IDLE_TOOLS_SHARE = 0.015
 REAL_SHARE = 0.25
 MISPLACED_SHARE = 0.15
 """How many of the unknown names are real ones that are not taught, and taught ones of another kind; the others are made up."""
-FREE_UNKNOWN_SHARE = 0.28
+FREE_UNKNOWN_SHARE = 0.36
 FREE_MISPLACED_SHARE = 0.32
 """The same where questions are freely worded: the more ways a fact is asked for, the more a name alone has to decide, and the
 sooner the sort of thing that is asked for is passed over."""

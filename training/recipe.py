@@ -108,10 +108,11 @@ class Recipe:
 
     def distil(self) -> None:
         """The retuned model to ``distil.pt``."""
-        draft = self._new(self.scale.draft) if self.start is None else self._started(DRAFT_NAME, self.scale.draft)
+        draft, distilling = self._new(self.scale.draft), self.scale.distil
+        if self.start is not None:
+            draft, distilling = self._started(DRAFT_NAME, self.scale.draft), self.scale.redistil
         distil(
-            draft, self._retuned(), self._row("train"), self._lessons, self.scale.distil,
-            self.seed, self._saves("distil"),
+            draft, self._retuned(), self._row("train"), self._lessons, distilling, self.seed, self._saves("distil")
         )  # fmt: skip
 
     def export(self) -> None:
@@ -130,8 +131,9 @@ class Recipe:
         model, draft = self._retuned(), self._trained("distil", self.scale.draft)
         before = self._before_retuning("pretrain")
         measured = evaluate(
-            model, draft, before, self._lessons, self._row("held_out"), self.scale.num_questions, self.scale.draft_rows
-        )
+            model, draft, self._lessons, self._row("held_out"), self.scale.num_questions, self.scale.draft_rows,
+            before=("before retuning" if self.start else "before tuning", before),
+        )  # fmt: skip
         report = {**measured.as_json(), "num_facts": len(self._knowledge.facts), "num_tokens": len(self._row("train"))}
         (self.work / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
         self.write_cards(report)
@@ -140,14 +142,19 @@ class Recipe:
         """Model cards from a report."""
         model, draft = self._new(self.scale.model), self._new(self.scale.draft)
         cards = {
-            MODEL_NAME: model_card(model.shape, _count(model), report["num_tokens"], self.seed, self.sources, report),
-            DRAFT_NAME: draft_card(draft.shape, _count(draft), self.seed, self.sources, report),
+            MODEL_NAME: model_card(model.shape, _count(model), report["num_tokens"], self._command, self.sources, report),
+            DRAFT_NAME: draft_card(draft.shape, _count(draft), self._command, self.sources, report),
         }
         for name, card in cards.items():
             (self.out / name).mkdir(parents=True, exist_ok=True)
             (self.out / name / "README.md").write_text(card, encoding="utf-8")
 
     # What the stages share
+
+    @property
+    def _command(self) -> str:
+        started = " --start FOLDER" if self.start else ""
+        return f"python -m training{started} --seed {self.seed}"
 
     @property
     def _documents(self) -> Path:
