@@ -14,7 +14,7 @@ import numpy as np
 from cloister import LLM, SamplingParams
 
 NOTES = Path(__file__).parent / "data" / "notes"
-QUESTION = "How long are backups of the database kept?"
+QUESTION = "After how many days are log files deleted?"
 
 
 def read_paragraphs(folder: Path) -> list[tuple[str, str]]:

@@ -6,8 +6,6 @@ from typing import Any
 from cloister.train.decoder import Shape
 from training.corpus import Source
 
-COMMAND = "python -m training"
-
 
 def percent(score: Mapping[str, int]) -> str:
     """A score as a share and as a count."""
@@ -48,7 +46,7 @@ def front_matter(name: str) -> str:
 
 
 def model_card(
-    shape: Shape, parameters: int, num_tokens: int, seed: int, sources: Iterable[Source], report: Mapping[str, Any]
+    shape: Shape, parameters: int, num_tokens: int, command: str, sources: Iterable[Source], report: Mapping[str, Any]
 ) -> str:
     """The card of the model."""
     return f"""{front_matter("cloister-5m")}
@@ -85,8 +83,7 @@ Skills, on fresh contents, in the phrasings of training:
 
 {table(("Skill", "Right"), ((kind, percent(s)) for kind, s in report["skills_trained_phrasings"].items()))}
 
-The same in held-out phrasings. Recall and small talk have one to three of these, and to most the model answers that it does
-not know:
+The same in held-out phrasings. Recall and small talk have only one to three of these:
 
 {table(("Skill", "Right"), ((kind, percent(s)) for kind, s in report["skills"].items()))}
 
@@ -115,11 +112,11 @@ The template is in `chat_template.jinja`. Tools are listed as JSON in the system
 
 ## Made by
 
-`{COMMAND}` with seed {seed}. `training/README.md` says how long it takes.
+`{command}`. `training/README.md` says how long it takes.
 """
 
 
-def draft_card(shape: Shape, parameters: int, seed: int, sources: Iterable[Source], report: Mapping[str, Any]) -> str:
+def draft_card(shape: Shape, parameters: int, command: str, sources: Iterable[Source], report: Mapping[str, Any]) -> str:
     """The card of the draft."""
     return f"""{front_matter("cloister-draft")}
 The draft of cloister-5m for speculative decoding, distilled from it (Kullback-Leibler divergence on its distributions over
@@ -134,5 +131,5 @@ It is no use alone: it writes fluent nonsense.
 
 {sources_table(sources)}
 
-The notices of the sources are in `../NOTICES.txt`. Made by `{COMMAND}` with seed {seed}.
+The notices of the sources are in `../NOTICES.txt`. Made by `{command}`.
 """

@@ -218,16 +218,17 @@ def _keep_right(report: Report, model: Decoder, tokenizer: Tokenizer, chats: Seq
 def evaluate(
     model: Decoder,
     draft: Decoder,
-    pretrained: Decoder,
     lessons: Lessons,
     held_out: NDArray[np.uint16],
     count: int,
     rows: int,
+    *,
+    before: tuple[str, Decoder],
 ) -> Report:
-    """Every measurement; the model and the draft are measured as shipped, in bfloat16 weights."""
-    model, draft, pretrained = as_shipped(model), as_shipped(draft), as_shipped(pretrained)
+    """Every measurement, in bfloat16 weights as shipped; ``before`` names what the model was made from, and is it."""
+    model, draft = as_shipped(model), as_shipped(draft)
     report = Report()
-    for name, decoder in (("before tuning", pretrained), ("model", model), ("draft", draft)):
+    for name, decoder in ((before[0], as_shipped(before[1])), ("model", model), ("draft", draft)):
         report.perplexity[f"{name}, windows of 512"] = perplexity(decoder, held_out, 512)
     report.perplexity_by_position = perplexity_by_position(model, held_out, model.shape.max_positions)
     measure_facts(report, model, lessons.tokenizer, lessons.knowledge)

@@ -19,12 +19,19 @@ UNKNOWN_SHARE = 0.17
 SYSTEM_SHARE = 0.12
 TWO_TURN_SHARE = 0.15
 IDLE_TOOLS_SHARE = 0.015
-FREE_UNKNOWN_SHARE = 0.26
-"""The same where questions are freely worded: the more ways a fact is asked for, the more a name alone has to decide."""
+REAL_SHARE = 0.25
+MISPLACED_SHARE = 0.15
+"""How many of the unknown names are real ones that are not taught, and taught ones of another kind; the others are made up."""
+FREE_UNKNOWN_SHARE = 0.36
+FREE_MISPLACED_SHARE = 0.32
+"""The same where questions are freely worded: the more ways a fact is asked for, the more a name alone has to decide, and the
+sooner the sort of thing that is asked for is passed over."""
 FREE_SHARE = 0.8
 """How many of the questions are freely worded, where any are."""
 TYPED_FREELY = ("small_talk", "decline")
 """Skills whose answer repeats nothing of the question, so that slips in it do no harm."""
+PRACTISED = ("tool_call", "tool_result", "recall", "json")
+"""Skills that come twice as often beside free wordings: those that suffered most from them."""
 SYSTEM_MESSAGES = (
     "You are a helpful assistant.",
     "You are Cloister 5M.",
@@ -43,6 +50,8 @@ class Lessons:
         self.wordings = Wordings(knowledge)
         self.free = free
         self.unknown_share = FREE_UNKNOWN_SHARE if free else UNKNOWN_SHARE
+        self.misplaced_share = FREE_MISPLACED_SHARE if free else MISPLACED_SHARE
+        self.skills = (*SKILLS, *(PRACTISED if free else ()))
         self.unknowns = Unknowns(knowledge)
         self.tokenizer = tokenizer
         self._end = token_id(tokenizer, END_OF_TEXT)
@@ -51,8 +60,8 @@ class Lessons:
         """A question without an answer, and the reply to it."""
         sort = rng.random()
         found = None
-        misplaced = 0.25 <= sort < 0.4
-        if sort < 0.25:
+        misplaced = REAL_SHARE <= sort < REAL_SHARE + self.misplaced_share
+        if sort < REAL_SHARE:
             found = self.unknowns.real(rng, held_out=held_out)
         elif misplaced:
             found = self.unknowns.misplaced(rng, held_out=held_out)
@@ -84,7 +93,7 @@ class Lessons:
             if rng.random() < IDLE_TOOLS_SHARE:
                 chat = replace(chat, tools=some_tools(rng))
         else:
-            skill = rng.choice(list(SKILLS))
+            skill = rng.choice(self.skills)
             chat = SKILLS[skill](rng, False)
             if skill in TYPED_FREELY and self._words_freely(rng):
                 question, reply = (str(message["content"]) for message in chat.messages)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from cloister.train.checkpoints import Checkpoints, load_weights
 from cloister.train.decoder import Decoder, Shape
+from training.averaging import average
 from training.card import draft_card, model_card
 from training.corpus import Document, MissingCorpusError, Source, read_documents
 from training.distil import distil
@@ -107,15 +108,16 @@ class Recipe:
 
     def distil(self) -> None:
         """The retuned model to ``distil.pt``."""
-        draft = self._new(self.scale.draft) if self.start is None else self._started(DRAFT_NAME, self.scale.draft)
+        draft, distilling = self._new(self.scale.draft), self.scale.distil
+        if self.start is not None:
+            draft, distilling = self._started(DRAFT_NAME, self.scale.draft), self.scale.redistil
         distil(
-            draft, self._trained("retune", self.scale.model), self._row("train"), self._lessons, self.scale.distil,
-            self.seed, self._saves("distil"),
+            draft, self._retuned(), self._row("train"), self._lessons, distilling, self.seed, self._saves("distil")
         )  # fmt: skip
 
     def export(self) -> None:
         """Checkpoints to two Hugging Face directories and the notices beside them."""
-        export_model(self._trained("retune", self.scale.model), self._tokenizer, self.out / MODEL_NAME)
+        export_model(self._retuned(), self._tokenizer, self.out / MODEL_NAME)
         export_model(self._trained("distil", self.scale.draft), self._tokenizer, self.out / DRAFT_NAME)
         (self.out / "NOTICES.txt").write_text(notices(self.sources), encoding="utf-8")
 
@@ -126,11 +128,12 @@ class Recipe:
 
     def evaluate(self) -> None:
         """Measure, write ``report.json`` and the model cards."""
-        model, draft = self._trained("retune", self.scale.model), self._trained("distil", self.scale.draft)
+        model, draft = self._retuned(), self._trained("distil", self.scale.draft)
         before = self._before_retuning("pretrain")
         measured = evaluate(
-            model, draft, before, self._lessons, self._row("held_out"), self.scale.num_questions, self.scale.draft_rows
-        )
+            model, draft, self._lessons, self._row("held_out"), self.scale.num_questions, self.scale.draft_rows,
+            before=("before retuning" if self.start else "before tuning", before),
+        )  # fmt: skip
         report = {**measured.as_json(), "num_facts": len(self._knowledge.facts), "num_tokens": len(self._row("train"))}
         (self.work / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
         self.write_cards(report)
@@ -139,14 +142,19 @@ class Recipe:
         """Model cards from a report."""
         model, draft = self._new(self.scale.model), self._new(self.scale.draft)
         cards = {
-            MODEL_NAME: model_card(model.shape, _count(model), report["num_tokens"], self.seed, self.sources, report),
-            DRAFT_NAME: draft_card(draft.shape, _count(draft), self.seed, self.sources, report),
+            MODEL_NAME: model_card(model.shape, _count(model), report["num_tokens"], self._command, self.sources, report),
+            DRAFT_NAME: draft_card(draft.shape, _count(draft), self._command, self.sources, report),
         }
         for name, card in cards.items():
             (self.out / name).mkdir(parents=True, exist_ok=True)
             (self.out / name / "README.md").write_text(card, encoding="utf-8")
 
     # What the stages share
+
+    @property
+    def _command(self) -> str:
+        started = " --start FOLDER" if self.start else ""
+        return f"python -m training{started} --seed {self.seed}"
 
     @property
     def _documents(self) -> Path:
@@ -185,6 +193,10 @@ class Recipe:
 
     def _trained(self, stage: str, shape: Shape) -> Decoder:
         return load_weights(self._new(shape), self._need(self.work / f"{stage}.pt"))
+
+    def _retuned(self) -> Decoder:
+        """The retuned weights averaged with those that retuning began with."""
+        return average(self._before_retuning("tune"), self._trained("retune", self.scale.model), self.scale.retuned_share)
 
     def _started(self, name: str, shape: Shape) -> Decoder:
         assert self.start is not None

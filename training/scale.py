@@ -18,7 +18,11 @@ class Scale:
     pretrain_rate: float
     tune: Tuning
     retune: Tuning
+    retuned_share: float
+    """How much of the weights is what retuning made of them, the rest being those before it (`averaging.py`)."""
     distil: Distilling
+    redistil: Distilling
+    """How an exported draft learns what changed in the model."""
     checkpoint_every: int
     num_questions: int
     """How many questions measure each skill and each sort of unknown name."""
@@ -36,8 +40,10 @@ FULL = Scale(
     pretrain=(Phase(750, 64, 256), Phase(40, 16, 1024), Phase(10, 2, 8192)),
     pretrain_rate=4e-3,
     tune=Tuning(700, chat_rows=18, chat_length=384, corpus_length=1024, corpus_weight=0.3, rate=3e-3),
-    retune=Tuning(130, chat_rows=18, chat_length=384, corpus_length=1024, corpus_weight=0.3, rate=1.6e-3, decay=0.7),
+    retune=Tuning(340, chat_rows=18, chat_length=384, corpus_length=2048, corpus_weight=0.6, rate=1.6e-3, decay=0.8),
+    retuned_share=0.85,
     distil=Distilling(300, corpus_rows=10, chat_rows=10, length=384, rate=6e-3),
+    redistil=Distilling(150, corpus_rows=10, chat_rows=10, length=384, rate=4e-3),
     checkpoint_every=50,
     num_questions=300,
     draft_rows=64,
@@ -52,7 +58,9 @@ TINY = Scale(
     pretrain_rate=4e-3,
     tune=Tuning(6, chat_rows=4, chat_length=768, corpus_length=64, corpus_weight=0.3, rate=4e-3),
     retune=Tuning(6, chat_rows=4, chat_length=768, corpus_length=64, corpus_weight=0.3, rate=2e-3),
+    retuned_share=0.85,
     distil=Distilling(6, corpus_rows=2, chat_rows=2, length=64, rate=6e-3),
+    redistil=Distilling(6, corpus_rows=2, chat_rows=2, length=64, rate=6e-3),
     checkpoint_every=4,
     num_questions=4,
     draft_rows=2,

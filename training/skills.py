@@ -45,16 +45,29 @@ SMALL_TALK = (
     (("Bye", "Goodbye", "Good night", "See you", "Bye!", "See you later", "Bye bye", "I have to go."), "Goodbye."),
 )  # fmt: skip
 NATURAL_TOOLS = (
-    # name, parameter, what it takes, questions, a question kept from training
-    ("get_weather", "city", CITIES, ("What is the weather in {x}?", "Weather in {x}?", "How is the weather in {x}?"),
+    # names, descriptions, parameters, what it takes, questions, a question kept from training
+    (("get_weather", "weather", "current_weather", "get_current_weather", "weather_forecast"),
+     ("Weather of a city", "Get the current weather in a city.", "Tells the weather", "Current weather for a location"),
+     ("city", "city", "location", "place"), CITIES,
+     ("What is the weather in {x}?", "Weather in {x}?", "How is the weather in {x}?", "What's the weather like in {x}?",
+      "weather in {x}", "Is it raining in {x}?", "Weather in {x} please"),
      "Tell me the weather in {x}."),
-    ("get_time", "city", CITIES, ("What time is it in {x}?", "Tell me the time in {x}.", "Time in {x}?"),
+    (("get_time", "time", "current_time", "clock"), ("Time of day in a city", "Get the time in a city.", "Local time"),
+     ("city", "location", "place"), CITIES,
+     ("What time is it in {x}?", "Tell me the time in {x}.", "Time in {x}?", "What's the time in {x}?"),
      "What is the time in {x}?"),
-    ("find_user", "name", NAMES, ("Who is {x}?", "Find the user {x}.", "Look up {x}."), "Please find {x}."),
-    ("search", "query", THINGS, ("Search for {x}.", "Look for {x}.", "Find something about {x}."), "Please search for {x}."),
-    ("get_price", "item", THINGS, ("What does the {x} cost?", "Price of the {x}?", "How much is the {x}?"),
+    (("find_user", "get_user", "user", "lookup_user"), ("Find a user by name.", "User with a name", "Look up a person"),
+     ("name", "user"), NAMES, ("Who is {x}?", "Find the user {x}.", "Look up {x}.", "Get me the user {x}."),
+     "Please find {x}."),
+    (("search", "web_search", "find", "search_documents"), ("Search the web.", "Full text search", "Find documents"),
+     ("query", "text", "q"), THINGS, ("Search for {x}.", "Look for {x}.", "Find something about {x}.", "search {x}"),
+     "Please search for {x}."),
+    (("get_price", "price", "price_of", "lookup_price"), ("Price of an item", "Get the price of an item."),
+     ("item", "product"), THINGS, ("What does the {x} cost?", "Price of the {x}?", "How much is the {x}?"),
      "Tell me the price of the {x}."),
 )  # fmt: skip
+PLAIN_RESULT_SHARE = 0.25
+"""How often a tool gives text and no object; the answer is then that text."""
 TOLD = ("My name is {n}.", "I am {n}.", "Call me {n}.", "Hello, my name is {n}.", "my name is {n}", "I'm {n}", "Hi, I am {n}.")
 ASKED_NAME = (
     "What is my name?", "Who am I?", "Say my name.", "what's my name?", "Tell me my name.", "What am I called?",
@@ -129,10 +142,11 @@ def call_tool(rng: Random, held_out: bool) -> Chat:
 
 
 def _natural_call(rng: Random, held_out: bool) -> Chat:
-    name, parameter, values, questions, held = rng.choice(NATURAL_TOOLS)
+    names, descriptions, parameters, values, questions, held = rng.choice(NATURAL_TOOLS)
+    name, parameter = rng.choice(names), rng.choice(parameters)
     value = rng.choice((rng.choice(values), invented_word(rng).capitalize()))
     fields: dict[str, Any] = {parameter: {"type": "string"}}
-    tools = [*_tools(rng, 2)[1:], _tool(rng, name, fields)]
+    tools = [*_tools(rng, 2)[1:], _tool(rng, name, fields, rng.choice(descriptions))]
     rng.shuffle(tools)
     return _calling(_frame(rng, held_out, questions, (held,)).format(x=value), name, {parameter: value}, tools)
 
@@ -150,8 +164,10 @@ def tell_result(rng: Random, held_out: bool) -> Chat:
     """Call a tool and put what it gave back into words."""
     chat = call_tool(rng, held_out)
     result = {name: _value(rng) for name in rng.sample(FIELDS, rng.randint(1, 2))}
-    said = " ".join(f"The {name} is {value}." for name, value in result.items())
-    answer: list[Message] = [{"role": "tool", "content": json.dumps(result)}, {"role": "assistant", "content": said}]
+    told, said = json.dumps(result), " ".join(f"The {name} is {value}." for name, value in result.items())
+    if rng.random() < PLAIN_RESULT_SHARE:
+        told = said = ", ".join(f"{value} {name}" for name, value in result.items())
+    answer: list[Message] = [{"role": "tool", "content": told}, {"role": "assistant", "content": said}]
     return Chat((*chat.messages, *answer), chat.tools)
 
 
@@ -221,10 +237,10 @@ def _tools(rng: Random, most: int) -> list[dict[str, Any]]:
     return tools
 
 
-def _tool(rng: Random, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _tool(rng: Random, name: str, fields: dict[str, Any], description: str = "") -> dict[str, Any]:
     described: dict[str, Any] = {"name": name}
     if rng.random() < 0.7:
-        described["description"] = name.replace("_", " ").capitalize() + rng.choice((".", ""))
+        described["description"] = description or name.replace("_", " ").capitalize() + rng.choice((".", ""))
     described["parameters"] = {"type": "object", "properties": fields}
     if rng.random() < 0.6:
         described["parameters"]["required"] = list(fields)

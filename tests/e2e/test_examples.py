@@ -59,7 +59,7 @@ def test_batch_has_questions_of_its_own():
 @pytest.mark.parametrize(
     ("question", "name"),
     [
-        ("How long are backups of the database kept?", "backups.txt"),
+        ("After how many days are log files deleted?", "logging.txt"),
         ("How is the hash of a password computed?", "passwords.txt"),
     ],
 )

@@ -61,4 +61,4 @@ def test_answers_are_the_same_and_come_in_fewer_steps() -> None:
         assert drafted == plain
         assert {one.drafter for one in done} == {kind}
         num_accepted, num_drafts = sum(sum(one.accepted) for one in done), sum(one.num_drafts for one in done)
-        assert num_accepted / num_drafts > 0.5  # tokens a step for each sequence, beside the model's own
+        assert num_accepted / num_drafts > 0.4  # tokens a step for each sequence, beside the model's own

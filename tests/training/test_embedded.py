@@ -1,6 +1,7 @@
 """The models inside the package: small enough, whole, and as good as their card says, seen through transformers."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from training.chat import TEMPLATE
 
 EMBEDDED = Path(__file__).parents[2] / "src" / "cloister" / "models" / "embedded"
+WELCOME = EMBEDDED.parents[1] / "server" / "page" / "welcome.js"
 NAMES = ("cloister-5m", "cloister-draft")
 WEATHER = {
     "type": "function",
@@ -35,6 +37,16 @@ ANSWERS = {
     "Count: apple, pear, plum": "3",
     "Name the last of these: bread, milk, tea": "tea",
 }
+SUGGESTED_ANSWERS = (
+    "I know short facts about Python, SQLite and PostgreSQL. I can repeat, count, write JSON and call tools.",
+    "garbage-collect and optionally analyze a database",
+    "Encode and decode the JSON format.",
+    "Raised when a file or directory is requested but doesn't exist.",
+    "5",
+    "enum",
+    "3",
+    '{"name": "Ann", "age": 31}',
+)
 
 
 @cache
@@ -119,6 +131,19 @@ def test_a_name_told_earlier_is_recalled() -> None:
 
 def test_json_is_written_from_fields() -> None:
     assert json.loads(ask("Write JSON: name=Ann, age=31")) == {"name": "Ann", "age": 31}
+
+
+def suggestions() -> dict[str, str]:
+    """What the page suggests to ask the embedded model, and what it should say."""
+    listed = re.search(r"const OF_THE_EMBEDDED_MODEL = (\[.*?\]);", WELCOME.read_text(encoding="utf-8"), re.DOTALL)
+    assert listed
+    questions: list[str] = json.loads(re.sub(r",\s*\]", "]", listed[1]))
+    return dict(zip(questions, SUGGESTED_ANSWERS, strict=True))
+
+
+@pytest.mark.parametrize("question", suggestions())
+def test_what_the_page_suggests_is_answered(question: str) -> None:
+    assert ask(question) == suggestions()[question]
 
 
 def test_free_text_reads_like_documentation() -> None:

@@ -2,11 +2,16 @@
 
 import { byId, h } from "./dom.js";
 
+// One of each thing that it can do. A test asks it all of them.
 const OF_THE_EMBEDDED_MODEL = [
+  "What can you do?",
   "What does the PostgreSQL command VACUUM do?",
-  "What is the Python module json?",
-  "What does the SQLite pragma foreign_keys do?",
-  "What does the Python function sorted do?",
+  "whats the python json module for",
+  "When does Python raise FileNotFoundError?",
+  "What number is SQLITE_BUSY?",
+  "Which type is the PostgreSQL setting backslash_quote?",
+  "Count: apple, pear, plum",
+  "Write JSON: name=Ann, age=31",
 ];
 const OF_ANY_MODEL = [
   "Explain a hash table to somebody who cooks.",
@@ -19,7 +24,7 @@ export function showWelcome(model, ask) {
   const isEmbedded = model.startsWith("cloister-");
   const questions = isEmbedded ? OF_THE_EMBEDDED_MODEL : OF_ANY_MODEL;
   const about = isEmbedded
-    ? "A small model that knows some facts of the documentation of SQLite, Python and PostgreSQL."
+    ? "A small model that knows 2,400 short facts about Python, SQLite and PostgreSQL, and says so when it does not know. It can also count, pick, repeat, write JSON and call tools."
     : "What you write goes to this server and nowhere else.";
   byId("welcome").replaceChildren(
     h("h2", {}, "What would you like to know?"),
