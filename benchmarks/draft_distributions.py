@@ -23,8 +23,8 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.harness import Bench, console, make_parser, make_progress
-from cloister.runner import acceptance, generation, verification
-from cloister.runner.drafters import DRAFTERS
+from cloister.executor import acceptance, generation, verification
+from cloister.executor.drafters import DRAFTERS
 from tests.drafter_factory import drafter_maker, equip
 from tests.speculating import RECIPES, VOCAB, Oracle, Recipe, Replica, draw_answers, holm, make_tiny, p_values
 

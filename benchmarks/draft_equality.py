@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from benchmarks.harness import Bench, make_parser, make_progress
 from benchmarks.speculation_workloads import Prompts
+from cloister.executor.drafters import DRAFTERS
 from cloister.models import locate
-from cloister.runner.drafters import DRAFTERS
 from tests.equality import MODEL, Report, ask, differing, drafting, make_requests, open_core, prepare, tight
 
 SHARES: Final = {"docs": 64, "edit": 64, "code": 32, "text": 40}

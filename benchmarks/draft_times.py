@@ -19,13 +19,13 @@ import numpy as np
 from benchmarks.drafting import BLOCK_SIZE, OpenedModel
 from benchmarks.harness import MODEL, Bench, make_parser
 from cloister.backends.base import KVLayout
+from cloister.executor.drafters import DraftAsk, Drafter, DraftingPlace
+from cloister.executor.drafters.draft_model import make_draft_model
+from cloister.executor.drafters.long_spec import make_long_spec
+from cloister.executor.drafters.small_model import MAX_FOLLOWED
+from cloister.executor.drafters.spec_infer import make_spec_infer
+from cloister.executor.state import BatchState
 from cloister.models import locate
-from cloister.runner.drafters import DraftAsk, Drafter, DraftingPlace
-from cloister.runner.drafters.draft_model import make_draft_model
-from cloister.runner.drafters.long_spec import make_long_spec
-from cloister.runner.drafters.small_model import MAX_FOLLOWED
-from cloister.runner.drafters.spec_infer import make_spec_infer
-from cloister.runner.state import BatchState
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
 

@@ -31,17 +31,17 @@ import numpy as np
 from benchmarks.harness import MODEL, Bench, make_parser
 from benchmarks.speculation_runs import Run, open_arms
 from benchmarks.speculation_workloads import Prompts, Workload
+from cloister.executor.drafters import Draft, DraftAsk, Drafter, VerifyFeedback, lookahead
+from cloister.executor.drafters.datastore import Datastore
+from cloister.executor.drafters.lookahead import LookaheadDrafter
+from cloister.executor.drafters.ngram import NgramDrafter
+from cloister.executor.drafters.recycling import RecyclingDrafter
+from cloister.executor.drafters.rest import RestDrafter
+from cloister.executor.state import BatchState, SequenceState
+from cloister.executor.verification import follow_path
 from cloister.models import locate
 from cloister.models.generation import digest_tokenizer
 from cloister.quant.passages import CALIBRATION, HELD_OUT, read_passages
-from cloister.runner.drafters import Draft, DraftAsk, Drafter, VerifyFeedback, lookahead
-from cloister.runner.drafters.datastore import Datastore
-from cloister.runner.drafters.lookahead import LookaheadDrafter
-from cloister.runner.drafters.ngram import NgramDrafter
-from cloister.runner.drafters.recycling import RecyclingDrafter
-from cloister.runner.drafters.rest import RestDrafter
-from cloister.runner.state import BatchState, SequenceState
-from cloister.runner.verification import follow_path
 from cloister.text import Tokenizer
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence

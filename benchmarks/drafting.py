@@ -12,10 +12,10 @@ import numpy as np
 
 from cloister.backends import BACKENDS, native
 from cloister.backends.base import KVLayout, Program, SamplingMetadata
+from cloister.executor import ModelRunner
+from cloister.executor.drafters import Drafter, DraftingPlace
+from cloister.executor.state import SequenceState
 from cloister.models import LoadedModel, load, locate
-from cloister.runner import ModelRunner
-from cloister.runner.drafters import Drafter, DraftingPlace
-from cloister.runner.state import SequenceState
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence, Sample, SequencePlan, StepPlan, StepResult
 
@@ -24,7 +24,7 @@ CHUNK = 512
 
 
 class OpenedModel:
-    """A model and the back end that builds it (protocol `runner.drafters.base.DraftModel`)."""
+    """A model and the back end that builds it (protocol `executor.drafters.base.DraftModel`)."""
 
     def __init__(self, path: Path, num_threads: int, max_positions: int | None = None) -> None:
         self.model: LoadedModel = load(path)

@@ -21,14 +21,14 @@ import numpy as np
 
 from benchmarks.drafting import BLOCK_SIZE, OpenedModel
 from benchmarks.harness import MODEL, Bench, make_parser
+from cloister.api import LLM
 from cloister.backends.base import HIDDEN, FloatArray, KVLayout, Program
 from cloister.backends.draft_heads import DraftHeads
-from cloister.llm import LLM
+from cloister.executor.drafters import DRAFTERS, NOTHING, DraftAsk, Drafter, DraftingPlace, VerifyFeedback, blockwise, medusa
+from cloister.executor.drafters.guessing import guess_hidden, make_guesser
+from cloister.executor.drafters.heads import HeadsCard, open_heads
+from cloister.executor.state import BatchState
 from cloister.models import locate
-from cloister.runner.drafters import DRAFTERS, NOTHING, DraftAsk, Drafter, DraftingPlace, VerifyFeedback, blockwise, medusa
-from cloister.runner.drafters.guessing import guess_hidden, make_guesser
-from cloister.runner.drafters.heads import HeadsCard, open_heads
-from cloister.runner.state import BatchState
 from cloister.train.hidden_states import batch_passages
 from cloister.train.measuring import MISSED, NOTHING_THERE, RankArray, count_kept
 from cloister.train.passages import Passage, answer, render_questions

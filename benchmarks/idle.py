@@ -22,10 +22,10 @@ from cloister.backends.base import (
 from cloister.engine.core import EngineCore
 from cloister.engine.output_processor import OutputProcessor
 from cloister.engine.step_ahead import StepAhead
+from cloister.executor import ModelRunner
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.models import locate
-from cloister.runner import ModelRunner
-from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.text import Tokenizer
 from cloister.types.request import ModelInfo
 

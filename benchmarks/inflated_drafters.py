@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness import MODEL
+from cloister.executor.drafters.draft_files import TRAINED
+from cloister.executor.drafters.heads import CARD, TENSORS, read_card, write_heads
 from cloister.models import load, locate
 from cloister.models.safetensors import read_header
-from cloister.runner.drafters.draft_files import TRAINED
-from cloister.runner.drafters.heads import CARD, TENSORS, read_card, write_heads
 
 DRAFT_MODEL = "cloister-draft"
 MARK = "inflated.txt"

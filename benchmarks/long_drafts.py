@@ -28,12 +28,12 @@ import numpy as np
 from benchmarks.drafting import BLOCK_SIZE, Answer, Answering, OpenedModel
 from benchmarks.harness import MODEL, Bench, make_parser, make_progress
 from cloister.backends.base import LOGITS, FloatArray, ForwardBatch, KVLayout
+from cloister.executor.drafters import Drafter, DraftingPlace
+from cloister.executor.drafters.draft_files import open_draft
+from cloister.executor.drafters.draft_model import make_draft_model
+from cloister.executor.drafters.long_spec import CAPACITY, LongSpecDrafter
 from cloister.models import locate
 from cloister.quant.passages import HELD_OUT, read_passages
-from cloister.runner.drafters import Drafter, DraftingPlace
-from cloister.runner.drafters.draft_files import open_draft
-from cloister.runner.drafters.draft_model import make_draft_model
-from cloister.runner.drafters.long_spec import CAPACITY, LongSpecDrafter
 from cloister.text import Tokenizer
 from cloister.types.request import SamplingParams
 

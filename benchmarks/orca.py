@@ -19,7 +19,7 @@ from cloister.bench.drive import Timed, drive, make_requests
 from cloister.bench.plots import BLUE, GREY, ORANGE, draw
 from cloister.bench.recorder import EventRecorder
 from cloister.bench.workloads import Recipe, WorkItem, build_workload, make_tokens
-from cloister.sched import BudgetConfig, SchedulerConfig
+from cloister.scheduler import BudgetConfig, SchedulerConfig
 from cloister.types.config import EngineConfig
 from cloister.types.events import Ended, Event
 

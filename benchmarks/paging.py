@@ -15,7 +15,7 @@ from benchmarks.replay import StepCosts, make_scheduler, replay
 from cloister.bench.drive import make_requests
 from cloister.bench.plots import BLUE, GREY, ORANGE, draw
 from cloister.bench.workloads import Recipe, build_workload
-from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.types.step import StepPlan
 
 BLOCK_SIZE = 16

@@ -22,7 +22,7 @@ from cloister.bench.drive import Drive, Timed, drive, make_request
 from cloister.bench.plots import BLUE, GREY, ORANGE, draw
 from cloister.bench.traces import Trace, TraceRow, read_trace
 from cloister.bench.workloads import Recipe, WorkItem, build_workload
-from cloister.sched import SchedulerConfig
+from cloister.scheduler import SchedulerConfig
 
 PURE_BLOCK_SIZE = 256
 SCALE = Fraction(1, 16)

@@ -11,7 +11,7 @@ from cloister.bench.drive import Timed
 from cloister.bench.recorder import EventRecorder
 from cloister.bench.report import fit_costs
 from cloister.kv import BlockPool, PrefixKeys
-from cloister.sched import Scheduler, SchedulerConfig
+from cloister.scheduler import Scheduler, SchedulerConfig
 from cloister.types.clock import VirtualClock
 from cloister.types.events import Stepped
 from cloister.types.step import Sample, StepPlan, StepResult

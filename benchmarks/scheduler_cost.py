@@ -15,7 +15,7 @@ from benchmarks.replay import CountingRunner, make_scheduler
 from cloister.bench.drive import drive, make_requests
 from cloister.bench.plots import BLUE, ORANGE, draw
 from cloister.bench.workloads import WorkItem, make_tokens
-from cloister.sched import BudgetConfig, SchedulerConfig
+from cloister.scheduler import BudgetConfig, SchedulerConfig
 from cloister.types.step import StepPlan
 
 NUM_SEQUENCES = (1, 16, 64, 256)

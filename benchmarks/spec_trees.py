@@ -3,7 +3,7 @@
     python -m benchmarks.spec_trees
 
 cloister-5m, drafted for by cloister-draft. First it measures how often the child of each rank is the one that is accepted,
-which is where the shape of `runner/drafters/spec_infer.py` comes from; then it answers questions about the documentation with
+which is where the shape of `executor/drafters/spec_infer.py` comes from; then it answers questions about the documentation with
 chains and with trees of 4, 8 and 16 drafts a step, greedy, drawn at temperature 1 with seeds and without.
 """
 
@@ -19,12 +19,12 @@ import numpy.typing as npt
 from benchmarks.drafting import Answer, Answering, OpenedModel, tokens_per_step
 from benchmarks.harness import MODEL, Bench, make_parser, make_progress
 from benchmarks.speculation_workloads import Prompts, Workload
+from cloister.executor.drafters import DraftingPlace
+from cloister.executor.drafters.draft_files import open_drafts
+from cloister.executor.drafters.draft_model import make_draft_model
+from cloister.executor.drafters.spec_infer import RATES, SpecInferDrafter, make_spec_infer
+from cloister.executor.drafters.tree_shape import grow_shape
 from cloister.models import locate
-from cloister.runner.drafters import DraftingPlace
-from cloister.runner.drafters.draft_files import open_drafts
-from cloister.runner.drafters.draft_model import make_draft_model
-from cloister.runner.drafters.spec_infer import RATES, SpecInferDrafter, make_spec_infer
-from cloister.runner.drafters.tree_shape import grow_shape
 
 BUDGETS: Final = (4, 8, 16)
 MEASURED: Final = ("docs", "docs, T 1, seed", "docs, T 1, no seed", "text", "code")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.harness import Bench, make_parser
-from tests.sched.draft_machine import SEARCH_S, Drafting, Pattern, best_fixed, machine, model_costs, speed_up
+from tests.scheduler.draft_machine import SEARCH_S, Drafting, Pattern, best_fixed, machine, model_costs, speed_up
 
 PREDICTION: Final = (
     "none that would be honest: these cases were looked at while the first guess of acceptance and what a sequence may lose at "

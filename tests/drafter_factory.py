@@ -10,11 +10,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from cloister.executor.drafters import DRAFTERS, Drafter, DraftingPlace
+from cloister.executor.drafters.datastore_writing import write_datastore
+from cloister.executor.drafters.heads import HeadsCard, heads_directory, write_heads
 from cloister.models import load
 from cloister.models.generation import digest_tokenizer
-from cloister.runner.drafters import DRAFTERS, Drafter, DraftingPlace
-from cloister.runner.drafters.datastore_writing import write_datastore
-from cloister.runner.drafters.heads import HeadsCard, heads_directory, write_heads
 from tests.speculating import make_like
 
 TREE: Final = [-1, -1, 0, 0, 1, 2, -1, 2]

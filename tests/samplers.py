@@ -18,7 +18,7 @@ from cloister.backends.base import (
 from cloister.backends.native import make_native_backend
 from cloister.backends.native.program import NativeProgram
 from cloister.backends.spec import DecoderSpec
-from cloister.runner.program_executor import ProgramExecutor
+from cloister.executor.program_executor import ProgramExecutor
 from tests.history_program import HistoryProgram
 
 NUMPY = "numpy"

@@ -20,16 +20,16 @@ from scipy.stats import chi2
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import Capability, KVLayout, Program
+from cloister.executor import Grammars, ModelRunner
+from cloister.executor.drafters import Drafter, DraftingPlace
+from cloister.executor.drafters.guessing import make_guesser
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.models import LoadedModel, load
 from cloister.models.safetensors import read_header, write_tensors
-from cloister.runner import Grammars, ModelRunner
-from cloister.runner.drafters import Drafter, DraftingPlace
-from cloister.runner.drafters.guessing import make_guesser
-from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
-from cloister.sched.budget import StepCost, StepSize
-from cloister.sched.sequence import Sequence as Running
-from cloister.sched.speculation import DraftDecision
+from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.scheduler.budget import StepCost, StepSize
+from cloister.scheduler.sequence import Sequence as Running
+from cloister.scheduler.speculation import DraftDecision
 from cloister.text import Tokenizer
 from cloister.text.grammar import GrammarCompiler
 from cloister.types.events import Ended, Preempted
@@ -424,7 +424,7 @@ def holm(values: Sequence[float], level: float) -> list[bool]:
 
 
 class SmallModel:
-    """A draft model (protocol `runner.drafters.base.DraftModel`)."""
+    """A draft model (protocol `executor.drafters.base.DraftModel`)."""
 
     def __init__(self, path: Path) -> None:
         self._model = load(path)

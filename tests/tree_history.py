@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from cloister.backends.base import Capability
-from cloister.runner.drafters import NOTHING, Draft, DraftAsk, Drafter
-from cloister.sched.speculation import DraftDecision
+from cloister.executor.drafters import NOTHING, Draft, DraftAsk, Drafter
+from cloister.scheduler.speculation import DraftDecision
 from tests.history_program import FloatArray, HistoryProgram, history_logits
 from tests.samplers import DrawingHistoryProgram
 
@@ -120,7 +120,7 @@ class Prophet(Drafter):
 
 
 class Erratic:
-    """Wants some number of drafts, another one each time (protocol `sched.speculation.Speculation`)."""
+    """Wants some number of drafts, another one each time (protocol `scheduler.speculation.Speculation`)."""
 
     def __init__(self, drafter: str = "prophet", most: int = 9) -> None:
         self._rng = np.random.default_rng(3)

@@ -7,9 +7,9 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from cloister.executor.drafters.datastore_writing import write_datastore
 from cloister.models import load, locate
 from cloister.models.generation import digest_tokenizer
-from cloister.runner.drafters.datastore_writing import write_datastore
 from cloister.text import Tokenizer
 from training.corpus import DEBIAN_SOURCES, Document, read_documents
 from training.facts import Knowledge, draw_knowledge

@@ -22,7 +22,7 @@ from benchmarks.inflated import open_inflated
 from benchmarks.speculation_report import interval
 from benchmarks.speculation_runs import AUTO, PLAIN, open_arms
 from benchmarks.speculation_workloads import Prompts, Workload
-from cloister.runner.drafters.draft_files import TRAINED
+from cloister.executor.drafters.draft_files import TRAINED
 
 UNTYPED: Any = AutoModelForCausalLM  # its constructors carry no types
 OURS: Final = (PLAIN, "draft_model", "ngram", AUTO)

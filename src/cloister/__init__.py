@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cloister.llm import LLM, AsyncLLM, Completion, CompletionOutput
+    from cloister.api import LLM, AsyncLLM, Completion, CompletionOutput
     from cloister.types.errors import CloisterError
     from cloister.types.grammar import Grammar, GrammarKind
     from cloister.types.request import BeamSearch, SamplingParams
@@ -27,10 +27,10 @@ __all__ = [
 
 _HOME = {
     "BeamSearch": "cloister.types.request",
-    "LLM": "cloister.llm",
-    "AsyncLLM": "cloister.llm",
-    "Completion": "cloister.llm",
-    "CompletionOutput": "cloister.llm",
+    "LLM": "cloister.api",
+    "AsyncLLM": "cloister.api",
+    "Completion": "cloister.api",
+    "CompletionOutput": "cloister.api",
     "CloisterError": "cloister.types.errors",
     "Grammar": "cloister.types.grammar",
     "GrammarKind": "cloister.types.grammar",

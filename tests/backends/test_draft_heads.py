@@ -9,7 +9,7 @@ import pytest
 
 from cloister.backends.base import Program
 from cloister.backends.draft_heads import DraftHeads, HeadBlock
-from cloister.runner.drafters.guessing import NumpyGuesser, ProgramGuesser, guess_hidden, make_guesser
+from cloister.executor.drafters.guessing import NumpyGuesser, ProgramGuesser, guess_hidden, make_guesser
 from tests.driving import Driver, RandomWeights, build, make_spec
 from tests.memory_search import CAN_SEARCH, Needle
 from tests.native import KERNELS, build_native

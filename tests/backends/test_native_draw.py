@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cloister.backends.base import SAMPLING_METADATA
-from cloister.runner.noise import Noise, noise_keys
-from cloister.runner.sampling import Sampler
+from cloister.executor.noise import Noise, noise_keys
+from cloister.executor.sampling import Sampler
 from tests.samplers import KERNELS, draw, make_drawing_program
 
 if not KERNELS:

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.inflated import Inflation, write_inflated
 from benchmarks.inflated_drafters import widen, write_drafters
+from cloister.executor.drafters import blockwise, medusa
+from cloister.executor.drafters.guessing import guess_hidden
 from cloister.models import locate
-from cloister.runner.drafters import blockwise, medusa
-from cloister.runner.drafters.guessing import guess_hidden
 
 UNTYPED: Any = AutoModelForCausalLM  # its constructors carry no types
 LARGE = {

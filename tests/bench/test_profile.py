@@ -15,7 +15,7 @@ from cloister.bench.kernels import make_batch
 from cloister.bench.profile import ProfiledStep, list_parts, list_threads, profile_engine, program_of, to_trace
 from cloister.bench.roofline_operators import Work
 from cloister.cli import main
-from cloister.runner import generation
+from cloister.executor import generation
 from cloister.types.errors import EngineError
 from cloister.types.request import Request, SamplingParams
 

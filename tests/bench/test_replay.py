@@ -4,7 +4,7 @@ from benchmarks.ideal import IdealCache, count_ideal_id_hits
 from benchmarks.replay import StepCosts, count_nothing, make_scheduler, replay, replay_one_by_one
 from cloister.bench.drive import Timed, make_requests
 from cloister.bench.workloads import WorkItem, make_tokens
-from cloister.sched import SchedulerConfig
+from cloister.scheduler import SchedulerConfig
 from cloister.types.events import Stepped
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from cloister.cli import main
 from cloister.cli.datastore import PIECE_CHARS, encode_document, list_files
+from cloister.executor.drafters.datastore import Datastore
 from cloister.models import locate
 from cloister.models.generation import digest_tokenizer
-from cloister.runner.drafters.datastore import Datastore
 from cloister.text import Tokenizer
 from cloister.types.errors import ConfigError
 

@@ -164,7 +164,7 @@ def test_a_stream_that_gets_no_turn_says_so(monkeypatch):
     with LLM("cloister-5m", max_model_len=64, kv_memory_mb=1, max_waiting=1, request_timeout_s=0.1) as llm:
         llm._call(llm._llm._room.acquire())
         with monkeypatch.context() as patch:
-            patch.setattr("cloister.llm.synchronous.CLOSE_TIMEOUT_S", 0.1)
+            patch.setattr("cloister.api.synchronous.CLOSE_TIMEOUT_S", 0.1)
             with pytest.raises(CloisterError, match="send fewer at once"):
                 list(llm.stream("x"))
 

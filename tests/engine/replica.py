@@ -18,9 +18,9 @@ from cloister.engine.adapter_register import AdapterRegister
 from cloister.engine.core import EngineCore, Runner
 from cloister.engine.output_processor import OutputProcessor
 from cloister.engine.step_ahead import StepAhead
+from cloister.executor import ModelRunner
 from cloister.kv import BlockPool, PrefixKeys
-from cloister.runner import ModelRunner
-from cloister.sched import Scheduler, SchedulerConfig
+from cloister.scheduler import Scheduler, SchedulerConfig
 from cloister.text import Tokenizer
 from cloister.types.clock import Clock
 from cloister.types.config import EngineConfig

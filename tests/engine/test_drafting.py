@@ -3,7 +3,7 @@
 import pytest
 
 from cloister.engine.drafting import describe_drafting, measure, weigh
-from cloister.sched import StepCost, StepSize
+from cloister.scheduler import StepCost, StepSize
 from cloister.types.events import Drafting
 from cloister.types.step import Sample, SequencePlan, StepPlan, StepResult
 

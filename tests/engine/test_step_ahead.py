@@ -15,7 +15,7 @@ from cloister.backends.base import Capability, ForwardBatch, StepOutput, Wants
 from cloister.engine.adapter_register import AdapterRegister
 from cloister.engine.core import Runner
 from cloister.engine.memory_scrubber import MemoryScrubber
-from cloister.runner import ModelRunner
+from cloister.executor import ModelRunner
 from cloister.types.events import Abort, LoadAdapter, Submit
 from cloister.types.request import AdapterInfo, FinishReason, Request, SamplingParams
 from cloister.types.step import NewSequence, SequencePlan, StepPlan, StepResult, Stop

@@ -13,10 +13,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from cloister.executor.drafters import DRAFTERS, Draft, DraftAsk, Drafter
+from cloister.executor.drafters.heads import HeadsCard, heads_directory, write_heads
+from cloister.executor.model_runner import ModelRunner
 from cloister.models import load, locate
-from cloister.runner.drafters import DRAFTERS, Draft, DraftAsk, Drafter
-from cloister.runner.drafters.heads import HeadsCard, heads_directory, write_heads
-from cloister.runner.model_runner import ModelRunner
 from cloister.train.learning import MAKERS
 from cloister.types.events import Submit
 from tests.attack_lab import MODEL, Lab
@@ -112,7 +112,7 @@ def kept_by(drafter: Drafter) -> list[Any]:
 def _is_own(one: object) -> bool:
     """Whether a drafter keeps it, and not the engine, or a program that serves every sequence."""
     home = type(one).__module__
-    return not home.startswith("cloister") or home.startswith("cloister.runner.drafters")
+    return not home.startswith("cloister") or home.startswith("cloister.executor.drafters")
 
 
 def tells(one: Any, secret: Sequence[int]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloister.runner.drafters import NOTHING, Draft, DraftAsk, Drafter
+from cloister.executor.drafters import NOTHING, Draft, DraftAsk, Drafter
 from tests.privacy.drafters import Watched, all_names, kept_by, make_home, tells
 
 SECRET = [700 + 13 * place % 1200 for place in range(40)]

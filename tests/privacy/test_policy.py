@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cloister.privacy import Entry, Policy, Profile, Use, Verdict, default_profile, is_loopback, settle
 from cloister.privacy.features import FEATURES
 from cloister.privacy.matrix import row_of
-from cloister.sched.policies import POLICIES
+from cloister.scheduler.policies import POLICIES
 from cloister.types.config import EngineConfig, Resolved, resolve
 from cloister.types.errors import ConfigError, PolicyError
 from cloister.types.registry import Registry

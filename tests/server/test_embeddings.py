@@ -12,13 +12,13 @@ import openai
 import pytest
 
 from cloister.engine import EngineClient, ThreadTransport
+from cloister.executor import ModelRunner
+from cloister.executor.pooling import Pool
 from cloister.privacy import Credentials, KeyQuota
-from cloister.runner import ModelRunner
-from cloister.runner.pooling import Pool
 from cloister.server.generation import MAX_SIDE_BY_SIDE
 from cloister.types.request import FinishReason, PoolingParams
 from tests.engine.replica import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, VOCAB_SIZE, make_config, make_replica
-from tests.runner.test_pooling import HiddenHistoryProgram
+from tests.executor.test_pooling import HiddenHistoryProgram
 from tests.server.house import INFO, MODEL, ScriptedEngine, make_gate, output, serving, serving_script
 
 SIZE = 8

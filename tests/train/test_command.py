@@ -15,16 +15,16 @@ import torch
 from cloister.app import build_program, resolve_settings
 from cloister.backends.base import LOGITS
 from cloister.cli import main
+from cloister.executor.drafters import DRAFTERS
+from cloister.executor.drafters.guessing import NumpyGuesser
+from cloister.executor.drafters.heads import heads_directory, read_card
 from cloister.models import load
 from cloister.quant.passages import HELD_OUT, read_passages
-from cloister.runner.drafters import DRAFTERS
-from cloister.runner.drafters.guessing import NumpyGuesser
-from cloister.runner.drafters.heads import heads_directory, read_card
 from cloister.train.decoder import Decoder, Shape
 from cloister.train.hidden_states import batch_passages
 from cloister.train.passages import Passage
+from tests.executor.drafters.answering import place_for
 from tests.model_factory import make_model
-from tests.runner.drafters.answering import place_for
 
 QUICK = ("--steps", "4", "--rows", "16", "--tokens", "2500", "--num-threads", "1", "--json")
 

@@ -12,10 +12,10 @@ import torch
 
 from cloister.app import build_program, resolve_settings
 from cloister.backends.base import LOGITS, IntArray, Program
+from cloister.executor.drafters import blockwise, medusa
+from cloister.executor.drafters.guessing import guess_hidden
 from cloister.models import LoadedModel, load, locate
 from cloister.quant.passages import HELD_OUT, read_passages
-from cloister.runner.drafters import blockwise, medusa
-from cloister.runner.drafters.guessing import guess_hidden
 from cloister.text import Tokenizer
 from cloister.train.hidden_states import HiddenStates, Teacher, batch_passages, find_targets, read_places, read_rows
 from cloister.train.learning import MAKERS, HeadsModule, Lesson, learn

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cloister.llm import LLM
+from cloister.api import LLM
+from cloister.executor.drafters.heads import CARD, TENSORS, heads_directory, read_card
 from cloister.models import load, locate
-from cloister.runner.drafters.heads import CARD, TENSORS, heads_directory, read_card
 from cloister.types.events import Drafting, Event, Stepped
 from cloister.types.request import SamplingParams
 

@@ -12,15 +12,15 @@ from cloister.backends.draft_heads import DraftHeads
 from cloister.backends.spec import FOREIGN_FAMILY
 from cloister.models import LoadedModel, load, locate
 from cloister.privacy import Policy
-from cloister.sched.speculation import AdaptiveSpeculation, DrafterLimits, FixedSpeculation, Speculation, SpeculationConfig
-from cloister.sched.speculation.adaptive import MOST_ROWS
+from cloister.scheduler.speculation import AdaptiveSpeculation, DrafterLimits, FixedSpeculation, Speculation, SpeculationConfig
+from cloister.scheduler.speculation.adaptive import MOST_ROWS
 from cloister.types.config import AUTO_DRAFTER, DRAFTER_FILES, EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
 
 if TYPE_CHECKING:
-    from cloister.runner.drafters import Drafter, DraftingPlace
-    from cloister.runner.drafters.base import Guesser
-    from cloister.runner.state import SequenceState
+    from cloister.executor.drafters import Drafter, DraftingPlace
+    from cloister.executor.drafters.base import Guesser
+    from cloister.executor.state import SequenceState
 
 _logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ LOOKED_UP: Final = "rest"
 
 
 class SmallModel:
-    """A small model that was read (protocol `runner.drafters.base.DraftModel`)."""
+    """A small model that was read (protocol `executor.drafters.base.DraftModel`)."""
 
     def __init__(self, model: LoadedModel, backend: Backend, block_size: int, max_batched_tokens: int) -> None:
         self.vocab_size = model.spec.vocab_size
@@ -59,7 +59,7 @@ class _Lent:
         self.draw: Callable[[list[SequenceState], list[int]], SamplingMetadata] | None = None
 
     def guesser(self, heads: DraftHeads) -> Guesser:
-        from cloister.runner.drafters.guessing import make_guesser
+        from cloister.executor.drafters.guessing import make_guesser
 
         if self.program is None or Capability.HEAD not in self.program.capabilities:
             raise EngineError("this back end lends no head to drafters")
@@ -156,7 +156,7 @@ def open_drafters(
     is_auto = config.speculate == AUTO_DRAFTER
     found: dict[str, Drafter] = {}
     if config.speculates:
-        from cloister.runner.drafters import DRAFTERS
+        from cloister.executor.drafters import DRAFTERS
 
         place = _place(config, model, backend, lent, max_model_len, max_batched_tokens)
         for name in config.drafter_names:
@@ -168,7 +168,7 @@ def open_drafters(
 
 def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) -> dict[str, Drafter]:
     """Returns what `auto` chooses from: what was made for the model, and what needs nothing."""
-    from cloister.runner.drafters import DRAFTERS
+    from cloister.executor.drafters import DRAFTERS
 
     found: dict[str, Drafter] = {}
 
@@ -202,7 +202,7 @@ def _with_files(place: DraftingPlace, config: EngineConfig, name: str) -> Drafti
 def _place(
     config: EngineConfig, model: LoadedModel, backend: Backend, lent: _Lent, max_model_len: int, max_batched_tokens: int
 ) -> DraftingPlace:
-    from cloister.runner.drafters import DraftingPlace
+    from cloister.executor.drafters import DraftingPlace
 
     def open_model(name: str) -> SmallModel:
         return SmallModel(load(locate(name), None, None, None), backend, config.block_size, max_batched_tokens)

@@ -22,8 +22,8 @@ from cloister.engine.memory import budget_memory
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.models import LoadedModel, embedded_names, load, locate, read_pooling
 from cloister.models.adapters import read_adapter
-from cloister.sched import BudgetConfig, Scheduler, SchedulerConfig
-from cloister.sched.speculation import Speculation
+from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.scheduler.speculation import Speculation
 from cloister.types.clock import Stopwatch
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cloister.app.drafters import DraftersAtHand
     from cloister.engine import AdapterRegister, EngineCore
     from cloister.engine.memory_scrubber import MemoryScrubber
-    from cloister.runner.adapters import AdapterRoom
+    from cloister.executor.adapters import AdapterRoom
     from cloister.text import Tokenizer
 
 QUANT_VERSION: Final = 2
@@ -56,8 +56,8 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
     from cloister.engine import EngineCore, OutputProcessor
     from cloister.engine.memory_scrubber import MemoryScrubber
     from cloister.engine.step_ahead import StepAhead
-    from cloister.runner import Grammars, ModelRunner
-    from cloister.runner.adapters import plan_room
+    from cloister.executor import Grammars, ModelRunner
+    from cloister.executor.adapters import plan_room
     from cloister.text import Tokenizer
     from cloister.text.grammar import GrammarCompiler
 
@@ -185,7 +185,7 @@ def _open_adapters(
 ) -> tuple[Mapping[str, int], AdapterRegister]:
     """Loads the adapters that the settings name; returns their slots by digest, and who knows them by name."""
     from cloister.engine import AdapterRegister
-    from cloister.runner.adapters import AdapterSlots
+    from cloister.executor.adapters import AdapterSlots
 
     if room is None:
         return {}, AdapterRegister()

@@ -14,7 +14,7 @@ from cloister.engine.machine import Machine, read_machine
 from cloister.privacy import Entry, Policy, is_loopback, read_credentials, settle, settle_front
 from cloister.privacy.settings import SESSION_SHARES
 from cloister.quant import FORMATS
-from cloister.sched import POLICIES
+from cloister.scheduler import POLICIES
 from cloister.types.config import (
     AUTO_DRAFTER,
     NO_DRAFTER,
@@ -141,7 +141,7 @@ def _drafter_entries(config: EngineConfig) -> list[Entry]:
     for name in (NO_DRAFTER, AUTO_DRAFTER):
         if name in config.drafter_names:
             raise ConfigError(f"speculate takes {name} alone; leave it out, or the drafters beside it", param="speculate")
-    from cloister.runner.drafters import DRAFTERS
+    from cloister.executor.drafters import DRAFTERS
 
     return [Entry.of(DRAFTERS, name) for name in config.drafter_names]
 

@@ -50,7 +50,7 @@ SAMPLING_METADATA: Final = np.dtype(
     ]
 )  # fmt: skip
 """How one token is sampled: from which row of logits, with which sampling parameters (temperature 0 takes the most likely one;
-top_k 0, top_p 1 and min_p 0 are off), and with whose noise (`runner.noise`)."""
+top_k 0, top_p 1 and min_p 0 are off), and with whose noise (`executor.noise`)."""
 
 
 class Weights(Protocol):
@@ -118,7 +118,7 @@ class Capability(Flag):
 
     Attributes:
         GREEDY: finds the most likely tokens (`Wants.greedy`), so that a greedy step moves no logits.
-        SAMPLING: chooses tokens as `runner.sampling` specifies (`Wants.sampling`, `Wants.num_top`, `Program.sample`).
+        SAMPLING: chooses tokens as `executor.sampling` specifies (`Wants.sampling`, `Wants.num_top`, `Program.sample`).
         MASKS: chooses among some of the tokens only, for grammars (`Wants.masks`).
         HIDDEN: shows what its head reads (`Wants.hidden`), for embeddings and drafters.
         HEAD: lends its head (`Program.project`).

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-import cloister.runner.generation
+import cloister.executor.generation
 from cloister.backends.base import Capability, Program
 from cloister.backends.recording import OperatorSpan, Watched, watch
 from cloister.bench.drive import SteppingEngine
@@ -34,7 +34,7 @@ _PARTS = (
 )
 """Calls of one step: where from the engine the owner is, its method, and what the part is called here."""
 _FUNCTIONS = (("forward_batch", "inputs"),)
-"""Functions that `runner.generation` finds in its module."""
+"""Functions that `executor.generation` finds in its module."""
 
 MAX_STEPS = 100_000
 
@@ -186,8 +186,8 @@ def _list_calls(engine: object) -> Iterator[Watched]:
         if hasattr(owner, method):
             yield Watched(owner, method, name)
     for function, name in _FUNCTIONS:
-        if hasattr(cloister.runner.generation, function):
-            yield Watched(cloister.runner.generation, function, name)
+        if hasattr(cloister.executor.generation, function):
+            yield Watched(cloister.executor.generation, function, name)
 
 
 def _check_answer(event: Ended) -> None:

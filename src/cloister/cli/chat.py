@@ -66,7 +66,7 @@ def chat(
     seed: Seed = None,
 ) -> None:
     """Talk to a model, several turns. Ctrl-C stops an answer, /exit or Ctrl-D leaves."""
-    from cloister.llm import open_llm
+    from cloister.api import open_llm
 
     with open_llm(settings.flags, settings.config_file) as llm:
         given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}

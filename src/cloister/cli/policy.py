@@ -74,17 +74,17 @@ def compare(
 
 def list_entries() -> tuple[Entry, ...]:
     """Everything that this build has: what is registered by name, then what the rooms declare beside their code."""
-    from cloister import kv, sched
+    from cloister import kv, scheduler
     from cloister.backends.base import BACKENDS
     from cloister.client.node_selection import DRAW_THREAT
-    from cloister.runner.drafters import DRAFTERS
-    from cloister.sched.policies import POLICIES
-    from cloister.sched.speculation import SPECULATION_THREAT
+    from cloister.executor.drafters import DRAFTERS
+    from cloister.scheduler.policies import POLICIES
+    from cloister.scheduler.speculation import SPECULATION_THREAT
 
     importlib.import_module("cloister.backends.torch")  # files its entry in BACKENDS, without importing torch
     declared = {
         "prefix cache": kv.PREFIX_CACHE_THREAT,
-        "step budget": sched.BUDGET_THREAT,
+        "step budget": scheduler.BUDGET_THREAT,
         "draft length": SPECULATION_THREAT,
         "metrics": PROFILING_THREAT,
         "shaped streams": SHAPING_THREAT,

@@ -57,7 +57,7 @@ def run(
     text = read_prompt() if prompt == "-" else prompt
     if not text.strip():
         raise InvalidRequestError("the prompt is empty; give some text, or `-` to read standard input")
-    from cloister.llm import open_llm
+    from cloister.api import open_llm
 
     try:
         llm = open_llm(flags, settings.config_file)

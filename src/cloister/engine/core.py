@@ -16,7 +16,7 @@ from cloister.engine.input_queue import CompilingRequests, GrammarCompilation, I
 from cloister.engine.memory_scrubber import MemoryScrubber
 from cloister.engine.output_processor import OutputProcessor
 from cloister.engine.step_ahead import StepAhead
-from cloister.sched import Scheduler
+from cloister.scheduler import Scheduler
 from cloister.text import Tokenizer
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import EngineError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cloister.sched import StepCost, StepSize
+from cloister.scheduler import StepCost, StepSize
 from cloister.types.events import Drafting
 from cloister.types.step import StepPlan, StepResult
 

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cloister.executor.drafters.heads import heads_directory
 from cloister.models import LoadedModel
 from cloister.models.safetensors import write_tensors
-from cloister.runner.drafters.heads import heads_directory
 from cloister.train.checkpoints import Checkpoints, step_generator
 from cloister.train.decoder import Decoder, Shape
 from cloister.train.hidden_states import HiddenStates, RowArray, Teacher, read_rows

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from cloister.runner.drafters.heads import CARD, TENSORS, HeadsCard, heads_directory, write_heads
+from cloister.executor.drafters.heads import CARD, TENSORS, HeadsCard, heads_directory, write_heads
 from cloister.train.hidden_states import Teacher
 from cloister.train.learning import MAKERS, Lesson, learn
 from cloister.train.measuring import NUM_RANKS, Accuracy, accuracy_by_rank, count_kept, grow_tree, measure_ranks, summarise

@@ -20,7 +20,7 @@ from cloister.train.checkpoints import Checkpoints, step_generator
 from cloister.train.hidden_states import HiddenStates, RowArray, TargetArray, Teacher, find_targets, read_rows
 from cloister.train.optimizer import Optimizer, Schedule
 
-# Heads as torch modules; what they save is what `runner.drafters` reads.
+# Heads as torch modules; what they save is what `executor.drafters` reads.
 #
 # Both kinds begin as nothing: added to the hidden state they came from they change it by zero, so that every head starts as
 # the model's own guess of the next token (Cai et al. 2024, section 2.1.1).

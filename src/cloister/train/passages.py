@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from cloister.llm import LLM
+from cloister.api import LLM
 from cloister.types.errors import ConfigError
 from cloister.types.request import SamplingParams
 from cloister.types.text_files import read_text_file

@@ -1,4 +1,4 @@
-"""Where mind and muscle meet: a plan of one step, and what came out of it.
+"""The interface of scheduler and executor: the plan of one step, and its result.
 
 A plan holds counts and blocks, never token ids of running sequences: the runner keeps those, so a plan can be made while
 the step before it still runs (rule 2).
@@ -125,7 +125,8 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 MAX_SCORED_ROWS: Final = 256
-"""Prompt positions whose logits are held at once where prompts are scored; `sched` plans no more of one sequence in a step."""
+"""Prompt positions whose logits are held at once where prompts are scored; the scheduler plans no more of one sequence in a
+step."""
 
 
 class StepResult(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""Compiles grammars over a model's vocabulary with llguidance (the protocols of `runner.grammar`)."""
+"""Compiles grammars over a model's vocabulary with llguidance (the protocols of `executor.grammar`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Chooses a token from a row of logits: temperature, truncation, and the noise of runner/noise.py, which is the specification.
+// Chooses a token from a row of logits: temperature, truncation, and the noise of executor/noise.py, which is the specification.
 //
 // Tokens stand in groups of 256. One pass over a row takes each group's largest logit, which bounds what its tokens can weigh, and
 // so how far they can come in the race: nearly all are left out before their weight and the logarithm of their noise are taken.

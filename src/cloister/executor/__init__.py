@@ -1,0 +1,6 @@
+"""Runs plans: batch state, inputs of a forward, penalties, filters, noise, samples and log-probabilities. numpy only."""
+
+from cloister.executor.grammar import Grammars
+from cloister.executor.model_runner import ModelRunner
+
+__all__ = ["Grammars", "ModelRunner"]

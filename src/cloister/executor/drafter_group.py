@@ -1,0 +1,132 @@
+"""The drafters of one runner, asked and told in turn, and how long each of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from cloister.executor.drafters import NOTHING, Draft, DraftAsk, Drafter, VerifyFeedback
+from cloister.executor.state import SequenceState
+from cloister.types.clock import Clock
+from cloister.types.errors import EngineError
+from cloister.types.step import SequencePlan
+
+
+class DrafterGroup:
+    """Every drafter that a runner has.
+
+    Args:
+        drafters: by the name that plans know them by.
+        takes_trees: the program computes token trees; else drafts are cut down to one branch.
+
+    Attributes:
+        wants_hidden, num_top: what `VerifyFeedback` shall have for them.
+    """
+
+    def __init__(self, drafters: Mapping[str, Drafter], clock: Clock, *, takes_trees: bool) -> None:
+        self._drafters = dict(drafters)
+        self._clock = clock
+        self._takes_trees = takes_trees
+        self._took_s: dict[str, float] = {}
+        self._followers = [name for name, drafter in drafters.items() if type(drafter).follow is not Drafter.follow]
+        self._observers = [name for name, drafter in drafters.items() if type(drafter).observe is not Drafter.observe]
+        self.wants_hidden = any(drafter.wants_hidden for drafter in drafters.values())
+        self.num_top = max((drafter.num_top for drafter in drafters.values()), default=0)
+
+    def __len__(self) -> int:
+        """Drafters."""
+        return len(self._drafters)
+
+    def wants(self, plans: Sequence[SequencePlan]) -> bool:
+        """Whether drafts of a step are to be verified, or drafters want to see it."""
+        watches = bool(self._observers)
+        return any(plan.num_drafts or (watches and plan.is_watched) for plan in plans)
+
+    def take_times(self) -> dict[str, float]:
+        """Returns the seconds that each drafter took since the last call."""
+        took, self._took_s = self._took_s, {}
+        return took
+
+    def draft(self, parts: Sequence[tuple[SequencePlan, SequenceState]]) -> dict[int, Draft]:
+        """Returns a draft for each sequence whose plan wants one, by its id.
+
+        Raises:
+            EngineError: the plan names a drafter that is not there.
+        """
+        by_name: dict[str, list[DraftAsk]] = {}
+        for plan, state in parts:
+            if plan.num_drafts:
+                ask = DraftAsk(state, plan.num_drafts, plan.parents, state.is_coupled)
+                by_name.setdefault(plan.drafter, []).append(ask)
+        drafts: dict[int, Draft] = {}
+        for name, asks in by_name.items():
+            if name not in self._drafters:
+                raise EngineError(f"the step plan wants drafts of {name!r}, which the runner does not have")
+            with self._timing(name):
+                made = self._drafters[name].draft(asks)
+            for ask, draft in zip(asks, made, strict=True):
+                if draft.token_ids:
+                    drafts[ask.state.seq_id] = draft if self._takes_trees else first_branch(draft)
+        return drafts
+
+    def follow(self, parts: Sequence[tuple[SequencePlan, SequenceState]]) -> None:
+        """Says which prompts are computed in this step, and how far."""
+        if not self._followers:
+            return
+        prompts = [
+            (state, plan.start + plan.num_tokens)
+            for plan, state in parts
+            if not plan.num_drafts and (plan.num_tokens > 1 or not plan.num_samples)
+        ]
+        for name in self._followers if prompts else ():
+            with self._timing(name):
+                self._drafters[name].follow(prompts)
+
+    def observe(self, seen: Sequence[VerifyFeedback]) -> None:
+        """Shows what a step said."""
+        for name in self._observers if seen else ():
+            with self._timing(name):
+                self._drafters[name].observe(seen)
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence left."""
+        for drafter in self._drafters.values():
+            drafter.forget(seq_id)
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """A sequence goes on as two."""
+        for drafter in self._drafters.values():
+            drafter.fork(parent_id, child_id)
+
+    def wipe_blocks(self, block_ids: Sequence[int]) -> None:
+        """Blocks became free."""
+        for drafter in self._drafters.values():
+            drafter.wipe_blocks(block_ids)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Blocks were copied."""
+        for drafter in self._drafters.values():
+            drafter.copy_blocks(pairs)
+
+    def wipe_buffers(self) -> None:
+        """Overwrites what steps left."""
+        for drafter in self._drafters.values():
+            drafter.wipe_buffers()
+
+    @contextmanager
+    def _timing(self, name: str) -> Iterator[None]:
+        since_s = self._clock.now()
+        yield
+        self._took_s[name] = self._took_s.get(name, 0.0) + self._clock.now() - since_s
+
+
+def first_branch(draft: Draft) -> Draft:
+    """Returns the chain of a tree that its drafter trusts most: at each node the child that stands first."""
+    if draft.parents is None:
+        return draft
+    places: list[int] = []
+    for place, parent in enumerate(draft.parents):
+        if parent == (places[-1] if places else -1):
+            places.append(place)
+    probs = None if draft.probs is None else draft.probs[places]
+    return Draft([draft.token_ids[place] for place in places], None, probs) if places else NOTHING

@@ -1,0 +1,77 @@
+"""Blockwise parallel decoding (Stern et al. 2018): one wide layer guesses several places behind the next one, as a chain.
+
+Section 5's layer: from the model's hidden state to an inner one, and from that to one output for each head, every output added
+to the hidden state it came from; the model's own head makes tokens of them. The longest prefix that the model agrees with is
+kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cloister.backends.draft_heads import DraftHeads, HeadBlock
+from cloister.executor.drafters.base import (
+    DRAFTERS,
+    NOTHING,
+    Draft,
+    DraftAsk,
+    Drafter,
+    DraftingPlace,
+    FloatArray,
+)
+from cloister.executor.drafters.head_drafter import HeadDrafter
+from cloister.executor.drafters.heads import open_heads, take_tensor
+from cloister.executor.drafters.medusa import THREAT
+from cloister.types.errors import ModelError
+
+
+def read_heads(tensors: Mapping[str, FloatArray], num_heads: int, hidden_size: int) -> DraftHeads:
+    """Returns the heads that `heads.safetensors` holds, whose first layer is shared (ModelError if a tensor is missing)."""
+    if "up.bias" not in tensors:
+        raise ModelError("the heads have no tensor up.bias; train these heads again")
+    inner = tensors["up.bias"].size
+    block = HeadBlock(
+        take_tensor(tensors, "up.weight", inner, hidden_size)[None],
+        take_tensor(tensors, "up.bias", inner)[None],
+        take_tensor(tensors, "down.weight", num_heads, hidden_size, inner),
+        take_tensor(tensors, "down.bias", num_heads, hidden_size),
+    )
+    return DraftHeads((block,), "relu")
+
+
+class Blockwise(HeadDrafter):
+    """Drafts a chain: the likeliest token of each head.
+
+    A chain ends with a token that would end the answer.
+    """
+
+    def __init__(self, heads: DraftHeads, place: DraftingPlace) -> None:
+        super().__init__(heads, place)
+        self._eos_token_ids = frozenset(place.eos_token_ids)
+        self.max_drafts = heads.num_heads
+
+    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        drafts = [NOTHING] * len(asks)
+        places, hidden = self._last.gather(list(asks))
+        if not places:
+            return drafts
+        length = min(self.max_drafts, max(asks[place].num_drafts for place in places))
+        chains = self._guess(hidden, length, 1)[:, :, 0].T.tolist()
+        for place, chain in zip(places, chains, strict=True):
+            drafts[place] = self._cut(chain[: asks[place].num_drafts], asks[place])
+        return drafts
+
+    def _cut(self, chain: list[int], ask: DraftAsk) -> Draft:
+        """Ends a chain with the token that ends the answer: what would follow is never kept."""
+        if not ask.state.sampling.ignore_eos:
+            for place, token in enumerate(chain):
+                if token in self._eos_token_ids:
+                    return Draft(chain[: place + 1])
+        return Draft(chain)
+
+
+@DRAFTERS.register("blockwise", THREAT)
+def make_blockwise(place: DraftingPlace) -> Drafter:
+    """Reads the heads of a model (`DrafterFactory` says what it raises)."""
+    card, tensors = open_heads(place, "blockwise")
+    return Blockwise(read_heads(tensors, card.num_heads, card.hidden_size), place)

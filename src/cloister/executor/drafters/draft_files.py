@@ -1,0 +1,82 @@
+"""Where the small model is that drafts for another one, and whether both speak of the same tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from cloister.executor.drafters.base import DraftingPlace, DraftModel
+from cloister.executor.drafters.heads import heads_directory
+from cloister.models import embedded_names, locate
+from cloister.types.errors import ConfigError
+
+EMBEDDED: Final = {"cloister-5m": "cloister-draft"}
+"""Model -> its draft, of those inside the package."""
+TRAINED: Final = "draft_model"
+"""Where `cloister train draft` puts a draft, beside what else was trained for the model."""
+
+
+def draft_names(place: DraftingPlace) -> list[str]:
+    """Returns the names of the small models: those that the settings list, else the trained one, else the embedded one.
+
+    Raises:
+        ConfigError: there is none; the message says what to do.
+    """
+    if place.files is not None:
+        names = [name.strip() for name in place.files.split(",")]
+        if not all(names):
+            raise ConfigError("a draft model has an empty name; give one name, or several with a comma between two")
+        return names
+    trained = heads_directory(place.model_path, TRAINED)
+    if (trained / "config.json").is_file():
+        return [str(trained)]
+    for model, draft in EMBEDDED.items():
+        if model in embedded_names() and place.model_path == locate(model):
+            return [draft]
+    raise ConfigError(
+        "this model has no draft model; train one with `cloister train draft`, or name a smaller model with the same tokens",
+        param="draft_model",
+    )
+
+
+def open_drafts(place: DraftingPlace) -> list[DraftModel]:
+    """Opens the small models.
+
+    Raises:
+        ConfigError: there is none, or one has another vocabulary.
+        ModelError: one cannot be read.
+    """
+    return [_open(place, name) for name in draft_names(place)]
+
+
+def open_draft(place: DraftingPlace) -> DraftModel:
+    """Opens the small model of a drafter that takes one (errors as of `open_drafts`)."""
+    names = draft_names(place)
+    if len(names) > 1:
+        raise ConfigError(f"{len(names)} draft models are named where this drafter takes one; `spec_infer` takes several")
+    return _open(place, names[0])
+
+
+def _open(place: DraftingPlace, name: str) -> DraftModel:
+    model = place.open_model(name)
+    if model.vocab_size != place.vocab_size:
+        raise ConfigError(
+            f"the draft model {name} has {model.vocab_size} tokens and the model {place.vocab_size}; "
+            "name one that was made with the same tokenizer"
+        )
+    own, other = _vocabulary(place.model_path), _vocabulary(locate(name))
+    if own is not None and other is not None and own != other:
+        raise ConfigError(
+            f"the tokens of the draft model {name} do not mean what the model's mean; name one that was made with its tokenizer"
+        )
+    return model
+
+
+def _vocabulary(path: Path) -> Any:
+    """Returns what tokenizer.json says of tokens and their ids; None where it is not there, as beside a GGUF file."""
+    try:
+        read = json.loads((path / "tokenizer.json").read_bytes())
+        return read["model"]["vocab"], [(token["id"], token["content"]) for token in read.get("added_tokens", ())]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

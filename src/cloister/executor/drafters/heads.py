@@ -1,0 +1,120 @@
+"""Heads that guess the tokens behind the next one from a hidden state: the files that training writes, read without torch.
+
+A directory holds `heads.json` (`HeadsCard`) and `heads.safetensors`. Heads guess hidden states; the model's own head makes
+tokens of them, so that a head is some layers small, not a vocabulary wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from cloister.executor.drafters.base import DraftingPlace, FloatArray
+from cloister.models.safetensors import read_header, write_tensors
+from cloister.types.errors import ConfigError, ModelError
+
+VERSION: Final = 1
+CARD, TENSORS = "heads.json", "heads.safetensors"
+
+
+class HeadsCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What `heads.json` says.
+
+    Attributes:
+        kind: the drafter that they are for.
+        fingerprint: SHA-256 of the model that they were trained for, config and checkpoint (hex).
+        parents: of the tree that they fill best first, as `Draft.parents`; empty where they draft a chain.
+        accuracy: [num_heads][num_ranks], the share of held-out places where a head's guess of that rank was the model's token.
+        trained: seed, steps, tokens and the like, for people who read it.
+    """
+
+    kind: str
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    fingerprint: str
+    version: int = VERSION
+    parents: list[int] = []
+    accuracy: list[list[float]] = []
+    trained: dict[str, str | int | float] = {}
+
+
+def heads_directory(model_path: Path, kind: str) -> Path:
+    """Returns where heads of that kind lie for a model's directory or GGUF file."""
+    return (model_path.parent if model_path.is_file() else model_path) / "drafters" / kind
+
+
+def write_heads(directory: Path, card: HeadsCard, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Writes heads; the card last, so that a directory with a card is whole.
+
+    Raises:
+        ModelError: they cannot be written there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / CARD).unlink(missing_ok=True)
+        write_tensors(directory / TENSORS, tensors)
+        (directory / CARD).write_bytes(msgspec.json.format(msgspec.json.encode(card), indent=1) + b"\n")
+    except OSError as error:
+        raise ModelError(
+            f"heads cannot be written to {directory}: {error.strerror}; free space or name another place"
+        ) from None
+
+
+def read_card(directory: Path) -> HeadsCard:
+    """Returns the card of heads (ModelError if it is damaged or of another version)."""
+    try:
+        card = msgspec.json.decode((directory / CARD).read_bytes(), type=HeadsCard)
+    except (OSError, msgspec.DecodeError):
+        raise ModelError(f"{directory / CARD} is damaged; train these heads again") from None
+    if card.version != VERSION:
+        raise ModelError(
+            f"{directory / CARD} has version {card.version}, this release reads {VERSION}; train these heads again"
+        )
+    return card
+
+
+def open_heads(place: DraftingPlace, kind: str) -> tuple[HeadsCard, dict[str, FloatArray]]:
+    """Reads the heads of a kind for a model; a place's `files` may name heads of a sibling of the model, of equal shape.
+
+    Raises:
+        ConfigError: there are none, or they were trained for another model.
+        ModelError: the files are damaged.
+    """
+    directory = Path(place.files).expanduser() if place.files else heads_directory(place.model_path, kind)
+    if not (directory / CARD).is_file():
+        raise ConfigError(
+            f"{directory} holds no {kind} heads; train them with `cloister train {kind} --model {place.model_path.name} "
+            "--text FILES`, or choose another drafter",
+            param="speculate",
+        )
+    card = read_card(directory)
+    if card.kind != kind:
+        raise ConfigError(f"{directory} holds {card.kind} heads, not {kind} heads; name their directory", param="speculate")
+    if (card.hidden_size, card.vocab_size) != (place.hidden_size, place.vocab_size):
+        raise ConfigError(
+            f"the {kind} heads in {directory} are for a hidden size of {card.hidden_size} and {card.vocab_size} tokens and the "
+            f"model has {place.hidden_size} and {place.vocab_size}; train heads for it with `cloister train {kind}`",
+            param="speculate",
+        )
+    if not place.files and place.fingerprint and card.fingerprint != place.fingerprint:
+        raise ConfigError(
+            f"the {kind} heads in {directory} were trained for another model of the same shape; train them for this one with "
+            f"`cloister train {kind}`, or name their directory if it is a sibling that they shall serve too",
+            param="speculate",
+        )
+    tensors = {name: np.ascontiguousarray(entry.read(), np.float32) for name, entry in read_header(directory / TENSORS).items()}
+    return card, tensors
+
+
+def take_tensor(tensors: Mapping[str, FloatArray], name: str, *shape: int) -> FloatArray:
+    """Returns one tensor of that shape (ModelError if there is none)."""
+    tensor = tensors.get(name)
+    if tensor is None or tensor.shape != shape:
+        raise ModelError(f"{TENSORS} has no tensor {name} of the shape {list(shape)}; train these heads again")
+    return tensor

@@ -1,0 +1,190 @@
+"""Lookahead decoding (Fu et al. 2024): the model guesses at many places at once, and what it says there is tried out later.
+
+A window of guesses runs ahead of the text, columns by place and levels by age: level 0 is a chain behind the last known token,
+and each column's newer guesses hang below its older ones. In every step the model adds a level to each column (a Jacobi
+iteration), and columns that are full give n-grams to a pool. Verified are the n-grams that begin with the last known token.
+Both are nodes of one token tree; the text's own n-grams are in the pool too.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+from cloister.executor.drafters.base import DRAFTERS, Draft, DraftAsk, Drafter, DraftingPlace, IntArray, VerifyFeedback
+from cloister.executor.drafters.ngram_pool import NUM_BYTES, NUM_FOLLOWING, NgramPool
+from cloister.executor.drafters.residue import overwrite
+from cloister.executor.drafters.trie import Trie, fill_shape
+from cloister.executor.state import SequenceState
+from cloister.types.threat import Requirement, ThreatProfile
+
+THREAT = ThreatProfile(
+    row="context- or datastore-based speculation (REST, Token Recycling, LLMA)",
+    threats=frozenset({Requirement.STATELESS}),
+    residue="n-grams of the request and guesses of the model, until it departs",
+    where=("memory of the engine process",),
+    attack="another request's draft, or a dump of memory, tells what the text was",
+    mitigations=("a window and a pool for each sequence, of its own tokens alone", "overwritten when the sequence departs"),
+)
+MAX_DRAFTS: Final = 32
+NUM_LEVELS: Final = NUM_FOLLOWING
+"""Guesses of a column; with the one that the model adds they are an n-gram."""
+MAX_COLUMNS: Final = 7
+NUM_READ: Final = 2048
+"""Tokens of a text whose n-grams are read, from its end."""
+DECAY: Final = (0.5, 0.7)
+"""How likely each older n-gram is beside the one after it, and each token behind the one before it."""
+
+
+class _Window:
+    """The guesses of one sequence, its pool, and what of it the last draft holds.
+
+    Attributes:
+        columns: one array for each, of 1 to NUM_LEVELS guesses, the oldest first.
+        places: for each column in the last draft the place there of its newest guess.
+        draft: the last one.
+        num_read: tokens of the sequence whose n-grams are in the pool.
+    """
+
+    __slots__ = ("columns", "draft", "num_read", "places", "pool")
+
+    def __init__(self, pool: NgramPool, num_read: int = 0) -> None:
+        self.pool = pool
+        self.num_read = num_read
+        self.columns: list[array[int]] = []
+        self.places: list[int] = []
+        self.draft: Draft | None = None
+
+    def read(self, tokens: array[int]) -> None:
+        """Puts the n-grams of the tokens that were added into the pool."""
+        for end in range(max(self.num_read, NUM_FOLLOWING, len(tokens) - NUM_READ), len(tokens)):
+            self.pool.put(tokens[end - NUM_FOLLOWING], tokens[end - NUM_FOLLOWING + 1 : end + 1])
+        self.num_read = len(tokens)
+
+    def advance(self, chosen: IntArray, num_accepted: int) -> None:
+        """Adds what the model said behind each column of the last draft, and moves on with the text."""
+        for column, place in zip(self.columns, self.places, strict=False):
+            guess = int(chosen[place + 1])
+            if guess < 0:
+                continue
+            column.append(guess)
+            if len(column) > NUM_LEVELS:
+                self.pool.put(column[0], column[1:])
+                del column[0]
+        for column in self.columns[:num_accepted]:  # their places are known now
+            overwrite(column)
+        del self.columns[:num_accepted]
+        self.places = []
+
+    def wipe(self) -> None:
+        """Overwrites what is kept."""
+        self.pool.wipe()
+        for column in self.columns:
+            overwrite(column)
+        self.columns, self.places, self.draft = [], [], None
+
+
+class LookaheadDrafter(Drafter):
+    """Drafts n-grams to verify, and in the places that they leave a window of guesses.
+
+    Args:
+        max_num_seqs: sequences at once, by which memory is counted.
+    """
+
+    max_drafts = MAX_DRAFTS
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.fixed_bytes = max_num_seqs * (NUM_BYTES + 4 * MAX_COLUMNS * (NUM_LEVELS + 1))
+        self._windows: dict[int, _Window] = {}
+
+    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        return [self._draft(ask) for ask in asks]
+
+    def observe(self, seen: Sequence[VerifyFeedback]) -> None:
+        for each in seen:
+            window = self._of(each.state)
+            window.read(each.state.tokens)
+            if each.draft is window.draft:
+                window.advance(each.chosen, len(each.path))
+            window.draft = None
+
+    def forget(self, seq_id: int) -> None:
+        if (window := self._windows.pop(seq_id, None)) is not None:
+            window.wipe()
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        if (window := self._windows.get(parent_id)) is not None:
+            self.forget(child_id)
+            self._windows[child_id] = _Window(window.pool.copy(), window.num_read)
+
+    def _of(self, state: SequenceState) -> _Window:
+        window = self._windows.get(state.seq_id)
+        if window is None or window.num_read > len(state.tokens):  # another sequence under the same number
+            self.forget(state.seq_id)
+            window = self._windows[state.seq_id] = _Window(NgramPool())
+        return window
+
+    def _draft(self, ask: DraftAsk) -> Draft:
+        tokens, window = ask.state.tokens, self._of(ask.state)
+        window.read(tokens)
+        drafts = _find(window.pool, tokens[-1], ask.num_drafts)
+        if ask.parents is not None:
+            return fill_shape(drafts, ask.parents[: ask.num_drafts])
+        tree = _Tree(drafts)
+        num_columns = min(MAX_COLUMNS, (ask.num_drafts - len(tree.token_ids)) // NUM_LEVELS)
+        while len(window.columns) < num_columns:
+            window.columns.append(array("i", (_guess(tokens, len(window.columns)),)))
+        window.places = tree.add_window(window.columns[:num_columns])
+        window.draft = Draft(tree.token_ids, tree.parents)
+        return window.draft
+
+
+class _Tree:
+    """A draft that grows: a node that is there already is not added again."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.token_ids = list(draft.token_ids)
+        self.parents = list(draft.parents or ())
+        self._places = {key: place for place, key in enumerate(zip(self.parents, self.token_ids, strict=True))}
+
+    def add_window(self, columns: Sequence[array[int]]) -> list[int]:
+        """Adds columns level by level, so that parents come first; returns the place of each one's newest guess."""
+        newest: list[int] = []
+        parent = -1
+        for column in columns:
+            parent = self._add(parent, column[0])
+            newest.append(parent)
+        for level in range(1, NUM_LEVELS):
+            for number, column in enumerate(columns):
+                if level < len(column):
+                    newest[number] = self._add(newest[number], column[level])
+        return newest
+
+    def _add(self, parent: int, token: int) -> int:
+        place = self._places.setdefault((parent, token), len(self.token_ids))
+        if place == len(self.token_ids):
+            self.token_ids.append(token)
+            self.parents.append(parent)
+        return place
+
+
+def _find(pool: NgramPool, last: int, num_drafts: int) -> Draft:
+    """Returns the n-grams that begin with the last known token, as a tree."""
+    trie = Trie()
+    by_age, by_depth = DECAY
+    for age, following in enumerate(pool.find(last)):
+        trie.add(following, [by_age**age * by_depth**depth for depth in range(NUM_FOLLOWING)])
+    return trie.best(num_drafts)
+
+
+def _guess(tokens: array[int], column: int) -> int:
+    """Returns some token of the text for a place about which nothing is known; the same in every run."""
+    number = (len(tokens) * MAX_COLUMNS + column + 1) * 0x9E3779B1 % (1 << 32)
+    return tokens[number * len(tokens) >> 32]
+
+
+@DRAFTERS.register("lookahead", THREAT)
+def make_lookahead_drafter(place: DraftingPlace) -> Drafter:
+    """Makes the drafter (`DrafterFactory`); it needs nothing."""
+    return LookaheadDrafter(place.max_num_seqs)

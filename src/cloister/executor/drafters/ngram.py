@@ -1,0 +1,109 @@
+"""Drafts what followed the last time: the longest suffix of the known tokens that occurred before in the sequence.
+
+Prompt lookup (Saxena 2023) and LLMA (Yang et al. 2023, section 3), which take their text from the prompt or from references;
+here it is prompt and output alike. How long a draft becomes follows from the length of the match.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Final
+
+from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace
+from cloister.executor.drafters.occurrences import BYTES_PER_TOKEN, Occurrences
+from cloister.executor.drafters.trie import Trie, fill_shape
+from cloister.types.threat import Requirement, ThreatProfile
+
+THREAT = ThreatProfile(
+    row="context- or datastore-based speculation (REST, Token Recycling, LLMA)",
+    threats=frozenset({Requirement.STATELESS}),
+    residue="positions of n-grams of the request, until it departs",
+    where=("memory of the engine process",),
+    attack="another request's draft, or a dump of memory, tells what the text was",
+    mitigations=("an index for each sequence, of its own tokens alone", "overwritten when the sequence departs"),
+)
+MAX_DRAFTS: Final = 32
+MATCH_RATES: Final = (0.0, 0.32, 0.6, 0.66, 0.73, 0.85, 0.86, 0.87, 0.95)
+"""How often the next token is the one that followed a match, by its length (the last entry: this long or longer)."""
+LEAST_WEIGHT: Final = 0.1
+"""Tokens that are less likely than this are not worth a place in a step."""
+RECENCY: Final = 0.5
+"""What each earlier one of several matches counts beside the one after it."""
+
+
+def _chances(num_matched: int) -> list[float]:
+    """Returns how likely a draft holds up to each of its tokens, as long as that is worth it."""
+    last = len(MATCH_RATES) - 1
+    rates = [MATCH_RATES[min(num_matched + depth, last)] for depth in range(MAX_DRAFTS)]
+    return [chance for chance in accumulate(rates, mul) if chance >= LEAST_WEIGHT]
+
+
+_CHANCES: Final = tuple(_chances(num_matched) for num_matched in range(len(MATCH_RATES)))
+
+
+class NgramDrafter(Drafter):
+    """Drafts from each sequence's own text.
+
+    Args:
+        block_size: of the model's KV blocks, by which memory is counted.
+    """
+
+    max_drafts = MAX_DRAFTS
+
+    def __init__(self, block_size: int) -> None:
+        self.kv_block_bytes = BYTES_PER_TOKEN * block_size
+        self._occurrences: dict[int, Occurrences] = {}
+
+    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        return [self._draft(ask) for ask in asks]
+
+    def forget(self, seq_id: int) -> None:
+        if (occurrences := self._occurrences.pop(seq_id, None)) is not None:
+            occurrences.wipe()
+
+    def _draft(self, ask: DraftAsk) -> Draft:
+        tokens = ask.state.tokens
+        occurrences = self._occurrences.get(ask.state.seq_id)
+        if occurrences is None:
+            occurrences = self._occurrences[ask.state.seq_id] = Occurrences()
+        matches = occurrences.find(tokens)
+        if not matches or ask.num_drafts < 1:
+            return NOTHING
+        if len(matches) > 1:
+            draft = _merge(tokens, matches).best(MAX_DRAFTS if ask.parents is not None else ask.num_drafts, LEAST_WEIGHT)
+        else:
+            num_matched, end = matches[0]
+            draft = Draft(copy_from(tokens, end, min(len(_chances_at(num_matched)), ask.num_drafts)))
+        return draft if ask.parents is None else fill_shape(draft, ask.parents[: ask.num_drafts])
+
+
+def _chances_at(num_matched: int) -> list[float]:
+    return _CHANCES[min(num_matched, len(_CHANCES) - 1)]
+
+
+def _merge(tokens: array[int], matches: list[tuple[int, int]]) -> Trie:
+    """Puts what followed several matches into one tree; later matches count more."""
+    trie = Trie()
+    share = (1 - RECENCY) / (1 - RECENCY ** len(matches))
+    for num_matched, end in matches:
+        chances = _chances_at(num_matched)
+        trie.add(copy_from(tokens, end, len(chances)), [share * chance for chance in chances])
+        share *= RECENCY
+    return trie
+
+
+def copy_from(tokens: array[int], start: int, count: int) -> list[int]:
+    """Returns `count` tokens from `start` on; behind the end the copy goes on with itself, as LZ77's does."""
+    copied = tokens[start : start + count].tolist()
+    while len(copied) < count:
+        copied += copied[: count - len(copied)]
+    return copied
+
+
+@DRAFTERS.register("ngram", THREAT)
+def make_ngram_drafter(place: DraftingPlace) -> Drafter:
+    """Makes the drafter (`DrafterFactory`); it needs nothing."""
+    return NgramDrafter(place.block_size)

@@ -1,0 +1,125 @@
+"""REST (He et al. 2023): what followed the last tokens in a datastore of public text, as a tree, the likeliest first.
+
+Nothing of a request is kept, and nothing is ever added to the datastore.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace
+from cloister.executor.drafters.datastore import BUILD, HEADER, Continuations, Datastore
+from cloister.executor.drafters.trie import fill_shape
+from cloister.models.generation import digest_tokenizer
+from cloister.types.errors import ConfigError
+from cloister.types.threat import Requirement, ThreatProfile
+
+THREAT = ThreatProfile(
+    row="context- or datastore-based speculation (REST, Token Recycling, LLMA)",
+    threats=frozenset({Requirement.STATELESS}),
+    residue="none of requests: the datastore is built beforehand, and read only",
+    where=("host memory", "SSD"),
+    attack="a datastore of private text tells what is in it, by which drafts are accepted",
+    mitigations=("only text that whoever builds the datastore says is public", "no request is ever added"),
+)
+MAX_DRAFTS: Final = 32
+MAX_MATCH: Final = 12
+"""Tokens of the longest suffix that is looked up."""
+MAX_DEPTH: Final = 16
+NUM_SAMPLED: Final = 32
+"""Continuations that are read, evenly spaced in their order: so each is there as often as it is in the whole range."""
+DOUBTS: Final = (5.0, 3.0, 2.0, 1.5, 1.2, 1.0, 0.6, 0.4, 0.3)
+"""By the length of the match from 1 on (the last entry: this long or longer): so many unseen continuations stand beside those
+that were found."""
+LEAST_CHANCE: Final = 0.06
+"""Tokens that are less likely than this are not worth a place in a step."""
+
+
+class RestDrafter(Drafter):
+    """Drafts from a datastore."""
+
+    max_drafts = MAX_DRAFTS
+
+    def __init__(self, datastore: Datastore) -> None:
+        self._datastore = datastore
+        self.fixed_bytes = datastore.num_bytes
+
+    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        return [self._draft(ask) for ask in asks]
+
+    def _draft(self, ask: DraftAsk) -> Draft:
+        length, start, end = self._find_longest(ask.state.tokens)
+        if not length or ask.num_drafts < 1:
+            return NOTHING
+        if ask.parents is not None:
+            return fill_shape(self._grow(length, start, end, MAX_DRAFTS), ask.parents[: ask.num_drafts])
+        return self._grow(length, start, end, min(ask.num_drafts, MAX_DRAFTS))
+
+    def _find_longest(self, tokens: array[int]) -> tuple[int, int, int]:
+        """Returns (length, start, end): the longest suffix of the known tokens that is in the datastore, and where.
+
+        A suffix is there if a longer one is: so its length is searched by halving.
+        """
+        suffix = tokens[-MAX_MATCH:].tolist()
+        found, least, most = (0, 0, 0), 1, len(suffix)
+        length = min(4, most)  # most are about so long
+        while least <= most:
+            start, end = self._datastore.find(suffix[-length:])
+            if start < end:
+                found, least = (length, start, end), length + 1
+            else:
+                most = length - 1
+            length = (least + most + 1) // 2
+        return found
+
+    def _grow(self, length: int, start: int, end: int, num_drafts: int) -> Draft:
+        """Makes a tree of the continuations in a range, best first; no child is likelier than its parent."""
+        step = -(-(end - start) // NUM_SAMPLED)
+        rows = self._datastore.read(start, end, step, length, MAX_DEPTH)
+        token_ids: list[int] = []
+        parents: list[int] = []
+        heap = _children(rows, step, length, _Node(-1.0, -1, -1, 0, len(rows), 0))
+        heapq.heapify(heap)
+        while heap and len(token_ids) < num_drafts:
+            node = heapq.heappop(heap)
+            token_ids.append(node.token)
+            parents.append(node.parent)
+            for child in _children(rows, step, length, node._replace(parent=len(parents) - 1)):
+                heapq.heappush(heap, child)
+        return Draft(token_ids, parents)
+
+
+class _Node(NamedTuple):
+    """Rows that have the same tokens up to a depth; `negative` is how likely these are, below 0: heaps give the least first."""
+
+    negative: float
+    parent: int
+    token: int
+    first: int
+    last: int
+    depth: int
+
+
+def _children(rows: Continuations, step: int, length: int, node: _Node) -> list[_Node]:
+    """Returns what goes on from a node and is likely enough; `node.parent` is its own place in the draft."""
+    negative, place, _, first, last, depth = node
+    num_found = (last - first) * step
+    trust = negative / (num_found + DOUBTS[min(length + depth, len(DOUBTS)) - 1]) * step
+    return [
+        _Node(trust * (end - start), place, token, start, end, depth + 1)
+        for token, start, end in rows.split(first, last, depth)
+        if trust * (end - start) <= -LEAST_CHANCE
+    ]
+
+
+@DRAFTERS.register("rest", THREAT)
+def make_rest_drafter(place: DraftingPlace) -> Drafter:
+    """Makes the drafter (`DrafterFactory`) with the datastore that the settings name, or the one beside the model."""
+    if place.files is None and not (place.model_path / "drafters" / "rest" / HEADER).is_file():
+        raise ConfigError(f"this model brings no datastore to draft from; {BUILD}, and name it", param="datastore")
+    path = place.model_path / "drafters" / "rest" if place.files is None else Path(place.files).expanduser()
+    return RestDrafter(Datastore(path, digest_tokenizer(place.model_path), place.vocab_size))

@@ -1,0 +1,66 @@
+"""Continuations merged into one token tree, the likeliest nodes first (the tree of SpecInfer, Miao et al. 2024, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cloister.executor.drafters.base import Draft
+
+
+class Trie:
+    """Weighted continuations of one sequence. A node's weight is the sum of those that run through it."""
+
+    __slots__ = ("_children", "_parents", "_tokens", "_weights")
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._weights: list[float] = []
+        self._children: dict[tuple[int, int], int] = {}
+
+    def add(self, token_ids: Sequence[int], weights: Sequence[float]) -> None:
+        """Adds a continuation, or as much of it as has weights.
+
+        Args:
+            weights: how likely it is that it holds up to each of its tokens; they never rise.
+        """
+        parent = -1
+        for token, weight in zip(token_ids, weights, strict=False):
+            node = self._children.setdefault((parent, token), len(self._tokens))
+            if node == len(self._tokens):
+                self._tokens.append(token)
+                self._parents.append(parent)
+                self._weights.append(weight)
+            else:
+                self._weights[node] += weight
+            parent = node
+
+    def best(self, num_drafts: int, least: float = 0.0) -> Draft:
+        """Returns the heaviest nodes as a tree, heaviest first; those lighter than `least` are left out.
+
+        No child weighs more than its parent, and of equal ones the parent came first: so parents stand before children.
+        """
+        weights = self._weights
+        order = sorted([node for node, weight in enumerate(weights) if weight >= least], key=lambda node: -weights[node])
+        del order[num_drafts:]
+        place = {node: number for number, node in enumerate(order)}
+        return Draft([self._tokens[node] for node in order], [place.get(self._parents[node], -1) for node in order])
+
+
+def fill_shape(draft: Draft, shape: Sequence[int]) -> Draft:
+    """Returns the nodes of a tree that fit into a shape (`Draft.parents`), those that its drafter trusts most.
+
+    Each place of the shape takes the first node that is left below its parent's; places for which there is none are left out.
+    """
+    waiting: dict[int, list[int]] = {}
+    parents = range(-1, len(draft.token_ids) - 1) if draft.parents is None else draft.parents
+    for node in reversed(range(len(draft.token_ids))):
+        waiting.setdefault(parents[node], []).append(node)
+    node_at, kept_at = {-1: -1}, {-1: -1}  # by the place in the shape; the kept ones are numbered anew
+    kept_parents: list[int] = []
+    for place, parent in enumerate(shape):
+        if parent in node_at and (rivals := waiting.get(node_at[parent])):
+            node_at[place] = rivals.pop()
+            kept_at[place] = len(kept_parents)
+            kept_parents.append(kept_at[parent])
+    return Draft([draft.token_ids[node] for node in list(node_at.values())[1:]], kept_parents)

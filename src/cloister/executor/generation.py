@@ -1,0 +1,293 @@
+"""Steps of the sequences that generate: one way for all, in which a plain step verifies no drafts.
+
+Where nobody wants to see or change logits the program chooses tokens itself; else they are chosen from its logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends.base import GREEDY, Capability, FloatArray, ForwardBatch, IntArray, MaskArray, Program, StepOutput, Wants
+from cloister.executor.drafter_group import DrafterGroup
+from cloister.executor.drafters import NOTHING, VerifyFeedback
+from cloister.executor.inputs import ScheduledSequence, forward_batch, row_slices, split_scored
+from cloister.executor.logprobs import prompt_logprobs, sample_logprobs
+from cloister.executor.program_executor import ProgramExecutor
+from cloister.executor.sampling import NOT_FINITE, finite_rows, greedy_tokens
+from cloister.executor.state import BatchState, SequenceState
+from cloister.executor.verification import Verification, accept_drawn
+from cloister.types.errors import EngineError
+from cloister.types.step import Fork, Sample, StepResult
+
+BoolArray = npt.NDArray[np.bool_]
+_NOBODY: Final[AbstractSet[int]] = frozenset()
+
+
+class TokenGenerator:
+    """Computes sequences that sample, or are on their way there.
+
+    Args:
+        batch: the sequences.
+        drafting: told of forks, and of what a step said where it wants to know.
+    """
+
+    def __init__(
+        self, program: Program, batch: BatchState, drafting: DrafterGroup, *, vocab_size: int, block_size: int
+    ) -> None:
+        self._program = program
+        self._executor = ProgramExecutor(program, vocab_size)
+        self._batch = batch
+        self._block_size = block_size
+        self._drafting = drafting
+        self._drafts = len(drafting) > 0
+        self._can_show_hidden = drafting.wants_hidden and Capability.HIDDEN in program.capabilities
+
+    def start(self, live: list[ScheduledSequence], forks: list[Fork], result: StepResult) -> Callable[[], None] | None:
+        """Begins a step of sequences that can go on; what it returns waits for it. What it brought is added to `result`.
+
+        None where it is done already: a device works on alone only in plain steps whose tokens it chooses.
+        """
+        if not live:
+            self._start([], forks, {})
+            return None
+        watched = self._find_watched(live, forks) if self._drafts else _NOBODY
+        reads_logits = (watched or self._batch.num_processed) and self._reads_logits(live, watched)
+        if not reads_logits and not watched and not forks:
+            return self._start_plain(live, result)
+        if not reads_logits:
+            seen = self._verify_on_program(live, forks, watched, result)
+        else:
+            seen, runs = [], split_scored(live)
+            run_of = {part.plan.seq_id: number for number, run in enumerate(runs) for part in run}
+            for number, run in enumerate(runs):
+                own = [fork for fork in forks if run_of.get(fork.parent_id, 0) == number]
+                seen += self._run_from_logits(run, own, watched, result)
+        if seen:
+            self._drafting.observe(seen)
+        return None
+
+    def _find_watched(self, live: Sequence[ScheduledSequence], forks: Sequence[Fork]) -> AbstractSet[int]:
+        """Returns the sequences of which drafters are to see the step; none in a step that they have no part in."""
+        plans = [part.plan for part in live]
+        if not self._drafting.wants(plans):
+            return _NOBODY
+        watched = {plan.seq_id for plan in plans if plan.is_watched or plan.num_drafts}
+        return watched | {fork.child_id for fork in forks if fork.parent_id in watched}
+
+    def _reads_logits(self, live: Sequence[ScheduledSequence], watched: AbstractSet[int]) -> bool:
+        """Whether there is a token that the program cannot choose by itself."""
+        if self._batch.num_processed and False in [part.state.is_unprocessed for part in live]:
+            return True
+        # drafts that were drawn by chance are accepted by chance, and a grammar goes on from token to token of a draft
+        return bool(watched) and any(
+            part.state.grammar is not None or (part.draft.probs is not None and not part.state.is_coupled) for part in live
+        )
+
+    def _start(
+        self, parts: Sequence[ScheduledSequence], forks: Sequence[Fork], rows: Mapping[int, slice]
+    ) -> list[Verification]:
+        """Returns a verification for each sequence that samples, forked children after their parents' like."""
+        found = {}
+        for part in parts:
+            if part.plan.num_samples:
+                root = rows[part.plan.seq_id].start + part.num_prompt_rows
+                found[part.plan.seq_id] = Verification(part.state, part.draft, root)
+        children = []
+        for fork in forks:
+            child = self._batch.fork(fork.parent_id, fork.child_id, fork.index)
+            if child.failure is None and fork.parent_id not in found:
+                raise EngineError(f"sequence {fork.parent_id} forks in a step in which it does not sample")
+            self._drafting.fork(fork.parent_id, fork.child_id)
+            if fork.parent_id in found:
+                children.append(Verification(child, NOTHING, found[fork.parent_id].root))
+        return [each for each in (*found.values(), *children) if each.state.failure is None]
+
+    def _finish(self, parts: Sequence[ScheduledSequence], verified: Sequence[Verification], result: StepResult) -> None:
+        self._keep_paths(parts, verified)
+        result.samples += [each.sample for each in verified if each.token_ids and each.state.failure is None]
+
+    def _keep_paths(self, parts: Sequence[ScheduledSequence], verified: Sequence[Verification]) -> None:
+        """Moves the KV of accepted drafts to where a chain would have it."""
+        trees = {part.plan.seq_id: part for part in parts if part.draft.parents is not None}
+        size, moves = self._block_size, []
+        for each in verified if trees else ():
+            part, slots = trees.get(each.state.seq_id), each.state.blocks
+            if part is not None:
+                moves += [[slots[p // size] * size + p % size for p in move] for move in each.moves(part)]
+        if moves:
+            self._program.move_positions(np.array(moves, np.int32))
+
+    # The program chooses
+
+    def _start_plain(self, live: Sequence[ScheduledSequence], result: StepResult) -> Callable[[], None] | None:
+        """Begins a step that verifies nothing: an object for each sequence would be a tenth of its Python."""
+        batch = forward_batch(live, self._block_size)
+        states = [part.state for part in live if part.plan.num_samples]
+        wants = self._wants(batch, states)
+        if not self._executor.is_asynchronous:
+            _append(states, self._executor.step(batch, wants), batch, result)
+            return None
+        wait = self._executor.launch(batch, wants)
+        return lambda: _append(states, wait(), batch, result)
+
+    def _verify_on_program(
+        self, live: Sequence[ScheduledSequence], forks: Sequence[Fork], watched: AbstractSet[int], result: StepResult
+    ) -> list[VerifyFeedback]:
+        batch = forward_batch(live, self._block_size)
+        verified = self._start(live, forks, row_slices(live))
+        states = []
+        rows: list[int] = []
+        depths: list[int] = []
+        for each in verified:
+            count = 1 + len(each.draft.token_ids)
+            states += [each.state] * count
+            rows += range(each.root, each.root + count)
+            depths += each.draft.depths
+        positions = np.array([len(state.tokens) for state in states], np.int32) + np.array(depths, np.int32)
+        nodes = np.array(rows, np.int32), positions
+        wants = self._wants(batch, states, nodes, watched, shows_hidden=self._shows(live, watched))
+        output = self._executor.step(batch, wants)
+        if wants.greedy:
+            output.tokens = output.tokens[rows]
+        if output.tokens.shape != (len(states),):
+            raise EngineError(f"the program returned tokens of shape {output.tokens.shape}")
+        tokens, first, seen = output.tokens.tolist(), 0, []
+        for each in verified:
+            own = slice(first, first + 1 + len(each.draft.token_ids))
+            each.follow(tokens[own])
+            if each.token_ids and each.state.seq_id in watched:
+                seen.append(each.feedback(output.tokens[own], output))
+            first = own.stop
+        self._finish(live, verified, result)
+        return seen
+
+    def _shows(self, live: Sequence[ScheduledSequence], watched: AbstractSet[int]) -> bool:
+        """Whether drafters are to see hidden states of a step."""
+        return self._can_show_hidden and bool(watched) and any(part.plan.is_watched for part in live)
+
+    def _wants(
+        self,
+        batch: ForwardBatch,
+        states: list[SequenceState],
+        nodes: tuple[IntArray, IntArray] | None = None,
+        watched: AbstractSet[int] = _NOBODY,
+        *,
+        shows_hidden: bool = False,
+    ) -> Wants:
+        """Returns what a step shall bring in which the program chooses a token for each of `states`.
+
+        The most likely one of every row, if that is all they want. What grammars let follow is found while the program
+        computes, so it is asked for after that.
+
+        Args:
+            nodes: for each, its row of logits and the token's position; None where each has one row, and they are in order.
+        """
+        num_top = self._drafting.num_top if watched else 0
+        if not num_top and (self._batch.num_not_greedy == 0 or False not in [state.is_greedy for state in states]):
+            return Wants(greedy=True, hidden=True) if shows_hidden else GREEDY
+        if nodes is not None:
+            sampling = self._batch.sampling_metadata(states, *nodes)
+        else:
+            positions = batch.context_lens if len(states) == len(batch.context_lens) else None
+            sampling = self._batch.sampling_metadata(states, np.arange(len(states), dtype=np.int32), positions)
+        masks = None
+        if self._batch.num_guided and not all(state.grammar is None for state in states):
+            masks = partial(_stack_masks, states)
+        return Wants(sampling=sampling, masks=masks, num_top=num_top, hidden=shows_hidden)
+
+    # Tokens are chosen from logits
+
+    def _run_from_logits(
+        self, run: Sequence[ScheduledSequence], forks: Sequence[Fork], watched: AbstractSet[int], result: StepResult
+    ) -> list[VerifyFeedback]:
+        rows = row_slices(run)
+        wants = Wants(logits=True, num_top=self._drafting.num_top if watched else 0, hidden=self._shows(run, watched))
+        output = self._executor.step(forward_batch(run, self._block_size), wants)
+        finite = finite_rows(output.logits)
+        for part in run:
+            first = rows[part.plan.seq_id].start
+            if not finite[first : first + part.num_prompt_rows + part.plan.num_samples].all():
+                part.state.failure = NOT_FINITE
+        result.prompt_logprobs |= prompt_logprobs([part for part in run if part.num_prompt_rows], rows, output.logits)
+        going = verified = self._start(run, forks, rows)
+        while going:
+            going = self._advance(going, output.logits, finite)
+        self._finish(run, verified, result)
+        return _see([each for each in verified if each.state.seq_id in watched], output)
+
+    def _advance(self, going: list[Verification], logits: FloatArray, finite: BoolArray) -> list[Verification]:
+        """Takes one more token on each way; returns those that go on, each through a draft that foresaw its token."""
+        for each in going:
+            if not finite[each.row]:
+                each.state.failure = NOT_FINITE
+        going = [each for each in going if each.state.failure is None]
+        if not going:
+            return []
+        states, rows = [each.state for each in going], [each.row for each in going]
+        sampling = self._batch.sampling_metadata(states, rows)
+        tokens = np.empty(len(going), np.int64)
+        children: list[int | None] = [None] * len(going)
+        coupled = [place for place, each in enumerate(going) if each.is_coupled]
+        if coupled:
+            own = [states[place] for place in coupled]
+            tokens[coupled] = self._executor.process_and_sample(logits, own, sampling[coupled])
+            for place in coupled:
+                children[place] = going[place].child_of(int(tokens[place]))
+        if len(coupled) < len(going):
+            drawn = sorted(set(range(len(going))).difference(coupled))
+            found = accept_drawn([going[place] for place in drawn], logits[[rows[place] for place in drawn]], sampling[drawn])
+            for place, (child, token) in zip(drawn, found, strict=True):
+                children[place], tokens[place] = child, token
+        entries = sample_logprobs(states, rows, logits, tokens)
+        chosen = zip(going, tokens.tolist(), children, strict=True)
+        return [each for place, (each, token, child) in enumerate(chosen) if each.take(token, child, entries.get(place))]
+
+
+def _append(states: list[SequenceState], output: StepOutput, batch: ForwardBatch, result: StepResult) -> None:
+    """Gives each sequence the token that the program chose from its one row; -1 says that there is none."""
+    if output.tokens.shape != batch.logit_rows.shape:
+        raise EngineError(f"the program returned tokens of shape {output.tokens.shape}")
+    samples = result.samples = []
+    for state, token in zip(states, output.tokens.tolist(), strict=True):
+        if token < 0:
+            state.failure = (state.grammar and state.grammar.failure) or NOT_FINITE
+            continue
+        if state.grammar is None:
+            state.tokens.append(token)
+        else:
+            state.append(token)
+            if state.failure is not None:
+                continue
+        samples.append(Sample(state.seq_id, [token]))
+
+
+def _stack_masks(states: list[SequenceState]) -> MaskArray:
+    """Returns what each sequence may choose, [len(states), num_words]; all of it for one without a grammar."""
+    masks = [None if state.grammar is None else state.grammar.mask() for state in states]
+    if len(masks) == 1 and masks[0] is not None:
+        return masks[0][None]
+    num_words = next(mask.size for mask in masks if mask is not None)
+    stacked = np.full((len(masks), num_words), 0xFFFFFFFF, np.uint32)
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            stacked[row] = mask
+    return stacked
+
+
+def _see(verified: Sequence[Verification], output: StepOutput) -> list[VerifyFeedback]:
+    """Returns what drafters are to see of a step of which there are logits: off the path, what is most likely."""
+    verified = [each for each in verified if each.token_ids and each.state.failure is None]
+    if not verified:
+        return []
+    best, seen = greedy_tokens(output.logits), []
+    for each in verified:
+        chosen = best[each.root : each.root + 1 + len(each.draft.token_ids)].copy()
+        chosen[[0, *[place + 1 for place in each.path]]] = each.token_ids
+        seen.append(each.feedback(chosen, output))
+    return seen

@@ -1,0 +1,153 @@
+"""Turns the parts of a plan into the arrays of one forward: token ids, positions, block tables, rows of logits."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import attrgetter
+
+import msgspec
+
+from cloister.backends.base import ForwardBatch, IntArray
+from cloister.executor.arrays import as_ints, block_tables
+from cloister.executor.drafters import NOTHING, Draft
+from cloister.executor.state import SequenceState
+from cloister.types.errors import EngineError
+from cloister.types.step import MAX_SCORED_ROWS, SequencePlan
+
+_blocks_of = attrgetter("state.blocks")  # a comprehension would be a call more in every step
+
+
+class ScheduledSequence(msgspec.Struct):
+    """One sequence's part of a step, with its state.
+
+    Attributes:
+        end: one past the last position computed whose token is known; those of drafts follow.
+        num_prompt_rows: positions whose logits score the next prompt token; 0 unless prompt logprobs were asked for.
+        num_rows: rows of logits that this part needs: those of the prompt, the one to sample from, one for each draft.
+        draft: what is verified.
+    """
+
+    plan: SequencePlan
+    state: SequenceState
+    end: int
+    num_prompt_rows: int
+    num_rows: int
+    draft: Draft = NOTHING
+
+
+def schedule_sequence(plan: SequencePlan, state: SequenceState, draft: Draft = NOTHING) -> ScheduledSequence:
+    """Returns a plan's part beside the sequence that it names, and what was drafted for it."""
+    end = plan.start + plan.num_tokens - plan.num_drafts
+    num_prompt_rows = 0
+    if state.sampling.prompt_logprobs is not None:
+        num_prompt_rows = max(0, min(end, state.num_prompt_tokens - 1) - plan.start)
+    num_samples = plan.num_samples if draft is NOTHING else 1 + len(draft.token_ids)
+    return ScheduledSequence(plan, state, end, num_prompt_rows, num_prompt_rows + num_samples, draft)
+
+
+def row_slices(parts: Sequence[ScheduledSequence]) -> dict[int, slice]:
+    """Returns the rows of logits of each sequence."""
+    ends = accumulate([part.num_rows for part in parts])
+    return {part.plan.seq_id: slice(end - part.num_rows, end) for part, end in zip(parts, ends, strict=True)}
+
+
+def split_scored(parts: list[ScheduledSequence]) -> list[list[ScheduledSequence]]:
+    """Returns the parts of a step in runs that are computed one after another, each with few prompt positions to score.
+
+    A row of logits is as wide as the vocabulary: 2,048 of them can be a gigabyte.
+    """
+    runs: list[list[ScheduledSequence]] = [[]]
+    num_rows = 0
+    for part in parts:
+        if num_rows and num_rows + part.num_prompt_rows > MAX_SCORED_ROWS:
+            runs.append([])
+            num_rows = 0
+        runs[-1].append(part)
+        num_rows += part.num_prompt_rows
+    return runs
+
+
+def forward_batch(parts: Sequence[ScheduledSequence], block_size: int) -> ForwardBatch:
+    """Builds the arrays for `parts`, at least one.
+
+    Raises:
+        EngineError: a part does not fit what the runner knows of its sequence.
+    """
+    # Growing C arrays: for the few numbers of a decode step a numpy call costs more than the loop around it.
+    token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
+    query_starts = array("i", (0,))
+    has_adapter = has_tree = False
+    for part in parts:
+        start, end, draft = part.plan.start, part.end, part.draft
+        known = part.state.tokens
+        if start == end - 1 == len(known) - 1 and part.num_rows == 1 and len(part.state.blocks) * block_size >= end:
+            # One token that is sampled from, without drafts, fits what `_check` looks for: nearly every decode.
+            token_ids.append(known[start])
+            positions.append(start)
+            context_lens.append(end)
+            logit_rows.append(query_starts[-1])
+            query_starts.append(query_starts[-1] + 1)
+            has_adapter = has_adapter or part.state.adapter >= 0
+            continue
+        _check(part, block_size)
+        token_ids += known[start:end]
+        positions.extend(range(start, end))
+        if draft is NOTHING:
+            context_lens.append(end)
+        else:
+            token_ids.extend(draft.token_ids)
+            positions.extend([end - 1 + depth for depth in draft.depths[1:]])
+            context_lens.append(end + len(draft.token_ids))
+            has_tree = has_tree or draft.parents is not None
+        if part.num_prompt_rows:
+            logit_rows.extend(range(query_starts[-1], query_starts[-1] + part.num_prompt_rows))
+        query_starts.append(len(token_ids))
+        if part.plan.num_samples and draft is NOTHING:
+            logit_rows.append(len(token_ids) - 1)
+        elif part.plan.num_samples:
+            logit_rows.extend(range(len(token_ids) - 1 - len(draft.token_ids), len(token_ids)))
+        has_adapter = has_adapter or part.state.adapter >= 0
+    return ForwardBatch(
+        token_ids=as_ints(token_ids),
+        positions=as_ints(positions),
+        query_starts=as_ints(query_starts),
+        context_lens=as_ints(context_lens),
+        block_tables=block_tables([*map(_blocks_of, parts)], -(-max(context_lens) // block_size)),
+        logit_rows=as_ints(logit_rows),
+        parents=_parents(parts) if has_tree else None,
+        adapters=as_ints(array("i", [part.state.adapter for part in parts])) if has_adapter else None,
+    )
+
+
+def _parents(parts: Sequence[ScheduledSequence]) -> IntArray:
+    """Returns the token before each in a step with token trees (`ForwardBatch.parents`)."""
+    parents = array("i")
+    for part in parts:
+        first, num_known = len(parents), part.end - part.plan.start
+        parents.append(-1)
+        if part.draft.parents is None:
+            parents.extend(range(first, first + num_known + len(part.draft.token_ids) - 1))
+        else:
+            parents.extend(range(first, first + num_known - 1))
+            parents.extend([first + num_known + parent for parent in part.draft.parents])
+    return as_ints(parents)
+
+
+def _check(part: ScheduledSequence, block_size: int) -> None:
+    plan, num_known, end = part.plan, len(part.state.tokens), part.end
+    num_drafts = 0 if part.draft is NOTHING else len(part.draft.token_ids)
+    if end <= plan.start or plan.start < 0 or end > num_known:
+        raise EngineError(f"the step plan asks for positions of sequence {plan.seq_id} that have no token yet")
+    if plan.num_samples:
+        if plan.num_samples != 1:
+            raise EngineError(f"the step plan samples sequence {plan.seq_id} more than once")
+        if end != num_known:
+            raise EngineError(f"the step plan samples sequence {plan.seq_id} before its last token")
+    elif plan.num_drafts:
+        raise EngineError(f"the step plan drafts for sequence {plan.seq_id}, which does not sample")
+    if num_drafts > plan.num_drafts:
+        raise EngineError(f"sequence {plan.seq_id} has {num_drafts} drafts where the step plan has room for {plan.num_drafts}")
+    if len(part.state.blocks) * block_size < end + num_drafts:
+        raise EngineError(f"the block table of sequence {plan.seq_id} ends before its tokens do")

@@ -1,0 +1,166 @@
+"""What requests change of the logits before a token is sampled: penalties, bias, masked stop tokens, grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.executor.grammar import MaskArray, mask_tokens
+
+if TYPE_CHECKING:
+    from cloister.executor.state import SequenceState
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int32]
+
+
+def process_logits(logits: FloatArray, states: Sequence[SequenceState]) -> FloatArray:
+    """Returns logits after penalties, bias, masked stop tokens and grammars: a copy, or the array itself where no row asks."""
+    penalties: dict[int, Penalties] = {}
+    biases: dict[int, LogitBias] = {}
+    masks: dict[int, MaskArray] = {}
+    stop_masks: dict[int, LogitBias] = {}
+    for row, state in enumerate(states):
+        if state.penalties is not None:
+            penalties[row] = state.penalties
+        if state.bias is not None:
+            biases[row] = state.bias
+        if state.grammar is not None:  # first: what it finds says whether stop tokens are masked still
+            masks[row] = state.grammar.mask()
+        if (stop_mask := state.active_stop_mask) is not None:
+            stop_masks[row] = stop_mask
+    if not (penalties or biases or stop_masks or masks):
+        return logits
+    scores = logits.copy()
+    if penalties:
+        apply_penalties(scores, list(penalties), list(penalties.values()))
+    for additions in (biases, stop_masks):
+        if additions:
+            apply_bias(scores, list(additions), list(additions.values()))
+    mask_tokens(scores, list(masks), list(masks.values()))
+    return scores
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias:
+    """What to add to the logits of which tokens: `logit_bias`, and stop tokens that are masked before `min_tokens`.
+
+    Attributes:
+        ids: [num_biased] distinct token ids.
+        values: [num_biased] float32; -inf masks a token.
+    """
+
+    ids: npt.NDArray[np.int64]
+    values: FloatArray
+
+    @classmethod
+    def mask(cls, ids: Sequence[int]) -> LogitBias:
+        """Masks each of `ids`."""
+        return cls(np.array(ids, np.int64), np.full(len(ids), -np.inf, np.float32))
+
+
+def apply_bias(scores: FloatArray, rows: Sequence[int], biases: Sequence[LogitBias]) -> None:
+    """Adds to `scores` [num_rows, vocab] in place: `biases[i]` to row `rows[i]`; no row is named twice."""
+    row = np.repeat(np.asarray(rows), [bias.ids.size for bias in biases])
+    ids = np.concatenate([bias.ids for bias in biases])
+    scores[row, ids] += np.concatenate([bias.values for bias in biases])
+
+
+class TokenCounts:
+    """The distinct tokens of one sequence, and how often each is in its output. Kept only where a penalty asks for it."""
+
+    def __init__(self, token_ids: npt.NDArray[np.int32], num_prompt_tokens: int) -> None:
+        distinct, places = np.unique(token_ids, return_inverse=True)
+        self._ids = GrowingInts(distinct)
+        self._num_output = GrowingInts(np.bincount(places[num_prompt_tokens:], minlength=distinct.size))
+        self._places = {token: place for place, token in enumerate(distinct.tolist())}
+
+    @property
+    def ids(self) -> npt.NDArray[np.int32]:
+        """Distinct tokens of prompt and output, [num_distinct]."""
+        return self._ids.view
+
+    @property
+    def num_output(self) -> npt.NDArray[np.int32]:
+        """Occurrences of each of `ids` in the output, [num_distinct]; 0 for tokens of the prompt only."""
+        return self._num_output.view
+
+    def add(self, token_id: int) -> None:
+        """Counts one sampled token."""
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):
+            self._ids.append(token_id)
+            self._num_output.append(0)
+        self._num_output.view[place] += 1
+
+    def copy(self) -> TokenCounts:
+        """Returns counts that grow on their own (a fork)."""
+        twin = object.__new__(TokenCounts)
+        twin._ids, twin._num_output, twin._places = self._ids.copy(), self._num_output.copy(), dict(self._places)
+        return twin
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """What one sequence asks for, with its counts. `SamplingParams` says what each one means."""
+
+    repetition: float
+    presence: float
+    frequency: float
+    counts: TokenCounts
+
+
+def apply_penalties(scores: FloatArray, rows: Sequence[int], penalties: Sequence[Penalties]) -> None:
+    """Changes `scores` [num_rows, vocab] in place: row `rows[i]` by `penalties[i]`."""
+    sizes = [len(p.counts.ids) for p in penalties]
+    row = np.repeat(np.asarray(rows), sizes)
+    ids = np.concatenate([p.counts.ids for p in penalties])
+    num_output = np.concatenate([p.counts.num_output for p in penalties])
+    repetition = np.repeat(np.array([p.repetition for p in penalties], np.float32), sizes)
+    presence = np.repeat(np.array([p.presence for p in penalties], np.float32), sizes)
+    frequency = np.repeat(np.array([p.frequency for p in penalties], np.float32), sizes)
+    values = scores[row, ids]
+    values = np.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * num_output + presence * (num_output > 0)
+    scores[row, ids] = values
+
+
+class GrowingInts:
+    """int32 values with amortised O(1) append: they cost what they hold, not what they might."""
+
+    __slots__ = ("_size", "_store")
+
+    def __init__(self, values: npt.ArrayLike = ()) -> None:
+        self._store: IntArray = np.array(values, dtype=np.int32)
+        self._size = self._store.size
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def view(self) -> IntArray:
+        """The values, [len(self)], until the next append."""
+        return self._store[: self._size]
+
+    def append(self, value: int) -> None:
+        self._reserve(self._size + 1)
+        self._store[self._size] = value
+        self._size += 1
+
+    def copy(self) -> GrowingInts:
+        return GrowingInts(self.view)
+
+    def clear(self) -> None:
+        """Forgets the values, and overwrites them with zeros."""
+        self._store.fill(0)
+        self._size = 0
+
+    def _reserve(self, size: int) -> None:
+        if size > self._store.size:
+            store = np.zeros(max(size, 2 * self._store.size, 16), np.int32)
+            store[: self._size] = self.view
+            self._store = store

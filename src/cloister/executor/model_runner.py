@@ -1,0 +1,172 @@
+"""Runs one plan after another on a program."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from cloister.backends.base import Capability, Program, SamplingMetadata
+from cloister.executor.drafter_group import DrafterGroup
+from cloister.executor.drafters import NOTHING, Drafter
+from cloister.executor.generation import TokenGenerator
+from cloister.executor.grammar import Grammars
+from cloister.executor.inputs import ScheduledSequence, forward_batch, schedule_sequence
+from cloister.executor.pooling import NOT_OFFERED, pool_parts
+from cloister.executor.state import BatchState, SequenceState
+from cloister.types.clock import Clock, WallClock
+from cloister.types.errors import EngineError
+from cloister.types.request import Embedding
+from cloister.types.step import SequencePlan, StepPlan, StepResult
+
+
+class ModelRunner:
+    """Keeps the tokens of running sequences and turns plans into results. Not thread-safe: one step at a time.
+
+    Args:
+        program: what computes, with its KV cache.
+        vocab_size: columns of its logits.
+        max_model_len: prompt and answer together, in tokens.
+        block_size: positions in one KV block.
+        adapters: digest -> slot of the program's adapters; may change between steps.
+        grammars: compiles those that sequences bring; None fails such sequences.
+        drafters: by the name that plans know them by; None where no plan drafts.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        block_size: int,
+        clock: Clock | None = None,
+        adapters: Mapping[str, int] = {},
+        grammars: Grammars | None = None,
+        drafters: Mapping[str, Drafter] | None = None,
+    ) -> None:
+        self._program = program
+        self._can_pool = Capability.HIDDEN in program.capabilities
+        self._block_size = block_size
+        self._clock = clock or WallClock()
+        self._grammars = grammars
+        self._batch = BatchState(vocab_size=vocab_size, max_model_len=max_model_len, adapters=adapters, grammars=grammars)
+        self._drafts = bool(drafters)
+        self._drafting = DrafterGroup(drafters or {}, self._clock, takes_trees=Capability.TREES in program.capabilities)
+        self._generator = TokenGenerator(program, self._batch, self._drafting, vocab_size=vocab_size, block_size=block_size)
+
+    def sampling_metadata(self, states: list[SequenceState], rows: list[int]) -> SamplingMetadata:
+        """Says how the next token of each sequence is sampled, for drafters that sample as the model does (`DraftingPlace`)."""
+        return self._batch.sampling_metadata(states, rows)
+
+    def wipe_buffers(self) -> None:
+        """Overwrites what the program's buffers hold of the steps so far, those of sequences that go on included."""
+        self._program.wipe_buffers()
+        self._drafting.wipe_buffers()
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences held."""
+        return len(self._batch)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Runs one step, in the order that `StepPlan` states.
+
+        A step that leaves no sequence also wipes what the program's buffers still hold of them.
+
+        Raises:
+            EngineError: the plan does not fit what the runner holds. After this, or an error of the program, the step's
+                sequences must depart before they are named again; the others are unharmed.
+        """
+        return self.start(plan)()
+
+    def start(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begins a step as `run`, and returns what waits for it and says what it brought, to be called before the next step.
+
+        A program that computes on another device works meanwhile, where it chooses all tokens by itself.
+        """
+        started_s = self._clock.now()
+        for seq_id in plan.departures:
+            self._batch.depart(seq_id)
+            self._drafting.forget(seq_id)
+        for new in plan.arrivals:
+            self._batch.arrive(new)
+        if plan.wipes:
+            self._program.wipe_blocks(plan.wipes)
+            self._drafting.wipe_blocks(plan.wipes)
+        if plan.copies:
+            self._program.copy_blocks(plan.copies)
+            self._drafting.copy_blocks(plan.copies)
+        if not (plan.sequences or self.num_sequences):
+            self.wipe_buffers()
+        result = StepResult(plan_id=plan.plan_id)
+        parts = [self._part(part) for part in plan.sequences]
+        if self._drafts:
+            parts = self._drafted(parts)
+        live = [part for part in parts if part.state.failure is None]
+        if self._batch.num_pooled:
+            result.embeddings = self._pool([part for part in live if part.state.pool is not None])
+            live = [part for part in live if part.state.pool is None]
+        return partial(self._finish, plan, parts, self._generator.start(live, plan.forks, result), result, started_s)
+
+    def _finish(
+        self,
+        plan: StepPlan,
+        parts: list[ScheduledSequence],
+        wait: Callable[[], None] | None,
+        result: StepResult,
+        started_s: float,
+    ) -> StepResult:
+        if wait is not None:
+            wait()
+        touched = [part.state for part in parts]
+        touched += [self._batch[fork.child_id] for fork in plan.forks]
+        if self._batch.num_guided:
+            self._follow_grammars([state for state in touched if state.grammar is not None], result)
+        result.failures = {state.seq_id: state.failure for state in touched if state.failure is not None}
+        if self._drafts:
+            result.draft_s = self._drafting.take_times()
+        result.elapsed_s = self._clock.now() - started_s
+        return result
+
+    def _drafted(self, parts: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """Returns the parts with what is drafted for them."""
+        asks = [(part.plan, part.state) for part in parts if part.state.failure is None and part.state.pool is None]
+        self._drafting.follow(asks)
+        drafts = self._drafting.draft(asks)
+        return (
+            [schedule_sequence(part.plan, part.state, drafts.get(part.plan.seq_id, NOTHING)) for part in parts]
+            if drafts
+            else parts
+        )
+
+    def _pool(self, parts: list[ScheduledSequence]) -> dict[int, Embedding]:
+        """Computes the sequences of a step that are pooled, apart from the others: they read hidden states, not logits."""
+        if not self._can_pool:
+            for part in parts:
+                part.state.failure = NOT_OFFERED
+            return {}
+        return pool_parts(self._program, parts, forward_batch(parts, self._block_size)) if parts else {}
+
+    def _follow_grammars(self, states: list[SequenceState], result: StepResult) -> None:
+        """Says whose grammar is complete, and starts to work out what may follow the tokens of the others."""
+        if not states or self._grammars is None:
+            return
+        sampled = {sample.seq_id for sample in result.samples}
+        going_on = []
+        for state in states:
+            if state.grammar is None or state.seq_id not in sampled:
+                continue
+            if state.grammar.is_complete:
+                result.complete.add(state.seq_id)
+            else:
+                going_on.append(state.grammar)
+        self._grammars.look_ahead(going_on)
+
+    def _part(self, plan: SequencePlan) -> ScheduledSequence:
+        state = self._batch[plan.seq_id]
+        if plan.new_block_ids or plan.table_start != len(state.blocks):
+            if plan.table_start > len(state.blocks):
+                raise EngineError(f"the step plan leaves a gap in the block table of sequence {plan.seq_id}")
+            state.blocks[plan.table_start :] = array("i", plan.new_block_ids)
+        return schedule_sequence(plan, state)

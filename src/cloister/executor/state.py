@@ -1,0 +1,281 @@
+"""What the runner knows of the sequences it holds: tokens, block tables, and how each one samples."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cloister.backends.base import SAMPLING_METADATA, IntArray, SamplingMetadata
+from cloister.executor.grammar import Grammars, GrammarState
+from cloister.executor.logits_processors import LogitBias, Penalties, TokenCounts
+from cloister.executor.pooling import Pool
+from cloister.types.errors import CloisterError, EngineError
+from cloister.types.request import SamplingParams
+from cloister.types.step import NewSequence
+
+
+@dataclass(slots=True, kw_only=True)
+class SequenceState:
+    """One sequence.
+
+    Attributes:
+        slot: its row in the sampling columns.
+        tokens: prompt, then output.
+        blocks: the block table.
+        is_unprocessed: it takes a token of the distribution as the model says it, among those that its grammar lets follow if
+            it has one, and wants to know nothing else.
+        is_greedy: it is unprocessed, follows no grammar, and takes the most likely token.
+        penalties, bias, stop_mask: what changes its logits; None where nothing was asked for. `stop_mask` holds before
+            `min_tokens`.
+        grammar: its place in the grammar that it follows, if it follows one.
+        pool: its prompt becomes a vector, and it samples nothing.
+        adapter: slot of its adapter; -1 is none.
+        stops: tokens that end it wherever they are sampled.
+        failure: why it cannot go on, in words for the client; set once, and the sequence computes no more.
+    """
+
+    seq_id: int
+    slot: int
+    tokens: array[int]
+    blocks: array[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    is_unprocessed: bool = False
+    is_greedy: bool = False
+    penalties: Penalties | None = None
+    bias: LogitBias | None = None
+    stop_mask: LogitBias | None = None
+    grammar: GrammarState | None = None
+    pool: Pool | None = None
+    stops: frozenset[int] = frozenset()
+    failure: str | None = None
+    adapter: int = -1
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether its tokens must be the ones that its seed alone decides, drafts or not."""
+        return self.sampling.seed is not None or self.sampling.temperature == 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether its logits change before a token is sampled."""
+        is_changed = self.penalties is not None or self.bias is not None or self.grammar is not None
+        return is_changed or self.active_stop_mask is not None
+
+    @property
+    def active_stop_mask(self) -> LogitBias | None:
+        """What masks stop tokens, while the output is shorter than `min_tokens` and can become longer."""
+        if self.grammar is not None and self.grammar.must_end:
+            return None
+        return self.stop_mask if self.num_output_tokens < self.sampling.min_tokens else None
+
+    def append(self, token_id: int) -> None:
+        """Adds a sampled token."""
+        self.tokens.append(token_id)
+        if self.penalties is not None:
+            self.penalties.counts.add(token_id)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
+            self.failure = self.grammar.failure
+
+
+class BatchState:
+    """Every sequence that the runner holds, by id.
+
+    Sampling parameters lie in columns, one row per slot, so that a step gathers them without a loop.
+
+    Args:
+        adapters: digest -> slot of the program's adapters.
+
+    Attributes:
+        num_pooled: sequences whose prompt becomes a vector.
+        num_guided: sequences that follow a grammar.
+        num_not_greedy, num_processed: sequences that are not `is_greedy`, not `is_unprocessed`.
+    """
+
+    def __init__(
+        self, *, vocab_size: int, max_model_len: int, adapters: Mapping[str, int] = {}, grammars: Grammars | None = None
+    ) -> None:
+        self._grammars = grammars
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._adapters = adapters
+        self._sequences: dict[int, SequenceState] = {}
+        self.num_pooled = 0
+        self.num_guided = 0
+        self.num_not_greedy = 0
+        self.num_processed = 0
+        self._columns = np.zeros(16, SAMPLING_METADATA)
+        self._free_slots = list(range(16))[::-1]
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __getitem__(self, seq_id: int) -> SequenceState:
+        try:
+            return self._sequences[seq_id]
+        except KeyError:
+            raise EngineError(f"the step plan names sequence {seq_id}, which the runner does not hold") from None
+
+    def sampling_metadata(
+        self, states: list[SequenceState], rows: list[int] | IntArray, positions: IntArray | None = None
+    ) -> SamplingMetadata:
+        """Says how the next token of each sequence is sampled from its row of logits, [len(states)] of `SAMPLING_METADATA`.
+
+        Args:
+            positions: of the next tokens, where somebody has them already.
+        """
+        metadata = self._columns.take([state.slot for state in states])
+        metadata["row"] = rows
+        metadata["position"] = [len(state.tokens) for state in states] if positions is None else positions
+        return metadata
+
+    def arrive(self, new: NewSequence) -> None:
+        """Takes a sequence in. One that cannot run is held as failed, so that the plan's other parts are unharmed."""
+        sampling = new.sampling
+        state = SequenceState(
+            seq_id=new.seq_id,
+            slot=self._take_slot(),
+            tokens=array("i"),
+            blocks=array("i"),
+            num_prompt_tokens=new.num_prompt_tokens,
+            sampling=sampling,
+            pool=Pool(new.pooling) if new.pooling is not None else None,
+            stops=frozenset(new.stop_token_ids),
+            failure=self._objection(new),
+            adapter=-1 if new.adapter is None else self._adapters.get(new.adapter, -1),
+        )
+        self._file(state)
+        self.num_pooled += state.pool is not None
+        self._columns[state.slot] = (
+            sampling.temperature, 0, sampling.top_k, sampling.top_p, sampling.min_p, new.seed & (2**64 - 1), new.index, 0
+        )  # fmt: skip
+        if state.failure is None:
+            state.tokens.extend(new.token_ids)
+            state.penalties = _penalties(sampling, new)
+            state.bias = _bias(sampling)
+            state.stop_mask = self._stop_mask(new)
+            self._open_grammar(state)
+            self.num_guided += state.grammar is not None
+            state.is_unprocessed = _is_unprocessed(state)
+            state.is_greedy = state.is_unprocessed and sampling.temperature == 0 and state.grammar is None
+        self._count(state, 1)
+
+    def fork(self, parent_id: int, child_id: int, index: int) -> SequenceState:
+        """Makes `child_id` a copy of `parent_id` that draws with noise of its own."""
+        parent = self[parent_id]
+        penalties = parent.penalties
+        if penalties is not None:
+            penalties = Penalties(penalties.repetition, penalties.presence, penalties.frequency, penalties.counts.copy())
+        child = SequenceState(
+            seq_id=child_id,
+            slot=self._take_slot(),
+            tokens=parent.tokens[:],
+            blocks=parent.blocks[:],
+            num_prompt_tokens=parent.num_prompt_tokens,
+            sampling=parent.sampling,
+            is_unprocessed=parent.is_unprocessed,
+            is_greedy=parent.is_greedy,
+            penalties=penalties,
+            bias=parent.bias,
+            stop_mask=parent.stop_mask,
+            grammar=None if parent.grammar is None else parent.grammar.copy(),
+            stops=parent.stops,
+            failure=parent.failure,
+            adapter=parent.adapter,
+        )
+        self._file(child)
+        self.num_guided += child.grammar is not None
+        self._count(child, 1)
+        self._columns[child.slot] = self._columns[parent.slot]
+        self._columns["index"][child.slot] = index
+        return child
+
+    def depart(self, seq_id: int) -> None:
+        """Forgets a sequence; its tokens are overwritten.
+
+        One that is not held is no error: after a step that broke off, nobody knows who had arrived.
+        """
+        state = self._sequences.pop(seq_id, None)
+        if state is None:
+            return
+        memoryview(state.tokens).cast("B")[:] = bytes(state.tokens.itemsize * len(state.tokens))
+        if state.pool is not None:
+            state.pool.wipe()
+            self.num_pooled -= 1
+        self.num_guided -= state.grammar is not None
+        self._count(state, -1)
+        self._columns[state.slot] = 0
+        self._free_slots.append(state.slot)
+
+    def _count(self, state: SequenceState, change: int) -> None:
+        self.num_not_greedy += change * (not state.is_greedy)
+        self.num_processed += change * (not state.is_unprocessed)
+
+    def _file(self, state: SequenceState) -> None:
+        if state.seq_id in self._sequences:
+            raise EngineError(f"sequence {state.seq_id} arrives, but the runner holds it already")
+        self._sequences[state.seq_id] = state
+
+    def _take_slot(self) -> int:
+        if not self._free_slots:
+            size = self._columns.size
+            self._columns = np.concatenate([self._columns, np.zeros(size, SAMPLING_METADATA)])
+            self._free_slots = list(range(size, 2 * size))[::-1]
+        return self._free_slots.pop()
+
+    def _objection(self, new: NewSequence) -> str | None:
+        """Says why a sequence cannot run, or None."""
+        if new.adapter is not None and new.adapter not in self._adapters:
+            return "the adapter is not loaded any more; ask for another model"
+        ids = new.token_ids
+        if not 0 < len(ids) <= self._max_model_len:
+            return f"a sequence needs 1 to {self._max_model_len} tokens; shorten the prompt"
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            return f"the prompt has a token id outside the vocabulary; use ids from 0 to {self._vocab_size - 1}"
+        if any(not 0 <= token < self._vocab_size for token in new.sampling.logit_bias):
+            return f"logit_bias has a token id outside the vocabulary; use ids from 0 to {self._vocab_size - 1}"
+        return None
+
+    def _open_grammar(self, state: SequenceState) -> None:
+        grammar = state.sampling.grammar
+        if grammar is None:
+            return
+        if self._grammars is None:
+            state.failure = "this engine follows no grammars; leave the grammar out"
+            return
+        try:
+            state.grammar = self._grammars.open(grammar, state.sampling, state.tokens[state.num_prompt_tokens :].tolist())
+        except CloisterError as error:
+            state.failure = error.message
+
+    def _stop_mask(self, new: NewSequence) -> LogitBias | None:
+        ids = sorted({token for token in new.stop_token_ids if 0 <= token < self._vocab_size})
+        return LogitBias.mask(ids) if ids and new.sampling.min_tokens else None
+
+
+def _is_unprocessed(state: SequenceState) -> bool:
+    sampling = state.sampling
+    is_silent = sampling.logprobs is None and sampling.prompt_logprobs is None
+    return is_silent and state.penalties is None and state.bias is None and state.stop_mask is None
+
+
+def _penalties(sampling: SamplingParams, new: NewSequence) -> Penalties | None:
+    asked = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    if asked == (1.0, 0.0, 0.0):
+        return None
+    return Penalties(*asked, TokenCounts(np.array(new.token_ids, np.int32), new.num_prompt_tokens))
+
+
+def _bias(sampling: SamplingParams) -> LogitBias | None:
+    if not sampling.logit_bias:
+        return None
+    ids, values = zip(*sampling.logit_bias.items(), strict=True)
+    return LogitBias(np.array(ids, np.int64), np.array(values, np.float32))

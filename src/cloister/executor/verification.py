@@ -1,0 +1,166 @@
+"""Verifies a sequence's drafts: from its last known token through them as far as the model agrees.
+
+A request with a seed, or a greedy one, gets at each node the very token that it would get without drafts: sampled with the
+noise of (seed, index, position), and a draft is accepted if it is that token (rule 6). The same keeps the distribution of
+every request whose drafts were not drawn by chance. Where they were, and the request has no seed, `executor.acceptance`
+decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cloister.backends.base import FloatArray, IntArray, SamplingMetadata, StepOutput
+from cloister.executor.acceptance import Candidate, accept_child, distribution
+from cloister.executor.drafters import Draft, VerifyFeedback
+from cloister.executor.inputs import ScheduledSequence
+from cloister.executor.logits_processors import process_logits
+from cloister.executor.noise import Domain, noise_keys, uniforms
+from cloister.executor.sampling import NOT_FINITE, NOTHING_LEFT
+from cloister.executor.state import SequenceState
+from cloister.types.request import TokenLogprobs
+from cloister.types.step import Sample
+
+
+class Verification:
+    """One sequence's way through its draft, which is empty in a plain step.
+
+    Args:
+        state: gains the tokens.
+        draft: what is verified.
+        root: row of logits after the last known token; those of the drafts follow it.
+
+    Attributes:
+        path: accepted drafts so far, parents before children.
+        token_ids: gained tokens: accepted drafts, then the one that no draft foresaw.
+        logprobs: of these, for whoever wants them.
+    """
+
+    __slots__ = ("draft", "logprobs", "path", "root", "state", "token_ids")
+
+    def __init__(self, state: SequenceState, draft: Draft, root: int) -> None:
+        self.state = state
+        self.draft = draft
+        self.root = root
+        self.path: list[int] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def row(self) -> int:
+        """The row that the next token is sampled from."""
+        return self.root + 1 + self.path[-1] if self.path else self.root
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether a draft is accepted if, and only if, it is the token that is sampled."""
+        return self.draft.probs is None or self.state.is_coupled
+
+    def children(self) -> list[int]:
+        """Returns the places of the drafts that may come next, in the order of the drafter's trust."""
+        draft, place = self.draft, self.path[-1] if self.path else -1
+        if draft.parents is None:
+            return [place + 1] if place + 1 < len(draft.token_ids) else []
+        return [child for child, parent in enumerate(draft.parents) if parent == place]
+
+    def child_of(self, token_id: int) -> int | None:
+        """Returns the place of the draft that foresaw this token, if one did."""
+        for child in self.children():
+            if self.draft.token_ids[child] == token_id:
+                return child
+        return None
+
+    def candidates(self) -> list[Candidate]:
+        """Returns the drafts that may come next as verification of drawn ones takes them."""
+        draft = self.draft
+        assert draft.probs is not None
+        return [Candidate(child, draft.token_ids[child], draft.probs[child]) for child in self.children()]
+
+    def follow(self, sampled: Sequence[int]) -> None:
+        """Takes all tokens at once, where the program sampled one at every node: sampled[0] at the root, [1 + i] at draft i."""
+        path = follow_path(self.draft, sampled, self.state.stops)
+        token_ids = [sampled[0], *[sampled[place + 1] for place in path]]
+        if -1 in token_ids:  # as without drafts: what came before a number that is not finite is no answer either
+            self.state.failure = (self.state.grammar and self.state.grammar.failure) or NOT_FINITE
+            return
+        for token_id in token_ids:
+            self.state.append(token_id)
+        self.path += path
+        self.token_ids += token_ids
+
+    def take(self, token_id: int, child: int | None, entry: list[TokenLogprobs] | None) -> bool:
+        """Takes the next token; whether verification goes on, through the draft that foresaw it."""
+        state = self.state
+        if token_id < 0:
+            state.failure = (state.grammar and state.grammar.failure) or NOTHING_LEFT
+            return False
+        state.append(token_id)
+        if state.failure is not None:
+            return False
+        if entry is not None:
+            self.logprobs = [*(self.logprobs or []), *entry]
+        self.token_ids.append(token_id)
+        if child is None or token_id in state.stops:
+            return False
+        if state.grammar is not None:
+            if state.grammar.is_complete:
+                return False  # nothing can follow, so there is no token to sample behind the draft
+            state.grammar.look_ahead()
+        self.path.append(child)
+        return True
+
+    @property
+    def sample(self) -> Sample:
+        """What the step brought."""
+        return Sample(self.state.seq_id, self.token_ids, self.logprobs, len(self.draft.token_ids), tuple(self.path))
+
+    def moves(self, part: ScheduledSequence) -> list[tuple[int, int]]:
+        """Returns (from, to) of the accepted drafts' KV positions that are not where a chain would have them."""
+        return [(part.end + place, part.end + depth) for depth, place in enumerate(self.path) if place != depth]
+
+    def feedback(self, chosen: IntArray, output: StepOutput) -> VerifyFeedback:
+        """Returns what drafters are to see of it.
+
+        Args:
+            chosen: a token for each node.
+            output: of the whole step.
+        """
+        own = slice(self.root, self.root + 1 + len(self.draft.token_ids))
+        return VerifyFeedback(
+            state=self.state,
+            start=len(self.state.tokens) - len(self.token_ids) - 1,
+            draft=self.draft,
+            path=tuple(self.path),
+            chosen=chosen,
+            hidden=output.hidden[own] if len(output.hidden) else None,
+            top=output.top[own] if len(output.top) else None,
+        )
+
+
+def follow_path(draft: Draft, sampled: Sequence[int], stops: frozenset[int]) -> tuple[int, ...]:
+    """Returns the accepted drafts where the model goes on with sampled[0], and after draft i with sampled[1 + i]."""
+    place, path = -1, []
+    for child, token_id in enumerate(draft.token_ids):
+        parent = child - 1 if draft.parents is None else draft.parents[child]
+        if parent == place and token_id == sampled[place + 1] and token_id not in stops:
+            place = child
+            path.append(child)
+    return tuple(path)
+
+
+def accept_drawn(
+    verifications: Sequence[Verification], logits: FloatArray, sampling: SamplingMetadata
+) -> list[tuple[int | None, int]]:
+    """Decides on the next token where drafts were drawn by chance: the accepted child, if any, and the token.
+
+    Args:
+        logits: the row of each, [num_verifications, vocab].
+        sampling: how its token is sampled.
+    """
+    probs = distribution(process_logits(logits, [each.state for each in verifications]), sampling)
+    candidates = [each.candidates() for each in verifications]
+    keys = noise_keys(sampling["seed"], sampling["index"], sampling["position"])
+    numbers = uniforms(keys[:, None], Domain.VERIFY, np.arange(1 + max(map(len, candidates)))).tolist()
+    return [accept_child(*each) for each in zip(probs, candidates, numbers, strict=True)]

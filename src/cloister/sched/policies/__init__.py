@@ -1,6 +1,0 @@
-"""Who goes first: one policy a file, found by name."""
-
-from cloister.sched.policies import fair, fcfs, lpm, priority, static
-from cloister.sched.policies.base import POLICIES, SchedulingPolicy
-
-__all__ = ["POLICIES", "SchedulingPolicy", "fair", "fcfs", "lpm", "priority", "static"]

@@ -1,0 +1,17 @@
+"""Who is computed next: scheduler, admission, budget, and policies one file each. Pure: no I/O, no clock, no arrays."""
+
+from cloister.scheduler.budget import BUDGET_THREAT, BudgetConfig, StepBudget, StepCost, StepSize
+from cloister.scheduler.policies import POLICIES, SchedulingPolicy
+from cloister.scheduler.scheduler import Scheduler, SchedulerConfig
+
+__all__ = [
+    "BUDGET_THREAT",
+    "POLICIES",
+    "BudgetConfig",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulingPolicy",
+    "StepBudget",
+    "StepCost",
+    "StepSize",
+]

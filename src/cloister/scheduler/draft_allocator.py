@@ -1,0 +1,125 @@
+"""What the sequences of a scheduler draft: what room drafts get in a step, and what became of them."""
+
+from __future__ import annotations
+
+from cloister.scheduler.budget import StepCost, StepSize
+from cloister.scheduler.policies.base import SchedulingPolicy
+from cloister.scheduler.request_table import RequestTable, table_of
+from cloister.scheduler.sequence import Sequence, Status
+from cloister.scheduler.speculation import DraftDecision, Speculation
+from cloister.scheduler.step import Step
+from cloister.types.step import Sample, StepResult
+
+
+class DraftAllocator:
+    """Gives drafts the room that nobody else needs, and takes it back where they were not accepted.
+
+    Args:
+        speculation: says how many tokens to draft.
+        requests: who is there.
+        policy: says who comes next.
+        cost: what steps of the model cost.
+        max_num_seqs: sequences that run at once.
+    """
+
+    def __init__(
+        self, speculation: Speculation, requests: RequestTable, policy: SchedulingPolicy, cost: StepCost, max_num_seqs: int
+    ) -> None:
+        self._speculation = speculation
+        self._requests = requests
+        self._pool = requests.pool
+        self._policy = policy
+        self._cost = cost
+        self._max_num_seqs = max_num_seqs
+
+    def choose(self, step: Step, decodes: list[Sequence], plain: StepSize) -> list[DraftDecision]:
+        """Returns what each sequence drafts.
+
+        Drafts displace no one: they take blocks that nobody needs, and leave others half of the tokens of the step and three
+        quarters of the time by which it may grow.
+
+        Args:
+            plain: what the step does with a token of each decode and no drafts.
+        """
+        num_left, num_spare = step.budget.num_left - len(decodes), self._pool.num_available
+        for sequence in decodes:
+            num_spare -= 1 + table_of(sequence).num_missing(sequence.num_planned + 1)
+        has_others = bool(self._requests.num_waiting) or len(self._requests.running) > len(decodes)
+        if has_others:
+            num_others, num_blocks = self._count_others(step, decodes, num_spare)
+            has_others = num_others > 0
+            num_left = (num_left - num_others) // 2 if num_others else num_left
+            num_spare -= num_blocks
+        choices = self._speculation.choose(decodes, self._cost, plain, num_left)
+        if has_others:
+            drafted = plain
+            for sequence, choice in zip(decodes, choices, strict=True):
+                drafted = drafted.minus(sequence.num_planned, 1).plus(sequence.num_planned, 1 + choice.num_drafts)
+            share = step.budget.share_for_drafts(plain, drafted)
+            if share < 1.0:
+                choices = [choice._replace(num_drafts=int(share * choice.num_drafts)) for choice in choices]
+        for place, (sequence, choice) in enumerate(zip(decodes, choices, strict=True)):
+            num_drafts = min(choice.num_drafts, sequence.max_drafts)
+            table, start = table_of(sequence), sequence.num_planned + 1
+            num_missing = table.num_missing(start)
+            while num_drafts and table.num_missing(start + num_drafts) - num_missing > num_spare:
+                num_drafts -= 1
+            num_spare -= table.num_missing(start + num_drafts) - num_missing
+            if num_drafts != choice.num_drafts:
+                choices[place] = choice._replace(num_drafts=num_drafts)
+        return choices
+
+    def _count_others(self, step: Step, decodes: list[Sequence], num_spare: int) -> tuple[int, int]:
+        """Returns who may still come into a step beside its decodes, and the blocks that they need.
+
+        Args:
+            num_spare: blocks beside those of the decodes. The next one that waits counts only if they are enough for it.
+        """
+        running = self._requests.running
+        in_step = step.planned() | {sequence.seq_id for sequence in decodes}
+        others = [sequence for seq_id, sequence in running.items() if seq_id not in in_step]
+        num_blocks = sum(1 + table_of(s).num_missing(len(s.token_ids) + s.num_pending) for s in others)
+        may_come = self._requests.num_waiting and step.may_admit and len(running) < self._max_num_seqs
+        first = self._policy.peek() if may_come else None
+        if first is None:
+            return len(others), num_blocks
+        # as admission asks for: a block more for each that runs
+        num_more = -(-(len(first.token_ids) + 1) // self._pool.block_size) + len(running)
+        if num_more > num_spare - num_blocks:
+            return len(others), num_blocks
+        return len(others) + 1, num_blocks + num_more
+
+    def settle(self, step: Step, result: StepResult) -> StepSize:
+        """Takes in which drafts were accepted, and gives back at once what the others held; returns the size of the step as it
+        was, without drafts that nobody made."""
+        samples = {sample.seq_id: sample for sample in result.samples}
+        size = step.budget.size
+        asked: dict[str, tuple[int, int]] = {}
+        for place, (sequence, planned_end, _) in enumerate(step.parts):
+            choice = step.choices.get(sequence.seq_id)
+            if choice is None or not choice.num_drafts:
+                continue
+            start = planned_end - 1 - choice.num_drafts
+            sample = samples.get(sequence.seq_id) or Sample(sequence.seq_id, [])
+            size = size.minus(start, 1 + choice.num_drafts).plus(start, 1 + sample.num_drafted)
+            num_asked, num_drafts = asked.get(choice.drafter, (0, 0))
+            asked[choice.drafter] = (num_asked + 1, num_drafts + choice.num_drafts)
+            end = start + 1 + len(sample.accepted)
+            step.parts[place] = (sequence, end, 0)
+            if sequence.status is Status.RUNNING:
+                sequence.num_planned = end
+                table_of(sequence).shrink(end)
+                self._speculation.learn(sequence, choice, sample)
+        if step.only_decodes:  # drafters follow prompts too, and nobody says how long that took
+            self._speculation.learn_cost(asked, result.draft_s)
+        return size
+
+    def learn(self, step: Step, size: StepSize, result: StepResult, elapsed_s: float) -> None:
+        """Takes in what a step took.
+
+        Args:
+            size: what it did, without drafts that nobody made.
+            elapsed_s: time that it took, drafting aside.
+        """
+        if step.only_decodes:
+            self._speculation.learn_step(size, sum(sample.num_drafted for sample in result.samples), elapsed_s)

@@ -1,0 +1,208 @@
+"""Fair share between tenants by virtual token counters (VTC, Sheng et al. 2024, algorithm 2), with start tags. Pure.
+
+Each tenant has a counter of the work done for it. The tenant with the smallest counter goes first. A tenant that was idle
+starts at the virtual time: absence earns no credit, and neither does an engine that only one tenant used. It starts earlier
+only by work that another tenant has running on several sequences at once, up to `burst`: virtual time is then a start tag
+(start-time fair queueing, Goyal et al. 1996, section 2), so that a flood which took every slot makes room at once. What a
+tenant has asked for behind its first request counts as well, up to `burst`: of a flood that has just begun nothing is computed
+yet. It only puts those before the tenant who have done no more: else short requests under many names would pass long ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+
+from cloister.scheduler.policies.base import MIN_SWEEP, POLICIES, PRIORITY_THREAT
+from cloister.scheduler.sequence import Sequence, Status
+
+DECODE_WEIGHT = 2.0
+"""Work of a decoded token in prefill tokens (VTC, section 4.1)."""
+
+
+class _Tenant:
+    """Its counter, and what it has asked for.
+
+    Attributes:
+        starts: by seq_id, the counter at which each of its running sequences started, oldest first.
+        num_uncomputed: by seq_id, the prompt tokens that each of them still has to compute.
+        backlog: prompt tokens that it has asked for and that are not computed yet; waiting sequences that ended count until
+            they are swept out.
+    """
+
+    __slots__ = ("backlog", "counter", "num_uncomputed", "queue", "starts", "sweep_at")
+
+    def __init__(self, counter: float) -> None:
+        self.counter = counter
+        self.starts: dict[int, float] = {}
+        self.num_uncomputed: dict[int, int] = {}
+        self.queue: deque[Sequence] = deque()
+        self.backlog = 0
+        self.sweep_at = MIN_SWEEP
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.starts or self.queue)
+
+    @property
+    def crowd_start(self) -> float:
+        """Counter at which its second sequence started: what it did since then, it did beside itself."""
+        return next(itertools.islice(self.starts.values(), 1, None), self.counter)
+
+    @property
+    def queued_behind(self) -> int:
+        """Its backlog without what its oldest request still asks for: a start tag counts the work before a request."""
+        if self.starts:
+            return self.backlog - self.num_uncomputed[next(iter(self.starts))]
+        return self.backlog - (len(self.queue[0].token_ids) if self.queue else 0)
+
+    def enqueue(self, sequence: Sequence, *, first: bool) -> None:
+        (self.queue.appendleft if first else self.queue.append)(sequence)
+        self.backlog += len(sequence.token_ids)
+        if len(self.queue) >= self.sweep_at:
+            self.queue = deque(waiting for waiting in self.queue if waiting.status is Status.WAITING)
+            self.backlog = sum(len(waiting.token_ids) for waiting in self.queue) + sum(self.num_uncomputed.values())
+            self.sweep_at = max(MIN_SWEEP, 2 * len(self.queue))
+
+    def dequeue(self) -> None:
+        self.backlog -= len(self.queue.popleft().token_ids)
+
+    def head(self) -> Sequence | None:
+        """Returns its first waiting sequence, and drops those before it that ended."""
+        while self.queue and self.queue[0].status is not Status.WAITING:
+            self.dequeue()
+        return self.queue[0] if self.queue else None
+
+
+@POLICIES.register("fair", PRIORITY_THREAT)
+class Fair:
+    """Tenants share the engine; one that floods it waits for itself.
+
+    Args:
+        burst: most work that a flood which is running may be set back by, in prefill tokens.
+        quantum: a tenant that lags behind the one farthest ahead by more than this goes before it.
+    """
+
+    def __init__(self, burst: float = 16384.0, quantum: float = 2048.0) -> None:
+        self._burst = burst
+        self._quantum = quantum
+        self._tenants: dict[str, _Tenant] = {}
+        self._floor = 0.0
+        self._ahead: tuple[float, tuple[float, float]] | None = None
+
+    def attach_cache(self, num_cached: Callable[[Sequence], int]) -> None:
+        """The order does not follow the cache."""
+
+    def push(self, sequence: Sequence) -> None:
+        tenant = self._tenant(sequence)
+        self._ahead = None
+        was_preempted = sequence.num_output > 0 or sequence.group.scheduled_s is not None
+        tenant.enqueue(sequence, first=was_preempted)
+
+    def peek(self) -> Sequence | None:
+        waiting = [tenant for tenant in self._tenants.values() if tenant.head() is not None]
+        return min(waiting, key=lambda tenant: (not self._lags(tenant), tenant.counter)).head() if waiting else None
+
+    def pop(self) -> Sequence:
+        sequence = self.peek()
+        if sequence is None:
+            raise IndexError("nobody waits")
+        self._tenant(sequence).dequeue()
+        self._ahead = None
+        return sequence
+
+    def may_admit(self, num_running: int) -> bool:
+        return True
+
+    def level(self, sequence: Sequence) -> int:
+        return 0 if self._lags(self._tenant_of(sequence)) else 1
+
+    def rank(self, sequence: Sequence) -> tuple[float, int]:
+        return self._tenant_of(sequence).counter, sequence.group.order
+
+    def displaces(self, candidate: Sequence, victim: Sequence) -> bool:
+        if self.level(candidate) >= self.level(victim):
+            return False
+        # It must still lag when its own start and the victim's second one are paid for: else two tenants with long
+        # prompts would take each other's place for ever, and compute nothing but beginnings.
+        winner, loser = self._tenant_of(candidate), self._tenant_of(victim)
+        ahead = loser.counter - winner.counter
+        if len(loser.starts) > 1:
+            ahead = max(ahead, self._committed(loser) - self._committed(winner))
+        return ahead > self._quantum + len(candidate.token_ids) + victim.num_planned
+
+    def charge(self, sequence: Sequence, num_prefill: int, num_decode: int) -> None:
+        tenant = self._tenant_of(sequence)
+        tenant.counter += num_prefill + DECODE_WEIGHT * num_decode
+        num_computed = min(num_prefill, tenant.num_uncomputed[sequence.seq_id])
+        tenant.num_uncomputed[sequence.seq_id] -= num_computed
+        tenant.backlog -= num_computed
+        self._ahead = None
+
+    def join(self, sequence: Sequence) -> None:
+        tenant = self._tenant_of(sequence)
+        tenant.starts[sequence.seq_id] = tenant.counter
+        tenant.num_uncomputed[sequence.seq_id] = len(sequence.token_ids) - sequence.num_planned
+        tenant.backlog += tenant.num_uncomputed[sequence.seq_id]
+        self._ahead = None
+
+    def leave(self, sequence: Sequence) -> None:
+        tenant = self._tenant_of(sequence)
+        self._survey()  # while it still counts: who comes when all are gone must not gain from its work
+        del tenant.starts[sequence.seq_id]
+        tenant.backlog -= tenant.num_uncomputed.pop(sequence.seq_id)
+        self._ahead = None
+        if not tenant.is_active:
+            self._forget_idle()
+
+    def _tenant(self, sequence: Sequence) -> _Tenant:
+        name = sequence.group.request.tenant
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant(0.0)
+        if not tenant.is_active:
+            tenant.counter = max(tenant.counter, self._start())
+        return tenant
+
+    def _start(self) -> float:
+        """Returns the virtual time: where a tenant starts that was idle."""
+        self._survey()
+        crowds = [t.crowd_start for t in self._tenants.values() if len(t.starts) > 1]
+        return min(self._floor, max(self._floor - self._burst, min(crowds, default=self._floor)))
+
+    def _tenant_of(self, sequence: Sequence) -> _Tenant:
+        return self._tenants[sequence.group.request.tenant]
+
+    def _committed(self, tenant: _Tenant) -> float:
+        """Returns its counter with the prompts it has asked for behind its oldest one, up to `burst` of them.
+
+        A flood of which nothing is computed yet is ahead of others already (start tags again: the requests of a flood
+        have later ones, each by the work of those before it).
+        """
+        return tenant.counter + min(self._burst, tenant.queued_behind)
+
+    def _lags(self, tenant: _Tenant) -> bool:
+        done, (committed, counter) = self._survey()
+        if tenant.counter + self._quantum < done:
+            return True
+        return self._committed(tenant) + self._quantum < committed and tenant.counter <= counter
+
+    def _survey(self) -> tuple[float, tuple[float, float]]:
+        """Returns how far ahead the first tenant is, by work done, and by work asked for with what that one has done.
+
+        The floor follows the last one.
+        """
+        if self._ahead is None:
+            active = [tenant for tenant in self._tenants.values() if tenant.is_active]
+            done = max((tenant.counter for tenant in active), default=0.0)
+            self._ahead = done, max(((self._committed(tenant), tenant.counter) for tenant in active), default=(0.0, 0.0))
+            self._floor = max(self._floor, min((tenant.counter for tenant in active), default=0.0))
+        return self._ahead
+
+    def _forget_idle(self) -> None:
+        """Drops tenants whose counter the virtual time would replace anyway (it never sinks), so that names do not pile up."""
+        idle = [n for n, t in self._tenants.items() if not t.is_active]
+        for name in idle:
+            if self._tenants[name].counter <= self._floor - self._burst:
+                del self._tenants[name]

@@ -1,0 +1,35 @@
+"""Request-level batching: the baseline that Orca is measured against. Pure."""
+
+from __future__ import annotations
+
+from cloister.scheduler.policies.base import BATCHING_THREAT, POLICIES, OrderedQueue
+from cloister.scheduler.policies.fcfs import FirstComeFirstServed, order_of_arrival
+from cloister.scheduler.sequence import Sequence
+
+
+@POLICIES.register("static", BATCHING_THREAT)
+class Static(FirstComeFirstServed):
+    """Who waits when nobody runs makes up a batch, as far as there is room; nobody joins before its last one ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queue = OrderedQueue(order_of_arrival)
+        self.push, self.peek, self.pop = self._push, self._peek, self._queue.pop
+        self._newest = -1
+        self._last_of_batch = -1
+
+    def may_admit(self, num_running: int) -> bool:
+        if num_running == 0:
+            self._last_of_batch = self._newest
+        return True
+
+    def leave(self, sequence: Sequence) -> None:
+        self._last_of_batch = -1
+
+    def _push(self, sequence: Sequence) -> None:
+        self._newest = max(self._newest, sequence.group.order)
+        self._queue.push(sequence)
+
+    def _peek(self) -> Sequence | None:
+        head = self._queue.peek()
+        return head if head is not None and head.group.order <= self._last_of_batch else None

@@ -1,0 +1,535 @@
+"""The scheduler: there is no prefill and no decode, only sequences whose computed positions must catch up with what is
+known plus what is drafted (rule 1). Pure: no I/O, no clock, no arrays, no random source; it takes `now`.
+
+`plan` may be called again before the plan before it was committed; commits come in the order of plans.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cloister.kv import BlockPool, BlockTable, CacheQuotas, OutOfBlocksError, PrefixCache, PrefixKeys
+from cloister.scheduler.admission import EngineLimits, count_positions, find_refusal
+from cloister.scheduler.beam_search import BeamSearches
+from cloister.scheduler.beams import Beams
+from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
+from cloister.scheduler.draft_allocator import DraftAllocator
+from cloister.scheduler.policies import POLICIES
+from cloister.scheduler.request_table import RequestTable, table_of
+from cloister.scheduler.sequence import Sequence, Status, introduce
+from cloister.scheduler.speculation import NO_DRAFTS, DraftDecision, Speculation
+from cloister.scheduler.step import Step
+from cloister.types.events import Event, Progressed, Scheduled
+from cloister.types.request import FinishReason, Request
+from cloister.types.step import Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
+
+BURST_S = 0.5
+"""Requests that arrive within this time of each other came together."""
+BURST_LASTS_S = 1.0
+"""So long after its first token a request counts as one of a burst that has just come."""
+BURST_FLOOR_S = 0.2
+"""A step of this time is short enough for requests of a burst that has just come."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What bounds a scheduler.
+
+    Attributes:
+        max_model_len: prompt and output of one sequence, in tokens.
+        max_num_seqs: sequences that run at once.
+        eos_token_ids: ids that end an answer, unless a request ignores them.
+        prefix_cache: keep and reuse the KV of full blocks.
+        cache_scopes: scopes that get a share of the prefix cache of their own; 0 for one cache that all share.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 64
+    policy: str = "fcfs"
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    eos_token_ids: tuple[int, ...] = ()
+    prefix_cache: bool = True
+    cache_scopes: int = 0
+
+
+class Scheduler:
+    """Decides which positions of which sequences are computed next, and where their KV lives.
+
+    Args:
+        config: what bounds it.
+        pool: the KV blocks it hands out.
+        keys: makes prefix keys; None switches the prefix cache off.
+        speculation: says how many tokens to draft; None drafts none.
+
+    Attributes:
+        answers: those of beam searches that were not taken yet, whole, as if they arrived: their output behind the prompt.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        keys: PrefixKeys | None = None,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.cost = StepCost()
+        self._policy = POLICIES.get(config.policy)()
+        keys = keys if config.prefix_cache else None
+        num_usable = pool.num_total - (len(keys.public) if keys is not None else 0)
+        quotas = None
+        if keys is not None and config.cache_scopes:
+            quotas = CacheQuotas.plan(config.cache_scopes, num_usable, -(-config.max_model_len // pool.block_size))
+            num_usable -= quotas.num_most  # whoever runs alone must get along with what full shares leave
+        self._requests = RequestTable(pool, self._policy, keys, quotas)
+        self._policy.attach_cache(self._requests.count_cached)
+        self._draft_room = (
+            DraftAllocator(speculation, self._requests, self._policy, self.cost, config.max_num_seqs)
+            if speculation is not None
+            else None
+        )
+        self._num_usable = num_usable * pool.block_size
+        self._searches = BeamSearches(self._requests)
+        self.answers = self._requests.answers
+        self._steps: deque[Step] = deque()
+        self._next_plan = 0
+
+    # What is going on
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._requests.num_waiting
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests.groups)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that were handed out and are not committed yet."""
+        return len(self._steps)
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When `plan` must be called again even if nothing else happens."""
+        return self._requests.next_deadline_s
+
+    @property
+    def tree(self) -> PrefixCache | None:
+        """The prefix cache, if there is one."""
+        return self._requests.tree
+
+    def num_unused_slots(self) -> int:
+        """KV positions that are allocated to running sequences and hold nothing: the waste of paging, in tokens."""
+        return self._requests.num_unused_slots()
+
+    def take_events(self) -> list[Event]:
+        """Returns what happened since the last call, oldest first."""
+        return self._requests.take_events()
+
+    def take_answers(self) -> list[NewSequence]:
+        """Returns `answers` and forgets them."""
+        answers = self.answers[:]
+        self.answers.clear()
+        return answers
+
+    # Coming and going
+
+    def add(self, request: Request, now: float, *, seed: int = 0, refusal: str | None = None) -> None:
+        """Takes a request. One that can never run ends at once as REJECTED, with the reason and the figure that would do.
+
+        Args:
+            seed: of the sampling noise, if the request brings none.
+            refusal: why it can never run, where the caller knows that already.
+        """
+        group = self._requests.enlist(request, now, request.sampling.seed if request.sampling.seed is not None else seed)
+        eos = () if request.sampling.ignore_eos else self.config.eos_token_ids
+        group.stop_token_ids = tuple(dict.fromkeys((*eos, *request.sampling.stop_token_ids)))
+        most = 0 if request.pooling is not None else request.sampling.max_tokens
+        max_output = min(
+            self.config.max_model_len - group.num_prompt_tokens,
+            most if most is not None else self.config.max_model_len,
+        )
+        if request.sampling.beams is not None:
+            group.beams = Beams(request.sampling.beams, group.stop_token_ids, max_output)
+        sequence = self._requests.make_sequence(group, 0, list(request.token_ids), max_output)
+        if group.beams is not None:
+            group.beams.start({sequence.seq_id: 0.0})
+        limits = EngineLimits(self.config.max_model_len, self.config.max_num_seqs, self._num_usable, self.pool.block_size)
+        refusal = refusal or find_refusal(request, limits)
+        if refusal is None and group.beams is not None:
+            refusal = group.beams.find_excess()
+        if refusal is not None:
+            self._requests.end_group(group, FinishReason.REJECTED, now, error=refusal)
+        else:
+            self._requests.wait(sequence)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """Ends a request that nobody waits for; does nothing if it has ended already."""
+        group = self._requests.groups.get(request_id)
+        if group is not None:
+            self._requests.end_group(group, FinishReason.ABORT, now)
+
+    def fail(self, message: str, now: float) -> None:
+        """Ends every request that a plan in flight names, and forgets those plans: the step could not be done."""
+        steps, self._steps = list(self._steps), deque()
+        for step in steps:
+            self._land(step)
+            self._requests.departures.extend(step.plan.departures)
+        for step in steps:
+            for sequence in (*(part[0] for part in step.parts), *step.forked):
+                if sequence.status is not Status.ENDED:
+                    self._requests.end_group(sequence.group, FinishReason.ERROR, now, error=message)
+                self._requests.settle(sequence)
+            self.pool.wipe_again(step.plan.wipes)
+
+    # One step
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Fills one step, or returns None if there is nothing to do (never while blocks wait to be wiped)."""
+        self._requests.expire(now)
+        step = Step(StepPlan(plan_id=self._next_plan), StepBudget(self.cost, self.config.budget), now)
+        self._fill(step)
+        plan = step.plan
+        plan.wipes = self.pool.take_wipes()
+        plan.departures = self._requests.take_departures()
+        if not (plan.sequences or plan.wipes or plan.departures):
+            return None
+        self._next_plan += 1
+        self._steps.append(step)
+        return plan
+
+    def commit(self, result: StepResult, stops: Mapping[int, Stop], now: float) -> list[Event]:
+        """Takes in what the oldest plan in flight brought, and returns every event since the last call.
+
+        Args:
+            stops: by seq_id, where output processing found the end of an answer in this result.
+        """
+        step = self._steps.popleft()
+        if step.plan.plan_id != result.plan_id:
+            raise ValueError(f"plan {step.plan.plan_id} must be committed before plan {result.plan_id}")
+        self._land(step)
+        size = step.budget.size
+        if self._draft_room is not None and step.choices:
+            size = self._draft_room.settle(step, result)
+        block_size = self.pool.block_size
+        for sequence, end, num_prefill in step.parts:
+            if sequence.status is Status.RUNNING:
+                self._policy.charge(sequence, num_prefill, end - sequence.num_committed - num_prefill)
+                sequence.num_committed = end
+                if end // block_size > sequence.num_kept and sequence.seq_id not in result.failures:
+                    self._requests.keep_blocks(sequence)
+                    self._requests.renew(sequence, now)
+        for sample in result.samples:
+            self._take_sample(sample, stops.get(sample.seq_id), now)
+        for seq_id, message in result.failures.items():
+            self._fail_sequence(seq_id, message, now)
+        for sequence, _, _ in step.parts:
+            if sequence.status is not Status.RUNNING or not sequence.max_output:
+                self._after_step(sequence, now)
+        for sequence in step.forked:
+            self._requests.settle(sequence)
+        if step.parts:
+            elapsed_s = result.elapsed_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
+            self.cost.learn(size, elapsed_s)
+            if self._draft_room is not None:
+                self._draft_room.learn(step, size, result, elapsed_s)
+        return self.take_events()
+
+    def _land(self, step: Step) -> None:
+        """Counts a step as no longer in flight."""
+        for sequence, _, _ in step.parts:
+            sequence.num_in_flight -= 1
+            sequence.num_drafts = 0
+        for sequence in step.forked:
+            sequence.num_in_flight -= 1
+        self.pool.release([source for source, _ in step.plan.copies])
+
+    # Filling a step
+
+    def _fill(self, step: Step) -> None:
+        """Level by level: waiting sequences of more urgent levels, then decodes, then prefill in what time they leave."""
+        step.may_admit = self._policy.may_admit(len(self._requests.running))
+        by_level: dict[int, tuple[list[Sequence], list[Sequence]]] = {}
+        level_of = self._policy.level
+        for sequence in self._requests.running.values():
+            num_wanted = sequence.num_wanted
+            if num_wanted > 0:
+                level = level_of(sequence)
+                if level not in by_level:
+                    by_level[level] = ([], [])
+                by_level[level][num_wanted > 1].append(sequence)
+        for level in sorted(by_level):
+            self._admit(step, before=level)
+            step.enter(level)
+            decodes, prefills = by_level[level]
+            self._fill_decodes(step, decodes, prefills)
+            for sequence in sorted(prefills, key=self._policy.rank):
+                self._extend_chunk(step, sequence)
+        self._admit(step, before=None)
+
+    def _fill_decodes(self, step: Step, decodes: list[Sequence], prefills: list[Sequence]) -> None:
+        """Plans one position for each sequence, and lets them bound the time of what follows.
+
+        Args:
+            prefills: what follows in this level, beside what waits.
+        """
+        if len(decodes) > step.budget.num_left:
+            decodes = sorted(decodes, key=self._policy.rank)
+        choices: list[DraftDecision] = []
+        if not step.is_held_up:
+            decodes = [sequence for sequence in decodes if sequence.status is Status.RUNNING]  # some may have been displaced
+            plain = step.budget.size.plus_decodes([sequence.num_planned for sequence in decodes])
+            is_burst = bool(prefills or self._requests.num_waiting) and self._are_of_burst(step, prefills)
+            step.budget.bound_by_decodes(plain, BURST_FLOOR_S if is_burst else 0.0)
+            if self._draft_room is not None:
+                choices = self._draft_room.choose(step, decodes, plain)
+        for place, sequence in enumerate(decodes):
+            if step.is_held_up and not step.budget.admits(sequence.num_planned):
+                return
+            self._extend(step, sequence, 1, choices[place] if choices else NO_DRAFTS)
+
+    def _are_of_burst(self, step: Step, prefills: list[Sequence]) -> bool:
+        """True if all that decode, of any level, have just begun and came together with prompts that are not computed yet.
+
+        Nobody has read along for long then, and the prompts of one burst are computed in a few large chunks.
+        """
+        pending = [sequence.group.arrival_s for sequence in prefills]
+        if (first := self._policy.peek()) is not None:
+            pending.append(first.group.arrival_s)
+        if not pending:
+            return False
+        since_s, young_s = min(pending) - BURST_S, step.now - BURST_LASTS_S
+        for sequence in self._requests.running.values():
+            group = sequence.group
+            if group.first_token_s is not None and (group.arrival_s < since_s or group.first_token_s < young_s):
+                return False
+        return True
+
+    def _extend_chunk(self, step: Step, sequence: Sequence) -> None:
+        """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
+        num_tokens = step.budget.fit(sequence.num_planned, sequence.max_chunk, strict=step.prefill_level is not None)
+        if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
+            step.prefill_level = self._policy.level(sequence)
+
+    def _admit(self, step: Step, before: int | None) -> None:
+        """Lets waiting sequences join while there is room for them.
+
+        Args:
+            before: only those of a more urgent level than this one.
+        """
+        while step.may_admit and step.budget.num_left > 0:
+            sequence = self._policy.peek()
+            if sequence is None or (before is not None and self._policy.level(sequence) >= before):
+                return
+            step.enter(self._policy.level(sequence))
+            if not self._make_room(step, sequence):
+                return
+            keys = self._requests.match_keys(sequence)
+            hits = self.tree.match(keys) if self.tree is not None else []
+            num_hit = len(hits) * self.pool.block_size
+            if not step.budget.fit(num_hit, len(sequence.token_ids) - num_hit, strict=step.prefill_level is not None):
+                return
+            self.pool.share(hits)
+            sequence.table = BlockTable(self.pool, hits)
+            if not self._reserve(step, sequence):
+                sequence.table.close()
+                sequence.table = None
+                return
+            self._start(step, sequence, num_hit)
+            self._extend_chunk(step, sequence)
+
+    def _make_room(self, step: Step, sequence: Sequence) -> bool:
+        """Frees running slots for a waiting sequence, by displacing others if the policy says so."""
+        num_taken = sum(s.num_slots for s in self._requests.running.values())
+        while num_taken + sequence.num_slots > self.config.max_num_seqs:
+            victim = self._choose_victim(step, behind=sequence)
+            if victim is None:
+                return False
+            num_taken -= victim.num_slots
+            self._requests.preempt(victim, step.now)
+        return True
+
+    def _reserve(self, step: Step, sequence: Sequence) -> bool:
+        """True if the pool can hold all that is known of the sequence, beside what running prompts still need."""
+        num_most = count_positions(sequence.group.num_prompt_tokens, sequence.max_output)
+        needed = table_of(sequence).num_missing(min(len(sequence.token_ids) + 1, num_most))
+        if sequence.group.beams is not None:
+            needed = self._searches.count_blocks(sequence.group)
+        while self._requests.running:
+            promised = sum(table_of(s).num_missing(len(s.token_ids)) for s in self._requests.running.values())
+            promised += self._searches.count_promised()
+            headroom = len(self._requests.running)  # a block each, so that admission does not preempt a step later
+            if self.pool.num_available >= needed + promised + headroom:
+                return True
+            victim = self._choose_victim(step, behind=sequence)
+            if victim is None:
+                return False
+            self._requests.preempt(victim, step.now)
+        return self.pool.num_available >= needed
+
+    def _start(self, step: Step, sequence: Sequence, num_hit: int) -> None:
+        """Moves a waiting sequence to running and introduces it to the runner."""
+        self._policy.pop()
+        self._requests.num_waiting -= 1
+        sequence.num_planned = sequence.num_committed = num_hit
+        self._requests.run(sequence)
+        sequence.num_kept = num_hit // self.pool.block_size
+        group = sequence.group
+        self._requests.renew(sequence, step.now)
+        resumed = group.scheduled_s is not None
+        if not resumed:
+            group.scheduled_s = step.now
+            group.num_cached_tokens = num_hit
+        self._requests.events.append(
+            Scheduled(
+                request_id=group.request.request_id,
+                now_s=step.now,
+                queue_s=step.now - group.arrival_s,
+                num_cached_tokens=num_hit,
+                num_prompt_tokens=group.num_prompt_tokens,
+                resumed=resumed,
+                num_queried_tokens=group.num_prompt_tokens if self._requests.reads_prefixes(group.request) else 0,
+            )
+        )
+        step.plan.arrivals.append(introduce(sequence))
+
+    def _extend(self, step: Step, sequence: Sequence, num_tokens: int, choice: DraftDecision = NO_DRAFTS) -> bool:
+        """Puts the next `num_tokens` positions of a running sequence into the plan, and those of drafts behind them, preempting
+        others for blocks."""
+        num_left = step.budget.num_left - num_tokens
+        if sequence.status is not Status.RUNNING or num_left < 0:
+            return False
+        num_drafts = choice.num_drafts if choice.num_drafts <= num_left else num_left
+        start = sequence.num_planned
+        end = start + num_tokens + num_drafts
+        table = table_of(sequence)
+        if not table.is_writable(start, end) and not self._grow(step, sequence, table, start, end):
+            return False
+        num_known = len(sequence.token_ids) + sequence.num_pending
+        is_decode = start == num_known - 1
+        samples = int(end == num_known + num_drafts and sequence.max_output > 0)
+        is_watched = choice.is_watched
+        if self._draft_room is not None and samples:  # the end of a prompt may be a single position
+            is_watched = is_watched or not is_decode or not sequence.num_output
+        if sequence.is_unknown:
+            sequence.is_unknown = False
+            step.plan.arrivals.append(introduce(sequence))
+        table_start, new_blocks = table.take_unsent()
+        step.plan.sequences.append(
+            SequencePlan(
+                seq_id=sequence.seq_id,
+                start=start,
+                num_tokens=num_tokens + num_drafts,
+                table_start=table_start,
+                new_block_ids=new_blocks,
+                num_samples=samples,
+                num_drafts=num_drafts,
+                drafter=choice.drafter if num_drafts else "",
+                parents=choice.parents[:num_drafts] if num_drafts and choice.parents is not None else None,
+                is_watched=is_watched,
+            )
+        )
+        if num_drafts:
+            step.choices[sequence.seq_id] = choice._replace(num_drafts=num_drafts)
+            sequence.num_drafts = num_drafts
+        step.parts.append((sequence, end, 0 if is_decode else num_tokens))
+        step.budget.spend(start, num_tokens + num_drafts)
+        sequence.num_planned = end
+        sequence.num_in_flight += 1
+        if samples:
+            sequence.num_pending += 1
+            if sequence.group.num_open > 1 and sequence.group.beams is None:
+                self._fork(step, sequence)
+        return True
+
+    def _grow(self, step: Step, sequence: Sequence, table: BlockTable, start: int, end: int) -> bool:
+        """Makes positions [start, end) writable; False if the blocks for it cannot be had in this step."""
+        while True:
+            try:
+                step.plan.copies.extend(table.grow(start, end))
+                return True
+            except OutOfBlocksError:
+                victim = self._choose_victim(step, behind=None)
+                if victim is None:
+                    return False
+                self._requests.preempt(victim, step.now)
+                if victim is sequence or victim.num_in_flight:
+                    return False  # its blocks come back when the plans that name it are committed
+
+    def _fork(self, step: Step, parent: Sequence) -> None:
+        """Makes the request's other sequences from the one that has just computed the prompt."""
+        group = parent.group
+        for index in range(len(group.sequences), group.request.sampling.n):
+            child = self._requests.make_sequence(group, index, list(parent.token_ids), parent.max_output)
+            child.table = table_of(parent).fork()
+            child.num_planned = parent.num_planned
+            child.num_committed = parent.num_planned
+            child.num_kept = parent.num_planned // self.pool.block_size
+            child.num_pending = 1
+            child.num_in_flight = 1
+            self._requests.run(child)
+            step.forked.append(child)
+            step.plan.forks.append(Fork(parent.seq_id, child.seq_id, index))
+
+    def _choose_victim(self, step: Step, behind: Sequence | None) -> Sequence | None:
+        """Returns the least urgent running sequence that is not in this step.
+
+        Args:
+            behind: only one that the policy lets this waiting sequence displace.
+        """
+        planned = step.planned()
+        choices = [
+            s
+            for s in self._requests.running.values()
+            if s.seq_id not in planned and s.group.beams is None and (behind is None or self._policy.displaces(behind, s))
+        ]
+        return max(choices, key=lambda s: (self._policy.level(s), self._policy.rank(s)), default=None)
+
+    # What a step brought
+
+    def _take_sample(self, sample: Sample, stop: Stop | None, now: float) -> None:
+        sequence = self._requests.sequences.get(sample.seq_id)
+        if sequence is None or sequence.status is Status.ENDED:
+            return
+        sequence.num_pending -= 1
+        group = sequence.group
+        if group.beams is not None:
+            self._searches.take(sequence, group.beams, sample, now)
+            return
+        num_left = sequence.max_output + group.num_prompt_tokens - len(sequence.token_ids)
+        token_ids = sample.token_ids[: num_left if stop is None else min(num_left, stop.num_tokens)]
+        sequence.token_ids += token_ids
+        if sample.accepted and sequence.status is Status.RUNNING:
+            self._requests.keep_blocks(sequence)  # their tokens were not known when its positions were committed
+        first = group.first_token_s is None
+        if first:
+            group.first_token_s = now
+        self._requests.events.append(
+            Progressed(group.request.request_id, sequence.seq_id, sequence.index, now, len(token_ids), first)
+        )
+        if stop is not None:
+            self._requests.end(sequence, FinishReason.STOP, now, stop_reason=stop.reason)
+        elif len(token_ids) >= num_left:
+            self._requests.end(sequence, FinishReason.LENGTH, now)
+
+    def _after_step(self, sequence: Sequence, now: float) -> None:
+        """Ends what only wanted its prompt computed, and settles who left while the step ran."""
+        is_done = not sequence.max_output and sequence.num_committed >= len(sequence.token_ids)
+        if sequence.status is Status.RUNNING and is_done:
+            is_whole = sequence.group.request.pooling is not None  # its vector is the answer
+            self._requests.end_group(sequence.group, FinishReason.STOP if is_whole else FinishReason.LENGTH, now)
+        self._requests.settle(sequence)
+
+    def _fail_sequence(self, seq_id: int, message: str, now: float) -> None:
+        sequence = self._requests.sequences.get(seq_id)
+        if sequence is not None and sequence.status is not Status.ENDED:
+            self._requests.end_group(sequence.group, FinishReason.ERROR, now, error=message)

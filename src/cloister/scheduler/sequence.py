@@ -1,0 +1,190 @@
+"""What the scheduler knows of a request and of each of its sequences. Pure: no I/O, no clock."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from cloister.kv import BlockTable
+from cloister.scheduler.beams import Beams
+from cloister.types.request import Request
+from cloister.types.step import MAX_SCORED_ROWS, NewSequence
+
+
+class Status(Enum):
+    """Where a sequence is. Only WAITING ones are in a queue, only RUNNING ones are planned."""
+
+    NEW = "new"
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTING = "preempting"
+    """Gives its blocks back and waits again as soon as no plan in flight names it."""
+    ENDED = "ended"
+
+
+class RequestState:
+    """One request from arrival to its last sequence's end.
+
+    Attributes:
+        arrival_s, deadline_s: on the engine's clock.
+        num_prompt_tokens: length of its prompt.
+        order: rank of arrival, for first come first served.
+        seed: of the sampling noise, the client's or a drawn one.
+        root: start of its prefix-key chain.
+        owner: whose share of the prefix cache its blocks come from; None for nobody's.
+        num_open: sequences that have not ended.
+        beams: the search that its sequences are part of; None where they are answers themselves.
+    """
+
+    __slots__ = (
+        "arrival_s",
+        "beams",
+        "deadline_s",
+        "first_token_s",
+        "num_cached_tokens",
+        "num_open",
+        "num_prompt_tokens",
+        "order",
+        "owner",
+        "request",
+        "root",
+        "scheduled_s",
+        "seed",
+        "sequences",
+        "stop_token_ids",
+    )
+
+    def __init__(self, request: Request, *, now: float, order: int, seed: int, root: bytes, owner: bytes | None = None) -> None:
+        self.request = request
+        self.num_prompt_tokens = len(request.token_ids)
+        self.arrival_s = now
+        self.deadline_s = now + request.timeout_s
+        self.order = order
+        self.seed = seed
+        self.root = root
+        self.owner = owner
+        self.stop_token_ids: tuple[int, ...] = ()
+        self.num_open = request.sampling.n
+        self.num_cached_tokens = 0
+        self.scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+        self.sequences: list[Sequence] = []
+        self.beams: Beams | None = None
+
+    @property
+    def num_unforked(self) -> int:
+        """Sequences that do not exist yet: they fork when the prompt is computed."""
+        num_sequences = self.request.sampling.n if self.beams is None else self.beams.search.width
+        return num_sequences - len(self.sequences)
+
+
+class Sequence:
+    """One continuation of a request, as counts (rule 2).
+
+    Attributes:
+        token_ids: prompt and committed output.
+        num_planned: positions that plans so far compute, those in flight included.
+        num_committed: positions whose KV is known to be there.
+        num_pending: tokens that plans in flight will sample.
+        num_in_flight: plans in flight that name it.
+        num_drafts: positions that a plan in flight computes for drafts: nobody knows yet how many of them count.
+        drafting: what `scheduler.speculation` keeps of it.
+        keys: prefix keys of its full blocks, as far as they were needed.
+        num_kept: leading blocks that the prefix tree was offered.
+        is_unknown: it runs, and the runner was not told of it yet.
+    """
+
+    __slots__ = (
+        "drafting",
+        "group",
+        "index",
+        "is_unknown",
+        "keys",
+        "max_output",
+        "num_committed",
+        "num_drafts",
+        "num_in_flight",
+        "num_kept",
+        "num_pending",
+        "num_planned",
+        "seq_id",
+        "status",
+        "table",
+        "token_ids",
+    )
+
+    def __init__(self, seq_id: int, group: RequestState, index: int, token_ids: list[int], max_output: int) -> None:
+        self.seq_id = seq_id
+        self.group = group
+        self.index = index
+        self.token_ids = token_ids
+        self.max_output = max_output
+        self.status = Status.NEW
+        self.num_planned = 0
+        self.num_committed = 0
+        self.num_pending = 0
+        self.num_in_flight = 0
+        self.num_kept = 0
+        self.num_drafts = 0
+        self.drafting: object | None = None
+        self.is_unknown = False
+        self.keys: list[bytes] = []
+        self.table: BlockTable | None = None
+
+    @property
+    def num_output(self) -> int:
+        """Committed output tokens."""
+        return len(self.token_ids) - self.group.num_prompt_tokens
+
+    @property
+    def num_wanted(self) -> int:
+        """Positions to compute until everything known, and everything that plans in flight will sample, is computed."""
+        if self.num_drafts:
+            return 0
+        num_coming, group = len(self.token_ids), self.group
+        if group.beams is None:  # what follows beams is chosen when all of them are computed
+            num_coming += self.num_pending
+        if self.max_output and num_coming - group.num_prompt_tokens >= self.max_output:
+            return 0  # the token that ends it is sampled or in flight; its own KV is never read
+        return num_coming - self.num_planned
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts that may be verified in its next step: with the token behind them they end the answer at most.
+
+        None before its first token: others may fork from what the model says after the prompt.
+        """
+        if self.num_pending or self.num_drafts or not self.num_output or self.group.beams is not None:
+            return 0
+        return max(0, self.max_output - self.num_output - 1)
+
+    @property
+    def max_chunk(self) -> int:
+        """Positions that one step may compute of it."""
+        scored = self.group.request.sampling.prompt_logprobs is not None
+        return min(self.num_wanted, MAX_SCORED_ROWS) if scored else self.num_wanted
+
+    @property
+    def num_slots(self) -> int:
+        """Running slots that it takes: its own, and those of the sequences that will fork from it."""
+        return 1 + (self.group.num_unforked if self.index == 0 else 0)
+
+
+def introduce(sequence: Sequence) -> NewSequence:
+    """Returns what the runner has to know of a sequence."""
+    group = sequence.group
+    sampling = group.request.sampling
+    if group.beams is not None:
+        sampling = msgspec.structs.replace(sampling, n=1, temperature=0.0, logprobs=group.beams.num_candidates)
+    return NewSequence(
+        seq_id=sequence.seq_id,
+        token_ids=list(sequence.token_ids),
+        num_prompt_tokens=group.num_prompt_tokens,
+        sampling=sampling,
+        seed=group.seed,
+        index=sequence.index,
+        stop_token_ids=group.stop_token_ids,
+        adapter=group.request.adapter,
+        pooling=group.request.pooling,
+    )

@@ -1,0 +1,46 @@
+"""A step while it is filled, and until it is committed."""
+
+from __future__ import annotations
+
+from cloister.scheduler.budget import StepBudget
+from cloister.scheduler.sequence import Sequence
+from cloister.scheduler.speculation import DraftDecision
+from cloister.types.step import StepPlan
+
+LEVEL_SLACK = 1.1
+"""Work of a less urgent level may stretch a step that prefills for a more urgent one by this ratio."""
+
+
+class Step:
+    """A step while it is filled, and until it is committed."""
+
+    __slots__ = ("budget", "choices", "forked", "is_held_up", "may_admit", "now", "parts", "plan", "prefill_level")
+
+    def __init__(self, plan: StepPlan, budget: StepBudget, now: float) -> None:
+        self.plan = plan
+        self.budget = budget
+        self.now = now
+        self.parts: list[tuple[Sequence, int, int]] = []
+        """(sequence, first position behind its part, positions of the part that are prefill)"""
+        self.choices: dict[int, DraftDecision] = {}
+        """What sequences draft in this step, by id."""
+        self.forked: list[Sequence] = []
+        self.prefill_level: int | None = None
+        """The most urgent level that prefills in this step."""
+        self.is_held_up = False
+        self.may_admit = True
+
+    @property
+    def only_decodes(self) -> bool:
+        """No prompt is computed in it."""
+        return not any(num_prefill for _, _, num_prefill in self.parts)
+
+    def planned(self) -> set[int]:
+        """Returns the ids of the sequences that are in this step."""
+        return {part[0].seq_id for part in self.parts} | {sequence.seq_id for sequence in self.forked}
+
+    def enter(self, level: int) -> None:
+        """From here on sequences of `level` are planned; they must not slow down the prefill of a more urgent one."""
+        if self.prefill_level is not None and level > self.prefill_level and not self.is_held_up:
+            self.is_held_up = True
+            self.budget.bound_by_slack(LEVEL_SLACK)

@@ -1,0 +1,351 @@
+"""Sequences that follow grammars: the same tokens in any company, and no fault of one of them hurts another."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cloister.backends.base import Capability
+from cloister.executor import Grammars, ModelRunner
+from cloister.executor.grammar import mask_tokens
+from cloister.kv import BlockPool, PrefixKeys
+from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.text import Tokenizer
+from cloister.text.grammar import GrammarCompiler
+from cloister.types.errors import InvalidRequestError
+from cloister.types.events import Ended, Preempted
+from cloister.types.grammar import Grammar, GrammarKind
+from cloister.types.request import FinishReason, Request, SamplingParams
+from cloister.types.step import Stop
+from tests.engine.replica import EOS, VOCAB_SIZE, write_tokenizer
+from tests.history_program import HistoryProgram
+from tests.samplers import KERNELS, DrawingHistoryProgram
+
+PATTERN = r"([a-f]{2,4}-[0-9]{1,3};){3,9}"
+REGEX = Grammar(GrammarKind.REGEX, PATTERN)
+
+
+class MaskingHistoryProgram(DrawingHistoryProgram):
+    """Chooses among the tokens of masks itself, too; counts how often."""
+
+    num_masked = 0
+
+    capabilities = Capability.SAMPLING | Capability.MASKS
+
+    def _choose(self, logits, sampling, wants):
+        if wants.masks is None:
+            return super()._choose(logits, sampling, wants)
+        type(self).num_masked += 1
+        return self._drawing.sample_masked(logits, sampling, wants.masks())
+
+
+PROGRAMS = [HistoryProgram, *([DrawingHistoryProgram, MaskingHistoryProgram] if KERNELS else [])]
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path_factory.mktemp("bytes")))
+    return GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+
+
+def answer(compiler, requests, program=HistoryProgram, *, num_blocks=400, block_size=4, max_tokens=512, depth=1, grammars=None):
+    """Runs requests to their end; returns ((request id, index) -> (text, reason), preemptions)."""
+    pool = BlockPool(num_blocks, block_size)
+    config = SchedulerConfig(
+        max_model_len=256, max_num_seqs=16, budget=BudgetConfig(max_tokens=max_tokens), eos_token_ids=(EOS,)
+    )
+    scheduler = Scheduler(config, pool, PrefixKeys("model", block_size))
+    runner = ModelRunner(
+        program(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, block_size=block_size),
+        vocab_size=VOCAB_SIZE,
+        max_model_len=256,
+        block_size=block_size,
+        grammars=grammars or Grammars(compiler),
+    )
+    for request in requests:
+        scheduler.add(request, 0.0)
+    tokens: dict[int, list[int]] = {}
+    found, num_preempted, plans = {}, 0, deque()
+    for step in range(5000):
+        while len(plans) < depth and (plan := scheduler.plan(step * 0.01)) is not None:
+            plans.append(plan)
+        if not plans:
+            break
+        result = runner.run(plans.popleft())
+        stops = {}
+        for sample in result.samples:
+            tokens.setdefault(sample.seq_id, []).extend(sample.token_ids)
+            if sample.token_ids[-1] == EOS or sample.seq_id in result.complete:
+                stops[sample.seq_id] = Stop(1)
+        for event in scheduler.commit(result, stops, step * 0.01):
+            if isinstance(event, Ended):
+                ids = tokens.get(event.seq_id, [])[: event.num_output_tokens]
+                text = bytes(token for token in ids if token != EOS).decode("latin-1")
+                found[event.request_id, event.index] = (text, event.error or event.reason)
+            num_preempted += isinstance(event, Preempted)
+        pool.check()
+    assert scheduler.num_requests == 0
+    return found, num_preempted
+
+
+def make(name, grammar=REGEX, prompt=b"a prompt of some length", **sampling):
+    params = SamplingParams(**{"grammar": grammar, "max_tokens": 120, "seed": len(name), **sampling})
+    return Request(request_id=name, token_ids=list(prompt), sampling=params)
+
+
+def company():
+    return [
+        make("greedy", temperature=0),
+        make("drawn"),
+        make("forked", n=3),
+        make("free", None, ignore_eos=True, max_tokens=60),
+        make("patient", min_tokens=60, logprobs=2),
+        make("biased", logit_bias={ord("a"): 5.0}, presence_penalty=1.0),
+        make("endless", Grammar(GrammarKind.REGEX, "[xyz]+"), ignore_eos=True, max_tokens=40),
+        make("short", Grammar(GrammarKind.CHOICE, json.dumps(["yes", "no"])), prompt=b"p" * 70),
+    ]
+
+
+@pytest.fixture(scope="module", params=PROGRAMS)
+def program(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(compiler, program):
+    found = {}
+    for request in company():
+        found |= answer(compiler, [request], program)[0]
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("num_blocks", "max_tokens"), [(400, 512), (60, 512), (60, 9)])
+def test_tokens_are_the_same_in_any_company(compiler, program, alone, num_blocks, max_tokens, depth):
+    together, num_preempted = answer(compiler, company(), program, num_blocks=num_blocks, max_tokens=max_tokens, depth=depth)
+    assert together == alone
+    assert num_blocks == 400 or num_preempted > 0
+
+
+def test_every_answer_fits_its_grammar(alone):
+    for name, index in alone:
+        text, reason = alone[name, index]
+        if name == "endless":
+            assert reason is FinishReason.LENGTH
+            assert re.fullmatch("[xyz]{40}", text)
+        elif name == "short":
+            assert (text, reason) in [("yes", FinishReason.STOP), ("no", FinishReason.STOP)]
+        elif name != "free":
+            assert reason is FinishReason.STOP
+            assert re.fullmatch(PATTERN, text)
+
+
+def test_sequences_of_one_request_differ(alone):
+    assert len({alone["forked", index] for index in range(3)}) == 3
+
+
+def test_end_tokens_wait_for_min_tokens_as_long_as_something_can_follow(alone):
+    assert len(alone["patient", 0][0]) >= 59
+
+
+def test_a_complete_grammar_ends_before_min_tokens_and_without_an_end_token(compiler):
+    grammar = Grammar(GrammarKind.CHOICE, '["only this"]')
+    found, _ = answer(compiler, [make("a", grammar, min_tokens=50), make("b", grammar, ignore_eos=True)])
+    assert found == {("a", 0): ("only this", FinishReason.STOP), ("b", 0): ("only this", FinishReason.STOP)}
+
+
+def test_a_cut_is_a_beginning_of_the_form(compiler):
+    found, _ = answer(compiler, [make("cut", max_tokens=5)])
+    text, reason = found["cut", 0]
+    assert reason is FinishReason.LENGTH
+    assert re.fullmatch(r"[a-f]{2,4}-?[0-9]{0,3};?[a-f]{0,2}", text)
+
+
+def test_programs_and_numpy_choose_alike(compiler):
+    requests = [make("greedy", temperature=0), make("drawn"), make("free", None, max_tokens=60)]
+    found = [answer(compiler, requests, program)[0] for program in PROGRAMS]
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.skipif(not KERNELS, reason="the native kernels were not compiled")
+def test_a_program_that_can_mask_is_asked_to(compiler):
+    before = MaskingHistoryProgram.num_masked
+    answer(compiler, [make("greedy", temperature=0), make("free", None)], MaskingHistoryProgram)
+    assert MaskingHistoryProgram.num_masked > before
+
+
+class ScriptedCompiler:
+    """Passes grammars on, unless their source says what shall go wrong."""
+
+    def __init__(self, compiler):
+        self.eos_token_ids, self.num_words = compiler.eos_token_ids, compiler.num_words
+        self.compiled = []
+        self.is_ready = True
+        self.goes_on = threading.Event()
+        self._compiler = compiler
+
+    def compile(self, grammar):
+        self.compiled.append(grammar)
+        if grammar.source == "hang":
+            assert self.goes_on.wait(20)
+        if grammar.source == "refuse":
+            raise InvalidRequestError("no")
+        if grammar.source == "crash":
+            raise ZeroDivisionError("with the client's words")
+        matcher = self._compiler.compile(REGEX)
+        return {"break": Breaking, "burst": Bursting}.get(grammar.source, lambda found: found)(matcher)
+
+
+class Breaking:
+    """Gives up in the middle of an answer."""
+
+    def __init__(self, matcher, num_left=5):
+        self._matcher, self._num_left = matcher, num_left
+
+    is_complete = False
+
+    def accept(self, token_ids):
+        return self._matcher.accept(token_ids)
+
+    def fill(self, mask):
+        self._num_left -= 1
+        return self._num_left >= 0 and self._matcher.fill(mask)
+
+    def copy(self):
+        return type(self)(self._matcher.copy(), self._num_left)
+
+
+class Bursting(Breaking):
+    """Raises in the middle of an answer."""
+
+    def fill(self, mask):
+        if not super().fill(mask):
+            raise ZeroDivisionError("with the client's words")
+        return True
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("refuse", "no"), ("crash", "ZeroDivisionError"), ("break", "too much work"), ("burst", "too much work")],
+)
+def test_a_grammar_that_fails_leaves_others_alone(compiler, program, alone, fault, words):
+    grammars = Grammars(ScriptedCompiler(compiler))
+    requests = [make("greedy", temperature=0), make("bad", Grammar(GrammarKind.REGEX, fault)), make("drawn")]
+    found, _ = answer(compiler, requests, program, grammars=grammars)
+    assert found["greedy", 0] == alone["greedy", 0]
+    assert found["drawn", 0] == alone["drawn", 0]
+    assert words in found["bad", 0][1]
+    assert "client" not in found["bad", 0][1]
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_grammar_is_compiled_beside_whoever_asks(compiler):
+    scripted = ScriptedCompiler(compiler)
+    grammars, done, grammar = Grammars(scripted), threading.Event(), Grammar(GrammarKind.REGEX, "hang")
+    assert not grammars.prepare(grammar, done.set)
+    assert not done.is_set()
+    scripted.goes_on.set()
+    assert done.wait(10)
+    assert grammars.prepare(grammar, done.set)
+    assert scripted.compiled == [grammar]
+
+
+def test_one_that_hangs_is_given_up_and_the_next_one_compiles(compiler):
+    scripted = ScriptedCompiler(compiler)
+    grammars, stuck, next_one = Grammars(scripted), Grammar(GrammarKind.REGEX, "hang"), Grammar(GrammarKind.REGEX, "next")
+    grammars.prepare(stuck, lambda: None)
+    wait_for(lambda: scripted.compiled)
+    grammars.give_up(stuck)
+    done = threading.Event()
+    assert grammars.prepare(next_one, done.set) or done.wait(10)
+    found, _ = answer(compiler, [make("stuck", stuck), make("next", next_one)], grammars=grammars)
+    assert "too long" in found["stuck", 0][1]
+    assert found["next", 0][1] is FinishReason.STOP
+    scripted.goes_on.set()
+
+
+def test_one_that_waits_behind_a_hanging_one_is_not_at_fault(compiler):
+    scripted = ScriptedCompiler(compiler)
+    grammars, stuck, behind = Grammars(scripted), Grammar(GrammarKind.REGEX, "hang"), Grammar(GrammarKind.REGEX, "next")
+    grammars.prepare(stuck, lambda: None)
+    wait_for(lambda: scripted.compiled)
+    done = threading.Event()
+    assert not grammars.prepare(behind, done.set)
+    assert grammars.give_up(stuck)
+    if not grammars.give_up(behind):
+        assert grammars.prepare(behind, done.set) or done.wait(10)
+    found, _ = answer(compiler, [make("stuck", stuck), make("free", None), make("behind", behind)], grammars=grammars)
+    assert "too long" in found["stuck", 0][1]
+    assert found["behind", 0][1] is FinishReason.STOP
+    scripted.goes_on.set()
+
+
+def test_one_behind_a_grammar_whose_request_is_gone_gets_a_thread_of_its_own(compiler):
+    scripted = ScriptedCompiler(compiler)
+    grammars, behind = Grammars(scripted), Grammar(GrammarKind.REGEX, "next")
+    grammars.prepare(Grammar(GrammarKind.REGEX, "hang"), lambda: None)
+    wait_for(lambda: scripted.compiled)
+    grammars.prepare(behind, lambda: None)
+    assert not grammars.give_up(behind)
+    wait_for(lambda: grammars.prepare(behind, lambda: None))
+    found, _ = answer(compiler, [make("behind", behind)], grammars=grammars)
+    assert found["behind", 0][1] is FinishReason.STOP
+    scripted.goes_on.set()
+
+
+def test_too_many_that_hang_refuse_the_next_ones_until_they_are_done(compiler):
+    scripted = ScriptedCompiler(compiler)
+    grammars = Grammars(scripted)
+    stuck = [Grammar(GrammarKind.REGEX, "hang") for _ in range(2)]
+    for number, grammar in enumerate(stuck, 1):
+        grammars.prepare(grammar, lambda: None)
+        wait_for(lambda number=number: len(scripted.compiled) == number)
+        grammars.give_up(grammar)
+    refused = Grammar(GrammarKind.REGEX, "next")
+    found, _ = answer(compiler, [make("next", refused)], grammars=grammars)
+    assert "try again" in found["next", 0][1]
+    scripted.goes_on.set()
+    wait_for(lambda: answer(compiler, [make("next", refused)], grammars=grammars)[0]["next", 0][1] is FinishReason.STOP)
+
+
+def test_equal_grammars_of_two_requests_are_compiled_twice(compiler):
+    """Whether somebody else sent the same schema before must not be felt, whatever his scope is."""
+    scripted = ScriptedCompiler(compiler)
+    one, other = Grammar(GrammarKind.REGEX, "same"), Grammar(GrammarKind.REGEX, "same")
+    answer(compiler, [make("a", one), make("b", other), make("c", one, n=2)], grammars=Grammars(scripted))
+    assert len(scripted.compiled) == 2
+
+
+def test_nothing_of_a_grammar_stays_when_its_request_is_gone(compiler):
+    grammars = Grammars(compiler)
+    answer(compiler, [make("a", Grammar(GrammarKind.REGEX, "a{1,3}"))], grammars=grammars)
+    gc.collect()
+    assert not grammars._compiled
+
+
+def test_barred_tokens_are_minus_infinity_and_others_stay():
+    scores = np.arange(80, dtype=np.float32).reshape(2, 40)
+    mask_tokens(scores, [1], [np.array([1 << 5 | 1 << 31, 1 << 7], np.uint32)])
+    assert np.isfinite(scores[0]).all()
+    assert np.flatnonzero(np.isfinite(scores[1])).tolist() == [5, 31, 39]
+
+
+def test_the_tokenizer_is_only_read_when_a_grammar_comes(tmp_path: Path):
+    compiler = GrammarCompiler(Tokenizer(write_tokenizer(tmp_path)), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    assert compiler._vocabulary is None
+    compiler.compile(REGEX)
+    assert compiler._vocabulary is not None

@@ -1,0 +1,178 @@
+"""Beam search over a scheduler: blocks are shared, each request ends once, and nothing is left."""
+
+import pytest
+
+from cloister.kv import BlockPool, PrefixKeys
+from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.scheduler.beams import Beams
+from cloister.types.events import Ended, Preempted
+from cloister.types.request import BeamSearch, FinishReason, Request, SamplingParams, TokenLogprobs
+from cloister.types.step import Sample, StepResult
+
+VOCAB = 23
+
+
+def likely(tokens, num):
+    """A made-up model: the likeliest next tokens after `tokens`, and what they cost."""
+    base = (sum(tokens) * 7 + len(tokens) * 3) % VOCAB
+    return tuple(((base + 5 * i) % VOCAB, -0.3 * i - 0.01 * ((base + i) % 5)) for i in range(num))
+
+
+class Bench:
+    def __init__(self, num_blocks=256, block_size=4, max_tokens=64, ends=(), keys=True, **config):
+        self.pool = BlockPool(num_blocks, block_size)
+        config = {"max_model_len": 128, "eos_token_ids": ends, **config}
+        self.scheduler = Scheduler(
+            SchedulerConfig(budget=BudgetConfig(max_tokens=max_tokens), **config), self.pool,
+            PrefixKeys("model", block_size) if keys else None,
+        )  # fmt: skip
+        self.now, self.events, self.held, self.answers, self.most_used = 0.0, [], {}, {}, 0
+
+    def add(self, name, prompt, width, max_tokens=8, n=1, **search):
+        sampling = SamplingParams(n=n, max_tokens=max_tokens, temperature=0.0, beams=BeamSearch(width=width, **search))
+        self.scheduler.add(Request(request_id=name, token_ids=prompt, sampling=sampling), self.now)
+
+    def step(self):
+        self.now += 0.01
+        plan = self.scheduler.plan(self.now)
+        if plan is None:
+            self.events += self.scheduler.take_events()
+            return False
+        for seq_id in plan.departures:
+            self.held.pop(seq_id, None)
+        for new in plan.arrivals:
+            assert new.seq_id not in self.held
+            self.held[new.seq_id] = (list(new.token_ids), new.sampling.logprobs or 0)
+        samples = []
+        for part in plan.sequences:
+            tokens, num = self.held[part.seq_id]
+            if part.num_samples:
+                assert part.start + part.num_tokens == len(tokens)
+                top = likely(tokens, max(1, num))
+                token = top[0][0]
+                samples.append(
+                    Sample(part.seq_id, [token], [TokenLogprobs(token_id=token, logprob=0.0, top=top)] if num else None)
+                )
+                if not num:  # a beam's next token is chosen later
+                    tokens.append(token)
+        self.most_used = max(self.most_used, self.pool.num_used)
+        self.events += self.scheduler.commit(StepResult(plan_id=plan.plan_id, samples=samples, elapsed_s=0.01), {}, self.now)
+        for new in self.scheduler.take_answers():
+            self.answers[new.seq_id] = new.token_ids[new.num_prompt_tokens :]
+        self.pool.check()
+        return True
+
+    def run(self, limit=500):
+        for _ in range(limit):
+            if not self.step():
+                assert self.scheduler.num_requests == 0
+                return self
+        raise AssertionError("it does not end")
+
+    def ended(self, name):
+        return [e for e in self.events if isinstance(e, Ended) and e.request_id == name]
+
+    def found(self, name):
+        return [self.answers[e.seq_id] for e in self.ended(name)]
+
+
+def search(prompt, width, max_output, ends=(), penalty=1.0, early=False):
+    """Beam search in the plain way, without blocks."""
+    beams = Beams(BeamSearch(width=width, length_penalty=penalty, early_stopping=early), ends, max_output)
+    live = {0: []}
+    beams.start({0: 0.0})
+    while not beams.is_done:
+        for key, tokens in live.items():
+            beams.take(key, likely([*prompt, *tokens], beams.num_candidates))
+        kept = beams.advance(live)
+        live = {place: [*live[beam.parent_id], beam.token_id] for place, beam in enumerate(kept)}
+        beams.start({place: beam.logprob for place, beam in enumerate(kept)})
+    return [hypothesis.token_ids for hypothesis in beams.hypotheses]
+
+
+@pytest.mark.parametrize("ends", [(), (3,), (3, 9, 14)])
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_its_answers_are_those_of_a_search_without_blocks(width, ends):
+    bench = Bench(ends=ends)
+    prompt = list(range(11))
+    bench.add("a", prompt, width, n=min(2, width), max_tokens=9)
+    bench.run()
+    assert bench.found("a") == search(prompt, width, 9, ends)[: min(2, width)]
+    assert bench.pool.num_used == 0
+    assert [e.last for e in bench.ended("a")] == [False] * (min(2, width) - 1) + [True]
+
+
+def test_beams_share_the_blocks_of_what_they_have_in_common():
+    bench = Bench()
+    bench.add("a", list(range(40)), 8, max_tokens=8)
+    bench.run()
+    assert bench.most_used < 10 + 8 * 4  # the prompt once; 8 prompts alone would be 80
+
+
+def test_several_searches_and_chunked_prompts_do_not_mix_and_none_is_preempted():
+    bench = Bench(num_blocks=120, max_tokens=24, max_num_seqs=16)
+    prompts = {f"r{i}": [i, *range(3 * i + 5)] for i in range(10)}
+    for name, prompt in prompts.items():
+        bench.add(name, prompt, 3, n=3, max_tokens=12)
+    bench.run()
+    assert {name: bench.found(name) for name in prompts} == {name: search(prompt, 3, 12) for name, prompt in prompts.items()}
+    assert not [e for e in bench.events if isinstance(e, Preempted)]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "static"])
+def test_it_stands_beside_answers_that_grow_until_they_are_preempted(policy):
+    bench = Bench(num_blocks=60, max_num_seqs=12, policy=policy)
+    for i in range(6):
+        sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+        bench.scheduler.add(Request(request_id=f"long{i}", token_ids=[i, 1, 2], sampling=sampling), bench.now)
+    bench.add("a", list(range(9)), 4, n=2, max_tokens=20)
+    bench.run()
+    assert len([e for e in bench.events if isinstance(e, Ended)]) == 8
+    assert bench.found("a") == search(list(range(9)), 4, 20)[:2]
+
+
+@pytest.mark.parametrize("num_steps", range(7))
+@pytest.mark.parametrize("ending", ["abort", "timeout", "failure"])
+def test_one_that_ends_early_ends_once_for_each_answer_and_gives_everything_back(ending, num_steps):
+    bench = Bench()
+    bench.add("a", list(range(20)), 4, n=2, max_tokens=50)
+    for _ in range(num_steps):
+        bench.step()
+    if ending == "abort":
+        bench.scheduler.abort("a", bench.now)
+    elif ending == "timeout":
+        bench.now += 10_000
+    else:
+        bench.scheduler.plan(bench.now)
+        bench.scheduler.fail("broken", bench.now)
+    bench.run()
+    assert [e.index for e in bench.ended("a")] == [0, 1]
+    assert [e.last for e in bench.ended("a")] == [False, True]
+    assert bench.pool.num_used == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"width": 2, "n": 3}, "n must be from 1 to 2"),
+        ({"width": 200}, "at most 64 sequences"),
+        ({"width": 60, "max_tokens": 100}, "60 beams may need"),
+        ({"width": 1, "max_tokens": 1021}, "1 beams may need"),
+        ({"width": 2, "length_penalty": 1e6}, "length_penalty must be"),
+        ({"width": 2, "length_penalty": float("nan")}, "length_penalty must be"),
+    ],
+)
+def test_what_can_never_run_is_refused_with_the_reason(fields, message):
+    bench = Bench(max_model_len=2048)
+    bench.add("a", [1, 2, 3], **fields)
+    bench.run()
+    (first, *_) = bench.ended("a")
+    assert first.reason is FinishReason.REJECTED
+    assert message in first.error
+
+
+def test_a_search_whose_steps_would_hold_up_everybody_is_refused():
+    bench = Bench(ends=tuple(range(300)))
+    bench.add("a", [1, 2, 3], 16)
+    bench.run()
+    assert "16 beams with 300 tokens that end an answer" in bench.ended("a")[0].error
