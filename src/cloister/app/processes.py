@@ -56,7 +56,7 @@ def start_sealed_module(module: str, sock: socket.socket) -> ProcessHandle:
 
 
 FRONT_PACKAGES: Final = tuple(f"cloister.{room}" for room in ("server", "sealed", "privacy", "engine", "text", "types"))
-ENGINE_PACKAGES: Final = tuple(f"cloister.{room}" for room in ("engine", "sched", "kv", "runner", "text", "types"))
+ENGINE_PACKAGES: Final = tuple(f"cloister.{room}" for room in ("engine", "scheduler", "kv", "executor", "text", "types"))
 LATE_MODULES: Final = ("uvicorn.lifespan.off", "anyio._backends._asyncio", "pydantic._internal._dataclasses", "llguidance")
 """What is imported before a sealed node is closed: a request that needs a module later would fail."""
 
