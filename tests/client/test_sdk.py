@@ -26,7 +26,7 @@ from tests.sealed_cloud import LoopbackCloud
 
 MODEL = "cloister-5m"
 ASK: Any = [{"role": "user", "content": "What is a list in Python?"}]
-LONG: Any = [{"role": "user", "content": "Tell me a long story about iterators."}]
+LONG: Any = [{"role": "user", "content": "Describe the built-in function sum."}]
 
 
 def connect(cloud: LoopbackCloud, **changes: object) -> openai.OpenAI:
