@@ -32,7 +32,8 @@ needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reas
 
 def exported() -> dict[str, set[str]]:
     """Every series that a server has, with its labels."""
-    engine = ScriptedEngine(says("x"), memory=[("weights", 1)], startup=[("import", 1.0)])
+    engine = ScriptedEngine(says("x"))
+    engine.memory, engine.startup = [("weights", 1)], [("import", 1.0)]
     metrics = Metrics(EngineGauges(engine, "m"))
     metrics.count_reply("/v1/models", 200)
     metrics.observe(Stepped(1.0, 0.1, 1, 1, 1, 0, 1, 0, 8, drafting=(Drafting("ngram", 1, (1,), (1,), 0.01),)))
@@ -116,7 +117,8 @@ def test_prometheus_understands_every_query_of_the_dashboard(tmp_path):
 
 @needs_promtool
 def test_prometheus_reads_what_a_server_exports(tmp_path):
-    engine = ScriptedEngine(says("x"), memory=[("weights", 1)], startup=[("import", 1.0)])
+    engine = ScriptedEngine(says("x"))
+    engine.memory, engine.startup = [("weights", 1)], [("import", 1.0)]
     text = Metrics(EngineGauges(engine, "m")).render()
     ended = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
     complaints = [line for line in ended.stderr.decode().splitlines() if not any(known in line for known in KEPT_NAMES)]
