@@ -18,9 +18,9 @@ from cloister.backends.torch.cuda.inputs import Courier, DeviceWork, StepInputs,
 from cloister.backends.torch.cuda.matrices import DenseMatrix, QuantizedMatrix
 from cloister.backends.torch.cuda.tiles import CODE_TILES, TileBook
 from cloister.backends.torch.triton.attention import Heads
+from cloister.backends.torch.triton.elementwise import add_and_norm
 from cloister.backends.torch.triton.float8 import float8_matmul, pack_float8
 from cloister.backends.torch.triton.grouped import pack
-from cloister.backends.torch.triton.norm import add_and_norm
 from cloister.backends.torch.triton.sampling import find_largest
 
 BLOCK_SIZE = 16

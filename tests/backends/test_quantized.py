@@ -12,9 +12,9 @@ import torch
 from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import GroupedTensor, InputRounding, ProgressiveTensor, Tensor, dequantized, rotate_blocks
+from cloister.backends.torch.linear import JoinedLinear, RoundedLinear, round_rows
 from cloister.backends.torch.reading import WeightReader
-from cloister.backends.torch.rounded import JoinedLinear, RoundedLinear, round_rows
-from cloister.backends.torch.team import Team
+from cloister.backends.torch.schedule import Team
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.company import differing_arrangements
 from tests.driving import Driver, RandomWeights, build, make_spec

@@ -14,7 +14,7 @@ from tests.device import DEVICE, HAS_TRITON, needs_triton
 
 if HAS_TRITON:
     from cloister.backends.torch.triton.attention import Heads, Pages, Tiles, attend, make_partials
-    from cloister.backends.torch.triton.join import join_splits
+    from cloister.backends.torch.triton.matmul import join_splits
 
 pytestmark = needs_triton
 TILES = {"large": 64, "small": 16}

@@ -12,10 +12,10 @@ from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
 from tests.device import DEVICE, HAS_TRITON, needs_triton
 
 if HAS_TRITON:
+    from cloister.backends.torch.triton.elementwise import round_rows
     from cloister.backends.torch.triton.float8 import float8_matmul, pack_float8
     from cloister.backends.torch.triton.grouped import grouped_matmul, pack
     from cloister.backends.torch.triton.matmul import TileConfig, matmul
-    from cloister.backends.torch.triton.rounding import round_rows
 
 pytestmark = needs_triton
 CPU_OR_GPU = torch.device(DEVICE)

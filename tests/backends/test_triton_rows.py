@@ -14,11 +14,8 @@ from cloister.backends.torch.layers import ACTIVATIONS, RopeTable, rms_norm, rot
 from tests.device import DEVICE, HAS_TRITON, needs_triton
 
 if HAS_TRITON:
-    from cloister.backends.torch.triton.activation import gate
     from cloister.backends.torch.triton.attention import Heads
-    from cloister.backends.torch.triton.norm import add_and_norm
-    from cloister.backends.torch.triton.rotary import rotate_and_write
-    from cloister.backends.torch.triton.rounding import round_rows
+    from cloister.backends.torch.triton.elementwise import add_and_norm, gate, rotate_and_write, round_rows
     from cloister.backends.torch.triton.sampling import find_largest
 
 pytestmark = needs_triton

@@ -59,7 +59,7 @@ def test_answers_are_the_same_to_the_last_bit_at_any_block_size(alone, block_siz
 
 
 def test_answers_are_the_same_to_the_last_bit_in_chunks_and_on_two_threads(alone, monkeypatch):
-    monkeypatch.setattr("cloister.backends.torch.team.WORTH_SHARING", 0.0)
+    monkeypatch.setattr("cloister.backends.torch.schedule.WORTH_SHARING", 0.0)
     with LLM("cloister-5m", max_batched_tokens=7, num_threads=2, max_num_seqs=5) as other:
         assert [fingerprint(completion) for completion in other.generate(PROMPTS, GREEDY)] == alone
 

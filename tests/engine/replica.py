@@ -14,7 +14,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from cloister.engine.adapter_register import AdapterRegister
+from cloister.engine.adapters import AdapterRegister
 from cloister.engine.core import EngineCore, Runner
 from cloister.engine.output_processor import OutputProcessor
 from cloister.engine.step_ahead import StepAhead

@@ -12,7 +12,7 @@ import pytest
 
 from cloister.app.engine import may_overlap
 from cloister.backends.base import Capability, ForwardBatch, StepOutput, Wants
-from cloister.engine.adapter_register import AdapterRegister
+from cloister.engine.adapters import AdapterRegister
 from cloister.engine.core import Runner
 from cloister.engine.memory_scrubber import MemoryScrubber
 from cloister.executor import ModelRunner

@@ -1,9 +1,7 @@
 """The engine in your own program: `LLM` for plain code, `AsyncLLM` for an event loop of yours. No server, no socket."""
 
 from cloister.api.asynchronous import AsyncLLM
-from cloister.api.completions import Completion, CompletionOutput
-from cloister.api.progress import Progress
-from cloister.api.prompts import Message, Prompt
+from cloister.api.completions import Completion, CompletionOutput, Message, Progress, Prompt
 from cloister.api.synchronous import LLM, open_llm
 
 __all__ = ["LLM", "AsyncLLM", "Completion", "CompletionOutput", "Message", "Progress", "Prompt", "open_llm"]

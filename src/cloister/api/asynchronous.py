@@ -13,9 +13,18 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cloister.api.completions import Completion, CompletionOutput, check_end
-from cloister.api.progress import Progress, reporting
-from cloister.api.prompts import Message, Prompt, as_prompts, check_grammars, one_for_each
+from cloister.api.completions import (
+    Completion,
+    CompletionOutput,
+    Message,
+    Progress,
+    Prompt,
+    as_prompts,
+    check_end,
+    check_grammars,
+    one_for_each,
+    reporting,
+)
 from cloister.app import Settings, build_engine, resolve_settings
 from cloister.engine import EngineClient, EngineCore, ThreadTransport
 from cloister.privacy import Gate

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
+import msgspec
+
+from cloister.text import grammar as grammars
 from cloister.types.errors import EngineError, InvalidRequestError
-from cloister.types.request import FinishReason, SequenceOutput, TokenLogprobs
+from cloister.types.request import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 
 
 def check_end(output: SequenceOutput) -> None:
@@ -77,3 +83,80 @@ class Completion:
         if output.token_ids:
             self.first_token_s = self.first_token_s or now
             self.last_token_s = now
+
+
+# How far a batch is: for a callback, or as a bar on standard error.
+
+
+Progress = Callable[[int, int], None]
+"""Called with (prompts answered, prompts in all)."""
+
+
+@contextmanager
+def reporting(on_progress: Progress | bool | None, num_prompts: int) -> Iterator[Progress]:
+    """Yields what to call after each prompt: the callback, a bar for True, nothing for None and False."""
+    if callable(on_progress):
+        yield on_progress
+    elif not on_progress:
+        yield lambda num_done, total: None
+    else:
+        with _bar(num_prompts) as report:
+            yield report
+
+
+@contextmanager
+def _bar(num_prompts: int) -> Iterator[Progress]:
+    from rich.console import Console  # only who wants a bar waits for it
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task("prompts", total=num_prompts)
+        yield lambda num_done, total: bars.update(task, completed=num_done)
+
+
+# What may be asked: one prompt or many, as text or token ids.
+
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a text and a flat list of token ids are one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [cast("Sequence[int]", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def one_for_each(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams, num_prompts: int
+) -> list[SamplingParams]:
+    """Returns sampling parameters for each prompt.
+
+    Raises:
+        InvalidRequestError: there are more or fewer of them than prompts.
+    """
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or default] * num_prompts
+    each = list(sampling)
+    if len(each) != num_prompts:
+        raise InvalidRequestError(f"there are {num_prompts} prompts and {len(each)} sampling parameters; give one for each")
+    return each
+
+
+def check_grammars(sampling: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Returns sampling parameters with their grammars checked, each different one once.
+
+    Raises:
+        InvalidRequestError: a grammar cannot be followed; the message says why.
+    """
+    asked = {params.grammar for params in sampling if params.grammar is not None}
+    checked = {grammar: grammars.check_grammar(grammar, "grammar") for grammar in asked}
+    return [
+        params if params.grammar is None else msgspec.structs.replace(params, grammar=checked[params.grammar])
+        for params in sampling
+    ]

@@ -17,9 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.api.asynchronous import AsyncLLM
-from cloister.api.completions import Completion
-from cloister.api.progress import Progress
-from cloister.api.prompts import Message, Prompt
+from cloister.api.completions import Completion, Message, Progress, Prompt
 from cloister.app import Settings, build_engine, resolve_settings
 from cloister.app.default_model import fetch_model
 from cloister.types.errors import EngineError

@@ -139,7 +139,7 @@ def check_torch(needed: bool, describe: Callable[[], str] | None = None) -> Chec
 
 
 def _describe_torch() -> str:
-    from cloister.backends.torch.probe import describe_torch
+    from cloister.backends.torch.backend import describe_torch
 
     return describe_torch()
 

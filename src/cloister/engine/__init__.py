@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cloister.engine.adapter_register import AdapterRegister
+    from cloister.engine.adapters import AdapterRegister
     from cloister.engine.client import EngineClient, Health
     from cloister.engine.core import EngineCore
     from cloister.engine.in_flight import EventListener

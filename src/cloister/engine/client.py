@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cloister.engine.adapter_calls import AdapterCalls
+from cloister.engine.adapters import AdapterCalls
 from cloister.engine.in_flight import EventListener, InFlightRequests, RequestObserver, Sink
 from cloister.engine.supervision import Supervision, Watchdog
 from cloister.engine.transports import Transport

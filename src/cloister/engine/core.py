@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from cloister.engine.adapter_register import AdapterRegister
+from cloister.engine.adapters import AdapterRegister
 from cloister.engine.drafting import describe_drafting, measure, weigh
 from cloister.engine.input_queue import CompilingRequests, GrammarCompilation, InputQueue
 from cloister.engine.memory_scrubber import MemoryScrubber

@@ -56,7 +56,7 @@ def plan_room(config: EngineConfig) -> AdapterRoom | None:
 
 
 class AdapterSlots:
-    """The adapters of one program (protocol `engine.adapter_register.AdapterHost`).
+    """The adapters of one program (protocol `engine.adapters.AdapterHost`).
 
     Args:
         program: what computes with them.

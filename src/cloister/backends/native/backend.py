@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from cloister.backends.base import KVLayout, MemoryNeed, Weights
 from cloister.backends.native import _native
-from cloister.backends.native.buffers import buffer_bytes
 from cloister.backends.native.model import PackedModel, pack_model, packed_model_bytes
-from cloister.backends.native.packing import LAYOUT, PackedKind, Packer
+from cloister.backends.native.packing import LAYOUT, PackedKind, Packer, buffer_bytes
 from cloister.backends.native.program import KV_KINDS, NativeProgram
 from cloister.backends.native.store import PackedStore
 from cloister.backends.spec import DecoderSpec

@@ -22,16 +22,90 @@ from cloister.backends.base import (
     StepOutput,
     Wants,
 )
-from cloister.backends.draft_heads import DraftHeads
+from cloister.backends.draft_heads import DraftHeads, HeadBlock
 from cloister.backends.native import _native
-from cloister.backends.native.adapters import NativeAdapters
-from cloister.backends.native.heads import HeadShelf
 from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import PackedModel
-from cloister.backends.native.packing import Packer
+from cloister.backends.native.packing import PackedMatrix, Packer
 from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.types.errors import ModelError
+
+# Low-rank adapters for the native kernels: packed once, when they are loaded, in the type of weights that come as numbers.
+
+
+_SITES: Final = ("q", "k", "v", "o", "gate", "up", "down")  # cpp/lora.hpp
+
+
+class NativeAdapters:
+    """The adapters of one program, by slot; the kernels hold pointers into their arrays."""
+
+    def __init__(self, program: _native.Program, packer: Packer) -> None:
+        self._program, self._packer = program, packer
+        self._held: dict[int, list[PackedMatrix]] = {}
+
+    def load(self, slot: int, adapter: AdapterWeights) -> None:
+        """Packs an adapter and puts it in a slot.
+
+        Raises:
+            ValueError: it does not fit the products of the program.
+        """
+        held: list[PackedMatrix] = []
+        updates = []
+        for product, pair in adapter.updates.items():
+            _, layer, name = product.split(".")
+            a, b = (self._packer.join([matrix], [None]) for matrix in pair)
+            held += (a, b)
+            updates.append((int(layer), _SITES.index(name), a.bind(), b.bind()))
+        self._program.load_adapter(slot, updates)
+        self._held[slot] = held
+
+    def unload(self, slot: int) -> None:
+        """Empties a slot."""
+        self._program.unload_adapter(slot)
+        self._held.pop(slot, None)
+
+
+# Draft heads for the native kernels: packed once in the type of weights that come as numbers, computed in one call.
+
+
+_HEAD_ACTIVATIONS: Final = {"silu": 0, "relu": 3}  # cpp/kernels.hpp
+
+
+class HeadShelf:
+    """The draft heads of one program; the kernels hold pointers into their arrays."""
+
+    def __init__(self, program: _native.Program, packer: Packer) -> None:
+        self._program, self._packer = program, packer
+        self._held: list[PackedMatrix] = []
+
+    def load(self, heads: DraftHeads) -> int:
+        """Packs heads (`backends.base.Program.load_heads`)."""
+        blocks = [self._pack(block, _HEAD_ACTIVATIONS[heads.activation]) for block in heads.blocks]
+        return self._program.load_heads([list(of_one_head) for of_one_head in zip(*blocks, strict=True)])
+
+    def _pack(self, block: HeadBlock, activation: int) -> list[_native.FeedForward]:
+        ups = [self._join(up, bias) for up, bias in zip(block.up, block.up_bias, strict=True)]
+        biases = [None] * len(block.down) if block.down_bias is None else list(block.down_bias)
+        downs = [self._join(down, bias) for down, bias in zip(block.down, biases, strict=True)]
+        if len(ups) == 1:
+            ups *= len(downs)
+        return [
+            _native.FeedForward(up=up, down=down, activation=activation, gated=False)
+            for up, down in zip(ups, downs, strict=True)
+        ]
+
+    def _join(self, matrix: FloatArray, bias: FloatArray | None) -> _native.Matrix:
+        packed = self._packer.join([matrix], [bias])
+        self._held.append(packed)
+        return packed.bind()
+
+    def guess(self, loaded: int, hidden: FloatArray, num_heads: int, num_top: int) -> IntArray:
+        """Computes heads (`backends.base.Program.guess`)."""
+        top = np.empty((num_heads * len(hidden), num_top), np.int32)
+        self._program.guess(loaded, hidden, num_heads, top)
+        return top.reshape(num_heads, len(hidden), num_top)
+
 
 KV_KINDS: Final[Mapping[str, int]] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 _ACTIVATIONS: Final[Mapping[str, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}

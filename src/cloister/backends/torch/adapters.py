@@ -17,7 +17,7 @@ from cloister.backends.adapters import AdapterWeights, target_shapes
 from cloister.backends.base import ForwardBatch
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.torch.linear import Linear, common_tiles
-from cloister.backends.torch.team import Team
+from cloister.backends.torch.schedule import Team
 from cloister.backends.torch.tiles import pad_rows
 
 

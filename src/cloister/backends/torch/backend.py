@@ -14,7 +14,7 @@ from cloister.backends.torch.cache import slot_size
 from cloister.backends.torch.cuda.limits import check_computable
 from cloister.backends.torch.cuda.memory import device_need
 from cloister.backends.torch.program import TorchProgram
-from cloister.backends.torch.team import Team
+from cloister.backends.torch.schedule import Team
 from cloister.types.errors import ConfigError
 
 NUMERICS = 1  # raise it when an answer may change in its last bit
@@ -107,3 +107,12 @@ def _row_bytes(spec: DecoderSpec) -> int:
         for layer in spec.layers
     )
     return 4 * (3 * spec.hidden_size + max(widest, spec.vocab_size))
+
+
+# What torch there is, for people who look for a fault.
+
+
+def describe_torch() -> str:
+    """Returns torch's version and where it can compute."""
+    where = f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "CPU"
+    return f"{torch.__version__}, {where}"

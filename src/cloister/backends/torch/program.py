@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cloister.backends.adapters import AdapterWeights
-from cloister.backends.base import (
-    Capability,
-    FloatArray,
-    ForwardBatch,
-    IntArray,
-    KVLayout,
-    Program,
-    StepOutput,
-    Wants,
-    Weights,
-)
-from cloister.backends.recording import OperatorSpan
+from cloister.backends.base import Capability, FloatArray, ForwardBatch, IntArray, KVLayout, Program, StepOutput, Wants, Weights
+from cloister.backends.recording import OperatorSpan, Watched, watch
 from cloister.backends.spec import AttentionSpec, DecoderSpec
 from cloister.backends.tensors import dequantized
 from cloister.backends.torch.adapters import RowAdapters, TorchAdapters
@@ -33,11 +24,39 @@ from cloister.backends.torch.decoder import DecoderLayer
 from cloister.backends.torch.layers import RopeTable, cap, on_whole_vectors
 from cloister.backends.torch.linear import common_tiles
 from cloister.backends.torch.reading import WeightReader, to_torch
-from cloister.backends.torch.recording import record
-from cloister.backends.torch.schedule import AttentionShape, KeySlots, UnitBatch, schedule_units, token_slots
-from cloister.backends.torch.team import Team, use_one_thread_per_operation
+from cloister.backends.torch.schedule import (
+    AttentionShape,
+    KeySlots,
+    Team,
+    UnitBatch,
+    schedule_units,
+    token_slots,
+    use_one_thread_per_operation,
+)
 from cloister.backends.torch.tiles import pad_rows
 from cloister.backends.torch.trees import TreeNode, unfold
+
+# Spans of the oracle: its methods are watched from outside, so that a program that nobody records runs as always.
+
+
+def record(program: object, module: ModuleType, layers: Iterable[DecoderLayer]) -> AbstractContextManager[list[OperatorSpan]]:
+    """Records a program's calls (`backends.base.Recording`).
+
+    Args:
+        module: where the program finds `attend`; every program of the process finds it there.
+    """
+    return watch(_list_calls(program, module, layers))
+
+
+def _list_calls(program: object, module: ModuleType, layers: Iterable[DecoderLayer]) -> Iterator[Watched]:
+    yield Watched(program, "_embed", "embed")
+    yield Watched(program, "_schedule", "schedule")
+    yield Watched(module, "attend", "attention")
+    yield Watched(program, "_logits", "head")
+    for layer in layers:
+        yield Watched(layer, "project", "norm+qkv+rope")
+        yield Watched(layer, "finish", "output+mlp_norm+gate_up+down")
+
 
 _CHUNK = 128  # rows; a multiple of the reference tile
 

@@ -17,9 +17,8 @@ from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import InputRounding, dequantized, rounding_of
 from cloister.backends.tensors import Tensor as AnyTensor
 from cloister.backends.torch.layers import Norm
-from cloister.backends.torch.linear import Linear
-from cloister.backends.torch.rounded import JoinedLinear, RoundedLinear
-from cloister.backends.torch.team import Team
+from cloister.backends.torch.linear import JoinedLinear, Linear, RoundedLinear
+from cloister.backends.torch.schedule import Team
 
 AnyLinear: TypeAlias = Linear | RoundedLinear | JoinedLinear
 

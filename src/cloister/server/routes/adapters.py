@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.engine.adapter_calls import AdapterCalls
+from cloister.engine.adapters import AdapterCalls
 from cloister.server.errors import invalid
 from cloister.server.parse import parse_body
 from cloister.server.routes.models import adapter_model

@@ -16,7 +16,7 @@ from cloister.backends.torch.cuda.memory import PARTIAL_BYTES
 from cloister.backends.torch.cuda.work import KernelLimits, KernelWork, cut_work
 from cloister.backends.torch.schedule import AttentionShape
 from cloister.backends.torch.triton.attention import Binding, Heads, Pages, Partials, Tiles, attend, make_partials
-from cloister.backends.torch.triton.join import join_splits
+from cloister.backends.torch.triton.matmul import join_splits
 
 _LARGE_ROWS: Final = 64
 _SMALL_ROWS: Final = 16

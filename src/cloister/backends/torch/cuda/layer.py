@@ -8,10 +8,8 @@ from torch import Tensor
 from cloister.backends.spec import LayerSpec
 from cloister.backends.torch.cuda.limits import feed_forward_of
 from cloister.backends.torch.cuda.matrices import MatrixReader
-from cloister.backends.torch.triton.activation import gate
 from cloister.backends.torch.triton.attention import Heads
-from cloister.backends.torch.triton.norm import add_and_norm
-from cloister.backends.torch.triton.rotary import rotate_and_write
+from cloister.backends.torch.triton.elementwise import add_and_norm, gate, rotate_and_write
 
 
 class CudaLayer:

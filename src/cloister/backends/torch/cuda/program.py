@@ -24,7 +24,7 @@ from cloister.backends.torch.cuda.memory import CAPTURED_SEQS
 from cloister.backends.torch.cuda.tiles import TileBook
 from cloister.backends.torch.layers import RopeTable
 from cloister.backends.torch.reading import to_torch
-from cloister.backends.torch.triton.norm import add_and_norm
+from cloister.backends.torch.triton.elementwise import add_and_norm
 from cloister.backends.torch.triton.sampling import find_largest
 from cloister.types.errors import EngineError
 

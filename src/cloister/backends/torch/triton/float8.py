@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cloister.backends.torch.triton import EXACT
+from cloister.backends.torch.triton.elementwise import round_rows
 from cloister.backends.torch.triton.matmul import TileConfig
-from cloister.backends.torch.triton.rounding import round_rows
 
 
 @dataclass(frozen=True, slots=True)

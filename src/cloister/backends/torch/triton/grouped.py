@@ -20,10 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
-from cloister.backends.torch.rounded import rotate_blocks
+from cloister.backends.torch.linear import rotate_blocks
 from cloister.backends.torch.triton import EXACT
+from cloister.backends.torch.triton.elementwise import round_rows
 from cloister.backends.torch.triton.matmul import TileConfig
-from cloister.backends.torch.triton.rounding import round_rows
 
 
 @dataclass(frozen=True, slots=True)
