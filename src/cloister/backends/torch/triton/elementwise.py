@@ -1,4 +1,4 @@
-"""Triton kernels around the products: norms, rounding of activations, gated activations, rotary embeddings with the KV write."""
+"""Triton kernels around the products: norms, rounding of activations, gated activations, rotary embeddings with KV writes."""
 
 from __future__ import annotations
 
