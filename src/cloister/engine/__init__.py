@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "adapter_register": ("AdapterRegister",),
+    "adapters": ("AdapterRegister",),
     "client": ("EngineClient", "Health"),
     "core": ("EngineCore",),
     "in_flight": ("EventListener",),
