@@ -30,7 +30,8 @@ def test_every_name_that_a_package_exports_can_be_imported():
         try:
             package = importlib.import_module(found.name)
         except ModuleNotFoundError as error:  # of an extra that is not installed
-            assert not str(error.name).startswith("cloister")
+            if str(error.name).startswith("cloister"):
+                missing.append(str(error.name))
             continue
         for name in getattr(package, "__all__", ()):
             try:
