@@ -9,6 +9,7 @@ from typing import Final
 
 import httpx
 
+from cloister.models.pulling.digests import LengthMismatchError
 from cloister.models.pulling.partials import BrokenDownloadError, Partial
 from cloister.models.pulling.replies import AddressRules, open_reply
 from cloister.types.errors import ModelError
@@ -50,7 +51,8 @@ def download_file(
 
     Raises:
         BrokenDownloadError: the server does not answer, or the file was cut off `_TRIES` times, or came too slowly.
-        ModelError: the server refuses, sends more than it may, or plain HTTP would carry the file unchecked.
+        LengthMismatchError: the file has more than `most_bytes`.
+        ModelError: the server refuses, sends more than it said, or plain HTTP would carry the file unchecked.
         OSError: the file cannot be written.
     """
     for left in reversed(range(_TRIES)):
@@ -108,14 +110,15 @@ def _receive(
         kind = BrokenDownloadError if reply.is_server_error else ModelError
         raise kind(f"{reply.url.host} answered {reply.status_code}; check the URL, or run the command again")
     check_room((num_total or num_here) - num_here)
-    bounds = [bound for bound in (num_total, most_bytes) if bound is not None]
     began_s, num_before, num_unchecked = time.monotonic(), num_here, 0
     with partial.path.open("ab") as file:
         for piece in reply.iter_raw():
             num_here += len(piece)
             num_unchecked += len(piece)
-            if bounds and num_here > min(bounds):
-                raise ModelError(f"{reply.url.host} sends more bytes than the file has; nothing was kept")
+            if most_bytes is not None and num_here > most_bytes:
+                raise LengthMismatchError(f"what {reply.url.host} sends", most_bytes)
+            if num_total is not None and num_here > num_total:
+                raise ModelError(f"{reply.url.host} sends more bytes than it said; nothing was kept")
             if num_unchecked > ROOM_EVERY_BYTES:
                 check_room(0)
                 num_unchecked = 0
