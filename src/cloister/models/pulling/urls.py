@@ -116,7 +116,7 @@ def _receive(
             num_here += len(piece)
             num_unchecked += len(piece)
             if most_bytes is not None and num_here > most_bytes:
-                raise LengthMismatchError(f"what {reply.url.host} sends", most_bytes)
+                raise LengthMismatchError(f"What {reply.url.host} sends", most_bytes)
             if num_total is not None and num_here > num_total:
                 raise ModelError(f"{reply.url.host} sends more bytes than it said; nothing was kept")
             if num_unchecked > ROOM_EVERY_BYTES:
