@@ -38,7 +38,7 @@ def tell(house: House, *events: Event) -> None:
     """Lets the server hear what happened in its engine."""
     assert isinstance(house.engine, ScriptedEngine)
     for event in events:
-        for listener in house.engine.listeners:
+        for listener in house.engine._requests._listeners:
             listener(event)
 
 
@@ -90,7 +90,9 @@ def let_pass(house: House, passed_s: float) -> None:
     """Sets the clock of the server's history forward."""
     assert isinstance(house.engine, ScriptedEngine)
     (history,) = {
-        observe.__self__.before_change.__self__ for observe in house.engine.listeners if isinstance(observe.__self__, Metrics)
+        observe.__self__.before_change.__self__
+        for observe in house.engine._requests._listeners
+        if isinstance(observe.__self__, Metrics)
     }
     clock = history._clock
     history._clock = lambda: clock() + passed_s

