@@ -85,7 +85,7 @@ class Completion:
             self.last_token_s = now
 
 
-# How far a batch is: for a callback, or as a bar on standard error.
+# Progress of a batch: a callback, or a bar on standard error.
 
 
 Progress = Callable[[int, int], None]
@@ -116,7 +116,7 @@ def _bar(num_prompts: int) -> Iterator[Progress]:
         yield lambda num_done, total: bars.update(task, completed=num_done)
 
 
-# What may be asked: one prompt or many, as text or token ids.
+# Prompts: one or many, as text or token ids.
 
 
 Prompt = str | Sequence[int]

@@ -91,7 +91,7 @@ def _with_model(settings: Settings, model: str, why: str) -> Settings:
     return replace(settings, engine=settings.engine.explain(model=(model, why)))
 
 
-# Whether a model fits into this machine, without loading more of it than the shapes of its tensors.
+# Whether a model fits into memory, judged by the shapes of its tensors alone.
 
 
 def budget_model(config: EngineConfig, model: LoadedModel) -> MemoryBudget:

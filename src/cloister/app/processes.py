@@ -52,7 +52,7 @@ def start_sealed_module(module: str, sock: socket.socket) -> ProcessHandle:
     return state.starter.start(ROLE_OF[module], [], sock.fileno())
 
 
-# Closes the processes of a sealed node that hold a request's content in the clear: nothing is imported after that.
+# Locks the processes of a sealed node that hold plaintext: no module is imported afterwards.
 
 
 FRONT_PACKAGES: Final = tuple(f"cloister.{room}" for room in ("server", "sealed", "privacy", "engine", "text", "types"))

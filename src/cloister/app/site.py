@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cloister.server.serve import ServerApp
 
 
-# Who lets requests in, and what a running server reads again.
+# Access control, and the files that a running server reloads.
 
 
 def build_gate(settings: Settings) -> Gate:

@@ -130,7 +130,7 @@ def _plot_percentiles(axes: Axes, name: str, values: Sequence[float], summary: S
     axes.legend(loc="best")
 
 
-# The roofline as a picture: attainable operations per second over intensity, with every operator on its roof.
+# The roofline plot: attainable operations per second over arithmetic intensity, with every operator.
 
 
 _COLOURS = {"prefill": BLUE, "decode": ORANGE}

@@ -8,7 +8,7 @@ from itertools import pairwise
 from cloister.types.events import Arrived, Ended, Event, Progressed, Scheduled, Stepped
 from cloister.types.request import FinishReason
 
-# What one request of a run saw, and the figures that follow from it.
+# The record of one request in a run, and its derived figures.
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cloister import LLM
 
 
-# A conversation with a model in this process: what `run` and `chat` share.
+# A conversation with a model in this process, shared by `run` and `chat`.
 
 
 class Conversation:

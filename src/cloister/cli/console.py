@@ -57,7 +57,7 @@ def make_progress() -> Progress:
     )
 
 
-# Places to write to, looked at before the work whose results go there.
+# Checks of output paths, made before the work starts.
 
 
 def make_folder(folder: Path) -> Path:

@@ -125,7 +125,7 @@ def _show_type(shown: re.Match[str]) -> str:
     return named if named is not None else " PATH" if kind.lower() in ("path", "file", "directory") else f" {kind}"
 
 
-# What `cloister --help` and completion say of each verb, so that neither imports the verbs themselves.
+# Summaries of verbs for `cloister --help` and completion, which then need not import the verbs.
 
 
 CONTENTS: Final[Mapping[str, Mapping[str, str]]] = {

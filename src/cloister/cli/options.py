@@ -212,7 +212,7 @@ def _config_parameter() -> inspect.Parameter:
     return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option])
 
 
-# Options that move a client's limits on who is in the cloud; the same for every verb that draws or checks.
+# Options for a client's limits on cloud membership, shared by every verb that selects or verifies nodes.
 
 
 LeastPresent = Annotated[

@@ -46,7 +46,7 @@ class InputQueue:
                 self._arrived.wait(timeout_s)
 
 
-# Requests whose grammar is being compiled: the scheduler hears of them when that is done, so that no step waits for it.
+# Requests whose grammar is being compiled. They reach the scheduler afterwards, so that no step waits for a compilation.
 
 
 COMPILE_TIMEOUT_S: Final = 5.0

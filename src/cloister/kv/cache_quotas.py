@@ -73,7 +73,7 @@ class CacheQuotas:
         assert all(0 < count <= self.per_scope for count in self._counts.values()), "a share is overdrawn"
 
 
-# How long cached blocks of a scope may stay when nobody uses them. Pure: it takes `now`.
+# Time to live of a scope's unused cached blocks. Pure: it takes `now`.
 
 
 RETRY_S = 1.0

@@ -24,7 +24,7 @@ from cloister.models.safetensors import FLOATS, TensorEntry, read_header
 from cloister.models.sources import TensorSlice, find_place
 from cloister.types.errors import ModelError
 
-# adapter_config.json of PEFT, read field by field, so that nothing that changes an answer is ignored (rule 10).
+# PEFT's adapter_config.json, read field by field; an unread field is an error (rule 10).
 
 
 SETTINGS_FILE: Final = "adapter_config.json"
@@ -114,7 +114,7 @@ def _check_kind(fields: ConfigFields) -> None:
             raise ModelError(f"the adapter asks for {what} ({name!r} in {SETTINGS_FILE}), which is not supported", param=name)
 
 
-# Which product of a decoder a module of the checkpoint is: adapters are written in the checkpoint's names.
+# Maps a checkpoint's module names, which adapters use, to the projections of a decoder.
 
 
 @dataclass(frozen=True, slots=True)

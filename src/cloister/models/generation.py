@@ -48,7 +48,7 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
-# Which tokenizer a model has, told by its files: token ids of one mean nothing to another.
+# Identifies a model's tokenizer by its files: token ids of one mean nothing to another.
 
 
 _FILES: Final = ("tokenizer.json", "tokenizer.model")

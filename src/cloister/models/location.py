@@ -150,7 +150,7 @@ def _unknown(name: str) -> ModelError:
     )
 
 
-# SHA-256 of model files, remembered from one start to the next while a file stays as it is.
+# SHA-256 of model files, cached between starts while a file is unchanged.
 
 
 _WORTH_REMEMBERING_BYTES: Final = 64 << 20

@@ -250,7 +250,7 @@ SCALINGS: Mapping[str, Callable[[Plain, ConfigFields], Scaled]] = {
 }
 
 
-# How far back each layer sees, by the rules of transformers for each family.
+# The attention window of each layer, by the rules of transformers for each family.
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"

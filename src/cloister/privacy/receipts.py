@@ -22,7 +22,7 @@ from cloister.privacy.sealing import Exchange, Fields, HttpRequest, MessageError
 from cloister.privacy.transparency.epoch import MAX_BUNDLE_BYTES
 from cloister.types.errors import CloisterError
 
-# What a receipt says, as a JSON Web Signature in compact form (RFC 7515, Ed25519 by RFC 8037). Pure: no I/O, no clock.
+# A receipt's claims as a JSON Web Signature in compact form (RFC 7515, Ed25519 by RFC 8037).
 #
 # The client knows every claim before the node has signed, so the signature alone travels; the client puts the rest around it.
 
@@ -118,7 +118,7 @@ def decode64(data: bytes) -> bytes:
     return decoded
 
 
-# Salted digests of one exchange, taken while it passes; client and node keep one each. Pure: no I/O, no clock.
+# Salted digests of one exchange, computed while it streams, on both sides.
 
 
 SALT_BYTES: Final = 32
@@ -171,7 +171,7 @@ class Transcript:
         )
 
 
-# The file that a client keeps: a signed statement about one answer, and what shows whose signature it is. Pure.
+# The receipt file: a signed statement about one answer, and the evidence for the signing key.
 #
 # Everything in it but the salt is public. Who leaves the salt out shows the receipt without showing what it is about.
 
@@ -216,7 +216,7 @@ def read_receipt(content: bytes) -> Receipt:
     raise ReceiptError(f"the file is no receipt ({why})")
 
 
-# How a client asks for a receipt, and how the node hands it over. Pure: no I/O, no clock.
+# How a client requests a receipt, and how the node returns it.
 #
 # A field in the sealed request names epoch and evidence; a trailer field of the sealed answer has the signature. Where no
 # receipt is asked for, zeros stand in the place of both, so lengths do not tell.

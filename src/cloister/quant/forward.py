@@ -16,7 +16,7 @@ from cloister.backends.tensors import InputRounding, Tensor, dequantized, rotate
 from cloister.quant.base import FloatArray, KVDtype, NumberFormat, reciprocal
 from cloister.types.errors import ConfigError
 
-# Which decoders text can be run through in numpy, for calibration and for measuring quality.
+# Which decoders this reference supports.
 
 
 _FACED = (
@@ -56,7 +56,7 @@ def rope_of(layer: LayerSpec) -> RopeSpec:
     return rope
 
 
-# What few bits make of keys and values: the reference that quality is measured with.
+# Reference quantization of keys and values, for measuring quality.
 
 
 GROUP_DIMS = 64

@@ -123,7 +123,7 @@ class BodyBudget:
         return max(charges, key=lambda charge: (held[charge.network], charge.num_bytes))
 
 
-# How slow a request body may be: it has to end in time, and to keep coming meanwhile (as Apache's mod_reqtimeout has it).
+# Minimum pace and total time of a request body (as in Apache's mod_reqtimeout).
 
 
 GRACE_S: Final = 10.0

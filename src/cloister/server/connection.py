@@ -221,7 +221,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
 
-# A listener that lets in a few connections in each turn of the event loop.
+# A listener that accepts a few connections per turn of the event loop.
 #
 # asyncio accepts as many as its backlog in one go, a tenth of a millisecond each, and serves nobody who has a connection
 # meanwhile.

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from starlette.types import Scope
 
-# Which network an address belongs to: what one peer can be expected to hold whole.
+# The network of an address: the range that one peer can be expected to control.
 #
 # A host with one address of a network often has all of it, so counting by address would be no bound: IPv6 tunnels and hosting
 # companies give a /48 to whoever asks, and a /24 is the smallest block of IPv4 that is routed by itself, as a /48 is of IPv6.

@@ -19,7 +19,7 @@ from cloister.text.answer_parser import AnswerForm
 from cloister.types.errors import DeadlineError
 from cloister.types.request import FinishReason, ModelInfo, PoolingParams, Request, SamplingParams, SequenceOutput
 
-# One HTTP request made ready for the engine: a request per prompt, and what the reply needs to know.
+# A generation job: one HTTP request as engine requests, one per prompt, with what the reply needs.
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ class ApplyTemplateBody(Strict):
     chat_template_kwargs: TemplateSettings | None = None
 
 
-# From a body of llama.cpp's API to the job that it is.
+# Converts a body of llama.cpp's API to a job.
 
 
 NAMES: Final[Mapping[str, str]] = {
@@ -291,7 +291,7 @@ def _to_lark(grammar: str) -> str:
         raise invalid("`grammar` is no grammar in GBNF; check it against llama.cpp's documentation.", "grammar") from None
 
 
-# From outputs of the engine to the replies of /completion and /infill.
+# Writes engine outputs as replies of /completion and /infill.
 
 
 class CompletionWriter:

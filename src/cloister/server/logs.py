@@ -77,7 +77,7 @@ def _work_of(call: HttpCall) -> dict[str, object]:
     return fields
 
 
-# What is written when the server itself makes a mistake: where and what kind, never the words of an exception.
+# The log of internal errors: kind and place, never an exception's text.
 
 
 FAILURES: Final = logging.getLogger("cloister.server")

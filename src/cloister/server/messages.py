@@ -190,7 +190,7 @@ def error_object(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-# From a body of /v1/messages to the conversation that it is.
+# Converts a body of /v1/messages to a conversation.
 
 
 def to_chat(body: CountBody) -> ChatBody:
@@ -291,7 +291,7 @@ def _choice(choice: ToolChoiceParam) -> dict[str, Any]:
     return fields | {"tool_choice": "required" if choice.type == "any" else choice.type}
 
 
-# From the parts of an answer to the blocks of a message, and to the events that tell how they come to be.
+# Converts the parts of an answer to message blocks and streamed events.
 
 
 Event = dict[str, Any]

@@ -183,7 +183,7 @@ class ModelSwitcher:
                 waiter.admitted.set_exception(error)
 
 
-# Sends a request to the application of the model that it names, of several that take turns in memory (`model_switcher`).
+# Routes a request to the application of the model it names, one of several that take turns in memory.
 #
 # Questions about the server itself (health, metrics, the page) go to the model that is there, and load none.
 

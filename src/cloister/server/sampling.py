@@ -15,7 +15,7 @@ from cloister.types.errors import ContextLengthError
 from cloister.types.grammar import Grammar, GrammarKind
 from cloister.types.request import BeamSearch, ModelInfo, SamplingParams
 
-# The form that a request wants its answer in: OpenAI's `response_format`, and the fields of vLLM and llama.cpp beside it.
+# Structured output: OpenAI's `response_format`, and the equivalent fields of vLLM and llama.cpp.
 
 
 def read_grammar(body: GenerationBody) -> Grammar | None:

@@ -104,7 +104,7 @@ def _check_readable(path: Path, setting: str) -> None:
         ) from None
 
 
-# TLS handshakes take turns: one at a time, networks in turn, and a bounded share of the event loop.
+# The queue of TLS handshakes: one at a time, round-robin over networks, within a bounded share of the event loop.
 #
 # Answering a ClientHello costs a key exchange and a signature, the most that a stranger can make a server compute for one
 # packet. asyncio answers all that have arrived before it serves anybody else. Here a handshake waits until its hello is

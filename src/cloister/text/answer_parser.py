@@ -12,7 +12,7 @@ from cloister.text.tools.parser import read_calls
 from cloister.text.tools.reading import OutputBuffer, Reading
 from cloister.types.registry import Registry
 
-# Reasoning: what a model says to itself before it answers, between marks.
+# Reasoning: the marked text that a model writes before its answer.
 
 
 @dataclass(frozen=True, slots=True)

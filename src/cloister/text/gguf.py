@@ -22,7 +22,7 @@ from cloister.text.spelling import SPLITS, surround
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFArray, GGUFFile, read_gguf
 
-# Keeps what was made of a GGUF file's vocabulary, so that the next start reads it instead of making it again.
+# Caches the converted vocabulary of a GGUF file for the next start.
 #
 # SentencePiece's merges follow from two million places where a vocabulary of 262,000 pieces can be cut, 2 s of work for each
 # process.

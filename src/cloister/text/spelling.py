@@ -119,7 +119,7 @@ def _stripped(step: Mapping[str, Any]) -> int:
     return int(step.get("start", 0)) if step["type"] == "Strip" and step.get("content") == " " else 0
 
 
-# How byte-level tokenizers cut a text into words before they merge bytes, by the names that GGUF files use.
+# Pre-tokenization of byte-level tokenizers, by the names that GGUF files use.
 #
 # Each is what the tokenizer.json of the models with that name has.
 
@@ -178,7 +178,7 @@ SPLITS: Final[Mapping[str, Split]] = {
 }
 
 
-# Added tokens of a model: which ids are spelled outside the vocabulary proper, and which of them control the model.
+# Added tokens: ids outside the base vocabulary, and which of them are control tokens.
 
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -235,7 +235,7 @@ def _content(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-# What a tokenizer puts around a plain text: the `post_processor` of tokenizer.json.
+# Tokens put around a plain text: the `post_processor` of tokenizer.json.
 
 
 def surround(before: Sequence[tuple[str, int]], after: Sequence[tuple[str, int]]) -> dict[str, Any] | None:

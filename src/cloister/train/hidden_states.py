@@ -194,7 +194,7 @@ def batch_passages(passages: Sequence[Passage], block_size: int) -> ForwardBatch
     )
 
 
-# The served model's own head in torch: what hidden states mean, and what heads are trained through.
+# The served model's own output head in torch, through which draft heads are trained.
 
 
 _ROWS: Final = 2048

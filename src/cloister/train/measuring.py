@@ -15,7 +15,7 @@ from cloister.backends.base import IntArray
 from cloister.train.hidden_states import HiddenStates, Teacher, find_targets, read_rows
 from cloister.train.learning import HeadsModule
 
-# Which guesses of which heads make the tree that pays: found from measured ranks. Pure: no torch, no files.
+# Builds the token tree with the best expected gain from measured ranks. Pure: no torch, no files.
 
 
 RankArray = npt.NDArray[np.int16]

@@ -109,7 +109,7 @@ def _as_text(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-# Exceptions as an operator may see them: kind and place, never the text, which could repeat what a user sent (rule 12).
+# Exceptions for operators: kind and place, never the text, which could repeat user input (rule 12).
 
 
 def describe(error: BaseException) -> str:

@@ -17,7 +17,7 @@ def name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"cl-{name}".encode()[:_LONGEST])
 
 
-# An allocator that overwrites what is freed, by variables that a process must be started with. Pure data.
+# Environment variables for an allocator that overwrites freed memory, set before a process starts. Pure data.
 #
 # glibc fills freed chunks with a byte (`perturb`), but not those that its thread cache takes, so there is no such cache;
 # CPython's own pools would keep what was in them, so every object comes from malloc. Measured in docs/decisions/0009.

@@ -281,7 +281,7 @@ def _by_panel(columns: Sequence[npt.NDArray[Any]], places: Sequence[IntArray], p
     return np.ascontiguousarray(table.reshape(panels, PANEL, -1).transpose(0, 2, 1)).reshape(-1)
 
 
-# What the buffers of a step take (cpp/program.cpp), counted before anything is allocated.
+# Memory of a step's buffers (cpp/program.cpp), counted before anything is allocated.
 
 
 _PAGE = 4096  # every buffer takes whole ones

@@ -31,7 +31,7 @@ from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.types.errors import ModelError
 
-# Low-rank adapters for the native kernels: packed once, when they are loaded, in the type of weights that come as numbers.
+# LoRA adapters for the native kernels, packed once when loaded, in the type of unquantized weights.
 
 
 _SITES: Final = ("q", "k", "v", "o", "gate", "up", "down")  # cpp/lora.hpp
@@ -66,7 +66,7 @@ class NativeAdapters:
         self._held.pop(slot, None)
 
 
-# Draft heads for the native kernels: packed once in the type of weights that come as numbers, computed in one call.
+# Draft heads for the native kernels, packed once in the type of unquantized weights and computed in one call.
 
 
 _HEAD_ACTIVATIONS: Final = {"silu": 0, "relu": 3}  # cpp/kernels.hpp

@@ -109,7 +109,7 @@ def _row_bytes(spec: DecoderSpec) -> int:
     return 4 * (3 * spec.hidden_size + max(widest, spec.vocab_size))
 
 
-# What torch there is, for people who look for a fault.
+# The installed torch, described for `cloister doctor`.
 
 
 def describe_torch() -> str:

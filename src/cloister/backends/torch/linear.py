@@ -76,7 +76,7 @@ def panel_tiles(num_inputs: int, num_outputs: int, dtype: torch.dtype, device: t
     return measure_tiles(multiply, num_inputs, dtype, device)
 
 
-# Products of inputs in int8: what W4A8 and W8A8 compute, as the reference of every integer kernel.
+# Matrix products with int8 activations (W4A8, W8A8): the reference of every integer kernel.
 
 
 _LARGEST = 127.0

@@ -36,7 +36,7 @@ from cloister.backends.torch.schedule import (
 from cloister.backends.torch.tiles import pad_rows
 from cloister.backends.torch.trees import TreeNode, unfold
 
-# Spans of the oracle: its methods are watched from outside, so that a program that nobody records runs as always.
+# Operator spans: methods are wrapped only while they are recorded.
 
 
 def record(program: object, module: ModuleType, layers: Iterable[DecoderLayer]) -> AbstractContextManager[list[OperatorSpan]]:

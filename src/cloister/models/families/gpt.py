@@ -9,7 +9,7 @@ from cloister.models.config import ConfigFields
 from cloister.models.family import Bias, Family
 from cloister.models.sources import Source
 
-# GPT-2 (Radford et al. 2019): layer norms, learned positions, and matrices stored the other way round.
+# GPT-2 (Radford et al. 2019): layer norms, learned positions, and transposed matrices.
 
 
 _GPT2_QKV = Source("transformer.h.{}.attn.c_attn", ("q", "k", "v"), transposed=True)
@@ -65,7 +65,7 @@ GPT2 = Family(
 )  # fmt: skip
 
 
-# GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): parallel blocks, and a quarter of each head turned.
+# GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): parallel blocks, rotary embeddings on a quarter of each head.
 
 
 _NEOX_QKV = Source("gpt_neox.layers.{}.attention.query_key_value", ("q", "k", "v"), by_head=True)

@@ -22,7 +22,7 @@ LLAMA = Family(
 )
 
 
-# SmolLM3 (Bakouch et al. 2025): Llama whose every fourth layer turns nothing.
+# SmolLM3 (Bakouch et al. 2025): Llama without rotary embeddings in every fourth layer.
 
 
 def _turn_some(fields: ConfigFields, reader: RopeReader, windows: Sequence[int | None]) -> Sequence[RopeSpec | None]:

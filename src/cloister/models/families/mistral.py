@@ -21,7 +21,7 @@ MISTRAL = Family(
 )
 
 
-# Mixtral (Jiang et al. 2024): Mistral with eight experts in every layer, two of which each token passes.
+# Mixtral (Jiang et al. 2024): Mistral with eight experts in every layer, two active per token.
 
 
 def _feed(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[MlpSpec | MoeSpec]:

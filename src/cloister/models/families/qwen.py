@@ -25,7 +25,7 @@ QWEN2 = Family(
 )
 
 
-# Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024): many small experts, and a gated one that every token passes.
+# Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024): many small experts, and a gated shared expert.
 
 
 def _qwen2_feed(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[MlpSpec | MoeSpec]:
@@ -58,7 +58,7 @@ QWEN2_MOE = Family(
 )  # fmt: skip
 
 
-# Qwen3 dense models (Yang et al. 2025): each head of q and k is normalised, and head_dim stands on its own.
+# Qwen3 dense models (Yang et al. 2025): per-head norms of q and k, and an explicit head_dim.
 
 
 QWEN3 = Family(

@@ -26,7 +26,7 @@ from cloister.models.sources import Source
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile
 
-# What `general.architecture` of a GGUF file stands for, as data.
+# The families by `general.architecture` of a GGUF file.
 
 
 _LAYER: Mapping[str, str] = {
@@ -110,7 +110,7 @@ MIXTRAL_AS_LLAMA = Architecture(MIXTRAL, paired=True, names=_EXPERTS)
 """What "llama" stands for in a file with experts."""
 
 
-# What a GGUF file says of rotary positions, as the fields that a config.json would have.
+# Rotary settings of a GGUF file, as fields of a config.json.
 
 
 ROPE_FACTORS = "rope_freqs.weight"

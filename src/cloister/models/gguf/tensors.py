@@ -17,7 +17,7 @@ from cloister.models.quantized import Stored
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile
 
-# The block types of GGUF, taken apart into codes, scales and offsets with one value for each group.
+# Decodes GGUF block types into codes, scales and offsets, one value per group.
 #
 # A row is a run of blocks, each with the numbers of 32 or 256 consecutive weights (llama.cpp's ggml-common.h has the
 # layouts). Every step is arranged as in the reference, so `GroupedTensor.dequantize` equals it in every bit. Codes of 5 and 6

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from cloister.types.errors import ModelError
 
-# Files that a broken-off download left, to be gone on with later.
+# Partial files of interrupted downloads.
 
 
 _PREFIX: Final = ".partial-"
@@ -109,7 +109,7 @@ class PartialDownloads:
                 partial.remove()
 
 
-# SHA-256 of files that were downloaded.
+# SHA-256 checks of downloaded files.
 
 
 class DigestMismatchError(ModelError):

@@ -22,7 +22,7 @@ import httpx
 from cloister.models.pulling.replies import AddressRules, open_reply
 from cloister.types.errors import ModelError
 
-# Where pip is set to download from: its configuration files and variables (pip's documentation, "Configuration").
+# pip's index settings: its configuration files and environment variables (pip's documentation, "Configuration").
 #
 # What is read here is enough for a plain index. Anything further, such as a keyring, is left to pip itself.
 

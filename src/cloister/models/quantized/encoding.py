@@ -135,7 +135,7 @@ def _progressive_parts(tensor: ProgressiveTensor) -> dict[str, Array]:
     }
 
 
-# A quantised model as a directory that `load` opens.
+# Writes a quantized model as a directory that `load` opens.
 
 
 _COPIED = (

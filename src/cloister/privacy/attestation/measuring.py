@@ -211,7 +211,7 @@ def _name(path: Path) -> str:
     return str(path)
 
 
-# Measures a node's configuration from its files and settings (`configuration` says what one is).
+# Measures a node's configuration (`configuration`) from its files and settings.
 
 
 _SHARDS: Final = (".safetensors", ".bin")

@@ -158,7 +158,7 @@ def _import_libraries() -> tuple[Any, Any]:
     return signxml, etree
 
 
-# What NVIDIA signed beside a GPU's report: reference measurements, and whether certificates were revoked. No I/O, no clock.
+# NVIDIA's collateral of a GPU report: signed reference measurements and revocation status. No I/O, no clock.
 #
 # It travels in the extras `gpu-rim-N` and `gpu-revocation`, once for all GPUs of a node.
 

@@ -138,7 +138,7 @@ def _read_tcb(tcb: bytes, family: int) -> Tcb:
     return Tcb(boot_loader=tcb[0], tee=tcb[1], snp=tcb[6], microcode=tcb[7])
 
 
-# The keys that sign SEV-SNP reports, and what their certificates say of chip, provider and firmware. No I/O, no clock.
+# The keys that sign SEV-SNP reports, and the chip, provider and firmware in their certificates. No I/O, no clock.
 #
 # The VCEK is a key that only this chip with this firmware has, and its certificate names the chip. The VLEK is a key that AMD
 # gives a cloud provider for all its chips, and its certificate names the provider (AMD's document 57230, "Versioned Chip

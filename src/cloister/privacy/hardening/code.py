@@ -81,7 +81,7 @@ def _own(span: CodePages) -> None:
         raise Missing(f"code could not be copied from its file ({reason})", REMEDY)
 
 
-# Measure `imports`: when a process is closed, no module is read from a file any more.
+# Measure `imports`: after lockdown no module is read from a file.
 #
 # So whoever can write to the directories of the code after the start changes nothing in a process that runs. Modules that
 # code imports only when it needs them have to be there before (`preload`).

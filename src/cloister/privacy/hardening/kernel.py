@@ -85,7 +85,7 @@ def _convert(argument: object) -> object:
     return ctypes.byref(argument) if isinstance(argument, ctypes.Structure) else argument
 
 
-# Numbers of system calls that filters name, and what of the kernel's interface they depend on. Pure data.
+# Numbers of the system calls in filters, and the kernel interface they depend on. Pure data.
 #
 # Source: arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux. A name that an instruction
 # set does not have is left out of its table. `tests/privacy/hardening` compares the tables with the headers of the machine.

@@ -88,7 +88,7 @@ def _has(capability: int) -> bool:
     return bool(_permitted() >> capability & 1)
 
 
-# Measure `environment`: no variable reaches a node but those of a short list, so that none loads code or makes it talk.
+# Measure `environment`: only listed variables reach a node, so that none loads code or enables debug output.
 #
 # The launcher executes itself again with `measured`: nothing of the old environment was there when the interpreter started.
 

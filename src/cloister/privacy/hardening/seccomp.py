@@ -15,7 +15,7 @@ from cloister.privacy.hardening import kernel
 from cloister.privacy.hardening.kernel import INTERFACES, Interface
 from cloister.privacy.hardening.measure import Missing, Needs
 
-# What a filter refuses, as data: a system call, on which arguments, with which error. Pure.
+# Filter rules as data: a system call, its arguments, and the error it gets. Pure.
 #
 # The list names what is refused; the rest goes on. A list of what is allowed would be stricter, and would fail requests
 # whenever a new C library or driver makes a call that none made before.
@@ -136,7 +136,7 @@ def _any_of(argument: int, bits: int) -> Condition:
     return Condition(argument, 0, equal=False, mask=bits)
 
 
-# Classic BPF for seccomp: rules become a program that the kernel runs before every system call. Pure; bytes out.
+# Compiles filter rules to classic BPF, which the kernel runs before every system call. Pure; bytes out.
 #
 # Sources: seccomp(2), include/uapi/linux/filter.h and bpf_common.h. A program is a chain of blocks, one a rule: load the
 # number, skip the block if it is another call, test the arguments, answer. The kernel remembers which calls always pass, so

@@ -117,7 +117,7 @@ def _msgpack(value: int) -> bytes:
     return b"\xce" + struct.pack(">I", value)
 
 
-# Marked prompts: words in an order that nobody else writes, so that whoever finds them found this very prompt. Pure.
+# Marked prompts: word sequences unique enough that a match identifies the prompt. Pure.
 #
 # The words are single tokens of the model, so that a mark is known as text and as token ids alike.
 

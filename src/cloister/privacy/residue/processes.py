@@ -140,7 +140,7 @@ def _is_among(pid: int, started: int, everybody: list[Process]) -> bool:
     return any(process.pid == pid and process.started == started for process in everybody)
 
 
-# What a process has mapped, and which pages of it there are. Linux only; reads /proc/PID/maps, pagemap and mem.
+# A process's mappings and resident pages. Linux only; reads /proc/PID/maps, pagemap and mem.
 #
 # A page that was never touched is neither present nor swapped and holds nothing. Pages of a file that were not changed are
 # the file's, whoever maps them, and are read once. (Documentation/admin-guide/mm/pagemap.rst: bit 63 present, 62 swapped, 61

@@ -201,7 +201,7 @@ def found_in(searched: Sequence[Searched]) -> Iterator[Find]:
         yield from one.finds
 
 
-# Files that a node could have left something in: open ones, deleted ones, shared memory, and what changed since it started.
+# Files a node may have left data in: open and deleted ones, shared memory, and files changed since its start.
 
 
 _WRITES: Final = os.O_WRONLY | os.O_RDWR

@@ -188,7 +188,7 @@ def _combine(ml_kem_secret: bytes, x25519_secret: bytes, point: bytes, public_ke
     return hashlib.sha3_256(ml_kem_secret + x25519_secret + point + public_key + _LABEL).digest()
 
 
-# The mechanisms that this program has, in order of preference: post-quantum first, where OpenSSL has ML-KEM.
+# The supported mechanisms in order of preference: post-quantum first, where OpenSSL has ML-KEM.
 
 
 KEMS: Final[tuple[Kem, ...]] = (XWING, X25519) if is_supported() else (X25519,)

@@ -144,7 +144,7 @@ def decode_varint(data: bytes | bytearray) -> int:
     return int.from_bytes(data, "big") & (1 << (8 * len(data) - 2)) - 1
 
 
-# Lengths of requests in buckets of 4^n KiB, so that a length tells little. Pure.
+# Pads requests to buckets of 4^n KiB, so that lengths reveal little.
 
 
 SMALLEST_BUCKET_BYTES: Final = 1024

@@ -20,7 +20,7 @@ from cloister.privacy.sealing.kem import KEMS, SHARED_SECRET_BYTES, X25519, KemP
 from cloister.privacy.sealing.keys import NODE_KEY_LIFE_S, RECEIPT_GRACE_S, KeyRing
 from cloister.privacy.sealing.ohttp import Exchange, Form, Header
 
-# Messages that were opened already. Bounded in time and number, and refuses rather than forgets. No I/O, no clock.
+# Replay protection: remembers opened messages, bounded in time and number; refuses rather than forgets. No I/O, no clock.
 
 
 DEFAULT_CAPACITY: Final = 1_000_000

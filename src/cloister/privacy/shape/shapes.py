@@ -64,7 +64,7 @@ def find_edge(num_frames: int) -> int:
     return edge
 
 
-# What shaped streams are there for, in the words of the threat matrix.
+# The threat that traffic shaping answers.
 
 
 SHAPING_THREAT = ThreatProfile(

@@ -193,7 +193,7 @@ class _Reader:
             raise MalformedTokenError("bytes follow a structure")
 
 
-# The one challenge that issuer, gateway and client work out from the epoch file, each by itself. Pure.
+# The token challenge that issuer, gateway and client each derive from the epoch file. Pure.
 
 
 def challenge_between(issuer_url: str, gateway_url: str) -> TokenChallenge:

@@ -16,7 +16,7 @@ from cloister.privacy.tokens.issuer_keys import EPOCH_S, IssuerKey, KeyShelf
 from cloister.privacy.tokens.stores.sqlite import connect
 from cloister.types.errors import AuthenticationError, CloisterError, InvalidRequestError, RateLimitError
 
-# The issuer's book: how many tokens each API key had under each issuer key. SQLite, counts only.
+# The issuer's quotas: tokens issued per API key and issuer key. SQLite, counts only.
 #
 # A batch that comes a second time, since its answer was lost or somebody sent a copy, is counted once: it is known by a
 # digest, and blind signatures of one message are equal. The book holds no blinded message, no time and nothing of what became

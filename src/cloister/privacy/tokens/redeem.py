@@ -120,7 +120,7 @@ class Redeemer:
             raise TokenError from None
 
 
-# What a token pays for, as client and gateway tell a node, each by itself. Pure: no I/O, no clock.
+# What a token pays for, as stated to a node by client and gateway independently. Pure.
 #
 # The client seals the number that the issuer signed; the gateway sends its own beside the sealed request. A node that finds
 # two numbers refuses, so a gateway cannot have one node answer less than another.

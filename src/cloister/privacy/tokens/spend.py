@@ -70,7 +70,7 @@ def missing_extra(library: str) -> ConfigError:
     )
 
 
-# When records of spent tokens may go: by a wall clock that has to stay right for an hour of uptime before it is believed.
+# Expiry of spent-token records, by a wall clock that is trusted only after an hour of agreement with uptime.
 #
 # A wall clock can be set forward by mistake (NTP, a virtual machine that resumes, an operator) and back again. Whoever drops
 # records in between loses the proof that tokens were spent. Two rules hold that off:

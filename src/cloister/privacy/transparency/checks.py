@@ -244,7 +244,7 @@ def check_release(bundle: EpochBundle, trust: Trust, view: View) -> Release:
     return release
 
 
-# An epoch that was believed once, checked again later from its bundle alone. No I/O, no clock.
+# Verifies a past epoch again from its bundle alone. No I/O, no clock.
 #
 # What a client compares with what it remembers of the log, or reads in it, is not checked here: that the log was not
 # rewritten since, that the release was not revoked later, and which nodes belonged to the cloud. The witnesses' signatures
@@ -273,7 +273,7 @@ def recall(data: bytes, trust: Trust) -> tuple[Logged, float]:
     return Logged(epoch, release, checkpoint, bundle.checkpoint), moment
 
 
-# What a client remembers of the log between runs: one small file that only ever moves forward.
+# A client's memory of the log between runs: one small file that only moves forward.
 
 
 class Memory:

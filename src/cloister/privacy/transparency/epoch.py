@@ -225,7 +225,7 @@ def _in_order(issuers: tuple[IssuerEntry, ...]) -> list[IssuerEntry]:
     return [by_order[order] for order in sorted(by_order)]
 
 
-# What the gateway serves as its epoch: the epoch and everything that a client needs to believe it. No I/O, no clock.
+# The epoch bundle that the gateway serves: the epoch with all the proofs a client needs. No I/O, no clock.
 
 
 MAX_BUNDLE_BYTES = 262_144

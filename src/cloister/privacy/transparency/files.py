@@ -101,7 +101,7 @@ def locked(directory: Path, deadline_s: float = LOCK_DEADLINE_S) -> Iterator[Non
         os.close(descriptor)
 
 
-# Signer keys of logs, witnesses and releases as files that only their owner can open.
+# Signing-key files of logs, witnesses and releases, readable by their owner only.
 
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO

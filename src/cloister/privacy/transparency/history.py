@@ -105,7 +105,7 @@ class History:
         return LoggedEntry(entry, index, self._reader.prove_inclusion(index, self.size))
 
 
-# How fast epochs follow each other, counted from the log alone. No I/O, no clock.
+# The pace of epochs, counted from the log alone. No I/O, no clock.
 #
 # Epochs in short succession tell clients apart: each is public, and each is handed to somebody else, whose requests are then
 # known by the gateway's key in it. So clients hold a gateway to a rate, by the generic cell rate algorithm (ITU-T I.371): a

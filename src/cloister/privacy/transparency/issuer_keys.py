@@ -166,7 +166,7 @@ def _is_private(url: str) -> bool:
     return bool(parts.hostname) and (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(parts.hostname or "")))
 
 
-# Proof that an issuer stated two keys for one time, as a file that anybody can check. No I/O, no clock.
+# Proof of equivocation: an issuer stated two keys for one time; verifiable by anyone. No I/O, no clock.
 
 
 class IssuerProof(Struct, frozen=True, forbid_unknown_fields=True):

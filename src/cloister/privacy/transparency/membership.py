@@ -237,7 +237,7 @@ def _parse(payload: bytes) -> Membership:
     return membership
 
 
-# Which memberships held within the last day, and how much of them another one keeps. No I/O, no clock.
+# The memberships of the last day, and how much of them a new one retains. No I/O, no clock.
 #
 # A day's change is bounded against every membership that held within that day, its beginning included: against a single one,
 # two steps around the moment at which that one is replaced would be taken for one each.

@@ -170,7 +170,7 @@ def _decode(entry: bytes, prefix: bytes, kind: type[_T]) -> _T:
         raise TransparencyError(Reason.MALFORMED, f"an entry of the log cannot be read: {error}") from None
 
 
-# The lock file of a release: every dependency with its version and the digest of the one file that is installed. No I/O.
+# The lock file of a release: each dependency's version and the digest of its installed file. No I/O.
 #
 # It is a requirements file with hashes, made from pip's own report of what it would install. Every pip (and uv) can install
 # from it and refuses any other bytes (`--require-hashes`), where `pylock.toml` (PEP 751) is still read by few and written by

@@ -235,7 +235,7 @@ class Replay:
         )
 
 
-# A log's entries in words, and a whole log checked by whoever has a copy of it.
+# Describes a log's entries in words, and checks a copy of a whole log.
 
 
 def describe_entry(entry: bytes) -> dict[str, str | int]:

@@ -175,7 +175,7 @@ def _fold(hashes: list[bytes]) -> bytes:
     return hashes[0]
 
 
-# A log's directory, read: checkpoint, entries and proofs. Whoever has a copy of the files can do this; no key is needed.
+# Reads a log's directory: checkpoint, entries and proofs. Needs a copy of the files and no key.
 
 
 CHECKPOINT = "checkpoint"

@@ -181,7 +181,7 @@ def _decode_request(body: bytes) -> tuple[int, list[bytes], str]:
     return int(size), proof, note
 
 
-# Asking witnesses for cosignatures: over HTTP (C2SP tlog-witness), or one in the same process.
+# Requests cosignatures from witnesses, over HTTP (C2SP tlog-witness) or in the same process.
 
 
 DEADLINE_S = 10.0

@@ -16,7 +16,7 @@ from cloister.quant.folding import FloatTensors
 from cloister.quant.forward import LayerForward, LayerTensors
 from cloister.types.registry import Registry
 
-# What calibration keeps of the text it ran: sums over its tokens, never a token's own values.
+# Calibration statistics: sums over tokens, never a token's own values.
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class InputStatistics:
         return InputStatistics(self.num_tokens, gram, cross, self.peaks / factors, self.sums / factors)
 
 
-# One layer under calibration: the text that reaches it, in the float model and in the one in few bits.
+# One layer under calibration, with its inputs in the float model and in the quantized one.
 
 
 class LayerTrial:

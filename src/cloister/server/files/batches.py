@@ -176,7 +176,7 @@ class _Done(msgspec.Struct):
     custom_id: str
 
 
-# Runs batches: a few lines at a time, behind requests that somebody waits for; goes on after a restart where it was.
+# Runs batches a few lines at a time, behind interactive requests, and resumes after a restart.
 
 
 SIDE_BY_SIDE: Final = 4

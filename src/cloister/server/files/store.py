@@ -16,7 +16,7 @@ import msgspec
 from cloister.server.files.vault import DamagedError, StorageFullError, Vault
 from cloister.types.errors import NotFoundError
 
-# Everything of one kind that owners keep: what each is called, whose it is, how long it stays.
+# The index of stored records of one kind: ids, owners, expiry.
 
 
 MAX_OBJECTS: Final = 1_000

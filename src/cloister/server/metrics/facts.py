@@ -73,7 +73,7 @@ def _gauges(name: str, text: str, label: str, values: Sequence[tuple[str, float]
     return family
 
 
-# What stands behind `/metrics`.
+# The source of `/metrics`.
 
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -95,7 +95,7 @@ class Exposition(Protocol):
         ...
 
 
-# The few sums that a strict profile lets out, and those only after a threshold of requests.
+# The sums that a strict profile releases, and only after a threshold of requests.
 
 
 class ReleasedCounts:

@@ -45,7 +45,7 @@ class Histogram:
         return HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
-# Figures of speculation: what was drafted and accepted, and the time of it. Names end as those of vLLM do.
+# Speculation metrics: drafted and accepted tokens, and time. Names follow vLLM's.
 
 
 class Drafts:

@@ -78,7 +78,7 @@ def _values(scope: Scope, wanted: bytes) -> list[str]:
     return [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
 
 
-# A guard against DNS rebinding: a page in a browser must not reach a keyless local server under a name of its own.
+# The Host check against DNS rebinding: a web page must not reach a keyless local server under its own name.
 
 
 class LocalHostOnly:

@@ -126,7 +126,7 @@ def _headers_of(call: HttpCall) -> list[Header]:
     return [(b"x-request-id", call.call_id.encode()), *limit_headers(call)]
 
 
-# Error replies in the form that an API's clients read, whichever layer they come from.
+# Error replies in each API's format, from whichever layer they come.
 
 
 ErrorForm = Callable[[int, str], Any]
@@ -177,7 +177,7 @@ def _with_length(headers: list[tuple[bytes, bytes]], length: int) -> list[tuple[
     return [*others, (b"content-length", str(length).encode())]
 
 
-# Limits of API keys: who has used them up gets 429 before a byte of the body is read.
+# Rate limits of API keys: 429 before a byte of the body is read.
 
 
 class KeyLimits:

@@ -11,7 +11,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Fields of a request that have no effect here: refused with `--strict-fields`, else left out and named in the reply.
+# Request fields without effect: refused with `--strict-fields`, else dropped and named in the reply.
 #
 # Generic clients send every setting that some server somewhere has (`typical_p`, `cache_salt`, `enable_thinking`). A request
 # that carries one is answered without it, and the header `cloister-ignored-fields` says so.

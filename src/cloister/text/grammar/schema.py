@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from cloister.types.errors import InvalidRequestError
 
-# Whether the branches of a `oneOf` exclude each other, as far as that can be seen. Pure.
+# Whether the branches of a `oneOf` are provably disjoint. Pure.
 
 
 Resolve = Callable[[str], Any]

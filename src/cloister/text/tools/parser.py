@@ -41,7 +41,7 @@ def _find_next(reader: CallReader, family: ToolCallFormat) -> Reading[str | None
     return (yield from reader.source.pass_text(family.marks, drops_last_space=reader.num_calls > 0))
 
 
-# Which family a model's calls belong to, by what its chat template writes.
+# Detects a model's tool-call format from its chat template.
 
 
 _SIGNS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (

@@ -67,7 +67,7 @@ def matmul(inputs: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch
     return out
 
 
-# Joins the splits of rows that were computed apart, in the order of the keys (flash-decoding's second step).
+# Combines split-KV partial results in the order of the keys (flash-decoding's second step).
 
 
 @triton.jit

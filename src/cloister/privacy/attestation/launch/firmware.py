@@ -176,7 +176,7 @@ def _read_tdx(data: bytes, entry: bytes | None) -> Iterator[TdxSection]:
         yield TdxSection(offset, size, address, memory_size, kind, TdxAttribute(attributes))
 
 
-# What a hypervisor hands to the firmware of a guest to boot. Pure.
+# What a hypervisor passes to a guest's firmware to boot. Pure.
 
 
 @dataclass(frozen=True, slots=True)
