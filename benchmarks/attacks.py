@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness import Bench, make_parser, make_progress
-from cloister.privacy.tokens import TokenSpentError, authorization
+from cloister.trust.tokens import TokenSpentError, authorization
 from cloister.types.scope import LOCAL_SCOPE
 from tests.attack_lab import Answer, Lab
 from tests.store_servers import DURABLE, PostgresServer, RedisServer, find_postgres

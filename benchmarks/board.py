@@ -21,8 +21,8 @@ import httpx
 from rich.console import Console
 
 from cloister.client.traces.node import RunningProgram
-from cloister.privacy import Credentials, KeyQuota
-from cloister.privacy.keyfile import write_credentials
+from cloister.policy import Credentials, KeyQuota
+from cloister.policy.keyfile import write_credentials
 from tests.browser import Browser, browsing
 
 VIEWS = {

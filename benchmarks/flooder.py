@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
-from cloister.privacy.sealing import CHUNKED, WHOLE
+from cloister.trust.sealing import CHUNKED, WHOLE
 
 PIECE = bytes(64 * 1024)
 TRICKLE_S = 1.0

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.harness import MODEL, Bench, make_parser, make_progress
-from cloister.app.calibrating import cut_windows
 from cloister.backends.base import Weights
 from cloister.backends.native import _native
 from cloister.backends.native.model import pack_model
 from cloister.backends.native.packing import PackedKind, PackedMatrix, Packer
 from cloister.bench.plots import BLUE, GREY, ORANGE, draw
+from cloister.launch.calibrating import cut_windows
 from cloister.models import LoadedModel, load, locate
 from cloister.quant import FORMATS, FormatOptions, HeldWeights, KVDtype, QuantizedWeights, quantize_on_read
 from cloister.quant.calibration import CALIBRATORS, calibrate

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cloister.models import locate
-from cloister.privacy.hardening.launching import reading
-from cloister.privacy.hardening.privileges import measured
+from cloister.trust.hardening.launching import reading
+from cloister.trust.hardening.privileges import measured
 
 VARIANTS = ("none", "environment", "measures")
 INNER = Path(__file__).with_name("hardening_node.py")
@@ -36,7 +36,7 @@ class Node:
         code = f"import sys, runpy; sys.argv = {arguments!r}; runpy.run_path({str(INNER)!r}, run_name='__main__')"
         reads = [flag for path in reading([locate(model)], [INNER]) for flag in ("--read", path)]
         profile = "private" if variant == "measures" else "open"
-        launcher = [sys.executable, "-P", "-s", "-B", "-m", "cloister.privacy.hardening", "--profile", profile, "--with-engine"]
+        launcher = [sys.executable, "-P", "-s", "-B", "-m", "cloister.trust.hardening", "--profile", profile, "--with-engine"]
         begun_s = time.perf_counter()
         self.process = subprocess.Popen(
             [*launcher, *reads, "timeit", "-n", "1", "-r", "1", "-s", code, "pass"],

@@ -10,9 +10,9 @@ import json
 import sys
 import time
 
-from cloister.app import SEALED_ENGINE_ENTRY
 from cloister.engine import EngineClient, ProcessTransport
-from cloister.privacy.hardening import sealed
+from cloister.launch import SEALED_ENGINE_ENTRY
+from cloister.trust.hardening import sealed
 from cloister.types.config import EngineConfig
 from cloister.types.request import Request, SamplingParams
 

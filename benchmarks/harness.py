@@ -46,7 +46,7 @@ def open_engine(options: argparse.Namespace, **settings: object) -> EngineCore:
     Args:
         settings: as in EngineConfig.
     """
-    from cloister.app import build_engine, resolve_settings
+    from cloister.launch import build_engine, resolve_settings
 
     flags = {"model": MODEL, "num_threads": options.num_threads, "prefix_cache": False, **settings}
     return build_engine(resolve_settings(flags).engine.config)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from cloister.client.envelope import seal_for_node, strip_request
-from cloister.privacy.sealing import (
+from cloister.trust.sealing import (
     CHUNKED,
     KEMS,
     ChunkOpener,
@@ -23,7 +23,7 @@ from cloister.privacy.sealing import (
     header_bytes,
     seal_chunked_request,
 )
-from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry, encode_epoch
+from cloister.trust.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry, encode_epoch
 
 NUM_TIMED = 2000
 MESSAGE = bytes(1024)

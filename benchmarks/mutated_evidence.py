@@ -19,14 +19,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
-from cloister.privacy.attestation.certificates import load_certificates
-from cloister.privacy.attestation.nitro import NitroVerifier, read_document
-from cloister.privacy.attestation.nvidia import GpuVerifier
-from cloister.privacy.attestation.rim import RIM_ROOTS, Rim, verify_rim
-from cloister.privacy.attestation.sev_snp import SnpVerifier
-from cloister.privacy.attestation.snp_report import name_chain, read_report
-from cloister.privacy.attestation.tdx import TdxVerifier, read_quote
+from cloister.trust.attestation import AttestationPolicy, Findings, Outcome
+from cloister.trust.attestation.certificates import load_certificates
+from cloister.trust.attestation.nitro import NitroVerifier, read_document
+from cloister.trust.attestation.nvidia import GpuVerifier
+from cloister.trust.attestation.rim import RIM_ROOTS, Rim, verify_rim
+from cloister.trust.attestation.sev_snp import SnpVerifier
+from cloister.trust.attestation.snp_report import name_chain, read_report
+from cloister.trust.attestation.tdx import TdxVerifier, read_quote
 from tests import attestation_vectors as real
 
 POLICY = AttestationPolicy(profile="team")

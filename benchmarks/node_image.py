@@ -26,8 +26,10 @@ from pathlib import Path
 
 import httpx
 
-from cloister.privacy.attestation import read_evidence, read_statement
-from cloister.privacy.sealing import (
+from cloister.private.gateway import NODE_PATH
+from cloister.private.nodes import EVIDENCE_PATH, KEYS_PATH
+from cloister.trust.attestation import read_evidence, read_statement
+from cloister.trust.sealing import (
     WHOLE,
     HttpRequest,
     RequestHead,
@@ -37,9 +39,7 @@ from cloister.privacy.sealing import (
     parse_keys,
     seal_request,
 )
-from cloister.privacy.shape import Unshaper
-from cloister.sealed.gateway import NODE_PATH
-from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
+from cloister.trust.shape import Unshaper
 
 BOOT_DEADLINE_S = 420.0
 BUILDS = {"first": {}, "far/away/second": {"TZ": "Pacific/Kiritimati", "LC_ALL": "C", "PYTHONHASHSEED": "7"}}

@@ -21,7 +21,7 @@ import httpx
 from benchmarks.harness import Bench, make_parser, make_progress
 from benchmarks.traffic import live
 from cloister.bench.plots import COLOURS, draw
-from cloister.privacy.shape import shape_of
+from cloister.trust.shape import shape_of
 from tests.serving import ServeProcess
 
 PROFILES = ("open", "team", "private", "paranoid")

@@ -26,12 +26,12 @@ from benchmarks.harness import Bench, console, make_parser, make_progress
 from benchmarks.models import CACHE, MODELS
 from benchmarks.peers.formats import PeerFailed, list_llama, list_openvino
 from benchmarks.perplexity import NUM_WINDOWS, WINDOW, Case, FloatArray, Row
-from cloister.app.calibrating import calibrate_on_load
 from cloister.backends import BACKENDS
 from cloister.backends.base import Weights
 from cloister.backends.native import _native
 from cloister.backends.tensors import dequantized
 from cloister.bench.plots import BLUE, GREEN, GREY, ORANGE, draw
+from cloister.launch.calibrating import calibrate_on_load
 from cloister.quant import FORMATS, FormatOptions, quantize_on_read
 from tests.driving import build
 

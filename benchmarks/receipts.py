@@ -17,8 +17,10 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.engine.worker_channels import CONNECT
-from cloister.privacy.receipts import Claims, Transcript, is_signed
-from cloister.privacy.sealing import (
+from cloister.private.workers.key_service import MESSAGE_BYTES, KeyServiceBoot
+from cloister.private.workers.remote import RemoteUnsealer
+from cloister.trust.receipts import Claims, Transcript, is_signed
+from cloister.trust.sealing import (
     Header,
     HttpRequest,
     KeyRing,
@@ -27,8 +29,6 @@ from cloister.privacy.sealing import (
     parse_keys,
     seal_chunked_request,
 )
-from cloister.sealed.workers.key_service import MESSAGE_BYTES, KeyServiceBoot
-from cloister.sealed.workers.remote import RemoteUnsealer
 
 NUM_TIMES = 400
 DIGEST = "00" * 32
@@ -59,7 +59,7 @@ async def ask_key_service() -> float:
     """Returns how long a worker waits for the signature of a key service in a process of its own, in microseconds."""
     control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with far:
-        command = [sys.executable, "-m", "cloister.sealed.workers.key_service", str(far.fileno())]
+        command = [sys.executable, "-m", "cloister.private.workers.key_service", str(far.fileno())]
         process = subprocess.Popen(command, pass_fds=(far.fileno(),))
     try:
         control.send(msgspec.msgpack.encode(KeyServiceBoot(must_lock=False)))

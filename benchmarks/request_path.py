@@ -24,7 +24,7 @@ import httpx
 
 import cloister
 from cloister.engine import EngineClient, EngineCore, ProcessTransport
-from cloister.privacy import Gate, Policy
+from cloister.policy import Gate, Policy
 from cloister.server.app import create_app
 from cloister.server.serve import Server, ServerApp, address_of, bind
 from cloister.text import ChatTemplate, Tokenizer
@@ -57,7 +57,7 @@ class FileTrace:
 
 def build_traced_engine(config: EngineConfig) -> EngineCore:
     """The engine of `cloister serve`, which writes down the files that the request after the warm ones passed."""
-    from cloister.app import build_engine
+    from cloister.launch import build_engine
 
     core = build_engine(config)
     trace, num_ended, run = FileTrace(), 0, core.run

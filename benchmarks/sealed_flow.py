@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 
-from cloister.privacy.sealing import (
+from cloister.trust.sealing import (
     CHUNKED,
     ChunkOpener,
     Header,
@@ -28,11 +28,11 @@ from cloister.privacy.sealing import (
     header_bytes,
     seal_chunked_request,
 )
-from cloister.privacy.tokens import authorization
+from cloister.trust.tokens import authorization
 from tests.loopback import Seen, serve
-from tests.sealed.inner import Inner
-from tests.sealed.messages import Opening, known_to
-from tests.sealed.real_server import RealServer
+from tests.private.inner import Inner
+from tests.private.messages import Opening, known_to
+from tests.private.real_server import RealServer
 from tests.sealed_cloud import RELAY_SECRET, LoopbackCloud, open_cloud
 
 PROMPT = "Tell me what a cloister is."

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.speculation_workloads import Workload
-from cloister.app import build_engine, resolve_settings
 from cloister.backends.native.model import PackedModel
 from cloister.backends.native.store import PackedStore
 from cloister.engine import EngineCore
 from cloister.engine.core import Runner
-from cloister.privacy import Gate, Policy
+from cloister.launch import build_engine, resolve_settings
+from cloister.policy import Gate, Policy
 from cloister.types.errors import CloisterError
 from cloister.types.events import Submit
 from cloister.types.request import Request

@@ -23,7 +23,7 @@ from benchmarks.harness import Bench, make_parser
 from benchmarks.idle import IdleDeviceProgram, IdleDrawingProgram, IdleEngine, IdleGreedyProgram, IdleProgram, make_idle_engine
 from cloister.bench.plots import COLOURS, draw
 from cloister.engine import EngineClient, EngineCore, ProcessTransport, ThreadTransport
-from cloister.privacy import Gate, Policy
+from cloister.policy import Gate, Policy
 from cloister.server.app import create_app
 from cloister.server.serve import Server, ServerApp, address_of, bind
 from cloister.text import ChatTemplate, Tokenizer

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from cloister.privacy.transparency.checks import View, believe, needed_paths
-from cloister.privacy.transparency.epoch import NodeEntry, epoch_leaf, parse_bundle
-from tests.privacy.transparency.world import World
+from cloister.trust.transparency.checks import View, believe, needed_paths
+from cloister.trust.transparency.epoch import NodeEntry, epoch_leaf, parse_bundle
+from tests.trust.transparency.world import World
 
 
 def main() -> None:

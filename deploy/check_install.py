@@ -142,7 +142,7 @@ def chat_with_cloud(checkout: Path) -> str:
 def sealed_client(folder: Path) -> httpx.Client:
     """The client of README, for nodes that no hardware vouches for."""
     from cloister.client import SealedTransport, Session
-    from cloister.privacy.attestation import AttestationPolicy
+    from cloister.trust.attestation import AttestationPolicy
 
     session = Session(
         f"http://127.0.0.1:{CLOUD_PORT + 7}",

@@ -15,7 +15,7 @@ from openai import OpenAI
 
 from cloister.client import SealedError, SealedTransport, Session
 from cloister.client.report import tell_epoch
-from cloister.privacy.attestation import AttestationPolicy
+from cloister.trust.attestation import AttestationPolicy
 
 
 def main() -> None:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cloister.app import build_engine
 from cloister.backends.native.program import NativeProgram
 from cloister.engine.core import EngineCore
 from cloister.kv import BlockState
-from cloister.privacy import Credentials, Gate, Policy
+from cloister.launch import build_engine
+from cloister.policy import Credentials, Gate, Policy
 from cloister.types.config import EngineConfig
 from cloister.types.events import Ended, Submit
 from cloister.types.request import FinishReason, Request, SamplingParams

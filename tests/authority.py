@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509 import ocsp
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from cloister.privacy.attestation.certificates import digest_key
+from cloister.trust.attestation.certificates import digest_key
 
 MADE = datetime(2023, 1, 1, tzinfo=UTC)
 ENDS = datetime(2043, 1, 1, tzinfo=UTC)

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
-from cloister.app import build_engine, resolve_settings
 from cloister.engine import EngineCore
+from cloister.launch import build_engine, resolve_settings
 from cloister.models import locate
 from cloister.types.events import Preempted, Scheduled, Stepped, Submit
 from cloister.types.grammar import Grammar, GrammarKind

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.hashes import SHA384
 from lxml import etree
 from signxml import CanonicalizationMethod, DigestAlgorithm, SignatureMethod, XMLSigner
 
-from cloister.privacy.attestation.certificates import load_certificates
-from cloister.privacy.attestation.revocation import encode_statuses
+from cloister.trust.attestation.certificates import load_certificates
+from cloister.trust.attestation.revocation import encode_statuses
 from tests import attestation_vectors as real
 from tests.authority import Authority
 

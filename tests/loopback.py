@@ -17,7 +17,7 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloister.sealed.upstream import ANSWER_TIMEOUT_S, Upstream, trust_only
+from cloister.private.upstream import ANSWER_TIMEOUT_S, Upstream, trust_only
 from cloister.server.connection import Connection
 from cloister.server.serve import address_of, bind
 

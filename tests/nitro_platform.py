@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from cloister.privacy.attestation.cbor import encode_array, encode_bytes, encode_text
-from cloister.privacy.attestation.certificates import digest_key
+from cloister.trust.attestation.cbor import encode_array, encode_bytes, encode_text
+from cloister.trust.attestation.certificates import digest_key
 
 MADE = datetime(2025, 6, 1, tzinfo=UTC)
 NOW = MADE.timestamp() + 600

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
-from cloister.privacy.tokens.blind_rsa import RsaPrivateKey, generate
+from cloister.trust.tokens.blind_rsa import RsaPrivateKey, generate
 
 _drawn: list[RsaPrivateKey] = []
 

@@ -17,8 +17,10 @@ from starlette.types import ASGIApp
 from cloister.client import Session
 from cloister.client.routing.cloud import CloudConfig, Node, SealedCloud
 from cloister.client.routing.records import Spell
-from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.sealing import (
+from cloister.private.relay import ISSUER_TIMEOUT_S
+from cloister.private.upstream import ANSWER_TIMEOUT_S
+from cloister.trust.attestation import AttestationPolicy
+from cloister.trust.sealing import (
     CHUNKED,
     Exchange,
     HttpRequest,
@@ -27,11 +29,9 @@ from cloister.privacy.sealing import (
     encode_request,
     seal_chunked_request,
 )
-from cloister.privacy.shape import TrafficShape
-from cloister.privacy.tokens import Token, authorization, request_tokens
-from cloister.privacy.tokens.issuance import encode_answers
-from cloister.sealed.relay import ISSUER_TIMEOUT_S
-from cloister.sealed.upstream import ANSWER_TIMEOUT_S
+from cloister.trust.shape import TrafficShape
+from cloister.trust.tokens import Token, authorization, request_tokens
+from cloister.trust.tokens.issuance import encode_answers
 from tests.loopback import LoopbackNetwork, Recorder
 from tests.memory import memory_directory
 from tests.rsa_keys import shared_keys

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from cloister.privacy.attestation.certificates import digest_key
+from cloister.trust.attestation.certificates import digest_key
 
 MADE = datetime(2025, 1, 1, tzinfo=UTC)
 NOW = datetime(2025, 6, 1, tzinfo=UTC).timestamp()

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from cloister.privacy.attestation.tdx import read_quote
+from cloister.trust.attestation.tdx import read_quote
 from tests import attestation_vectors as real
 
 NOW = datetime.fromtimestamp(real.NOW, UTC)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloister.privacy import Credentials
-from cloister.privacy.tokens import (
+from cloister.policy import Credentials
+from cloister.trust.tokens import (
     AcceptedKey,
     Issuer,
     IssuerLimits,
@@ -18,8 +18,8 @@ from cloister.privacy.tokens import (
     open_spend_store,
     request_tokens,
 )
-from cloister.privacy.tokens.issuance import encode_answers
-from cloister.privacy.transparency.note import Kind, PrivateKey
+from cloister.trust.tokens.issuance import encode_answers
+from cloister.trust.transparency.note import Kind, PrivateKey
 
 START = 2_000_000_000 // (7 * 86400) * 7 * 86400 + 3600
 """An hour into an epoch of the issuer."""

@@ -14,8 +14,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from cloister.privacy.credentials import Credentials
-from cloister.privacy.keyfile import write_credentials
+from cloister.policy.credentials import Credentials
+from cloister.policy.keyfile import write_credentials
 
 NAMED_BY_TESTS = ("gpt-3.5-turbo", "gpt-3.5-turbo-instruct")
 """Models that the tests ask for: llama.cpp takes any name, we take those that we serve."""

@@ -33,7 +33,7 @@ NUM_SEQUENCES, NUM_TOKENS, NUM_PROMPT = 16, 128, 64
 
 def work() -> None:
     """Runs an engine in this process and prints what it took."""
-    from cloister.app import build_engine, resolve_settings
+    from cloister.launch import build_engine, resolve_settings
     from cloister.types.events import Submit
     from cloister.types.request import Request, SamplingParams
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cloister.client.traces.node import SealedNode, ServeProgram
-from cloister.privacy.residue.processes import ProcessTree
+from cloister.trust.residue.processes import ProcessTree
 
 TICKS = os.sysconf("SC_CLK_TCK")
 LENGTHS = (1, 64)

@@ -25,7 +25,7 @@ from benchmarks.traffic.lengths import report_leak, report_sizes
 from benchmarks.traffic.pictures import plot_scores, plot_streams
 from benchmarks.traffic.prompts import CLASSES, Prompt, draw_prompts
 from cloister.models import locate
-from cloister.privacy.shape import shape_of
+from cloister.trust.shape import shape_of
 
 CLASSIFIERS = ("trees", "network")
 

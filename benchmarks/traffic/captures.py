@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.traffic.recording import Recording
-from cloister.privacy.shape import Shaper, TrafficShape, shape_of
+from cloister.trust.shape import Shaper, TrafficShape, shape_of
 
 CHUNK_BYTES: Final = 2 * (16 + 2)
 """What two layers of sealing add to a chunk: a tag and a length each."""

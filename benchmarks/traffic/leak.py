@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from cloister.privacy.shape.shapes import find_edge
+from cloister.trust.shape.shapes import find_edge
 
 
 def count_bits(lengths: Iterable[int], shown: Callable[[int], int] = find_edge) -> float:

@@ -11,9 +11,9 @@ import numpy as np
 from benchmarks.harness import Bench
 from benchmarks.traffic.leak import count_bits, count_waste
 from cloister.bench.traces import read_trace
-from cloister.privacy.shape import find_edge, shape_of
-from cloister.privacy.shape.frames import capacity
 from cloister.text import Tokenizer
+from cloister.trust.shape import find_edge, shape_of
+from cloister.trust.shape.frames import capacity
 
 OTHER_EVENTS = 3
 """Beside one event a token, a stream has frames for its head, its reason to end, and `[DONE]`."""

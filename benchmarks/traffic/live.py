@@ -22,7 +22,7 @@ from benchmarks.harness import make_progress
 from benchmarks.traffic.captures import Capture
 from benchmarks.traffic.prompts import Prompt
 from benchmarks.traffic.recording import make_body
-from cloister.privacy.sealing import (
+from cloister.trust.sealing import (
     CHUNKED,
     Content,
     Exchange,
@@ -37,7 +37,7 @@ from cloister.privacy.sealing import (
     parse_keys,
     seal_chunked_request,
 )
-from cloister.privacy.shape import Unshaper
+from cloister.trust.shape import Unshaper
 
 START_TIMEOUT_S: Final = 60.0
 ANSWER_TIMEOUT_S: Final = 120.0

@@ -19,12 +19,12 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from benchmarks.traffic.recording import open_app
-from cloister.privacy.sealing import NODE_KEY_LIFE_S, KeyRing, Receiver, ReplayCache
-from cloister.privacy.shape import shape_of
-from cloister.sealed.node import NodeConfig, node_app
-from cloister.sealed.program import run_program
-from cloister.sealed.serving import Lifespan
-from cloister.sealed.unsealing import LocalUnsealer
+from cloister.private.node import NodeConfig, node_app
+from cloister.private.program import run_program
+from cloister.private.serving import Lifespan
+from cloister.private.unsealing import LocalUnsealer
+from cloister.trust.sealing import NODE_KEY_LIFE_S, KeyRing, Receiver, ReplayCache
+from cloister.trust.shape import shape_of
 
 
 class _Later:

@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Message
 
 from benchmarks.harness import make_progress
 from benchmarks.traffic.prompts import Prompt
-from cloister.app import ENGINE_ENTRY, resolve_settings
 from cloister.engine import EngineClient, ProcessTransport
-from cloister.privacy import Gate
+from cloister.launch import ENGINE_ENTRY, resolve_settings
+from cloister.policy import Gate
 from cloister.server.app import create_app
 from cloister.text import ChatTemplate, Tokenizer
 

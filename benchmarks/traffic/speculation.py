@@ -31,7 +31,7 @@ from benchmarks.traffic.fingerprint import VIEWS, Share, find_prompts
 from benchmarks.traffic.leak import count_bits
 from benchmarks.traffic.pictures import plot_shares
 from cloister import LLM, SamplingParams
-from cloister.privacy.shape import shape_of
+from cloister.trust.shape import shape_of
 
 NUM_PROMPTS: Final = 50
 NUM_TOKENS: Final = 24

@@ -139,8 +139,8 @@ def refresh(data: bytes, folder: Path) -> list[str]:
 
 def refresh_forever(interval_s: float = REFRESH_S) -> NoReturn:
     """Looks at the disk again and again, without a capability. A host that spoils it only lets the node's evidence grow old."""
-    from cloister.privacy.hardening.measure import Needs
-    from cloister.privacy.hardening.privileges import Capabilities, NoNewPrivileges
+    from cloister.trust.hardening.measure import Needs
+    from cloister.trust.hardening.privileges import Capabilities, NoNewPrivileges
 
     NoNewPrivileges().apply(Needs("refresher"))
     Capabilities().apply(Needs("refresher"))

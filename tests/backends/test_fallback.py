@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from cloister.app import build_engine, resolve_settings
+from cloister.launch import build_engine, resolve_settings
 from cloister.models import load
 from cloister.types.errors import CloisterError, ConfigError, ModelError
 from cloister.types.events import Submit

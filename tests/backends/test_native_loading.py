@@ -30,7 +30,7 @@ class OnlyThere:  # before the finders of an editable installation, which know w
 
 sys.meta_path.insert(0, OnlyThere())
 import cloister.backends.native as native
-from cloister.app import resolve_settings
+from cloister.launch import resolve_settings
 from cloister.backends import BACKENDS
 from cloister.cli.doctor import check_kernels
 from cloister.types.errors import ConfigError

@@ -6,7 +6,6 @@ import threading
 import numpy as np
 import pytest
 
-from cloister.app import build_engine, resolve_settings
 from cloister.backends import BACKENDS
 from cloister.backends.base import LOGITS
 from cloister.backends.recording import OperatorSpan, Watched, watch
@@ -16,6 +15,7 @@ from cloister.bench.profile import ProfiledStep, list_parts, list_threads, profi
 from cloister.bench.roofline_operators import Work
 from cloister.cli import main
 from cloister.executor import generation
+from cloister.launch import build_engine, resolve_settings
 from cloister.types.errors import EngineError
 from cloister.types.request import Request, SamplingParams
 

@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from cloister.app import Settings, resolve_settings
-from cloister.app.default_model import choose_default_model
-from cloister.app.sealed import manifests
+from cloister.launch import Settings, resolve_settings
+from cloister.launch.default_model import choose_default_model
+from cloister.launch.sealed import manifests
 from cloister.models.pulling import DEFAULT_MODEL, PulledModel, Store
 from cloister.models.pulling.catalogue import CATALOGUE, CatalogueModel, Wheel
 from cloister.types.config import EngineConfig

@@ -34,7 +34,7 @@ def test_the_list_of_verbs_has_every_verb_once_and_imports_none():
     code = (
         "import sys, cloister.cli\n"
         "try: cloister.cli.main(['--help'])\n"
-        "finally: print([m for m in sys.modules if m in ('numpy', 'cloister.cli.serve', 'cloister.privacy')], file=sys.stderr)"
+        "finally: print([m for m in sys.modules if m in ('numpy', 'cloister.cli.serve', 'cloister.policy')], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stderr.strip() == "[]"

@@ -70,7 +70,7 @@ def test_without_a_compiler_tests_of_the_kernels_are_skipped_and_others_collecte
     for name in ("git", "env"):
         (tools / name).symlink_to(shutil.which(name) or "/bin/false")
     environment = {**lacking(tmp_path, KERNELS), "PATH": str(tools)}
-    files = ("tests/privacy/attacks/test_prefix_cache.py", "tests/types/test_clock.py")
+    files = ("tests/policy/attacks/test_prefix_cache.py", "tests/types/test_clock.py")
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout

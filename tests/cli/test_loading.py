@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from cloister.app.loading import Loading
+from cloister.launch.loading import Loading
 from cloister.types.clock import VirtualClock
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cloister.cli.release import _resolve
-from cloister.privacy.attestation.configuration import describe_settings
-from cloister.privacy.verdict import Profile
+from cloister.policy.verdict import Profile
+from cloister.trust.attestation.configuration import describe_settings
 from cloister.types.errors import ConfigError
 
 MODEL = Path("a-model")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cloister.privacy.shape import shape_of
+from cloister.trust.shape import shape_of
 from tests.memory import memory_directory
 from tests.memory import tmp_path as tmp_path
-from tests.sealed.real_server import RealServer
+from tests.private.real_server import RealServer
 from tests.sealed_cloud import LoopbackCloud, open_cloud
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from cloister.client.envelope import Answer, BrokenAnswerError, SealedEnvelope, read_message, seal_for_node, strip_request
 from cloister.client.errors import FailedTryError, FinalRefusalError
-from cloister.privacy.sealing import (
+from cloister.trust.sealing import (
     CHUNKED,
     BinaryHttpWriter,
     Exchange,
@@ -20,10 +20,10 @@ from cloister.privacy.sealing import (
     find_field,
     header_bytes,
 )
-from cloister.privacy.sealing.chunked import ChunkOpener
-from cloister.privacy.sealing.keys import KeyRing
-from cloister.privacy.shape import Shaper, shape_of
-from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry
+from cloister.trust.sealing.chunked import ChunkOpener
+from cloister.trust.sealing.keys import KeyRing
+from cloister.trust.shape import Shaper, shape_of
+from cloister.trust.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry
 from cloister.types.errors import RequestTooLargeError
 
 NOW = 1_800_000_000.0

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cloister.privacy.transparency.trust import encode_trust
+from cloister.trust.transparency.trust import encode_trust
 from tests.sealed_cloud import LoopbackCloud
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sealed.py"

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cloister.client import SealedTransport
-from cloister.privacy.tokens import authorization
+from cloister.trust.tokens import authorization
 from tests.conformance.make_vectors import make_vectors
 from tests.sealed_cloud import LoopbackCloud
 

@@ -19,12 +19,12 @@ from cloister.client.issuer_record import MOST_KEYS, IssuerRecord, beside
 from cloister.client.limits import Limits
 from cloister.client.routing.cloud import ISSUER, RELAY, CloudConfig, SealedCloud
 from cloister.client.routing.records import Spell
-from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.tokens.blind_rsa import encode_public, generate
-from cloister.privacy.tokens.issuer_keys import EPOCH_S
-from cloister.privacy.tokens.purchase import STATEMENT_PATH
-from cloister.privacy.transparency.epoch import IssuerEntry, epoch_leaf, parse_bundle
-from cloister.privacy.transparency.issuer_keys import (
+from cloister.trust.attestation import AttestationPolicy
+from cloister.trust.tokens.blind_rsa import encode_public, generate
+from cloister.trust.tokens.issuer_keys import EPOCH_S
+from cloister.trust.tokens.purchase import STATEMENT_PATH
+from cloister.trust.transparency.epoch import IssuerEntry, epoch_leaf, parse_bundle
+from cloister.trust.transparency.issuer_keys import (
     OVERLAP_S,
     IssuerIdentity,
     IssuerStatement,
@@ -32,8 +32,8 @@ from cloister.privacy.transparency.issuer_keys import (
     sign_entry,
     sign_statement,
 )
-from cloister.privacy.transparency.note import Kind, PrivateKey
-from cloister.privacy.transparency.trust import encode_trust
+from cloister.trust.transparency.note import Kind, PrivateKey
+from cloister.trust.transparency.trust import encode_trust
 from cloister.types.errors import ConfigError
 from tests.rsa_keys import shared_keys
 

@@ -15,11 +15,11 @@ import pytest
 from cloister.client import EpochRefusedError, EvidenceRefusedError
 from cloister.client.envelope import seal_for_node
 from cloister.client.node_verification import judge_keys, judge_node
-from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
-from cloister.privacy.attestation.evidence import Statement, read_evidence, read_statement
-from cloister.privacy.attestation.policy_file import parse_policy
-from cloister.privacy.attestation.software import SoftwareAttester
-from cloister.privacy.sealing import (
+from cloister.trust.attestation import AttestationPolicy, Findings, Outcome
+from cloister.trust.attestation.evidence import Statement, read_evidence, read_statement
+from cloister.trust.attestation.policy_file import parse_policy
+from cloister.trust.attestation.software import SoftwareAttester
+from cloister.trust.sealing import (
     X25519,
     XWING,
     Header,
@@ -28,12 +28,12 @@ from cloister.privacy.sealing import (
     encode_keys,
     parse_keys,
 )
-from cloister.privacy.transparency.epoch import NodeEntry
+from cloister.trust.transparency.epoch import NodeEntry
 from tests.client.test_envelope import GATEWAY, NODE_ENTRY, NOW, ask, epoch_of, open_request
 from tests.client.test_transport import NODES, Handler, World, ask_once
 from tests.client.test_transport import world as world
-from tests.privacy.transparency.world import World as Log
-from tests.privacy.transparency.world import make_evidence
+from tests.trust.transparency.world import World as Log
+from tests.trust.transparency.world import make_evidence
 
 SOFTWARE = AttestationPolicy(accept_software=True)
 ASKED = replace(SOFTWARE, post_quantum=True)
@@ -152,7 +152,7 @@ def test_a_node_whose_keys_the_epoch_leaves_to_its_evidence_is_bound_to_them_by_
 def test_a_client_seals_to_the_keys_in_the_evidence_where_the_epoch_leaves_them_out(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cloister.privacy.transparency.epoch.MAX_EPOCH_BYTES", 4500)
+    monkeypatch.setattr("cloister.trust.transparency.epoch.MAX_EPOCH_BYTES", 4500)
     world = World(directory / "cloud")
     asyncio.run(world.cloud.enter(NODES))
     session = world.session(policy=ASKED)
@@ -196,7 +196,7 @@ def test_a_node_with_x25519_alone_fails_the_policy_that_asks_for_more_and_no_oth
 
 def test_a_client_without_ml_kem_that_asks_for_it_is_told_that_it_lacks_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cloister.client.node_verification.KEMS", (X25519,))
-    monkeypatch.setattr("cloister.privacy.sealing.keys.KEMS", (X25519,))
+    monkeypatch.setattr("cloister.trust.sealing.keys.KEMS", (X25519,))
     findings = Findings()
     judge_keys(findings, "the node", KeyRing(0.0).publish(), ASKED)
     [failed] = findings.of(Outcome.FAILED)

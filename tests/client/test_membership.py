@@ -22,22 +22,22 @@ from cloister.client.node_verification import judge_node, refuse_shared_chips
 from cloister.client.report import tell_epoch
 from cloister.client.routing.records import Spell
 from cloister.client.shared_view import state_file
-from cloister.privacy.attestation import AttestationPolicy, Evidence, Findings, Outcome
-from cloister.privacy.attestation.cbor import encode_text
-from cloister.privacy.attestation.chips import name_chips
-from cloister.privacy.transparency.checks import Memory, View
-from cloister.privacy.transparency.epoch import NodeEntry, encode_bundle, parse_bundle
-from cloister.privacy.transparency.membership import DAY_S, MOST_HELD, NOTICE_S, Member, sign_member
-from cloister.privacy.transparency.note import cosign, parse_note
-from cloister.privacy.transparency.refusal import Reason, TransparencyError
-from cloister.privacy.transparency.replay import Course
+from cloister.trust.attestation import AttestationPolicy, Evidence, Findings, Outcome
+from cloister.trust.attestation.cbor import encode_text
+from cloister.trust.attestation.chips import name_chips
+from cloister.trust.transparency.checks import Memory, View
+from cloister.trust.transparency.epoch import NodeEntry, encode_bundle, parse_bundle
+from cloister.trust.transparency.membership import DAY_S, MOST_HELD, NOTICE_S, Member, sign_member
+from cloister.trust.transparency.note import cosign, parse_note
+from cloister.trust.transparency.refusal import Reason, TransparencyError
+from cloister.trust.transparency.replay import Course
 from cloister.types.errors import ConfigError
 from tests import attestation_vectors as real
 from tests.client.test_transport import NODES, World, ask_once
 from tests.nitro_platform import NitroPlatform
-from tests.privacy.transparency import world as transparency
-from tests.privacy.transparency.test_backdating import replay
-from tests.privacy.transparency.world import make_evidence, member_key
+from tests.trust.transparency import world as transparency
+from tests.trust.transparency.test_backdating import replay
+from tests.trust.transparency.world import make_evidence, member_key
 
 THREE = Spell({"a": 1, "b": 1, "c": 1})
 

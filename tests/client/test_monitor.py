@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 from cloister.cli import app
 from cloister.client.monitoring import CONSISTENCY, Monitor, MonitorState, Report
-from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry, encode_bundle, parse_bundle
-from cloister.privacy.transparency.membership import NOTICE_S
-from cloister.privacy.transparency.note import cosign, parse_note
-from cloister.privacy.transparency.trust import encode_trust
-from cloister.sealed.witness import witness_app
+from cloister.private.witness import witness_app
+from cloister.trust.transparency.epoch import GatewayEntry, IssuerEntry, encode_bundle, parse_bundle
+from cloister.trust.transparency.membership import NOTICE_S
+from cloister.trust.transparency.note import cosign, parse_note
+from cloister.trust.transparency.trust import encode_trust
 from tests.loopback import serve
-from tests.privacy.transparency.test_membership import OTHER, log_alone
-from tests.privacy.transparency.world import World, make_evidence, make_release
+from tests.trust.transparency.test_membership import OTHER, log_alone
+from tests.trust.transparency.world import World, make_evidence, make_release
 
 ALL = {"node": 1, "a": 1}
 

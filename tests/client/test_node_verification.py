@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from cloister.client.node_verification import fill_policy, judge_node
-from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.attestation.base import Outcome
-from cloister.privacy.attestation.evidence import read_evidence, read_statement
-from cloister.privacy.transparency.epoch import NodeEntry
-from tests.privacy.transparency.world import World, make_evidence
+from cloister.trust.attestation import AttestationPolicy
+from cloister.trust.attestation.base import Outcome
+from cloister.trust.attestation.evidence import read_evidence, read_statement
+from cloister.trust.transparency.epoch import NodeEntry
+from tests.trust.transparency.world import World, make_evidence
 
 
 @pytest.mark.parametrize(("life_s", "failed"), [(3600, False), (70, True)])

@@ -15,8 +15,8 @@ from cloister.client.envelope import Answer
 from cloister.client.exchange import AnswerReader
 from cloister.client.padding import AsyncPaddingReader, PaddingReader
 from cloister.client.transport import AnswerStream, AsyncAnswerStream, _AsyncOpenReply, _OpenReply
-from cloister.privacy.sealing import ResponseHead
-from cloister.privacy.shape import Shaper, shape_of
+from cloister.trust.sealing import ResponseHead
+from cloister.trust.shape import Shaper, shape_of
 from tests.client.test_envelope import Way, write
 
 TIMEOUT_S = 10.0

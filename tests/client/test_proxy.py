@@ -16,8 +16,8 @@ from cloister.client import AsyncSealedTransport, Session
 from cloister.client.proxy import Proxy, proxy_app
 from cloister.client.receipts import ReceiptFolder
 from cloister.client.verify_receipt import Shown, verify_receipt
-from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.receipts import read_jws, read_receipt
+from cloister.trust.attestation import AttestationPolicy
+from cloister.trust.receipts import read_jws, read_receipt
 from cloister.types.errors import ConfigError
 from tests.client.test_sdk import ASK, LONG, MODEL
 from tests.loopback import LoopbackNetwork

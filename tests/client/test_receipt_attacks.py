@@ -11,10 +11,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.client.envelope import BrokenAnswerError, SealedEnvelope, seal_for_node
 from cloister.client.receipts import ReceiptOrder, order_receipt
-from cloister.privacy.attestation.evidence import Statement
-from cloister.privacy.attestation.software import SoftwareAttester
-from cloister.privacy.receipts import FIELD, Receipt, ReceiptError, encode64
-from cloister.privacy.sealing import (
+from cloister.private.sealed_reply import AnswerEnding
+from cloister.private.unsealing import LocalUnsealer
+from cloister.trust.attestation.evidence import Statement
+from cloister.trust.attestation.software import SoftwareAttester
+from cloister.trust.receipts import FIELD, Receipt, ReceiptError, encode64
+from cloister.trust.sealing import (
     CHUNKED,
     BinaryHttpWriter,
     Header,
@@ -24,8 +26,6 @@ from cloister.privacy.sealing import (
     UnsealError,
     header_bytes,
 )
-from cloister.sealed.sealed_reply import AnswerEnding
-from cloister.sealed.unsealing import LocalUnsealer
 from cloister.types.errors import PolicyError
 from tests.client.test_envelope import GATEWAY, NODE, NODE_ENTRY, NOW, ask, epoch_of, open_request
 

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cloister.client import SealedTransport
 from cloister.client.receipts import ReceiptFolder
 from cloister.client.verify_receipt import Shown, verify_receipt
-from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.receipts import Receipt, read_jws, read_receipt
+from cloister.trust.attestation import AttestationPolicy
+from cloister.trust.receipts import Receipt, read_jws, read_receipt
 from cloister.types.errors import ConfigError
 from tests.client.test_transport import NODES, World
 from tests.memory import memory_directory

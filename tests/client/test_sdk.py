@@ -20,8 +20,8 @@ from cloister.client import (
     RepeatedRequestError,
     SealedTransport,
 )
-from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.receipts import Receipt
+from cloister.trust.attestation import AttestationPolicy
+from cloister.trust.receipts import Receipt
 from tests.sealed_cloud import LoopbackCloud
 
 MODEL = "cloister-5m"

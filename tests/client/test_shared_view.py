@@ -13,11 +13,11 @@ from cloister.client import EpochRefusedError, Limits, Session
 from cloister.client.protocol import Reply
 from cloister.client.session import PreparedRequest
 from cloister.client.shared_view import MOST_PROOFS
-from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.transparency.checks import Memory, View
-from cloister.privacy.transparency.note import open_checkpoint
+from cloister.trust.attestation import AttestationPolicy
+from cloister.trust.transparency.checks import Memory, View
+from cloister.trust.transparency.note import open_checkpoint
 from cloister.types.errors import ConfigError
-from tests.privacy.transparency.world import World
+from tests.trust.transparency.world import World
 
 WELL_KNOWN = "https://relay.example/.well-known/cloister/"
 
@@ -191,7 +191,7 @@ def leave_unfinished(path: Path) -> list[Path]:
     before = set(path.parent.iterdir())
     code = (
         "import os, pathlib, signal, sys\n"
-        "from cloister.privacy.transparency import files\n"
+        "from cloister.trust.transparency import files\n"
         "files.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "files.write_whole(pathlib.Path(sys.argv[1]), b'half')\n"
     )

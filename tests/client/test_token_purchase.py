@@ -11,12 +11,12 @@ from msgspec import UNSET
 from cloister.client.errors import NoTokensError
 from cloister.client.protocol import Ask, Reply
 from cloister.client.token_purchase import Buyer, Wallet, signed_budget, signing_key
-from cloister.privacy.tokens import Token
-from cloister.privacy.tokens.blind_rsa import encode_public, generate, key_id
-from cloister.privacy.tokens.challenge import challenge_between
-from cloister.privacy.tokens.purchase import STATEMENT_PATH
-from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry
-from cloister.privacy.transparency.issuer_keys import (
+from cloister.trust.tokens import Token
+from cloister.trust.tokens.blind_rsa import encode_public, generate, key_id
+from cloister.trust.tokens.challenge import challenge_between
+from cloister.trust.tokens.purchase import STATEMENT_PATH
+from cloister.trust.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry
+from cloister.trust.transparency.issuer_keys import (
     MAX_KEY_LIFE_S,
     MIN_KEY_LIFE_S,
     IssuerIdentity,
@@ -24,10 +24,10 @@ from cloister.privacy.transparency.issuer_keys import (
     sign_entry,
     sign_statement,
 )
-from cloister.privacy.transparency.note import Kind, PrivateKey
-from cloister.privacy.transparency.trust import encode_trust, parse_trust
+from cloister.trust.transparency.note import Kind, PrivateKey
+from cloister.trust.transparency.trust import encode_trust, parse_trust
 from cloister.types.errors import ConfigError
-from tests.privacy.transparency.world import World
+from tests.trust.transparency.world import World
 
 NODE = NodeEntry("ab" * 32, 1, b"keys", "00" * 32)
 WEEK = MIN_KEY_LIFE_S

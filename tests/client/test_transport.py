@@ -25,10 +25,10 @@ from cloister.client import (
 from cloister.client.routing.cloud import ISSUER, RELAY, CloudConfig, SealedCloud
 from cloister.client.routing.records import Spell
 from cloister.client.token_purchase import BATCH
-from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.transparency.publisher import Publisher
-from cloister.privacy.transparency.trust import Trust
-from cloister.privacy.transparency.witness import NearWitness
+from cloister.trust.attestation import AttestationPolicy
+from cloister.trust.transparency.publisher import Publisher
+from cloister.trust.transparency.trust import Trust
+from cloister.trust.transparency.witness import NearWitness
 from cloister.types.errors import RequestTooLargeError
 from tests.rsa_keys import shared_keys
 

@@ -21,7 +21,7 @@ from cloister.cli import app
 from cloister.client.errors import RelayUnreachableError
 from cloister.client.limits import Limits
 from cloister.client.verify_node import Checked, cannot_check, check_url, fetch_from
-from cloister.privacy.attestation import (
+from cloister.trust.attestation import (
     AttestationPolicy,
     Evidence,
     Findings,
@@ -31,21 +31,21 @@ from cloister.privacy.attestation import (
     read_statement,
     report_data,
 )
-from cloister.privacy.attestation.cbor import encode_bytes
-from cloister.privacy.attestation.measuring import measure_profile
-from cloister.privacy.attestation.nitro import nitro_nonce
-from cloister.privacy.attestation.software import SoftwareAttester
-from cloister.privacy.attestation.verify import VERIFIERS
-from cloister.privacy.transparency.checks import Memory, View
-from cloister.privacy.transparency.epoch import IssuerEntry, parse_bundle
-from cloister.privacy.transparency.issuer_keys import IssuerIdentity, sign_entry
-from cloister.privacy.transparency.membership import sign_member
-from cloister.privacy.transparency.note import Kind, PrivateKey
-from cloister.privacy.transparency.trust import encode_trust
+from cloister.trust.attestation.cbor import encode_bytes
+from cloister.trust.attestation.measuring import measure_profile
+from cloister.trust.attestation.nitro import nitro_nonce
+from cloister.trust.attestation.software import SoftwareAttester
+from cloister.trust.attestation.verify import VERIFIERS
+from cloister.trust.transparency.checks import Memory, View
+from cloister.trust.transparency.epoch import IssuerEntry, parse_bundle
+from cloister.trust.transparency.issuer_keys import IssuerIdentity, sign_entry
+from cloister.trust.transparency.membership import sign_member
+from cloister.trust.transparency.note import Kind, PrivateKey
+from cloister.trust.transparency.trust import encode_trust
 from cloister.types.errors import ConfigError
 from tests import attestation_vectors as real
 from tests.nitro_platform import PCRS, NitroPlatform
-from tests.privacy.transparency.world import World, keys_of, make_evidence, make_release, member_key
+from tests.trust.transparency.world import World, keys_of, make_evidence, make_release, member_key
 
 SOFTWARE = AttestationPolicy(accept_software=True)
 HALF = Limits(least_present=0.5)

@@ -16,16 +16,16 @@ from typer.testing import CliRunner
 
 from cloister.cli import app
 from cloister.client.verify_receipt import Proof, Shown, verify_receipt
-from cloister.privacy.attestation import AttestationPolicy, Outcome
-from cloister.privacy.receipts import Receipt, ReceiptError, Transcript, encode64, read_receipt
-from cloister.privacy.sealing import CHUNKED, HttpRequest, KeyRing, RequestHead, parse_keys
-from cloister.privacy.sealing.ohttp import begin_request
-from cloister.privacy.transparency.epoch import encode_bundle, epoch_leaf, parse_bundle
-from cloister.privacy.transparency.merkle import hash_leaf
-from cloister.privacy.transparency.note import Note, cosign, parse_note
-from cloister.privacy.transparency.trust import encode_trust
+from cloister.trust.attestation import AttestationPolicy, Outcome
+from cloister.trust.receipts import Receipt, ReceiptError, Transcript, encode64, read_receipt
+from cloister.trust.sealing import CHUNKED, HttpRequest, KeyRing, RequestHead, parse_keys
+from cloister.trust.sealing.ohttp import begin_request
+from cloister.trust.transparency.epoch import encode_bundle, epoch_leaf, parse_bundle
+from cloister.trust.transparency.merkle import hash_leaf
+from cloister.trust.transparency.note import Note, cosign, parse_note
+from cloister.trust.transparency.trust import encode_trust
 from tests.client.test_verify_node import ServedCloud
-from tests.privacy.transparency.world import make_release
+from tests.trust.transparency.world import make_release
 
 SOFTWARE = AttestationPolicy(accept_software=True)
 ASKED, ANSWERED = b'{"prompt":"who is it?"}', b'{"text":"nobody"}'

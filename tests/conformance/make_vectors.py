@@ -17,7 +17,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from cloister.privacy.sealing import (
+from cloister.trust.sealing import (
     CHUNKED,
     DRAFT,
     SUITES,
@@ -36,9 +36,9 @@ from cloister.privacy.sealing import (
     decode_response,
     encode_request,
 )
-from cloister.privacy.sealing.hpke import derive_secrets
-from cloister.privacy.sealing.kem import X25519Key, XWingKey
-from cloister.privacy.shape import BINARY_HTTP, FRAMING_FIELD, BinaryHttpShaper, shape_of
+from cloister.trust.sealing.hpke import derive_secrets
+from cloister.trust.sealing.kem import X25519Key, XWingKey
+from cloister.trust.shape import BINARY_HTTP, FRAMING_FIELD, BinaryHttpShaper, shape_of
 
 XWING_VECTORS = Path(__file__).parents[1] / "vectors/hpke/xwing.json"
 EVENTS = [f'data: {{"choices":[{{"delta":{{"content":"{word}"}}}}]}}\n\n'.encode() for word in ("A ", "cloister", " is quiet.")]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cloister.app import resolve_settings
+from cloister.launch import resolve_settings
 from cloister.server.metrics import EngineGauges, Metrics
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
 from cloister.types.events import Drafting, Stepped

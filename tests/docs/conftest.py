@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cloister.privacy.transparency.note import Kind, PrivateKey
-from cloister.privacy.transparency.trust import Trust, encode_trust
+from cloister.trust.transparency.note import Kind, PrivateKey
+from cloister.trust.transparency.trust import Trust, encode_trust
 from tests.serving import ServeProcess
 
 STAND_IN = Path(__file__).with_name("start_and_stop.py")

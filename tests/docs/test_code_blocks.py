@@ -24,9 +24,9 @@ from typing import Any
 
 import pytest
 
-from cloister.app import resolve_settings
-from cloister.privacy.attestation.policy_file import read_policy
-from cloister.privacy.oidc import read_oidc
+from cloister.launch import resolve_settings
+from cloister.policy.oidc import read_oidc
+from cloister.trust.attestation.policy_file import read_policy
 from tests.docs.conftest import Sandbox
 from tests.docs.pages import Block, iterate_blocks, list_pages, read_blocks
 

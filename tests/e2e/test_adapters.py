@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cloister.app import ENGINE_ENTRY, build_engine, resolve_settings
 from cloister.engine import EngineClient, EngineCore, ProcessTransport, ThreadTransport
-from cloister.privacy import Credentials
+from cloister.launch import ENGINE_ENTRY, build_engine, resolve_settings
+from cloister.policy import Credentials
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import CloisterError, ConfigError, MemoryBudgetError, ModelError, PolicyError
 from cloister.types.events import AdapterReply, LoadAdapter, Outputs, Scheduled, Submit, UnloadAdapter

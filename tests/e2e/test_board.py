@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from cloister.privacy import Credentials, KeyQuota
+from cloister.policy import Credentials, KeyQuota
 from cloister.server.metrics import Metrics
 from cloister.types.config import ServerConfig
 from cloister.types.events import Arrived, Ended, Event, Progressed, Scheduled

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from cloister.privacy import Credentials, Gate
+from cloister.policy import Credentials, Gate
 from cloister.types.config import ServerConfig
 from cloister.types.errors import EngineError, QueueFullError
 from cloister.types.request import FinishReason, Request, SequenceOutput

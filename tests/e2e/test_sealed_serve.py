@@ -21,12 +21,14 @@ import pytest
 from cloister import LLM, SamplingParams
 from cloister.client.verify_node import check_url, fetch_from
 from cloister.models import locate
-from cloister.privacy.attestation import AttestationPolicy, read_evidence, read_statement
-from cloister.privacy.attestation.measuring import measure_model
-from cloister.privacy.attestation.tsm import TSM_REPORTS
-from cloister.privacy.hardening import MEASURES
-from cloister.privacy.receipts import Transcript, Wish, is_signed, read_signature, with_wish
-from cloister.privacy.sealing import (
+from cloister.private.gateway import NODE_PATH
+from cloister.private.nodes import EVIDENCE_PATH, KEYS_PATH
+from cloister.trust.attestation import AttestationPolicy, read_evidence, read_statement
+from cloister.trust.attestation.measuring import measure_model
+from cloister.trust.attestation.tsm import TSM_REPORTS
+from cloister.trust.hardening import MEASURES
+from cloister.trust.receipts import Transcript, Wish, is_signed, read_signature, with_wish
+from cloister.trust.sealing import (
     WHOLE,
     HttpRequest,
     RequestHead,
@@ -36,13 +38,11 @@ from cloister.privacy.sealing import (
     parse_keys,
     seal_request,
 )
-from cloister.privacy.shape import Unshaper, find_edge
-from cloister.privacy.transparency.checks import View
-from cloister.sealed.gateway import NODE_PATH
-from cloister.sealed.nodes import EVIDENCE_PATH, KEYS_PATH
-from tests.privacy.hardening.launching import drop, needs_measures, why_not_root
+from cloister.trust.shape import Unshaper, find_edge
+from cloister.trust.transparency.checks import View
 from tests.server.test_tls import write_pair
 from tests.serving import ServeProcess
+from tests.trust.hardening.launching import drop, needs_measures, why_not_root
 
 pytestmark = needs_measures
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cloister.app import resolve_settings
+from cloister.launch import resolve_settings
 from cloister.types.errors import ConfigError
 from tests.serving import ServeProcess
 

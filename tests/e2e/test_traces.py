@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.privacy.residue.test_planted_leaks import can_trace
+from tests.trust.residue.test_planted_leaks import can_trace
 
 pytestmark = pytest.mark.skipif(not can_trace(), reason="memory of other processes may not be read here")
 

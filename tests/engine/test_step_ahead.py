@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloister.app.engine import may_overlap
 from cloister.backends.base import Capability, ForwardBatch, StepOutput, Wants
 from cloister.engine.adapters import AdapterRegister
 from cloister.engine.core import Runner
 from cloister.engine.memory_scrubber import MemoryScrubber
 from cloister.executor import ModelRunner
+from cloister.launch.engine import may_overlap
 from cloister.types.events import Abort, LoadAdapter, Submit
 from cloister.types.request import AdapterInfo, FinishReason, Request, SamplingParams
 from cloister.types.step import NewSequence, SequencePlan, StepPlan, StepResult, Stop

@@ -47,7 +47,7 @@ class House:
     """An engine process with a listener, and the events that its front heard."""
 
     def __init__(
-        self, entry: str = "cloister.app:build_engine", config: EngineConfig = CONFIG, supervision: Supervision = ONCE
+        self, entry: str = "cloister.launch:build_engine", config: EngineConfig = CONFIG, supervision: Supervision = ONCE
     ) -> None:
         self.config = config
         self.listeners: list[socket.socket] = []

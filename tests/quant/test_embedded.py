@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cloister.app.calibrating import cut_windows
 from cloister.backends.base import Weights
+from cloister.launch.calibrating import cut_windows
 from cloister.models import load, locate
 from cloister.quant import FORMATS, FormatOptions, HeldWeights, KVDtype, quantize_on_read
 from cloister.quant.calibration import CALIBRATORS, calibrate

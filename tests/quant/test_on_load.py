@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloister.app import calibrating
-from cloister.app.backend import number_format, write_in_few_bits
-from cloister.app.calibrating import calibrate_on_load, choose_method, cut_windows
-from cloister.app.loading import Loading
 from cloister.backends.base import Weights
 from cloister.backends.tensors import dequantized
+from cloister.launch import calibrating
+from cloister.launch.backend import number_format, write_in_few_bits
+from cloister.launch.calibrating import calibrate_on_load, choose_method, cut_windows
+from cloister.launch.loading import Loading
 from cloister.models import LoadedModel, load, locate
 from cloister.quant import QuantizedWeights
 from cloister.quant.passages import HELD_OUT, read_passages

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cloister.engine import EngineClient, Health, ThreadTransport
 from cloister.engine.in_flight import RequestObserver
-from cloister.privacy import Credentials, Gate, Policy
+from cloister.policy import Credentials, Gate, Policy
 from cloister.server.app import create_app
 from cloister.server.serve import Server, ServerApp, address_of, bind
 from cloister.server.tls import Certificate

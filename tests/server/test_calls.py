@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cloister.privacy import Account, KeyQuota
+from cloister.policy import Account, KeyQuota
 from cloister.server.calls import HttpCall, HttpCalls, PromptOfCall, most_tokens
 from cloister.types.errors import QueueFullError, RateLimitError
 from cloister.types.events import Arrived, Ended, Event, Scheduled

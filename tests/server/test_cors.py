@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from cloister.privacy import Credentials
+from cloister.policy import Credentials
 from cloister.server.middleware.cors import parse_origins
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cloister.privacy import Credentials
+from cloister.policy import Credentials
 from cloister.server import llamacpp as llamacpp
 from cloister.server import messages as messages
 from cloister.server.ollama import schemas as ollama

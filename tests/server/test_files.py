@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.engine import EngineClient
-from cloister.privacy import Credentials, Gate, Policy
+from cloister.policy import Credentials, Gate, Policy
 from cloister.server.app import create_app
 from cloister.server.files import batches
 from cloister.server.files import store as shelves

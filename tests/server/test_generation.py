@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from cloister.privacy.gate import Admission
+from cloister.policy.gate import Admission
 from cloister.server.generation import MAX_SIDE_BY_SIDE, GenerationJob, make_job, run_job
 from cloister.types.errors import DeadlineError
 from cloister.types.request import FinishReason, Request, SamplingParams, SequenceOutput

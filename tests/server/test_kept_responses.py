@@ -12,8 +12,8 @@ import msgspec
 import openai
 import pytest
 
-from cloister.app import resolve_settings
-from cloister.privacy import Credentials, Gate, Policy
+from cloister.launch import resolve_settings
+from cloister.policy import Credentials, Gate, Policy
 from cloister.server.app import create_app
 from cloister.server.responses.keeping import LIFETIME_S, ResponseStore, read_body
 from cloister.server.serve import Server, ServerApp, address_of, bind

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from cloister.privacy import Credentials, KeyQuota
+from cloister.policy import Credentials, KeyQuota
 from cloister.server.middleware.failures import format_duration
 from cloister.types.config import ServerConfig
 from cloister.types.errors import EngineError, QueueFullError

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cloister.engine import EngineClient
-from cloister.privacy import Credentials
+from cloister.policy import Credentials
 from cloister.server.connection import Connection
 from cloister.server.middleware.body import BodyReader
 from cloister.types.config import EngineConfig, ServerConfig

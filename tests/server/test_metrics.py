@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cloister.privacy import CountRelease
+from cloister.policy import CountRelease
 from cloister.server.metrics import EngineGauges, Metrics, ReleasedCounts
 from cloister.types.events import Arrived, Drafting, Ended, Preempted, Progressed, Scheduled, Stepped
 from cloister.types.request import FinishReason

@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import padding
 from joserfc.jwk import ECKey, OctKey, OKPKey, RSAKey
 
-from cloister.app import resolve_settings
-from cloister.app.site import build_gate
-from cloister.privacy import Credentials, Gate, Policy
-from cloister.privacy.oidc import OidcConfig, People, Person, TokenLimits, read_oidc
+from cloister.launch import resolve_settings
+from cloister.launch.site import build_gate
+from cloister.policy import Credentials, Gate, Policy
+from cloister.policy.oidc import OidcConfig, People, Person, TokenLimits, read_oidc
 from cloister.server import oidc
 from cloister.server.oidc import KEEP_S, REFRESH_S, RETRY_S, IssuerError, TokenVerifier
 from cloister.types.config import ServerConfig

@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from cloister.privacy import Credentials
+from cloister.policy import Credentials
 from cloister.server.routes.page import read_page
 from cloister.types.config import ServerConfig
 from tests.server.house import make_gate, serving, start_speaking

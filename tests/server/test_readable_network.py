@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cloister.app.serving import is_readable_on_the_way
+from cloister.launch.serving import is_readable_on_the_way
 from cloister.types.config import ServerConfig
 
 OPEN_TO_ALL = replace(ServerConfig(), host="0.0.0.0")

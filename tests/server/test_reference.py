@@ -12,7 +12,7 @@ import pytest
 from fastapi.routing import APIRoute
 from jsonschema import Draft202012Validator
 
-from cloister.privacy import Credentials
+from cloister.policy import Credentials
 from cloister.server.app import _ROUTERS
 from cloister.server.openapi import REF, describe_api
 from cloister.server.operations import EVENTS, OPERATIONS

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cloister.privacy import Credentials
-from cloister.privacy.keyfile import write_credentials
+from cloister.policy import Credentials
+from cloister.policy.keyfile import write_credentials
 from cloister.server.reload import Reloader, WatchedFiles
 from cloister.types.errors import ConfigError
 from tests.serving import ServeProcess

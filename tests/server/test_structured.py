@@ -13,8 +13,8 @@ import openai
 import pydantic
 import pytest
 
-from cloister.app import build_engine
 from cloister.engine import EngineClient, ThreadTransport
+from cloister.launch import build_engine
 from cloister.models import locate
 from cloister.types.config import EngineConfig
 from tests.server.house import House, serving

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cloister.privacy import Credentials
+from cloister.policy import Credentials
 from cloister.server.metrics import tenants
 from cloister.server.metrics.tenants import TenantFigures
 from cloister.types.events import Arrived, Ended, Preempted, Scheduled

@@ -15,7 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from cloister.engine.in_flight import EngineStats
-from cloister.privacy import Policy, settle_front
+from cloister.policy import Policy, settle_front
 from cloister.server.calls import HttpCall
 from cloister.server.traces import ALLOWED, Parent, Span, Tracer, parse_traceparent, spans_of
 from cloister.types.config import ServerConfig, resolve

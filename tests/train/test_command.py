@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from cloister.app import build_program, resolve_settings
 from cloister.backends.base import LOGITS
 from cloister.cli import main
 from cloister.executor.drafters import DRAFTERS
 from cloister.executor.drafters.guessing import NumpyGuesser
 from cloister.executor.drafters.heads import heads_directory, read_card
+from cloister.launch import build_program, resolve_settings
 from cloister.models import load
 from cloister.quant.passages import HELD_OUT, read_passages
 from cloister.train.decoder import Decoder, Shape

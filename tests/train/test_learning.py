@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from cloister.app import build_program, resolve_settings
 from cloister.backends.base import LOGITS, IntArray, Program
 from cloister.executor.drafters import blockwise, medusa
 from cloister.executor.drafters.guessing import guess_hidden
+from cloister.launch import build_program, resolve_settings
 from cloister.models import LoadedModel, load, locate
 from cloister.quant.passages import HELD_OUT, read_passages
 from cloister.text import Tokenizer

@@ -25,9 +25,9 @@ from cloister.api.completions import (
     one_for_each,
     reporting,
 )
-from cloister.app import Settings, build_engine, resolve_settings
 from cloister.engine import EngineClient, EngineCore, ThreadTransport
-from cloister.privacy import Gate
+from cloister.launch import Settings, build_engine, resolve_settings
+from cloister.policy import Gate
 from cloister.types.clock import WallClock
 from cloister.types.errors import EngineError, InvalidRequestError
 from cloister.types.events import Event

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from cloister.api.asynchronous import AsyncLLM
 from cloister.api.completions import Completion, Message, Progress, Prompt
-from cloister.app import Settings, build_engine, resolve_settings
-from cloister.app.default_model import fetch_model
+from cloister.launch import Settings, build_engine, resolve_settings
+from cloister.launch.default_model import fetch_model
 from cloister.types.errors import EngineError
 from cloister.types.events import Event
 from cloister.types.request import Request, SamplingParams, SequenceOutput

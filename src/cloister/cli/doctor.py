@@ -93,7 +93,7 @@ def check_python() -> Check:
 
 def chosen_backend() -> str:
     """The back end that `serve` would take here."""
-    from cloister.app import resolve_settings
+    from cloister.launch import resolve_settings
 
     return str(resolve_settings().engine.config.backend)
 
@@ -164,7 +164,7 @@ def check_cpus() -> Check:
 
 def check_hardening() -> Check:
     """Which measures of a sealed node can this machine give? Only `serve --sealed` needs them."""
-    from cloister.privacy.hardening import probe
+    from cloister.trust.hardening import probe
 
     results = list(probe())
     missing = [result for result in results if not result.applied]
@@ -189,8 +189,8 @@ def check_port(port: int) -> Check:
 
 def served_model() -> str:
     """The model that `serve` would take here where nobody names one."""
-    from cloister.app import resolve_settings
-    from cloister.app.default_model import choose_default_model
+    from cloister.launch import resolve_settings
+    from cloister.launch.default_model import choose_default_model
 
     return choose_default_model(resolve_settings(), lambda _: None, may_pull=False).engine.config.model
 
@@ -233,8 +233,8 @@ def check_memory(name: str | None) -> Check:
     Args:
         name: of a model that can be opened; None says what is available only.
     """
-    from cloister.app import budget_model, resolve_settings
     from cloister.engine.machine import read_machine
+    from cloister.launch import budget_model, resolve_settings
     from cloister.models import load, locate
 
     machine = read_machine()

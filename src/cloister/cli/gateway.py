@@ -13,10 +13,10 @@ from cloister.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cloister.privacy.transparency.epoch import IssuerEntry
-    from cloister.sealed.epochs import EpochKeeper, EpochSettings
-    from cloister.sealed.nodes import NodeBook
-    from cloister.sealed.unsealing import LocalUnsealer
+    from cloister.private.epochs import EpochKeeper, EpochSettings
+    from cloister.private.nodes import NodeBook
+    from cloister.private.unsealing import LocalUnsealer
+    from cloister.trust.transparency.epoch import IssuerEntry
 
 
 def gateway(
@@ -57,20 +57,20 @@ def gateway(
     --log-key, --trust, --release and a --witness for as many as the trust file asks for. Its keys live for 24 hours, in memory
     only: started anew, it publishes a new epoch.
     """
-    from cloister.privacy.sealing import GATEWAY_KEY_LIFE_S, GATEWAY_KEY_OVERLAP_S, KeyRing, Receiver, ReplayCache
-    from cloister.privacy.tokens import Expiry, Redeemer, open_spend_store
-    from cloister.privacy.transparency.trust import read_trust
-    from cloister.sealed.exchange import REPLAY_WINDOW_S
-    from cloister.sealed.gateway import GatewayConfig, gateway_app
-    from cloister.sealed.issuer import accept_keys, check_signed, list_issuers, read_issuer_keys
-    from cloister.sealed.nodes import NodeBook
-    from cloister.sealed.peers import read_secret, read_secrets
-    from cloister.sealed.program import run_program
-    from cloister.sealed.serving import Lifespan
-    from cloister.sealed.unsealing import LocalUnsealer
-    from cloister.sealed.upstream import Upstream, check_url, trust_only
+    from cloister.private.exchange import REPLAY_WINDOW_S
+    from cloister.private.gateway import GatewayConfig, gateway_app
+    from cloister.private.issuer import accept_keys, check_signed, list_issuers, read_issuer_keys
+    from cloister.private.nodes import NodeBook
+    from cloister.private.peers import read_secret, read_secrets
+    from cloister.private.program import run_program
+    from cloister.private.serving import Lifespan
+    from cloister.private.unsealing import LocalUnsealer
+    from cloister.private.upstream import Upstream, check_url, trust_only
     from cloister.server.reload import Reloader, WatchedFiles
     from cloister.server.serve import address_of, bind
+    from cloister.trust.sealing import GATEWAY_KEY_LIFE_S, GATEWAY_KEY_OVERLAP_S, KeyRing, Receiver, ReplayCache
+    from cloister.trust.tokens import Expiry, Redeemer, open_spend_store
+    from cloister.trust.transparency.trust import read_trust
     from cloister.types.logs import set_up_logging
 
     if (tls_cert is None) != (tls_key is None):
@@ -96,7 +96,7 @@ def gateway(
     unsealer = LocalUnsealer(Receiver(ring, ReplayCache(REPLAY_WINDOW_S)))
     keeper: EpochKeeper | None = None
     if log is not None:
-        from cloister.sealed.epochs import EpochSettings
+        from cloister.private.epochs import EpochSettings
 
         if log_key is None or trust is None or release is None:
             raise ConfigError("a log needs --log-key, --trust and --release too", param="log")
@@ -132,13 +132,13 @@ def _open_keeper(
 ) -> EpochKeeper:
     import httpx
 
-    from cloister.privacy.transparency.files import read_key
-    from cloister.privacy.transparency.log import Log
-    from cloister.privacy.transparency.publisher import Publisher
-    from cloister.privacy.transparency.trust import read_trust
-    from cloister.privacy.transparency.witness import DEADLINE_S, HttpWitness
-    from cloister.sealed.epochs import EpochKeeper
-    from cloister.sealed.upstream import check_url
+    from cloister.private.epochs import EpochKeeper
+    from cloister.private.upstream import check_url
+    from cloister.trust.transparency.files import read_key
+    from cloister.trust.transparency.log import Log
+    from cloister.trust.transparency.publisher import Publisher
+    from cloister.trust.transparency.trust import read_trust
+    from cloister.trust.transparency.witness import DEADLINE_S, HttpWitness
 
     trust = read_trust(trust_file)
     known = {key.name: key for key in trust.witnesses}

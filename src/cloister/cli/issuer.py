@@ -40,13 +40,13 @@ def issuer(
     relay, sealed to a key that lives in this process alone: run one.
     """
     from cloister.engine.machine import read_machine
-    from cloister.privacy import read_credentials
-    from cloister.privacy.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook
-    from cloister.privacy.transparency.files import read_key
-    from cloister.sealed.issuer import format_keys, issuer_app
-    from cloister.sealed.program import run_program
-    from cloister.sealed.upstream import check_url
+    from cloister.policy import read_credentials
+    from cloister.private.issuer import format_keys, issuer_app
+    from cloister.private.program import run_program
+    from cloister.private.upstream import check_url
     from cloister.server.serve import address_of, bind
+    from cloister.trust.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook
+    from cloister.trust.transparency.files import read_key
 
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("a certificate and its key go together: give --tls-cert and --tls-key", param="tls_cert")

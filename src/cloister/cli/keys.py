@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cloister.privacy.credentials import MAX_PRIORITY, MIN_PRIORITY, Credentials
-from cloister.privacy.keyfile import locked, read_credentials, write_credentials
-from cloister.privacy.limits import KeyQuota
+from cloister.policy.credentials import MAX_PRIORITY, MIN_PRIORITY, Credentials
+from cloister.policy.keyfile import locked, read_credentials, write_credentials
+from cloister.policy.limits import KeyQuota
 
 app = typer.Typer(help="Make, list and remove API keys.", no_args_is_help=True)
 

@@ -41,8 +41,8 @@ def key(
     role: Annotated[KeyRole, typer.Option(help="What it signs.")] = KeyRole.LOG,
 ) -> None:
     """Make a signer key, and print its verifier key."""
-    from cloister.privacy.transparency.files import write_key
-    from cloister.privacy.transparency.note import Kind, PrivateKey
+    from cloister.trust.transparency.files import write_key
+    from cloister.trust.transparency.note import Kind, PrivateKey
 
     private = PrivateKey.generate(name, Kind.COSIGNATURE if role is KeyRole.WITNESS else Kind.NOTE)
     write_key(out, private)
@@ -55,8 +55,8 @@ def init(
     key: Annotated[Path, typer.Option(help="The log's signer key (`cloister log key`).", metavar="FILE")],
 ) -> None:
     """Make an empty log."""
-    from cloister.privacy.transparency.files import read_key
-    from cloister.privacy.transparency.log import Log
+    from cloister.trust.transparency.files import read_key
+    from cloister.trust.transparency.log import Log
 
     typer.echo(Log.create(directory, read_key(key)).key)
 
@@ -69,8 +69,8 @@ def add(
     manifest: Annotated[Path | None, typer.Option(help="The manifest that the release names.", metavar="FILE")] = None,
 ) -> None:
     """Append entries, and print the checkpoint. The gateway's next epoch carries it to clients."""
-    from cloister.privacy.transparency.files import read_key
-    from cloister.privacy.transparency.log import Log
+    from cloister.trust.transparency.files import read_key
+    from cloister.trust.transparency.log import Log
 
     written = Log(directory, read_key(key))
     if manifest:
@@ -83,9 +83,9 @@ def show(
     directory: Directory, log: LogKey, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """List the entries: epochs, releases and revocations. Signatures of releases are checked by `verify`."""
-    from cloister.privacy.transparency.note import PublicKey
-    from cloister.privacy.transparency.replay import describe_entry
-    from cloister.privacy.transparency.tiles import LogReader
+    from cloister.trust.transparency.note import PublicKey
+    from cloister.trust.transparency.replay import describe_entry
+    from cloister.trust.transparency.tiles import LogReader
 
     reader = LogReader(directory, PublicKey.parse(log))
     size = reader.checkpoint()[0].size
@@ -100,9 +100,9 @@ def show(
 @app.command()
 def verify(directory: Directory, log: LogKey, release: Releases) -> None:
     """Read a whole copy of a log and check all of it: tiles, entries, the order of epochs, signatures of releases."""
-    from cloister.privacy.transparency.note import PublicKey
-    from cloister.privacy.transparency.replay import verify_log
-    from cloister.privacy.transparency.tiles import LogReader
+    from cloister.trust.transparency.note import PublicKey
+    from cloister.trust.transparency.replay import verify_log
+    from cloister.trust.transparency.tiles import LogReader
 
     reader = LogReader(directory, PublicKey.parse(log))
     for line in verify_log(reader, tuple(map(PublicKey.parse, release))):
@@ -117,8 +117,8 @@ def proof(
     since: Annotated[int | None, typer.Option(help="Print the consistency proof from the tree of this size.", min=0)] = None,
 ) -> None:
     """Print a proof under the newest checkpoint as JSON, from the tiles alone."""
-    from cloister.privacy.transparency.note import PublicKey
-    from cloister.privacy.transparency.tiles import LogReader
+    from cloister.trust.transparency.note import PublicKey
+    from cloister.trust.transparency.tiles import LogReader
 
     reader = LogReader(directory, PublicKey.parse(log))
     checkpoint, note = reader.checkpoint()
@@ -149,8 +149,8 @@ def trust(
     profile: Annotated[list[str] | None, typer.Option(help="A profile that nodes may run under.", metavar="NAME")] = None,
 ) -> None:
     """Print the file that says whom a client believes; it belongs to the client, and never comes from the gateway."""
-    from cloister.privacy.transparency.note import PublicKey
-    from cloister.privacy.transparency.trust import Trust, encode_trust, identify_issuer
+    from cloister.trust.transparency.note import PublicKey
+    from cloister.trust.transparency.trust import Trust, encode_trust, identify_issuer
 
     witnesses, releases = (tuple(map(PublicKey.parse, keys)) for keys in (witness, release))
     profiles = frozenset(profile or ("private", "paranoid"))

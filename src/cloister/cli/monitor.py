@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import httpx
 
     from cloister.client.monitoring import Monitor, Report
-    from cloister.privacy.transparency.trust import Trust
+    from cloister.trust.transparency.trust import Trust
 
 FAULT: Final = 1
 CANNOT_CHECK: Final = 2
@@ -72,8 +72,8 @@ def _run(
     from cloister.client.monitoring import CONSISTENCY, Monitor, MonitorState, load_state, save_state
     from cloister.client.shared_view import state_name
     from cloister.client.verify_node import fetch_from
-    from cloister.privacy.transparency.files import write_whole
-    from cloister.privacy.transparency.trust import read_trust
+    from cloister.trust.transparency.files import write_whole
+    from cloister.trust.transparency.trust import read_trust
 
     trust = read_trust(trust_file.expanduser())
     path = state_file or STATE_FOLDER / state_name(trust.log)
@@ -97,7 +97,7 @@ def _run(
 
 
 def _compare(watching: Monitor, report: Report, who: str, note: str | None) -> None:
-    from cloister.privacy.transparency.replay import Remark
+    from cloister.trust.transparency.replay import Remark
 
     if note is None:
         report.remarks.append(Remark("gossip", f"{who} cannot be reached, so nothing was compared with it", False))
@@ -131,10 +131,10 @@ async def _ask_witnesses(watching: Monitor, report: Report, witnesses: list[str]
     import httpx
 
     from cloister.client.monitoring import CONSISTENCY
-    from cloister.privacy.transparency.note import Note, parse_note
-    from cloister.privacy.transparency.refusal import TransparencyError
-    from cloister.privacy.transparency.replay import Remark
-    from cloister.privacy.transparency.witness import HttpWitness, SplitViewError
+    from cloister.trust.transparency.note import Note, parse_note
+    from cloister.trust.transparency.refusal import TransparencyError
+    from cloister.trust.transparency.replay import Remark
+    from cloister.trust.transparency.witness import HttpWitness, SplitViewError
 
     known = {key.name: key for key in trust.witnesses}
     note = parse_note(report.note)

@@ -8,9 +8,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from cloister.cli.console import out
-from cloister.privacy import Profile, Verdict
-from cloister.privacy.comparison import all_features, differing_features
-from cloister.privacy.features import Feature
+from cloister.policy import Profile, Verdict
+from cloister.policy.comparison import all_features, differing_features
+from cloister.policy.features import Feature
 
 HEADINGS: Final = {
     Verdict.REFUSED: ("Refused", "red", "no flag, config file or request switches these on"),

@@ -110,7 +110,7 @@ def open_engine(settings: GivenSettings) -> tuple[EngineConfig, EngineCore]:
     Raises:
         ConfigError: a setting has no meaning.
     """
-    from cloister.app import build_engine, resolve_settings
+    from cloister.launch import build_engine, resolve_settings
 
     resolved = resolve_settings(settings.of(EngineConfig), settings.config_file, listens=False)
     return resolved.engine.config, build_engine(resolved.engine.config)
@@ -134,9 +134,9 @@ def _check_room(engine: EngineCore, num_positions: int, num_blocks: int) -> None
 def _numbers(config: EngineConfig, spec: DecoderSpec) -> Numbers:
     import numpy as np
 
-    from cloister.app import NO_QUANT, number_format
     from cloister.backends.tensors import stored_bits
     from cloister.bench.roofline_operators import Numbers
+    from cloister.launch import NO_QUANT, number_format
     from cloister.quant import choose_kv_dtype
 
     bits = _WIDTHS[config.dtype or "bfloat16"]

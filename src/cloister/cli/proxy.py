@@ -57,9 +57,9 @@ def proxy(
     """
     from cloister.client import Limits, Session
     from cloister.client.receipts import ReceiptFolder
-    from cloister.privacy import is_loopback
-    from cloister.privacy.attestation import AttestationPolicy
-    from cloister.privacy.attestation.policy_file import read_policy, with_demands
+    from cloister.policy import is_loopback
+    from cloister.trust.attestation import AttestationPolicy
+    from cloister.trust.attestation.policy_file import read_policy, with_demands
 
     if not is_loopback(host):
         raise ConfigError("the proxy listens on loopback only; give --host 127.0.0.1 or ::1", param="host")
@@ -100,7 +100,7 @@ def read_api_key(path: Path) -> str:
 def _serve(session: Session, host: str, port: int) -> int:
     from cloister.client import AsyncSealedTransport
     from cloister.client.proxy import Proxy, proxy_app
-    from cloister.sealed.program import run_program
+    from cloister.private.program import run_program
     from cloister.server.serve import address_of, bind
 
     async def verify() -> None:

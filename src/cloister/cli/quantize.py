@@ -42,7 +42,7 @@ def quantize(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Write a model in few bits, and say what that costs in perplexity."""
-    from cloister.app.calibrating import cut_windows
+    from cloister.launch.calibrating import cut_windows
     from cloister.models import load, locate
     from cloister.models.quantized.encoding import check_place, write_model
     from cloister.quant import FORMATS, FormatOptions, read_activations

@@ -40,10 +40,10 @@ def relay(
     A relay sees the addresses of clients and the lengths of what they send, and can open none of it. Run it where the gateway
     is not: whoever has both knows who asks which node.
     """
-    from cloister.sealed.peers import read_secret
-    from cloister.sealed.program import run_program
-    from cloister.sealed.relay import ISSUER_TIMEOUT_S, RelayConfig, relay_app
-    from cloister.sealed.upstream import Upstream, check_url, trust_only
+    from cloister.private.peers import read_secret
+    from cloister.private.program import run_program
+    from cloister.private.relay import ISSUER_TIMEOUT_S, RelayConfig, relay_app
+    from cloister.private.upstream import Upstream, check_url, trust_only
     from cloister.server.serve import address_of, bind
     from cloister.types.logs import set_up_logging
 

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cloister.cli.options import MODEL, choose_model
-from cloister.privacy.attestation.launch import CPU_SIGNATURES, DirectBoot, measure_snp, measure_td, read_firmware
-from cloister.privacy.attestation.registers import REGISTERS
-from cloister.privacy.verdict import Profile
+from cloister.policy.verdict import Profile
+from cloister.trust.attestation.launch import CPU_SIGNATURES, DirectBoot, measure_snp, measure_td, read_firmware
+from cloister.trust.attestation.registers import REGISTERS
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
 from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cloister.app.settings import Settings
-    from cloister.privacy.transparency.note import PublicKey
+    from cloister.launch.settings import Settings
+    from cloister.trust.transparency.note import PublicKey
 
 
 # Launch measurements on the command line: predicted from the files of an image, read from a file of `NAME=HEX` lines.
@@ -114,11 +114,11 @@ app = typer.Typer(help="Make releases, and revoke them.", no_args_is_help=True)
 Key = Annotated[Path, typer.Option(help="The release's signer key (`cloister log key --role release`).", metavar="FILE")]
 PIP_DEADLINE_S = 600.0
 NODE_PARTS = (
-    "cloister.app.engine",
-    "cloister.app.serving",
+    "cloister.launch.engine",
+    "cloister.launch.serving",
     "cloister.backends.native._native",
     "cloister.engine.engine_process",
-    "cloister.sealed.node",
+    "cloister.private.node",
 )
 """Loaded before a release is measured, so that the system's libraries that a node maps are mapped here too."""
 
@@ -135,7 +135,7 @@ def lock(
     constraint: Annotated[Path | None, typer.Option(help="Versions to keep to (`pip freeze`).", metavar="FILE")] = None,
 ) -> None:
     """Print the lock file of a wheel: each dependency with its version and SHA-256, as `pip --require-hashes` reads it."""
-    from cloister.privacy.transparency.release import make_lock
+    from cloister.trust.transparency.release import make_lock
 
     what = f"{wheel}[{','.join(extra)}]" if extra else str(wheel)
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", what]
@@ -181,9 +181,9 @@ def make(
     the log), and prints the release's digest.
     """
     from cloister import __version__
-    from cloister.app.sealed import loaded_beside
-    from cloister.privacy.attestation.configuration import describe_settings
-    from cloister.privacy.attestation.measuring import (
+    from cloister.launch.sealed import loaded_beside
+    from cloister.trust.attestation.configuration import describe_settings
+    from cloister.trust.attestation.measuring import (
         encode_manifest,
         measure_configuration,
         measure_file,
@@ -191,8 +191,8 @@ def make(
         measure_loaded,
         measure_profile,
     )
-    from cloister.privacy.transparency.files import read_key, write_whole
-    from cloister.privacy.transparency.release import Release, release_entry
+    from cloister.trust.transparency.files import read_key, write_whole
+    from cloister.trust.transparency.release import Release, release_entry
 
     measurements = read_launch(launch or (), launch_file)
     signer = read_key(key)
@@ -244,8 +244,8 @@ def revoke(
     out: Annotated[Path, typer.Option(help="The entry for the log.", metavar="FILE")],
 ) -> None:
     """Make the entry that revokes every release below a number. Clients refuse those as soon as it is logged."""
-    from cloister.privacy.transparency.files import read_key, write_whole
-    from cloister.privacy.transparency.release import minimum_entry
+    from cloister.trust.transparency.files import read_key, write_whole
+    from cloister.trust.transparency.release import minimum_entry
 
     write_whole(out, minimum_entry(below, [read_key(key)]))
 
@@ -256,8 +256,8 @@ def _resolve(arguments: list[str], model: Path, profile: Profile) -> Settings:
     Raises:
         ConfigError, PolicyError: see `resolve_settings`.
     """
-    from cloister.app import resolve_settings
     from cloister.cli.serve import serve
+    from cloister.launch import resolve_settings
 
     verb = typer.Typer(add_completion=False)
     verb.command()(serve)
@@ -295,9 +295,9 @@ def members(
     It holds from the time that it names if the log had it 600 s before, and the gateway published an epoch meanwhile;
     else it never does. Clients refuse one that changes more than half of the capacity within a day.
     """
-    from cloister.privacy.transparency.files import read_key, write_whole
-    from cloister.privacy.transparency.membership import build_membership, membership_entry
-    from cloister.privacy.transparency.note import PublicKey
+    from cloister.trust.transparency.files import read_key, write_whole
+    from cloister.trust.transparency.membership import build_membership, membership_entry
+    from cloister.trust.transparency.note import PublicKey
 
     capacities = dict(_read_member(one) for one in member)
     begins = int(time.time() + after_s)
@@ -308,7 +308,7 @@ def members(
 
 
 def _read_member(text: str) -> tuple[PublicKey, int]:
-    from cloister.privacy.transparency.note import PublicKey
+    from cloister.trust.transparency.note import PublicKey
 
     key, _, capacity = text.partition("=")  # a verifier key has none: 33 bytes need no padding
     if capacity and not capacity.isdecimal():

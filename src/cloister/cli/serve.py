@@ -26,16 +26,16 @@ def serve(
     """Serve a model on the OpenAI API until SIGTERM or Ctrl-C."""
     if as_json and not explain:
         raise typer.BadParameter("it needs --explain", param_hint="--json")
-    from cloister.app import resolve_settings
-    from cloister.app.default_model import fetch_model
+    from cloister.launch import resolve_settings
+    from cloister.launch.default_model import fetch_model
 
     resolved = fetch_model(resolve_settings(settings.flags, settings.config_file), may_pull=not explain)
     if explain:
         _explain([*resolved.engine.reasons, *resolved.server.reasons], as_json)
         return
-    from cloister.app import launch_sealed
-    from cloister.app import serve as run_server
-    from cloister.privacy.hardening import sealed
+    from cloister.launch import launch_sealed
+    from cloister.launch import serve as run_server
+    from cloister.trust.hardening import sealed
 
     if resolved.server.config.sealed and sealed() is None:
         launch_sealed(resolved, sys.argv[1:], settings.config_file)

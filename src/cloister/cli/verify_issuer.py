@@ -23,10 +23,10 @@ def issuer(
 
     Exit status 0: the issuer signed both, and both cannot be; 1: the file proves nothing; 2: it could not be checked.
     """
-    from cloister.privacy.transparency.issuer_keys import check_proof
-    from cloister.privacy.transparency.note import PublicKey
-    from cloister.privacy.transparency.refusal import TransparencyError
-    from cloister.privacy.transparency.trust import read_trust
+    from cloister.trust.transparency.issuer_keys import check_proof
+    from cloister.trust.transparency.note import PublicKey
+    from cloister.trust.transparency.refusal import TransparencyError
+    from cloister.trust.transparency.trust import read_trust
 
     try:
         if (trust is None) == (not issuer_key):

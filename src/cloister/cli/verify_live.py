@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from cloister.client import Limits
     from cloister.client.routing.audit import Audit, AuditUser
     from cloister.client.routing.charges import AuditVerdict
-    from cloister.privacy.attestation import AttestationPolicy
-    from cloister.privacy.transparency.membership import Membership
+    from cloister.trust.attestation import AttestationPolicy
+    from cloister.trust.transparency.membership import Membership
 
 DISHONEST, CANNOT_TEST = 1, 2
 CHANCE = 0.99

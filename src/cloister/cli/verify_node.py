@@ -15,7 +15,7 @@ from cloister.types.errors import CloisterError, ConfigError
 if TYPE_CHECKING:
     from cloister.client.limits import Limits
     from cloister.client.verify_node import Checked
-    from cloister.privacy.attestation import Findings
+    from cloister.trust.attestation import Findings
 
 REFUSED: Final = 1
 CANNOT_CHECK: Final = 2
@@ -82,10 +82,10 @@ def _check(
 
     from cloister.client.shared_view import MOST_TRIES
     from cloister.client.verify_node import check_url, fetch_from
-    from cloister.privacy.attestation import AttestationPolicy
-    from cloister.privacy.attestation.policy_file import read_policy, with_demands
-    from cloister.privacy.transparency.checks import Memory, View
-    from cloister.privacy.transparency.trust import read_trust
+    from cloister.trust.attestation import AttestationPolicy
+    from cloister.trust.attestation.policy_file import read_policy, with_demands
+    from cloister.trust.transparency.checks import Memory, View
+    from cloister.trust.transparency.trust import read_trust
 
     wanted = with_demands(
         AttestationPolicy() if policy is None else read_policy(policy), profile=profile, accept_software=accept_software
@@ -117,7 +117,7 @@ def _print(url: str, checked: Checked) -> None:
 
 def print_steps(findings: Findings) -> None:
     """Prints every step with what became of it."""
-    from cloister.privacy.attestation import Outcome
+    from cloister.trust.attestation import Outcome
 
     marks = {
         Outcome.PROVED: ("proved     ", "green"),

@@ -39,10 +39,10 @@ def receipt(
     Exit status 0: nothing is refused (what is not proved is said); 1: it proves nothing; 2: it could not be checked.
     """
     from cloister.client.verify_receipt import Shown, verify_receipt
-    from cloister.privacy.attestation import AttestationPolicy
-    from cloister.privacy.attestation.policy_file import read_policy, with_demands
-    from cloister.privacy.receipts import MAX_RECEIPT_BYTES, read_receipt
-    from cloister.privacy.transparency.trust import read_trust
+    from cloister.trust.attestation import AttestationPolicy
+    from cloister.trust.attestation.policy_file import read_policy, with_demands
+    from cloister.trust.receipts import MAX_RECEIPT_BYTES, read_receipt
+    from cloister.trust.transparency.trust import read_trust
 
     try:
         wanted = with_demands(AttestationPolicy() if policy is None else read_policy(policy), accept_software=accept_software)

@@ -127,8 +127,8 @@ def _audit(
     from cloister.cli.proxy import read_api_key
     from cloister.cli.verify_live import AuditSettings, audit_deployment
     from cloister.client import Limits
-    from cloister.privacy.attestation import AttestationPolicy
-    from cloister.privacy.attestation.policy_file import read_policy, with_demands
+    from cloister.trust.attestation import AttestationPolicy
+    from cloister.trust.attestation.policy_file import read_policy, with_demands
 
     if trust is None or not api_key_files:
         raise ConfigError("an audit needs to know whom to believe and what to pay with: give --trust and --api-key-file")

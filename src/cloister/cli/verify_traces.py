@@ -10,7 +10,7 @@ import typer
 
 from cloister.cli.console import err, out, print_json
 from cloister.cli.options import GivenSettings, with_settings
-from cloister.privacy.residue.report import describe, to_data
+from cloister.trust.residue.report import describe, to_data
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError
 from cloister.types.processes import overwrites
@@ -18,7 +18,7 @@ from cloister.types.processes import overwrites
 if TYPE_CHECKING:
     from cloister.client.traces.node import Path
     from cloister.client.traces.trial import TraceVerdict
-    from cloister.privacy.residue.needles import Needle
+    from cloister.trust.residue.needles import Needle
 
 CANNOT_TEST = 2
 _NUM_BLOCKS = 16
@@ -38,8 +38,8 @@ def traces(
     processes (root, or CAP_SYS_PTRACE), which a node gives to nobody: this is for who can inspect the machine.
     """
     from cloister.client.traces.trial import try_node
-    from cloister.privacy.residue.needles import MarkMaker
     from cloister.text import Tokenizer
+    from cloister.trust.residue.needles import MarkMaker
 
     try:
         config, rows, model_path = _prepare(settings)
@@ -59,10 +59,10 @@ def traces(
 
 def _prepare(settings: GivenSettings) -> tuple[EngineConfig, Callable[[Sequence[int], int], list[Needle]], str]:
     """Returns the settings of the node's engine, what computes its rows a second time, and where its model lies."""
-    from cloister.app import build_program, resolve_settings
     from cloister.backends.native.program import NativeProgram
+    from cloister.launch import build_program, resolve_settings
     from cloister.models import locate
-    from cloister.privacy.residue.rows import rows_of
+    from cloister.trust.residue.rows import rows_of
 
     if "profile" not in settings.flags:
         raise ConfigError("say which profile to test: --profile open, team, private or paranoid", param="profile")

@@ -32,12 +32,12 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8004,
 ) -> None:
     """Answer `POST /add-checkpoint` (C2SP tlog-witness). TLS is for a proxy in front: nothing here is secret."""
-    from cloister.privacy.transparency.files import read_key
-    from cloister.privacy.transparency.note import PublicKey
-    from cloister.privacy.transparency.witness import Witness
-    from cloister.sealed.program import run_program
-    from cloister.sealed.witness import witness_app
+    from cloister.private.program import run_program
+    from cloister.private.witness import witness_app
     from cloister.server.serve import address_of, bind
+    from cloister.trust.transparency.files import read_key
+    from cloister.trust.transparency.note import PublicKey
+    from cloister.trust.transparency.witness import Witness
 
     served = Witness(state.expanduser(), read_key(key), map(PublicKey.parse, log))
     listener = bind(host, port)
@@ -53,10 +53,10 @@ def cosign(
     state: State = DEFAULT_STATE,
 ) -> None:
     """Cosign the newest checkpoint of a copy of a log once, by its tiles, and print the signature line."""
-    from cloister.privacy.transparency.files import read_key
-    from cloister.privacy.transparency.note import PublicKey
-    from cloister.privacy.transparency.tiles import LogReader
-    from cloister.privacy.transparency.witness import Witness, encode_request
+    from cloister.trust.transparency.files import read_key
+    from cloister.trust.transparency.note import PublicKey
+    from cloister.trust.transparency.tiles import LogReader
+    from cloister.trust.transparency.witness import Witness, encode_request
 
     public = PublicKey.parse(log)
     reader = LogReader(directory, public)

@@ -17,8 +17,8 @@ from cloister.client.errors import (
 )
 from cloister.client.protocol import DEADLINE_S
 from cloister.client.session import PreparedRequest
-from cloister.privacy.attestation import Outcome
-from cloister.privacy.sealing import CHUNKED, Fields
+from cloister.trust.attestation import Outcome
+from cloister.trust.sealing import CHUNKED, Fields
 
 ANSWER_DEADLINE_S = 600.0
 """Longest silence of an answer where the program sets no timeout of its own."""

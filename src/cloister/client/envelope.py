@@ -11,8 +11,9 @@ import msgspec
 
 from cloister.client.errors import FailedTryError, FinalRefusalError
 from cloister.client.receipts import ReceiptOrder, ReceiptReader
-from cloister.privacy.receipts import ReceiptError, read_signature, with_wish
-from cloister.privacy.sealing import (
+from cloister.private.problems import DATE_TYPE
+from cloister.trust.receipts import ReceiptError, read_signature, with_wish
+from cloister.trust.sealing import (
     CHUNKED,
     Content,
     Exchange,
@@ -33,10 +34,9 @@ from cloister.privacy.sealing import (
     parse_keys,
     seal_chunked_request,
 )
-from cloister.privacy.shape import ShapeError, Unshaper, shape_of
-from cloister.privacy.tokens.redeem import with_budget
-from cloister.privacy.transparency.epoch import Epoch, NodeEntry
-from cloister.sealed.problems import DATE_TYPE
+from cloister.trust.shape import ShapeError, Unshaper, shape_of
+from cloister.trust.tokens.redeem import with_budget
+from cloister.trust.transparency.epoch import Epoch, NodeEntry
 
 MAX_REFUSAL_BYTES = 8192
 NO_OTHER_DRAW_HELPS = frozenset({400, 403, 405, 413, 415, 417, 421, 431})

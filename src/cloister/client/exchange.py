@@ -18,7 +18,7 @@ from cloister.client.errors import FailedTryError, SealedError
 from cloister.client.node_selection import MAX_DRAWS
 from cloister.client.protocol import Ask, unreachable
 from cloister.client.session import PreparedRequest, Session
-from cloister.privacy.sealing import HttpRequest
+from cloister.trust.sealing import HttpRequest
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from cloister.client.errors import IssuerContradictionError, NoTokensError
-from cloister.privacy.transparency.checks import VerifiedEpoch, View, unpack_fetched
-from cloister.privacy.transparency.epoch import EPOCH_PREFIX, Count, IssuerEntry, parse_epoch
-from cloister.privacy.transparency.files import SECRET, locked, remove_unfinished_of, write_whole
-from cloister.privacy.transparency.issuer_keys import (
+from cloister.trust.transparency.checks import VerifiedEpoch, View, unpack_fetched
+from cloister.trust.transparency.epoch import EPOCH_PREFIX, Count, IssuerEntry, parse_epoch
+from cloister.trust.transparency.files import SECRET, locked, remove_unfinished_of, write_whole
+from cloister.trust.transparency.issuer_keys import (
     MAX_KEY_LIFE_S,
     OVERLAP_S,
     IssuerIdentity,

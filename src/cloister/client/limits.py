@@ -12,11 +12,11 @@ from typing import Final
 
 import msgspec
 
-from cloister.privacy.transparency.checks import VerifiedEpoch, View
-from cloister.privacy.transparency.membership import MOST_HELD, Membership, add_held, held_within_a_day, least_kept
-from cloister.privacy.transparency.note import cosigned_at, parse_note
-from cloister.privacy.transparency.refusal import Reason, TransparencyError
-from cloister.privacy.transparency.trust import Trust
+from cloister.trust.transparency.checks import VerifiedEpoch, View
+from cloister.trust.transparency.membership import MOST_HELD, Membership, add_held, held_within_a_day, least_kept
+from cloister.trust.transparency.note import cosigned_at, parse_note
+from cloister.trust.transparency.refusal import Reason, TransparencyError
+from cloister.trust.transparency.trust import Trust
 from cloister.types.errors import ConfigError
 
 LATE_S: Final = 180

@@ -17,21 +17,21 @@ from msgspec import Meta, Struct
 from cloister.client.errors import RelayUnreachableError
 from cloister.client.limits import EARLY_S, LATE_S
 from cloister.client.verify_node import MAX_LOG_BYTES, Fetch
-from cloister.privacy.transparency.epoch import MAX_BUNDLE_BYTES, EpochBundle, Hash, check_times, epoch_leaf, parse_bundle
-from cloister.privacy.transparency.files import SECRET, write_whole
-from cloister.privacy.transparency.membership import adopt_baseline
-from cloister.privacy.transparency.merkle import (
+from cloister.trust.transparency.epoch import MAX_BUNDLE_BYTES, EpochBundle, Hash, check_times, epoch_leaf, parse_bundle
+from cloister.trust.transparency.files import SECRET, write_whole
+from cloister.trust.transparency.membership import adopt_baseline
+from cloister.trust.transparency.merkle import (
     extend_frontier,
     frontier_root,
     hash_leaf,
     prove_consistency,
     verify_consistency,
 )
-from cloister.privacy.transparency.note import Checkpoint, Note, cosigned_at, open_checkpoint
-from cloister.privacy.transparency.refusal import Reason, TransparencyError
-from cloister.privacy.transparency.replay import Course, Remark, Replay
-from cloister.privacy.transparency.tiles import WIDTH, Tile, bundles_between, tile_nodes, unpack_entries
-from cloister.privacy.transparency.trust import Trust
+from cloister.trust.transparency.note import Checkpoint, Note, cosigned_at, open_checkpoint
+from cloister.trust.transparency.refusal import Reason, TransparencyError
+from cloister.trust.transparency.replay import Course, Remark, Replay
+from cloister.trust.transparency.tiles import WIDTH, Tile, bundles_between, tile_nodes, unpack_entries
+from cloister.trust.transparency.trust import Trust
 from cloister.types.errors import ConfigError
 
 CONSISTENCY = "consistency"

@@ -10,7 +10,7 @@ from typing import Final
 
 from cloister.client.errors import EpochRefusedError
 from cloister.client.limits import Limits
-from cloister.privacy.attestation import (
+from cloister.trust.attestation import (
     AttestationError,
     AttestationPolicy,
     Evidence,
@@ -21,15 +21,15 @@ from cloister.privacy.attestation import (
     read_evidence,
     read_statement,
 )
-from cloister.privacy.attestation.chips import name_chips, name_processor
-from cloister.privacy.attestation.software import SoftwareVerifier
-from cloister.privacy.attestation.verify import verify_evidence
-from cloister.privacy.sealing import KEMS, KeyConfigurationError, choose_configuration, parse_keys
-from cloister.privacy.transparency.checks import Logged, VerifiedEpoch
-from cloister.privacy.transparency.epoch import Epoch, NodeEntry
-from cloister.privacy.transparency.membership import Membership, find_member
-from cloister.privacy.transparency.refusal import TransparencyError
-from cloister.privacy.transparency.trust import Trust
+from cloister.trust.attestation.chips import name_chips, name_processor
+from cloister.trust.attestation.software import SoftwareVerifier
+from cloister.trust.attestation.verify import verify_evidence
+from cloister.trust.sealing import KEMS, KeyConfigurationError, choose_configuration, parse_keys
+from cloister.trust.transparency.checks import Logged, VerifiedEpoch
+from cloister.trust.transparency.epoch import Epoch, NodeEntry
+from cloister.trust.transparency.membership import Membership, find_member
+from cloister.trust.transparency.refusal import TransparencyError
+from cloister.trust.transparency.trust import Trust
 
 
 def fill_policy(policy: AttestationPolicy, believed: Logged) -> AttestationPolicy:

@@ -15,9 +15,9 @@ from cloister.client.attempts import ANSWER_DEADLINE_S, SHOULD_RETRY
 from cloister.client.report import tell_epoch
 from cloister.client.session import Session
 from cloister.client.transport import AsyncSealedTransport
-from cloister.privacy.sealing import LARGEST_BUCKET_BYTES
 from cloister.server.errors import OriginError, error_body, error_headers
 from cloister.server.middleware.auth import LocalHostOnly
+from cloister.trust.sealing import LARGEST_BUCKET_BYTES
 from cloister.types.errors import CloisterError, DeadlineError, RequestTooLargeError
 
 BODY_S = 60.0

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloister.privacy.attestation import EvidenceError, read_evidence, read_statement
-from cloister.privacy.policy import Policy, Use
-from cloister.privacy.receipts import Receipt, ReceiptError, Transcript, Wish, is_signed
-from cloister.privacy.sealing import Exchange, HttpRequest
-from cloister.privacy.transparency.epoch import Epoch, epoch_leaf
-from cloister.privacy.transparency.files import SECRET, write_whole
-from cloister.privacy.transparency.merkle import hash_leaf
+from cloister.policy.policy import Policy, Use
+from cloister.trust.attestation import EvidenceError, read_evidence, read_statement
+from cloister.trust.receipts import Receipt, ReceiptError, Transcript, Wish, is_signed
+from cloister.trust.sealing import Exchange, HttpRequest
+from cloister.trust.transparency.epoch import Epoch, epoch_leaf
+from cloister.trust.transparency.files import SECRET, write_whole
+from cloister.trust.transparency.merkle import hash_leaf
 from cloister.types.errors import ConfigError
 
 Keep = Callable[[Receipt], None]

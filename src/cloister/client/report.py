@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cloister.client.session import Session
-from cloister.privacy.attestation import Findings, Outcome
+from cloister.trust.attestation import Findings, Outcome
 
 _MARKS = {Outcome.PROVED: "proved", Outcome.NOT_PROVED: "NOT PROVED", Outcome.FAILED: "REFUSED"}
 

@@ -26,18 +26,18 @@ from cloister.client.receipts import Keep, ReceiptOrder, order_receipt
 from cloister.client.restocking import PurchasePlan
 from cloister.client.shared_view import MOST_TRIES, SharedView, state_file
 from cloister.client.token_purchase import Buyer, Wallet, signed_budget, signing_key
-from cloister.privacy.attestation import AttestationPolicy, Findings, Outcome
-from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES, read_evidence, read_statement
-from cloister.privacy.sealing import HttpRequest
-from cloister.privacy.tokens import Token, authorization
-from cloister.privacy.tokens.blind_rsa import key_id
-from cloister.privacy.tokens.challenge import challenge_between
-from cloister.privacy.transparency.checks import Memory, VerifiedEpoch, believe, needed_paths
-from cloister.privacy.transparency.epoch import MAX_BUNDLE_BYTES, Epoch, NodeEntry
-from cloister.privacy.transparency.issuer_keys import OVERLAP_S
-from cloister.privacy.transparency.membership import Member
-from cloister.privacy.transparency.refusal import TransparencyError
-from cloister.privacy.transparency.trust import Trust, read_trust
+from cloister.trust.attestation import AttestationPolicy, Findings, Outcome
+from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES, read_evidence, read_statement
+from cloister.trust.sealing import HttpRequest
+from cloister.trust.tokens import Token, authorization
+from cloister.trust.tokens.blind_rsa import key_id
+from cloister.trust.tokens.challenge import challenge_between
+from cloister.trust.transparency.checks import Memory, VerifiedEpoch, believe, needed_paths
+from cloister.trust.transparency.epoch import MAX_BUNDLE_BYTES, Epoch, NodeEntry
+from cloister.trust.transparency.issuer_keys import OVERLAP_S
+from cloister.trust.transparency.membership import Member
+from cloister.trust.transparency.refusal import TransparencyError
+from cloister.trust.transparency.trust import Trust, read_trust
 from cloister.types.errors import ConfigError
 
 WELL_KNOWN = "/.well-known/cloister"

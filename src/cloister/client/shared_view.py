@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from cloister.privacy.transparency.checks import Memory, View
-from cloister.privacy.transparency.files import SECRET, write_whole
-from cloister.privacy.transparency.note import PublicKey
-from cloister.privacy.transparency.refusal import TransparencyError
+from cloister.trust.transparency.checks import Memory, View
+from cloister.trust.transparency.files import SECRET, write_whole
+from cloister.trust.transparency.note import PublicKey
+from cloister.trust.transparency.refusal import TransparencyError
 from cloister.types.errors import ConfigError
 
 STATE_FOLDER: Final = Path("~/.local/state/cloister/logs")

@@ -14,7 +14,7 @@ from msgspec import UNSET
 from cloister.client.envelope import read_message, write_date
 from cloister.client.errors import NoTokensError
 from cloister.client.protocol import Ask, Reply, Step
-from cloister.privacy.sealing import (
+from cloister.trust.sealing import (
     KeyConfiguration,
     KeyConfigurationError,
     MessageError,
@@ -22,11 +22,11 @@ from cloister.privacy.sealing import (
     choose_configuration,
     parse_keys,
 )
-from cloister.privacy.tokens import BlindSignatureError, MalformedTokenError, Token, request_tokens
-from cloister.privacy.tokens.blind_rsa import key_id
-from cloister.privacy.tokens.challenge import challenge_between
-from cloister.privacy.tokens.issuance import BATCH_REQUEST_TYPE, Pending
-from cloister.privacy.tokens.purchase import (
+from cloister.trust.tokens import BlindSignatureError, MalformedTokenError, Token, request_tokens
+from cloister.trust.tokens.blind_rsa import key_id
+from cloister.trust.tokens.challenge import challenge_between
+from cloister.trust.tokens.issuance import BATCH_REQUEST_TYPE, Pending
+from cloister.trust.tokens.purchase import (
     PURCHASE_BYTES,
     REQUEST_PATH,
     REQUEST_TYPE,
@@ -35,14 +35,14 @@ from cloister.privacy.tokens.purchase import (
     open_purchase_answer,
     seal_purchase,
 )
-from cloister.privacy.transparency.epoch import MAX_CLOCK_SKEW_S, Epoch, IssuerEntry
-from cloister.privacy.transparency.issuer_keys import (
+from cloister.trust.transparency.epoch import MAX_CLOCK_SKEW_S, Epoch, IssuerEntry
+from cloister.trust.transparency.issuer_keys import (
     MAX_STATEMENT_BYTES,
     IssuerIdentity,
     IssuerStatement,
     read_statement,
 )
-from cloister.privacy.transparency.refusal import TransparencyError
+from cloister.trust.transparency.refusal import TransparencyError
 
 BATCH = 20
 """Tokens asked for at once, by everybody."""

@@ -17,15 +17,15 @@ from cloister.client.issuer_record import IssuerRecord
 from cloister.client.limits import Limits, hold_to_limits
 from cloister.client.node_verification import fill_policy, judge_keys, judge_node, refuse_shared_chips
 from cloister.client.token_purchase import signing_key
-from cloister.privacy.attestation import AttestationPolicy, EvidenceError, Findings, Outcome, read_evidence, read_statement
-from cloister.privacy.attestation.evidence import MAX_EVIDENCE_BYTES
-from cloister.privacy.attestation.measuring import measure_profile
-from cloister.privacy.attestation.verify import verify_evidence
-from cloister.privacy.transparency.checks import VerifiedEpoch, View, believe, needed_paths
-from cloister.privacy.transparency.epoch import MAX_BUNDLE_BYTES
-from cloister.privacy.transparency.refusal import TransparencyError
-from cloister.privacy.transparency.trust import Trust
-from cloister.privacy.verdict import Profile
+from cloister.policy.verdict import Profile
+from cloister.trust.attestation import AttestationPolicy, EvidenceError, Findings, Outcome, read_evidence, read_statement
+from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES
+from cloister.trust.attestation.measuring import measure_profile
+from cloister.trust.attestation.verify import verify_evidence
+from cloister.trust.transparency.checks import VerifiedEpoch, View, believe, needed_paths
+from cloister.trust.transparency.epoch import MAX_BUNDLE_BYTES
+from cloister.trust.transparency.refusal import TransparencyError
+from cloister.trust.transparency.trust import Trust
 from cloister.types.errors import ConfigError
 
 WELL_KNOWN: Final = "/.well-known/cloister"

@@ -10,7 +10,8 @@ import hashlib
 from dataclasses import dataclass, field, replace
 
 from cloister.client.node_verification import fill_policy, judge_node
-from cloister.privacy.attestation import (
+from cloister.policy.verdict import Profile
+from cloister.trust.attestation import (
     AttestationError,
     AttestationPolicy,
     EvidenceError,
@@ -19,9 +20,9 @@ from cloister.privacy.attestation import (
     read_evidence,
     read_statement,
 )
-from cloister.privacy.attestation.measuring import measure_profile
-from cloister.privacy.attestation.verify import verify_evidence
-from cloister.privacy.receipts import (
+from cloister.trust.attestation.measuring import measure_profile
+from cloister.trust.attestation.verify import verify_evidence
+from cloister.trust.receipts import (
     SALT_BYTES,
     Claims,
     Receipt,
@@ -31,12 +32,11 @@ from cloister.privacy.receipts import (
     is_signed,
     read_jws,
 )
-from cloister.privacy.transparency.checks import recall
-from cloister.privacy.transparency.epoch import epoch_leaf
-from cloister.privacy.transparency.merkle import hash_leaf
-from cloister.privacy.transparency.refusal import TransparencyError
-from cloister.privacy.transparency.trust import Trust
-from cloister.privacy.verdict import Profile
+from cloister.trust.transparency.checks import recall
+from cloister.trust.transparency.epoch import epoch_leaf
+from cloister.trust.transparency.merkle import hash_leaf
+from cloister.trust.transparency.refusal import TransparencyError
+from cloister.trust.transparency.trust import Trust
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from cloister.engine.client import EngineClient
-from cloister.privacy import CountRelease, Gate, is_loopback
-from cloister.privacy.hardening import HARDENED_PROFILES
+from cloister.policy import CountRelease, Gate, is_loopback
 from cloister.server.calls import CallListener, HttpCalls
 from cloister.server.conversation import ChatFormat
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, explain_absence, invalid
@@ -60,6 +59,7 @@ from cloister.server.routes import (
 )
 from cloister.server.state import PREPARE_TIMEOUT_S, ServerState, limit_text_threads
 from cloister.text import ChatTemplate, Tokenizer
+from cloister.trust.hardening import HARDENED_PROFILES
 from cloister.types.config import ServerConfig
 from cloister.types.errors import CloisterError, NotFoundError
 

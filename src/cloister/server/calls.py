@@ -18,7 +18,7 @@ from starlette.types import Scope
 
 from cloister.engine.client import EngineClient
 from cloister.engine.in_flight import EngineStats
-from cloister.privacy.limits import Account, Charge
+from cloister.policy.limits import Account, Charge
 from cloister.server.metrics.tenants import TenantFigures
 from cloister.types.errors import InvalidRequestError
 from cloister.types.events import Ended, Event, Progressed, Stepped

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, PlainValidator
 
-from cloister.privacy.gate import Admission
+from cloister.policy.gate import Admission
 from cloister.server.errors import invalid
 from cloister.server.generation import Generate, GenerationJob, make_job, run_job
 from cloister.server.parse import parse_body

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from cloister.privacy.oidc import AccessTokenError
+from cloister.policy.oidc import AccessTokenError
 from cloister.types.errors import (
     AuthenticationError,
     CloisterError,

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from cloister.privacy.gate import Admission
+from cloister.policy.gate import Admission
 from cloister.server.answers import CachedTokens, ReasoningTokens, Usage
 from cloister.server.errors import TOO_LATE, failure_of
 from cloister.text.answer_parser import AnswerForm

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, PlainValidator
 
-from cloister.privacy.gate import Admission
+from cloister.policy.gate import Admission
 from cloister.server.answers import Usage
 from cloister.server.calls import HttpCall
 from cloister.server.errors import invalid

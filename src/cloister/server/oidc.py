@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from cloister.privacy.oidc import AccessTokenError, People, Person, may_be_fetched
+from cloister.policy.oidc import AccessTokenError, People, Person, may_be_fetched
 from cloister.types.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from cloister.privacy.gate import Admission, Gate
+from cloister.policy.gate import Admission, Gate
 from cloister.server.conversation import ChatFormat
 from cloister.server.errors import invalid
 from cloister.server.generation import Echo, GenerationJob, make_job

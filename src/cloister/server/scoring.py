@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from cloister.privacy.gate import Admission
+from cloister.policy.gate import Admission
 from cloister.server.embeddings import (
     MAX_INPUTS,
     EmbeddingUsage,

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.engine.client import EngineClient
-from cloister.privacy.gate import Admission
+from cloister.policy.gate import Admission
 from cloister.server.calls import HttpCall, HttpCalls, call_of
 from cloister.server.errors import OverloadedError
 from cloister.server.files.service import FileService

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from cloister.api import LLM
-from cloister.app import build_program, resolve_settings
 from cloister.backends.base import IntArray
+from cloister.launch import build_program, resolve_settings
 from cloister.models import LoadedModel, load, locate
 from cloister.text import Tokenizer
 from cloister.train.hidden_states import HiddenStates, Teacher, digest_passages, read_places

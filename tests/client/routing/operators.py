@@ -15,9 +15,12 @@ import msgspec
 from cloister.client.routing.adversary import SteeringBook
 from cloister.client.routing.cloud import GATEWAY, ISSUER, Node, SealedCloud, current_user
 from cloister.client.routing.records import Attack, Spell
-from cloister.privacy.tokens import Issuer, KeyShelf
-from cloister.privacy.tokens.redeem import BUDGET_FIELD
-from cloister.privacy.transparency.epoch import (
+from cloister.private.issuer import issuer_app
+from cloister.private.nodes import NodeBook
+from cloister.private.upstream import Upstream
+from cloister.trust.tokens import Issuer, KeyShelf
+from cloister.trust.tokens.redeem import BUDGET_FIELD
+from cloister.trust.transparency.epoch import (
     Epoch,
     EpochBundle,
     GatewayEntry,
@@ -26,10 +29,7 @@ from cloister.privacy.transparency.epoch import (
     epoch_leaf,
     parse_bundle,
 )
-from cloister.privacy.transparency.note import Kind, PrivateKey
-from cloister.sealed.issuer import issuer_app
-from cloister.sealed.nodes import NodeBook
-from cloister.sealed.upstream import Upstream
+from cloister.trust.transparency.note import Kind, PrivateKey
 
 replace = msgspec.structs.replace
 VICTIM = "user-1"

@@ -18,8 +18,8 @@ from cloister.client.routing.charges import AuditVerdict, judge_audit
 from cloister.client.routing.cloud import RELAY, CloudConfig, SealedCloud, current_user
 from cloister.client.routing.hypotheses import compare_times, rank_sum
 from cloister.client.token_purchase import BATCH
-from cloister.privacy.attestation import AttestationPolicy
-from cloister.privacy.transparency.trust import encode_trust
+from cloister.trust.attestation import AttestationPolicy
+from cloister.trust.transparency.trust import encode_trust
 from tests.client.routing.operators import NODES, OPERATORS, Operator
 from tests.rsa_keys import shared_keys
 from tests.sealed_cloud import LoopbackCloud

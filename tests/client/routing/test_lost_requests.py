@@ -10,9 +10,9 @@ import pytest
 
 from cloister.client.routing.charges import judge_audit
 from cloister.client.routing.cloud import SealedCloud
-from cloister.sealed.nodes import NodeBook
-from cloister.sealed.problems import ProblemError
-from cloister.sealed.upstream import Upstream
+from cloister.private.nodes import NodeBook
+from cloister.private.problems import ProblemError
+from cloister.private.upstream import Upstream
 from tests.client.routing.operators import CAPTURED, Operator, is_victim
 from tests.client.routing.test_audit import HONEST, Named, audit, kinds
 

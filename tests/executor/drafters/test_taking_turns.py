@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cloister.app import build_engine, resolve_settings
 from cloister.engine import EngineCore
 from cloister.executor.drafters import DRAFTERS
+from cloister.launch import build_engine, resolve_settings
 from cloister.models import locate
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.sequence import Sequence as Running

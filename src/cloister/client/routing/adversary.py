@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from cloister.client.routing.cloud import MakeBook, SealedCloud, current_user
 from cloister.client.routing.records import Attack
-from cloister.sealed.nodes import NodeBook
-from cloister.sealed.upstream import Upstream
+from cloister.private.nodes import NodeBook
+from cloister.private.upstream import Upstream
 
 
 class SteeringBook(NodeBook):

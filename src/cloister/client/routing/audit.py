@@ -22,11 +22,11 @@ from cloister.client.routing.records import Sent, Spell, TrialLog
 from cloister.client.session import WELL_KNOWN, Session
 from cloister.client.token_purchase import BATCH
 from cloister.client.transport import AsyncSealedTransport
-from cloister.privacy.attestation import Outcome
-from cloister.privacy.tokens.issuance import DIRECTORY_PATH
-from cloister.privacy.transparency.checks import VerifiedEpoch
-from cloister.privacy.transparency.epoch import MAX_BUNDLE_BYTES, epoch_leaf, parse_bundle
-from cloister.privacy.transparency.refusal import TransparencyError
+from cloister.trust.attestation import Outcome
+from cloister.trust.tokens.issuance import DIRECTORY_PATH
+from cloister.trust.transparency.checks import VerifiedEpoch
+from cloister.trust.transparency.epoch import MAX_BUNDLE_BYTES, epoch_leaf, parse_bundle
+from cloister.trust.transparency.refusal import TransparencyError
 from cloister.types.errors import CloisterError
 
 AT_ONCE = 4

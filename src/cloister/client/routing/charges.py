@@ -10,7 +10,7 @@ from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, NoTo
 from cloister.client.routing.audit import Audit
 from cloister.client.routing.hypotheses import HONEST_ABOVE, HypothesisResult, compare_times, examine
 from cloister.client.routing.tails import holm
-from cloister.privacy.transparency.refusal import Reason
+from cloister.trust.transparency.refusal import Reason
 
 _OUT_OF_TOKENS = re.compile(r"gave none \(4\d\d\)")
 _KINDS = {

@@ -21,12 +21,21 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloister.client.routing.records import Spell
-from cloister.privacy.attestation.evidence import Statement
-from cloister.privacy.attestation.software import SoftwareAttester
-from cloister.privacy.credentials import Credentials
-from cloister.privacy.sealing import KeyRing, Receiver, ReplayCache
-from cloister.privacy.shape import TrafficShape
-from cloister.privacy.tokens import (
+from cloister.policy.credentials import Credentials
+from cloister.private.exchange import REPLAY_WINDOW_S
+from cloister.private.gateway import GatewayConfig, gateway_app
+from cloister.private.issuer import issuer_app, sign_keys
+from cloister.private.node import NodeConfig, node_app
+from cloister.private.nodes import NodeBook
+from cloister.private.relay import RelayConfig, relay_app
+from cloister.private.serving import Lifespan
+from cloister.private.unsealing import LocalUnsealer
+from cloister.private.upstream import ANSWER_TIMEOUT_S, Upstream
+from cloister.trust.attestation.evidence import Statement
+from cloister.trust.attestation.software import SoftwareAttester
+from cloister.trust.sealing import KeyRing, Receiver, ReplayCache
+from cloister.trust.shape import TrafficShape
+from cloister.trust.tokens import (
     AcceptedKey,
     Issuer,
     IssuerLimits,
@@ -36,25 +45,16 @@ from cloister.privacy.tokens import (
     challenge_between,
     open_spend_store,
 )
-from cloister.privacy.tokens.blind_rsa import RsaPrivateKey, generate
-from cloister.privacy.transparency.epoch import GatewayEntry, IssuerEntry
-from cloister.privacy.transparency.issuer_keys import IssuerIdentity
-from cloister.privacy.transparency.log import Log
-from cloister.privacy.transparency.membership import NOTICE_S, build_membership, membership_entry, sign_member
-from cloister.privacy.transparency.note import Kind, PrivateKey
-from cloister.privacy.transparency.publisher import Contents, Publisher
-from cloister.privacy.transparency.release import Release, release_entry
-from cloister.privacy.transparency.trust import Trust
-from cloister.privacy.transparency.witness import NearWitness, Witness
-from cloister.sealed.exchange import REPLAY_WINDOW_S
-from cloister.sealed.gateway import GatewayConfig, gateway_app
-from cloister.sealed.issuer import issuer_app, sign_keys
-from cloister.sealed.node import NodeConfig, node_app
-from cloister.sealed.nodes import NodeBook
-from cloister.sealed.relay import RelayConfig, relay_app
-from cloister.sealed.serving import Lifespan
-from cloister.sealed.unsealing import LocalUnsealer
-from cloister.sealed.upstream import ANSWER_TIMEOUT_S, Upstream
+from cloister.trust.tokens.blind_rsa import RsaPrivateKey, generate
+from cloister.trust.transparency.epoch import GatewayEntry, IssuerEntry
+from cloister.trust.transparency.issuer_keys import IssuerIdentity
+from cloister.trust.transparency.log import Log
+from cloister.trust.transparency.membership import NOTICE_S, build_membership, membership_entry, sign_member
+from cloister.trust.transparency.note import Kind, PrivateKey
+from cloister.trust.transparency.publisher import Contents, Publisher
+from cloister.trust.transparency.release import Release, release_entry
+from cloister.trust.transparency.trust import Trust
+from cloister.trust.transparency.witness import NearWitness, Witness
 
 EPOCH_S = 300
 RELAY, GATEWAY, ISSUER = "http://relay.test", "http://gateway.test", "https://issuer.test"

@@ -18,7 +18,7 @@ from cloister.client.routing.cloud import RELAY, MakeBook, SealedCloud, current_
 from cloister.client.routing.records import Sent, Spell, TrialLog
 from cloister.client.session import Session
 from cloister.client.transport import AsyncSealedTransport
-from cloister.privacy.attestation import AttestationPolicy
+from cloister.trust.attestation import AttestationPolicy
 
 AT_ONCE = 16
 """Requests that are on their way together."""

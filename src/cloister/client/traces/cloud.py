@@ -25,16 +25,16 @@ from cloister.client.envelope import Answer, seal_for_node, strip_request
 from cloister.client.protocol import Ask, Reply
 from cloister.client.token_purchase import LOW, Buyer, Wallet, signed_budget
 from cloister.client.traces.node import KEYS_PATH, RunningProgram, SealedNode
-from cloister.privacy.credentials import Credentials
-from cloister.privacy.keyfile import write_credentials
-from cloister.privacy.residue.processes import Process
-from cloister.privacy.sealing import CHUNKED
-from cloister.privacy.tokens import Token, authorization
-from cloister.privacy.transparency.epoch import Epoch, GatewayEntry, NodeEntry
-from cloister.privacy.transparency.files import write_key
-from cloister.privacy.transparency.issuer_keys import IssuerIdentity
-from cloister.privacy.transparency.note import Kind, PrivateKey
-from cloister.sealed.issuer import list_issuers, read_issuer_keys
+from cloister.policy.credentials import Credentials
+from cloister.policy.keyfile import write_credentials
+from cloister.private.issuer import list_issuers, read_issuer_keys
+from cloister.trust.residue.processes import Process
+from cloister.trust.sealing import CHUNKED
+from cloister.trust.tokens import Token, authorization
+from cloister.trust.transparency.epoch import Epoch, GatewayEntry, NodeEntry
+from cloister.trust.transparency.files import write_key
+from cloister.trust.transparency.issuer_keys import IssuerIdentity
+from cloister.trust.transparency.note import Kind, PrivateKey
 from cloister.types.errors import EngineError
 
 _AT: Final = re.compile(r" at (http\S+),")

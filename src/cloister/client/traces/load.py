@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import httpx
 
-from cloister.privacy.residue.needles import Mark
+from cloister.trust.residue.needles import Mark
 
 NUM_TOKENS: Final = 24
 LONG_ANSWER: Final = 400

@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol
 import httpx
 
 from cloister.client.envelope import strip_request
-from cloister.privacy.residue.processes import Process
-from cloister.privacy.sealing import (
+from cloister.trust.residue.processes import Process
+from cloister.trust.sealing import (
     CHUNKED,
     Content,
     Exchange,
@@ -29,7 +29,7 @@ from cloister.privacy.sealing import (
     parse_keys,
     seal_chunked_request,
 )
-from cloister.privacy.shape import Unshaper, shape_of
+from cloister.trust.shape import Unshaper, shape_of
 from cloister.types.errors import EngineError
 
 NODE_PATH = "/ohttp"

@@ -13,11 +13,11 @@ import httpx
 
 from cloister.client.traces.load import SHAPES, LoadResult, MarkedRequest, long_ids, long_stream, prompt_ids, send_all
 from cloister.client.traces.node import Path
-from cloister.privacy.residue.finder import Finder
-from cloister.privacy.residue.needles import Mark, MarkMaker, Needle, of_text
-from cloister.privacy.residue.processes import Process, ProcessTree
-from cloister.privacy.residue.rows import KV_KIND
-from cloister.privacy.residue.scan import USUAL_ROOTS, Runs, Searched, search_all, search_files
+from cloister.trust.residue.finder import Finder
+from cloister.trust.residue.needles import Mark, MarkMaker, Needle, of_text
+from cloister.trust.residue.processes import Process, ProcessTree
+from cloister.trust.residue.rows import KV_KIND
+from cloister.trust.residue.scan import USUAL_ROOTS, Runs, Searched, search_all, search_files
 
 SETTLE_S: Final = 1.0
 NUM_ROWS: Final = 25

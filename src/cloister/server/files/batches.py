@@ -16,7 +16,7 @@ import msgspec
 from pydantic import Field
 from starlette.types import ASGIApp
 
-from cloister.privacy.gate import Admission, Gate
+from cloister.policy.gate import Admission, Gate
 from cloister.server.errors import invalid
 from cloister.server.files.inward import RouteReply, post
 from cloister.server.files.store import FileStore, Kept, Owner, Shelf

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from starlette.types import ASGIApp, Message
 
-from cloister.privacy.gate import Admission
+from cloister.policy.gate import Admission
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Final
 
 from starlette.types import ASGIApp
 
-from cloister.privacy.gate import Admission, Gate
-from cloister.privacy.policy import Use
+from cloister.policy.gate import Admission, Gate
+from cloister.policy.policy import Use
 from cloister.server.errors import invalid
 from cloister.server.files.batches import Batch, BatchRunner
 from cloister.server.files.store import FileStore, Owner, Shelf

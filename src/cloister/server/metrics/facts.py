@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 import cloister
 from cloister.engine.client import EngineClient
 from cloister.engine.machine import cpu_seconds, process_age_s, resident_bytes
-from cloister.privacy.counts import ALLOWED_COUNTS, CountRelease
+from cloister.policy.counts import ALLOWED_COUNTS, CountRelease
 from cloister.types.events import Ended, Event, Preempted, Stepped
 
 

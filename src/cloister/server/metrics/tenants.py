@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from cloister.privacy.gate import Gate
+from cloister.policy.gate import Gate
 from cloister.types.events import Arrived, Ended, Preempted, Scheduled
 from cloister.types.request import Request
 

@@ -6,7 +6,7 @@ import ipaddress
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cloister.privacy.gate import SESSION_HEADER, Admission, Gate
+from cloister.policy.gate import SESSION_HEADER, Admission, Gate
 from cloister.server.errors import HostError
 from cloister.server.middleware.failures import send_error
 from cloister.server.oidc import TokenVerifier, looks_like_token

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloister.privacy.gate import Admission
+from cloister.policy.gate import Admission
 from cloister.server.calls import HttpCall, HttpCalls, call_of
 from cloister.server.errors import error_body, error_headers
 from cloister.server.logs import told

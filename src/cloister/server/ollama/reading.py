@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cloister.privacy.gate import Admission
+from cloister.policy.gate import Admission
 from cloister.server.embeddings import PooledBody, Text, pooled_job
 from cloister.server.errors import invalid
 from cloister.server.generation import GenerationJob

@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from cloister.privacy.hardening import Measure, Missing, Needs, kernel
-from cloister.privacy.hardening.dumps import CoreLimit, Dumpable
-from cloister.privacy.hardening.landlock import Landlock
-from cloister.privacy.hardening.privileges import Capabilities, NoNewPrivileges
-from cloister.privacy.hardening.seccomp import Closing, Condition, Rule, Seccomp, install
+from cloister.trust.hardening import Measure, Missing, Needs, kernel
+from cloister.trust.hardening.dumps import CoreLimit, Dumpable
+from cloister.trust.hardening.landlock import Landlock
+from cloister.trust.hardening.privileges import Capabilities, NoNewPrivileges
+from cloister.trust.hardening.seccomp import Closing, Condition, Rule, Seccomp, install
 
 NEEDS: Final = Needs("pdf")
 LATE: Final = ("_codecs_cn", "_codecs_hk", "_codecs_iso2022", "_codecs_jp", "_codecs_kr", "_codecs_tw", "_multibytecodec")

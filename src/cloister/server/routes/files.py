@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.privacy.gate import Admission
+from cloister.policy.gate import Admission
 from cloister.server.errors import invalid
 from cloister.server.files.batches import ENDED, WINDOW_S, Batch, BatchBody, describe_batch, read_lines
 from cloister.server.files.service import FileService, FormPart, read_form, require

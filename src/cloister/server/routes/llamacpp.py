@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister import __version__
-from cloister.privacy.gate import Admission
+from cloister.policy.gate import Admission
 from cloister.server.calls import call_of
 from cloister.server.errors import error_object
 from cloister.server.generation import GenerationJob, Numbered, Tally, run_job

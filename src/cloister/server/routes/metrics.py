@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.privacy.policy import Use
+from cloister.policy.policy import Use
 from cloister.server.metrics import CONTENT_TYPE, RecordedMetrics
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.types.errors import NotFoundError

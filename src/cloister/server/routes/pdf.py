@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.privacy import Admission
+from cloister.policy import Admission
 from cloister.server.errors import invalid
 from cloister.server.files.service import read_form
 from cloister.server.schemas import Strict

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.privacy import Gate, Profile
+from cloister.policy import Gate, Profile
 from cloister.server.metrics import tells_tenants
 from cloister.server.state import ServerState, json_response, state_of
 from cloister.types.scope import ScopeKind

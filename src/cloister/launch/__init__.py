@@ -1,0 +1,59 @@
+"""The only place where the rooms are put together.
+
+The face is lazy: the engine's process, found by an entry point's name, loads nothing that only the front needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cloister.launch.backend import NO_QUANT, number_format
+    from cloister.launch.default_model import budget_model
+    from cloister.launch.engine import build_engine, build_program, build_scheduler, build_sealed_engine
+    from cloister.launch.processes import ENGINE_ENTRY, SEALED_ENGINE_ENTRY
+    from cloister.launch.sealed import launch_sealed
+    from cloister.launch.serving import serve
+    from cloister.launch.settings import Settings, resolve_settings
+    from cloister.launch.site import build_gate
+
+__all__ = [
+    "ENGINE_ENTRY",
+    "NO_QUANT",
+    "SEALED_ENGINE_ENTRY",
+    "Settings",
+    "budget_model",
+    "build_engine",
+    "build_gate",
+    "build_program",
+    "build_scheduler",
+    "build_sealed_engine",
+    "launch_sealed",
+    "number_format",
+    "resolve_settings",
+    "serve",
+]
+
+_HOME = {
+    "ENGINE_ENTRY": "processes",
+    "NO_QUANT": "backend",
+    "SEALED_ENGINE_ENTRY": "processes",
+    "Settings": "settings",
+    "budget_model": "default_model",
+    "build_engine": "engine",
+    "build_gate": "site",
+    "build_program": "engine",
+    "build_scheduler": "engine",
+    "build_sealed_engine": "engine",
+    "launch_sealed": "sealed",
+    "number_format": "backend",
+    "resolve_settings": "settings",
+    "serve": "serving",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,102 @@
+"""Selects the back end and the quantization format from the settings."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from cloister.backends import BACKENDS, native
+from cloister.backends.base import Backend
+from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
+from cloister.engine.machine import Machine
+from cloister.models import LoadedModel
+from cloister.quant import FORMATS, FormatOptions, NumberFormat, choose_kv_dtype, quantize_on_read
+from cloister.types.config import EngineConfig
+from cloister.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cloister.launch.loading import Loading
+    from cloister.text import Tokenizer
+
+_logger = logging.getLogger(__name__)
+NO_QUANT: Final = "none"
+
+
+def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> Backend:
+    """Returns the back end that the settings name, for a model of that spec."""
+    is_foreign = spec.family == FOREIGN_FAMILY
+    if is_foreign and config.quant != NO_QUANT:
+        raise ConfigError("a model without a spec cannot be quantised here; leave `quant` out", param="quant")
+    if config.weights_cache and weights_cache(config) is None:
+        _logger.warning("this user has no home, so packed weights are not kept; name a directory with --weights-cache")
+    factory = BACKENDS.get(FOREIGN_FAMILY if is_foreign else chosen_backend(config))
+    return factory(
+        num_threads=config.num_threads or machine.num_cpus,
+        device=config.device or "cpu",
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype or (None if config.quant == NO_QUANT else choose_kv_dtype(number_format(config.quant), spec)),
+        numerics=config.numerics,
+        store=weights_cache(config),
+        store_bytes=cache_bytes(config),
+    )
+
+
+def chosen_backend(config: EngineConfig) -> str:
+    """Returns the name of the back end: the setting, or what `_settle_machine` would choose."""
+    return config.backend or choose_backend(config.device or "cpu")[0]
+
+
+def choose_backend(device: str) -> tuple[str, str]:
+    """Returns a back end's name and why."""
+    if device != "cpu":
+        return "torch", f"the device is {device}"
+    reason = native.available()
+    return ("native", "the device is a CPU") if reason is None else ("torch", reason)
+
+
+def number_format(name: str) -> NumberFormat:
+    """Returns the number format of that name with its own options."""
+    return FORMATS.get(name)(FormatOptions())
+
+
+def write_in_few_bits(
+    config: EngineConfig, model: LoadedModel, loading: Loading, tokenizer: Tokenizer | None = None
+) -> LoadedModel:
+    """Returns the model with its weights in the number format that the settings name: calibrated, or rounded as they are read.
+
+    Args:
+        loading: told of a calibration.
+        tokenizer: the model's own, where one is open already.
+    """
+    if config.quant == NO_QUANT:
+        return model
+    from cloister.launch.calibrating import calibrate_on_load, choose_method
+
+    form = number_format(config.quant)
+    if choose_method(config.quant_method, model, form) == "rtn":
+        return replace(model, weights=quantize_on_read(model.spec, model.weights, form))
+    cache, most_bytes = weights_cache(config), cache_bytes(config)
+    return calibrate_on_load(model, form, tokenizer, cache, most_bytes, loading)
+
+
+def cache_bytes(config: EngineConfig) -> int:
+    """Returns what packed weights may take on disk, and calibrated ones as much again."""
+    return round(config.weights_cache_mb * (1 << 20))
+
+
+def kept_tokenizers(config: EngineConfig) -> Path | None:
+    """Returns the directory of tokenizers that took long to make; None keeps none."""
+    cache = weights_cache(config)
+    return None if cache is None else cache / "tokenizers"
+
+
+def weights_cache(config: EngineConfig) -> Path | None:
+    """Returns the directory of packed weights; None keeps none, as does a user who has no home to keep it in."""
+    if not config.weights_cache:
+        return None
+    try:
+        return Path(config.weights_cache).expanduser()
+    except RuntimeError:  # neither HOME nor an entry in the list of users, as in many containers
+        return None

@@ -1,0 +1,115 @@
+"""The default model: the catalogue's, pulled if the profile allows it, else the embedded one; and whether it fits in memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+from cloister.engine.machine import read_machine
+from cloister.engine.memory import MemoryBudget, budget_memory
+from cloister.launch.backend import make_backend
+from cloister.launch.engine import max_batched_tokens
+from cloister.launch.settings import Settings
+from cloister.models import LoadedModel, locate
+from cloister.models.pulling import CATALOGUE, DEFAULT_MODEL, CatalogueModel, Store
+from cloister.types.config import EngineConfig
+from cloister.types.errors import ModelError
+
+_FEATURE = "default-model-download"
+
+
+def choose_default_model(
+    settings: Settings,
+    announce: Callable[[str], None],
+    *,
+    may_pull: bool = True,
+    store: Store | None = None,
+    default: CatalogueModel = CATALOGUE[DEFAULT_MODEL],
+) -> Settings:
+    """Returns the settings with the default model, where nobody named one; a sealed node keeps the one in the package.
+
+    Args:
+        announce: told in one line why the embedded model serves, where it does though another one is the default.
+        may_pull: False only says what would be done.
+        store: of pulled models; None is this user's.
+
+    Raises:
+        ModelError: what came for the default model is not what was published.
+    """
+    is_named = next(reason.why for reason in settings.engine.reasons if reason.name == "model") != "default"
+    if is_named or settings.models or settings.server.config.sealed:
+        return settings
+    store = store or Store()
+    if store.find(default.name) is not None:
+        return _with_model(settings, default.name, "the default; it was pulled before")
+    embedded = settings.engine.config.model
+    if not settings.policy.resolve(_FEATURE, None):
+        why = f"the profile {settings.policy.profile.value} downloads nothing at start; `cloister pull {default.name}` does"
+    elif not may_pull:
+        return _with_model(
+            settings, default.name, f"the default; it is downloaded at start ({default.download_bytes / 1e6:.0f} MB)"
+        )
+    else:
+        from cloister.models.pulling.downloads import DigestMismatchError
+        from cloister.models.pulling.pull import pull_catalogue_model
+
+        try:
+            pull_catalogue_model(default, store, progress=True)
+        except DigestMismatchError as error:  # an attack or a broken mirror: nobody should learn of it from a line in a log
+            raise ModelError(f"{error.message}. `cloister serve {embedded}` serves the model in the package") from None
+        except ModelError as error:
+            why = error.message
+        else:
+            return _with_model(settings, default.name, "the default; it was downloaded at this start")
+    announce(f"{embedded} serves, a toy that is in the package, and not {default.name}: {why}")
+    return _with_model(settings, embedded, why)
+
+
+def fetch_model(settings: Settings, *, may_pull: bool = True) -> Settings:
+    """Returns the settings of a verb with a model that is here: the one that was named, or the default.
+
+    One of the catalogue is downloaded here, where its progress bar is the only thing that is drawn.
+
+    Args:
+        may_pull: False downloads nothing.
+
+    Raises:
+        ModelError: the model that was named cannot be fetched.
+    """
+    settings = choose_default_model(settings, _tell, may_pull=may_pull)
+    if may_pull and settings.engine.config.model in CATALOGUE and not settings.models:
+        locate(settings.engine.config.model, progress=True)
+    return settings
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _with_model(settings: Settings, model: str, why: str) -> Settings:
+    return replace(settings, engine=settings.engine.explain(model=(model, why)))
+
+
+# Whether a model fits into memory, judged by the shapes of its tensors alone.
+
+
+def budget_model(config: EngineConfig, model: LoadedModel) -> MemoryBudget:
+    """Returns the memory that an engine with these settings would take here, drafters and adapters aside.
+
+    Raises:
+        MemoryBudgetError: it does not fit; the message has the figure that would.
+        ConfigError: the back end is not usable.
+    """
+    machine = read_machine()
+    backend = make_backend(config, machine, model.spec)
+    num_tokens = max_batched_tokens(config)
+    need = backend.need(model.spec, model.weights, block_size=config.block_size, max_batched_tokens=num_tokens)
+    return budget_memory(
+        need,
+        available_bytes=machine.available_bytes if need.available_bytes is None else need.available_bytes,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len or model.spec.max_positions,
+        max_num_seqs=config.max_num_seqs,
+        kv_memory_mb=config.kv_memory_mb,
+    )

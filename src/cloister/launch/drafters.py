@@ -1,0 +1,223 @@
+"""Builds the drafters of one engine and the controller that decides how much they draft."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from cloister.backends.base import Backend, Capability, KVLayout, MemoryNeed, Program, SamplingMetadata
+from cloister.backends.draft_heads import DraftHeads
+from cloister.backends.spec import FOREIGN_FAMILY
+from cloister.models import LoadedModel, load, locate
+from cloister.policy import Policy
+from cloister.scheduler.speculation import AdaptiveSpeculation, DrafterLimits, FixedSpeculation, Speculation, SpeculationConfig
+from cloister.scheduler.speculation.adaptive import MOST_ROWS
+from cloister.types.config import AUTO_DRAFTER, DRAFTER_FILES, EngineConfig
+from cloister.types.errors import CloisterError, ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from cloister.executor.drafters import Drafter, DraftingPlace
+    from cloister.executor.drafters.base import Guesser
+    from cloister.executor.state import SequenceState
+
+_logger = logging.getLogger(__name__)
+
+HEADS: Final = "medusa"
+SMALL: Final = "draft_model"
+FREE: Final = "ngram"
+LOOKED_UP: Final = "rest"
+
+
+class SmallModel:
+    """A small model that was read (protocol `executor.drafters.base.DraftModel`)."""
+
+    def __init__(self, model: LoadedModel, backend: Backend, block_size: int, max_batched_tokens: int) -> None:
+        self.vocab_size = model.spec.vocab_size
+        self.max_positions = model.spec.max_positions
+        self._model = model
+        self._backend = backend
+        self._need = backend.need(model.spec, model.weights, block_size=block_size, max_batched_tokens=max_batched_tokens)
+        self._block_size = block_size
+        self.weights_bytes = self._need.weights_bytes + self._need.activations_bytes
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of its KV; blocks are of the engine's size."""
+        return self._need.kv_block_bytes * block_size // self._block_size
+
+    def build(self, kv: KVLayout) -> Program:
+        """Builds its program beside the model's: programs of one back end take turns."""
+        return self._backend.build(self._model.spec, self._model.weights, kv, identity=self._model.info.fingerprint)
+
+
+class _Lent:
+    """What the engine lends its drafters before it is there itself."""
+
+    def __init__(self) -> None:
+        self.program: Program | None = None
+        self.draw: Callable[[list[SequenceState], list[int]], SamplingMetadata] | None = None
+
+    def guesser(self, heads: DraftHeads) -> Guesser:
+        from cloister.executor.drafters.guessing import make_guesser
+
+        if self.program is None or Capability.HEAD not in self.program.capabilities:
+            raise EngineError("this back end lends no head to drafters")
+        return make_guesser(heads, self.program)
+
+    def draws(self, states: list[SequenceState], rows: list[int]) -> SamplingMetadata:
+        if self.draw is None:
+            raise EngineError("the engine is not complete")
+        return self.draw(states, rows)
+
+
+@dataclass(frozen=True)
+class DraftersAtHand:
+    """Drafters that were made, and are not allocated yet.
+
+    Attributes:
+        drafters: by name.
+        num_fixed: drafts a step that the settings want, whatever pays; None adapts.
+        shares_rates: whether what one request's drafts were worth is a first guess for others.
+    """
+
+    drafters: dict[str, Drafter]
+    num_fixed: int | None
+    shares_rates: bool
+    is_auto: bool
+    lent: _Lent
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What they take beside blocks."""
+        return sum(drafter.fixed_bytes for drafter in self.drafters.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that are ever asked: the first one alone where the settings fix how much is drafted."""
+        return tuple(self.drafters)[: None if self.num_fixed is None else 1]
+
+    def add_blocks(self, need: MemoryNeed) -> MemoryNeed:
+        """Returns what the model needs, with the KV that drafters keep beside each of its blocks."""
+        extra = sum(drafter.kv_block_bytes for drafter in self.drafters.values())
+        return replace(need, kv_block_bytes=need.kv_block_bytes + extra)
+
+    def num_rows(self, max_num_seqs: int, max_batched_tokens: int) -> int:
+        """Returns the rows as wide as logits that verification holds beside those of plain steps, and drafts come with."""
+        if not self.drafters:
+            return 0
+        most = max(MOST_ROWS, 2 * max_num_seqs) if self.num_fixed is None else self.num_fixed * max_num_seqs
+        return min(most, max_batched_tokens) * (2 if any(self.drafters[name].has_probs for name in self.names) else 1)
+
+    def allocate(self, program: Program, kv: KVLayout) -> None:
+        """Gives each its memory, now that the model is built.
+
+        Raises:
+            ConfigError: a drafter was named that this program cannot serve.
+        """
+        self.lent.program = program
+        for name, drafter in list(self.drafters.items()):
+            if drafter.wants_hidden and Capability.HEAD not in program.capabilities:
+                if not self.is_auto:
+                    raise ConfigError(
+                        f"this back end has no hidden states for {name}; choose another drafter", param="speculate"
+                    )
+                del self.drafters[name]
+            else:
+                drafter.allocate(kv)
+
+    def bind(self, draws: Callable[[list[SequenceState], list[int]], SamplingMetadata]) -> None:
+        """Says how the engine's sequences draw."""
+        self.lent.draw = draws
+
+    def speculation(self) -> Speculation | None:
+        """Says how much they draft; None without any."""
+        limits = {
+            name: DrafterLimits(drafter.max_drafts, drafter.shape, watches=drafter.wants_hidden or drafter.num_top > 0)
+            for name, drafter in self.drafters.items()
+        }
+        if not limits:
+            return None
+        if self.num_fixed is None:
+            return AdaptiveSpeculation(SpeculationConfig(shares_rates=self.shares_rates), limits)
+        (name,) = self.names
+        return FixedSpeculation(name, self.num_fixed, limits[name])
+
+
+def open_drafters(
+    config: EngineConfig, model: LoadedModel, backend: Backend, *, max_model_len: int, max_batched_tokens: int
+) -> DraftersAtHand:
+    """Makes the drafters that the settings want; none where they want none.
+
+    Raises:
+        CloisterError: one that they name cannot be made; the message says what to do.
+    """
+    lent = _Lent()
+    is_auto = config.speculate == AUTO_DRAFTER
+    found: dict[str, Drafter] = {}
+    if config.speculates:
+        from cloister.executor.drafters import DRAFTERS
+
+        place = _place(config, model, backend, lent, max_model_len, max_batched_tokens)
+        for name in config.drafter_names:
+            found[name] = DRAFTERS.get(name)(_with_files(place, config, name))
+        if is_auto:
+            found = _find_all(place, config, model)
+    return DraftersAtHand(found, config.draft_tokens, config.profile == "open", is_auto, lent)
+
+
+def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) -> dict[str, Drafter]:
+    """Returns what `auto` chooses from: what was made for the model, and what needs nothing."""
+    from cloister.executor.drafters import DRAFTERS
+
+    found: dict[str, Drafter] = {}
+
+    def find(name: str) -> bool:
+        """Makes a drafter if what it needs is there; what settings name has to be."""
+        try:
+            found[name] = DRAFTERS.get(name)(_with_files(place, config, name))
+        except CloisterError as error:
+            if name in DRAFTER_FILES and getattr(config, DRAFTER_FILES[name]) is not None:
+                raise
+            if (model.path / "drafters" / name).exists():
+                _logger.warning("auto does without %s: %s", name, error.message)
+        return name in found
+
+    is_foreign = model.spec.family == FOREIGN_FAMILY
+    has_heads = not is_foreign and config.draft_model is None and find(HEADS)
+    # heads know the answers that they were trained on, a small model running text too; its KV is worth it where it lies there
+    if not is_foreign and (not has_heads or (model.path / "drafters" / SMALL).is_dir()):
+        find(SMALL)
+    has_own = (model.path / "drafters" / LOOKED_UP).is_dir() and Policy(str(config.profile)).allows("datastore")
+    if config.datastore is not None or has_own:
+        find(LOOKED_UP)
+    found[FREE] = DRAFTERS.get(FREE)(place)
+    return found
+
+
+def _with_files(place: DraftingPlace, config: EngineConfig, name: str) -> DraftingPlace:
+    return replace(place, files=getattr(config, DRAFTER_FILES[name])) if name in DRAFTER_FILES else place
+
+
+def _place(
+    config: EngineConfig, model: LoadedModel, backend: Backend, lent: _Lent, max_model_len: int, max_batched_tokens: int
+) -> DraftingPlace:
+    from cloister.executor.drafters import DraftingPlace
+
+    def open_model(name: str) -> SmallModel:
+        return SmallModel(load(locate(name), None, None, None), backend, config.block_size, max_batched_tokens)
+
+    return DraftingPlace(
+        model_path=model.path,
+        vocab_size=model.spec.vocab_size,
+        hidden_size=model.spec.hidden_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        eos_token_ids=model.info.eos_token_ids,
+        files=None,
+        open_model=open_model,
+        guesser=lent.guesser,
+        draws=lent.draws,
+        fingerprint=model.info.fingerprint,
+    )

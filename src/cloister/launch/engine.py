@@ -1,0 +1,270 @@
+"""Loads the model and assembles one engine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from cloister.backends.base import Backend, Capability, KVLayout, Program
+from cloister.backends.spec import DecoderSpec
+from cloister.engine.machine import read_machine, return_free_memory
+from cloister.engine.memory import budget_memory
+from cloister.kv import BlockPool, PrefixKeys
+from cloister.launch.backend import NO_QUANT, kept_tokenizers, make_backend, weights_cache, write_in_few_bits
+from cloister.launch.drafters import open_drafters
+from cloister.launch.loading import Loading
+from cloister.launch.processes import close_engine
+from cloister.models import LoadedModel, embedded_names, load, locate, read_pooling
+from cloister.models.adapters import read_adapter
+from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.scheduler.speculation import Speculation
+from cloister.types.clock import Stopwatch
+from cloister.types.config import EngineConfig
+from cloister.types.errors import ConfigError
+from cloister.types.processes import overwrites
+from cloister.types.request import ModelInfo
+
+if TYPE_CHECKING:
+    from cloister.engine import AdapterRegister, EngineCore
+    from cloister.engine.memory_scrubber import MemoryScrubber
+    from cloister.executor.adapters import AdapterRoom
+    from cloister.launch.drafters import DraftersAtHand
+    from cloister.text import Tokenizer
+
+QUANT_VERSION: Final = 2
+"""Raise it when a number format writes other codes for the same weights."""
+
+
+def build_engine(config: EngineConfig) -> EngineCore:
+    """Loads the model and puts an engine together; the entry point of the engine process.
+
+    Raises:
+        ModelError: the model cannot be used.
+        MemoryBudgetError: it cannot fit; the message has the figure that would.
+    """
+    with Loading(config.model) as loading:
+        return _build(config, loading)
+
+
+def _build(config: EngineConfig, loading: Loading) -> EngineCore:
+    from cloister.engine import EngineCore, OutputProcessor
+    from cloister.engine.memory_scrubber import MemoryScrubber
+    from cloister.engine.step_ahead import StepAhead
+    from cloister.executor import Grammars, ModelRunner
+    from cloister.executor.adapters import plan_room
+    from cloister.text import Tokenizer
+    from cloister.text.grammar import GrammarCompiler
+
+    watch = Stopwatch()
+    machine = read_machine()
+    path = locate(config.model, progress=True)  # where it downloads, with a bar of its own
+    watch.lap("locate")
+    loading.begin("reading the model")
+    is_local = config.model in embedded_names() or Path(config.model).expanduser().exists()
+    cache = weights_cache(config)
+    digests = None if cache is None else cache / "digests.json"
+    model = load(path, None if is_local else config.model, digests, config.max_model_len, strict=config.strict_config)
+    max_model_len = _max_model_len(config, model)
+    pooling = read_pooling(model.path, config.pooling)
+    loading.begin("reading the tokenizer")
+    tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile), kept=kept_tokenizers(config))
+    watch.lap("read")
+    return_free_memory()  # before the weights are there, so that it does not count on top of them
+    model = write_in_few_bits(config, model, loading, tokenizer)
+    backend = make_backend(config, machine, model.spec)
+    need = backend.need(model.spec, model.weights, block_size=config.block_size, max_batched_tokens=max_batched_tokens(config))
+    drafters = open_drafters(config, model, backend, max_model_len=max_model_len, max_batched_tokens=max_batched_tokens(config))
+    room = plan_room(config)
+    budget = budget_memory(
+        drafters.add_blocks(need),
+        available_bytes=machine.available_bytes if need.available_bytes is None else need.available_bytes,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        kv_memory_mb=config.kv_memory_mb,
+        adapters_bytes=0 if room is None else room.num_bytes(model.spec, max_batched_tokens(config)),
+        drafters_bytes=drafters.fixed_bytes,
+        num_draft_rows=drafters.num_rows(config.max_num_seqs, max_batched_tokens(config)),
+    )
+    identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
+    layout = KVLayout(budget.num_blocks, config.block_size)
+    loading.begin("packing the weights, or reading them packed")
+    program = backend.build(model.spec, model.weights, layout, identity=identity)
+    loading.begin("starting the engine")
+    drafters.allocate(program, layout)
+    slots, adapters = _open_adapters(config, model.spec, program, room)
+    watch.lap("build")
+    fingerprint = _fingerprint(model, backend, config)
+    info = msgspec.structs.replace(
+        model.info,
+        max_model_len=max_model_len,
+        fingerprint=fingerprint,
+        hidden_size=model.spec.hidden_size,
+        pooling=pooling,
+        drafters=drafters.names,
+        default_max_tokens=config.default_max_tokens or None,
+        family=model.spec.family,
+        num_parameters=sum(prod(model.weights.shape(name)) for name in model.weights.names()),
+        number_format="" if config.quant == NO_QUANT else config.quant,
+        is_on_device=(config.device or "cpu") != "cpu",
+    )
+    vocab_size = model.spec.vocab_size
+    grammars = Grammars(GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_token_ids=info.eos_token_ids))
+    runner = ModelRunner(
+        program,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        adapters=slots,
+        grammars=grammars,
+        drafters=drafters.drafters,
+    )
+    drafters.bind(runner.sampling_metadata)
+    public = _release_prefixes(config, model.path, tokenizer)
+    scrubber = MemoryScrubber(runner.wipe_buffers) if overwrites(config.profile) else None
+    return EngineCore(
+        build_scheduler(config, info, budget.num_blocks, public, drafters.speculation()),
+        runner,
+        OutputProcessor(tokenizer, info),
+        model=info,
+        memory=list(budget.items),
+        startup=watch.laps,
+        adapters=adapters,
+        grammars=grammars,
+        scrubber=scrubber,
+        ahead=StepAhead(runner) if may_overlap(program, scrubber, drafters) else None,
+    )
+
+
+def may_overlap(program: Program, scrubber: MemoryScrubber | None, drafters: DraftersAtHand) -> bool:
+    """Whether a step is planned while another one runs (decisions/0016).
+
+    Not where buffers are overwritten between steps, nor where something is drafted: a sequence whose drafts are being
+    verified has no next step yet, so those of others would run without it.
+    """
+    return Capability.ASYNCHRONOUS in program.capabilities and scrubber is None and not drafters.names
+
+
+def build_program(config: EngineConfig, num_blocks: int) -> Program:
+    """Loads the model and builds its program alone, with the numbers that an engine with these settings has.
+
+    Raises:
+        ModelError: the model cannot be used.
+    """
+    machine = read_machine()
+    path = locate(config.model, progress=True)
+    with Loading(config.model) as loading:
+        loading.begin("reading the model")
+        model = write_in_few_bits(config, load(path, None, None, config.max_model_len, strict=config.strict_config), loading)
+        backend = make_backend(config, machine, model.spec)
+        identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
+        loading.begin("packing the weights, or reading them packed")
+        return backend.build(model.spec, model.weights, KVLayout(num_blocks, config.block_size), identity=identity)
+
+
+def build_sealed_engine(config: EngineConfig) -> EngineCore:
+    """As `build_engine`, in a process that is closed before it says that it is ready.
+
+    Raises:
+        HardeningError: it cannot be closed.
+    """
+    with Loading(config.model, shown=False) as loading:  # what is closed later has no thread that only draws
+        core = _build(config, loading)
+    close_engine()
+    return core
+
+
+def _open_adapters(
+    config: EngineConfig, spec: DecoderSpec, program: Program, room: AdapterRoom | None
+) -> tuple[Mapping[str, int], AdapterRegister]:
+    """Loads the adapters that the settings name; returns their slots by digest, and who knows them by name."""
+    from cloister.engine import AdapterRegister
+    from cloister.executor.adapters import AdapterSlots
+
+    if room is None:
+        return {}, AdapterRegister()
+    if Capability.ADAPTERS not in program.capabilities:
+        raise ConfigError(
+            "this back end has no adapters; leave `lora` and `runtime_adapters` out, or compute on a CPU", param="lora"
+        )
+    host = AdapterSlots(program, partial(read_adapter, spec=spec, max_rank=room.max_rank), room.num_slots)
+    loaded = [host.load(name, path) for name, path in room.given]
+    return host.slots, AdapterRegister(host if config.runtime_adapters else None, loaded)
+
+
+def _release_prefixes(config: EngineConfig, path: Path, tokenizer: Tokenizer) -> list[list[int]]:
+    if config.release_prefixes is None:
+        return []
+    from cloister.text import ChatTemplate
+    from cloister.text.release_prefixes import read_release_prefixes
+
+    return read_release_prefixes(
+        Path(config.release_prefixes).expanduser(), tokenizer, ChatTemplate.load(path, tokenizer.special)
+    )
+
+
+def build_scheduler(
+    config: EngineConfig,
+    model: ModelInfo,
+    num_blocks: int,
+    public: Sequence[Sequence[int]] = (),
+    speculation: Speculation | None = None,
+) -> Scheduler:
+    """Returns a scheduler as the settings want it, over `num_blocks` blocks of its own.
+
+    Args:
+        public: token ids of prefixes that everybody shares.
+        speculation: says how much is drafted; None drafts nothing.
+
+    Raises:
+        ConfigError: those would take more than half of the blocks.
+    """
+    keys = PrefixKeys(model.fingerprint, config.block_size, public)
+    if len(keys.public) > num_blocks // 2:
+        raise ConfigError(
+            f"release_prefixes take {len(keys.public)} of {num_blocks} KV blocks; shorten them or raise kv_memory_mb",
+            param="release_prefixes",
+        )
+    target_s = config.target_step_ms / 1e3 if config.target_step_ms is not None else None
+    return Scheduler(
+        SchedulerConfig(
+            max_model_len=model.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            policy=config.scheduler,
+            budget=BudgetConfig(max_batched_tokens(config), target_s, config.max_stall, config.stall_floor_ms / 1e3),
+            eos_token_ids=model.eos_token_ids,
+            prefix_cache=bool(config.prefix_cache),
+            cache_scopes=config.cache_scopes or 0,
+        ),
+        BlockPool(num_blocks, config.block_size),
+        keys,
+        speculation,
+    )
+
+
+def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
+    trained = model.spec.max_positions
+    if config.max_model_len is not None and config.max_model_len > trained:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len} and the model was trained for {trained} positions; set {trained} or less",
+            param="max_model_len",
+        )
+    return config.max_model_len or trained
+
+
+def max_batched_tokens(config: EngineConfig) -> int:
+    """Tokens in one step: on a CPU longer ones win little, and buffers stay small."""
+    return config.max_batched_tokens or (1024 if (config.device or "cpu") == "cpu" else 2048)
+
+
+def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> str:
+    """What the bits of an answer depend on (rule 6), as `system_fingerprint`."""
+    turns = repr([layer.attention.rope for layer in model.spec.layers])  # the greatest length of a sequence may decide them
+    parts = (model.info.fingerprint, backend.fingerprint, config.quant, str(QUANT_VERSION), turns)
+    return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,159 @@
+"""The sealed node: its launch, its processes, and how each of them is hardened."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from cloister.engine.machine import return_free_memory
+from cloister.launch.processes import make_engine, start_sealed_module
+from cloister.launch.settings import Settings
+from cloister.launch.starting import describe_start
+from cloister.models import locate
+from cloister.models.generation import GENERATION_FILE
+from cloister.models.location import find_named
+from cloister.models.pulling.store import MANIFEST
+from cloister.policy import Gate
+from cloister.trust import hardening
+from cloister.types.config import EngineConfig, parse_adapters
+from cloister.types.errors import ConfigError
+from cloister.types.processes import overwrites
+
+if TYPE_CHECKING:
+    from cloister.server.serve import ServerApp
+
+
+def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Path | None = None) -> NoReturn:
+    """Executes the launcher, which takes the measures of a sealed node and then runs `cloister` with the arguments given.
+
+    Models are downloaded before, as a sealed node calls nobody.
+
+    Raises:
+        CloisterError: the model cannot be found, or there are several.
+    """
+    from cloister.private.attesting import read_attesting
+    from cloister.trust.hardening.launching import Launch, execute, reading
+
+    if settings.models:
+        raise ConfigError("a sealed node serves one model; start a node for each", param="sealed")
+    config, front = settings.engine.config, settings.server.config
+    secrets = [front.api_keys, front.certfile, front.keyfile, front.gateway_secret]
+    files = [*secrets, config.release_prefixes, str(config_file) if config_file is not None else None]
+    model = locate(config.model, progress=True)
+    files += map(str, manifests(config))
+    attesting = read_attesting(front)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # what forks has one thread; our kernels have threads of their own
+    execute(
+        Launch(
+            profile=str(config.profile),
+            read=reading(
+                [model, *loaded_beside(config, model).values(), *attesting.folders],
+                [*(Path(file) for file in files if file is not None), *attesting.files],
+            ),
+            listen=(front.port,),
+            with_engine=True,
+            with_attester=attesting.uses_hardware,
+            module="cloister.cli",
+            arguments=tuple(arguments),
+        )
+    )
+
+
+def loaded_beside(config: EngineConfig, model: Path) -> dict[str, Path]:
+    """Returns what is loaded beside the model, by what it is: adapters with their names, small models, public text, and the
+    drafters, chat template and defaults of sampling that lie beside a GGUF file (those in a model's directory are measured
+    with it).
+    """
+    found = {f"lora {name}": Path(path).expanduser() for name, path in parse_adapters(config.lora or "")}
+    found |= {f"draft model {number}": locate(name, progress=True) for number, name in enumerate(_draft_names(config))}
+    if config.release_prefixes is not None:
+        found["release prefixes"] = Path(config.release_prefixes).expanduser()
+    if config.datastore is not None:
+        found["datastore"] = Path(config.datastore).expanduser()
+    if model.is_file() and (model.parent / "drafters").exists():
+        found["drafters"] = model.parent / "drafters"
+    for what, name in (("sampling defaults", GENERATION_FILE), ("chat template", "chat_template.jinja")):
+        if model.is_file() and (model.parent / name).exists():
+            found[what] = model.parent / name
+    return found
+
+
+def manifests(config: EngineConfig) -> list[Path]:
+    """Returns the files by which a sealed process finds pulled models by their names; what it then reads is measured."""
+    pulled = (find_named(name) for name in (config.model, *_draft_names(config)))
+    return [path.parent / MANIFEST for path in pulled if path is not None and path.is_file()]
+
+
+def _draft_names(config: EngineConfig) -> list[str]:
+    return [name.strip() for name in (config.draft_model or "").split(",") if name.strip()]
+
+
+async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
+    """Starts engine, key service and zygote, and the front that carries sealed bytes between them and a gateway."""
+    from cloister.private.attesting import check_prefixes, open_announcer, read_attesting
+    from cloister.private.peers import read_secret
+    from cloister.private.workers.key_service import KeyServiceBoot
+    from cloister.private.workers.node_app import WAITING_WORKERS, WORKER_ENTRY, worker_node_app
+    from cloister.private.workers.worker_pool import WorkerPool, start_module
+    from cloister.private.workers.zygote import ZygoteBoot
+    from cloister.server.serve import ServerApp
+    from cloister.trust.attestation.configuration import describe_settings
+    from cloister.trust.shape import shape_of
+    from cloister.types.events import Ready
+
+    config, front = settings.engine.config, settings.server.config
+    gateway_secret = read_secret(Path(front.gateway_secret)) if front.gateway_secret is not None else None
+    pool = WorkerPool(start_module if hardening.sealed() is None else start_sealed_module)
+    engine = make_engine(config, front, pool.keep_listener)
+    await engine.start()
+    started_s = time.time()
+    try:
+        ready = Ready(engine.model, engine.memory, list(engine.adapters.loaded.values()), engine.startup)
+        paths = [path for path in sys.path if path]
+        must_lock = overwrites(config.profile)
+        shape = shape_of(settings.policy.profile, drafts=config.speculates)
+        await pool.open(KeyServiceBoot(must_lock=must_lock), ZygoteBoot(WORKER_ENTRY, config, front, ready, paths, shape))
+        check_prefixes(config.release_prefixes, Path(engine.model.path))
+        announcer = await open_announcer(
+            read_attesting(front),
+            settings.policy.profile,
+            Path(engine.model.path),
+            pool.unsealer,
+            started_s,
+            _tell_hardening,
+            None if hardening.sealed() is None else start_sealed_module,
+            loaded_beside(config, Path(engine.model.path)),
+            describe_settings(config, front),
+        )
+    except BaseException:
+        pool.close()
+        await engine.drain(0.0)
+        raise
+    return_free_memory()
+    for line in describe_start(settings, engine.model, engine.memory, engine.startup, gate.notice()):
+        announce(line)
+    announce(f"keys in a sealer ({pool.memory}), one worker for each request")
+    app = worker_node_app(
+        pool,
+        engine.health,
+        evidence=announcer.evidence,
+        gateway_secret=gateway_secret,
+        max_workers=config.max_num_seqs + WAITING_WORKERS,
+    )
+    announcing = asyncio.create_task(announcer.renew_forever())  # begins when this process is closed: its evidence says so
+
+    def close() -> None:
+        announcing.cancel()
+        pool.close()
+
+    return ServerApp(app, engine, (), close, lambda: pool.fault or engine.fault())
+
+
+def _tell_hardening() -> Mapping[str, str]:
+    state = hardening.sealed()
+    return {} if state is None else state.statement()

@@ -1,0 +1,66 @@
+"""Opens the server that the settings describe and runs it until it is stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from cloister.launch.processes import close_front
+from cloister.launch.sealed import open_node
+from cloister.launch.settings import Settings
+from cloister.launch.several import open_rotation
+from cloister.launch.site import build_gate, open_plain
+from cloister.policy import is_loopback
+from cloister.types.config import ATTESTING, ServerConfig
+from cloister.types.errors import ConfigError
+from cloister.types.logs import set_up_logging
+
+if TYPE_CHECKING:
+    from cloister.server.serve import ServerApp
+
+READABLE: Final = (
+    "warning: without TLS, keys, prompts and answers cross the network readable; add --certfile and --keyfile, or put a proxy "
+    "with TLS in front"
+)
+
+
+def check_attesting(front: ServerConfig) -> None:
+    """Raises ConfigError where settings of evidence do not fit; loads what makes evidence only if there are some."""
+    unset = ServerConfig()
+    if front.sealed or any(getattr(front, name) != getattr(unset, name) for name in ATTESTING):
+        from cloister.private.attesting import read_attesting
+
+        read_attesting(front)
+
+
+def is_readable_on_the_way(config: ServerConfig) -> bool:
+    """Whether others on the network may read what clients send: no TLS, no loopback, nothing sealed."""
+    return config.certfile is None and not config.sealed and not is_loopback(config.host)
+
+
+def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status.
+
+    Args:
+        announce: told, line by line, what was started and with what memory.
+
+    Raises:
+        CloisterError: something cannot be used or does not fit; the message says what to do.
+    """
+    from cloister.server.serve import serve as serve_site
+
+    check_attesting(settings.server.config)
+    gate = build_gate(settings)
+    if settings.server.config.gateway_secret is not None and not settings.server.config.sealed:
+        raise ConfigError("gateways show their secret to sealed nodes only; add --sealed", param="gateway_secret")
+    set_up_logging(settings.server.config.log_format)
+    if is_readable_on_the_way(settings.server.config):
+        announce(READABLE)
+    open_site = open_rotation if settings.models else open_node if settings.server.config.sealed else open_plain
+
+    async def open_closed_site() -> ServerApp:
+        server_app = await open_site(settings, gate, announce)
+        close_front()
+        return server_app
+
+    return serve_site(settings.server.config, open_closed_site, announce)

@@ -1,0 +1,201 @@
+"""Resolves settings from flags, a file, the machine and the privacy profile."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from cloister.backends import BACKENDS
+from cloister.engine.machine import Machine, read_machine
+from cloister.launch.backend import NO_QUANT, choose_backend, chosen_backend
+from cloister.policy import Entry, Policy, is_loopback, read_credentials, settle, settle_front
+from cloister.policy.settings import SESSION_SHARES
+from cloister.quant import FORMATS
+from cloister.scheduler import POLICIES
+from cloister.types.config import (
+    AUTO_DRAFTER,
+    NO_DRAFTER,
+    EngineConfig,
+    Resolved,
+    ServerConfig,
+    reject_unknown,
+    resolve,
+    setting_names,
+)
+from cloister.types.errors import ConfigError
+from cloister.types.setting_groups import GROUPS, flatten_groups
+from cloister.types.text_files import read_text_file
+
+OFFLINE_STALL: Final = 100.0
+"""`max_stall` of an engine that no server stands before: prompts go in as fast as they can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that was decided before anything was loaded, and why.
+
+    Attributes:
+        models: name -> engine, of several models that take turns (tables `[models.NAME]` of the file); empty for one.
+    """
+
+    engine: Resolved[EngineConfig]
+    server: Resolved[ServerConfig]
+    policy: Policy
+    models: Mapping[str, Resolved[EngineConfig]] = field(default_factory=dict)
+
+
+def resolve_settings(
+    flags: Mapping[str, object] | None = None, config_file: Path | None = None, *, listens: bool = True
+) -> Settings:
+    """Resolves settings from flags, a TOML file, the machine and the privacy profile.
+
+    Args:
+        flags: settings by name; None values do not count.
+        listens: False for an engine that no socket leads to, such as `LLM`'s.
+
+    Raises:
+        ConfigError: a setting is unknown, has no meaning or contradicts another one.
+        PolicyError: the profile denies what a setting asks for.
+    """
+    known = setting_names(EngineConfig, ServerConfig)
+    known_flags = known if listens else setting_names(EngineConfig)
+    layers: list[tuple[str, Mapping[str, object]]] = []
+    tables: Mapping[str, Mapping[str, object]] = {}
+    if not listens:
+        layers.append(("nobody watches the streams of a batch", {"max_stall": OFFLINE_STALL}))
+    if config_file is not None:
+        from_file = _read_toml(config_file)
+        tables = _take_models(from_file, config_file.name)
+        from_file = flatten_groups(from_file, config_file.name)
+        reject_unknown(from_file, [*known, *GROUPS], config_file.name)
+        layers.append((f"file {config_file.name}", from_file))
+    if flags:
+        reject_unknown(flags, known_flags, "the settings given")
+        layers.append(("flag", flags))
+    if not tables:
+        return _settle(layers, listens)
+    if not listens or any("model" in given or "served_model_name" in given for _, given in layers):
+        raise ConfigError(
+            "the config file has several models: only `serve` takes them, without `model` and `served_model_name` beside them",
+            param="models",
+        )
+    each = {name: _settle([*layers, (f"models.{name}", table)], listens) for name, table in tables.items()}
+    first = next(iter(each.values()))
+    return replace(first, models={name: settings.engine for name, settings in each.items()})
+
+
+def _take_models(from_file: dict[str, object], source: str) -> Mapping[str, Mapping[str, object]]:
+    """Takes the tables `[models.NAME]` out of what a file says.
+
+    Raises:
+        ConfigError: they are no tables, name no model, or set what holds for the whole server.
+    """
+    tables = from_file.pop("models", {})
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise ConfigError(f'models in {source} must be tables: [models.NAME] with model = "..."', param="models")
+    known = [name for name in setting_names(EngineConfig) if name != "profile"]
+    flat = {name: flatten_groups(table, f"[models.{name}] of {source}") for name, table in tables.items()}
+    for name, table in flat.items():
+        reject_unknown(table, known, f"[models.{name}] of {source}")
+        if "model" not in table:
+            raise ConfigError(f'[models.{name}] of {source} has no model; say model = "..."', param="model")
+    return flat
+
+
+def _settle(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -> Settings:
+    """Resolves the settings of one engine and its front from layers of settings."""
+    server = resolve(ServerConfig, layers)
+    engine = _settle_machine(resolve(EngineConfig, layers), read_machine())
+    _check_quant(engine.config.quant)
+    if listens and server.config.sealed:
+        engine = _settle_sealed(engine)
+    policy, engine = settle(
+        engine,
+        loopback=not listens or is_loopback(server.config.host),
+        has_api_keys=listens and (server.config.api_keys is not None or server.config.oidc is not None),
+        sealed=listens and server.config.sealed,
+        num_tenants=_count_tenants(server.config) if listens else 0,
+        entries=(
+            Entry.of(BACKENDS, chosen_backend(engine.config)),
+            Entry.of(POLICIES, engine.config.scheduler),
+            *([] if engine.config.quant == NO_QUANT else [Entry.of(FORMATS, engine.config.quant)]),
+            *_drafter_entries(engine.config),
+        ),
+    )
+    return Settings(engine, settle_front(policy, server), policy)
+
+
+def _check_quant(name: str) -> None:
+    formats = (NO_QUANT, *FORMATS.names())
+    if name not in formats:
+        raise ConfigError(f"unknown number format {name!r}; choose one of: {', '.join(formats)}", param="quant")
+
+
+def _drafter_entries(config: EngineConfig) -> list[Entry]:
+    """Returns the drafters that the settings name. Only then are drafters imported before there is an engine."""
+    if not config.drafter_names:
+        return []
+    for name in (NO_DRAFTER, AUTO_DRAFTER):
+        if name in config.drafter_names:
+            raise ConfigError(f"speculate takes {name} alone; leave it out, or the drafters beside it", param="speculate")
+    from cloister.executor.drafters import DRAFTERS
+
+    return [Entry.of(DRAFTERS, name) for name in config.drafter_names]
+
+
+def _count_tenants(server: ServerConfig) -> int:
+    """Returns how many tenants get a share of the cache: those of API keys, and room for people of an issuer.
+
+    A file that cannot be read is an error where the gate is built.
+    """
+    try:
+        num_tenants = len(read_credentials(Path(server.api_keys)).tenants) if server.api_keys is not None else 0
+    except ConfigError:
+        return 0
+    # How many people an issuer knows is not known here.
+    return num_tenants + SESSION_SHARES if server.oidc is not None else num_tenants
+
+
+def _settle_machine(engine: Resolved[EngineConfig], machine: Machine) -> Resolved[EngineConfig]:
+    """Fills what the machine decides."""
+    chosen: dict[str, tuple[object, str]] = {}
+    if engine.config.num_threads is None:
+        chosen["num_threads"] = (machine.num_cpus, f"CPUs that this process may use ({machine.num_cpus})")
+    if engine.config.device is None:
+        has_gpu = Path("/dev/nvidiactl").exists()
+        chosen["device"] = ("cuda", "there is an NVIDIA device") if has_gpu else ("cpu", "there is no NVIDIA device")
+    if engine.config.backend is None:
+        device = str(chosen["device"][0]) if "device" in chosen else engine.config.device
+        chosen["backend"] = choose_backend(device or "cpu")
+    return engine.explain(**chosen)
+
+
+def _settle_sealed(engine: Resolved[EngineConfig]) -> Resolved[EngineConfig]:
+    """Leaves out what a sealed node's statement could not name: bytes that were written by nobody who vouches for them, and
+    adapters that come after it was made.
+
+    Raises:
+        ConfigError: they were asked for.
+    """
+    if engine.config.runtime_adapters:
+        raise ConfigError(
+            "a sealed node states what it runs when it starts; name its adapters with `lora`", param="runtime_adapters"
+        )
+    source = next(reason.why for reason in engine.reasons if reason.name == "weights_cache")
+    if engine.config.weights_cache and source != "default":
+        raise ConfigError(
+            "a sealed node packs weights from the files that it measured, and reads no packed ones; leave `weights_cache` out",
+            param="weights_cache",
+        )
+    return engine.explain(weights_cache=("", "a sealed node reads the files that it measured, and nothing packed from them"))
+
+
+def _read_toml(path: Path) -> dict[str, object]:
+    text = read_text_file(path)
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the config file {path} is not TOML: {error}") from None

@@ -1,0 +1,41 @@
+"""Who may ask, what may be switched on, and what may be kept.
+
+`settle` turns settings into a `Policy`, a `Gate` admits each request under it, `CountRelease` is what metrics leave through
+where the profile allows counts only. Pure but for `read_credentials` and its neighbours in `keyfile`.
+"""
+
+from cloister.policy.catalogue import Entry, gather
+from cloister.policy.counts import ALLOWED_COUNTS, PROFILING_THREAT, CountRelease
+from cloister.policy.credentials import Credential, Credentials
+from cloister.policy.gate import Admission, Gate
+from cloister.policy.keyfile import read_credentials
+from cloister.policy.limits import Account, Charge, KeyQuota
+from cloister.policy.policy import Policy, Use
+from cloister.policy.profile import default_profile, is_loopback
+from cloister.policy.settings import settle, settle_front
+from cloister.policy.verdict import Profile, Ruling, Verdict
+
+__all__ = [
+    "ALLOWED_COUNTS",
+    "PROFILING_THREAT",
+    "Account",
+    "Admission",
+    "Charge",
+    "CountRelease",
+    "Credential",
+    "Credentials",
+    "Entry",
+    "Gate",
+    "KeyQuota",
+    "Policy",
+    "Profile",
+    "Ruling",
+    "Use",
+    "Verdict",
+    "default_profile",
+    "gather",
+    "is_loopback",
+    "read_credentials",
+    "settle",
+    "settle_front",
+]

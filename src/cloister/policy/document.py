@@ -1,0 +1,139 @@
+"""The matrix as Markdown for `docs/threats.md` and as plain data for `--json`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+
+from cloister.policy.catalogue import Entry, rows_in_build
+from cloister.policy.features import FEATURES, judged_apart
+from cloister.policy.matrix import REQUIREMENTS, ROWS, find_row
+from cloister.policy.verdict import Profile, Residue, Row, Ruling, Steering
+from cloister.types.threat import Requirement
+
+_HEAD = """# Threats
+
+<!-- Printed from the code by `cloister policy show --markdown`; do not edit. -->
+
+What every feature of a language-model server endangers, what it leaves behind, and how each privacy profile treats it.
+[Privacy](privacy.md) explains the profiles. A feature is *in this build* when an implementation is registered or declared
+in the code; the other rows say what must hold before one is added."""
+
+_PROFILES = """A rule is named `T6.<row>.<profile>`, or `T6.<row>.<part>.<profile>` where a part of a row is judged by itself.
+**Allowed**: nothing has to hold. **Mitigated**: allowed, since what the cell says holds. **Refused**: no flag, config file or
+request can switch it on, and the refusal names the rule."""
+
+
+def show_letters(row: Row) -> str:
+    """Returns the row's threats as letters in the order S E P T V, or `-`."""
+    letters = "".join(r.value for r in Requirement if r in row.threat.threats) or "-"
+    return f"{letters} ({row.threat_note})" if row.threat_note else letters
+
+
+def show_residue(row: Row) -> str:
+    """Returns the state that stays and where, or `-`."""
+    return ", ".join(filter(None, (row.threat.residue, *row.threat.where))) or "-"
+
+
+def to_markdown(entries: Sequence[Entry]) -> str:
+    """Returns the whole of `docs/threats.md`.
+
+    Args:
+        entries: what this build has (`catalogue.gather`).
+    """
+    in_build = rows_in_build(entries)
+    sections = (
+        _HEAD,
+        "## The five requirements",
+        "\n".join(f"- **{r}** {name}: {meaning}." for r, (name, meaning) in REQUIREMENTS.items()),
+        "## Optimisation and threat",
+        _table(
+            ("feature", "threat", "residue, where", "attack", "mitigation", "in this build"),
+            (
+                (
+                    r.name,
+                    show_letters(r),
+                    show_residue(r),
+                    r.threat.attack or "-",
+                    *r.threat.mitigations,
+                    "yes" if r in in_build else "no",
+                )
+                for r in ROWS
+            ),
+        ),
+        "## What each profile says",
+        _PROFILES,
+        _table(("feature", "rule", *Profile), ((r.name, f"`T6.{r.slug}`", *_cells(r.rulings)) for r in ROWS)),
+        "Parts that are judged by themselves, and what asks for them:",
+        _table(
+            ("feature", "asked for by", *Profile),
+            ((f"`{f.name}`", f.setting, *_cells(f.rulings)) for f in judged_apart()),
+        ),
+        "## What this build has",
+        _table(
+            ("kind", "name", "row", "threat"),
+            ((e.kind, f"`{e.name}`", e.threat.row, show_letters(find_row(e.threat.row))) for e in entries),
+        ),
+        "## Taxonomy of residue",
+        _table(
+            ("feature", "state that stays", "where", "mitigation", "leak", "inference", "access pattern", "difference"),
+            ((r.feature, r.state, ", ".join(r.where), r.mitigation, *_attacks(r)) for r in (row.residue for row in ROWS) if r),
+        ),
+        "## What steers (non-targetability)",
+        _table(
+            ("feature", "raises hits", "lowers misses"),
+            ((s.feature, s.raises_hits, s.lowers_misses) for s in (row.steering for row in ROWS) if s),
+        ),
+    )
+    return "\n\n".join(sections) + "\n"
+
+
+def to_data(entries: Sequence[Entry], profiles: Iterable[Profile] = Profile) -> dict[str, object]:
+    """Returns the matrix as lists and dicts that JSON can hold, with the rulings of `profiles`."""
+    profiles = tuple(profiles)
+    in_build = rows_in_build(entries)
+    return {
+        "rows": [
+            {
+                "feature": row.name,
+                "threats": [r.value for r in Requirement if r in row.threat.threats],
+                "threat_note": row.threat_note,
+                "residue": row.threat.residue,
+                "where": list(row.threat.where),
+                "attack": row.threat.attack,
+                "mitigations": list(row.threat.mitigations),
+                "in_build": row in in_build,
+                "rulings": _rulings_data(row.rulings, profiles),
+            }
+            for row in ROWS
+        ],
+        "features": [
+            {"feature": f.name, "setting": f.setting, "rulings": _rulings_data(f.rulings, profiles)} for f in FEATURES.values()
+        ],
+        "entries": [{"kind": e.kind, "name": e.name, "row": e.threat.row} for e in entries],
+        "residues": [_taxonomy_data(row.slug, row.residue) for row in ROWS if row.residue],
+        "steering": [_taxonomy_data(row.slug, row.steering) for row in ROWS if row.steering],
+    }
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = tuple(head)
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _cells(rulings: Mapping[Profile, Ruling]) -> tuple[str, ...]:
+    return tuple(f"**{rulings[p].verdict}**: {rulings[p].text}" for p in Profile)
+
+
+def _attacks(residue: Residue) -> tuple[str, ...]:
+    kinds = (residue.leak, residue.inference, residue.access_pattern, residue.difference)
+    return tuple("x" if kind else "" for kind in kinds)
+
+
+def _rulings_data(rulings: Mapping[Profile, Ruling], profiles: Iterable[Profile]) -> dict[str, object]:
+    return {p.value: asdict(rulings[p]) for p in profiles}
+
+
+def _taxonomy_data(slug: str, entry: Residue | Steering) -> dict[str, object]:
+    return {"feature": entry.feature, "slug": slug, **asdict(entry)}

@@ -1,0 +1,337 @@
+"""The threat matrix as data: every row, and what each profile says of it.
+
+A profile is a preset: `open` trusts the one person who uses the machine; `team` keeps the tenants of one server apart;
+`private` asks for every mitigation of the row; `paranoid` reuses nothing, moves no KV off the device and shows one shape
+to the network. `docs/threats.md` is printed from here.
+"""
+
+from __future__ import annotations
+
+from cloister.policy.verdict import (
+    Judgement,
+    Profile,
+    Residue,
+    Row,
+    Steering,
+    allow,
+    mitigate,
+    name_rulings,
+    refuse,
+)
+from cloister.types.threat import Requirement, ThreatProfile
+
+REQUIREMENTS = {
+    Requirement.STATELESS: (
+        "stateless computation",
+        "what a user sent serves the request only and is gone after it: it is in no log, metric, dump or swap, and in no "
+        "cache that another user can detect",
+    ),
+    Requirement.ENFORCEABLE: (
+        "enforceable guarantees",
+        "code holds them, not promises; no outside part (balancer, storage, metrics) ever gets plain text",
+    ),
+    Requirement.NO_PRIVILEGED_ACCESS: (
+        "no privileged runtime access",
+        "no interface lets an operator bypass the guarantees, not even in an outage",
+    ),
+    Requirement.NON_TARGETABLE: (
+        "non-targetability",
+        "a captured set of nodes gets a user's request with the probability of its share of the capacity, and nothing can "
+        "raise that",
+    ),
+    Requirement.VERIFIABLE: (
+        "verifiable transparency",
+        "what runs is what was published, and anyone can check it",
+    ),
+}
+
+_DEVICE, _HOST, _SSD, _NODES, _NETWORK, _ROUTER, _CLIENT = (
+    "device memory",
+    "host memory",
+    "SSD",
+    "several nodes",
+    "network",
+    "router",
+    "the client's disk",
+)
+ONE_USER = "one user on one machine: nobody else to keep it from"
+
+
+def _row(
+    slug: str, threat: ThreatProfile, *, open: Judgement, team: Judgement, private: Judgement,
+    paranoid: Judgement, threat_note: str = "", residue: Residue | None = None, steering: Steering | None = None,
+) -> Row:  # fmt: skip
+    judged = {Profile.OPEN: open, Profile.TEAM: team, Profile.PRIVATE: private, Profile.PARANOID: paranoid}
+    return Row(slug, threat, name_rulings(slug, judged), threat_note, residue, steering)
+
+
+def _threat(
+    row: str, letters: str, *, residue: str = "", where: tuple[str, ...] = (), attack: str = "", mitigation: str
+) -> ThreatProfile:
+    return ThreatProfile(row, frozenset(map(Requirement, letters)), residue, where, attack, (mitigation,))
+
+
+_WIPE = mitigate("a freed block is wiped before another request can get it, in every profile")
+_LEASE = mitigate("copies share one lease: they expire together and their keys are revoked together")
+_LEASE_ATTESTED = mitigate("copies share one lease, and stay inside one attested ensemble")
+_ROUTED_LEASES = mitigate("a node may ask only for leases of requests that were routed to it; otherwise denied")
+_RANDOM_TARGET = mitigate("only inside an ensemble, target drawn at random by capacity, recorded as counts")
+_TAPLESS = mitigate("encrypted channel between attested peers; the pair is one trust unit")
+_CLASS = mitigate("the class is the credential's; content and the client's wishes do not count")
+_PUBLIC_CLASS = mitigate("the class is the credential's public class, and the engine sees no other mark of who asks")
+_PUBLIC_TRAINING = mitigate("trained on public data only; nothing is learned from prompts")
+_RANDOM_FLIP = mitigate("flips are drawn at random and logged as counts")
+_COUNTS = mitigate(
+    "counts on the allow-list only, shown anew once a threshold of further requests has ended; on a sealed node counts by the "
+    "minute, with noise in each and none of few"
+)
+_REQUEST_STATE = mitigate("state per request, a datastore of public text, or differential privacy")
+_DRAFTS_DIE = "drafts live no longer than their request"
+_PAGE_STORAGE = mitigate("only while the person at the page has switched it on, and without the API key")
+_RECEIPT = mitigate("only for who asks, sealed to the client; salted digests, and no time but the epoch's hour")
+_STEP_TIMES = mitigate("learns from token counts and step times only, keeps them in the engine, and exports nothing")
+
+_KEPT = mitigate("only where the operator asks for it; found by its owner only, sealed on disk, and gone after its time")
+_GONE = refuse("what a user sent serves its request and is gone after it")
+
+ROWS: tuple[Row, ...] = (
+    _row(
+        "paging",
+        _threat(
+            "paging, continuous batching, chunked prefill, TP, SP", "",
+            residue="KV blocks until free, activations until overwritten", where=(_DEVICE,),
+            attack="reuse of an unwiped block",
+            mitigation="wipe on free, before the block can be given to another request; wipe of the step's buffers when no "
+            "sequence is left",
+        ),
+        open=_WIPE, team=_WIPE, private=_WIPE, paranoid=_WIPE,
+    ),
+    _row(
+        "prefix-cache",
+        _threat(
+            "prefix cache", "SE", residue="token KV", where=(_DEVICE, _HOST),
+            attack="data leak, inference by timing, access pattern",
+            mitigation="scope: request < session < tenant < public; a salt from the credential, expiry; no sharing between "
+            "scopes, quotas per scope so that eviction tells nothing; public prefixes only from the release",
+        ),
+        residue=Residue(
+            "prefix cache", "KV by token", (_DEVICE, _HOST), "expiry, isolation",
+            leak=True, inference=True, access_pattern=True,
+        ),
+        open=mitigate("one scope on loopback without API keys; with keys one scope per tenant; else one per request"),
+        team=mitigate("one scope per tenant, salted from its credential; without a credential one per request"),
+        private=mitigate("one scope per request, salted at random; a session by its secret; prefixes of the release"),
+        paranoid=refuse("nothing is reused at all"),
+    ),
+    _row(
+        "offload",
+        _threat(
+            "disk or host offload", "SE", residue="KV", where=(_SSD, _HOST), attack="data leak",
+            mitigation="AES-GCM under a key that lives only in the node's memory and dies with the scope; no plain text "
+            "is ever written",
+        ),
+        residue=Residue("disk offload", "KV", (_SSD,), "encryption", leak=True),
+        open=allow(ONE_USER),
+        team=mitigate("AES-GCM under a key per scope that lives only in the node's memory"),
+        private=mitigate("AES-GCM under a key that lives only in the node's memory and dies with the scope"),
+        paranoid=refuse("KV never leaves the device"),
+    ),
+    _row(
+        "duplication",
+        _threat(
+            "duplication", "ST", residue="KV", where=(_NODES,), attack="data leak, difference analysis; raises hits",
+            mitigation="copies share one lease: expire together, keys revoked together; only inside one attested ensemble",
+        ),
+        residue=Residue(
+            "duplication", "KV", (_DEVICE, _HOST), "synchronised expiry", leak=True, difference=True,
+        ),
+        steering=Steering(
+            "duplication", "copies the target's cache to a captured node", "copies others' caches away from it"
+        ),
+        open=allow(ONE_USER), team=_LEASE, private=_LEASE_ATTESTED,
+        paranoid=refuse("a copy exists to be reused, and nothing is reused at all"),
+    ),
+    _row(
+        "pulling",
+        _threat(
+            "pulling (cache fetched by a node)", "SET", residue="KV", where=(_NODES,), attack="raises hits",
+            mitigation="a puller may ask only for leases routed to it; otherwise denied",
+        ),
+        steering=Steering("pulling", "pulls from the target's cache"),
+        open=allow(ONE_USER), team=_ROUTED_LEASES, private=_ROUTED_LEASES,
+        paranoid=refuse("what is pulled is a cache, and nothing is reused at all"),
+    ),
+    _row(
+        "migration",
+        _threat(
+            "request migration", "T", attack="steer in or out",
+            mitigation="only inside an ensemble, target drawn at random by capacity, recorded in the audit log as counts",
+        ),
+        steering=Steering("migration", "moves the target in", "moves others out"),
+        open=allow(ONE_USER), team=_RANDOM_TARGET, private=_RANDOM_TARGET, paranoid=_RANDOM_TARGET,
+    ),
+    _row(
+        "disaggregation",
+        _threat(
+            "disaggregated prefill/decode", "", residue="KV in flight", where=(_NETWORK,), attack="tap",
+            mitigation="encrypted channel between attested peers; the pair is one trust unit",
+        ),
+        threat_note="T with flip",
+        open=allow(ONE_USER), team=_TAPLESS, private=_TAPLESS, paranoid=_TAPLESS,
+    ),
+    _row(
+        "priority",
+        _threat(
+            "priority scheduling", "T", attack="raise the target's priority",
+            mitigation="classes come from the credential's public class, never from content or identity",
+        ),
+        steering=Steering("priority", "raises the target", "lowers others"),
+        open=allow(ONE_USER), team=_CLASS, private=_PUBLIC_CLASS, paranoid=_PUBLIC_CLASS,
+    ),
+    _row(
+        "prediction",
+        _threat(
+            "request-level prediction", "T", residue="predictor state", where=(_HOST,), attack="learns content",
+            mitigation="trained on public data only; no online learning from prompts",
+        ),
+        open=allow(ONE_USER), team=_PUBLIC_TRAINING, private=_PUBLIC_TRAINING, paranoid=_PUBLIC_TRAINING,
+    ),
+    _row(
+        "router",
+        _threat(
+            "machine-level scheduler", "ET", residue="cache map", where=(_ROUTER,), attack="content-specific routing",
+            mitigation="router sees only blinded lease ids, chooses by capacity; affinity denied by default",
+        ),
+        open=allow(ONE_USER),
+        team=mitigate("the router sees only blinded lease ids"),
+        private=mitigate("the router sees only blinded lease ids and chooses by capacity; affinity is denied by default"),
+        paranoid=mitigate("the router sees no lease ids at all and chooses by capacity; affinity is denied"),
+    ),
+    _row(
+        "flip",
+        _threat(
+            "instance flip", "T", attack="turn a captured node into a prefill node",
+            mitigation="flips drawn at random and logged",
+        ),
+        steering=Steering("instance flip", "makes a captured node a prefill node"),
+        open=allow(ONE_USER), team=_RANDOM_FLIP, private=_RANDOM_FLIP, paranoid=_RANDOM_FLIP,
+    ),
+    _row(
+        "profiling",
+        _threat(
+            "global profiling", "P", residue="statistics", where=(_HOST,), attack="operator view into content",
+            mitigation="counts only, from an allow-list, with k-anonymity thresholds",
+        ),
+        open=allow(ONE_USER),
+        team=allow("the team trusts its operator; metrics are counts and times, with no content, key or tenant in a label"),
+        private=_COUNTS, paranoid=_COUNTS,
+    ),
+    _row(
+        "datastore-speculation",
+        _threat(
+            "context- or datastore-based speculation (REST, Token Recycling, LLMA)", "S",
+            residue="tokens of earlier users", where=(_DEVICE, _HOST), attack="data leak, inference",
+            mitigation="state per request only, or a datastore of public text, or differential privacy",
+        ),
+        residue=Residue(
+            "datastore speculation", "tokens", (_DEVICE, _HOST), "differential privacy, small model instead",
+            leak=True, inference=True,
+        ),
+        open=allow(ONE_USER), team=_REQUEST_STATE, private=_REQUEST_STATE,
+        paranoid=mitigate("state per request only"),
+    ),
+    _row(
+        "speculation",
+        _threat(
+            "speculation in general", "S",
+            residue="packet sizes and times reveal accepted lengths; drafts that were cached", where=(_NETWORK, _DEVICE),
+            attack="traffic analysis, leak",
+            mitigation="constant-shape streaming: padded frames and fixed cadence and bucketed length together; "
+            "drafts live no longer than the request",
+        ),
+        open=allow(ONE_USER),
+        team=mitigate(_DRAFTS_DIE),
+        private=mitigate(f"constant-shape streaming while drafts are verified; {_DRAFTS_DIE}"),
+        paranoid=mitigate(f"constant-shape streaming of every answer; {_DRAFTS_DIE}"),
+    ),
+    _row(
+        "tuning",
+        _threat(
+            "adaptive tuning of the optimisations", "ST", residue="what the tuner learned", where=(_HOST,),
+            attack="infers the users' scenario",
+            mitigation="tuned on public or synthetic load only; what leaves the node is counts, reviewed by an allow-list "
+            "in more than one layer",
+        ),
+        open=allow(ONE_USER), team=_STEP_TIMES, private=_STEP_TIMES, paranoid=_STEP_TIMES,
+    ),
+    _row(
+        "system-key",
+        _threat(
+            "key held by the whole system", "ET", attack="one capture opens all",
+            mitigation="no system-wide key: every node its own, short-lived",
+        ),
+        open=allow("one machine is the whole system"),
+        team=refuse("every node has a key of its own, short-lived"),
+        private=refuse("every node has a key of its own, short-lived"),
+        paranoid=refuse("every node has a key of its own, short-lived"),
+    ),
+    _row(
+        "closed-source",
+        _threat("closed source", "V", mitigation="the project is open, builds reproduce"),
+        open=allow(ONE_USER),
+        team=allow("the team trusts its operator with what runs"),
+        private=refuse("what runs must be what was published"),
+        paranoid=refuse("what runs must be what was published"),
+    ),
+    _row(
+        "receipts",
+        _threat(
+            "receipts of answers", "T", residue="a signed statement about one answer", where=(_CLIENT,),
+            attack="shown to others, or taken from the client, it proves what was said, and names node and hour of the request",
+            mitigation="only for who asks, sealed to the client, in an answer shaped as any other; the node keeps nothing; "
+            "salted digests in place of texts; no time but the epoch's",
+        ),
+        open=allow(ONE_USER), team=_RECEIPT, private=_RECEIPT,
+        paranoid=refuse("what can be proved can be demanded: nobody can show later what was said here"),
+    ),
+    _row(
+        "storage",
+        _threat(
+            "stored requests and answers", "SE", residue="files, batches and conversations until they expire",
+            where=(_SSD, _HOST), attack="data leak from a disk or to another user",
+            mitigation="nothing touches a disk unless the operator names a place for it; found by its owner only; sealed there "
+            "with AES-GCM under a key per owner; everything expires",
+        ),
+        open=_KEPT, team=_KEPT, private=_GONE, paranoid=_GONE,
+    ),
+    _row(
+        "page-storage",
+        _threat(
+            "conversations that the web page keeps", "S", residue="conversations with their files, presets and settings",
+            where=(_CLIENT,), attack="whoever uses the device or copies its disk reads them",
+            mitigation="written while the person at the page wants it, never otherwise and never with an API key; taken away "
+            "when that is switched off",
+        ),
+        open=allow(ONE_USER), team=_PAGE_STORAGE, private=_PAGE_STORAGE,
+        paranoid=refuse("what was said is gone when the page is closed; an export takes a person's own hand"),
+    ),
+)  # fmt: skip
+
+_BY_NAME = {row.name: row for row in ROWS}
+_BY_SLUG = {row.slug: row for row in ROWS}
+
+
+def find_row(name: str) -> Row:
+    """Returns the row of a feature's `ThreatProfile.row`.
+
+    Raises:
+        LookupError: the matrix has no such row, so nobody has said yet what the profiles make of the feature.
+    """
+    if name not in _BY_NAME:
+        raise LookupError(f"the threat matrix has no row {name!r}; rows: {'; '.join(_BY_NAME)}")
+    return _BY_NAME[name]
+
+
+def row_of(slug: str) -> Row:
+    """Returns the row whose rules carry `slug` (KeyError when there is none)."""
+    return _BY_SLUG[slug]

@@ -1,0 +1,216 @@
+"""People of an OpenID issuer: which of its tokens are taken, and what their holders may do. `server.oidc` checks signatures.
+
+A token names a person. What goes on from here is a pseudonym: HMAC-SHA256 (RFC 2104) under a key that this process draws at its
+start and keeps nowhere, so that no log, figure or file of two starts can be put together, or worked out from a list of names.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from cloister.policy.credentials import MAX_PRIORITY, MIN_PRIORITY, RandomBytes
+from cloister.policy.limits import NO_LIMITS, KeyQuota
+from cloister.policy.profile import is_loopback
+from cloister.types.errors import AuthenticationError, ConfigError, PolicyError
+
+MAX_SKEW_S: Final = 600.0
+_TYPES: Final = frozenset({"jwt", "at+jwt", "application/at+jwt"})
+"""`typ` of an access token (RFC 9068, 2.1) and of tokens older than that."""
+_KEY_BYTES: Final = 32
+_MAX_CLAIM_CHARS: Final = 1024
+_MOST_SECONDS: Final = 1e15
+"""A time claim beyond this is no time; neither are NaN and infinity, which compare as false."""
+_PATH: Final = re.compile(r"[^.\s]+(\.[^.\s]+)*")
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class TokenLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds of every person; None is no bound (`policy.limits`)."""
+
+    requests_per_minute: PositiveInt | None = None
+    concurrent_requests: PositiveInt | None = None
+    tokens_per_day: PositiveInt | None = None
+
+
+class OidcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The file of the setting `oidc`, TOML.
+
+    Attributes:
+        issuer: URL, as it stands in `iss` of its tokens; its keys are found by discovery.
+        audience: what `aud` of a token has to name: this service.
+        roles_claim: where a token lists roles, such as `realm_access.roles`; a list, or one string with spaces between.
+        required_role: who lacks it is refused; unset, nobody is.
+        operator_role: who has it may change what the server runs.
+        tenant_claim: who shares prefixes and a fair share: tokens with the same value of it.
+        priority: class of all; smaller is more urgent.
+        clock_skew_s: how far the issuer's clock may be from this machine's.
+        ca_file: certificates in PEM that the issuer's own is held against; unset, those of the system.
+        limits: of each person.
+    """
+
+    issuer: str
+    audience: str
+    roles_claim: str = "roles"
+    required_role: str | None = None
+    operator_role: str | None = None
+    tenant_claim: str = "sub"
+    priority: Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
+    clock_skew_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SKEW_S)] = 60.0
+    ca_file: str | None = None
+    limits: TokenLimits = TokenLimits()
+
+    def __post_init__(self) -> None:
+        if not may_be_fetched(self.issuer) or self.issuer.endswith("/.well-known/openid-configuration"):
+            raise ValueError("`issuer` is no https URL (http is taken on this machine only)")
+        if not self.audience:
+            raise ValueError("`audience` is empty")
+        if not all(map(_PATH.fullmatch, (self.roles_claim, self.tenant_claim))):
+            raise ValueError("a claim is no name, or names with dots between")
+
+
+class AccessTokenError(AuthenticationError):
+    """A token that is not taken (RFC 6750, 3.1)."""
+
+    code = "invalid_token"
+
+
+@dataclass(frozen=True, slots=True)
+class Person:
+    """Who holds a token, under pseudonyms.
+
+    Attributes:
+        account: whose limits it uses up.
+        tenant: whose fair share it uses.
+        salt: of the tenant's scope.
+    """
+
+    account: bytes = field(repr=False)
+    tenant: str = field(repr=False)
+    salt: bytes = field(repr=False)
+    priority: int = 0
+    limits: KeyQuota = NO_LIMITS
+    is_operator: bool = False
+
+
+class People:
+    """Reads the claims of verified tokens.
+
+    Args:
+        random: source of the key that pseudonyms are made under.
+    """
+
+    def __init__(self, config: OidcConfig, random: RandomBytes = os.urandom) -> None:
+        self.config = config
+        self._key = random(_KEY_BYTES)
+        self._limits = KeyQuota(**msgspec.structs.asdict(config.limits))
+
+    def admit(self, header: Mapping[str, Any], claims: Mapping[str, Any], now_s: float) -> Person:
+        """Returns who holds a token whose signature was verified (RFC 7519, 4.1; RFC 9068, 4).
+
+        Args:
+            now_s: seconds since 1970-01-01 UTC.
+
+        Raises:
+            TokenError: the token is not for this service, or not now.
+            PolicyError: its holder lacks the role that is asked for.
+        """
+        config = self.config
+        kind = header.get("typ", "JWT")
+        if not isinstance(kind, str) or kind.lower() not in _TYPES:
+            raise AccessTokenError("this is no access token; send the one that the issuer gave for this service")
+        if claims.get("iss") != config.issuer:
+            raise AccessTokenError("this token is another issuer's; sign in at the one of this server")
+        audience = claims.get("aud")
+        if config.audience not in (audience if isinstance(audience, list) else [audience]):
+            raise AccessTokenError("this token is for another service; ask the issuer for one whose audience is this server")
+        self._check_times(claims, now_s)
+        subject, tenant = _text(claims, "sub"), _text(claims, config.tenant_claim)
+        roles = _roles(claims, config.roles_claim)
+        if config.required_role is not None and config.required_role not in roles:
+            raise PolicyError("this token lacks the role that the server asks for; its operator knows which")
+        return Person(
+            account=self._pseudonym("account", subject),
+            tenant=self._pseudonym("tenant", tenant).hex(),
+            salt=self._pseudonym("scope", tenant),
+            priority=config.priority,
+            limits=self._limits,
+            is_operator=config.operator_role is not None and config.operator_role in roles,
+        )
+
+    def _check_times(self, claims: Mapping[str, Any], now_s: float) -> None:
+        skew_s = self.config.clock_skew_s
+        for name, is_needed in (("exp", True), ("nbf", False), ("iat", False)):
+            value = claims.get(name)
+            if value is None and not is_needed:
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _MOST_SECONDS:
+                raise AccessTokenError("this token does not say until when it is valid; ask the issuer for another one")
+            if name == "exp" and now_s >= value + skew_s:
+                raise AccessTokenError("this token has expired; sign in again")
+            if name != "exp" and now_s < value - skew_s:
+                raise AccessTokenError("this token is not valid yet; check the clocks of the issuer and of this server")
+
+    def _pseudonym(self, purpose: str, value: str) -> bytes:
+        words = f"cloister/oidc/{purpose}/1\0{self.config.issuer}\0{value}"
+        return hmac.digest(self._key, words.encode("utf-8", "surrogatepass"), "sha256")
+
+
+def read_oidc(path: Path) -> OidcConfig:
+    """Reads the file of the setting `oidc`.
+
+    Raises:
+        ConfigError: it cannot be read or used; the message says what to change.
+    """
+    path = path.expanduser()
+    try:
+        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), OidcConfig)
+    except OSError as error:
+        raise ConfigError(f"cannot read the file {path} of the setting oidc: {error.strerror}", param="oidc") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"the file {path} of the setting oidc cannot be used: {error}", param="oidc") from None
+
+
+def may_be_fetched(url: str) -> bool:
+    """Whether a URL leads where nobody between can change what is read: by TLS, or on this machine."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:
+        return False
+    return (
+        bool(host) and not parts.username and (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(host or "")))
+    )
+
+
+def _claim(claims: Mapping[str, Any], path: str) -> object:
+    if path in claims:  # some issuers name their claims by URLs, which have dots
+        return claims[path]
+    found: object = claims
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _text(claims: Mapping[str, Any], path: str) -> str:
+    value = _claim(claims, path)
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_CLAIM_CHARS:
+        raise AccessTokenError("this token lacks a claim that the server tells people apart by; its operator knows which")
+    return value
+
+
+def _roles(claims: Mapping[str, Any], path: str) -> frozenset[str]:
+    value = _claim(claims, path)
+    if isinstance(value, str):
+        return frozenset(value.split())
+    return frozenset(role for role in value if isinstance(role, str)) if isinstance(value, list) else frozenset()

@@ -1,0 +1,28 @@
+"""Which profile is active when nobody chose one. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from cloister.policy.verdict import Profile
+
+
+def default_profile(*, loopback: bool, has_api_keys: bool, sealed: bool = False) -> tuple[Profile, str]:
+    """Returns the profile of a server for which none was set, and why."""
+    if sealed:
+        return Profile.PRIVATE, "the server is a sealed node"
+    if loopback and not has_api_keys:
+        return Profile.OPEN, "only this machine can connect, and nobody asked for API keys"
+    if has_api_keys:
+        return Profile.TEAM, "API keys tell tenants apart"
+    return Profile.TEAM, "other machines can connect"
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine can connect to a socket bound to `host`. A name other than localhost may be anything."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return host.lower() == "localhost"
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

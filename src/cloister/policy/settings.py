@@ -1,0 +1,146 @@
+"""How a profile settles the configuration: one pure step between reading settings and starting a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cloister.policy.catalogue import Entry
+from cloister.policy.policy import Policy, Use
+from cloister.policy.profile import default_profile
+from cloister.policy.verdict import Profile
+from cloister.types.config import AUTO_DRAFTER, DRAFTER_FILES, NO_DRAFTER, C, EngineConfig, Resolved, ServerConfig
+from cloister.types.errors import ConfigError
+
+SESSION_SHARES = 16
+"""Sessions at once that find their prefix again, where there are no tenants."""
+
+
+def settle(
+    engine: Resolved[EngineConfig],
+    *,
+    loopback: bool,
+    has_api_keys: bool,
+    sealed: bool = False,
+    num_tenants: int = 0,
+    entries: Iterable[Entry] = (),
+) -> tuple[Policy, Resolved[EngineConfig]]:
+    """Chooses the profile if nobody did, fills what it decides, and refuses what it denies.
+
+    Args:
+        engine: settings and where each came from.
+        loopback: only this machine can connect; True for `LLM`, which listens nowhere.
+        sealed: the server is a sealed node.
+        num_tenants: tenants that the API keys belong to; 0 where none are asked for.
+        entries: implementations that the settings chose by name, such as `Entry.of(POLICIES, config.scheduler)`.
+
+    Returns:
+        The policy, and the configuration with `profile`, `prefix_cache`, `cache_scopes` and `speculate` set and explained.
+
+    Raises:
+        PolicyError: a setting wants what the profile denies; the message names the rule and what to change.
+    """
+    if engine.config.profile is None:
+        profile, why = default_profile(loopback=loopback, has_api_keys=has_api_keys, sealed=sealed)
+        engine = engine.explain(profile=(profile.value, why))
+    policy = Policy(str(engine.config.profile))
+    for entry in entries:
+        policy.check_entry(entry.kind, entry.name, entry.threat)
+    policy.check({"runtime-adapters": Use(engine.config.runtime_adapters, _source_of(engine, "runtime_adapters"))})
+    wanted = engine.config.prefix_cache
+    chosen = policy.resolve("prefix-cache", wanted, _source_of(engine, "prefix_cache"))
+    if wanted is None:
+        ruling = policy.ruling("prefix-cache")
+        engine = engine.explain(prefix_cache=(chosen, f"{ruling.rule}: {ruling.text}"))
+    if engine.config.release_prefixes is not None:
+        policy.check({"release-prefixes": Use(True, _source_of(engine, "release_prefixes"))})
+        if not chosen:
+            raise ConfigError(
+                "release_prefixes needs the prefix cache; leave it out, or prefix_cache on", param="release_prefixes"
+            )
+    policy.check({"cache-aware-order": Use(engine.config.scheduler == "lpm", _source_of(engine, "scheduler"))})
+    policy.check({"one-cache": Use(chosen and engine.config.cache_scopes == 0, _source_of(engine, "cache_scopes"))})
+    if engine.config.cache_scopes is None:
+        engine = engine.explain(cache_scopes=_choose_cache_scopes(policy, chosen, loopback, num_tenants))
+    return policy, _settle_speculation(policy, engine, sealed)
+
+
+def _settle_speculation(policy: Policy, engine: Resolved[EngineConfig], sealed: bool) -> Resolved[EngineConfig]:
+    """Returns the configuration with `speculate` set; refuses drafts that the profile denies, and settings that nothing reads.
+
+    Raises:
+        PolicyError: the profile has no drafts here.
+        ConfigError: a setting of drafters is there, and nothing drafts, or nothing that reads it.
+    """
+    feature, config = "sealed-speculation" if sealed else "speculation", engine.config
+    wanted = None if config.speculate is None else config.speculates
+    asking = next((name for name in ("draft_model", "draft_tokens", "datastore") if getattr(config, name) is not None), None)
+    if wanted is None and asking is not None:
+        is_on = policy.resolve(feature, True, _source_of(engine, asking))
+    else:
+        is_on = policy.resolve(feature, wanted, _source_of(engine, "speculate"))
+    policy.check({"datastore": Use(config.datastore is not None, _source_of(engine, "datastore"))})
+    read = {DRAFTER_FILES.get(name) for name in config.drafter_names}
+    policy.check({"datastore": Use("datastore" in read, _source_of(engine, "speculate"))})
+    if wanted is None:
+        why = f"{asking} is set" if asking is not None else "nobody asked for drafts, which cost time where they are wrong"
+        engine = engine.explain(speculate=(AUTO_DRAFTER if is_on else NO_DRAFTER, why))
+    if not is_on and asking is not None:
+        raise ConfigError(f"{asking} needs drafts, and there are none here; leave it out, or set speculate", param=asking)
+    for name in ("draft_model", "datastore"):
+        if config.drafter_names and getattr(config, name) is not None and name not in read:
+            able = ", ".join((AUTO_DRAFTER, *(drafter for drafter, file in DRAFTER_FILES.items() if file == name)))
+            raise ConfigError(
+                f"{name} is set, and {config.speculate} does not read it; leave it out, or speculate with {able}", param=name
+            )
+    return engine
+
+
+def _choose_cache_scopes(policy: Policy, has_cache: bool, loopback: bool, num_tenants: int) -> tuple[int, str]:
+    """Returns how many scopes get a share of the prefix cache, and why."""
+    if not has_cache:
+        return 0, "there is no prefix cache"
+    if num_tenants:
+        return num_tenants, "one for each tenant"
+    if loopback and policy.profile is Profile.OPEN:
+        return 0, "one person on one machine: there is nobody else to feel"
+    return SESSION_SHARES, "for sessions, as no tenants are told apart"
+
+
+def settle_front(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
+    """Fills what the profile decides about the HTTP front, and refuses what it denies.
+
+    Returns:
+        The configuration with `log_requests` set and explained.
+
+    Raises:
+        PolicyError: a setting wants what the profile denies; the message names the rule and what to change.
+        ConfigError: a sealed node is to take tokens of people.
+    """
+    config = server.config
+    policy.check({"identity-tokens": Use(config.oidc is not None, _source_of(server, "oidc"))})
+    if config.oidc is not None and config.sealed:
+        raise ConfigError("a sealed node takes no tokens of people; leave `oidc` out", param="oidc")
+    policy.check({"traces": Use(config.otlp_endpoint is not None, _source_of(server, "otlp_endpoint"))})
+    policy.check({"files": Use(config.files is not None, _source_of(server, "files"))})
+    server = _settle_kept_responses(policy, server)
+    chosen = policy.resolve("request-log", config.log_requests, _source_of(server, "log_requests"))
+    if config.log_requests is None:
+        ruling = policy.ruling("request-log")
+        server = server.explain(log_requests=(chosen, f"{ruling.rule}: {ruling.text}"))
+    return server
+
+
+def _settle_kept_responses(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
+    wanted = server.config.keep_responses
+    keeps = policy.resolve("stored-responses", wanted, _source_of(server, "keep_responses"))
+    if not server.config.sealed and wanted is not None:
+        return server
+    if wanted:
+        raise ConfigError("a sealed node keeps nothing; leave `keep_responses` out", param="keep_responses")
+    ruling = policy.ruling("stored-responses")
+    why = "a sealed node keeps nothing" if server.config.sealed else f"{ruling.rule}: {ruling.text}"
+    return server.explain(keep_responses=(keeps and not server.config.sealed, why))
+
+
+def _source_of(resolved: Resolved[C], name: str) -> str:
+    return f"setting `{name}` ({next(reason.why for reason in resolved.reasons if reason.name == name)})"

@@ -1,0 +1,201 @@
+"""Puts a node's evidence together from its settings: who vouches, for what, and where the log's checkpoint comes from."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from cloister.private.announcing import Announcer
+from cloister.private.unsealing import Unsealer
+from cloister.trust.attestation import AttestationError, Attester
+from cloister.trust.attestation.evidence import Evidence
+from cloister.trust.attestation.node import gather_facts
+from cloister.trust.attestation.process import AttesterBoot, RemoteAttester, make_attester, open_pair
+from cloister.trust.attestation.software import SoftwareAttester
+from cloister.trust.attestation.tsm import TdxAttester
+from cloister.trust.transparency.files import read_key
+from cloister.trust.transparency.membership import sign_member
+from cloister.trust.transparency.note import PrivateKey
+from cloister.types.config import ATTESTING, ServerConfig
+from cloister.types.errors import ConfigError
+
+
+class MemberAttester:
+    """An attester whose evidence a member signs too.
+
+    Args:
+        attester: who vouches for the statement.
+        key: the member's, which a membership names.
+    """
+
+    def __init__(self, attester: Attester, key: PrivateKey) -> None:
+        self._attester = attester
+        self._key = key
+        self.kind = attester.kind
+
+    def attest(self, statement: bytes) -> Evidence:
+        """See `Attester.attest`."""
+        return sign_member(self._key, self._attester.attest(statement))
+
+
+ATTESTER_MODULE: Final = "cloister.trust.attestation.process"
+MAX_CHECKPOINT_BYTES: Final = 16_384
+
+Spawn = Callable[[str, socket.socket], object]
+"""Starts a module as a process of its own, which gets the socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attesting:
+    """What an operator says of evidence; paths as they were given.
+
+    Attributes:
+        boot: which attester.
+        release: folder of the release; None states what runs.
+        log_checkpoint: file with the newest witnessed checkpoint; None states none.
+        capacity: the node's share when clients draw.
+        member_key: file of the key of the member that this node is; None: it is none, and no client draws it.
+    """
+
+    boot: AttesterBoot
+    release: str | None = None
+    log_checkpoint: str | None = None
+    capacity: int = 1
+    member_key: str | None = None
+
+    @property
+    def uses_hardware(self) -> bool:
+        """Whether an attester needs a process that may write where the kernel gives reports."""
+        return self.boot.kind != SoftwareAttester.kind or self.boot.gpus
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Folders that the node reads."""
+        named = (self.release, self.boot.certificates, self.boot.gpu_collateral)
+        return tuple(Path(path).expanduser() for path in named if path is not None)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Files that the node reads, the first two again and again; those may be replaced."""
+        named = (self.log_checkpoint, self.boot.collateral, self.member_key)
+        return tuple(Path(path).expanduser() for path in named if path is not None)
+
+
+def read_attesting(front: ServerConfig) -> Attesting:
+    """Returns what the settings say.
+
+    Raises:
+        ConfigError: they are for a sealed node, and this is none; or one is missing.
+    """
+    if not front.sealed:
+        unset = {field.name: field.default for field in fields(ServerConfig)}
+        given = next((name for name in ATTESTING if getattr(front, name) != unset[name]), None)
+        if given is not None:
+            raise ConfigError(f"`{given}` says what a sealed node's evidence is; start one with --sealed", param=given)
+    if front.attester == TdxAttester.kind and front.intel_collateral is None:
+        raise ConfigError("evidence of TDX needs Intel's collateral; name its file", param="intel_collateral")
+    if front.nvidia_collateral is not None and not front.attest_gpus:
+        raise ConfigError("NVIDIA's collateral is for evidence of GPUs; add --attest-gpus", param="nvidia_collateral")
+    makers = front.amd_certificates, front.intel_collateral, front.nvidia_collateral
+    boot = AttesterBoot(front.attester, front.attest_gpus, *makers)
+    return Attesting(boot, front.release, front.log_checkpoint, front.node_capacity, front.member_key)
+
+
+def check_prefixes(release_prefixes: str | None, model: Path) -> None:
+    """Refuses prompts that everybody may share unless the model's digest binds them.
+
+    Whoever can name such prompts can guess at those of others, by how fast they are answered.
+
+    Raises:
+        ConfigError: their file does not lie in the model's directory.
+    """
+    if release_prefixes is None:
+        return
+    path = Path(release_prefixes).expanduser().absolute()
+    if not model.is_dir() or path.is_symlink() or path.parent.resolve() != model.resolve():
+        raise ConfigError(
+            "a sealed node's release prefixes have to lie in the model's directory, whose digest binds them; put the file "
+            "there, and make the release with it",
+            param="release_prefixes",
+        )
+
+
+async def open_announcer(
+    attesting: Attesting,
+    profile: str,
+    model: Path,
+    unsealer: Unsealer,
+    started_s: float,
+    hardening: Callable[[], Mapping[str, str]],
+    spawn: Spawn | None = None,
+    beside: Mapping[str, Path] = MappingProxyType({}),
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> Announcer:
+    """Measures the node, and asks the hardware once whether it can vouch for it.
+
+    Args:
+        profile: name of the profile in force.
+        model: where the model lies.
+        started_s: Unix seconds before which no key was made.
+        hardening: returns what became of each measure in each process.
+        spawn: starts the attester's process where this one writes nowhere; None: it is asked from this one.
+        beside: what is loaded beside the model, and where it lies (`measure_loaded`).
+        settings: of the engine and its front (`describe_settings`).
+
+    Raises:
+        AttestationError: this is not what the release says, or the hardware cannot vouch; the message says why.
+        ConfigError: the member's key cannot be read, or other users can.
+    """
+    release = None if attesting.release is None else Path(attesting.release).expanduser()
+    facts = await asyncio.to_thread(gather_facts, profile, model, attesting.capacity, release, beside, settings)
+    key = None if attesting.member_key is None else await asyncio.to_thread(read_key, Path(attesting.member_key))
+    attester = _open_attester(attesting, spawn)
+    announcer = Announcer(
+        unsealer,
+        attester if key is None else MemberAttester(attester, key),
+        facts,
+        started_s,
+        hardening,
+        lambda: read_checkpoint(attesting.log_checkpoint),
+    )
+    try:
+        await announcer.rehearse()
+    except BaseException:
+        if isinstance(attester, RemoteAttester):
+            attester.close()
+        raise
+    return announcer
+
+
+def read_checkpoint(path: str | None) -> str:
+    """Returns the checkpoint in a file, empty where none is named.
+
+    Raises:
+        AttestationError: it cannot be read, or is none.
+    """
+    if path is None:
+        return ""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            content = file.read(MAX_CHECKPOINT_BYTES + 1)
+        if len(content) <= MAX_CHECKPOINT_BYTES:
+            return content.decode()
+    except OSError as error:
+        raise AttestationError(f"cannot read the log's checkpoint in {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        pass
+    raise AttestationError(f"{path} is no checkpoint of a log")
+
+
+def _open_attester(attesting: Attesting, spawn: Spawn | None) -> Attester:
+    if spawn is None or not attesting.uses_hardware:
+        return make_attester(attesting.boot)
+    near, far = open_pair()
+    with far:
+        spawn(ATTESTER_MODULE, far)
+    return RemoteAttester(near, attesting.boot)

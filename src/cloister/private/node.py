@@ -1,0 +1,294 @@
+"""A node: opens requests that were sealed to it, runs each on the server's application in this process, and seals the answer
+flush by flush. It never learns who asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import unquote
+
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cloister.private.exchange import (
+    BODY_TIMEOUT_S,
+    MAX_REQUEST_BYTES,
+    Body,
+    GoneError,
+    Outgoing,
+    check_date,
+    find_header,
+    media_type,
+    run_while_there,
+)
+from cloister.private.gateway import NODE_PATH
+from cloister.private.nodes import EVIDENCE_PATH, KEYS_PATH
+from cloister.private.peers import check_gateway
+from cloister.private.problems import ProblemError, problem_of
+from cloister.private.sealed_reply import AnswerEnding, SealedReply
+from cloister.private.serving import File, Lifespan, Post, handlers
+from cloister.private.shaping import ReplyWriter, open_reply
+from cloister.private.unsealing import Opened, Unsealer, open_request
+from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
+from cloister.server.calls import OUTPUT_BUDGET
+from cloister.trust.receipts import ReceiptError
+from cloister.trust.sealing import (
+    FORMS,
+    KEYS_MEDIA_TYPE,
+    LARGEST_BUCKET_BYTES,
+    Exchange,
+    Fields,
+    HttpRequest,
+    MessageError,
+    ResponseHead,
+    UnsealError,
+    decode_request,
+    find_field,
+)
+from cloister.trust.shape import FRAMES, FRAMING_FIELD, FRAMINGS, TrafficShape
+from cloister.trust.tokens.redeem import BUDGET_FIELD, differs, parse_budget
+from cloister.types.errors import CloisterError, PolicyError
+
+OPEN_PATHS: Final = "/v1/"
+"""What begins like this can be asked sealed; metrics, the page and health cannot."""
+_CONNECTION_FIELDS: Final = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length"}
+)
+"""Fields that mean a connection which is not there (RFC 9292, section 3.6), and the length, which is known anyway."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """What a node is told.
+
+    Attributes:
+        shape: of its answers; None sends them as they come.
+        gateway_secret: that a gateway has to show; None takes requests of whoever has one that opens.
+        evidence: returns the evidence document for the current key; None while there is none.
+        profile: that the node runs under; receipts name it.
+        body_ceiling_bytes: of all requests at once, from their first byte to the end of their answers.
+    """
+
+    shape: TrafficShape | None = None
+    gateway_secret: str | None = field(default=None, repr=False)
+    evidence: Callable[[], bytes | None] = lambda: None
+    profile: str = "private"
+    max_request_bytes: int = MAX_REQUEST_BYTES
+    body_timeout_s: float = BODY_TIMEOUT_S
+    body_ceiling_bytes: int = BODY_CEILING_BYTES
+
+
+def node_app(
+    inner: ASGIApp, config: NodeConfig, unsealer: Unsealer, lifespan: Lifespan, now: Callable[[], float] = time.time
+) -> Starlette:
+    """Returns the ASGI application of a node: `POST /ohttp`, its keys, its evidence, and the health of the server inside.
+
+    Args:
+        inner: the server's application; nothing reaches it but what was sealed, and the question for its health.
+        now: Unix seconds.
+    """
+
+    async def read_evidence() -> bytes | None:
+        return config.evidence()
+
+    routes = [
+        Route(NODE_PATH, Post(_Node(inner, config, unsealer, now))),
+        Route(KEYS_PATH, File(unsealer.publish, KEYS_MEDIA_TYPE)),
+        Route(EVIDENCE_PATH, File(read_evidence, "application/json")),
+        Route("/health", inner, methods=["GET"]),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers())
+
+
+class _Node:
+    def __init__(self, inner: ASGIApp, config: NodeConfig, unsealer: Unsealer, now: Callable[[], float]) -> None:
+        self._inner = inner
+        self._config = config
+        self._unsealer = unsealer
+        self._now = now
+        self._budget = BodyBudget(max(config.body_ceiling_bytes, config.max_request_bytes))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = Body(scope, receive, self._config.max_request_bytes, self._config.body_timeout_s, self._budget)
+        out = Outgoing(send)
+        await run_while_there(self._answer(scope, body, out), body, out, receive)
+
+    async def _answer(self, scope: Scope, body: Body, out: Outgoing) -> None:
+        try:
+            body.check_size()
+            check_gateway(scope, self._config.gateway_secret)
+            opened, message = await self._open(scope, body)
+            request, budget = _read_request(message), _read_budget(scope)
+            _check_budget(request, budget)
+        except CloisterError as error:
+            await out.refuse(problem_of(error))
+            return
+        reply = SealedReply(opened.exchange, out)
+        try:
+            async with open_reply(self._config.shape, reply.emit, framing=_framing_of(request)) as shaped:
+                await self._serve(request, budget, opened.exchange, reply, shaped)
+        except (TimeoutError, GoneError):
+            return
+        except Exception as error:
+            # The answer is left without its final chunk. What an exception says may be content, so its kind alone is logged.
+            _logger.error("a sealed answer was broken off (%s)", type(error).__name__)
+
+    async def _open(self, scope: Scope, body: Body) -> tuple[Opened, bytes]:
+        """Opens the whole request before anything is done with it, so that every failure is answered alike."""
+        form = FORMS.get(media_type(scope))
+        if form is None:
+            raise ProblemError(415, f"Send a sealed request, as {' or '.join(FORMS)}.")
+        opened = await open_request(self._unsealer, form, body.pieces(keeps=True))
+        message = bytearray()
+        async for plaintext in opened.plaintext:
+            message += plaintext
+            if len(message) > LARGEST_BUCKET_BYTES:
+                raise UnsealError  # no client of the format sends one; the sealed length was checked before
+        return opened, bytes(message)
+
+    async def _serve(
+        self,
+        request: HttpRequest | MessageError,
+        budget: int | None,
+        exchange: Exchange,
+        reply: SealedReply,
+        shaped: ReplyWriter,
+    ) -> None:
+        try:
+            if isinstance(request, MessageError):
+                raise request
+            ending = AnswerEnding(self._unsealer, exchange, request, self._config.profile)
+        except (MessageError, ReceiptError, PolicyError) as error:
+            await _refuse(problem_of(error), reply, shaped)
+            return
+        try:
+            _check_framing(request)
+            check_date(request.head.fields, self._now(), is_needed=False)
+            if not request.head.path.startswith(OPEN_PATHS):
+                raise ProblemError(404, f"Only paths that begin with {OPEN_PATHS} can be asked sealed.")
+        except (ProblemError, MessageError) as error:
+            await _refuse(problem_of(error), reply, shaped, ending)
+            return
+        inner_scope = _scope_of(request)
+        inner_scope["state"][OUTPUT_BUDGET] = budget
+        try:
+            await self._inner(inner_scope, _receive_from(request.content), _send_to(reply, shaped, ending))
+        except Exception as error:
+            if reply.writer.has_head:
+                raise
+            _logger.error("the server inside failed before it answered (%s)", type(error).__name__)
+            mistake = ProblemError(500, "The server made a mistake; please try again.")
+            await _refuse(mistake, reply, shaped, ending)
+
+
+def _read_request(message: bytes) -> HttpRequest | MessageError:
+    """Returns the request, or what is wrong with it, which is answered in the shape of every answer."""
+    try:
+        request = decode_request(message)
+        find_field(request.head.fields, BUDGET_FIELD.encode())  # raises where it is there twice
+        return request
+    except MessageError as error:
+        return error
+
+
+def _framing_of(request: HttpRequest | MessageError) -> str:
+    """Returns how the client wants frames written; where it asks for none that there is, as every client reads them."""
+    if isinstance(request, MessageError):
+        return FRAMES
+    asked = dict(request.head.fields).get(FRAMING_FIELD, b"").decode("latin-1")
+    return asked if asked in FRAMINGS else FRAMES
+
+
+def _check_framing(request: HttpRequest) -> None:
+    asked = find_field(request.head.fields, FRAMING_FIELD)
+    if asked is not None and asked not in FRAMINGS:
+        raise ProblemError(400, f"{FRAMING_FIELD.decode()} is one of {', '.join(FRAMINGS)}.")
+
+
+async def _refuse(problem: ProblemError, reply: SealedReply, shaped: ReplyWriter, ending: AnswerEnding | None = None) -> None:
+    await shaped.head(reply.writer.head(ResponseHead(problem.status, problem.headers)))
+    content = reply.writer.content(ending.add(problem.body) if ending else problem.body)
+    end = await ending.end(reply.writer, problem.status) if ending else reply.writer.end()
+    await shaped.write(content + end, last=True)
+
+
+def _read_budget(scope: Scope) -> int | None:
+    """Returns what the gateway says was paid for; None from one that says nothing."""
+    return parse_budget(find_header(scope, BUDGET_FIELD.encode()))
+
+
+def _check_budget(request: HttpRequest | MessageError, budget: int | None) -> None:
+    """Refuses where the gateway says another budget than the client sealed.
+
+    In the clear, since a sealed refusal is an answer of the node: the client would count the draw as answered, and a gateway
+    could steer by budgets with nothing lost that an audit sees.
+    """
+    if isinstance(request, HttpRequest) and differs(request.head.fields, budget):
+        raise ProblemError(
+            409, "The gateway names another token budget than the sealed request; nothing was run.", in_clear=True
+        )
+
+
+def _scope_of(request: HttpRequest) -> Scope:
+    """The request as the server's application sees it: from nowhere, over HTTP/1.1."""
+    head = request.head
+    path, _, query = head.path.partition("?")
+    fields = tuple(line for line in head.fields if line[0] not in _CONNECTION_FIELDS)
+    if all(name != b"host" for name, _ in fields):
+        fields = ((b"host", head.authority.encode()), *fields)
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": head.method,
+        "scheme": head.scheme,
+        "path": unquote(path),
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": [*fields, (b"content-length", b"%d" % len(request.content))],
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+
+
+def _receive_from(content: bytes) -> Receive:
+    messages: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()  # who hangs up has this whole task cancelled
+        raise AssertionError("an event that nobody sets was set")
+
+    return receive
+
+
+def _send_to(reply: SealedReply, shaped: ReplyWriter, ending: AnswerEnding) -> Send:
+    status = 0
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            fields: Fields = tuple(
+                (name.lower(), value) for name, value in message.get("headers", ()) if name.lower() not in _CONNECTION_FIELDS
+            )
+            await shaped.head(reply.writer.head(ResponseHead(status, fields)))
+        elif message["type"] == "http.response.body":
+            content = reply.writer.content(ending.add(message.get("body", b"")))
+            if message.get("more_body", False):
+                await shaped.write(content)
+            else:
+                await shaped.write(content + await ending.end(reply.writer, status), last=True)
+
+    return send

@@ -1,0 +1,75 @@
+"""How one program of the private cloud knows another: by a shared secret in a file, sent as a bearer token (RFC 6750)."""
+
+from __future__ import annotations
+
+import hmac
+import string
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from starlette.types import Scope
+
+from cloister.private.exchange import find_header
+from cloister.private.problems import ProblemError
+from cloister.server.middleware.auth import read_bearer
+from cloister.types.errors import ConfigError
+
+
+def check_peer(scope: Scope, secrets: Iterable[str], refusal: str) -> None:
+    """Checks that a request shows one of some secrets, in the same time whichever it is.
+
+    Raises:
+        ProblemError: 401 with the text of `refusal`; it shows none of them.
+    """
+    given = (read_bearer(find_header(scope, b"authorization") or "") or "").encode("latin-1")
+    known = [hmac.compare_digest(given, secret.encode()) for secret in secrets]
+    if not any(known):
+        raise ProblemError(401, refusal, fields=((b"www-authenticate", b"Bearer"),))
+
+
+def check_gateway(scope: Scope, secret: str | None) -> None:
+    """Checks that a request to a node comes from its gateway; without a secret everybody's may come.
+
+    Raises:
+        ProblemError: 401; it does not.
+    """
+    if secret is not None:
+        check_peer(scope, [secret], "This node takes requests of its gateway only.")
+
+
+MIN_CHARACTERS: Final = 32
+_ALLOWED: Final = frozenset(string.ascii_letters + string.digits + "-._~+/=")
+"""Of a bearer token (RFC 6750, section 2.1)."""
+
+
+def read_secrets(path: Path) -> tuple[str, ...]:
+    """Returns the secrets in a file, one a line; lines that begin with # are comments.
+
+    Raises:
+        ConfigError: the file cannot be read, has none, or one that is too short or has other characters.
+    """
+    try:
+        lines = [line.strip() for line in path.expanduser().read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; make it with: openssl rand -hex 32 > {path}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not valid UTF-8; name the file with the secret") from None
+    secrets = tuple(line for line in lines if line and not line.startswith("#"))
+    if not secrets or any(len(one) < MIN_CHARACTERS or not _ALLOWED.issuperset(one) for one in secrets):
+        raise ConfigError(
+            f"{path} must have a secret a line, of {MIN_CHARACTERS} characters or more; make one with: openssl rand -hex 32"
+        )
+    return secrets
+
+
+def read_secret(path: Path) -> str:
+    """Returns the only secret in a file.
+
+    Raises:
+        ConfigError: as `read_secrets`, or there are several.
+    """
+    secret, *others = read_secrets(path)
+    if others:
+        raise ConfigError(f"{path} must have one secret, and has {1 + len(others)}")
+    return secret

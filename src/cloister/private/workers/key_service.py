@@ -1,0 +1,232 @@
+"""The key service: the one process with private keys. `python -m cloister.private.workers.key_service FD`, its end of a socket
+pair.
+
+It gives the secrets of one request against the header of that request, remembers what was opened, and replaces its keys on
+time. It never sees a body. Its memory is locked, so that no key reaches swap; it ends with its parent, and its keys with it.
+
+Its socket is the front's, which gets public keys and nothing else. Once, at the start, a descriptor of a listener comes through
+it, which the front hands on to the zygote and forgets; through the listener come channels of workers
+(`engine.worker_channels`). Questions are datagrams: publish, begin, accept, sign.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from cloister.trust import hardening
+from cloister.trust.sealing import (
+    CHUNKED,
+    FORMS,
+    NODE_KEY_LIFE_S,
+    NODE_KEY_OVERLAP_S,
+    Header,
+    KeyRing,
+    Receiver,
+    ReplayCache,
+    ReplayCacheFullError,
+    UnsealError,
+    parse_keys,
+)
+from cloister.trust.sealing.ohttp import begin_request
+from cloister.types.processes import name_process
+
+MESSAGE_BYTES: Final = 65536
+PUBLISH: Final = "publish"
+UNSEAL_FAILED: Final = "unseal"
+CACHE_FULL: Final = "full"
+_MCL_CURRENT, _MCL_FUTURE = 1, 2
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class KeyServiceBoot(msgspec.Struct, frozen=True):
+    """The first message to a key service.
+
+    Attributes:
+        must_lock: it does not start if its memory cannot be locked and there is swap.
+    """
+
+    life_s: float = NODE_KEY_LIFE_S
+    overlap_s: float = NODE_KEY_OVERLAP_S
+    must_lock: bool = True
+
+
+class KeyServiceReady(msgspec.Struct, frozen=True):
+    """Its answer: how its memory is kept from swap, or why it does not start."""
+
+    memory: str = ""
+    error: str = ""
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What a channel asks: publish, begin, accept or sign, with the header of a request, its media type, and what to sign."""
+
+    what: str
+    header: bytes = b""
+    media_type: str = ""
+    message: bytes = b""
+
+
+class KeyServiceAnswer(msgspec.Struct, frozen=True):
+    """What it gets: an error, or what it asked for."""
+
+    error: str = ""
+    keys: bytes = b""
+    receipt_key: bytes = b""
+    signature: bytes = b""
+    key: bytes = b""
+    base_nonce: bytes = b""
+    exporter: bytes = b""
+    kem_id: int = 0
+    kdf_id: int = 0
+    aead_id: int = 0
+
+
+class KeyService:
+    """Answers questions; no I/O.
+
+    Args:
+        now: a clock that never goes back, in seconds.
+    """
+
+    def __init__(self, boot: KeyServiceBoot, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._receiver = Receiver(KeyRing(now(), life_s=boot.life_s, overlap_s=boot.overlap_s), ReplayCache(boot.life_s))
+
+    @property
+    def patience_s(self) -> float:
+        """How long there is nothing to do unless somebody asks."""
+        return max(0.0, self._receiver.ring.next_change_s - self._now())
+
+    def turn(self) -> None:
+        """Replaces and destroys the keys whose time has come."""
+        self._receiver.ring.rotate(self._now())
+
+    def answer(self, question: Question) -> KeyServiceAnswer:
+        """Returns the answer; what cannot be opened gets secrets too, of a key that nobody seals to (`Receiver`)."""
+        try:
+            match question.what:
+                case "publish":
+                    self.turn()
+                    ring = self._receiver.ring
+                    return KeyServiceAnswer(keys=ring.publish(), receipt_key=ring.publish_receipt_key())
+                case "begin":
+                    header = Header.parse(question.header)
+                    secrets = self._receiver.begin(header, FORMS[question.media_type], self._now()).context.secrets
+                    suite = secrets.suite
+                    return KeyServiceAnswer(
+                        key=secrets.key,
+                        base_nonce=secrets.base_nonce,
+                        exporter=secrets.exporter,
+                        kem_id=secrets.kem_id,
+                        kdf_id=suite.kdf_id,
+                        aead_id=suite.aead_id,
+                    )
+                case "accept":
+                    self._receiver.accept(Header.parse(question.header), self._now())
+                    return KeyServiceAnswer()
+                case "sign":
+                    return KeyServiceAnswer(
+                        signature=self._receiver.sign(Header.parse(question.header), question.message, self._now())
+                    )
+        except ReplayCacheFullError:
+            return KeyServiceAnswer(error=CACHE_FULL)
+        except (UnsealError, KeyError):
+            pass
+        return KeyServiceAnswer(error=UNSEAL_FAILED)
+
+
+def lock_memory(swaps: Path = Path("/proc/swaps")) -> str:
+    """Locks all memory of this process, now and later; says what keeps it from swap.
+
+    Raises:
+        OSError: it cannot be locked, and there is swap.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mlockall(_MCL_CURRENT | _MCL_FUTURE) == 0:
+        return "locked"
+    if swaps.exists() and len(swaps.read_text().splitlines()) <= 1:
+        return "not locked, but there is no swap"
+    raise OSError(ctypes.get_errno(), "memory cannot be locked; raise the limit (ulimit -l), or switch swap off")
+
+
+def serve(control: socket.socket, key_service: KeyService) -> None:
+    """Answers every channel until the other end of `control` is gone."""
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    listener: socket.socket | None = None
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(Question).decode
+    while True:
+        for key, _ in selector.select(key_service.patience_s):
+            sock = key.fileobj
+            assert isinstance(sock, socket.socket)
+            try:
+                message, descriptors, _, _ = socket.recv_fds(sock, MESSAGE_BYTES, 1)
+                for one in [socket.socket(fileno=descriptor) for descriptor in descriptors]:
+                    if sock is listener or (sock is control and listener is None):
+                        selector.register(one, selectors.EVENT_READ)
+                        listener = listener or one
+                    else:
+                        one.close()
+                if message and not descriptors:
+                    question = decode(message)
+                    may_ask = question.what == PUBLISH or sock not in (control, listener)
+                    answer = key_service.answer(question) if may_ask else KeyServiceAnswer(error=UNSEAL_FAILED)
+                    sock.send(encode(answer), socket.MSG_DONTWAIT)
+            except (OSError, msgspec.MsgspecError):
+                message = b""
+            if not message:
+                if sock is control:
+                    return
+                selector.unregister(sock)
+                sock.close()
+        key_service.turn()
+
+
+def _rehearse(boot: KeyServiceBoot) -> None:
+    """Does once what requests will ask, with keys that are dropped, so that all code for it is loaded."""
+    key_service = KeyService(boot)
+    for configuration in parse_keys(key_service.answer(Question("publish")).keys):
+        header = begin_request(configuration, CHUNKED).header.encode()
+        for what in ("begin", "accept", "sign"):
+            key_service.answer(Question(what, header, CHUNKED.request_type))
+
+
+def main(descriptor: int) -> int:
+    """Becomes a key service; returns the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    name_process("sealer")
+    control = socket.socket(fileno=descriptor)
+    boot = msgspec.msgpack.decode(control.recv(MESSAGE_BYTES), type=KeyServiceBoot)
+    try:
+        memory = lock_memory()
+    except OSError as error:
+        if boot.must_lock:
+            control.send(msgspec.msgpack.encode(KeyServiceReady(error=str(error.strerror))))
+            return 1
+        memory = "not locked"
+    _rehearse(boot)
+    if hardening.sealed() is not None:
+        hardening.preload(["cloister.trust.sealing"])
+        hardening.close_this()
+    key_service = KeyService(boot)
+    control.send(msgspec.msgpack.encode(KeyServiceReady(memory=memory)))
+    serve(control, key_service)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(int(sys.argv[1]))
+    os._exit(status)

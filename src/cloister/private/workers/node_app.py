@@ -1,0 +1,76 @@
+"""The front of a sealed node as an application: sealed exchange, keys, evidence, health, figures. It never holds content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Scope
+
+from cloister.engine.client import Health
+from cloister.private.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
+from cloister.private.gateway import NODE_PATH
+from cloister.private.nodes import EVIDENCE_PATH, KEYS_PATH
+from cloister.private.peers import check_gateway
+from cloister.private.serving import File, Post, handlers
+from cloister.private.workers.figures import CONTENT_TYPE, Figures
+from cloister.private.workers.worker_pool import WorkerFront, WorkerPool
+from cloister.trust.sealing import KEYS_MEDIA_TYPE
+
+WORKER_ENTRY: Final = "cloister.private.workers.worker:build_worker"
+STALLED: Final = "requests wait and the engine makes no progress; it is replaced if that goes on"
+"""Why a node is unavailable, where its processes run. The engine's own words have numbers of requests in them."""
+WAITING_WORKERS: Final = 64
+"""Workers that may wait for the engine, beside those whose sequences run."""
+
+
+def worker_node_app(
+    pool: WorkerPool,
+    health: Callable[[], Health],
+    *,
+    evidence: Callable[[], bytes | None] = lambda: None,
+    gateway_secret: str | None = None,
+    max_workers: int = WAITING_WORKERS,
+) -> Starlette:
+    """Returns the application.
+
+    Args:
+        health: of the engine.
+        evidence: returns the evidence document for the current key; None while there is none.
+        gateway_secret: that a gateway has to show; None takes requests of whoever has one that opens.
+    """
+
+    def check(scope: Scope) -> None:
+        check_gateway(scope, gateway_secret)
+
+    async def read_evidence() -> bytes | None:
+        return evidence()
+
+    def find_fault() -> str | None:
+        return pool.fault or (None if health().good else STALLED)
+
+    async def tell_health(_: Request) -> Response:
+        fault = find_fault()
+        if fault is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "unavailable", "reason": fault}, 503)
+
+    async def tell_figures(_: Request) -> Response:
+        return Response(figures.render(is_healthy=find_fault() is None), media_type=CONTENT_TYPE)
+
+    figures = Figures()
+    front = WorkerFront(
+        pool, check, figures, max_request_bytes=MAX_REQUEST_BYTES, body_timeout_s=BODY_TIMEOUT_S, max_workers=max_workers
+    )
+    routes = [
+        Route(NODE_PATH, Post(front)),
+        Route(KEYS_PATH, File(pool.unsealer.publish, KEYS_MEDIA_TYPE)),
+        Route(EVIDENCE_PATH, File(read_evidence, "application/json")),
+        Route("/health", tell_health, methods=["GET"]),
+        Route("/metrics", tell_figures, methods=["GET"]),
+    ]
+    return Starlette(routes=routes, exception_handlers=handlers())

@@ -1,0 +1,68 @@
+"""The key service as others see it: an `Unsealer` behind a channel."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Final
+
+import msgspec
+
+from cloister.private.unsealing import PublicKeys
+from cloister.private.workers.key_service import CACHE_FULL, MESSAGE_BYTES, KeyServiceAnswer, Question
+from cloister.trust.sealing import Exchange, Form, Header, ReplayCacheFullError, UnsealError
+from cloister.trust.sealing.hpke import Context, ContextSecrets, Suite
+from cloister.types.errors import EngineError
+
+ANSWER_TIMEOUT_S: Final = 10.0
+
+
+class RemoteUnsealer:
+    """Asks a key service. One question at a time."""
+
+    def __init__(self) -> None:
+        self._sock: socket.socket | None = None
+        self._turn = asyncio.Lock()
+
+    def attach(self, sock: socket.socket) -> None:
+        """Takes a channel."""
+        sock.setblocking(False)
+        self._sock = sock
+
+    async def publish(self) -> bytes:
+        return (await self._ask(Question("publish"))).keys
+
+    async def publish_all(self) -> PublicKeys:
+        answer = await self._ask(Question("publish"))
+        return PublicKeys(answer.keys, answer.receipt_key)
+
+    async def begin(self, header: Header, form: Form) -> Exchange:
+        answer = await self._ask(Question("begin", header.encode(), form.request_type))
+        suite = Suite(answer.kdf_id, answer.aead_id)
+        secrets = ContextSecrets(answer.kem_id, suite, answer.key, answer.base_nonce, answer.exporter)
+        return Exchange(form, header, Context(secrets))
+
+    async def accept(self, header: Header) -> None:
+        await self._ask(Question("accept", header.encode()))
+
+    async def sign(self, header: Header, message: bytes) -> bytes:
+        return (await self._ask(Question("sign", header.encode(), message=message))).signature
+
+    async def _ask(self, question: Question) -> KeyServiceAnswer:
+        loop = asyncio.get_running_loop()
+        if self._sock is None:
+            raise EngineError("the key service has not been reached")
+        try:
+            async with self._turn, asyncio.timeout(ANSWER_TIMEOUT_S):
+                await loop.sock_sendall(self._sock, msgspec.msgpack.encode(question))
+                said = await loop.sock_recv(self._sock, MESSAGE_BYTES)
+        except (OSError, TimeoutError):
+            said = b""
+        if not said:
+            raise EngineError("the key service does not answer; the node has to be restarted")
+        answer = msgspec.msgpack.decode(said, type=KeyServiceAnswer)
+        if answer.error == CACHE_FULL:
+            raise ReplayCacheFullError("The receiver has as many requests as it can keep apart; try again in a moment.")
+        if answer.error:
+            raise UnsealError
+        return answer

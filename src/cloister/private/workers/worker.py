@@ -1,0 +1,172 @@
+"""What one worker serves, put together in the zygote before there is any request."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from starlette.types import ASGIApp, Message
+
+from cloister.engine import EngineClient, WorkerTransport
+from cloister.policy import Gate, Policy, read_credentials
+from cloister.private.gateway import NODE_PATH
+from cloister.private.node import NodeConfig, node_app
+from cloister.private.serving import Lifespan
+from cloister.private.unsealing import LocalUnsealer
+from cloister.private.workers.remote import RemoteUnsealer
+from cloister.private.workers.wire import BodyPiece, Gone, Head, frame, from_asgi, receive_for_worker, to_scope
+from cloister.private.workers.zygote import ZygoteBoot
+from cloister.server.app import create_app
+from cloister.text import ChatTemplate, Tokenizer
+from cloister.trust import hardening
+from cloister.trust.sealing import (
+    CHUNKED,
+    NODE_KEY_LIFE_S,
+    HttpRequest,
+    KeyConfiguration,
+    KeyRing,
+    Receiver,
+    ReplayCache,
+    RequestHead,
+    bucket_bytes,
+    encode_request,
+    seal_chunked_request,
+)
+
+_LIMIT_BYTES = 2**20
+_REHEARSED = (
+    ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}'),
+    ("/v1/completions", b'{"prompt": "Hello", "max_tokens": 4, "stream": true}'),
+    ("/v1/embeddings", b'{"input": "Hello"}'),
+    ("/v1/chat/completions", b'{"messages": 1}'),
+)
+"""Requests of nobody's, sealed to a key that is dropped; those that need the engine end with an error, as there is none yet."""
+
+
+class NodeServing:
+    """Serves one exchange on the application of a node.
+
+    Args:
+        node: opens and seals (`private.node.node_app`).
+        link: has the node reach the engine through a channel.
+        rehearsal: the same with a key of its own, to which `configuration` belongs; it is dropped after the warm-up.
+        close: closes this process when it has all that it needs.
+    """
+
+    def __init__(
+        self,
+        node: ASGIApp,
+        link: Callable[[socket.socket], Awaitable[None]],
+        unsealer: RemoteUnsealer,
+        rehearsal: ASGIApp,
+        configuration: KeyConfiguration,
+        close: Callable[[], None],
+    ) -> None:
+        self._node = node
+        self._link = link
+        self._unsealer = unsealer
+        self._rehearsal: tuple[ASGIApp, KeyConfiguration] | None = (rehearsal, configuration)
+        self.close = close
+
+    async def warm_up(self) -> None:
+        assert self._rehearsal is not None
+        app, configuration = self._rehearsal
+        for path, body in _REHEARSED:
+            head = RequestHead("POST", "https", "localhost", path, ((b"content-type", b"application/json"),))
+            message = encode_request(HttpRequest(head, body))
+            sealed, _ = seal_chunked_request(configuration, message.ljust(bucket_bytes(len(message)), b"\0"))
+            messages: list[Message] = [{"type": "http.request", "body": sealed, "more_body": False}]
+
+            async def receive(messages: list[Message] = messages) -> Message:
+                return messages.pop() if messages else await _never()
+
+            async def send(message: Message) -> None:
+                pass
+
+            await app(to_scope(Head("POST", NODE_PATH, [(b"content-type", CHUNKED.request_type.encode())])), receive, send)
+        self._rehearsal = None
+
+    async def serve(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=front, limit=_LIMIT_BYTES)
+        await self._link(engine)
+        self._unsealer.attach(key_service)
+        head = await receive_for_worker(reader)
+        if not isinstance(head, Head):
+            return
+
+        async def receive() -> Message:
+            match await receive_for_worker(reader):
+                case BodyPiece(body, more):
+                    return {"type": "http.request", "body": body, "more_body": more}
+                case Gone() | None | _:
+                    return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            writer.write(frame(from_asgi(message)))
+            await writer.drain()
+
+        await self._node(to_scope(head), receive, send)
+        writer.close()
+        await writer.wait_closed()
+
+
+async def _never() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError("an event that nobody sets was set")
+
+
+WORKER_PACKAGES: Final = tuple(
+    f"cloister.{room}" for room in ("server", "private", "trust", "policy", "engine", "text", "types")
+)
+LATE_MODULES: Final = ("anyio._backends._asyncio", "pydantic._internal._dataclasses", "llguidance")
+NOWHERE: Final = "sealed"
+"""In place of an address: workers have none, and a sealed request has no Host that could be checked."""
+
+
+def build_worker(boot: ZygoteBoot) -> NodeServing:
+    """Returns what a worker does.
+
+    Raises:
+        ConfigError: the API key file cannot be used.
+    """
+    keys = boot.server.api_keys
+    gate = Gate(
+        Policy(str(boot.engine.profile)),
+        read_credentials(Path(keys).expanduser()) if keys is not None else None,
+        loopback=False,
+        reuses_prefixes=bool(boot.engine.prefix_cache),
+        sealed=True,
+    )
+    transport, unsealer = WorkerTransport(boot.ready), RemoteUnsealer()
+    engine = EngineClient(transport, boot.engine)
+    path = Path(boot.ready.model.path)
+    tokenizer = Tokenizer(path, remembers=False)
+    server = replace(boot.server, host=NOWHERE, page=False, log_requests=False, otlp_endpoint=None, allowed_origins=None)
+    inner = create_app(
+        engine,
+        tokenizer,
+        ChatTemplate.load(path, tokenizer.special),
+        gate,
+        server,
+        request_timeout_s=boot.engine.request_timeout_s,
+    )
+
+    async def link(channel: socket.socket) -> None:
+        transport.attach(channel)
+        await engine.start()
+
+    config = NodeConfig(shape=boot.shape, profile=str(boot.engine.profile))
+    node = node_app(inner, config, unsealer, Lifespan(None))
+    receiver = Receiver(KeyRing(0.0), ReplayCache(NODE_KEY_LIFE_S))
+    rehearsal = node_app(inner, config, LocalUnsealer(receiver, lambda: 0.0), Lifespan(None))
+    return NodeServing(node, link, unsealer, rehearsal, receiver.ring.current.configuration, _close)
+
+
+def _close() -> None:
+    if hardening.sealed() is not None:
+        hardening.preload(WORKER_PACKAGES, LATE_MODULES)
+        hardening.close_this()

@@ -1,0 +1,292 @@
+"""The front's side: starts key service and zygote, has workers made, and carries sealed bytes to them and back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from cloister.engine.spawn import ProcessHandle
+from cloister.engine.worker_channels import CONNECT
+from cloister.private.exchange import Body, GoneError, Outgoing
+from cloister.private.problems import ProblemError, problem_of
+from cloister.private.workers.figures import Figures
+from cloister.private.workers.key_service import KeyServiceBoot, KeyServiceReady
+from cloister.private.workers.remote import RemoteUnsealer
+from cloister.private.workers.wire import BodyPiece, Gone, Head, SealedPart, Start, frame, receive_for_front, to_asgi
+from cloister.private.workers.worker_memory import WorkerMemory
+from cloister.private.workers.zygote import ENGINE_LISTENER, KEY_SERVICE_LISTENER, MESSAGE_BYTES, WORK, ZygoteBoot, ZygoteReady
+from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
+from cloister.trust.tokens.redeem import BUDGET_FIELD
+from cloister.types.errors import CloisterError, EngineError
+from cloister.types.processes import OVERWRITING
+
+ZYGOTE_MODULE: Final = "cloister.private.workers.zygote"
+KEY_SERVICE_MODULE: Final = "cloister.private.workers.key_service"
+START_TIMEOUT_S: Final = 60.0
+FORK_TIMEOUT_S: Final = 10.0
+_LIMIT_BYTES: Final = 2**20
+_BUFFER_BYTES: Final = 1 << 20
+_BUSY: Final = "This node has as many requests as it takes; try again in a moment."
+_FAILED: Final = "The request could not be answered; send it again."
+
+Start_ = Callable[[str, socket.socket], ProcessHandle]
+"""Starts a module as a process of its own, which gets the socket."""
+R = TypeVar("R")
+
+
+def start_module(module: str, sock: socket.socket) -> ProcessHandle:
+    """Executes the interpreter anew, with memory that is overwritten when it is freed."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, str(sock.fileno())],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **OVERWRITING, "OPENBLAS_NUM_THREADS": "1"},
+        pass_fds=(sock.fileno(),),
+        process_group=0,
+    )
+
+
+class WorkerPool:
+    """Key service and zygote of one node.
+
+    Args:
+        start: makes their processes.
+
+    Attributes:
+        unsealer: the front's own channel to the key service, which publishes keys.
+        memory: how the key service keeps its keys from swap.
+    """
+
+    def __init__(self, start: Start_ = start_module) -> None:
+        self._start = start
+        self._key_service: socket.socket | None = None
+        self._zygote: socket.socket | None = None
+        self._processes: list[ProcessHandle] = []
+        self._turn = asyncio.Lock()
+        self._engine_listener: socket.socket | None = None
+        self.unsealer = RemoteUnsealer()
+        self.memory = ""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self._processes)
+
+    @property
+    def fault(self) -> str | None:
+        """Why no request can be answered any more; None while key service and zygote run."""
+        if any(process.poll() is not None for process in self._processes):
+            return "the key service or the zygote of this node has ended; start the node again"
+        return None
+
+    def keep_listener(self, listener: socket.socket) -> None:
+        """Takes the listener of a new engine and hands it on; this process keeps no way to the engine's content."""
+        self._engine_listener = listener
+        if self._zygote is not None:
+            self._pass_listener(self._zygote)
+
+    async def open(self, key_service: KeyServiceBoot, zygote: ZygoteBoot) -> None:
+        """Starts both; the engine must have been started.
+
+        Raises:
+            EngineError: one of them cannot start; the message says why.
+        """
+        self._key_service, said = await self._boot(KEY_SERVICE_MODULE, msgspec.msgpack.encode(key_service), KeyServiceReady)
+        if said.error:
+            raise EngineError(f"the key service does not start: {said.error}")
+        self.memory = said.memory
+        self.unsealer.attach(self._key_service)
+        self._zygote, told = await self._boot(ZYGOTE_MODULE, msgspec.msgpack.encode(zygote), ZygoteReady)
+        if told.error:
+            raise EngineError(f"the zygote does not start: {told.error}")
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with near, far:  # the key service takes no other, so this process has no way to a request's secrets from here on
+            socket.send_fds(self._key_service, [CONNECT], [far.fileno()])
+            socket.send_fds(self._zygote, [KEY_SERVICE_LISTENER], [near.fileno()])
+        self._pass_listener(self._zygote)
+
+    async def fork(self) -> socket.socket:
+        """Has a worker made and returns the way to it.
+
+        Raises:
+            EngineError: there is no zygote any more.
+        """
+        if self._zygote is None:
+            raise EngineError("there is no zygote")
+        near, far = socket.socketpair()
+        with far:
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            try:
+                async with self._turn, asyncio.timeout(FORK_TIMEOUT_S):
+                    socket.send_fds(self._zygote, [WORK], [far.fileno()])
+                    await self._hear(self._zygote)
+            except BaseException as error:
+                near.close()
+                if isinstance(error, OSError):  # a timeout is one
+                    raise EngineError("the zygote makes no workers any more; the node has to be restarted") from None
+                raise
+        return near
+
+    def close(self) -> None:
+        """Ends both, and with them every worker and every key."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            while process.poll() is None:
+                pass
+        for sock in (self._key_service, self._zygote, self._engine_listener):
+            if sock is not None:
+                sock.close()
+
+    def _pass_listener(self, zygote: socket.socket) -> None:
+        listener, self._engine_listener = self._engine_listener, None
+        if listener is not None:
+            with listener:
+                socket.send_fds(zygote, [ENGINE_LISTENER], [listener.fileno()])
+
+    async def _boot(self, module: str, boot: bytes, kind: type[R]) -> tuple[socket.socket, R]:
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.enter_context(near)
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+            with far:
+                self._processes.append(self._start(module, far))
+            said = b""
+            with contextlib.suppress(OSError):  # a timeout is one
+                near.send(boot)
+                near.setblocking(False)
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    said = await asyncio.get_running_loop().sock_recv(near, MESSAGE_BYTES)
+            if not said:
+                raise EngineError(f"{module} did not start; the log may say why")
+            answer = msgspec.msgpack.decode(said, type=kind)
+            on_failure.pop_all()
+        return near, answer
+
+    async def _hear(self, sock: socket.socket) -> None:
+        if not await asyncio.get_running_loop().sock_recv(sock, 16):
+            raise OSError("it is gone")
+
+
+class WorkerFront:
+    """ASGI application of `POST /ohttp` in the front: reads a sealed body whole, has a worker made, and carries both ways.
+
+    Args:
+        check: raises `ProblemError` for who may not ask.
+        figures: counts what was handed to a worker.
+        max_workers: at once; more are told to come again.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        check: Callable[[Scope], None],
+        figures: Figures,
+        *,
+        max_request_bytes: int,
+        body_timeout_s: float,
+        max_workers: int,
+    ) -> None:
+        self._pool = pool
+        self._figures = figures
+        self._check = check
+        self._max_request_bytes = max_request_bytes
+        self._body_timeout_s = body_timeout_s
+        self._max_workers = max_workers
+        self._budget = BodyBudget(max(BODY_CEILING_BYTES, max_request_bytes))
+        self._memory = WorkerMemory(max_request_bytes)
+        self.num_workers = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        out = Outgoing(send)
+        body = Body(scope, receive, self._max_request_bytes, self._body_timeout_s, self._budget)
+        try:
+            body.check_size()
+            self._check(scope)
+            self._check_room()
+            pieces = [piece async for piece in body.pieces(keeps=True)]
+            num_bytes = sum(map(len, pieces))
+            self._check_room(num_bytes)  # a place is for requests that are there: slow ones hold none
+            self.num_workers += 1
+            self._memory.take(num_bytes)
+            try:
+                begun_s, is_whole = time.monotonic(), False
+                try:
+                    near = await self._pool.fork()
+                    is_whole = await self._carry(scope, body, pieces, near, receive, send)
+                finally:
+                    self._figures.count(time.monotonic() - begun_s, answered=is_whole)
+            finally:
+                self.num_workers -= 1
+                self._memory.give_back(num_bytes)
+        except GoneError:
+            return
+        except CloisterError as error:
+            await out.refuse(problem_of(error))
+        finally:
+            body.close()
+
+    def _check_room(self, num_bytes: int = 0) -> None:
+        """Raises `ProblemError` where there is no place, or no memory for the copies of so long a body."""
+        if self.num_workers >= self._max_workers or not self._memory.has_room(num_bytes):
+            raise ProblemError(503, _BUSY, fields=((b"retry-after", b"1"),))
+
+    async def _carry(
+        self, scope: Scope, body: Body, pieces: list[bytes], near: socket.socket, receive: Receive, send: Send
+    ) -> bool:
+        """Returns whether all of an answer was sent.
+
+        Args:
+            pieces: of the body; they are dropped and their memory is given back as soon as the worker has them, since an
+                answer may take minutes.
+        """
+        reader, writer = await asyncio.open_unix_connection(sock=near, limit=_LIMIT_BYTES)
+        watching = asyncio.create_task(_tell_when_gone(receive, writer))
+        wanted = (b"content-type", BUDGET_FIELD.encode())
+        headers = [(name, value) for name, value in scope["headers"] if name in wanted]
+        writer.write(frame(Head(scope["method"], scope["path"], headers)))
+        handing = asyncio.create_task(_hand_over(pieces, body, writer))
+        has_begun = False
+        try:
+            while (message := await receive_for_front(reader)) is not None:
+                has_begun = has_begun or isinstance(message, Start)
+                await send(to_asgi(message))
+                if isinstance(message, SealedPart) and not message.more:
+                    return True
+            if not has_begun and not watching.done():
+                raise ProblemError(503, _FAILED)
+            return False
+        finally:
+            watching.cancel()
+            handing.cancel()
+            writer.transport.abort()  # what a worker has not read by now it does not need
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+
+async def _hand_over(pieces: list[bytes], body: Body, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):  # the worker has ended; whoever reads its answer notices
+        more = True
+        while more:
+            piece = pieces.pop(0) if pieces else b""
+            more = bool(pieces)
+            writer.write(frame(BodyPiece(piece, more)))
+            await writer.drain()
+        body.close()
+
+
+async def _tell_when_gone(receive: Receive, writer: asyncio.StreamWriter) -> None:
+    message: Message = {}
+    while message.get("type") != "http.disconnect":
+        message = await receive()
+    if not writer.is_closing():
+        writer.write(frame(Gone()))

@@ -1,0 +1,206 @@
+"""The zygote: `python -m cloister.private.workers.zygote FD`. It loads everything once, and forks a worker for each request.
+
+It has one thread and never holds content: it hands on descriptors, of the front's exchange, of a channel to the engine and of
+one to the key service, and reads none of them. A worker serves one exchange and ends, whatever comes of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from cloister.engine.worker_channels import CONNECT
+from cloister.trust.hardening.landlock import confine_signals
+from cloister.trust.shape import TrafficShape
+from cloister.types.config import EngineConfig, ServerConfig
+from cloister.types.errors import CloisterError
+from cloister.types.events import Ready
+from cloister.types.logs import describe
+from cloister.types.processes import name_process
+
+MESSAGE_BYTES: Final = 1 << 20
+ENGINE_LISTENER, KEY_SERVICE_LISTENER, WORK = b"e", b"s", b"w"
+"""Words to a zygote, each with a descriptor: a new engine's listener, the key service's, and an exchange to serve."""
+TAKEN: Final = b"+"
+"""The answer to `WORK`; a listener gets none."""
+_PR_SET_PDEATHSIG: Final = 1
+THREADS_END_S: Final = 5.0
+LIFE_MARGIN_S: Final = 120
+"""How much longer than its request may take a worker lives at most."""
+
+
+class ZygoteBoot(msgspec.Struct, frozen=True):
+    """The first message to a zygote: what its workers serve.
+
+    Attributes:
+        entry: "module:function"; the function takes this and returns a Serving.
+        ready: what the engine said of itself.
+        import_path: the front's `sys.path`.
+    """
+
+    entry: str
+    engine: EngineConfig
+    server: ServerConfig
+    ready: Ready
+    import_path: list[str]
+    shape: TrafficShape | None = None
+
+
+class ZygoteReady(msgspec.Struct, frozen=True):
+    """Its answer: how many threads it has, which must be one, or why it does not start."""
+
+    num_threads: int = 0
+    error: str = ""
+
+
+class Serving(Protocol):
+    """What a worker does; made before any request, so that all it needs is there."""
+
+    async def warm_up(self) -> None:
+        """Loads what is only loaded when a request comes, with requests of nobody's."""
+
+    def close(self) -> None:
+        """Takes from this process, and all that it forks, what is not needed any more."""
+
+    async def serve(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
+        """Serves one exchange."""
+
+
+Factory = Callable[[ZygoteBoot], Serving]
+
+
+class Zygote:
+    """Forks workers.
+
+    Args:
+        control: the front's questions.
+        life_s: after so long a worker is killed.
+    """
+
+    def __init__(self, control: socket.socket, serving: Serving, life_s: float) -> None:
+        self._control = control
+        self._serving = serving
+        self._life_s = life_s
+        self._listeners: dict[bytes, socket.socket] = {}
+
+    def run(self) -> None:
+        """Answers until the front is gone."""
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(self._control, 16, 1)
+            if not message:
+                return
+            for descriptor in descriptors:
+                sock = socket.socket(fileno=descriptor)
+                if message == WORK:
+                    self._work(sock)
+                    self._control.send(TAKEN)
+                else:
+                    if (old := self._listeners.pop(message, None)) is not None:
+                        old.close()
+                    self._listeners[message] = sock
+            _reap()
+
+    def _work(self, front: socket.socket) -> None:
+        """Forks a worker; one that cannot reach engine or key service is not made, and the front sees its exchange close."""
+        with front:
+            try:
+                with self._channel(ENGINE_LISTENER) as engine, self._channel(KEY_SERVICE_LISTENER) as key_service:
+                    if os.fork() == 0:
+                        self._become_worker(front, engine, key_service)
+            except (OSError, KeyError):
+                return
+
+    def _channel(self, listener: bytes) -> socket.socket:
+        kind = socket.SOCK_STREAM if listener == ENGINE_LISTENER else socket.SOCK_SEQPACKET
+        near, far = socket.socketpair(socket.AF_UNIX, kind)
+        with far:
+            socket.send_fds(self._listeners[listener], [CONNECT], [far.fileno()])
+        return near
+
+    def _become_worker(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
+        """Serves and ends; never returns."""
+        status = 1
+        try:
+            _end_with_parent()
+            name_process("worker")
+            confine_signals()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, self._life_s)
+            for sock in (self._control, *self._listeners.values()):
+                sock.close()
+            asyncio.run(self._serving.serve(front, engine, key_service))
+            status = 0
+        except BaseException as error:
+            os.write(2, f"a worker failed: {describe(error) if isinstance(error, Exception) else 'stopped'}\n".encode())
+        finally:
+            os._exit(status)
+
+
+def main(descriptor: int) -> int:
+    """Becomes a zygote; returns the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _end_with_parent()
+    name_process("zygote")
+    control = socket.socket(fileno=descriptor)
+    boot = msgspec.msgpack.decode(control.recv(MESSAGE_BYTES), type=ZygoteBoot)
+    sys.path.extend(path for path in boot.import_path if path not in sys.path)
+    try:
+        module, _, name = boot.entry.partition(":")
+        factory: Factory = getattr(importlib.import_module(module), name)
+        serving = factory(boot)
+        asyncio.run(serving.warm_up())
+        serving.close()
+    except CloisterError as error:
+        control.send(msgspec.msgpack.encode(ZygoteReady(error=error.message)))
+        return 1
+    num_threads = _count_threads()
+    if num_threads != 1:
+        control.send(msgspec.msgpack.encode(ZygoteReady(error=f"it has {num_threads} threads, and forks of it would hang")))
+        return 1
+    gc.collect()
+    gc.freeze()  # workers share these pages and do not look through them
+    control.send(msgspec.msgpack.encode(ZygoteReady(num_threads=num_threads)))
+    Zygote(control, serving, boot.engine.request_timeout_s + LIFE_MARGIN_S).run()
+    return 0
+
+
+def _count_threads() -> int:
+    """Counts the threads of this process, the library's too, once those of the warm-up have ended."""
+    tasks = Path("/proc/self/task")
+    give_up_s = time.monotonic() + THREADS_END_S
+    while (found := len(os.listdir(tasks)) if tasks.exists() else 1) > 1 and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+    return found
+
+
+def _reap() -> None:
+    """Lets go of workers that ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _end_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    os._exit(main(int(sys.argv[1])))

@@ -1,0 +1,161 @@
+"""What a node finds out about itself at its start, and the statement that it makes of it for each of its keys."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
+
+from cloister.trust.attestation.base import AttestationError
+from cloister.trust.attestation.configuration import find_differences
+from cloister.trust.attestation.evidence import Statement
+from cloister.trust.attestation.measuring import (
+    encode_manifest,
+    find_foreign,
+    measure_code,
+    measure_configuration,
+    measure_loaded,
+    measure_package,
+    measure_profile,
+    read_manifest,
+)
+from cloister.trust.attestation.software import SoftwareAttester
+from cloister.trust.attestation.verify import HOST
+from cloister.trust.transparency.release import Release
+
+RELEASE_FILE: Final = "release.json"
+MANIFEST_FILE: Final = "manifest.json"
+_NAMED: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change while a node runs; see `Statement`."""
+
+    release: str
+    model: str
+    profile: str
+    profile_digest: str
+    configuration: Mapping[str, str]
+    capacity: int
+
+    def state(
+        self,
+        keys: bytes,
+        not_before: int,
+        not_after: int,
+        checkpoint: str,
+        hardening: Mapping[str, str],
+        receipt_key: bytes = b"",
+    ) -> bytes:
+        """Returns the statement for a key configuration, canonical JSON.
+
+        Raises:
+            EvidenceError: something is out of range.
+        """
+        return Statement(
+            release=self.release,
+            model=self.model,
+            profile=self.profile,
+            profile_digest=self.profile_digest,
+            hardening=dict(hardening),
+            configuration=dict(self.configuration),
+            keys=keys,
+            capacity=self.capacity,
+            not_before=not_before,
+            not_after=not_after,
+            checkpoint=checkpoint,
+            receipt_key=receipt_key,
+        ).encode()
+
+
+def gather_facts(
+    profile: str,
+    model: Path,
+    capacity: int,
+    release: Path | None = None,
+    beside: Mapping[str, Path] = MappingProxyType({}),
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> Facts:
+    """Measures this process, the model, the profile and the configuration, and holds them against a release.
+
+    Args:
+        profile: name of the profile in force.
+        model: where the model lies.
+        capacity: the node's share when clients draw.
+        release: folder with `release.json` and `manifest.json` as `cloister release` wrote them; None states the digest of what
+            runs, which no log has.
+        beside: what is loaded beside the model, and where it lies (`measure_loaded`).
+        settings: of the engine and its front (`configuration.describe_settings`).
+
+    Raises:
+        AttestationError: this is not what the release says; the message names what differs.
+    """
+    measured = measure_code() | measure_package()  # the engine's part of the package too, which is not loaded here
+    model_digest, profile_digest = measure_loaded(model, beside), measure_profile(profile)
+    configuration = measure_configuration(settings, model, beside)
+    if release is None:
+        digest = hashlib.sha256(encode_manifest(measured)).hexdigest()
+    else:
+        digest = _match_release(release, measured, model_digest, profile, profile_digest, configuration)
+    return Facts(digest, model_digest, profile, profile_digest, configuration, capacity)
+
+
+def _match_release(
+    folder: Path, measured: Mapping[str, str], model: str, profile: str, profile_digest: str, configuration: Mapping[str, str]
+) -> str:
+    release, manifest = _read_release(folder)
+    foreign = find_foreign(measured, manifest)
+    if foreign:
+        raise AttestationError(
+            f"this is not release {release.number}: {_list_some(foreign)} differ from its manifest; "
+            "install the release, or log one of what is installed"
+        )
+    wanted = (("model", release.model, model), ("profile", release.profile, profile))
+    for what, published, found in (*wanted, ("rules of the profile", release.profile_digest, profile_digest)):
+        if published != found:
+            raise AttestationError(f"this is not release {release.number}: its {what} is {published}, and here it is {found}")
+    if differences := find_differences(configuration, release.configuration):
+        raise AttestationError(
+            f"this is not release {release.number}: {_list_some(differences)}; start the node as the release was made, or make "
+            "a release of this"
+        )
+    return release.digest
+
+
+def _list_some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
+def _read_release(folder: Path) -> tuple[Release, dict[str, str]]:
+    try:
+        encoded, manifest = (folder / RELEASE_FILE).read_bytes(), (folder / MANIFEST_FILE).read_bytes()
+    except OSError as error:
+        raise AttestationError(
+            f"cannot read the release in {folder}: {error.strerror}; it has two files, {RELEASE_FILE} and "
+            f"{MANIFEST_FILE}, made by cloister release"
+        ) from None
+    try:
+        release = msgspec.json.decode(encoded, type=Release)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise AttestationError(f"{RELEASE_FILE} in {folder} is no release; copy it from where it was made") from None
+    if hashlib.sha256(manifest).hexdigest() != release.files:
+        raise AttestationError(f"the manifest in {folder} is not the one of the release beside it")
+    return release, read_manifest(manifest)
+
+
+def with_host(hardening: Mapping[str, str], kind: str) -> dict[str, str]:
+    """Returns the measures with what becomes of the host: none of them keeps it out, its processor may.
+
+    Args:
+        kind: of the evidence that vouches for this.
+    """
+    if kind == SoftwareAttester.kind:
+        return {HOST: "missing: host not excluded", **hardening}
+    return {**hardening, HOST: f"applied: the processor keeps the host out of this machine's memory ({kind})"}

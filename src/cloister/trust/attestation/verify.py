@@ -1,0 +1,147 @@
+"""The whole check of a node's evidence: its statement, its processor, its GPUs. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from cloister.trust.attestation.base import MAX_CLOCK_SKEW_S, AttestationPolicy, Findings, Verifier
+from cloister.trust.attestation.configuration import configuration_digest, find_differences
+from cloister.trust.attestation.evidence import Evidence, EvidenceError, Statement, read_statement
+from cloister.trust.attestation.nitro import NitroVerifier
+from cloister.trust.attestation.nvidia import GpuVerifier
+from cloister.trust.attestation.sev_snp import SnpVerifier
+from cloister.trust.attestation.software import SoftwareVerifier
+from cloister.trust.attestation.tdx import TdxVerifier
+
+_MOST_NAMED = 8
+
+HOST = "host"
+"""The measure that says whether the host's root is kept out too. Hardware proves that, or nobody: it is not judged here."""
+
+VERIFIERS: Mapping[str, Verifier] = MappingProxyType(
+    {verifier.kind: verifier for verifier in (SoftwareVerifier(), SnpVerifier(), TdxVerifier(), NitroVerifier())}
+)
+
+
+def verify_evidence(
+    evidence: Evidence,
+    policy: AttestationPolicy,
+    now: float,
+    *,
+    verifiers: Mapping[str, Verifier] = VERIFIERS,
+    gpus: GpuVerifier | None = None,
+) -> Findings:
+    """Returns every step that was taken; `accepted` says whether the node may be sent a prompt.
+
+    Args:
+        now: Unix seconds.
+        verifiers: by kind.
+        gpus: who checks the GPUs, NVIDIA's root unless given.
+
+    Raises:
+        AttestationError: a check cannot be run at all, a library is missing.
+    """
+    findings = Findings()
+    try:
+        statement = read_statement(evidence.statement)
+    except EvidenceError as error:
+        findings.fail("statement", error.message)
+        return findings
+    verifier = verifiers.get(evidence.kind)
+    is_software = evidence.kind == SoftwareVerifier.kind
+    if verifier is None or not (is_software or evidence.kind in policy.kinds):
+        accepted = ", ".join(sorted(policy.kinds))
+        findings.fail(
+            "kind",
+            f"evidence of kind {evidence.kind} is not accepted; accepted are {accepted}: take a node with one of these, or "
+            "name another in the policy (kinds)",
+        )
+        return findings
+    findings.extend(verifier.verify(evidence, policy, now))
+    findings.extend((gpus or GpuVerifier()).verify(evidence, policy, now))
+    if findings.accepted:  # a statement that nobody vouches for is not worth judging
+        judge_statement(findings, statement, policy, now)
+    return findings
+
+
+def judge_statement(findings: Findings, statement: Statement, policy: AttestationPolicy, now: float) -> None:
+    """Adds what a statement says, measured against a policy."""
+    if now < statement.not_before - MAX_CLOCK_SKEW_S:
+        findings.fail("expiry", "the statement does not hold yet; check this machine's clock")
+    else:
+        left_s = statement.not_after - int(now)
+        findings.check(
+            "expiry",
+            left_s > 0,
+            f"the statement is fresh: it holds for another {left_s // 60} min",
+            f"the statement is stale: it ended {-left_s} s ago",
+        )
+    findings.check(
+        "profile",
+        statement.profile == policy.profile,
+        f"the node runs under the profile {statement.profile}",
+        f"the node runs under the profile {statement.profile}, but {policy.profile} was asked for",
+    )
+    _check_listed(
+        findings, policy, "profile-digest", statement.profile_digest, policy.profile_digests, "what the profile rules"
+    )
+    _check_listed(findings, policy, "release", statement.release, policy.releases, "the code that runs")
+    _check_model(findings, statement, policy)
+    _check_configuration(findings, statement, policy)
+    _check_hardening(findings, statement, policy)
+
+
+def _check_listed(
+    findings: Findings, policy: AttestationPolicy, slug: str, digest: str, known: frozenset[str], what: str
+) -> None:
+    if not known:
+        findings.doubt(policy, slug, f"nobody said what is right for {what}; the node says {digest}")
+    else:
+        findings.check(
+            slug,
+            digest in known,
+            f"{what} is what was published ({digest[:16]})",
+            f"{what} is not what was published; the node says {digest}",
+        )
+
+
+def _check_model(findings: Findings, statement: Statement, policy: AttestationPolicy) -> None:
+    if not policy.models:
+        findings.leave_open("model", f"any model is accepted; this one is {statement.model}")
+    else:
+        findings.check(
+            "model",
+            statement.model in policy.models,
+            f"the model is the one that was asked for ({statement.model[:16]})",
+            f"the model is another one than was asked for: {statement.model}",
+        )
+
+
+def _check_configuration(findings: Findings, statement: Statement, policy: AttestationPolicy) -> None:
+    digest = configuration_digest(statement.configuration)
+    if not policy.configuration:
+        findings.leave_open("configuration", f"any configuration is accepted; this one is {digest}")
+        return
+    differences = find_differences(statement.configuration, policy.configuration)
+    more = f"; and {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
+    findings.check(
+        "configuration",
+        not differences,
+        f"the configuration is what was published, all {len(statement.configuration)} entries ({digest[:16]})",
+        f"the configuration is not what was published: {'; '.join(differences[:_MOST_NAMED])}{more}",
+    )
+
+
+def _check_hardening(findings: Findings, statement: Statement, policy: AttestationPolicy) -> None:
+    measures = {name: told for name, told in statement.hardening.items() if name != HOST}
+    missing = {name for name, told in measures.items() if told.startswith("missing:")}
+    applied = {name.rpartition(".")[2] for name in measures.keys() - missing}
+    wanted = policy.hardening - applied | {name for name in missing if name.rpartition(".")[2] in policy.hardening}
+    if wanted:
+        findings.fail("hardening", f"hardening measures are missing: {', '.join(sorted(wanted))}")
+    elif missing or not measures:
+        shown = ", ".join(sorted(missing)) or "all of them"
+        findings.doubt(policy, "hardening", f"hardening measures that are not in force: {shown}")
+    else:
+        findings.prove("hardening", f"{len(measures)} hardening measures are in force, {', '.join(sorted(applied))}")

@@ -1,0 +1,29 @@
+"""Traffic shaping: turns an answer stream into frames whose sizes and times reveal little (docs/traffic.md).
+
+Pure: bytes in, frames out, time is an argument. `Shaper` is the node's side, `Unshaper` the client's. What a frame looks like
+is in `frames`, and for clients of other makers in `binary_http`. Which profile asks for which shape is in `shapes`.
+"""
+
+from cloister.trust.shape.binary_http import BinaryHttpShaper
+from cloister.trust.shape.frames import Frame, ShapeError
+from cloister.trust.shape.framings import BINARY_HTTP, FRAMES, FRAMING_FIELD, FRAMINGS
+from cloister.trust.shape.shaper import Shaper
+from cloister.trust.shape.shapes import SHAPES, SHAPING_THREAT, TrafficShape, find_edge, shape_of
+from cloister.trust.shape.unshaper import Unshaper
+
+__all__ = [
+    "BINARY_HTTP",
+    "FRAMES",
+    "FRAMINGS",
+    "FRAMING_FIELD",
+    "SHAPES",
+    "SHAPING_THREAT",
+    "BinaryHttpShaper",
+    "Frame",
+    "ShapeError",
+    "Shaper",
+    "TrafficShape",
+    "Unshaper",
+    "find_edge",
+    "shape_of",
+]

@@ -1,0 +1,81 @@
+"""The traffic shape of each profile, and the threats it answers. Pure data.
+
+The size was measured (`python -m benchmarks.traffic leak`): the event of one token has 231 bytes beside its text, so a frame
+of 512 holds it with any token of the vocabularies that were looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from cloister.policy.verdict import Profile
+from cloister.types.threat import Requirement, ThreatProfile
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficShape:
+    """How frames look and when they leave.
+
+    Attributes:
+        frame_bytes: size of every frame of a stream.
+        tick_s: frames leave when the node's monotonic clock is a multiple of this, at most one each time.
+        constant: a frame leaves on every tick, from the one after the request came, whether or not there is something to say,
+            and their number is a bucket's edge.
+    """
+
+    frame_bytes: int
+    tick_s: float
+    constant: bool
+
+
+SHAPES: Final[Mapping[Profile, TrafficShape | None]] = {
+    Profile.OPEN: None,
+    Profile.TEAM: None,
+    Profile.PRIVATE: TrafficShape(frame_bytes=512, tick_s=0.005, constant=False),
+    Profile.PARANOID: TrafficShape(frame_bytes=512, tick_s=0.020, constant=True),
+}
+
+_WITH_DRAFTS: Final = TrafficShape(frame_bytes=512, tick_s=0.010, constant=True)
+"""In `private` while drafts are verified. Accepted ones leave one a tick in every shape, but where nothing leaves when there is
+nothing to say, the silence after them tells how many they were (docs/traffic.md has what that comes to)."""
+
+FIRST_EDGE: Final = 64
+"""Frames of the smallest bucket: enough for any refusal, so that an error looks like a short answer."""
+EDGE_RATIO: Final = 4
+
+
+def shape_of(profile: str, *, drafts: bool = False) -> TrafficShape | None:
+    """Returns the shape of sealed answers under a profile; None where they go as they come.
+
+    Args:
+        drafts: drafts are verified, so that how many tokens a step brings follows what is said.
+    """
+    shape = SHAPES[Profile(profile)]
+    return shape if shape is None or shape.constant or not drafts else _WITH_DRAFTS
+
+
+def find_edge(num_frames: int) -> int:
+    """Returns how many frames an answer of `num_frames` is padded to: 64, 256, 1,024, 4,096 and so on."""
+    edge = FIRST_EDGE
+    while edge < num_frames:
+        edge *= EDGE_RATIO
+    return edge
+
+
+# The threat that traffic shaping answers.
+
+
+SHAPING_THREAT = ThreatProfile(
+    row="speculation in general",
+    threats=frozenset({Requirement.STATELESS}),
+    residue="number of frames in private; bucket of that number in paranoid, and in private while drafts are verified",
+    where=("network",),
+    attack="traffic analysis: topic, length or accepted drafts from sizes and times of sealed chunks",
+    mitigations=(
+        "frames of one size",
+        "one event a frame and one frame a tick",
+        "paranoid, and drafts: a frame on every tick, in buckets",
+    ),
+)

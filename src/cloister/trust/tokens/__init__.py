@@ -1,0 +1,48 @@
+"""Anonymous tokens: the issuer learns who asks but not for what, the gateway for what but not who (T4).
+
+`blind_rsa` (RFC 9474), `challenge` (RFC 9577) and `issuance` (RFC 9578, type 2) are the formats; `Issuer` gives tokens against
+API keys, `Redeemer` takes them, once each, with the help of a spend store.
+"""
+
+from cloister.trust.tokens.blind_rsa import BlindSignatureError
+from cloister.trust.tokens.challenge import (
+    MalformedTokenError,
+    Token,
+    TokenChallenge,
+    authorization,
+    challenge_between,
+    read_authenticate,
+)
+from cloister.trust.tokens.issuance import Pending, TokenRequest, decode_directory, request_tokens
+from cloister.trust.tokens.issuer import Issuer, IssuerLimits, QuotaBook
+from cloister.trust.tokens.issuer_keys import IssuerKey, KeyShelf
+from cloister.trust.tokens.redeem import AcceptedKey, Redeemer, TokenError, TokenSpentError
+from cloister.trust.tokens.spend import Expiry, SpendStore, SpendStoreError
+from cloister.trust.tokens.stores import open_spend_store
+
+__all__ = [
+    "AcceptedKey",
+    "BlindSignatureError",
+    "Expiry",
+    "Issuer",
+    "IssuerKey",
+    "IssuerLimits",
+    "KeyShelf",
+    "MalformedTokenError",
+    "Pending",
+    "QuotaBook",
+    "Redeemer",
+    "SpendStore",
+    "SpendStoreError",
+    "Token",
+    "TokenChallenge",
+    "TokenError",
+    "TokenRequest",
+    "TokenSpentError",
+    "authorization",
+    "challenge_between",
+    "decode_directory",
+    "open_spend_store",
+    "read_authenticate",
+    "request_tokens",
+]

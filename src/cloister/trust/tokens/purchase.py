@@ -1,0 +1,83 @@
+"""A token request and its response as sealed messages of constant length. No I/O, no clock.
+
+Binary HTTP (RFC 9292) in oblivious HTTP (RFC 9458), sealed to a key that the issuer states; zeros follow up to
+`PURCHASE_BYTES`, so that whoever carries it cannot tell a batch from a refusal, nor one client's API key from another's by its
+length.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+from urllib.parse import urlsplit
+
+from cloister.trust.sealing import (
+    WHOLE,
+    Exchange,
+    HttpRequest,
+    HttpResponse,
+    KeyConfiguration,
+    RequestHead,
+    ResponseHead,
+    decode_response,
+    encode_request,
+    encode_response,
+    find_field,
+    open_response,
+    seal_request,
+    seal_response,
+)
+from cloister.trust.tokens.issuance import BATCH_REQUEST_TYPE
+
+PURCHASE_BYTES: Final = 8192
+"""Length of every request and every answer before it is sealed; 28 tokens fit beside an API key of ours."""
+PURCHASE_PATH: Final = "/ohttp"
+"""Where an issuer takes sealed requests; a relay has a path of its own."""
+REQUEST_PATH: Final = "/token-request"
+STATEMENT_PATH: Final = "/.well-known/cloister/issuer"
+REQUEST_TYPE: Final = WHOLE.request_type
+RESPONSE_TYPE: Final = WHOLE.response_type
+
+
+def seal_purchase(keys: KeyConfiguration, issuer_url: str, api_key: str, batch: bytes, date: bytes) -> tuple[bytes, Exchange]:
+    """Seals a batch of token requests with the API key that pays for it.
+
+    Args:
+        batch: `Pending.encode()`.
+        date: IMF-fixdate; the issuer holds it against its clock, so that no old request is taken again.
+
+    Returns:
+        What goes to the relay, always of one length, and what opens the answer.
+
+    Raises:
+        ValueError: it does not fit.
+        MessageError: the API key has characters that no header field may have.
+        KeyConfigurationError: the key cannot be sealed to.
+    """
+    issuer = urlsplit(issuer_url)
+    fields = (
+        (b"authorization", b"Bearer " + api_key.encode()),
+        (b"content-type", BATCH_REQUEST_TYPE.encode()),
+        (b"date", date),
+    )
+    head = RequestHead("POST", issuer.scheme, issuer.netloc, issuer.path.rstrip("/") + REQUEST_PATH, fields)
+    message = encode_request(HttpRequest(head, batch), padded_to=PURCHASE_BYTES)
+    if len(message) > PURCHASE_BYTES:
+        raise ValueError(f"API key and batch have more than the {PURCHASE_BYTES:,} bytes of a sealed purchase")
+    return seal_request(keys, message)
+
+
+def open_purchase_answer(exchange: Exchange, sealed: bytes) -> tuple[int, str, bytes]:
+    """Returns status, media type and content of the issuer's answer.
+
+    Raises:
+        UnsealError: it is not the answer to this request, or it was changed.
+        MessageError: it is no response.
+    """
+    response = decode_response(open_response(exchange, sealed))
+    return response.head.status, find_field(response.head.fields, b"content-type") or "", response.content
+
+
+def seal_purchase_answer(exchange: Exchange, status: int, media_type: str, content: bytes) -> bytes:
+    """Seals an answer, refusals included, to one length."""
+    head = ResponseHead(status, ((b"content-type", media_type.encode()),))
+    return seal_response(exchange, encode_response(HttpResponse(head, content), padded_to=PURCHASE_BYTES))

@@ -1,0 +1,142 @@
+"""Atomic file replacement, locked directories, and signing-key files."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from cloister.trust.transparency.note import PrivateKey
+from cloister.trust.transparency.refusal import TransparencyError
+from cloister.types.errors import ConfigError
+
+LOCK_DEADLINE_S = 30.0
+PUBLIC = 0o644
+SECRET = 0o600
+_UNFINISHED = ".unfinished-"
+
+
+def write_whole(path: Path, data: bytes, mode: int = PUBLIC) -> None:
+    """Writes a file so that a reader, a crash or a full disk sees the old content or the new, never a part; fsync included.
+
+    Raises:
+        ConfigError: the directory cannot be written, or the disk is full; the old file is as it was.
+    """
+    temporary = path.with_name(f"{_UNFINISHED}{path.name}-{secrets.token_hex(8)}")
+    try:
+        _make_directory(path.parent)
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        sync_directory(path.parent)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _make_directory(directory: Path) -> None:
+    """Makes a directory and those above it, each so that it survives a power cut before anything in it does."""
+    if not directory.is_dir():
+        _make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes names in a directory survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Removes what killed writers left below a directory; only for who holds the directory's lock."""
+    for left in directory.rglob(f"{_UNFINISHED}*"):
+        left.unlink(missing_ok=True)
+
+
+def remove_unfinished_of(path: Path) -> None:
+    """Removes what killed writers of one file left; only for who holds the lock of its directory."""
+    for left in path.parent.glob(f"{_UNFINISHED}{glob.escape(path.name)}-*"):
+        left.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(directory: Path, deadline_s: float = LOCK_DEADLINE_S) -> Iterator[None]:
+    """Holds a directory against other processes that use this lock; it ends with the process, however that ends.
+
+    Raises:
+        ConfigError: there is no such directory, or another process holds it longer than `deadline_s`.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"cannot use the directory {directory}: {error.strerror}") from None
+    try:
+        give_up = time.monotonic() + deadline_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= give_up:
+                    raise ConfigError(f"another process holds {directory}; try again when it is done") from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# Signing-key files of logs, witnesses and releases, readable by their owner only.
+
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def read_key(path: Path) -> PrivateKey:
+    """Reads a signer key; no error has anything of it in its text.
+
+    Raises:
+        ConfigError: it is missing, damaged, or open to other users of the machine.
+    """
+    path = path.expanduser()
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(4096).decode()
+    except OSError as error:
+        raise ConfigError(f"no signer key can be read at {path}: {error.strerror}; make one with: cloister log key") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not valid UTF-8, so it is no signer key; make one with: cloister log key") from None
+    if mode & _OTHERS:
+        raise ConfigError(f"other users can open the signer key {path}; close it with: chmod 600 {path}")
+    try:
+        return PrivateKey.parse(text)
+    except TransparencyError as error:
+        raise ConfigError(f"{path}: {error.message}") from None
+
+
+def write_key(path: Path, key: PrivateKey) -> None:
+    """Writes a signer key that was not there before.
+
+    Raises:
+        ConfigError: there is a file already, or none can be written.
+    """
+    path = path.expanduser()
+    if path.exists():
+        raise ConfigError(f"{path} is there already; a key is never written over, for what it signed could not be checked")
+    write_whole(path, key.encode().encode() + b"\n", SECRET)

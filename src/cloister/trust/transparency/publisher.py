@@ -1,0 +1,250 @@
+"""Builds the next epoch, logs it, has it cosigned, and serves it as the one file that every client gets.
+
+The gateway holds one. Nothing is handed out that a client would refuse: too few cosignatures or a release that was revoked or
+never logged stop the new epoch, and the one before stays until it ends. A node that runs something else is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cloister.trust.attestation.evidence import read_evidence, read_statement
+from cloister.trust.transparency.epoch import (
+    MAX_EPOCH_S,
+    Epoch,
+    EpochBundle,
+    GatewayEntry,
+    IssuerEntry,
+    NodeEntry,
+    build_epoch,
+    encode_bundle,
+    epoch_leaf,
+)
+from cloister.trust.transparency.history import History
+from cloister.trust.transparency.log import Appended, Log
+from cloister.trust.transparency.membership import Membership, check_members, find_member
+from cloister.trust.transparency.note import Note, Signature
+from cloister.trust.transparency.refusal import Reason, TransparencyError
+from cloister.trust.transparency.release import Release
+from cloister.trust.transparency.trust import Trust
+from cloister.types.errors import CloisterError
+
+MIN_EPOCH_S = 60
+"""A node whose keys end sooner is left out: clients could hardly fetch the list in time."""
+
+
+WAIT_S = 120
+"""An epoch that waits for witnesses is given up for a new one after this: clients refuse one that was cosigned long after it
+began (`client.limits.LATE_S`), since it could have been made for one of them."""
+
+
+class Cosigner(Protocol):
+    """A witness, however it is reached."""
+
+    async def cosign(self, log: Log, note: Note) -> Sequence[Signature]:
+        """Its cosignatures on a checkpoint of the log.
+
+        Raises:
+            CloisterError: it refused, or did not answer before its deadline.
+        """
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the gateway knows that belongs into an epoch.
+
+    Attributes:
+        gateway: its own URL and keys.
+        issuers: whose tokens it takes.
+        evidence: the evidence document of each node that it reaches, as the node served it.
+        release: digest of the release that the nodes have to run.
+        profile: name of the profile that they have to run under.
+    """
+
+    gateway: GatewayEntry
+    issuers: tuple[IssuerEntry, ...]
+    evidence: tuple[bytes, ...]
+    release: str
+    profile: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """A new epoch.
+
+    Attributes:
+        bundle: what every client is given, bytes of `EpochBundle`.
+        epoch: what is in it.
+        evidence: the evidence documents of its nodes by SHA-256 in hex.
+        left_out: why documents were left out, for the operator; one line each.
+    """
+
+    bundle: bytes
+    epoch: Epoch
+    evidence: dict[str, bytes]
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """An epoch that is logged and not yet cosigned."""
+
+    contents: Contents
+    epoch: Epoch
+    appended: Appended
+
+
+class Publisher:
+    """The one that writes epochs into a log."""
+
+    def __init__(self, log: Log, trust: Trust, cosigners: Iterable[Cosigner]) -> None:
+        """
+        Args:
+            log: the log, with its key.
+            trust: what clients trust; an epoch that they would refuse is not published.
+            cosigners: the witnesses to ask, all at once.
+        """
+        self._log = log
+        self._trust = trust
+        self._cosigners = tuple(cosigners)
+        self._history = History(log, trust.releases)
+        self._turn = asyncio.Lock()
+        self._waiting: _Waiting | None = None
+        self._size = 0
+
+    def has_grown(self) -> bool:
+        """Whether something was logged since the last epoch: a release, a revocation, or an epoch that waits for witnesses."""
+        return self._log.checkpoint()[0].size != self._size
+
+    def has_new_members(self, now: float) -> bool:
+        """Whether another membership holds by now than when the last epoch began."""
+        return self._history.roll_at(now).current != self._history.roll.current
+
+    async def publish(self, contents: Contents, now: float, lifetime_s: int = MAX_EPOCH_S) -> Published:
+        """Publishes the next epoch; it holds from `now` on.
+
+        Args:
+            contents: what goes into it.
+            now: Unix time in seconds.
+            lifetime_s: how long it holds at most; it ends earlier if a node's keys do.
+
+        Raises:
+            TransparencyError: clients would refuse it; the message says why.
+            ConfigError: the log cannot be written.
+        """
+        async with self._turn:
+            self._history.advance(self._log.checkpoint()[0].size)
+            release = self._history.release(contents.release)
+            membership = self._history.roll_at(now).current
+            nodes, evidence, left_out = select_nodes(contents, release, membership, now)
+            waiting = self._waiting
+            if waiting is None or not self._still_serves(waiting, contents, now):
+                until = min(int(now) + min(lifetime_s, MAX_EPOCH_S), *(until for _, until in nodes))
+                waiting = await self._append(contents, [node for node, _ in nodes], int(now), until)
+            self._waiting = waiting  # until it is cosigned: a witness that is away must not fill the log with epochs
+            epoch, appended = waiting.epoch, waiting.appended
+            check_members(epoch, membership)
+            note = await self._gather_cosignatures(appended.note, now)
+            self._log.cosigned(note)
+            self._waiting = None
+            self._history.advance(appended.checkpoint.size)
+            self._size = appended.checkpoint.size
+            bundle = EpochBundle(
+                checkpoint=str(note),
+                epoch=epoch,
+                index=appended.first,
+                proof=self._log.prove_inclusion(appended.first, appended.checkpoint.size),
+                release=self._history.logged_release(contents.release),
+                minimum=self._history.logged_minimum(),
+            )
+            return Published(encode_bundle(bundle), epoch, evidence, tuple(left_out))
+
+    async def _append(self, contents: Contents, nodes: list[NodeEntry], begin: int, until: int) -> _Waiting:
+        epoch = self._build(contents, nodes, begin, until)
+        return _Waiting(contents, epoch, await asyncio.to_thread(self._log.append, [epoch_leaf(epoch)]))
+
+    def _build(self, contents: Contents, nodes: list[NodeEntry], begin: int, until: int) -> Epoch:
+        return build_epoch(
+            number=self._history.epoch.epoch + 1 if self._history.epoch else 1,
+            not_before=begin,
+            not_after=until,
+            gateway=contents.gateway,
+            issuers=contents.issuers,
+            nodes=nodes,
+            release=contents.release,
+            profile=contents.profile,
+            witnesses=[str(witness) for witness in self._trust.witnesses],
+        )
+
+    def _still_serves(self, waiting: _Waiting, contents: Contents, now: float) -> bool:
+        is_newest = waiting.appended.checkpoint.size == self._history.size
+        give_up_s = min(waiting.epoch.not_before + WAIT_S, waiting.epoch.not_after)
+        return is_newest and waiting.contents == contents and now < give_up_s
+
+    async def _gather_cosignatures(self, note: Note, now: float) -> Note:
+        answers = await asyncio.gather(*(each.cosign(self._log, note) for each in self._cosigners), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, CloisterError):
+                continue  # as many as the threshold are enough; `open_checkpoint` counts them
+            if isinstance(answer, BaseException):
+                raise answer
+            note = note.add(*answer)
+        self._trust.open_checkpoint(str(note), now)
+        return note
+
+
+def select_nodes(
+    contents: Contents, release: Release, membership: Membership | None, now: float
+) -> tuple[list[tuple[NodeEntry, int]], dict[str, bytes], list[str]]:
+    """The nodes that run what the epoch says, with the time at which their keys end; their evidence; why others are left out.
+
+    Whether the evidence is true is for clients to check; here it only has to say the same as the epoch, and be signed by a
+    member.
+
+    Raises:
+        TransparencyError: no membership holds, or no node is left.
+    """
+    if membership is None:
+        raise TransparencyError(
+            Reason.NO_MEMBERSHIP,
+            "no membership holds, so clients would refuse every node; make one with cloister release members, and log it",
+        )
+    nodes: list[tuple[NodeEntry, int]] = []
+    documents: dict[str, bytes] = {}
+    left_out: list[str] = []
+    for encoded in contents.evidence:
+        digest = hashlib.sha256(encoded).hexdigest()
+        try:
+            evidence = read_evidence(encoded)
+            statement = read_statement(evidence.statement)
+        except CloisterError as error:
+            left_out.append(f"evidence {digest[:16]} cannot be read: {error.message}")
+            continue
+        member = find_member(membership, evidence)
+        wanted = (contents.release, release.model, contents.profile, release.profile_digest)
+        if (statement.release, statement.model, statement.profile, statement.profile_digest) != wanted:
+            left_out.append(f"node {statement.node_id[:16]} runs another release, model or profile than the epoch's")
+        elif not statement.not_before <= now + 1 or statement.not_after < now + MIN_EPOCH_S:
+            left_out.append(f"the keys of node {statement.node_id[:16]} do not hold now, or not long enough")
+        elif member is None:
+            left_out.append(
+                f"no member of membership {membership.number} signed for node {statement.node_id[:16]}; start it with "
+                "--member-key"
+            )
+        elif member.capacity != statement.capacity:
+            left_out.append(f"{member.name} states the capacity {statement.capacity}; its membership says {member.capacity}")
+        elif any(node.member == member.name for node, _ in nodes):
+            left_out.append(f"node {statement.node_id[:16]} is not the only one of {member.name}; stop one of them")
+        else:
+            # Every client that ever comes reads every epoch, so the keys are left to the evidence.
+            entry = NodeEntry(statement.node_id, statement.capacity, b"", digest, member.name)
+            nodes.append((entry, statement.not_after))
+            documents[digest] = encoded
+    if not nodes:
+        message = "no node can stand in the epoch: " + ("; ".join(left_out) or "none sent evidence")
+        raise TransparencyError(Reason.MALFORMED, message)
+    return nodes, documents, left_out

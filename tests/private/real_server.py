@@ -1,0 +1,39 @@
+"""The server itself behind a node: the embedded model, its engine in a thread, under the profile of sealed nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from starlette.types import Receive, Scope, Send
+
+from cloister.engine import EngineClient, ThreadTransport
+from cloister.launch import build_engine
+from cloister.policy import Gate, Policy
+from cloister.server.app import create_app
+from cloister.text import ChatTemplate, Tokenizer
+from cloister.types.config import EngineConfig, ServerConfig
+
+
+class RealServer:
+    """Serves `cloister-5m`; the engine starts with the first request, on the loop that brings it."""
+
+    def __init__(self, profile: str = "private") -> None:
+        config = EngineConfig(weights_cache="", profile=profile, num_threads=1, kv_memory_mb=64, max_model_len=1024)
+        self._engine = EngineClient(ThreadTransport(build_engine(config)), config)
+        path = Path(self._engine.model.path)
+        gate = Gate(Policy(profile), None, loopback=False, reuses_prefixes=False, sealed=True)
+        server = ServerConfig(host="sealed", page=False, log_requests=False)
+        self._app = create_app(self._engine, Tokenizer(path), ChatTemplate.load(path), gate, server)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            await self._engine.start()
+        await self._app(scope, receive, send)
+
+    def close(self) -> None:
+        """Ends the engine; while the loop that it started on still runs."""
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self._engine.drain(0.0), self._loop).result(20)

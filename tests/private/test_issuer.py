@@ -1,0 +1,172 @@
+"""The issuer's program, over HTTP: directory, single requests and batches, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from cloister.policy.credentials import Credentials
+from cloister.policy.keyfile import write_credentials
+from cloister.private.issuer import issuer_app, list_issuers, read_issuer_keys
+from cloister.trust.tokens import authorization, decode_directory, request_tokens
+from cloister.trust.tokens.issuance import (
+    BATCH_REQUEST_TYPE,
+    BATCH_RESPONSE_TYPE,
+    DIRECTORY_PATH,
+    DIRECTORY_TYPE,
+    REQUEST_TYPE,
+    RESPONSE_TYPE,
+)
+from cloister.trust.transparency.files import write_key
+from cloister.trust.transparency.issuer_keys import IssuerIdentity
+from cloister.trust.transparency.note import Kind, PrivateKey
+from tests.token_shop import CHALLENGE, Shop
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Shop]:
+    shop = Shop(tmp_path, tokens_per_epoch=20)
+    yield shop
+    shop.close()
+
+
+@pytest.fixture
+def client(shop: Shop) -> Iterator[TestClient]:
+    with TestClient(issuer_app(shop.issuer, "https://issuer.example/", shop.identity, shop.clock)) as client:
+        yield client
+
+
+def headers(shop: Shop, kind: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {shop.api_key}", "content-type": kind}
+
+
+def test_a_client_goes_from_the_directory_to_a_spent_token(shop: Shop, client: TestClient) -> None:
+    directory = client.get(DIRECTORY_PATH)
+    assert directory.headers["content-type"] == DIRECTORY_TYPE
+    uri, keys = decode_directory(directory.content)
+    assert uri == "https://issuer.example/token-request"
+    pending = request_tokens(keys[0].encoded_key, CHALLENGE, 4)
+    reply = client.post("/token-request", content=pending.encode(), headers=headers(shop, BATCH_REQUEST_TYPE))
+    assert (reply.status_code, reply.headers["content-type"]) == (200, BATCH_RESPONSE_TYPE)
+    for token in pending.finish(reply.content):
+        assert shop.till.redeem(authorization(token)).budget == 512
+
+
+def test_a_client_of_rfc_9578_alone_gets_one_token(shop: Shop, client: TestClient) -> None:
+    pending = request_tokens(shop.signing_key(), CHALLENGE, 1)
+    reply = client.post("/token-request", content=pending.requests[0].encode(), headers=headers(shop, REQUEST_TYPE))
+    assert (reply.status_code, reply.headers["content-type"]) == (200, RESPONSE_TYPE)
+    (token,) = pending.finish_each([reply.content])
+    shop.till.redeem(authorization(token))
+
+
+def test_refusals_have_their_status_and_cost_no_quota(shop: Shop, client: TestClient) -> None:
+    body = request_tokens(shop.signing_key(), CHALLENGE, 20).encode()
+    good = headers(shop, BATCH_REQUEST_TYPE)
+    wrong_key = request_tokens(shop.signing_key(), CHALLENGE, 1).requests[0].encode()
+    wrong_key = wrong_key[:2] + bytes([wrong_key[2] ^ 1]) + wrong_key[3:]
+    for status, sent, given in (
+        (401, body, {"content-type": BATCH_REQUEST_TYPE}),
+        (401, body, {**good, "authorization": "Bearer clo-wrong"}),
+        (401, body, {**good, "authorization": f"Basic {shop.api_key}"}),
+        (415, body, {**good, "content-type": "application/json"}),
+        (422, body[:-1], good),
+        (422, b"", good),
+        (422, body, {**good, "content-type": REQUEST_TYPE}),
+        (422, wrong_key, {**good, "content-type": REQUEST_TYPE}),
+        (413, body * 2 + bytes(30_000), good),
+    ):
+        reply = client.post("/token-request", content=sent, headers=given)
+        assert reply.status_code == status
+        assert shop.api_key not in reply.text
+        assert reply.json()["error"]["message"]
+    assert client.post("/token-request", content=body, headers=good).status_code == 200
+    over = client.post("/token-request", content=request_tokens(shop.signing_key(), CHALLENGE, 1).encode(), headers=good)
+    assert over.status_code == 429
+    assert int(over.headers["retry-after"]) > 86400
+
+
+def test_a_fault_of_the_machine_is_an_error_and_no_signature(
+    shop: Shop, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cloister.trust.tokens.blind_rsa._power", lambda private, base: 12345)
+    reply = client.post(
+        "/token-request",
+        content=request_tokens(shop.signing_key(), CHALLENGE, 1).encode(),
+        headers=headers(shop, BATCH_REQUEST_TYPE),
+    )
+    assert reply.status_code == 500
+    assert reply.headers["content-type"] == "application/json"
+
+
+def test_broken_keys_are_told_to_the_operator_and_not_to_the_client(
+    shop: Shop, client: TestClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in (tmp_path / "keys").iterdir():
+        path.write_text("{}")
+    shop.clock.now += 3600
+    reply = client.get(DIRECTORY_PATH)
+    assert reply.status_code == 500
+    assert str(tmp_path) not in reply.text
+    assert str(tmp_path) in caplog.text
+
+
+def test_the_verb_serves_writes_nothing_of_a_request_and_keeps_its_keys(tmp_path: Path) -> None:
+    credentials, api_key = Credentials.empty().add("ann")
+    write_credentials(tmp_path / "keys.json", credentials)
+    identity = PrivateKey.generate("issuer.example", Kind.NOTE)
+    write_key(tmp_path / "issuer.key", identity)
+    verb = [
+        sys.executable,
+        "-m",
+        "cloister.cli",
+        "issuer",
+        "--url",
+        "http://127.0.0.1:8003",
+        "--state",
+        str(tmp_path / "state"),
+        "--key",
+        str(tmp_path / "issuer.key"),
+    ]
+    process = subprocess.Popen(
+        [*verb, "--api-keys", str(tmp_path / "keys.json"), "--port", "0", "--token-budget", "77"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    try:
+        first = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", first)
+        assert found is not None, first
+        _, keys = decode_directory(httpx.get(found[0] + DIRECTORY_PATH, timeout=10).content)
+        pending = request_tokens(keys[0].encoded_key, CHALLENGE, 2)
+        sent = {"authorization": f"Bearer {api_key}", "content-type": BATCH_REQUEST_TYPE}
+        reply = httpx.post(found[0] + "/token-request", content=pending.encode(), headers=sent, timeout=10)
+        assert len(pending.finish(reply.content)) == 2
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, rest) == (0, "")
+    shown = json.loads(subprocess.run([*verb, "--show-keys"], check=True, capture_output=True, timeout=30).stdout)
+    assert {entry["budget"] for entry in shown} == {77}
+    assert {entry["taken_until"] for entry in shown} == {key.taken_until for key in keys}
+    (tmp_path / "shown.json").write_text(json.dumps(shown))
+    known = IssuerIdentity("http://127.0.0.1", identity.public)
+    for entry in list_issuers(read_issuer_keys(tmp_path / "shown.json"), time.time()):
+        assert entry.budget == 77
+        assert replace(known, url=entry.url).has_signed(entry)

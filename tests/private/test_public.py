@@ -1,0 +1,18 @@
+"""Files that are the same for whoever asks, and what is said when whoever has them is gone."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from cloister.private.serving import File
+from cloister.private.workers.remote import RemoteUnsealer
+from cloister.trust.sealing import KEYS_MEDIA_TYPE
+
+
+def test_keys_of_a_sealer_that_cannot_be_reached_are_refused_and_are_no_mistake_of_the_server() -> None:
+    app = Starlette(routes=[Route("/keys", File(RemoteUnsealer().publish, KEYS_MEDIA_TYPE))])
+    reply = TestClient(app).get("/keys")
+    assert reply.status_code == 503
+    assert "key service" in reply.json()["title"]

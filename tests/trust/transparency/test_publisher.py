@@ -1,0 +1,207 @@
+"""Publishing epochs: who stands in them, and what stops one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cloister.trust.transparency.checks import View
+from cloister.trust.transparency.epoch import GatewayEntry, parse_bundle
+from cloister.trust.transparency.log import Log
+from cloister.trust.transparency.membership import MAX_MEMBERS
+from cloister.trust.transparency.note import Note, Signature, parse_note
+from cloister.trust.transparency.publisher import Publisher
+from cloister.trust.transparency.refusal import Reason, TransparencyError
+from cloister.trust.transparency.witness import HttpWitness, NearWitness, Witness
+from tests.trust.transparency.world import World, keys_of, make_evidence, make_release
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_an_epoch_names_the_nodes_by_what_their_evidence_says(tmp_path: Path) -> None:
+    world = World(tmp_path, members={"a": 3, "b": 1})
+    documents = tuple(make_evidence(world.release, name=name, capacity=capacity) for name, capacity in (("a", 3), ("b", 1)))
+    published = world.publish(evidence=documents)
+    nodes = {node.node_id: node for node in world.believe(published.bundle).epoch.nodes}
+    for document, name, capacity in zip(documents, "ab", (3, 1), strict=True):
+        node = nodes[hashlib.sha256(keys_of(name)).hexdigest()]
+        assert node.capacity == capacity
+        assert node.evidence_sha256 == hashlib.sha256(document).hexdigest()
+        assert published.evidence[node.evidence_sha256] == document
+    assert published.left_out == ()
+
+
+def many_nodes(world: World, num_nodes: int) -> tuple[bytes, ...]:
+    return tuple(make_evidence(world.release, name=f"node{number}") for number in range(num_nodes))
+
+
+def test_an_epoch_has_room_for_as_many_nodes_as_a_membership(tmp_path: Path) -> None:
+    world = World(tmp_path, members={f"node{number}": 1 for number in range(MAX_MEMBERS)})
+    believed = world.believe(world.publish(evidence=many_nodes(world, MAX_MEMBERS)).bundle)
+    assert {node.node_id for node in believed.epoch.nodes} == {
+        hashlib.sha256(keys_of(f"node{number}")).hexdigest() for number in range(MAX_MEMBERS)
+    }
+
+
+def test_a_first_visit_does_not_fetch_the_keys_of_nodes_that_are_gone(tmp_path: Path) -> None:
+    """Of each epoch ever logged it reads digests; the keys of the nodes that serve come with their evidence."""
+    world = World(tmp_path, members={f"node{number}": 1 for number in range(8)})
+    documents = many_nodes(world, 8)
+    first = world.publish(evidence=documents)
+    before = sum(map(len, world.fetch(first.bundle, View()).values()))
+    for _ in range(5):
+        world.now += 600
+        last = world.publish(evidence=documents)
+    grown = sum(map(len, world.fetch(last.bundle, View()).values())) - before
+    assert last.epoch.epoch == first.epoch.epoch + 5
+    assert 5 * 2000 < grown < 5 * 5000
+
+
+def test_an_epoch_ends_with_the_first_keys_that_end(world: World) -> None:
+    documents = (make_evidence(world.release, name="a", life_s=600), make_evidence(world.release, name="b"))
+    epoch = world.publish(evidence=documents).epoch
+    assert epoch.not_after - epoch.not_before == 600
+
+
+def test_a_node_that_runs_something_else_or_ends_soon_is_left_out(world: World) -> None:
+    good = make_evidence(world.release)
+    documents = (
+        good,
+        make_evidence(make_release(2), name="other release"),
+        make_evidence(world.release, name="ends", life_s=30),
+        make_evidence(world.release, name="later", now=world.now + 600),
+        good,
+        b"nonsense",
+    )
+    published = world.publish(evidence=documents)
+    assert len(published.epoch.nodes) == 1
+    assert len(published.left_out) == 5
+    with pytest.raises(TransparencyError, match="no node"):
+        world.publish(evidence=documents[1:4])
+
+
+class Silent:
+    """A witness that never answers in time."""
+
+    async def cosign(self, log: Log, note: Note) -> list[Signature]:
+        raise TransparencyError(Reason.TOO_FEW_WITNESSES, "no answer")
+
+
+def test_one_witness_may_be_away_and_two_may_not(world: World) -> None:
+    near = list(world.publisher._cosigners)
+    contents = world.contents()
+    one_away = Publisher(world.log, world.trust, [*near[:2], Silent()])
+    world.believe(asyncio.run(one_away.publish(contents, world.now)).bundle)
+    two_away = Publisher(world.log, world.trust, [near[0], Silent(), Silent()])
+    with pytest.raises(TransparencyError) as caught:
+        asyncio.run(two_away.publish(contents, world.now))
+    assert caught.value.reason == Reason.TOO_FEW_WITNESSES
+    again = world.publish()  # what was logged without witnesses does not stop the next one
+    assert world.believe(again.bundle).epoch.epoch == 3
+
+
+def test_an_epoch_that_waits_for_witnesses_is_not_logged_again_and_again(world: World) -> None:
+    class Away(NearWitness):
+        is_away = True
+
+        async def cosign(self, log: Log, note: Note) -> Sequence[Signature]:
+            if self.is_away:
+                raise TransparencyError(Reason.TOO_FEW_WITNESSES, "no answer")
+            return await super().cosign(log, note)
+
+    witnesses = [Away(witness, lambda: world.now) for witness in world.witnesses]
+    publisher = Publisher(world.log, world.trust, witnesses)
+    contents = world.contents()
+    for _ in range(3):
+        with pytest.raises(TransparencyError):
+            asyncio.run(publisher.publish(contents, world.now))
+        world.now += 5
+    assert world.log.checkpoint()[0].size == 3
+    Away.is_away = False
+    published = asyncio.run(publisher.publish(contents, world.now))
+    assert world.believe(published.bundle).epoch.epoch == 1
+    assert world.log.checkpoint()[0].size == 3
+    assert world.log.checkpoint()[1].signatures == parse_note(parse_bundle(published.bundle).checkpoint).signatures
+    Away.is_away = True
+    with pytest.raises(TransparencyError):
+        asyncio.run(publisher.publish(contents, world.now))
+    with pytest.raises(TransparencyError):  # other contents, another epoch
+        asyncio.run(publisher.publish(world.contents(gateway=GatewayEntry("https://other.example", b"k")), world.now))
+    assert world.log.checkpoint()[0].size == 5
+
+
+def serve(witness: Witness, world: World, seen: list[int]) -> httpx.MockTransport:
+    def answer(request: httpx.Request) -> httpx.Response:
+        given = witness.add_checkpoint(request.content, world.now)
+        seen.append(given.status)
+        return httpx.Response(given.status, text=given.body, headers={"content-type": given.media_type})
+
+    return httpx.MockTransport(answer)
+
+
+async def cosign_over_http(
+    world: World, witness: Witness, transport: httpx.AsyncBaseTransport, deadline_s: float = 30.0
+) -> Note:
+    async with httpx.AsyncClient(transport=transport) as client:
+        asker = HttpWitness("https://witness.example/prefix/", witness.key, client, deadline_s)
+        note = world.log.checkpoint()[1]
+        return note.add(*await asker.cosign(world.log, note))
+
+
+def test_a_witness_over_http_is_asked_again_from_where_it_is(world: World) -> None:
+    seen: list[int] = []
+    witness = world.witnesses[0]
+    transport = serve(witness, world, seen)
+    first = asyncio.run(cosign_over_http(world, witness, transport))
+    assert len(first.signatures) == 2
+    world.log.append([b"more"])
+    asyncio.run(cosign_over_http(world, witness, transport))
+    assert seen == [200, 409, 200]
+
+
+async def hang(request: httpx.Request) -> httpx.Response:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda request: httpx.Response(200, text="nonsense"),
+        lambda request: httpx.Response(200, text="— witness.example/0 AAAAAAA=\n"),
+        lambda request: httpx.Response(200, text="x" * 100_000),
+        lambda request: httpx.Response(500, text="broken"),
+        lambda request: httpx.Response(409, text="99999\n", headers={"content-type": "text/x.tlog.size"}),
+        lambda request: httpx.Response(409, text="٣\n", headers={"content-type": "text/x.tlog.size"}),
+        lambda request: (_ for _ in ()).throw(httpx.ConnectError("refused")),
+        hang,
+    ],
+)
+def test_a_witness_that_answers_nonsense_or_not_at_all_is_counted_as_away(world: World, answer: object) -> None:
+    with pytest.raises(TransparencyError):
+        asyncio.run(cosign_over_http(world, world.witnesses[0], httpx.MockTransport(answer), 0.5))  # type: ignore[arg-type]
+
+
+def test_a_publisher_that_starts_again_goes_on_where_the_log_is(world: World) -> None:
+    world.publish()
+    world.publisher = world.make_publisher(Log(world.log.directory, world.log_key))
+    bundle = world.publish().bundle
+    assert world.believe(bundle, View()).epoch.epoch == 2
+
+
+def test_an_epoch_that_clients_would_refuse_is_not_published(world: World) -> None:
+    stranger = dataclasses.replace(world.trust, releases=(world.log_key.public,))
+    publisher = world.make_publisher(world.log, stranger)
+    size = world.log.checkpoint()[0].size
+    with pytest.raises(TransparencyError, match="no release"):
+        asyncio.run(publisher.publish(world.contents(), world.now))
+    assert world.log.checkpoint()[0].size == size
