@@ -66,7 +66,7 @@ def measure(num_sequences: int) -> tuple[list[float], list[float]]:
     runner, plans, commits = CountingRunner(), [], []
     for timed in make_requests(items(num_sequences, NUM_STEPS + 50)):
         scheduler.add(timed.request, 0.0)
-    while scheduler.num_requests:
+    while scheduler.requests:
         plan_s, plan = clock(partial(scheduler.plan, 0.0))
         assert isinstance(plan, StepPlan)
         result = runner.run(plan)

@@ -308,8 +308,8 @@ class Replica:
         found: dict[tuple[str, int], list[int]] = {}
         waiting = list(zip(requests, seeds, strict=True))[::-1]
         now = 0.0
-        while waiting or self.scheduler.num_requests:
-            while waiting and self.scheduler.num_requests < self.scheduler.config.max_num_seqs:
+        while waiting or self.scheduler.requests:
+            while waiting and len(self.scheduler.requests) < self.scheduler.config.max_num_seqs:
                 request, seed = waiting.pop()
                 self.scheduler.add(request, now, seed=seed)
             plan = self.scheduler.plan(now)
@@ -329,7 +329,7 @@ class Replica:
                     found[event.request_id, event.index] = tokens.pop(event.seq_id)[: event.num_output_tokens]
                     advance(1)
                 self.num_preempted += isinstance(event, Preempted)
-        assert self.runner.num_sequences == 0 or not self.scheduler.num_requests
+        assert self.runner.num_sequences == 0 or not self.scheduler.requests
         self.pool.check()
         return found
 

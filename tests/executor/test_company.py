@@ -66,7 +66,7 @@ def answers(asked, make_program, *, num_blocks, max_tokens, depth, block_size=4,
                 tokens[event.seq_id] = tokens[event.seq_id][: event.num_output_tokens]
             num_preempted += isinstance(event, Preempted)
         pool.check()
-    assert scheduler.num_requests == 0
+    assert not scheduler.requests
     assert runner.num_sequences == 0
     return {name: tokens[seq_id] for seq_id, name in names.items()}, num_preempted
 

@@ -92,7 +92,7 @@ def answer(compiler, requests, program=HistoryProgram, *, num_blocks=400, block_
                 found[event.request_id, event.index] = (text, event.error or event.reason)
             num_preempted += isinstance(event, Preempted)
         pool.check()
-    assert scheduler.num_requests == 0
+    assert not scheduler.requests
     return found, num_preempted
 
 

@@ -113,6 +113,7 @@ def test_others_go_on_while_a_grammar_compiles(house):
 
 def test_an_idle_engine_is_woken_when_a_grammar_is_compiled(house):
     waiting = house.submit(held())
+    house.step()
     assert not house.step()
     threading.Timer(0.1, house.compiler.goes_on.set).start()
     started = time.monotonic()
@@ -124,7 +125,7 @@ def test_an_idle_engine_is_woken_when_a_grammar_is_compiled(house):
 def test_one_that_takes_too_long_fails_alone(house):
     waiting, other = house.submit(held()), house.submit(make_request(max_tokens=30))
     house.drive(other)
-    house.clock.now_s += 60
+    house.clock.now_s += 6
     house.drive(waiting)
     reason, error = house.ends[waiting]
     assert reason is FinishReason.ERROR
@@ -153,6 +154,17 @@ def test_a_request_can_be_aborted_while_its_grammar_compiles(house):
     house.compiler.goes_on.set()
     house.core.input_queue.wait(0.2)
     assert not house.step() or waiting in house.ends
+
+
+def test_the_deadline_of_a_request_counts_from_its_arrival_while_its_grammar_compiles(house):
+    house.compiler.is_ready = False
+    waiting = house.submit(held())
+    for _ in range(5):
+        house.step()
+        assert waiting not in house.ends
+        house.clock.now_s += 12
+    house.drive(waiting)
+    assert house.ends[waiting][0] is FinishReason.TIMEOUT
 
 
 def test_a_shutdown_ends_what_compiles(house):

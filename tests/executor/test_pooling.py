@@ -68,7 +68,8 @@ def serve(asked, *, num_blocks=400, max_tokens=512, depth=1, program_type=Hidden
         vectors |= {seq_id: np.frombuffer(vector.data, "<f4") for seq_id, vector in result.embeddings.items()}
         events += scheduler.commit(result, {}, step * 0.01)
         pool.check()
-    assert scheduler.num_requests == runner.num_sequences == 0
+    assert not scheduler.requests
+    assert not runner.num_sequences
     names = {event.seq_id: event.request_id for event in events if isinstance(event, Ended)}
     return {names[seq_id]: vector for seq_id, vector in vectors.items()}, events
 

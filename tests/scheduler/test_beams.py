@@ -65,7 +65,7 @@ class Bench:
     def run(self, limit=500):
         for _ in range(limit):
             if not self.step():
-                assert self.scheduler.num_requests == 0
+                assert not self.scheduler.requests
                 return self
         raise AssertionError("it does not end")
 

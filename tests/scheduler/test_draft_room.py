@@ -36,7 +36,7 @@ def serve(requests, *, num_blocks, block_size, num_drafts=NUM_DRAFTS, policy="fc
             break
         steps.append((plan, scheduler.commit(runner.run(plan), {}, float(len(steps)))))
         pool.check()
-    assert not scheduler.num_requests
+    assert not scheduler.requests
     return steps
 
 

@@ -51,7 +51,7 @@ class Bench:
     def run(self, limit=2000):
         for _ in range(limit):
             if not self.step():
-                assert self.scheduler.num_requests == 0, "requests are left and nothing is planned"
+                assert not self.scheduler.requests, "requests are left and nothing is planned"
                 return self
         raise AssertionError("it does not end")
 
@@ -101,6 +101,40 @@ def test_a_request_that_comes_later_joins_at_the_next_step():
     bench.add("b", 4, max_tokens=2)
     bench.run()
     assert [e.request_id for e in bench.ended()] == ["b", "a"]
+
+
+def hold(bench, name, **fields):
+    request = Request(request_id=name, token_ids=[7] * 4, sampling=SamplingParams(max_tokens=2), **fields)
+    bench.scheduler.add(request, bench.now, hold_until_s=bench.now + 1.0)
+    return bench.scheduler.held[name]
+
+
+def test_a_request_that_is_held_back_runs_once_it_is_released_with_its_rank_of_arrival():
+    bench = Bench(max_num_seqs=1)
+    held = hold(bench, "held")
+    assert not bench.step()
+    for name in "abc":
+        bench.add(name, 4, max_tokens=2)
+    bench.step()
+    bench.scheduler.release(held)
+    bench.run()
+    assert not bench.scheduler.held
+    assert [e.request_id for e in bench.ended()] == ["a", "held", "b", "c"]
+
+
+def test_a_request_that_is_held_back_ends_by_abort_by_deadline_and_by_refusal():
+    bench = Bench()
+    hold(bench, "aborted")
+    hold(bench, "late", timeout_s=0.5)
+    bench.scheduler.abort("aborted", 0.1)
+    bench.now = 0.6
+    bench.step()
+    sampling = SamplingParams(max_tokens=2, n=1000)
+    bench.scheduler.add(Request(request_id="refused", token_ids=[1], sampling=sampling), bench.now, hold_until_s=9.0)
+    bench.run()
+    assert not bench.scheduler.held
+    reasons = {e.request_id: e.reason for e in bench.ended()}
+    assert reasons == {"aborted": FinishReason.ABORT, "late": FinishReason.TIMEOUT, "refused": FinishReason.REJECTED}
 
 
 def test_static_batching_lets_nobody_join():

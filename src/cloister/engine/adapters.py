@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol
 
 from cloister.types import errors
@@ -20,7 +19,7 @@ from cloister.types.errors import (
     NotFoundError,
 )
 from cloister.types.events import AdapterReply, FrontMessage, LoadAdapter, UnloadAdapter
-from cloister.types.request import AdapterInfo, Request
+from cloister.types.request import AdapterInfo
 
 GONE = "the adapter was unloaded; ask for another model"
 _UNREADABLE = "the adapter cannot be read ({}); check that its path is right and may be read"
@@ -51,15 +50,14 @@ class AdapterRegister:
         loaded: those that were loaded at start.
 
     Attributes:
+        leaving: digest -> calls that unloaded it, of adapters that keep their places as open requests use them.
         replies: answers that are ready; whoever sends them clears the list.
     """
 
     def __init__(self, host: AdapterHost | None = None, loaded: Sequence[AdapterInfo] = ()) -> None:
         self._host = host
         self._loaded = {adapter.name: adapter for adapter in loaded}
-        self._used: Counter[str] = Counter()
-        self._digest_of: dict[str, str] = {}
-        self._leaving: dict[str, list[str]] = {}
+        self.leaving: dict[str, list[str]] = {}
         self.replies: list[AdapterReply] = []
 
     @property
@@ -67,8 +65,12 @@ class AdapterRegister:
         """Those that requests can ask for."""
         return list(self._loaded.values())
 
-    def read(self, message: LoadAdapter | UnloadAdapter) -> None:
-        """Does what the front asks for, between two steps; `replies` has the answer, at once or later."""
+    def read(self, message: LoadAdapter | UnloadAdapter, used: Collection[str | None]) -> None:
+        """Does what the front asks for, between two steps; `replies` has the answer, at once or later.
+
+        Args:
+            used: digests of the adapters of open requests.
+        """
         try:
             if self._host is None:
                 raise ConfigError(
@@ -77,28 +79,29 @@ class AdapterRegister:
             if isinstance(message, LoadAdapter):
                 self.replies.append(AdapterReply(message.call_id, self._load(message, self._host)))
             else:
-                self._unload(message)
+                self._unload(message, used)
         except Exception as error:  # nobody else's request shall end for what this one names
             told = error if isinstance(error, CloisterError) else InvalidRequestError(_UNREADABLE.format(type(error).__name__))
             self.replies.append(AdapterReply(message.call_id, error=told.message, code=told.code))
 
-    def enter(self, request: Request) -> str | None:
-        """Counts a request as its adapter's; returns why it cannot have it, if so."""
-        digest = request.adapter
-        if digest is None:
-            return None
-        if all(adapter.digest != digest for adapter in self._loaded.values()):
-            return GONE
-        self._digest_of[request.request_id] = digest
-        self._used[digest] += 1
-        return None
+    def find_refusal(self, digest: str) -> str | None:
+        """Says why a request cannot have an adapter, or returns None if it can."""
+        return None if self._is_loaded(digest) else GONE
 
-    def leave(self, request_id: str) -> None:
-        """A request has ended."""
-        digest = self._digest_of.pop(request_id, None)
-        if digest is not None:
-            self._used[digest] -= 1
-            self._free_unused(digest)
+    def free_unused(self, used: Collection[str | None]) -> None:
+        """Frees the places of adapters that were unloaded and that no open request uses any more, and answers those calls.
+
+        Args:
+            used: digests of the adapters of open requests.
+        """
+        for digest in [digest for digest in self.leaving if digest not in used]:
+            calls = self.leaving.pop(digest)
+            if self._host is not None and not self._is_loaded(digest):
+                self._host.unload(digest)
+            self.replies += [AdapterReply(call_id) for call_id in calls]
+
+    def _is_loaded(self, digest: str) -> bool:
+        return any(adapter.digest == digest for adapter in self._loaded.values())
 
     def _load(self, message: LoadAdapter, host: AdapterHost) -> AdapterInfo:
         if message.name in self._loaded:
@@ -112,28 +115,17 @@ class AdapterRegister:
         self._loaded[adapter.name] = adapter
         return adapter
 
-    def _unload(self, message: UnloadAdapter) -> None:
+    def _unload(self, message: UnloadAdapter, used: Collection[str | None]) -> None:
         adapter = self._loaded.pop(message.name, None)
         if adapter is None:
             raise NotFoundError(
                 "there is no adapter of this name; GET /v1/models lists those that are loaded", param="lora_name"
             )
-        if any(other.digest == adapter.digest for other in self._loaded.values()):
+        if self._is_loaded(adapter.digest):
             self.replies.append(AdapterReply(message.call_id))  # the same weights stay under another name
             return
-        self._leaving.setdefault(adapter.digest, []).append(message.call_id)
-        self._free_unused(adapter.digest)
-
-    def _free_unused(self, digest: str) -> None:
-        """Frees the place of an adapter that is on its way out and that no request uses any more."""
-        if digest not in self._leaving or self._used[digest] > 0:
-            return
-        del self._used[digest]
-        calls = self._leaving.pop(digest)
-        is_back = any(adapter.digest == digest for adapter in self._loaded.values())
-        if self._host is not None and not is_back:
-            self._host.unload(digest)
-        self.replies += [AdapterReply(call_id) for call_id in calls]
+        self.leaving.setdefault(adapter.digest, []).append(message.call_id)
+        self.free_unused(used)
 
 
 # The front's side of adapters: which ones the engine has, and calls to load and unload them. Used from one thread only.

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from cloister.engine.adapters import AdapterRegister
 from cloister.engine.drafting import describe_drafting, measure, weigh
-from cloister.engine.input_queue import CompilingRequests, GrammarCompilation, InputQueue
+from cloister.engine.input_queue import InputQueue
 from cloister.engine.memory_scrubber import MemoryScrubber
 from cloister.engine.output_processor import OutputProcessor
 from cloister.engine.step_ahead import StepAhead
@@ -32,6 +32,7 @@ from cloister.types.events import (
     Submit,
     UnloadAdapter,
 )
+from cloister.types.grammar import Grammar
 from cloister.types.logs import describe
 from cloister.types.request import ModelInfo, Request
 from cloister.types.step import StepPlan, StepResult
@@ -40,6 +41,8 @@ IDLE_WAIT_S: Final = 5.0
 """Longest sleep of an engine with nothing to do; a message ends it at once."""
 COMPILING_WAIT_S: Final = 1.0
 """The same while requests wait for their grammar; a message without events then says that the engine lives."""
+COMPILE_TIMEOUT_S: Final = 5.0
+"""How long a grammar may take; after that its request goes on, and fails with the reason."""
 MAX_FAILURES_IN_ROW: Final = 3
 STEP_FAILED: Final = "the engine failed while it computed this request; send it again"
 
@@ -52,8 +55,21 @@ class Runner(Protocol):
     def run(self, plan: StepPlan) -> StepResult: ...
 
 
+class GrammarCompilation(Protocol):
+    """What compiles grammars beside the engine's thread."""
+
+    def prepare(self, grammar: Grammar, then: Callable[[], None]) -> bool:
+        """Starts to compile a grammar; True if it is done already. `then` is called from another thread when it is."""
+        ...
+
+    def give_up(self, grammar: Grammar) -> bool:
+        """Ends the wait for a grammar, whose sequences will fail; False where it has to go on."""
+        ...
+
+
 class EngineCore:
-    """One replica: everything but how messages reach it.
+    """One replica: everything but how messages reach it. What it knows of a request is the scheduler's record of it
+    (`Scheduler.requests`), from the message that brings it until its last sequence ends.
 
     Args:
         scheduler: says what runs.
@@ -63,8 +79,7 @@ class EngineCore:
         memory: itemised budget, (what, bytes).
         startup: how long its start took, (phase, seconds).
         adapters: those that requests may ask for.
-        draw_seed: seed of the sampling noise of a request that brings none.
-        grammars: compiles those of requests, beside the steps.
+        grammars: compiles those of requests, beside the steps; None where no request has one.
         scrubber: clears away what requests left; None leaves it until it is overwritten.
         ahead: of the runner: a step is planned, and the tokens of the one before are read, while a device computes another;
             None does one thing after the other.
@@ -84,7 +99,6 @@ class EngineCore:
         memory: list[tuple[str, int]],
         startup: Sequence[tuple[str, float]] = (),
         clock: Clock | None = None,
-        draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
         adapters: AdapterRegister | None = None,
         grammars: GrammarCompilation | None = None,
         scrubber: MemoryScrubber | None = None,
@@ -100,11 +114,9 @@ class EngineCore:
         self._runner = runner
         self._output = output
         self._clock = clock or WallClock()
-        self._draw_seed = draw_seed
-        self._compiling = CompilingRequests(grammars, lambda: self.input_queue.wake())
+        self._grammars = grammars
         self._scrubber = scrubber
         self._ahead = ahead
-        self._open: set[str] = set()
         self._drain_by_s: float | None = None
         self._num_failures = 0
 
@@ -134,7 +146,7 @@ class EngineCore:
                 emit(outputs)
             elif not self.is_done:
                 self.input_queue.wait(self._patience_s())
-                if self._compiling.held:
+                if self._scheduler.held:
                     emit(Outputs([], []))
 
     def step(self, emit: Callable[[Outputs], None] | None = None) -> Outputs | None:
@@ -152,11 +164,11 @@ class EngineCore:
         now = self._clock.now()
         for message in self.input_queue.take():
             self._read(message, now)
-        if self._compiling.held:
-            for request in self._compiling.take_ready(now):
-                self._admit(request, now)
+        if self._scheduler.held:
+            self._release_compiled(now)
         if self._drain_by_s is not None and now >= self._drain_by_s:
-            self._abort_all(now)
+            for request_id in list(self._scheduler.requests):
+                self._scheduler.abort(request_id, now)
         if self._ahead is None:
             plan, next_plan = self._scheduler.plan(now), None
         else:
@@ -166,44 +178,63 @@ class EngineCore:
         outputs = self._collect(self._perform(plan, next_plan) if plan is not None else self._scheduler.take_events())
         if self._scrubber is not None:
             self._scrubber.tidy(now, is_idle=plan is None)
-        self.is_done = self._drain_by_s is not None and plan is None and not self._open
+        self.is_done = self._drain_by_s is not None and plan is None and not self._scheduler.requests
         return outputs
 
     def _collect(self, events: list[Event]) -> Outputs | None:
-        """Builds the message about what happened, and forgets the requests that ended; None if nothing did."""
+        """Builds the message about what happened; None if nothing did."""
         for event in events:
             if isinstance(event, Ended) and event.last:
-                self._open.discard(event.request_id)
-                self.adapters.leave(event.request_id)
-                if self._scrubber is not None:
-                    self._scrubber.note_end()
+                self._clear_up()
         replies, self.adapters.replies = self.adapters.replies, []
         answers = self._scheduler.take_answers() if self._scheduler.answers else ()
-        return Outputs(self._output.collect(events, answers), events, replies) if events or replies else None
+        if not (events or replies):
+            return None
+        return Outputs(self._output.collect(events, self._scheduler.requests, answers), events, replies)
+
+    def _clear_up(self) -> None:
+        """Takes away what only a request that ended had a use for."""
+        if self.adapters.leaving:
+            self.adapters.free_unused(self._used_adapters())
+        if self._scrubber is not None:
+            self._scrubber.note_end()
+
+    def _used_adapters(self) -> set[str | None]:
+        return {record.request.adapter for record in self._scheduler.requests.values()}
 
     def _read(self, message: FrontMessage, now: float) -> None:
         match message:
             case Submit(request):
-                self._open.add(request.request_id)
-                if not self._compiling.hold(request, now):
-                    self._admit(request, now)
+                self._admit(request, now)
             case Abort(request_id):
-                self._abort(request_id, now)
+                self._scheduler.abort(request_id, now)
             case LoadAdapter() | UnloadAdapter():
                 if self._ahead is not None:
                     self._ahead.pause()
-                self.adapters.read(message)
+                self.adapters.read(message, self._used_adapters())
             case Shutdown(timeout_s):
                 self._drain_by_s = now + timeout_s
 
     def _admit(self, request: Request, now: float) -> None:
-        self._scheduler.add(request, now, seed=self._draw_seed(), refusal=self.adapters.enter(request))
+        grammar = request.sampling.grammar
+        hold_until_s = None if grammar is None or self._is_compiled(grammar) else now + COMPILE_TIMEOUT_S
+        refusal = None if request.adapter is None else self.adapters.find_refusal(request.adapter)
+        self._scheduler.add(request, now, seed=secrets.randbits(63), refusal=refusal, hold_until_s=hold_until_s)
 
-    def _abort(self, request_id: str, now: float) -> None:
-        request = self._compiling.drop(request_id)
-        if request is not None:  # it ends as every other one: after it came
-            self._admit(request, now)
-        self._scheduler.abort(request_id, now)
+    def _is_compiled(self, grammar: Grammar) -> bool:
+        """Whether no request has to wait for a grammar; starts to compile it, and wakes the engine when that is done."""
+        return self._grammars is None or self._grammars.prepare(grammar, lambda: self.input_queue.wake())
+
+    def _release_compiled(self, now: float) -> None:
+        """Lets requests run whose grammar is compiled, and those that waited too long for it, which fail with the reason."""
+        for record in list(self._scheduler.held.values()):
+            grammar, is_late = record.request.sampling.grammar, now >= record.held_until_s
+            assert grammar is not None
+            assert self._grammars is not None
+            if (is_late and self._grammars.give_up(grammar)) or self._is_compiled(grammar):
+                self._scheduler.release(record)
+            elif is_late:
+                record.held_until_s = now + COMPILE_TIMEOUT_S
 
     def _plan_ahead(self, ahead: StepAhead, now: float) -> tuple[StepPlan | None, StepPlan | None]:
         """Returns the step that a device computes, begun here if none was, and the one behind it, planned meanwhile."""
@@ -279,13 +310,10 @@ class EngineCore:
             spent_s=spent_s,
         )
 
-    def _abort_all(self, now: float) -> None:
-        for request_id in self._open:
-            self._abort(request_id, now)
-
     def _patience_s(self) -> float:
         """How long to wait for a message: until the next deadline of anybody, but never too long."""
-        known = (self._scheduler.next_deadline_s, self._compiling.next_deadline_s, self._drain_by_s)
+        held = self._scheduler.held.values()
+        known = (self._scheduler.next_deadline_s, self._drain_by_s, *(record.held_until_s for record in held))
         deadlines = [d for d in known if d is not None]
-        longest_s = COMPILING_WAIT_S if self._compiling.held else IDLE_WAIT_S
+        longest_s = COMPILING_WAIT_S if held else IDLE_WAIT_S
         return max(0.0, min([longest_s, *(d - self._clock.now() for d in deadlines)]))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from cloister.scheduler import RequestState
 from cloister.text import Detokenizer, StopStrings, Tokenizer
-from cloister.types.events import Ended, Event, Progressed, Scheduled, end_output
+from cloister.types.events import Ended, Event, Progressed, end_output
 from cloister.types.request import Embedding, FinishReason, ModelInfo, SequenceOutput, TokenLogprobs
 from cloister.types.step import NewSequence, Sample, StepPlan, StepResult, Stop
 
@@ -117,7 +118,6 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self._max_model_len = model.max_model_len
         self._streams: dict[int, _Stream] = {}
-        self._num_cached: dict[str, int] = {}
 
     def begin(self, plan: StepPlan) -> None:
         """Readies the answers of sequences that come with a plan, before it is checked."""
@@ -146,10 +146,13 @@ class OutputProcessor:
                 stops[sample.seq_id] = stop
         return stops
 
-    def collect(self, events: Sequence[Event], answers: Sequence[NewSequence] = ()) -> list[SequenceOutput]:
+    def collect(
+        self, events: Sequence[Event], requests: Mapping[str, RequestState], answers: Sequence[NewSequence]
+    ) -> list[SequenceOutput]:
         """Builds the outputs that belong to the events of a step, one per sequence.
 
         Args:
+            requests: the scheduler's records of those that are open, by id.
             answers: what beam searches found, whole.
         """
         for new in answers:
@@ -161,14 +164,12 @@ class OutputProcessor:
             match event:
                 case Progressed():
                     progressed[event.seq_id] = event
-                case Scheduled(resumed=False):
-                    self._num_cached[event.request_id] = event.num_cached_tokens
                 case Ended():
                     outputs.append(self._end(event, event.seq_id in progressed))
                     progressed.pop(event.seq_id, None)
                 case _:
                     pass
-        return [self._go_on(event) for event in progressed.values()] + outputs
+        return [self._go_on(event, requests[event.request_id]) for event in progressed.values()] + outputs
 
     def _open(self, new: NewSequence, index: int) -> _Stream:
         return _Stream(new, index, self.tokenizer, self._max_model_len)
@@ -179,7 +180,7 @@ class OutputProcessor:
         if kept is not None:
             kept[start + 1 : start + 1 + len(entries)] = [self._spell(entry) for entry in entries]
 
-    def _go_on(self, event: Progressed) -> SequenceOutput:
+    def _go_on(self, event: Progressed, request: RequestState) -> SequenceOutput:
         stream = self._streams[event.seq_id]
         return SequenceOutput(
             request_id=event.request_id,
@@ -190,12 +191,10 @@ class OutputProcessor:
             prompt_logprobs=None if stream.prompt_logprobs is None else _take_prompt(stream),
             num_prompt_tokens=stream.new.num_prompt_tokens,
             num_output_tokens=stream.num_tokens,
-            num_cached_tokens=self._num_cached.get(event.request_id, 0),
+            num_cached_tokens=request.num_cached_tokens,
         )
 
     def _end(self, event: Ended, has_gained: bool) -> SequenceOutput:
-        if event.last:
-            self._num_cached.pop(event.request_id, None)
         stream = self._streams.pop(event.seq_id, None)
         output = end_output(event)
         if stream is None:

@@ -33,13 +33,12 @@ def open_listener() -> tuple[socket.socket, socket.socket]:
 
 
 class _Channel:
-    """One worker's channel: what has come of a frame, what could not be sent yet, and its open requests."""
+    """One worker's channel: what has come of a frame, and what could not be sent yet."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.coming = bytearray()
         self.going = bytearray()
-        self.open: set[str] = set()
         self.lock = threading.Lock()
 
     def take(self) -> Iterable[bytes]:
@@ -130,8 +129,8 @@ class WorkerChannels:
         for one, outputs in theirs.items():
             self._send(one, outputs)
         for event in message.events:
-            if isinstance(event, Ended) and event.last and (one := self._by_request.pop(event.request_id, None)) is not None:
-                one.open.discard(event.request_id)
+            if isinstance(event, Ended) and event.last:
+                self._by_request.pop(event.request_id, None)
         return rest
 
     def _send(self, one: _Channel, outputs: Outputs) -> None:
@@ -190,18 +189,18 @@ class WorkerChannels:
             request_id = message.request.request_id
             if request_id in self._by_request or not 1 <= message.request.sampling.n <= self._max_num_seqs:
                 raise channel.ChannelError("no request of this channel can have this name, or ask for so many sequences")
-            one.open.add(request_id)
             self._by_request[request_id] = one
             self._input_queue.put(message)
-        elif isinstance(message, Abort) and message.request_id in one.open:
+        elif isinstance(message, Abort) and self._by_request.get(message.request_id) is one:
             self._input_queue.put(message)
 
     def _drop(self, one: _Channel) -> None:
         self._selector.unregister(one.sock)
         self._stuck.discard(one)
         one.sock.close()
-        for request_id in list(one.open):
-            self._input_queue.put(Abort(request_id))
+        for request_id, channel_of_it in list(self._by_request.items()):  # a copy: the engine's thread takes from it
+            if channel_of_it is one:
+                self._input_queue.put(Abort(request_id))
 
 
 def _without_content(event: Event) -> Event:

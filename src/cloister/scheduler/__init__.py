@@ -3,11 +3,13 @@
 from cloister.scheduler.budget import BUDGET_THREAT, BudgetConfig, StepBudget, StepCost, StepSize
 from cloister.scheduler.policies import POLICIES, SchedulingPolicy
 from cloister.scheduler.scheduler import Scheduler, SchedulerConfig
+from cloister.scheduler.sequence import RequestState
 
 __all__ = [
     "BUDGET_THREAT",
     "POLICIES",
     "BudgetConfig",
+    "RequestState",
     "Scheduler",
     "SchedulerConfig",
     "SchedulingPolicy",

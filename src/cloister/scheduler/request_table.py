@@ -27,6 +27,7 @@ class RequestTable:
 
     Attributes:
         groups: requests by id.
+        held: those of them that came and are not queued yet.
         sequences: by id; those included that ended while a plan in flight still names them.
         running: sequences that are planned.
         departures: sequences that the runner shall forget.
@@ -40,6 +41,7 @@ class RequestTable:
         self.pool = pool
         self.tree = PrefixCache(pool, keys.public, quotas) if keys is not None else None
         self.groups: dict[str, RequestState] = {}
+        self.held: dict[str, RequestState] = {}
         self.sequences: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
         self.num_waiting = 0
@@ -72,16 +74,6 @@ class RequestTable:
                 filled = min(size, max(0, sequence.num_planned - i * size))
                 held[block] = max(held.get(block, 0), filled)
         return sum(size - filled for filled in held.values())
-
-    def take_events(self) -> list[Event]:
-        """Returns what happened since the last call, oldest first."""
-        events, self.events = self.events, []
-        return events
-
-    def take_departures(self) -> list[int]:
-        """Returns the sequences that left since the last call."""
-        departures, self.departures = self.departures, []
-        return departures
 
     def enlist(self, request: Request, now: float, seed: int) -> RequestState:
         """Takes a request down, with the deadline it brings.
@@ -269,6 +261,7 @@ class RequestTable:
         self.renew(sequence, now)
         if group.num_open == 0:
             del self.groups[group.request.request_id]
+            self.held.pop(group.request.request_id, None)
         self.settle(sequence)
 
     def expire(self, now: float) -> None:

@@ -18,7 +18,7 @@ from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
 from cloister.scheduler.draft_allocator import DraftAllocator
 from cloister.scheduler.policies import POLICIES
 from cloister.scheduler.request_table import RequestTable, table_of
-from cloister.scheduler.sequence import Sequence, Status, introduce
+from cloister.scheduler.sequence import RequestState, Sequence, Status, introduce
 from cloister.scheduler.speculation import NO_DRAFTS, DraftDecision, Speculation
 from cloister.scheduler.step import Step
 from cloister.types.events import Event, Progressed, Scheduled
@@ -64,6 +64,8 @@ class Scheduler:
         speculation: says how many tokens to draft; None drafts none.
 
     Attributes:
+        requests: records of those that have not ended, by id. They are the scheduler's to change, `held_until_s` aside.
+        held: those of them that came and are not queued before `release`.
         answers: those of beam searches that were not taken yet, whole, as if they arrived: their output behind the prompt.
     """
 
@@ -93,6 +95,8 @@ class Scheduler:
         )
         self._num_usable = num_usable * pool.block_size
         self._searches = BeamSearches(self._requests)
+        self.requests: Mapping[str, RequestState] = self._requests.groups
+        self.held: Mapping[str, RequestState] = self._requests.held
         self.answers = self._requests.answers
         self._steps: deque[Step] = deque()
         self._next_plan = 0
@@ -106,11 +110,6 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return self._requests.num_waiting
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that have not ended."""
-        return len(self._requests.groups)
 
     @property
     def num_in_flight(self) -> int:
@@ -133,7 +132,8 @@ class Scheduler:
 
     def take_events(self) -> list[Event]:
         """Returns what happened since the last call, oldest first."""
-        return self._requests.take_events()
+        events, self._requests.events = self._requests.events, []
+        return events
 
     def take_answers(self) -> list[NewSequence]:
         """Returns `answers` and forgets them."""
@@ -143,12 +143,15 @@ class Scheduler:
 
     # Coming and going
 
-    def add(self, request: Request, now: float, *, seed: int = 0, refusal: str | None = None) -> None:
+    def add(
+        self, request: Request, now: float, *, seed: int = 0, refusal: str | None = None, hold_until_s: float | None = None
+    ) -> None:
         """Takes a request. One that can never run ends at once as REJECTED, with the reason and the figure that would do.
 
         Args:
             seed: of the sampling noise, if the request brings none.
             refusal: why it can never run, where the caller knows that already.
+            hold_until_s: the caller holds it back for something outside, and will look again by then; None queues it at once.
         """
         group = self._requests.enlist(request, now, request.sampling.seed if request.sampling.seed is not None else seed)
         eos = () if request.sampling.ignore_eos else self.config.eos_token_ids
@@ -169,8 +172,16 @@ class Scheduler:
             refusal = group.beams.find_excess()
         if refusal is not None:
             self._requests.end_group(group, FinishReason.REJECTED, now, error=refusal)
+        elif hold_until_s is not None:
+            group.held_until_s = hold_until_s
+            self._requests.held[request.request_id] = group
         else:
             self._requests.wait(sequence)
+
+    def release(self, group: RequestState) -> None:
+        """Queues a request that was held back."""
+        del self._requests.held[group.request.request_id]
+        self._requests.wait(group.sequences[0])
 
     def abort(self, request_id: str, now: float) -> None:
         """Ends a request that nobody waits for; does nothing if it has ended already."""
@@ -200,7 +211,7 @@ class Scheduler:
         self._fill(step)
         plan = step.plan
         plan.wipes = self.pool.take_wipes()
-        plan.departures = self._requests.take_departures()
+        plan.departures, self._requests.departures = self._requests.departures, []
         if not (plan.sequences or plan.wipes or plan.departures):
             return None
         self._next_plan += 1

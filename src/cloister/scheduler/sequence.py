@@ -24,10 +24,11 @@ class Status(Enum):
 
 
 class RequestState:
-    """One request from arrival to its last sequence's end.
+    """One request from arrival to its last sequence's end: all that the engine's side knows of it (`decisions/0016`).
 
     Attributes:
         arrival_s, deadline_s: on the engine's clock.
+        held_until_s: of one that is held back (`Scheduler.held`): when whoever holds it looks again at the latest.
         num_prompt_tokens: length of its prompt.
         order: rank of arrival, for first come first served.
         seed: of the sampling noise, the client's or a drawn one.
@@ -42,6 +43,7 @@ class RequestState:
         "beams",
         "deadline_s",
         "first_token_s",
+        "held_until_s",
         "num_cached_tokens",
         "num_open",
         "num_prompt_tokens",
@@ -64,6 +66,7 @@ class RequestState:
         self.seed = seed
         self.root = root
         self.owner = owner
+        self.held_until_s = 0.0
         self.stop_token_ids: tuple[int, ...] = ()
         self.num_open = request.sampling.n
         self.num_cached_tokens = 0
