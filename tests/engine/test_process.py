@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from cloister.engine import EngineClient, ProcessTransport, Supervision
-from cloister.engine.spawn import ProcessHandle, spawn_program
 from cloister.engine.supervision import Restarts
+from cloister.engine.transports import ProcessHandle, spawn_program
 from cloister.types.errors import (
     ConfigError,
     DeadlineError,

@@ -5,29 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
+from cloister.engine import channel
 from cloister.engine.channel import MessageStream
-from cloister.engine.spawn import EngineProcess, Spawn, spawn_engine, spawn_overwriting, spawn_program
 from cloister.engine.supervision import Supervision
 from cloister.engine.worker_channels import open_listener
+from cloister.types import errors
 from cloister.types.config import EngineConfig
-from cloister.types.events import FrontMessage, Outputs, Ready, Shutdown
+from cloister.types.errors import CloisterError, EngineError
+from cloister.types.events import Failed, FrontMessage, Outputs, Ready, Shutdown
 from cloister.types.logs import describe
-from cloister.types.processes import overwrites
+from cloister.types.processes import OVERWRITING, overwrites
 
 if TYPE_CHECKING:
     from cloister.engine.core import EngineCore
 
 LOST: Final = "the engine stopped while it held this request; send it again"
 LOST_THREAD: Final = "the engine stopped while it held this request, and in a thread it cannot be restarted; load it again"
+_BUFFER_BYTES: Final = 2**20
+_EXIT_POLL_S: Final = 0.01
 
 _logger = logging.getLogger(__name__)
 
@@ -77,7 +85,49 @@ class Transport(Protocol):
         ...
 
 
-class ProcessTransport:
+class ProcessHandle(Protocol):
+    """A process that somebody made for us, as subprocess.Popen shows it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+Spawn = Callable[[socket.socket], ProcessHandle]
+"""Makes a process that runs `cloister.engine.engine_process` with the socket given as its own."""
+
+
+def spawn_program(far: socket.socket, variables: Mapping[str, str] = {}) -> ProcessHandle:
+    """Makes an engine process by executing the interpreter anew: no shell, no port, no name that another process could take.
+
+    Args:
+        variables: of its environment, beside those of this process.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "cloister.engine.engine_process", str(far.fileno())],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **variables},
+        pass_fds=(far.fileno(),),
+        process_group=0,  # Ctrl-C in a terminal reaches the front only
+    )
+
+
+class _ChannelTransport:
+    """What a process and a worker's channel have in common: messages over a socket."""
+
+    lost = LOST
+    _messages: MessageStream | None = None
+
+    async def run(self, deliver: Deliver) -> None:
+        if self._messages is not None:
+            while isinstance(message := await self._messages.receive(), Outputs):
+                deliver(message)
+
+
+class ProcessTransport(_ChannelTransport):
     """To an engine in a child process, which is replaced when it dies.
 
     Args:
@@ -88,8 +138,6 @@ class ProcessTransport:
         keep_listener: gets the near end of the listener of each engine process (`engine.worker_channels`), to keep; None,
             engines have no listener.
     """
-
-    lost = LOST
 
     def __init__(
         self,
@@ -107,46 +155,93 @@ class ProcessTransport:
         self._log_format = log_format
         self._spawn = spawn
         self._keep_listener = keep_listener
-        self._process: EngineProcess | None = None
+        self._process: ProcessHandle | None = None
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
     async def open(self, config: EngineConfig) -> None:
-        begun_s = time.monotonic()
-        spawn = self._spawn or (spawn_overwriting if overwrites(config.profile) else spawn_program)
-        timeout_s = self._supervision.start_timeout_s
-        near, far = open_listener() if self._keep_listener is not None else (None, None)
-        try:
-            self._process = await spawn_engine(self._entry, config, timeout_s, self._log_format, spawn, far)
-        except BaseException:
+        begun_s, timeout_s = time.monotonic(), self._supervision.start_timeout_s
+        async with contextlib.AsyncExitStack() as on_failure:
+            near, far = open_listener() if self._keep_listener is not None else (None, None)
             if near is not None:
-                near.close()
-            raise
+                on_failure.enter_context(near)
+            await self._start(config, far)
+            on_failure.push_async_callback(self.close)
+            try:
+                said = await asyncio.wait_for(self._await_ready(), timeout_s)
+            except TimeoutError as error:
+                raise EngineError(f"the engine was not ready after {timeout_s:.0f} s; the log may say why") from error
+            on_failure.pop_all()
         if self._keep_listener is not None and near is not None:
             self._keep_listener(near)
-        said = self._process.ready
         import_s = time.monotonic() - begun_s - sum(duration_s for _, duration_s in said.startup)
         self.ready = msgspec.structs.replace(said, startup=[("import", import_s), *said.startup])
 
-    def send(self, message: FrontMessage) -> None:
-        if self._process is not None:
-            self._process.messages.send(message)
+    async def _start(self, config: EngineConfig, listener: socket.socket | None) -> None:
+        """Makes the process and says what it shall become.
 
-    async def run(self, deliver: Deliver) -> None:
-        if self._process is not None:
-            receive = self._process.messages.receive
-            while isinstance(message := await receive(), Outputs):
-                deliver(message)
+        Args:
+            listener: through which others than this process send it channels (`engine.worker_channels`); it is closed here.
+        """
+        with contextlib.ExitStack() as unused:
+            if listener is not None:
+                unused.enter_context(listener)
+            boot = channel.frame(channel.Boot(self._entry, config, [path for path in sys.path if path], self._log_format))
+            spawn = self._spawn or partial(spawn_program, variables=OVERWRITING if overwrites(config.profile) else {})
+            near, far = socket.socketpair()
+            on_failure = unused.enter_context(contextlib.ExitStack())
+            on_failure.enter_context(near)
+            with far:
+                process = spawn(far)
+            on_failure.callback(process.kill)
+            socket.send_fds(near, [boot], [] if listener is None else [listener.fileno()])
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+            self._messages = await MessageStream.open(near)
+            self._process = process
+            on_failure.pop_all()
+
+    async def _await_ready(self) -> Ready:
+        assert self._messages is not None
+        match await self._messages.receive():
+            case Ready() as ready:
+                return ready
+            case Failed(message, code):
+                raise _as_error(message, code)
+            case _:
+                raise EngineError("the engine died while it started; the log may say why")
+
+    def send(self, message: FrontMessage) -> None:
+        if self._messages is not None:
+            self._messages.send(message)
 
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
 
     async def close(self) -> str | None:
-        process, self._process = self._process, None
-        return None if process is None else f"the process ended with status {await process.close()}"
+        """Kills the process if it has not exited, and waits for it; it holds nothing that has to be saved."""
+        process, messages = self._process, self._messages
+        self._process = self._messages = None
+        if process is None or messages is None:
+            return None
+        status = process.poll()
+        messages.close()
+        process.kill()
+        await asyncio.sleep(0)  # the loop closes the socket at its next turn
+        while status is None:  # SIGKILL ends any process; only the kernel takes its time
+            await asyncio.sleep(_EXIT_POLL_S)
+            status = process.poll()
+        return f"the process ended with status {status}"
+
+
+def _as_error(message: str, code: str) -> CloisterError:
+    """Returns the error that the engine process raised, by its code."""
+    kinds = (k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, CloisterError))
+    kind = next((k for k in kinds if k.code == code and k is not errors.QueueFullError), EngineError)
+    return kind(message, code=code)
 
 
 class ThreadTransport:
@@ -216,21 +311,19 @@ class _Post:
                 self._loop.call_soon(self._deliver)
 
 
-class WorkerTransport:
+class WorkerTransport(_ChannelTransport):
     """To an engine behind a channel that somebody else opened (`engine.worker_channels`), for as long as one request takes.
 
     Args:
         ready: what the engine said of itself when it started.
     """
 
-    lost = LOST
     pid = None
     supervision: Supervision | None = None  # the front's, which hears of every step
 
     def __init__(self, ready: Ready) -> None:
         self.ready: Ready | None = ready
         self._sock: socket.socket | None = None
-        self._messages: MessageStream | None = None
 
     def attach(self, sock: socket.socket) -> None:
         """Takes the channel. Called once, before the client starts."""
@@ -247,11 +340,6 @@ class WorkerTransport:
             self._messages.close()
         else:
             self._messages.send(message)
-
-    async def run(self, deliver: Deliver) -> None:
-        if self._messages is not None:
-            while isinstance(message := await self._messages.receive(), Outputs):
-                deliver(message)
 
     def kill(self) -> None:
         pass

@@ -11,7 +11,7 @@ from cloister.types.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
     from cloister.engine import EngineClient
-    from cloister.engine.spawn import ProcessHandle
+    from cloister.engine.transports import ProcessHandle
 
 
 ENGINE_ENTRY: Final = "cloister.launch:build_engine"
