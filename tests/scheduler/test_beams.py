@@ -4,7 +4,7 @@ import pytest
 
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
-from cloister.scheduler.beams import Beams
+from cloister.scheduler.beam_search import Beams
 from cloister.types.events import Ended, Preempted
 from cloister.types.request import BeamSearch, FinishReason, Request, SamplingParams, TokenLogprobs
 from cloister.types.step import Sample, StepResult

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from cloister.kv import BlockPool, BlockTable, CacheQuotas, OutOfBlocksError, PrefixCache, PrefixKeys
 from cloister.scheduler.admission import EngineLimits, count_positions, find_refusal
-from cloister.scheduler.beam_search import BeamSearches
-from cloister.scheduler.beams import Beams
+from cloister.scheduler.beam_search import Beams, BeamSearches
 from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
 from cloister.scheduler.draft_allocator import DraftAllocator
 from cloister.scheduler.policies import POLICIES

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from cloister.kv import BlockTable
-from cloister.scheduler.beams import Beams
 from cloister.types.request import Request
 from cloister.types.step import MAX_SCORED_ROWS, NewSequence
+
+if TYPE_CHECKING:
+    from cloister.scheduler.beam_search import Beams
 
 
 class Status(Enum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from cloister.scheduler.sequence import Sequence, Status
 from cloister.types.registry import Registry
@@ -25,54 +25,48 @@ PRIORITY_THREAT = ThreatProfile(
 )
 
 
-class SchedulingPolicy(Protocol):
-    """Orders who waits and who runs.
+class SchedulingPolicy:
+    """Orders who waits and who runs. Without more all sequences are of one level, rank by arrival and keep their places.
 
     A level is a class of urgency, smaller first. Prefill of one level holds up the levels behind it, but never its own
     level's decodes; decodes go before prefill inside a level (stall-free batching).
+
+    Attributes:
+        push: queues a waiting sequence; one that was preempted keeps its place of arrival.
+        peek: returns who is admitted next, or None. Sequences that no longer wait are skipped.
+        pop: removes and returns what `peek` returned.
     """
+
+    push: Callable[[Sequence], None]
+    peek: Callable[[], Sequence | None]
+    pop: Callable[[], Sequence]
 
     def attach_cache(self, num_cached: Callable[[Sequence], int]) -> None:
         """Called once, before the first sequence: what says how many tokens of a waiting sequence the prefix cache holds."""
-        ...
-
-    def push(self, sequence: Sequence) -> None:
-        """Queues a waiting sequence; one that was preempted keeps its place of arrival."""
-        ...
-
-    def peek(self) -> Sequence | None:
-        """Returns who is admitted next, or None. Sequences that no longer wait are skipped."""
-        ...
-
-    def pop(self) -> Sequence:
-        """Removes and returns what `peek` returned."""
-        ...
 
     def may_admit(self, num_running: int) -> bool:
         """Asked once a step: may sequences join the `num_running` that run?"""
-        ...
+        return True
 
-    def level(self, sequence: Sequence) -> int: ...
+    def level(self, sequence: Sequence) -> int:
+        return 0
 
     def rank(self, sequence: Sequence) -> Any:
         """Sort key inside a level; the last one is preempted first."""
-        ...
+        return sequence.group.order
 
     def displaces(self, candidate: Sequence, victim: Sequence) -> bool:
         """True if `victim` may lose its place so that `candidate` can start."""
-        ...
+        return False
 
     def charge(self, sequence: Sequence, num_prefill: int, num_decode: int) -> None:
         """Counts committed work against whom it was done for."""
-        ...
 
     def join(self, sequence: Sequence) -> None:
         """A sequence starts to run: popped from the queue, or forked."""
-        ...
 
     def leave(self, sequence: Sequence) -> None:
         """A running sequence ended or was preempted."""
-        ...
 
 
 MIN_SWEEP = 64

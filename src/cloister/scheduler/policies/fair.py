@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
 
-from cloister.scheduler.policies.base import MIN_SWEEP, POLICIES, PRIORITY_THREAT
+from cloister.scheduler.policies.base import MIN_SWEEP, POLICIES, PRIORITY_THREAT, SchedulingPolicy
 from cloister.scheduler.sequence import Sequence, Status
 
 DECODE_WEIGHT = 2.0
@@ -76,7 +75,7 @@ class _Tenant:
 
 
 @POLICIES.register("fair", PRIORITY_THREAT)
-class Fair:
+class Fair(SchedulingPolicy):
     """Tenants share the engine; one that floods it waits for itself.
 
     Args:
@@ -90,9 +89,6 @@ class Fair:
         self._tenants: dict[str, _Tenant] = {}
         self._floor = 0.0
         self._ahead: tuple[float, tuple[float, float]] | None = None
-
-    def attach_cache(self, num_cached: Callable[[Sequence], int]) -> None:
-        """The order does not follow the cache."""
 
     def push(self, sequence: Sequence) -> None:
         tenant = self._tenant(sequence)
@@ -111,9 +107,6 @@ class Fair:
         self._tenant(sequence).dequeue()
         self._ahead = None
         return sequence
-
-    def may_admit(self, num_running: int) -> bool:
-        return True
 
     def level(self, sequence: Sequence) -> int:
         return 0 if self._lags(self._tenant_of(sequence)) else 1

@@ -24,7 +24,7 @@ class Priority(FirstComeFirstServed):
     def level(self, sequence: Sequence) -> int:
         return sequence.group.request.priority
 
-    def rank(self, sequence: Sequence) -> tuple[float, int]:  # type: ignore[override]
+    def rank(self, sequence: Sequence) -> tuple[float, int]:
         return sequence.group.deadline_s, sequence.group.order
 
     def displaces(self, candidate: Sequence, victim: Sequence) -> bool:
