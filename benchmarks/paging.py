@@ -24,6 +24,17 @@ COSTS = StepCosts(step_s=0.02, token_s=5e-5, sample_s=2e-4, key_s=1e-8)
 """Made-up costs of a step; they only decide how many sequences run side by side."""
 
 
+def count_unused_slots(scheduler: Scheduler) -> int:
+    """Returns the KV positions that are allocated to running sequences and hold nothing: the waste of paging."""
+    held: dict[int, int] = {}
+    for request in scheduler.requests.values():
+        for sequence in request.sequences:
+            for i, block in enumerate(sequence.table.blocks if sequence.table is not None else ()):
+                filled = min(BLOCK_SIZE, max(0, sequence.num_planned - i * BLOCK_SIZE))
+                held[block] = max(held.get(block, 0), filled)
+    return sum(BLOCK_SIZE - filled for filled in held.values())
+
+
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--num-requests", type=int, default=2000, help="requests of the trace")
@@ -46,7 +57,7 @@ def main() -> int:
         def sample(scheduler: Scheduler, _: StepPlan) -> None:
             allocated = scheduler.pool.num_used * BLOCK_SIZE
             if scheduler.num_running:
-                samples.append((float(len(samples)), scheduler.num_unused_slots(), allocated, scheduler.num_running))
+                samples.append((float(len(samples)), count_unused_slots(scheduler), allocated, scheduler.num_running))
             progress.update(task, completed=len(requests) - scheduler.num_waiting - scheduler.num_running)
 
         run = replay(scheduler, requests, COSTS, on_step=sample)

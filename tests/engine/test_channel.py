@@ -47,15 +47,16 @@ def test_frames_that_arrive_byte_by_byte_are_put_together() -> None:
     assert channel.decode_front(frame) == Abort("a request")
 
 
-def test_a_frame_over_the_limit_is_neither_sent_nor_read() -> None:
+def test_a_frame_over_the_limit_is_neither_sent_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
     message = Submit(make_request("x" * 1000))
-    with pytest.raises(channel.ChannelError, match="limit of 100"):
-        channel.frame(message, limit_bytes=100)
     near, far = socket.socketpair()
     with near, far:
         near.sendall(channel.frame(message))
+        monkeypatch.setattr(channel, "MAX_FRAME_BYTES", 100)
         with pytest.raises(channel.ChannelError, match="limit of 100"):
-            channel.receive_blocking(far, limit_bytes=100)
+            channel.receive_blocking(far)
+        with pytest.raises(channel.ChannelError, match="limit of 100"):
+            channel.frame(message)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode({"type": "Obey"})])

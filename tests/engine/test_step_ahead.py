@@ -154,7 +154,7 @@ def test_a_step_that_fails_ends_its_requests_and_those_planned_behind_it_and_the
     lost, later = make_request("lost", max_tokens=20), make_request("later", max_tokens=4)
     assert outcome(replica, [lost])[0][1] == [FinishReason.ERROR]
     assert outcome(replica, [later])[0][1] == [FinishReason.LENGTH]
-    assert replica.scheduler.num_in_flight == 0
+    assert not replica.scheduler._steps
 
 
 def test_tokens_that_cannot_be_read_wait_for_the_device_before_blocks_are_given_back(model_path: Path) -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
 from cloister.types.errors import ConfigError
-from cloister.types.setting_groups import COMMON, GROUPS, flatten_groups, group_of, list_groups
+from cloister.types.setting_groups import COMMON, GROUPS, flatten_groups, list_groups
 
 
 def test_every_setting_is_in_one_group():
@@ -13,11 +13,6 @@ def test_every_setting_is_in_one_group():
 def test_groups_and_common_settings_name_settings_that_exist():
     known = set(setting_names(EngineConfig, ServerConfig))
     assert known >= {name for names in GROUPS.values() for name in names} | COMMON
-
-
-def test_a_setting_that_nobody_sorted_stands_with_its_class():
-    assert group_of("something_new") == "model"
-    assert group_of("host") == "network"
 
 
 def test_tables_by_group_and_plain_keys_say_the_same():

@@ -6,32 +6,20 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cloister.engine.adapters import AdapterRegister
-    from cloister.engine.client import EngineClient, Health
-    from cloister.engine.core import EngineCore
-    from cloister.engine.in_flight import EventListener
-    from cloister.engine.machine import Machine, read_machine
-    from cloister.engine.memory import MemoryBudget, budget_memory
-    from cloister.engine.output_processor import OutputProcessor
-    from cloister.engine.supervision import Supervision
-    from cloister.engine.transports import ProcessTransport, ThreadTransport, WorkerTransport
-
-__all__ = [
-    "AdapterRegister",
-    "EngineClient",
-    "EngineCore",
-    "EventListener",
-    "Health",
-    "Machine",
-    "MemoryBudget",
-    "OutputProcessor",
-    "ProcessTransport",
-    "Supervision",
-    "ThreadTransport",
-    "WorkerTransport",
-    "budget_memory",
-    "read_machine",
-]
+    from cloister.engine.adapters import AdapterRegister as AdapterRegister
+    from cloister.engine.client import EngineClient as EngineClient
+    from cloister.engine.client import Health as Health
+    from cloister.engine.core import EngineCore as EngineCore
+    from cloister.engine.in_flight import EventListener as EventListener
+    from cloister.engine.machine import Machine as Machine
+    from cloister.engine.machine import read_machine as read_machine
+    from cloister.engine.memory import MemoryBudget as MemoryBudget
+    from cloister.engine.memory import budget_memory as budget_memory
+    from cloister.engine.output_processor import OutputProcessor as OutputProcessor
+    from cloister.engine.supervision import Supervision as Supervision
+    from cloister.engine.transports import ProcessTransport as ProcessTransport
+    from cloister.engine.transports import ThreadTransport as ThreadTransport
+    from cloister.engine.transports import WorkerTransport as WorkerTransport
 
 _HOMES = {
     "adapters": ("AdapterRegister",),

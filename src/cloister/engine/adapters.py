@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol
 
-from cloister.types import errors
 from cloister.types.errors import (
     CloisterError,
     ConfigError,
@@ -172,7 +171,7 @@ class AdapterCalls:
             return at_first
         return ",".join(f"{adapter.name}={adapter.path}" for adapter in self.loaded.values()) or None
 
-    async def load(self, name: str, path: str, timeout_s: float = CALL_TIMEOUT_S) -> AdapterInfo:
+    async def load(self, name: str, path: str) -> AdapterInfo:
         """Loads an adapter's directory.
 
         Raises:
@@ -183,7 +182,7 @@ class AdapterCalls:
         check_adapter(name, path)
         self._num_loading += 1
         try:
-            reply = await self._call(lambda call_id: LoadAdapter(call_id, name, path), timeout_s)
+            reply = await self._call(lambda call_id: LoadAdapter(call_id, name, path))
         except DeadlineError:
             self._is_overdue = True
             raise
@@ -194,7 +193,7 @@ class AdapterCalls:
         self.loaded[name] = reply.adapter
         return reply.adapter
 
-    async def unload(self, name: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    async def unload(self, name: str) -> None:
         """Unloads an adapter: from now on no request can ask for it; returns when those that use it have ended.
 
         Raises:
@@ -205,7 +204,7 @@ class AdapterCalls:
         """
         adapter = self.loaded.pop(name, None)
         try:
-            await self._call(lambda call_id: UnloadAdapter(call_id, name), timeout_s)
+            await self._call(lambda call_id: UnloadAdapter(call_id, name))
         except InvalidRequestError:
             if adapter is not None:
                 self.loaded[name] = adapter
@@ -226,12 +225,12 @@ class AdapterCalls:
             if not call.done():
                 call.set_exception(EngineError(message))
 
-    async def _call(self, make: Callable[[str], FrontMessage], timeout_s: float) -> AdapterReply:
+    async def _call(self, make: Callable[[str], FrontMessage]) -> AdapterReply:
         call_id = secrets.token_hex(8)
         call = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
             self._send(make(call_id))
-            reply: AdapterReply = await asyncio.wait_for(call, timeout_s)
+            reply: AdapterReply = await asyncio.wait_for(call, CALL_TIMEOUT_S)
         except TimeoutError:
             raise DeadlineError(
                 "the adapter was not ready in time: an unloaded one goes when the requests that use it have ended"
@@ -256,7 +255,7 @@ def check_adapter(name: str, path: str) -> None:
 
 
 def _as_error(message: str, code: str) -> CloisterError:
-    if code == errors.NotFoundError.code:
-        return errors.NotFoundError(message, param="lora_name")
-    is_wish = code in (InvalidRequestError.code, errors.ConfigError.code)  # there is no room for what was asked
+    if code == NotFoundError.code:
+        return NotFoundError(message, param="lora_name")
+    is_wish = code in (InvalidRequestError.code, ConfigError.code)  # there is no room for what was asked
     return (InvalidRequestError if is_wish else EngineError)(message)

@@ -23,6 +23,7 @@ MAX_FRAME_BYTES: Final = 256 * 2**20
 """Longest message that either side sends or takes: prompt log-probabilities of 128k tokens, with room."""
 
 _LENGTH: Final = struct.Struct(">I")
+HEAD_BYTES: Final = _LENGTH.size
 
 
 class ChannelError(CloisterError):
@@ -52,27 +53,26 @@ decode_front: Final[Callable[[bytes], FrontMessage]] = msgspec.msgpack.Decoder(F
 decode_engine: Final[Callable[[bytes], EngineMessage]] = msgspec.msgpack.Decoder(EngineMessage).decode
 
 
-def frame(message: Boot | FrontMessage | EngineMessage, limit_bytes: int = MAX_FRAME_BYTES) -> bytes:
+def frame(message: Boot | FrontMessage | EngineMessage) -> bytes:
     """Returns a message as bytes to send.
 
     Raises:
-        ChannelError: it is longer than `limit_bytes`.
+        ChannelError: it is longer than `MAX_FRAME_BYTES`.
     """
     payload = _encode(message)
-    if len(payload) > limit_bytes:
-        raise ChannelError(f"a message of {len(payload)} bytes is over the channel's limit of {limit_bytes}")
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ChannelError(f"a message of {len(payload)} bytes is over the channel's limit of {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(payload)) + payload
 
 
-async def receive(reader: asyncio.StreamReader, limit_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
+async def receive(reader: asyncio.StreamReader) -> bytes | None:
     """Reads one frame's payload; None when the other side closed, also in the middle of a frame.
 
     Raises:
-        ChannelError: the frame claims more than `limit_bytes`.
+        ChannelError: the frame claims more than `MAX_FRAME_BYTES`.
     """
     try:
-        size = _payload_size(await reader.readexactly(_LENGTH.size), limit_bytes)
-        return await reader.readexactly(size)
+        return await reader.readexactly(payload_size(await reader.readexactly(HEAD_BYTES)))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
 
@@ -115,24 +115,29 @@ def receive_boot(sock: socket.socket) -> tuple[bytes | None, list[int]]:
     """As `receive_blocking`, of the first frame, which may come with the descriptor of a listener."""
     while True:
         try:
-            head, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, 1)
+            head, descriptors, _, _ = socket.recv_fds(sock, HEAD_BYTES, 1)
         except TimeoutError:
             continue
-        if len(head) < _LENGTH.size:
+        if len(head) < HEAD_BYTES:
             return None, descriptors
-        return _read_exactly(sock, _payload_size(head, MAX_FRAME_BYTES)), descriptors
+        return _read_exactly(sock, payload_size(head)), descriptors
 
 
-def receive_blocking(sock: socket.socket, limit_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
+def receive_blocking(sock: socket.socket) -> bytes | None:
     """As `receive`, for a thread that may block until the other side sends or closes."""
-    head = _read_exactly(sock, _LENGTH.size)
-    return None if head is None else _read_exactly(sock, _payload_size(head, limit_bytes))
+    head = _read_exactly(sock, HEAD_BYTES)
+    return None if head is None else _read_exactly(sock, payload_size(head))
 
 
-def _payload_size(head: bytes, limit_bytes: int) -> int:
+def payload_size(head: bytes | bytearray) -> int:
+    """Returns the length of the message behind a frame's first `HEAD_BYTES` bytes.
+
+    Raises:
+        ChannelError: it is longer than `MAX_FRAME_BYTES`.
+    """
     size: int = _LENGTH.unpack(head)[0]
-    if size > limit_bytes:
-        raise ChannelError(f"a frame of {size} bytes is over the channel's limit of {limit_bytes}")
+    if size > MAX_FRAME_BYTES:
+        raise ChannelError(f"a frame of {size} bytes is over the channel's limit of {MAX_FRAME_BYTES}")
     return size
 
 

@@ -63,22 +63,22 @@ def read_machine(root: Path = Path("/"), num_affine_cpus: int | None = None, add
     )
 
 
-def process_age_s(root: Path = Path("/")) -> float:
+def process_age_s() -> float:
     """Returns how long this process has lived: what its start took before any of its own code ran counts too."""
-    fields = _stat_fields(root / "proc/self/stat")
+    fields = _stat_fields(None)
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
 
-def resident_bytes(pid: int | None = None, root: Path = Path("/")) -> int:
+def resident_bytes(pid: int | None = None) -> int:
     """Returns the memory that a process, this one unless told, has in RAM: its own and what it maps; 0 if there is none."""
-    return _statm_bytes(root / "proc" / ("self" if pid is None else str(pid)) / "statm", 1)
+    return _statm_bytes(Path("/proc", _process(pid), "statm"), 1)
 
 
-def cpu_seconds(pid: int | None = None, root: Path = Path("/")) -> float | None:
+def cpu_seconds(pid: int | None = None) -> float | None:
     """Returns the processor time of a process, this one unless told, user and system together; None if there is none."""
     try:
-        fields = _stat_fields(root / "proc" / ("self" if pid is None else str(pid)) / "stat")
+        fields = _stat_fields(pid)
     except OSError:
         return None
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -108,9 +108,14 @@ def _address_space_limit() -> int:
     return _UNLIMITED_BYTES if limit == resource.RLIM_INFINITY else limit
 
 
-def _stat_fields(path: Path) -> list[str]:
+def _stat_fields(pid: int | None) -> list[str]:
     """The fields of /proc/PID/stat (proc(5)) from the third on: utime is [11], stime [12], starttime [19], in ticks."""
-    return path.read_text().rpartition(")")[2].split()  # the second field, in parentheses, may hold blanks
+    stat = Path("/proc", _process(pid), "stat").read_text()
+    return stat.rpartition(")")[2].split()  # the second field, in parentheses, may hold blanks
+
+
+def _process(pid: int | None) -> str:
+    return "self" if pid is None else str(pid)
 
 
 def _affine_cpus() -> int:

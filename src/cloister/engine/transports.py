@@ -240,7 +240,7 @@ class ProcessTransport(_ChannelTransport):
 def _as_error(message: str, code: str) -> CloisterError:
     """Returns the error that the engine process raised, by its code."""
     kinds = (k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, CloisterError))
-    kind = next((k for k in kinds if k.code == code and k is not errors.QueueFullError), EngineError)
+    kind = next((k for k in kinds if k.code == code and not issubclass(k, errors.RetryLaterError)), EngineError)
     return kind(message, code=code)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
-import struct
 import threading
 from collections.abc import Iterable
 from typing import Final
@@ -24,7 +23,6 @@ from cloister.types.events import Abort, Ended, Event, Outputs, Stepped, Submit
 CONNECT: Final = b"+"
 """What comes with a descriptor."""
 _READ_BYTES: Final = 65536
-_LENGTH: Final = struct.Struct(">I")
 
 
 def open_listener() -> tuple[socket.socket, socket.socket]:
@@ -47,14 +45,12 @@ class _Channel:
         Raises:
             ChannelError: one is too long.
         """
-        while len(self.coming) >= _LENGTH.size:
-            size = _LENGTH.unpack_from(self.coming)[0]
-            if size > channel.MAX_FRAME_BYTES:
-                raise channel.ChannelError("a frame is too long")
-            if len(self.coming) < _LENGTH.size + size:
+        while len(self.coming) >= channel.HEAD_BYTES:
+            end = channel.HEAD_BYTES + channel.payload_size(self.coming[: channel.HEAD_BYTES])
+            if len(self.coming) < end:
                 return
-            frame = bytes(self.coming[_LENGTH.size : _LENGTH.size + size])
-            self.coming = self.coming[_LENGTH.size + size :]
+            frame = bytes(self.coming[channel.HEAD_BYTES : end])
+            self.coming = self.coming[end:]
             yield frame
 
     def push(self) -> bool:

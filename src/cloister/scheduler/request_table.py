@@ -65,16 +65,6 @@ class RequestTable:
             return due_s if first is None else min(first, due_s)
         return first
 
-    def num_unused_slots(self) -> int:
-        """KV positions that are allocated to running sequences and hold nothing: the waste of paging, in tokens."""
-        size = self.pool.block_size
-        held: dict[int, int] = {}
-        for sequence in self.running.values():
-            for i, block in enumerate(table_of(sequence).blocks):
-                filled = min(size, max(0, sequence.num_planned - i * size))
-                held[block] = max(held.get(block, 0), filled)
-        return sum(size - filled for filled in held.values())
-
     def enlist(self, request: Request, now: float, seed: int) -> RequestState:
         """Takes a request down, with the deadline it brings.
 
@@ -209,12 +199,16 @@ class RequestTable:
 
     def drop(self, sequence: Sequence) -> None:
         """Ends a beam that nobody hears of."""
+        self._take_out(sequence)
+        self.settle(sequence)
+
+    def _take_out(self, sequence: Sequence) -> None:
+        """Takes a sequence that ends from those that run or wait."""
         if sequence.status is Status.RUNNING:
             self.leave(sequence, Status.ENDED)
         elif sequence.status is Status.WAITING:
             self.num_waiting -= 1
         sequence.status = Status.ENDED
-        self.settle(sequence)
 
     def drop_beams(self, group: RequestState) -> None:
         """Ends the beams of a request, which is left without sequences."""
@@ -234,11 +228,7 @@ class RequestTable:
         """Ends a sequence, once; the request's last one carries `last` (rule 4)."""
         if sequence.status is Status.ENDED:
             return
-        if sequence.status is Status.RUNNING:
-            self.leave(sequence, Status.ENDED)
-        elif sequence.status is Status.WAITING:
-            self.num_waiting -= 1
-        sequence.status = Status.ENDED
+        self._take_out(sequence)
         group = sequence.group
         group.num_open -= 1
         self.events.append(

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cloister.kv import BlockPool, BlockTable, CacheQuotas, OutOfBlocksError, PrefixCache, PrefixKeys
+from cloister.kv import BlockPool, BlockTable, CacheQuotas, OutOfBlocksError, PrefixKeys
 from cloister.scheduler.admission import EngineLimits, count_positions, find_refusal
 from cloister.scheduler.beam_search import Beams, BeamSearches
 from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
@@ -63,6 +63,7 @@ class Scheduler:
         speculation: says how many tokens to draft; None drafts none.
 
     Attributes:
+        tree: the prefix cache, if there is one.
         requests: records of those that have not ended, by id. They are the scheduler's to change, `held_until_s` aside.
         held: those of them that came and are not queued before `release`.
         answers: those of beam searches that were not taken yet, whole, as if they arrived: their output behind the prompt.
@@ -94,6 +95,7 @@ class Scheduler:
         )
         self._num_usable = num_usable * pool.block_size
         self._searches = BeamSearches(self._requests)
+        self.tree = self._requests.tree
         self.requests: Mapping[str, RequestState] = self._requests.groups
         self.held: Mapping[str, RequestState] = self._requests.held
         self.answers = self._requests.answers
@@ -111,23 +113,9 @@ class Scheduler:
         return self._requests.num_waiting
 
     @property
-    def num_in_flight(self) -> int:
-        """Plans that were handed out and are not committed yet."""
-        return len(self._steps)
-
-    @property
     def next_deadline_s(self) -> float | None:
         """When `plan` must be called again even if nothing else happens."""
         return self._requests.next_deadline_s
-
-    @property
-    def tree(self) -> PrefixCache | None:
-        """The prefix cache, if there is one."""
-        return self._requests.tree
-
-    def num_unused_slots(self) -> int:
-        """KV positions that are allocated to running sequences and hold nothing: the waste of paging, in tokens."""
-        return self._requests.num_unused_slots()
 
     def take_events(self) -> list[Event]:
         """Returns what happened since the last call, oldest first."""

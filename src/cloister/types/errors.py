@@ -65,14 +65,13 @@ class RequestTooLargeError(CloisterError):
     status = 413
 
 
-class QueueFullError(CloisterError):
-    """Too many requests wait already.
+class RetryLaterError(CloisterError):
+    """The same request may be taken a little later.
 
     Attributes:
         retry_after_s: when to try again, in seconds, at least 1.
     """
 
-    code = "queue_full"
     status = 429
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
@@ -80,19 +79,16 @@ class QueueFullError(CloisterError):
         self.retry_after_s = max(1.0, retry_after_s)
 
 
-class RateLimitError(CloisterError):
-    """An API key used what its limits let it use.
+class QueueFullError(RetryLaterError):
+    """Too many requests wait already."""
 
-    Attributes:
-        retry_after_s: when to try again, in seconds, at least 1.
-    """
+    code = "queue_full"
+
+
+class RateLimitError(RetryLaterError):
+    """An API key used what its limits let it use."""
 
     code = "rate_limit_exceeded"
-    status = 429
-
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = max(1.0, retry_after_s)
 
 
 class DeadlineError(CloisterError):

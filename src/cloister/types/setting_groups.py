@@ -45,19 +45,13 @@ _GROUP_OF: Final = {name: group for group, names in GROUPS.items() for name in n
 
 
 def group_of(name: str) -> str:
-    """Returns the group of a setting; one that stands in no group belongs to `model`, or to `network` if it is the server's."""
-    if name in _GROUP_OF:
-        return _GROUP_OF[name]
-    return "network" if name in setting_names(ServerConfig) else "model"
+    """Returns the group of a setting."""
+    return _GROUP_OF[name]
 
 
 def list_groups() -> dict[str, list[str]]:
     """Returns group -> every setting in it, in the order in which they are shown."""
-    groups: dict[str, list[str]] = {group: list(names) for group, names in GROUPS.items()}
-    for name in setting_names(EngineConfig, ServerConfig):
-        if name not in _GROUP_OF:
-            groups[group_of(name)].append(name)
-    return groups
+    return {group: list(names) for group, names in GROUPS.items()}
 
 
 def flatten_groups(given: Mapping[str, Any], source: str) -> dict[str, Any]:
