@@ -168,9 +168,9 @@ def test_a_worker_is_told_when_the_engine_dies() -> None:
                 house.transport.kill()
         assert last.error == LOST
         assert not worker.health().good
-        keeper = house.engine._keeper
-        assert keeper is not None
-        await wait_until(keeper.done)
+        lifecycle = house.engine._lifecycle
+        assert lifecycle is not None
+        await wait_until(lifecycle.done)
         await house.close()
 
     asyncio.run(run())

@@ -105,16 +105,7 @@ class AsyncLLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         on_progress: Progress | bool | None = None,
     ) -> list[Completion]:
-        """Answers prompts, as many at once as the engine runs, and returns their completions in order.
-
-        Args:
-            prompts: texts, or lists of token ids.
-            sampling: for all prompts, or one for each; None takes the model's defaults.
-            on_progress: called after each prompt; True draws a bar on standard error.
-
-        Raises:
-            CloisterError: a prompt cannot be answered; those that run are given up.
-        """
+        """Answers prompts, as many at once as the engine runs, and returns their completions in order, as `LLM.generate`."""
         batch = as_prompts(prompts)
         each = one_for_each(sampling, self.default_sampling, len(batch))
         requests = await asyncio.to_thread(self.make_requests, batch, each)
@@ -154,15 +145,7 @@ class AsyncLLM:
         normalize: bool | None = None,
         on_progress: Progress | bool | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Makes a vector of each text and returns them, [num_texts, dimensions] float32.
-
-        Args:
-            dimensions: only the first so many numbers (`PoolingParams.dimensions`).
-            normalize: vectors of length 1; None does as the model's files say.
-
-        Raises:
-            CloisterError: a text cannot be computed; the others are given up.
-        """
+        """Makes a vector of each text and returns them, [num_texts, dimensions] float32, as `LLM.embed`."""
         own = self._loaded.pooling
         if dimensions is not None and not 1 <= dimensions <= self.model.hidden_size:
             raise InvalidRequestError(f"dimensions must be from 1 to {self.model.hidden_size}", param="dimensions")
@@ -175,11 +158,7 @@ class AsyncLLM:
         return np.frombuffer(data, "<f4").reshape(len(found), dimensions or self.model.hidden_size)
 
     async def score(self, text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt]) -> list[float]:
-        """Returns the cosine of the two texts' vectors for each pair: one text with each of many, or two lists of one length.
-
-        Raises:
-            CloisterError: the lists do not go together, or a text cannot be computed.
-        """
+        """Returns the cosine of the two texts' vectors for each pair, as `LLM.score`."""
         first, second = as_prompts(text_1), as_prompts(text_2)
         if len(first) not in (1, len(second)):
             raise InvalidRequestError(f"text_1 has {len(first)} texts and text_2 has {len(second)}; give one, or as many")

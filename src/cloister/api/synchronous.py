@@ -55,13 +55,6 @@ class LLM:
     def __init__(self, model: str = "cloister-5m", **settings: Any) -> None:
         self._open(resolve_settings({"model": model, **settings}, listens=False))
 
-    @classmethod
-    def open(cls, settings: Settings) -> Self:
-        """Returns an LLM for settings that were resolved already."""
-        llm = cls.__new__(cls)
-        llm._open(settings)
-        return llm
-
     def _open(self, settings: Settings) -> None:
         core = build_engine(settings.engine.config)
         self._llm = AsyncLLM.open(settings)
@@ -208,4 +201,6 @@ class LLM:
 def open_llm(flags: Mapping[str, object] | None = None, config_file: Path | None = None) -> LLM:
     """Returns an `LLM` for settings as the command line has them, with its default model; errors as in `LLM`,
     `resolve_settings` and `fetch_model`."""
-    return LLM.open(fetch_model(resolve_settings(flags, config_file, listens=False)))
+    llm = LLM.__new__(LLM)
+    llm._open(fetch_model(resolve_settings(flags, config_file, listens=False)))
+    return llm

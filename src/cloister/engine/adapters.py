@@ -79,9 +79,9 @@ class AdapterRegister:
                 self.replies.append(AdapterReply(message.call_id, self._load(message, self._host)))
             else:
                 self._unload(message, used)
-        except Exception as error:  # nobody else's request shall end for what this one names
-            told = error if isinstance(error, CloisterError) else InvalidRequestError(_UNREADABLE.format(type(error).__name__))
-            self.replies.append(AdapterReply(message.call_id, error=told.message, code=told.code))
+        except Exception as error:  # what this call names must not end other requests
+            shown = error if isinstance(error, CloisterError) else InvalidRequestError(_UNREADABLE.format(type(error).__name__))
+            self.replies.append(AdapterReply(message.call_id, error=shown.message, code=shown.code))
 
     def find_refusal(self, digest: str) -> str | None:
         """Says why a request cannot have an adapter, or returns None if it can."""
@@ -162,7 +162,7 @@ class AdapterCalls:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the engine reads an adapter and so makes no step; one that has let a call time out has no such excuse."""
+        """Whether the engine reads an adapter, so that it makes no step; False once it has let a call time out."""
         return self._num_loading > 0 and not self._is_overdue
 
     def as_setting(self, at_first: str | None) -> str | None:
@@ -257,5 +257,5 @@ def check_adapter(name: str, path: str) -> None:
 def _as_error(message: str, code: str) -> CloisterError:
     if code == NotFoundError.code:
         return NotFoundError(message, param="lora_name")
-    is_wish = code in (InvalidRequestError.code, ConfigError.code)  # there is no room for what was asked
+    is_wish = code in (InvalidRequestError.code, ConfigError.code)  # ConfigError: no room for it
     return (InvalidRequestError if is_wish else EngineError)(message)

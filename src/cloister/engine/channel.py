@@ -90,7 +90,7 @@ class MessageStream:
         return cls(*await asyncio.open_unix_connection(sock=sock, limit=_READ_LIMIT_BYTES))
 
     def send(self, message: FrontMessage) -> None:
-        """Passes a message on without waiting; one to a dead engine is lost, as `receive` will tell.
+        """Passes a message on without waiting; one to an engine that is gone is lost, and `receive` returns None.
 
         Raises:
             ChannelError: it is too long.
@@ -99,7 +99,7 @@ class MessageStream:
             self._writer.write(frame(message))
 
     async def receive(self) -> EngineMessage | None:
-        """Returns the next message; None when the engine is gone or talks nonsense."""
+        """Returns the next message; None when the engine is gone, or sent what is no message."""
         try:
             payload = await receive(self._reader)
             return None if payload is None else decode_engine(payload)

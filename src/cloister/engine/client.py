@@ -97,7 +97,7 @@ class EngineClient:
         self._requests = InFlightRequests(self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
         self._supervision = transport.supervision or Supervision(restarts=None)
         self._watchdog = Watchdog(config.stall_timeout_s, self._supervision.first_step_timeout_s)
-        self._keeper: asyncio.Task[None] | None = None
+        self._lifecycle: asyncio.Task[None] | None = None
         self._is_open = False
         self._is_draining = False
         self._fault: str | None = None
@@ -111,7 +111,7 @@ class EngineClient:
             CloisterError: it cannot start; the message says why.
         """
         await self._open()
-        self._keeper = asyncio.create_task(self._keep(), name="engine keeper")
+        self._lifecycle = asyncio.create_task(self._serve_until_broken(), name="engine lifecycle")
 
     @property
     def pid(self) -> int | None:
@@ -144,7 +144,7 @@ class EngineClient:
         output carries a finish reason, errors included: the iterator itself raises only before the first output.
 
         Args:
-            observer: told what becomes of the request.
+            observer: gets the events of the request.
 
         Raises:
             QueueFullError: as many requests wait as the configuration allows.
@@ -199,7 +199,7 @@ class EngineClient:
         self._requests.add(request, sink, observer)
 
     def abandon(self, request_id: str) -> None:
-        """Nobody waits for a request any more; if it has not ended, the engine is told."""
+        """Aborts a request that nobody waits for any more, if it has not ended."""
         if self._requests.leave(request_id):
             self._send(Abort(request_id))
 
@@ -242,14 +242,14 @@ class EngineClient:
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, waits until the running ones ended or `timeout_s` passed, then stops the engine."""
         self.closed, self._is_draining = DRAINING, True
-        if self._keeper is None:
+        if self._lifecycle is None:
             return
         if not self._is_open:
-            self._keeper.cancel()  # it waits to start the engine again
+            self._lifecycle.cancel()  # it waits to start the engine again
         self._send(Shutdown(timeout_s))
-        await asyncio.wait({self._keeper}, timeout=timeout_s + STOP_GRACE_S)
-        self._keeper.cancel()
-        await asyncio.wait({self._keeper}, timeout=STOP_GRACE_S)
+        await asyncio.wait({self._lifecycle}, timeout=timeout_s + STOP_GRACE_S)
+        self._lifecycle.cancel()
+        await asyncio.wait({self._lifecycle}, timeout=STOP_GRACE_S)
         self._requests.end_all(DRAINING)
 
     async def _open(self) -> None:
@@ -265,19 +265,19 @@ class EngineClient:
         self.model, self.memory, self.startup = ready.model, ready.memory, ready.startup
         self.adapters.start(ready.adapters)
 
-    async def _keep(self) -> None:
-        """Lives as long as the engine shall: serves one after the other."""
+    async def _serve_until_broken(self) -> None:
+        """Runs for as long as there shall be an engine: serves one after the other."""
         try:
             while self._is_open:
                 await self._serve()
-                await self._bury()
+                await self._close_engine()
                 await self._replace()
         except Exception as error:
-            _logger.critical("the engine's keeper failed: %s", describe(error))
+            _logger.critical("the task that keeps the engine running failed: %s", describe(error))
         finally:
             if self._is_open:
                 self._transport.kill()
-                await self._bury()
+                await self._close_engine()
             if not self._is_draining:
                 self.closed = self._fault = BROKEN if self._supervision.restarts is not None else self._transport.lost
 
@@ -300,7 +300,7 @@ class EngineClient:
                 self._transport.kill()
                 return
 
-    async def _bury(self) -> None:
+    async def _close_engine(self) -> None:
         """Ends every request of an engine that is gone."""
         self._is_open = False
         can_replace = self._supervision.restarts is not None

@@ -69,7 +69,7 @@ class RequestObserver(Protocol):
     stats: EngineStats
 
     def refuse(self) -> None:
-        """Hears that the request was not taken."""
+        """Is called when the request was not taken."""
         ...
 
     def observe(self, event: Event) -> None:
@@ -129,7 +129,7 @@ class InFlightRequest:
 
 
 class InFlightRequests:
-    """All of them, and who hears of what happens to them.
+    """All requests in flight, and the listeners to their events.
 
     Args:
         max_waiting: requests that may wait for a slot.

@@ -13,7 +13,7 @@ from typing import Final
 from cloister.types.events import Ended, Event, Stepped
 
 MAX_TICK_S: Final = 1.0
-"""Most that one look at the engine counts, so that a front which itself stood still does not blame the engine."""
+"""Most time without progress that one look counts, so that a front which itself stood still does not replace the engine."""
 NUM_STEPS: Final = 20
 """An engine may stand still for so many of its own steps, however short the timeout."""
 _STEP_DECAY: Final = 0.99
@@ -36,7 +36,7 @@ class Watchdog:
         self.restart(0.0)
 
     def restart(self, now: float) -> None:
-        """A new engine stands there."""
+        """Starts to watch a new engine."""
         self.stalled_s = 0.0
         self._seen_s = now
         self._has_stepped = False

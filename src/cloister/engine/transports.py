@@ -48,7 +48,7 @@ class Transport(Protocol):
     Attributes:
         ready: what the engine said of itself; None before it has.
         supervision: how the engine is watched; None: by somebody else.
-        lost: what its requests are told when it is gone.
+        lost: the error of its requests when it is gone.
     """
 
     ready: Ready | None
@@ -69,7 +69,7 @@ class Transport(Protocol):
         ...
 
     def send(self, message: FrontMessage) -> None:
-        """Passes a message on without waiting; one to an engine that is gone is lost, as the end of `run` will tell."""
+        """Passes a message on without waiting; one to an engine that is gone is lost, and `run` ends."""
         ...
 
     async def run(self, deliver: Deliver) -> None:
@@ -319,7 +319,7 @@ class WorkerTransport(_ChannelTransport):
     """
 
     pid = None
-    supervision: Supervision | None = None  # the front's, which hears of every step
+    supervision: Supervision | None = None  # the front watches the engine: it gets every step's event
 
     def __init__(self, ready: Ready) -> None:
         self.ready: Ready | None = ready

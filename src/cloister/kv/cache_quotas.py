@@ -18,7 +18,7 @@ class CacheQuotas:
 
     Args:
         num_scopes: owners at once. One that comes when all shares are taken keeps nothing until one is empty again: taking
-            somebody's would tell them.
+            somebody's would show them that others are busy.
         per_scope: blocks of one share.
     """
 

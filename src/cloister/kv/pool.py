@@ -68,7 +68,7 @@ class BlockPool:
         return len(self._free) + self._num_cached - self._num_protected
 
     def attach(self, evict_one: EvictOne, on_unused: Callable[[int], None]) -> None:
-        """Connects the prefix tree: how to evict one cached block, and whom to tell when a kept block becomes unused."""
+        """Connects the prefix tree: how to evict one cached block, and what to call when a kept block becomes unused."""
         self._evict_one = evict_one
         self._on_unused = on_unused
 
@@ -114,7 +114,7 @@ class BlockPool:
         """The prefix tree holds on to a used block: it becomes cached, not free, when nobody uses it.
 
         Args:
-            is_protected: no allocation counts on it, as the tree does not evict it for whoever asks.
+            is_protected: no allocation counts on it, as the tree does not evict it for others.
         """
         if self._references[block] == 0 or self._kept[block]:
             raise ValueError(f"block {block} cannot be kept: it is not in use, or kept already")

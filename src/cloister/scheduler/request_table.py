@@ -1,4 +1,4 @@
-"""Who is there: requests and sequences from arrival to end, their blocks and their place in the queue. Pure: no I/O, no clock.
+"""Requests and sequences from arrival to end, their blocks and their place in the queue. Pure: no I/O, no clock.
 
 Every request ends exactly once, and every block comes back (rule 4).
 """
@@ -21,7 +21,7 @@ class RequestTable:
 
     Args:
         pool: the KV blocks that sequences hold.
-        policy: told who waits, runs and leaves.
+        policy: gets the sequences that wait, run and leave.
         keys: makes prefix keys; None switches the prefix cache off.
         quotas: what each scope may keep; None for one cache that all share.
 
@@ -198,7 +198,7 @@ class RequestTable:
         return child
 
     def drop(self, sequence: Sequence) -> None:
-        """Ends a beam that nobody hears of."""
+        """Ends a beam, of which no event is sent."""
         self._take_out(sequence)
         self.settle(sequence)
 

@@ -98,7 +98,7 @@ class Sequence:
         drafting: what `scheduler.speculation` keeps of it.
         keys: prefix keys of its full blocks, as far as they were needed.
         num_kept: leading blocks that the prefix tree was offered.
-        is_unknown: it runs, and the runner was not told of it yet.
+        is_unknown: it runs, and no plan introduced it to the runner yet.
     """
 
     __slots__ = (

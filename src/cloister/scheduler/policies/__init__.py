@@ -1,4 +1,4 @@
-"""Who goes first: one policy a file, found by name."""
+"""Scheduling policies, one a file, found by name."""
 
 from cloister.scheduler.policies import fair, fcfs, lpm, priority, static
 from cloister.scheduler.policies.base import POLICIES, SchedulingPolicy
