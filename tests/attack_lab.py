@@ -11,7 +11,6 @@ from typing import Any
 
 from cloister.backends.native.program import NativeProgram
 from cloister.engine.core import EngineCore
-from cloister.kv import BlockState
 from cloister.launch import build_engine
 from cloister.policy import Credentials, Gate, Policy
 from cloister.types.config import EngineConfig
@@ -114,7 +113,7 @@ class Lab:
     def dirty_blocks(self) -> int:
         """Counts free blocks that hold something, by their bytes in every layer."""
         pool, program = self.core._scheduler.pool, self.program
-        free = [block for block in range(pool.num_total) if pool.state(block) is BlockState.FREE]
+        free = [block for block in range(pool.num_total) if pool.is_free(block)]
         return sum(any(any(program.read_block(layer, block)) for layer in range(program.num_layers)) for block in free)
 
     def rest(self) -> None:

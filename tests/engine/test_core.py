@@ -11,7 +11,6 @@ import pytest
 
 from cloister.engine.core import MAX_FAILURES_IN_ROW
 from cloister.engine.input_queue import InputQueue
-from cloister.kv import BlockState
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import EngineError
 from cloister.types.events import Abort, Arrived, Event, FrontMessage, Outputs, Scheduled, Shutdown, Stepped, Submit
@@ -237,7 +236,7 @@ class TestWaiting:
 def dirty_blocks(replica: Replica) -> list[int]:
     """Returns the free blocks that still hold something."""
     pool = replica.scheduler.pool
-    return [b for b in range(pool.num_total) if pool.state(b) is BlockState.FREE and replica.program.slots[b].any()]
+    return [b for b in range(pool.num_total) if pool.is_free(b) and replica.program.slots[b].any()]
 
 
 class ForgetfulInbox(InputQueue):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cloister.kv import BlockPool, BlockState, BlockTable, PrefixCache, PrefixKeys
+from cloister.kv import BlockPool, BlockTable, PrefixCache, PrefixKeys
 from cloister.types.scope import Scope, ScopeKind
 
 SIZE = 4
@@ -77,7 +77,7 @@ def test_blocks_in_use_stay_until_they_are_not(pool, tree):
     table = remember(pool, tree, root)
     tree.renew(root, 10.0)
     tree.expire(10.0)
-    assert all(pool.state(block) is BlockState.USED for block in table.blocks)
+    assert all(pool.references(block) for block in table.blocks)
     assert tree.match_length(chain(root)) == 3
     table.close()
     tree.expire(10.5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from cloister.engine.adapters import AdapterRegister
 from cloister.engine.drafting import describe_drafting, measure, weigh
@@ -37,6 +37,9 @@ from cloister.types.logs import describe
 from cloister.types.request import ModelInfo, Request
 from cloister.types.step import StepPlan, StepResult
 
+if TYPE_CHECKING:
+    from cloister.executor.grammar import Grammars
+
 IDLE_WAIT_S: Final = 5.0
 """Longest sleep of an engine with nothing to do; a message ends it at once."""
 COMPILING_WAIT_S: Final = 1.0
@@ -53,18 +56,6 @@ class Runner(Protocol):
     """What carries a plan out."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
-
-
-class GrammarCompilation(Protocol):
-    """What compiles grammars beside the engine's thread."""
-
-    def prepare(self, grammar: Grammar, then: Callable[[], None]) -> bool:
-        """Starts to compile a grammar; True if it is done already. `then` is called from another thread when it is."""
-        ...
-
-    def give_up(self, grammar: Grammar) -> bool:
-        """Ends the wait for a grammar, whose sequences will fail; False where it has to go on."""
-        ...
 
 
 class EngineCore:
@@ -100,7 +91,7 @@ class EngineCore:
         startup: Sequence[tuple[str, float]] = (),
         clock: Clock | None = None,
         adapters: AdapterRegister | None = None,
-        grammars: GrammarCompilation | None = None,
+        grammars: Grammars | None = None,
         scrubber: MemoryScrubber | None = None,
         ahead: StepAhead | None = None,
     ) -> None:

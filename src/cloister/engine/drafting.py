@@ -10,8 +10,6 @@ from cloister.types.step import StepPlan, StepResult
 def describe_drafting(plan: StepPlan, result: StepResult) -> tuple[Drafting, ...]:
     """Returns what each drafter did in a step, and how much of it was accepted; nothing of a step without drafters."""
     drafter_of = {part.seq_id: part.drafter for part in plan.sequences if part.num_drafts}
-    if not drafter_of and not result.draft_s:
-        return ()
     drafted: dict[str, list[int]] = {}
     accepted: dict[str, list[int]] = {}
     num_drafts: dict[str, int] = {}
@@ -35,14 +33,6 @@ def describe_drafting(plan: StepPlan, result: StepResult) -> tuple[Drafting, ...
     )
 
 
-def plain_size(plan: StepPlan) -> StepSize:
-    """Returns what a step would have done without drafts."""
-    size = StepSize()
-    for part in plan.sequences:
-        size = size.plus(part.start, part.num_tokens - part.num_drafts)
-    return size
-
-
 def measure(plan: StepPlan, result: StepResult) -> tuple[int, float]:
     """Returns the positions that a step computed and the keys that they attended to: a plan has room for drafts that nobody may
     have made."""
@@ -60,8 +50,11 @@ def weigh(drafting: tuple[Drafting, ...], plan: StepPlan, result: StepResult, co
     every sequence that samples gets one token from each. Taken: what the step took beyond that one,
     below zero where it was quicker than predicted.
     """
-    num_accepted = sum(sum(part.accepted) for part in drafting)
-    plain_s = cost.predict(plain_size(plan))
+    num_accepted = sum(sum(drafter.accepted) for drafter in drafting)
+    plain_size = StepSize()
+    for part in plan.sequences:
+        plain_size = plain_size.plus(part.start, part.num_tokens - part.num_drafts)
+    plain_s = cost.predict(plain_size)
     gained_s = plain_s * num_accepted / max(1, len(result.samples))
     return gained_s, result.elapsed_s - plain_s
 

@@ -6,6 +6,7 @@ One thread does all of it: a step is launched, and what it brought is taken late
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
 
 from cloister.types.step import StepPlan, StepResult
@@ -42,28 +43,16 @@ class StepAhead:
 
     def pause(self) -> None:
         """Waits for the step, and keeps what it brought: until the next one starts the device is idle."""
-        if self._finish is not None:
-            self._finish = _Kept(self._finish)
+        if self._finish is None:
+            return
+        done: Future[StepResult] = Future()
+        try:
+            done.set_result(self._finish())
+        except Exception as error:  # for whoever takes it
+            done.set_exception(error)
+        self._finish = done.result
 
     def drop(self) -> None:
         """Waits for the step, and forgets it."""
         self.pause()
         self.plan = self._finish = None
-
-
-class _Kept:
-    """The outcome of a step that is done."""
-
-    def __init__(self, finish: Callable[[], StepResult]) -> None:
-        self._result: StepResult | None = None
-        self._error: Exception | None = None
-        try:
-            self._result = finish()
-        except Exception as error:  # for whoever takes it
-            self._error = error
-
-    def __call__(self) -> StepResult:
-        if self._result is None:
-            assert self._error is not None
-            raise self._error
-        return self._result

@@ -2,14 +2,13 @@
 
 from cloister.kv.cache_quotas import CacheQuotas
 from cloister.kv.keys import PrefixKeys
-from cloister.kv.pool import BlockPool, BlockState, OutOfBlocksError
+from cloister.kv.pool import BlockPool, OutOfBlocksError
 from cloister.kv.prefix_cache import PREFIX_CACHE_THREAT, PrefixCache
 from cloister.kv.table import BlockTable
 
 __all__ = [
     "PREFIX_CACHE_THREAT",
     "BlockPool",
-    "BlockState",
     "BlockTable",
     "CacheQuotas",
     "OutOfBlocksError",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from enum import Enum
 
 _KEPT, _PROTECTED = 1, 2
 
@@ -17,14 +16,6 @@ EvictOne = Callable[[], int | None]
 
 class OutOfBlocksError(Exception):
     """Neither free nor evictable blocks are enough; the caller preempts somebody or waits."""
-
-
-class BlockState(Enum):
-    """Where a block is."""
-
-    FREE = "free"
-    USED = "used"
-    CACHED = "cached"
 
 
 class BlockPool:
@@ -137,10 +128,9 @@ class BlockPool:
     def references(self, block: int) -> int:
         return self._references[block]
 
-    def state(self, block: int) -> BlockState:
-        if self._references[block]:
-            return BlockState.USED
-        return BlockState.CACHED if self._kept[block] else BlockState.FREE
+    def is_free(self, block: int) -> bool:
+        """True if nobody uses the block and the prefix tree does not keep it."""
+        return not (self._references[block] or self._kept[block])
 
     def take_wipes(self) -> list[int]:
         """Returns blocks freed since the last call; the next step wipes them before anything else."""
@@ -149,7 +139,7 @@ class BlockPool:
 
     def wipe_again(self, blocks: Iterable[int]) -> None:
         """Lists blocks of a step that was not done; those in use by now are wiped when they become free."""
-        self._wipes.extend(block for block in blocks if self.state(block) is BlockState.FREE)
+        self._wipes.extend(block for block in blocks if self.is_free(block))
 
     def check(self) -> None:
         """Raises AssertionError unless every block is in exactly one state and none is free twice."""
