@@ -10,11 +10,6 @@ if TYPE_CHECKING:
     from cloister.engine.client import EngineClient as EngineClient
     from cloister.engine.client import Health as Health
     from cloister.engine.core import EngineCore as EngineCore
-    from cloister.engine.in_flight import EventListener as EventListener
-    from cloister.engine.machine import Machine as Machine
-    from cloister.engine.machine import read_machine as read_machine
-    from cloister.engine.memory import MemoryBudget as MemoryBudget
-    from cloister.engine.memory import budget_memory as budget_memory
     from cloister.engine.output_processor import OutputProcessor as OutputProcessor
     from cloister.engine.supervision import Supervision as Supervision
     from cloister.engine.transports import ProcessTransport as ProcessTransport
@@ -25,9 +20,6 @@ _HOMES = {
     "adapters": ("AdapterRegister",),
     "client": ("EngineClient", "Health"),
     "core": ("EngineCore",),
-    "in_flight": ("EventListener",),
-    "machine": ("Machine", "read_machine"),
-    "memory": ("MemoryBudget", "budget_memory"),
     "output_processor": ("OutputProcessor",),
     "supervision": ("Supervision",),
     "transports": ("ProcessTransport", "ThreadTransport", "WorkerTransport"),

@@ -1,7 +1,7 @@
 """Scheduler, admission, budget, and policies one file each. Pure: no I/O, no clock, no arrays."""
 
 from cloister.scheduler.budget import BUDGET_THREAT, BudgetConfig, StepBudget, StepCost, StepSize
-from cloister.scheduler.policies import POLICIES, SchedulingPolicy
+from cloister.scheduler.policies import POLICIES
 from cloister.scheduler.scheduler import Scheduler, SchedulerConfig
 from cloister.scheduler.sequence import RequestState
 
@@ -12,7 +12,6 @@ __all__ = [
     "RequestState",
     "Scheduler",
     "SchedulerConfig",
-    "SchedulingPolicy",
     "StepBudget",
     "StepCost",
     "StepSize",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 
 from cloister.kv import BlockPool, BlockTable, CacheQuotas, PrefixCache, PrefixKeys
-from cloister.scheduler.policies import SchedulingPolicy
+from cloister.scheduler.policies.base import SchedulingPolicy
 from cloister.scheduler.sequence import RequestState, Sequence, Status
 from cloister.types.events import Arrived, Ended, Event, Preempted
 from cloister.types.request import FinishReason, Request

@@ -1,6 +1,6 @@
 """Scheduling policies, one a file, found by name."""
 
 from cloister.scheduler.policies import fair, fcfs, lpm, priority, static
-from cloister.scheduler.policies.base import POLICIES, SchedulingPolicy
+from cloister.scheduler.policies.base import POLICIES
 
-__all__ = ["POLICIES", "SchedulingPolicy", "fair", "fcfs", "lpm", "priority", "static"]
+__all__ = ["POLICIES", "fair", "fcfs", "lpm", "priority", "static"]
