@@ -20,9 +20,8 @@ from benchmarks.drafting import BLOCK_SIZE, OpenedModel
 from benchmarks.harness import MODEL, Bench, make_parser
 from cloister.backends.base import KVLayout
 from cloister.executor.drafters import DraftAsk, Drafter, DraftingPlace
-from cloister.executor.drafters.draft_model import make_draft_model
+from cloister.executor.drafters.draft_model import MAX_FOLLOWED, make_draft_model
 from cloister.executor.drafters.long_spec import make_long_spec
-from cloister.executor.drafters.small_model import MAX_FOLLOWED
 from cloister.executor.drafters.spec_infer import make_spec_infer
 from cloister.executor.state import BatchState
 from cloister.models import locate

@@ -23,7 +23,7 @@ from cloister.executor.drafters import DraftingPlace
 from cloister.executor.drafters.draft_files import open_drafts
 from cloister.executor.drafters.draft_model import make_draft_model
 from cloister.executor.drafters.spec_infer import RATES, SpecInferDrafter, make_spec_infer
-from cloister.executor.drafters.tree_shape import grow_shape
+from cloister.executor.drafters.token_trees import grow_shape
 from cloister.models import locate
 
 BUDGETS: Final = (4, 8, 16)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.executor.drafters import DRAFTERS, Drafter, DraftingPlace
-from cloister.executor.drafters.datastore_writing import write_datastore
+from cloister.executor.drafters.datastore import write_datastore
 from cloister.executor.drafters.heads import HeadsCard, heads_directory, write_heads
 from cloister.models import load
 from cloister.models.generation import digest_tokenizer

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from cloister.executor.drafters.datastore_writing import write_datastore
+from cloister.executor.drafters.datastore import write_datastore
 from cloister.models import load, locate
 from cloister.models.generation import digest_tokenizer
 from cloister.text import Tokenizer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, rotate_blocks, round_inputs, rounding_of
 from cloister.quant import FORMATS, FormatOptions, NumberFormat, QuantizedWeights
-from cloister.quant.int4 import quantize_groups
+from cloister.quant.integers import quantize_groups
 from cloister.types.errors import ConfigError
 from tests.driving import RandomWeights, make_spec
 

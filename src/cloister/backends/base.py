@@ -68,7 +68,8 @@ class Weights(Protocol):
         """Returns one tensor, memory-mapped where possible; a matrix may be quantised (`backends.tensors`)."""
         ...
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.read(name)) for name in self.names())
 
 
 @dataclass(frozen=True, slots=True)

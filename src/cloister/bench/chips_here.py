@@ -7,7 +7,7 @@ operator may not exceed by much; without compiled kernels there are none.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -22,6 +22,7 @@ from cloister.bench.kernels import make_batch, wall_times
 from cloister.bench.roofline_operators import Numbers, Work, list_operators
 from cloister.engine.machine import Machine, read_machine
 from cloister.models.decoder import tensor_shapes
+from cloister.quant import HeldWeights
 from cloister.types.errors import ConfigError
 
 READ_BYTES = 512 << 20  # larger than the caches that a few cores have to themselves
@@ -82,7 +83,8 @@ def measure_narrow_products(num_threads: int) -> dict[str, float]:
 def _measure_native(form: str, num_threads: int) -> float:
     """The quickest product of a layer with weights of one format, over some forward passes."""
     backend = BACKENDS.get("native")(num_threads=num_threads, device="cpu", dtype="bfloat16")
-    program = backend.build(_DECODER, _Even(form), KVLayout(_ROWS // 16, 16))
+    weights = HeldWeights({name: _even_tensor(form, name, shape) for name, shape in tensor_shapes(_DECODER)})
+    program = backend.build(_DECODER, weights, KVLayout(_ROWS // 16, 16))
     work = Work.prefill(_ROWS, 1)
     batch, rates = make_batch(work, _DECODER.vocab_size, 16), []
     products = [
@@ -96,34 +98,12 @@ def _measure_native(form: str, num_threads: int) -> float:
     return max(rates)
 
 
-class _Even:
-    """Weights (`backends.base.Weights`) that are all the same; how quick a product is does not depend on them.
-
-    Args:
-        form: "int8" or "bfloat16", of matrices.
-    """
-
-    def __init__(self, form: str) -> None:
-        self._form, self._shapes = form, dict(tensor_shapes(_DECODER))
-
-    def names(self) -> Sequence[str]:
-        return list(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def form(self, name: str) -> None:
-        return None
-
-    def read(self, name: str) -> Tensor:
-        shape = self._shapes[name]
-        if self._form == "bfloat16" or len(shape) == 1 or name.startswith(("embed", "head")):
-            return np.full(shape, 0.03125, ml_dtypes.bfloat16)
-        scales = np.full((shape[0], 1), 1e-3, np.float32)
-        return GroupedTensor(np.full(shape, 160, np.uint8), scales, None, None, 8, shape[1], "int8")
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self.read(name)) for name in self._shapes)
+def _even_tensor(form: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of equal numbers: how quick a product is does not depend on them. `form` of matrices: "int8" or "bfloat16"."""
+    if form == "bfloat16" or len(shape) == 1 or name.startswith(("embed", "head")):
+        return np.full(shape, 0.03125, ml_dtypes.bfloat16)
+    scales = np.full((shape[0], 1), 1e-3, np.float32)
+    return GroupedTensor(np.full(shape, 160, np.uint8), scales, None, None, 8, shape[1], "int8")
 
 
 def _best(run: Callable[[], object]) -> float:

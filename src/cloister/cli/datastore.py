@@ -38,8 +38,7 @@ def build(
     Give public text only. Which drafts are accepted shows in the time that an answer takes, so whoever may ask the server can
     find out what is in its datastore.
     """
-    from cloister.executor.drafters.datastore import Datastore
-    from cloister.executor.drafters.datastore_writing import write_datastore
+    from cloister.executor.drafters.datastore import Datastore, write_datastore
     from cloister.models import load, locate
     from cloister.models.generation import digest_tokenizer
     from cloister.text import Tokenizer

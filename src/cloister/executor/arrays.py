@@ -1,4 +1,4 @@
-"""The arrays of a forward, of C arrays that grew: for the few numbers of a decode step numpy costs more than a loop."""
+"""C arrays that grow, as the arrays of a forward: for the few numbers of a decode step numpy costs more than a loop."""
 
 from __future__ import annotations
 
@@ -23,3 +23,8 @@ def block_tables(blocks: Sequence[array[int]], width: int) -> IntArray:
 def as_ints(values: array[int]) -> IntArray:
     """Returns the numbers themselves, not a copy."""
     return np.frombuffer(values, np.int32)
+
+
+def overwrite(values: array[int]) -> None:
+    """Fills an array with zeros: the tokens of a sequence that left are overwritten, not only released."""
+    memoryview(values).cast("B")[:] = bytes(values.itemsize * len(values))

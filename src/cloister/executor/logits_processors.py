@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,13 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from cloister.executor.arrays import as_ints
 from cloister.executor.grammar import MaskArray, mask_tokens
 
 if TYPE_CHECKING:
     from cloister.executor.state import SequenceState
 
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int32]
 
 
 def process_logits(logits: FloatArray, states: Sequence[SequenceState]) -> FloatArray:
@@ -75,19 +76,20 @@ class TokenCounts:
 
     def __init__(self, token_ids: npt.NDArray[np.int32], num_prompt_tokens: int) -> None:
         distinct, places = np.unique(token_ids, return_inverse=True)
-        self._ids = GrowingInts(distinct)
-        self._num_output = GrowingInts(np.bincount(places[num_prompt_tokens:], minlength=distinct.size))
+        # C arrays, which grow by what they hold; views of them are gone before the next token
+        self._ids = array("i", distinct.tolist())
+        self._num_output = array("i", np.bincount(places[num_prompt_tokens:], minlength=distinct.size).tolist())
         self._places = {token: place for place, token in enumerate(distinct.tolist())}
 
     @property
     def ids(self) -> npt.NDArray[np.int32]:
         """Distinct tokens of prompt and output, [num_distinct]."""
-        return self._ids.view
+        return as_ints(self._ids)
 
     @property
     def num_output(self) -> npt.NDArray[np.int32]:
         """Occurrences of each of `ids` in the output, [num_distinct]; 0 for tokens of the prompt only."""
-        return self._num_output.view
+        return as_ints(self._num_output)
 
     def add(self, token_id: int) -> None:
         """Counts one sampled token."""
@@ -95,12 +97,12 @@ class TokenCounts:
         if place == len(self._ids):
             self._ids.append(token_id)
             self._num_output.append(0)
-        self._num_output.view[place] += 1
+        self._num_output[place] += 1
 
     def copy(self) -> TokenCounts:
         """Returns counts that grow on their own (a fork)."""
         twin = object.__new__(TokenCounts)
-        twin._ids, twin._num_output, twin._places = self._ids.copy(), self._num_output.copy(), dict(self._places)
+        twin._ids, twin._num_output, twin._places = self._ids[:], self._num_output[:], dict(self._places)
         return twin
 
 
@@ -127,40 +129,3 @@ def apply_penalties(scores: FloatArray, rows: Sequence[int], penalties: Sequence
     values = np.where(values > 0, values / repetition, values * repetition)
     values -= frequency * num_output + presence * (num_output > 0)
     scores[row, ids] = values
-
-
-class GrowingInts:
-    """int32 values with amortised O(1) append: they cost what they hold, not what they might."""
-
-    __slots__ = ("_size", "_store")
-
-    def __init__(self, values: npt.ArrayLike = ()) -> None:
-        self._store: IntArray = np.array(values, dtype=np.int32)
-        self._size = self._store.size
-
-    def __len__(self) -> int:
-        return self._size
-
-    @property
-    def view(self) -> IntArray:
-        """The values, [len(self)], until the next append."""
-        return self._store[: self._size]
-
-    def append(self, value: int) -> None:
-        self._reserve(self._size + 1)
-        self._store[self._size] = value
-        self._size += 1
-
-    def copy(self) -> GrowingInts:
-        return GrowingInts(self.view)
-
-    def clear(self) -> None:
-        """Forgets the values, and overwrites them with zeros."""
-        self._store.fill(0)
-        self._size = 0
-
-    def _reserve(self, size: int) -> None:
-        if size > self._store.size:
-            store = np.zeros(max(size, 2 * self._store.size, 16), np.int32)
-            store[: self._size] = self.view
-            self._store = store

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloister.backends.base import SAMPLING_METADATA, IntArray, SamplingMetadata
+from cloister.executor.arrays import overwrite
 from cloister.executor.grammar import Grammars, GrammarState
 from cloister.executor.logits_processors import LogitBias, Penalties, TokenCounts
 from cloister.executor.pooling import Pool
@@ -206,7 +207,7 @@ class BatchState:
         state = self._sequences.pop(seq_id, None)
         if state is None:
             return
-        memoryview(state.tokens).cast("B")[:] = bytes(state.tokens.itemsize * len(state.tokens))
+        overwrite(state.tokens)
         if state.pool is not None:
             state.pool.wipe()
             self.num_pooled -= 1

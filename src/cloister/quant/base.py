@@ -1,10 +1,11 @@
-"""The protocol of quantization formats: a matrix in, codes and scales out. Nothing here knows a model."""
+"""The base of quantization formats: a matrix in, codes and scales out. Nothing here knows a model."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ KVDtype: TypeAlias = Literal["bfloat16", "int8", "int4"]
 THREAT = ThreatProfile(row="paging, continuous batching, chunked prefill, TP, SP", residue="none of its own: weights only")
 """A number format changes weights and what a KV slot holds; blocks are wiped as in any format."""
 
+_LARGEST = 127
 _CHUNK = 1 << 18  # numbers at once: a chunk and what is made of it stay in a core's own cache
 
 
@@ -50,7 +52,8 @@ def read_activations(value: str | None) -> Activations | None:
     return known[value]
 
 
-class NumberFormat(Protocol):
+@dataclass(frozen=True, slots=True)
+class NumberFormat(ABC):
     """A way to write a weight matrix in few bits.
 
     Attributes:
@@ -61,21 +64,13 @@ class NumberFormat(Protocol):
         options: what it was made with.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
+    kv_dtype: ClassVar[KVDtype] = "bfloat16"
+    smooths_keys: ClassVar[bool] = False
+    wants_calibration: ClassVar[bool] = True
+    options: FormatOptions
 
-    @property
-    def kv_dtype(self) -> KVDtype: ...
-
-    @property
-    def smooths_keys(self) -> bool: ...
-
-    @property
-    def wants_calibration(self) -> bool: ...
-
-    @property
-    def options(self) -> FormatOptions: ...
-
+    @abstractmethod
     def quantize(self, weight: npt.NDArray[Any], importance: FloatArray | None = None) -> QuantizedTensor:
         """Writes a projection in this format.
 
@@ -84,11 +79,10 @@ class NumberFormat(Protocol):
             importance: [in] what a squared error of a weight costs, such as the mean square of its input, rotated where the
                 format rotates; None for 1.
         """
-        ...
 
     def quantize_vocabulary(self, weight: npt.NDArray[Any]) -> GroupedTensor:
         """Writes an embedding or a head [vocab, hidden]: 8 bits and one scale per token in every format."""
-        ...
+        return quantize_rows(weight, self.options)
 
 
 class FormatFactory(Protocol):
@@ -146,3 +140,16 @@ def from_columns(columns: npt.NDArray[np.uint8], num_rows: int) -> npt.NDArray[n
 def reciprocal(values: FloatArray) -> FloatArray:
     """Returns 1 / values, and 0 for 0."""
     return np.divide(np.float32(1), values, out=np.zeros_like(values), where=values != 0)
+
+
+def quantize_rows(weight: npt.NDArray[Any], options: FormatOptions) -> GroupedTensor:
+    """Returns 8-bit codes of a matrix [out, in] with one scale per output, its greatest magnitude over 127."""
+    num_out, num_in = weight.shape
+    rotation = options.rotation_of(num_in)
+    codes, scales = np.empty((num_out, num_in), np.uint8), np.empty((num_out, 1), np.float32)
+    for rows, chunk in row_chunks(weight, rotation):
+        scales[rows] = np.abs(chunk).max(1, keepdims=True) / np.float32(_LARGEST)
+        levels = chunk * reciprocal(scales[rows])
+        codes[rows] = np.clip(np.rint(levels, out=levels), -_LARGEST, _LARGEST, out=levels) + np.float32(128)
+    activations = options.activations or "int8"
+    return GroupedTensor(codes, scales, None, None, 8, num_in, activations, rotation=rotation)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, QuantizedTensor
+from cloister.backends.tensors import ProgressiveTensor, QuantizedTensor
 from cloister.quant.base import (
     FORMATS,
     THREAT,
     FloatArray,
     FormatOptions,
-    KVDtype,
+    NumberFormat,
     choose_group_size,
     fit_group_size,
     from_columns,
@@ -22,8 +22,7 @@ from cloister.quant.base import (
     row_chunks,
     to_columns,
 )
-from cloister.quant.int4 import Int4
-from cloister.quant.int8 import quantize_rows
+from cloister.quant.integers import Int4
 from cloister.types.errors import ConfigError
 
 GROUP_SIZES = (32, 64, 128)
@@ -35,25 +34,20 @@ _STEPS_BELOW = 2  # group scales tried below the one that clips nothing
 
 
 @dataclass(frozen=True, slots=True)
-class QoQ:
-    """Protocol `quant.base.NumberFormat`."""
+class QoQ(NumberFormat):
+    """The format, with its group size."""
 
+    name = "qoq"
+    kv_dtype = "int4"
+    smooths_keys = True
     group_size: int
-    options: FormatOptions
-    name: str = "qoq"
-    kv_dtype: KVDtype = "int4"
-    smooths_keys: bool = True
-    wants_calibration: bool = True
 
     def quantize(self, weight: npt.NDArray[Any], importance: FloatArray | None = None) -> QuantizedTensor:
         """A matrix whose inputs 32 does not divide is written as `int4` would."""
         group_size = fit_group_size(weight.shape[1], self.group_size, _MULTIPLE)
         if group_size is None:
-            return Int4(self.group_size, self.options).quantize(weight, importance)
+            return Int4(self.options, self.group_size).quantize(weight, importance)
         return quantize_progressively(weight, group_size, self.options, importance)
-
-    def quantize_vocabulary(self, weight: npt.NDArray[Any]) -> GroupedTensor:
-        return quantize_rows(weight, self.options)
 
 
 @FORMATS.register("qoq", THREAT)
@@ -61,7 +55,7 @@ def make_qoq(options: FormatOptions) -> QoQ:
     """Makes the format; groups of 128 unless chosen otherwise."""
     if options.activations not in (None, "int8"):
         raise ConfigError("the number format qoq computes with int8 activations only", param="activations")
-    return QoQ(choose_group_size(options.group_size, 128, GROUP_SIZES, "qoq"), options)
+    return QoQ(options, choose_group_size(options.group_size, 128, GROUP_SIZES, "qoq"))
 
 
 def quantize_progressively(

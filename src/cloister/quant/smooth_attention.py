@@ -7,7 +7,7 @@ paper's 0.86, the best that a descent over all factors found 0.80).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,8 +64,8 @@ def _shares_norm(layer: LayerSpec) -> bool:
     return layer.attention.qk_norm and layer.attention.qk_norm_over == "head"
 
 
-class SmoothedKeys:
-    """Weights whose keys are smoothed as they are read, judged by the weights alone (protocol `backends.base.Weights`)."""
+class SmoothedKeys(Weights):
+    """Weights whose keys are smoothed as they are read, judged by the weights alone."""
 
     def __init__(self, spec: DecoderSpec, weights: Weights) -> None:
         self._spec, self._weights = spec, weights
@@ -87,9 +87,6 @@ class SmoothedKeys:
             return tensor
         factors = self._layer_factors(int(parts[1])).get(parts[2])
         return tensor if factors is None else np.asarray(tensor, np.float32) * factors
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self.read(name)) for name in self.names())
 
     def _layer_factors(self, number: int) -> FloatTensors:
         """What to multiply a layer's tensors by; none where they have few bits already and cannot be multiplied."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -31,8 +31,8 @@ def quantize_tensor(name: str, tensor: Tensor, number_format: NumberFormat) -> T
     return number_format.quantize_vocabulary(tensor) if name in VOCABULARY else tensor
 
 
-class HeldWeights:
-    """Tensors in memory by canonical name (protocol `backends.base.Weights`)."""
+class HeldWeights(Weights):
+    """Tensors in memory by canonical name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -50,12 +50,9 @@ class HeldWeights:
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._tensors.items())
 
-
-class QuantizedWeights:
-    """Other weights in a number format (protocol `backends.base.Weights`)."""
+class QuantizedWeights(Weights):
+    """Other weights in a number format."""
 
     def __init__(self, weights: Weights, number_format: NumberFormat) -> None:
         self._weights, self._format = weights, number_format
@@ -76,9 +73,6 @@ class QuantizedWeights:
 
     def read(self, name: str) -> Tensor:
         return quantize_tensor(name, self._weights.read(name), self._format)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self.read(name)) for name in self.names())
 
 
 def quantize_on_read(spec: DecoderSpec, weights: Weights, number_format: NumberFormat) -> QuantizedWeights:

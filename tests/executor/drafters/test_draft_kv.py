@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from cloister.backends.base import KVLayout
-from cloister.executor.drafters import small_model
+from cloister.executor.drafters import draft_model
 from cloister.executor.drafters.base import Drafter, DraftModel
-from cloister.executor.drafters.draft_kv import DraftKV
-from cloister.executor.drafters.draft_model import DraftModelDrafter
+from cloister.executor.drafters.draft_model import DraftKV, DraftModelDrafter
 from cloister.executor.drafters.spec_infer import SpecInferDrafter
 from cloister.executor.state import BatchState
 from tests.executor.drafters.block_world import BlockWorld
@@ -69,7 +68,7 @@ def test_broken_bookkeeping_is_seen(name: str, broken: Any, monkeypatch: pytest.
 
 
 def test_counting_drafts_that_were_not_accepted_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_model, "common_length", lambda drafted, known: len(known))
+    monkeypatch.setattr(draft_model, "common_length", lambda drafted, known: len(known))
     with pytest.raises(AssertionError):
         live_long("tree")
 

@@ -11,8 +11,7 @@ import pytest
 from cloister.backends.base import LOGITS, FloatArray, ForwardBatch, KVLayout, StepOutput, Wants
 from cloister.executor.acceptance import distribution
 from cloister.executor.drafters.base import NOTHING, Draft, DraftAsk, Drafter, VerifyFeedback
-from cloister.executor.drafters.draft_model import DraftModelDrafter
-from cloister.executor.drafters.small_model import FEW, MAX_CAUGHT_UP, MAX_FOLLOWED, PagedDrafter
+from cloister.executor.drafters.draft_model import FEW, MAX_CAUGHT_UP, MAX_FOLLOWED, DraftModelDrafter, PagedDrafter
 from cloister.executor.drafters.spec_infer import SpecInferDrafter
 from cloister.executor.program_executor import ProgramExecutor
 from cloister.executor.state import BatchState, SequenceState

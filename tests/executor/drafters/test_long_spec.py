@@ -12,8 +12,8 @@ from cloister.backends.base import LOGITS, FloatArray, ForwardBatch, KVLayout, S
 from cloister.executor.acceptance import distribution
 from cloister.executor.drafters import DRAFTERS
 from cloister.executor.drafters.base import NOTHING, Draft, VerifyFeedback
+from cloister.executor.drafters.draft_model import MAX_FOLLOWED
 from cloister.executor.drafters.long_spec import NUM_SINKS, LongSpecDrafter
-from cloister.executor.drafters.small_model import MAX_FOLLOWED
 from cloister.executor.state import BatchState, SequenceState
 from cloister.types.errors import ConfigError
 from tests.executor.drafters.small_models import BLOCK, VOCAB, RandomModel, arrive, ask, make_batch, make_place

@@ -12,8 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.executor.drafters import DRAFTERS, Draft, VerifyFeedback
-from cloister.executor.drafters.lookahead import MAX_COLUMNS, MAX_DRAFTS, NUM_LEVELS, LookaheadDrafter
-from cloister.executor.drafters.ngram_pool import NUM_BYTES, NUM_FOLLOWING, NUM_KEPT, NUM_SLOTS, NgramPool
+from cloister.executor.drafters.lookahead import (
+    MAX_COLUMNS,
+    MAX_DRAFTS,
+    NUM_BYTES,
+    NUM_FOLLOWING,
+    NUM_KEPT,
+    NUM_LEVELS,
+    NUM_SLOTS,
+    LookaheadDrafter,
+    NgramPool,
+)
 from cloister.executor.state import SequenceState
 from tests.executor.drafters.answering import Sequences, ask_for, known, parents_of, place_for, walk
 

@@ -12,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.executor.drafters import DRAFTERS, Draft, DraftAsk, VerifyFeedback
-from cloister.executor.drafters.adjacency import NUM_BYTES, NUM_SLOTS, WIDTH, Adjacency
-from cloister.executor.drafters.recycling import MAX_DRAFTS, RecyclingDrafter, grow_shape
+from cloister.executor.drafters.recycling import (
+    MAX_DRAFTS,
+    NUM_BYTES,
+    NUM_SLOTS,
+    SHAPE_RATES,
+    WIDTH,
+    Adjacency,
+    RecyclingDrafter,
+)
+from cloister.executor.drafters.token_trees import grow_shape
 from cloister.executor.state import SequenceState
 from tests.executor.drafters.answering import Sequences, ask_for, known, parents_of, place_for, walk
 
@@ -82,7 +90,7 @@ def test_any_prefix_of_the_shape_can_be_asked_for(tokens: list[int], num_drafts:
 
 
 def test_the_shape_is_a_tree_without_more_rivals_than_candidates() -> None:
-    shape = grow_shape(200)
+    shape = grow_shape(SHAPE_RATES, 200)
     assert all(parent < place for place, parent in enumerate(shape))
     assert max(shape.count(parent) for parent in shape) <= WIDTH
     assert shape[:MAX_DRAFTS] == RecyclingDrafter.shape

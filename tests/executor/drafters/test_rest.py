@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.executor.drafters import DRAFTERS
-from cloister.executor.drafters.datastore import HEADER, HEADS, SUFFIXES, TOKENS, Datastore
-from cloister.executor.drafters.datastore_writing import sort_suffixes, write_datastore
+from cloister.executor.drafters.datastore import HEADER, HEADS, SUFFIXES, TOKENS, Datastore, sort_suffixes, write_datastore
 from cloister.executor.drafters.rest import MAX_DRAFTS, MAX_MATCH, NUM_SAMPLED, RestDrafter
 from cloister.models import locate
 from cloister.models.generation import digest_tokenizer

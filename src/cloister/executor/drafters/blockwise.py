@@ -10,17 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cloister.backends.draft_heads import DraftHeads, HeadBlock
-from cloister.executor.drafters.base import (
-    DRAFTERS,
-    NOTHING,
-    Draft,
-    DraftAsk,
-    Drafter,
-    DraftingPlace,
-    FloatArray,
-)
-from cloister.executor.drafters.head_drafter import HeadDrafter
-from cloister.executor.drafters.heads import open_heads, take_tensor
+from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, FloatArray
+from cloister.executor.drafters.heads import HeadDrafter, open_heads, take_tensor
 from cloister.executor.drafters.medusa import THREAT
 from cloister.types.errors import ModelError
 

@@ -16,8 +16,7 @@ import numpy as np
 from cloister.backends.base import LOGITS, FloatArray, ForwardBatch, Program, SamplingMetadata, Wants
 from cloister.executor.acceptance import distribution, draw_rivals
 from cloister.executor.arrays import as_ints, block_tables
-from cloister.executor.drafters.chain import Stretch, stretch_batch
-from cloister.executor.drafters.draft_draws import draft_numbers
+from cloister.executor.drafters.chain import Stretch, draft_numbers, stretch_batch
 from cloister.executor.program_executor import ProgramExecutor
 from cloister.executor.state import SequenceState
 

@@ -12,8 +12,7 @@ from cloister.backends.base import KV_ONLY, LOGITS, FloatArray, ForwardBatch, In
 from cloister.executor.acceptance import distribution, draw_from
 from cloister.executor.arrays import as_ints, block_tables
 from cloister.executor.drafters.base import NOTHING, Draft
-from cloister.executor.drafters.draft_draws import draft_numbers
-from cloister.executor.noise import UniformArray
+from cloister.executor.noise import Domain, UniformArray, noise_keys, uniforms
 from cloister.executor.program_executor import ProgramExecutor
 from cloister.executor.state import SequenceState
 
@@ -148,6 +147,21 @@ class ChainGrower:
             for row, found in zip(drawn, probs, strict=True):
                 apart[row].append(found)
         return tokens
+
+
+def draft_numbers(
+    draws: SamplingMetadata, depths: Sequence[int] | IntArray, ordinals: Sequence[int] | IntArray
+) -> UniformArray:
+    """Returns the noise of drafts that are drawn with numbers of their own: one for each draw, uniform in [0, 1).
+
+    No verification uses them, and draws at one position differ.
+
+    By depth, too: what follows a rejected draft is drawn again, less deep, in a later step. Whether it is may depend on the
+    first draw, as a draft that ended early is asked for less; with the same number the second would not be a draw from its
+    distribution.
+    """
+    keys = noise_keys(draws["seed"], draws["index"], draws["position"])
+    return uniforms(keys, Domain.DRAFT, (np.asarray(depths, np.int64) << 16) + np.asarray(ordinals, np.int64))
 
 
 def _numbers(draws: SamplingMetadata, num_drafts: int) -> UniformArray:

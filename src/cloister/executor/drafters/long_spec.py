@@ -27,7 +27,7 @@ from cloister.executor.drafters.base import (
 )
 from cloister.executor.drafters.chain import ChainGrower, Stretch
 from cloister.executor.drafters.draft_files import open_draft
-from cloister.executor.drafters.small_model import FEW, MAX_FOLLOWED, common_length
+from cloister.executor.drafters.draft_model import FEW, MAX_FOLLOWED, common_length
 from cloister.types.errors import ConfigError
 from cloister.types.threat import Requirement, ThreatProfile
 

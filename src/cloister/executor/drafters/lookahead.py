@@ -12,10 +12,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
+from cloister.executor.arrays import overwrite
 from cloister.executor.drafters.base import DRAFTERS, Draft, DraftAsk, Drafter, DraftingPlace, IntArray, VerifyFeedback
-from cloister.executor.drafters.ngram_pool import NUM_BYTES, NUM_FOLLOWING, NgramPool
-from cloister.executor.drafters.residue import overwrite
-from cloister.executor.drafters.trie import Trie, fill_shape
+from cloister.executor.drafters.token_trees import Trie, fill_shape
 from cloister.executor.state import SequenceState
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -28,6 +27,13 @@ THREAT = ThreatProfile(
     mitigations=("a window and a pool for each sequence, of its own tokens alone", "overwritten when the sequence departs"),
 )
 MAX_DRAFTS: Final = 32
+NUM_FOLLOWING: Final = 4
+"""Tokens of an n-gram behind its first one."""
+NUM_KEPT: Final = 4
+"""N-grams for one first token."""
+NUM_SLOTS: Final = 2048
+_STRIDE: Final = NUM_KEPT * NUM_FOLLOWING
+NUM_BYTES: Final = NUM_SLOTS * (_STRIDE + 2) * 4
 NUM_LEVELS: Final = NUM_FOLLOWING
 """Guesses of a column; with the one that the model adds they are an n-gram."""
 MAX_COLUMNS: Final = 7
@@ -35,6 +41,56 @@ NUM_READ: Final = 2048
 """Tokens of a text whose n-grams are read, from its end."""
 DECAY: Final = (0.5, 0.7)
 """How likely each older n-gram is beside the one after it, and each token behind the one before it."""
+
+
+class NgramPool:
+    """The n-grams of one sequence by their first token, the latest first, in constant memory (section 3.2).
+
+    They lie in the slot that the lower bits of their first token name; a newer token takes the slot of an older one.
+    """
+
+    __slots__ = ("_counts", "_following", "_owners")
+
+    def __init__(self) -> None:
+        self._owners = array("i", bytes(4 * NUM_SLOTS))
+        self._counts = array("i", bytes(4 * NUM_SLOTS))
+        self._following = array("i", bytes(4 * NUM_SLOTS * _STRIDE))
+
+    def put(self, first: int, following: Sequence[int]) -> None:
+        """Takes in an n-gram: a token, and the `NUM_FOLLOWING` behind it. One that is there already becomes the latest."""
+        slot = first % NUM_SLOTS
+        if self._owners[slot] != first:
+            self._owners[slot], self._counts[slot] = first, 0
+        start, count = slot * _STRIDE, self._counts[slot]
+        kept = self._following[start : start + count * NUM_FOLLOWING]
+        newest = array("i", following)
+        for place in range(0, len(kept), NUM_FOLLOWING):
+            if kept[place : place + NUM_FOLLOWING] == newest:
+                del kept[place : place + NUM_FOLLOWING]
+                break
+        merged = (newest + kept)[:_STRIDE]
+        self._following[start : start + len(merged)] = merged
+        self._counts[slot] = len(merged) // NUM_FOLLOWING
+
+    def find(self, first: int) -> list[list[int]]:
+        """Returns what followed a token, [up to NUM_KEPT][NUM_FOLLOWING], the latest first."""
+        slot = first % NUM_SLOTS
+        if self._owners[slot] != first:
+            return []
+        start = slot * _STRIDE
+        ends = range(start, start + self._counts[slot] * NUM_FOLLOWING, NUM_FOLLOWING)
+        return [self._following[end : end + NUM_FOLLOWING].tolist() for end in ends]
+
+    def copy(self) -> NgramPool:
+        """Returns one that goes its own way."""
+        twin = NgramPool()
+        twin._owners, twin._counts, twin._following = self._owners[:], self._counts[:], self._following[:]
+        return twin
+
+    def wipe(self) -> None:
+        """Overwrites what is kept."""
+        for values in (self._owners, self._counts, self._following):
+            overwrite(values)
 
 
 class _Window:

@@ -11,17 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from cloister.backends.draft_heads import DraftHeads, HeadBlock
-from cloister.executor.drafters.base import (
-    DRAFTERS,
-    NOTHING,
-    Draft,
-    DraftAsk,
-    Drafter,
-    DraftingPlace,
-    FloatArray,
-)
-from cloister.executor.drafters.head_drafter import HeadDrafter
-from cloister.executor.drafters.heads import open_heads, take_tensor
+from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, FloatArray
+from cloister.executor.drafters.heads import HeadDrafter, open_heads, take_tensor
+from cloister.executor.drafters.token_trees import rank_places
 from cloister.types.errors import ModelError
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -65,19 +57,15 @@ class Branches(NamedTuple):
     @classmethod
     def of(cls, parents: Sequence[int]) -> Branches:
         depths: list[int] = []
-        ranks: list[int] = []
-        num_children: dict[int, int] = {}
         widths: list[int] = []
-        for parent in parents:
+        ranks = rank_places(tuple(parents))
+        for parent, rank in zip(parents, ranks, strict=True):
             depth = depths[parent] + 1 if parent >= 0 else 0
-            rank = num_children.get(parent, 0)
-            num_children[parent] = rank + 1
             depths.append(depth)
-            ranks.append(rank)
             if depth == len(widths):
                 widths.append(0)
             widths[depth] = max(widths[depth], rank + 1)
-        return cls(list(parents), depths, ranks, widths)
+        return cls(list(parents), depths, list(ranks), widths)
 
 
 class Medusa(HeadDrafter):

@@ -14,7 +14,7 @@ from typing import Final
 
 from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace
 from cloister.executor.drafters.occurrences import BYTES_PER_TOKEN, Occurrences
-from cloister.executor.drafters.trie import Trie, fill_shape
+from cloister.executor.drafters.token_trees import Trie, fill_shape
 from cloister.types.threat import Requirement, ThreatProfile
 
 THREAT = ThreatProfile(

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from cloister.executor.drafters.residue import overwrite
+from cloister.executor.arrays import overwrite
 
 ORDERS: Final = (8, 4, 2, 1)
 """Lengths of the n-grams that are indexed."""

@@ -6,15 +6,14 @@ with what follows what in the prompt, as nothing else is known then, and the mod
 
 from __future__ import annotations
 
-import heapq
+from array import array
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Final
 
 import numpy as np
 
-from cloister.executor.drafters.adjacency import NUM_BYTES, WIDTH, Adjacency
-from cloister.executor.drafters.base import DRAFTERS, Draft, DraftAsk, Drafter, DraftingPlace, VerifyFeedback
+from cloister.executor.drafters.base import DRAFTERS, Draft, DraftAsk, Drafter, DraftingPlace, IntArray, VerifyFeedback
+from cloister.executor.drafters.token_trees import grow_shape, rank_places
 from cloister.executor.state import SequenceState
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -26,37 +25,82 @@ THREAT = ThreatProfile(
     attack="another request's draft, or a dump of memory, tells what the text was",
     mitigations=("rows for each sequence, of its own tokens alone", "overwritten when the sequence departs"),
 )
+WIDTH: Final = 8
+"""Tokens that are kept for each token."""
+NUM_SLOTS: Final = 4096
+NUM_BYTES: Final = NUM_SLOTS * (WIDTH + 1) * 4
+NUM_READ: Final = 16384
+"""Tokens of a text that are read, from its end."""
 MAX_DRAFTS: Final = 32
 RANK_RATES: Final = (0.6, 0.09, 0.04, 0.025, 0.015, 0.01, 0.008, 0.006)
 """How often the candidate of each rank comes next (cloister-5m on documentation, its own answers and random prompts)."""
 FOLLOWING: Final = 0.75
 """The same of the first rank, where the candidate before it was right."""
+SHAPE_RATES: Final = (RANK_RATES, *((FOLLOWING, *RANK_RATES[1:]),) * MAX_DRAFTS)
 
 
-def grow_shape(num_places: int) -> tuple[int, ...]:
-    """Returns the parents of the tree whose nodes are likeliest to be accepted, likeliest first."""
-    rates = ((FOLLOWING, *RANK_RATES[1:]), RANK_RATES)
-    heap = [(-RANK_RATES[0], -1, 0, 1.0)]
-    parents: list[int] = []
-    while len(parents) < num_places:
-        negative, parent, rank, chance = heapq.heappop(heap)
-        place = len(parents)
-        parents.append(parent)
-        heapq.heappush(heap, (negative * rates[0][0], place, 0, -negative))
-        if rank + 1 < WIDTH:
-            heapq.heappush(heap, (-chance * rates[parent < 0][rank + 1], parent, rank + 1, chance))
-    return tuple(parents)
+class Adjacency:
+    """What may follow each token of one sequence: the matrix of section 3.1, in constant memory.
 
+    A matrix over the vocabulary would be megabytes for each sequence, nearly all of it empty: here a token's row lies in a slot
+    that its lower bits name, and a newer token takes the slot of an older one.
+    """
 
-@lru_cache(maxsize=256)
-def rank_places(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns for each place of a shape how many places before it have the same parent."""
-    counts: dict[int, int] = {}
-    ranks = []
-    for parent in parents:
-        ranks.append(counts.get(parent, 0))
-        counts[parent] = ranks[-1] + 1
-    return tuple(ranks)
+    __slots__ = ("_owners", "_rows")
+
+    def __init__(self) -> None:
+        self._owners = np.zeros(NUM_SLOTS, np.int32)  # token + 1; 0 owns nothing
+        self._rows = np.zeros((NUM_SLOTS, WIDTH), np.int32)  # token + 1; 0 is none
+
+    def read_text(self, tokens: array[int]) -> None:
+        """Puts in what followed each token of a text, the latest first."""
+        text = np.array(tokens[-NUM_READ:], np.int64)
+        if len(text) < 2:
+            return
+        pairs = text[:-1].copy()
+        pairs <<= 32  # in place: no copies but those that are overwritten below
+        pairs |= text[1:]
+        pairs = pairs[::-1]
+        _, newest = np.unique(pairs, return_index=True)  # the first, and so the latest in the text
+        newest = newest[np.lexsort((newest, pairs[newest] >> 32))]
+        firsts, seconds = pairs[newest] >> 32, pairs[newest] & 0xFFFFFFFF
+        starts = np.flatnonzero(np.append(True, firsts[1:] != firsts[:-1]))
+        ranks = np.arange(len(firsts)) - np.repeat(starts, np.diff(np.append(starts, len(firsts))))
+        slots = firsts % NUM_SLOTS
+        self._owners[slots] = firsts + 1
+        is_kept = (ranks < WIDTH) & (self._owners[slots] == firsts + 1)  # of tokens with one slot the last one has it
+        self._rows[slots[is_kept], ranks[is_kept]] = seconds[is_kept] + 1
+        for used in (text, pairs, firsts, seconds):  # numpy keeps the memory of small arrays for others, as it is
+            used.fill(0)
+
+    def put(self, tokens: IntArray, candidates: IntArray) -> None:
+        """Replaces rows.
+
+        Args:
+            tokens: [num_rows]; of equal ones the last counts.
+            candidates: [num_rows, WIDTH] what may follow each, best first.
+        """
+        slots = tokens % NUM_SLOTS
+        self._owners[slots] = tokens + 1
+        self._rows[slots] = candidates + 1
+
+    def row(self, token: int) -> list[int]:
+        """Returns what may follow a token, best first, each one more than the token; 0 is none."""
+        slot = token % NUM_SLOTS
+        found: list[int] = self._rows[slot].tolist() if self._owners[slot] == token + 1 else []
+        return found
+
+    def copy(self) -> Adjacency:
+        """Returns one that goes its own way."""
+        twin = Adjacency()
+        twin._owners[:] = self._owners
+        twin._rows[:] = self._rows
+        return twin
+
+    def wipe(self) -> None:
+        """Overwrites what is kept."""
+        self._owners.fill(0)
+        self._rows.fill(0)
 
 
 class RecyclingDrafter(Drafter):
@@ -68,7 +112,7 @@ class RecyclingDrafter(Drafter):
 
     num_top = WIDTH
     max_drafts = MAX_DRAFTS
-    shape = grow_shape(MAX_DRAFTS)
+    shape = grow_shape(SHAPE_RATES, MAX_DRAFTS)
 
     def __init__(self, max_num_seqs: int) -> None:
         self.fixed_bytes = NUM_BYTES * max_num_seqs

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace
 from cloister.executor.drafters.datastore import BUILD, HEADER, Continuations, Datastore
-from cloister.executor.drafters.trie import fill_shape
+from cloister.executor.drafters.token_trees import fill_shape
 from cloister.models.generation import digest_tokenizer
 from cloister.types.errors import ConfigError
 from cloister.types.threat import Requirement, ThreatProfile

@@ -9,8 +9,8 @@ from cloister.backends.base import KVLayout
 from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, DraftModel
 from cloister.executor.drafters.branches import DraftTree, TreeGrower, kept_chain
 from cloister.executor.drafters.draft_files import open_drafts
-from cloister.executor.drafters.small_model import DRAFT_MODEL_THREAT, PagedDrafter
-from cloister.executor.drafters.tree_shape import grow_shape
+from cloister.executor.drafters.draft_model import DRAFT_MODEL_THREAT, PagedDrafter
+from cloister.executor.drafters.token_trees import grow_shape
 
 RATES: Final = ((0.401, 0.113, 0.059, 0.038, 0.028, 0.022),) * 8
 """How often the child of each rank is accepted, at any depth: cloister-draft for cloister-5m (`benchmarks/spec_trees.py`)."""

@@ -7,7 +7,7 @@ import numpy as np
 from cloister.backends.spec import LayerSpec
 from cloister.backends.tensors import Tensor
 from cloister.quant.base import THREAT, FloatArray, NumberFormat
-from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF, InputStatistics, LayerTrial
+from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF, Calibrator, InputStatistics, LayerTrial
 from cloister.quant.folding import AFTER_NORMS, INSIDE, FloatTensors, Folding, fold, share_among_groups
 
 _STRENGTHS = tuple(step / 10 for step in range(11))
@@ -15,8 +15,8 @@ _ROWS = 512  # outputs that a search looks at
 _SMALLEST = 1e-4
 
 
-class AWQ:
-    """Protocol `calibration.base.Calibrator`: factors first, then rounding that weighs errors by the inputs' squares."""
+class AWQ(Calibrator):
+    """Factors first, then rounding that weighs errors by the inputs' squares."""
 
     name = "awq"
     rotates = False

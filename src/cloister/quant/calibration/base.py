@@ -1,10 +1,11 @@
-"""The protocol of calibration: a layer's float weights and sample inputs in, quantized weights out."""
+"""The base of calibration: a layer's float weights and sample inputs in, quantized weights out."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -181,7 +182,7 @@ INPUTS_OF: Mapping[str, str] = {
 """Each projection, and the inputs that it reads, in the order in which a layer computes."""
 
 
-class Calibrator(Protocol):
+class Calibrator(ABC):
     """A way to choose the codes of a layer.
 
     Attributes:
@@ -190,15 +191,11 @@ class Calibrator(Protocol):
         rotates: whether what it finds still stands once inputs are rotated; factors for single channels do not.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
+    uses_text: ClassVar[bool]
+    rotates: ClassVar[bool]
 
-    @property
-    def uses_text(self) -> bool: ...
-
-    @property
-    def rotates(self) -> bool: ...
-
+    @abstractmethod
     def calibrate(self, tensors: FloatTensors, trial: LayerTrial, number_format: NumberFormat) -> dict[str, Tensor]:
         """Returns the layer's tensors, projections in the format; norms and biases may have taken factors in.
 
@@ -206,7 +203,6 @@ class Calibrator(Protocol):
             tensors: in float32, under their canonical names less `layers.L.`.
             trial: runs the calibration text through the layer.
         """
-        ...
 
 
 CALIBRATORS: Registry[Calibrator] = Registry("calibration method")

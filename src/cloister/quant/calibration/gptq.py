@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from cloister.backends.tensors import ProgressiveTensor, QuantizedTensor, Tensor, rotate_blocks
 from cloister.quant.base import THREAT, FloatArray, NumberFormat, reciprocal
-from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF, InputStatistics, LayerTrial
+from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF, Calibrator, InputStatistics, LayerTrial
 from cloister.quant.folding import FloatTensors
 
 _DAMPING = 0.05  # of the mean of the diagonal (section 3.3, step 3); on 8,192 tokens the paper's 0.01 loses more
@@ -17,8 +17,8 @@ _FIT_DAMPING = 0.5  # the fit follows the text more closely than the codes do, a
 _BLOCK = 128  # inputs that meet the errors of all before them at once (step 2)
 
 
-class GPTQ:
-    """Protocol `calibration.base.Calibrator`.
+class GPTQ(Calibrator):
+    """Fits and rounds column by column.
 
     Each projection is fitted first, by least squares, to give on the inputs that really reach it what the float model's gives
     on its own: so it makes up for what was rounded before it, inputs, keys and values among that. The grid (scales and zeros)

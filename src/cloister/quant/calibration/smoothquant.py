@@ -1,4 +1,4 @@
-"""SmoothQuant (Xiao et al. 2022): moves activation outliers into the weights before both are quantized."""
+"""Round-to-nearest; and SmoothQuant (Xiao et al. 2022), which moves activation outliers into the weights before it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,26 @@ import numpy as np
 
 from cloister.backends.tensors import Tensor
 from cloister.quant.base import THREAT, FloatArray, NumberFormat
-from cloister.quant.calibration.base import CALIBRATORS, LayerTrial
-from cloister.quant.calibration.rtn import RoundToNearest
+from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF, Calibrator, LayerTrial
 from cloister.quant.folding import AFTER_NORMS, FloatTensors, Folding, fold
 
 _STRENGTH = 0.5  # equation 4's alpha: half of the difficulty on either side
 _SMALLEST = 1e-5
 
 
-class SmoothQuant:
-    """Protocol `calibration.base.Calibrator`: the norms before q, k, v and before gate and up take the factors."""
+class RoundToNearest(Calibrator):
+    """Each weight on its own, with the format's own choice of scales."""
+
+    name = "rtn"
+    rotates = True
+    uses_text = False
+
+    def calibrate(self, tensors: FloatTensors, trial: LayerTrial, number_format: NumberFormat) -> dict[str, Tensor]:
+        return {name: number_format.quantize(tensor) if name in INPUTS_OF else tensor for name, tensor in tensors.items()}
+
+
+class SmoothQuant(Calibrator):
+    """The norms before q, k, v and before gate and up take the factors."""
 
     name = "smoothquant"
     rotates = False
@@ -37,4 +47,5 @@ def smoothing(peaks: FloatArray, tensors: FloatTensors, folding: Folding) -> Flo
     return factors
 
 
+CALIBRATORS.register("rtn", THREAT)(RoundToNearest())
 CALIBRATORS.register("smoothquant", THREAT)(SmoothQuant())

@@ -1,4 +1,7 @@
-"""int4: symmetric, one scale for a group of consecutive inputs; activations in int8 (W4A8) or bfloat16 (W4A16)."""
+"""int8 and int4: symmetric, one scale for an output or for a group of consecutive inputs.
+
+int8: activations are rotated and quantized to int8 per token (W8A8). int4: activations in int8 (W4A8) or bfloat16 (W4A16).
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from cloister.quant.base import (
     THREAT,
     FloatArray,
     FormatOptions,
-    KVDtype,
+    NumberFormat,
     choose_group_size,
     fit_group_size,
     from_columns,
+    quantize_rows,
     reciprocal,
     row_chunks,
     to_columns,
 )
-from cloister.quant.int8 import quantize_rows
 
 GROUP_SIZES = (32, 64, 128)
 _LOWEST, _HIGHEST = -8, 7
@@ -33,15 +36,30 @@ can always stand on the side with eight levels; past -8 it is clipped and the ot
 
 
 @dataclass(frozen=True, slots=True)
-class Int4:
-    """Protocol `quant.base.NumberFormat`."""
+class Int8(NumberFormat):
+    """The format; its one scale per output asks for no calibration."""
 
+    name = "int8"
+    wants_calibration = False
+
+    def quantize(self, weight: npt.NDArray[Any], importance: FloatArray | None = None) -> GroupedTensor:
+        """Importance changes nothing: the greatest weight of an output sets its scale."""
+        return quantize_rows(weight, self.options)
+
+
+@FORMATS.register("int8", THREAT)
+def make_int8(options: FormatOptions) -> Int8:
+    """Makes the format; it has no groups to choose."""
+    choose_group_size(options.group_size, 0, (), "int8")
+    return Int8(options)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4(NumberFormat):
+    """The format, with its group size."""
+
+    name = "int4"
     group_size: int
-    options: FormatOptions
-    name: str = "int4"
-    kv_dtype: KVDtype = "bfloat16"
-    smooths_keys: bool = False
-    wants_calibration: bool = True
 
     def quantize(self, weight: npt.NDArray[Any], importance: FloatArray | None = None) -> GroupedTensor:
         """A matrix whose inputs 16 does not divide gets 8 bits and one scale per output."""
@@ -50,14 +68,11 @@ class Int4:
             return quantize_rows(weight, self.options)
         return quantize_groups(weight, group_size, self.options, importance)
 
-    def quantize_vocabulary(self, weight: npt.NDArray[Any]) -> GroupedTensor:
-        return quantize_rows(weight, self.options)
-
 
 @FORMATS.register("int4", THREAT)
 def make_int4(options: FormatOptions) -> Int4:
     """Makes the format; groups of 32 unless chosen otherwise."""
-    return Int4(choose_group_size(options.group_size, 32, GROUP_SIZES, "int4"), options)
+    return Int4(options, choose_group_size(options.group_size, 32, GROUP_SIZES, "int4"))
 
 
 def quantize_groups(

@@ -1,14 +1,19 @@
-"""Continuations merged into one token tree, the likeliest nodes first (the tree of SpecInfer, Miao et al. 2024, section 3)."""
+"""Token trees: continuations merged into one, trees cut to a shape, and the shapes that are worth their places. Pure."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from functools import lru_cache
 
 from cloister.executor.drafters.base import Draft
 
 
 class Trie:
-    """Weighted continuations of one sequence. A node's weight is the sum of those that run through it."""
+    """Weighted continuations of one sequence, merged (the tree of SpecInfer, Miao et al. 2024, section 3).
+
+    A node's weight is the sum of those that run through it.
+    """
 
     __slots__ = ("_children", "_parents", "_tokens", "_weights")
 
@@ -64,3 +69,49 @@ def fill_shape(draft: Draft, shape: Sequence[int]) -> Draft:
             kept_at[place] = len(kept_parents)
             kept_parents.append(kept_at[parent])
     return Draft([draft.token_ids[node] for node in list(node_at.values())[1:]], kept_parents)
+
+
+def grow_shape(rates: Sequence[Sequence[float]], num_nodes: int) -> tuple[int, ...]:
+    """Returns the parents of the tree with the most accepted tokens a step, best place first: any prefix is the best so small.
+
+    Which branches are worth a place follows from measured rates (Sequoia, Chen et al. 2024, section 3.1).
+
+    Args:
+        rates: how often the child of rank r at depth d is the one that is accepted, given that its parent was; depths and ranks
+            that are not there have a rate of 0.
+
+    Returns:
+        For each node the place of its parent, -1 for the root; fewer than `num_nodes` if rates end before.
+    """
+    parents: list[int] = []
+    # (less than all others' chance to be accepted, order of discovery, parent, depth, rank)
+    waiting: list[tuple[float, int, int, int, int]] = []
+    num_found = 0
+
+    def offer(parent: int, depth: int, rank: int, reached: float) -> None:
+        nonlocal num_found
+        if depth < len(rates) and rank < len(rates[depth]) and reached * rates[depth][rank] > 0:
+            heapq.heappush(waiting, (-reached * rates[depth][rank], num_found, parent, depth, rank))
+            num_found += 1
+
+    offer(-1, 0, 0, 1.0)
+    reached = {-1: 1.0}
+    while waiting and len(parents) < num_nodes:
+        chance, _, parent, depth, rank = heapq.heappop(waiting)
+        place = len(parents)
+        parents.append(parent)
+        reached[place] = -chance
+        offer(parent, depth, rank + 1, reached[parent])
+        offer(place, depth + 1, 0, -chance)
+    return tuple(parents)
+
+
+@lru_cache(maxsize=256)
+def rank_places(parents: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns for each place of a shape how many places before it have the same parent."""
+    counts: dict[int, int] = {}
+    ranks = []
+    for parent in parents:
+        ranks.append(counts.get(parent, 0))
+        counts[parent] = ranks[-1] + 1
+    return tuple(ranks)

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.spec_trees import expected_accepted
 from cloister.executor.drafters.branches import kept_chain, levels_of
-from cloister.executor.drafters.tree_shape import grow_shape
+from cloister.executor.drafters.token_trees import grow_shape
 
 RATES = ((0.5, 0.2, 0.1), (0.6, 0.3), (0.4, 0.35, 0.2))
 
