@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cloister.cli.console import err, print_error
+from cloister.cli.console import err, print_error, print_line
 
 UsageError: Final = cast(type[Exception], typer.BadParameter.__base__)
 """Base of every error that typer raises for wrong usage."""
@@ -35,7 +35,7 @@ def print_usage_error(error: Any) -> None:
     print_error(describe_usage(error))
     context = getattr(error, "ctx", None)
     if context is not None:
-        err.print(f"See `{context.command_path} --help`.", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"See `{context.command_path} --help`.", console=err)
 
 
 def describe_usage(error: Any) -> str:

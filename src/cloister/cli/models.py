@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloister.cli.console import err, out, print_json, print_table
+from cloister.cli.console import err, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from cloister.models.pulling import CatalogueModel
@@ -40,7 +40,7 @@ def models(
     print_table("Models on this machine", ("--model", "from", "architecture", "weights", "MiB"), rows)
     for model in found:
         if model.obstacle is not None:
-            out.print(f"{model.name}: {model.obstacle}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+            print_line(f"{model.name}: {model.obstacle}", "yellow")
     _print_catalogue({model.name for model in found})
 
 
@@ -51,7 +51,7 @@ def _print_catalogue(here: set[str]) -> None:
     for name, known in CATALOGUE.items():
         if name not in here:
             line = f"`cloister pull {name}` brings {known.title}: {known.download_bytes / 1e6:.0f} MB, {known.licence}"
-            out.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+            print_line(line, "dim")
 
 
 def pull(
@@ -82,7 +82,7 @@ def pull(
     if is_hub_name(source):
         if name is not None or sha256 is not None:
             raise ModelError("a model of the hub goes by its hub name, and the hub's library checks it; leave the options out")
-        out.print(f"{source}: {locate(source, progress=True)}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"{source}: {locate(source, progress=True)}")
         return
     known = CATALOGUE.get(source)
     accepted = accept_terms or known is None or known.terms_url is None or store.find(source) is not None or _ask(known)
@@ -92,16 +92,14 @@ def pull(
         f"licence: {model.licence}; SHA-256 {model.sha256}",
         f"serve it: cloister serve {model.name}",
     ):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(line)
 
 
 def _ask(model: CatalogueModel) -> bool:
     """Asks a person at a terminal for the model's terms; nobody else can be asked."""
     if not sys.stdin.isatty():
         return False
-    err.print(
-        f"{model.title} comes under the {model.licence}: {model.terms_url}", markup=False, highlight=False, soft_wrap=True
-    )
+    print_line(f"{model.title} comes under the {model.licence}: {model.terms_url}", console=err)
     return typer.confirm("Have you read these terms, and do you accept them?", err=True)
 
 
@@ -117,7 +115,7 @@ def show(
     width = max(map(len, found))
     for key, value in found.items():
         shown = ", ".join(f"{k} {v:g}" for k, v in value.items()) if isinstance(value, dict) else value
-        out.print(f"{key:{width}}  {shown}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"{key:{width}}  {shown}")
 
 
 def describe_model(name: str) -> dict[str, Any]:
@@ -161,4 +159,4 @@ def remove(
         if name in embedded_names():
             raise ModelError(f"{name} is a part of the package and stays", param="name")
         freed_bytes = remove_cached(name) if is_hub_name(name) else Store().remove(name)
-        err.print(f"{name} is deleted, {freed_bytes / 1e6:,.0f} MB", highlight=False, markup=False)
+        print_line(f"{name} is deleted, {freed_bytes / 1e6:,.0f} MB", console=err)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final, NoReturn
+from typing import Annotated, Final
 
 import typer
 
 from cloister.cli import verify_node, verify_receipt, verify_routing, verify_traces
-from cloister.cli.console import err, out
+from cloister.cli.console import leave, print_line
 from cloister.types.errors import CloisterError, ConfigError
 
 app = typer.Typer(help="Check what a node claims and what it keeps.", no_args_is_help=True)
@@ -50,28 +50,20 @@ def issuer(
         key = named.key if named is not None else PublicKey.parse(issuer_key)
         content = proof.expanduser().read_bytes()
     except OSError as error:
-        _leave(f"could not check: cannot read {proof}: {error.strerror}", CANNOT_CHECK)
+        leave(f"could not check: cannot read {proof}: {error.strerror}", CANNOT_CHECK)
     except CloisterError as error:
-        _leave(f"could not check: {error.message}", CANNOT_CHECK)
+        leave(f"could not check: {error.message}", CANNOT_CHECK)
     try:
         statements = check_proof(content, key)
     except TransparencyError as error:
-        _leave(f"PROVES NOTHING: {error.message}", PROVES_NOTHING)
-    out.print(f"PROVED: the issuer {key.name} signed both of these, and both cannot be:", markup=False, soft_wrap=True)
+        leave(f"PROVES NOTHING: {error.message}", PROVES_NOTHING)
+    print_line(f"PROVED: the issuer {key.name} signed both of these, and both cannot be:")
     for entry in statements:
         shown = entry.token_key.hex()[-32:]
-        out.print(
+        print_line(
             f"  {entry.url}: the key ...{shown} signs from {entry.not_before} until {entry.not_after} (Unix seconds)",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
         )
 
 
 app.command("traces")(verify_traces.traces)
 app.command("routing")(verify_routing.routing)
-
-
-def _leave(line: str, status: int) -> NoReturn:
-    err.print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(status) from None

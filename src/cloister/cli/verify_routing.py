@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloister.cli.console import err, make_progress, out, print_json, print_table
+from cloister.cli.console import err, leave, make_progress, out, print_json, print_line, print_table
 from cloister.cli.options import LEAST_PRESENT, MOST_SHARE, AcceptMaskedChips, AcceptMembership, LeastPresent, MostShare
 from cloister.client.routing.records import Attack
 from cloister.types.errors import CloisterError, ConfigError
@@ -107,8 +107,7 @@ def routing(
             )
             verdict = judge(asyncio.run(trial))
     except (CloisterError, OSError) as error:
-        err.print(f"could not test: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(CANNOT_TEST) from None
+        leave(f"could not test: {error}", CANNOT_TEST)
     chance = _power(users, requests, verdict.tests)
     _print(verdict, chance, as_json)
     if not verdict.honest:
@@ -221,7 +220,7 @@ def audit_deployment(settings: AuditSettings) -> int:
     try:
         return asyncio.run(_audit(settings))
     except (CloisterError, OSError) as error:
-        err.print(f"could not test: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"could not test: {error}", "bold red", console=err)
         return CANNOT_TEST
 
 
@@ -355,9 +354,9 @@ def _report(verdict: AuditVerdict, chance: float, requests: int, settings: Audit
         )
     for charge in () if settings.as_json else verdict.charges:
         who = f" ({charge.user})" if charge.user else ""
-        out.print(f"{charge.kind}{who}: {charge.text}", style="red", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"{charge.kind}{who}: {charge.text}", "red")
     for line in verdict.unfinished:
-        err.print(f"could not test: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"could not test: {line}", "yellow", console=err)
     if verdict.charges:
         return _say(settings, "NOT HONEST: " + ", ".join(sorted({charge.kind for charge in verdict.charges})), NOT_HONEST)
     found = f"{settings.detect:.0%} of one user's requests steered would be found with a chance of {chance:.4f}"
@@ -369,5 +368,5 @@ def _report(verdict: AuditVerdict, chance: float, requests: int, settings: Audit
 def _say(settings: AuditSettings, text: str, status: int) -> int:
     if not settings.as_json:
         style = {0: "green", NOT_HONEST: "bold red"}.get(status, "yellow")
-        out.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        print_line(text, style)
     return status
